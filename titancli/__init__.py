@@ -1,0 +1,52 @@
+"""titan: train language models from a recipe.
+
+The public API. Nothing here imports torch: every name is loaded when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "component": "titancli.registry.component",
+    "Component": "titancli.registry.component",
+    "Slot": "titancli.registry.component",
+    "hookimpl": "titancli.registry.hookspecs",
+    "load_recipe": "titancli.recipe",
+    "Recipe": "titancli.recipe.schema",
+    "TitanError": "titancli.errors",
+    "Batch": "titancli.data.batch",
+    "LossResult": "titancli.losses.result",
+    "report": "titancli.observe.metrics",
+    "Engine": "titancli.engine",
+}
+
+__all__ = ["__version__", *sorted(_WHERE)]  # noqa: PLE0604
+
+if TYPE_CHECKING:
+    from titancli.data.batch import Batch as Batch
+    from titancli.engine import Engine as Engine
+    from titancli.errors import TitanError as TitanError
+    from titancli.losses.result import LossResult as LossResult
+    from titancli.observe.metrics import report as report
+    from titancli.recipe import load_recipe as load_recipe
+    from titancli.recipe.schema import Recipe as Recipe
+    from titancli.registry.component import Component as Component
+    from titancli.registry.component import Slot as Slot
+    from titancli.registry.component import component as component
+    from titancli.registry.hookspecs import hookimpl as hookimpl
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        value = getattr(importlib.import_module(_WHERE[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'titancli' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

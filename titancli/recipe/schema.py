@@ -1,0 +1,241 @@
+"""The core sections of a recipe. Field names are torchtitan 0.2.2's where it had the field.
+
+A section or a field stands here only if it does something.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from titancli.errors import RecipeError
+from titancli.registry.component import Component, Slot, section
+
+
+@section
+class Requires:
+    """What must be installed for this recipe."""
+
+    titan: str | None = None
+    """Version specifier for titan itself, e.g. `">=0.1"`."""
+    plugins: list[str] = field(default_factory=list)
+    """Requirements on plugin distributions, e.g. `"titan-float8>=0.1"`."""
+
+
+@section
+class Training:
+    """How long, on how much at a time, in which precision."""
+
+    steps: Annotated[int, Gt(0)]
+    """Optimizer steps in all; a resumed run counts from its start."""
+    seq_len: Annotated[int, Gt(0)] = 2048
+    """Tokens in a row."""
+    local_batch_size: Annotated[int, Gt(0)] = 8
+    """Rows in one micro-batch of one data-parallel rank."""
+    global_batch_size: Annotated[int, Gt(0)] | None = None
+    """Rows in one optimizer step over all ranks; None: one micro-batch a rank. Accumulation is derived."""
+    accumulate: Literal["sharded", "unsharded"] = "sharded"
+    """Reduce gradients after each micro-batch (least memory), or after the last (least traffic)."""
+    max_norm: Annotated[float, Ge(0)] = 1.0
+    """Gradients are clipped to this total norm; 0 never clips."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What parameters, gradients and optimizer state are stored in."""
+    mixed_precision_param: Literal["float32", "bfloat16"] = "bfloat16"
+    """What parameters and activations are cast to for forward and backward."""
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    """What gradients are summed over ranks in."""
+    gc_freq: Annotated[int, Gt(0)] = 50
+    """Python's garbage is collected every so many steps, and never between."""
+    seed: Annotated[int, Ge(0), Le(2**63 - 1)] = 0
+    """Initial values, data order and every other random number follow from it."""
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """A mesh with every degree known. `world = pp * dp_replicate * dp_shard * cp * tp`."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @property
+    def dp(self) -> int:
+        """Ranks whose batches differ."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+
+Degree = Annotated[int, Ge(1)] | Literal[-1]
+
+
+@section
+class Mesh:
+    """Degrees of parallelism; one of them may be -1 and takes the ranks that are left."""
+
+    pp: Degree = 1
+    """Pipeline stages."""
+    dp_replicate: Degree = 1
+    """Replicas of the whole model (DDP when dp_shard is 1, HSDP otherwise)."""
+    dp_shard: Degree = -1
+    """Ranks that parameters are sharded over (FSDP2)."""
+    cp: Degree = 1
+    """Ranks that a row is cut over."""
+    tp: Degree = 1
+    """Ranks that a layer's matrices are cut over."""
+    ep: Degree = 1
+    """Ranks that experts are spread over; taken from dp_shard * cp * tp."""
+
+    def resolve(self, world: int) -> Degrees:
+        """The degrees on `world` ranks.
+
+        Raises:
+            RecipeError: they do not multiply to `world`, or more than one is -1.
+        """
+        degrees = {n: getattr(self, n) for n in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+        text = " x ".join(f"{name}={degree}" for name, degree in degrees.items())
+        free = [name for name, degree in degrees.items() if degree == -1]
+        if len(free) > 1:
+            raise RecipeError(f"mesh: only one degree may be -1, not {' and '.join(free)}")
+        fixed = 1
+        for degree in degrees.values():
+            fixed *= 1 if degree == -1 else degree
+        if world % fixed or (not free and fixed != world):
+            raise RecipeError(
+                f"mesh: {text} does not make {world} rank{'s' if world > 1 else ''}",
+                hint=f"start a multiple of {fixed} ranks" if free else f"start {fixed} ranks, or set one to -1",
+            )
+        if free:
+            degrees[free[0]] = world // fixed
+        return Degrees(**degrees, ep=self.ep)
+
+
+@section
+class ActivationCheckpoint:
+    """Which activations are recomputed in backward instead of kept."""
+
+    mode: Literal["none", "full", "selective"] = "selective"
+    selective_ac_option: str = "op"
+    """`"op"`: keep the results of matrix products and attention; `"2"`: recompute every second layer."""
+
+
+@section
+class Compile:
+    """torch.compile, block by block."""
+
+    enable: bool = False
+    backend: str = "inductor"
+
+
+@section
+class LRScheduler:
+    """Warm-up, stable, decay: a factor on the optimizer's learning rate."""
+
+    warmup_steps: Annotated[int, Ge(0)] = 200
+    """Steps of linear warm-up."""
+    total_steps: Annotated[int, Gt(0)] | None = None
+    """The length of the schedule; None: training.steps."""
+    decay_ratio: Annotated[float, Ge(0), Le(1)] | None = None
+    """The share of the steps that decay takes; None: decay begins right after warm-up."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    min_lr_factor: Annotated[float, Ge(0), Le(1)] = 0.0
+    """What is left of the learning rate at the end, as a share."""
+
+
+@section
+class Checkpoint:
+    """What is saved during a run, in its folder `checkpoints/`."""
+
+    enable: bool = True
+    interval: Annotated[int, Gt(0)] = 500
+    """Steps between checkpoints; the last step is always saved."""
+    keep_latest_k: Annotated[int, Ge(0)] = 10
+    """How many of this run's checkpoints to keep; 0 keeps all."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """Whether training goes on while a checkpoint is written, and whether its copy is in pinned memory."""
+
+
+@section
+class Metrics:
+    """What is measured, how often."""
+
+    log_freq: Annotated[int, Gt(0)] = 10
+    """Steps between two readings of the metrics."""
+
+
+@section
+class Comm:
+    """Time limits of collectives, and their flight recorder."""
+
+    init_timeout_seconds: Annotated[int, Gt(0)] = 300
+    """Until the first step is done."""
+    train_timeout_seconds: Annotated[int, Gt(0)] = 100
+    """From then on."""
+    trace_buf_size: Annotated[int, Ge(0)] = 20000
+    """Collectives that the flight recorder remembers; 0 turns it off."""
+
+
+@section
+class Debug:
+    deterministic: bool = False
+    """Deterministic algorithms only; bitwise resume on a GPU needs it."""
+
+
+@section
+class Recipe:
+    """A whole run, as data."""
+
+    recipe: Literal[1] = 1
+    """Format version."""
+    name: Annotated[str, "name"] = "run"
+    """The run folder begins with it."""
+    description: str = ""
+    weights: Path | None = None
+    """A Hugging Face folder, or a titan checkpoint, to take the first weights from."""
+    requires: Requires = field(default_factory=Requires)
+    model: Annotated[Component, Slot("model")]
+    tokenizer: Annotated[Component, Slot("tokenizer")]
+    dataset: Annotated[Component, Slot("dataset")]
+    converters: list[Annotated[Component, Slot("converter")]] = field(default_factory=list)
+    mesh: Mesh = field(default_factory=Mesh)
+    parallelize: Annotated[Component, Slot("parallelize")]
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
+    optimizer: Annotated[Component, Slot("optimizer")]
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    loss: Annotated[Component, Slot("loss")]
+    training: Training
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    metrics: Metrics = field(default_factory=Metrics)
+    comm: Comm = field(default_factory=Comm)
+    debug: Debug = field(default_factory=Debug)
+    loggers: list[Annotated[Component, Slot("logger")]] = field(default_factory=list)
+    loop: Annotated[Component, Slot("loop")]
+    launcher: Annotated[Component, Slot("launcher")]
+
+    def degrees(self, world: int) -> Degrees:
+        return self.mesh.resolve(world)
+
+    def accumulation(self, degrees: Degrees) -> int:
+        """Micro-batches in one optimizer step.
+
+        Raises:
+            RecipeError: the global batch is not a multiple of local_batch_size times the dp degree.
+        """
+        micro = self.training.local_batch_size * degrees.dp
+        total = self.training.global_batch_size or micro
+        if total % micro:
+            raise RecipeError(
+                f"training.global_batch_size = {total} is not a multiple of local_batch_size "
+                f"({self.training.local_batch_size}) x data-parallel ranks ({degrees.dp}) = {micro}",
+                hint=f"take {max(micro, round(total / micro) * micro)}, or another local_batch_size",
+            )
+        return total // micro

@@ -1,0 +1,138 @@
+"""`@component`: a frozen, torch-free config that names the code that builds it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import keyword
+import re
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, TypeVar, dataclass_transform
+
+from titancli.errors import PluginError
+
+Component = Any
+"""The type of a slot: `Annotated[Component, Slot("optimizer")]`. What stands there is a bound config."""
+
+T = TypeVar("T")
+
+NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
+RESERVED = frozenset({"type", "flavor"})
+PYDANTIC = {"extra": "forbid", "strict": True, "allow_inf_nan": False, "use_attribute_docstrings": True}
+
+
+@dataclasses.dataclass(frozen=True)
+class ComponentInfo:
+    """What `@component` recorded about a config class."""
+
+    kind: str
+    name: str
+    target: str
+    """`"module:callable"`, called as `build(config, **runtime)`."""
+    hf: str | None = None
+    """Models only: `"module:callable"`, called with the config; the names and transforms of its Hugging
+    Face form (see `titancli.registry.kinds.HFForm`)."""
+    device: str | None = None
+    """`"cuda"` for a component that cannot run elsewhere."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Marks a field that holds another component of this kind, bound recursively."""
+
+    kind: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from titancli.registry.binding import slot_schema
+
+        return slot_schema(self.kind)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def section(cls: type[T]) -> type[T]:
+    """Make a class a strictly bound, frozen, keyword-only dataclass (a core section of a recipe)."""
+    cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    cls.__pydantic_config__ = PYDANTIC  # type: ignore[attr-defined]
+    return cls
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def component(
+    kind: str, name: str, *, target: str, hf: str | None = None, device: str | None = None
+) -> Callable[[type[T]], type[T]]:
+    """Make a class the config of a component.
+
+    The class becomes a frozen, keyword-only dataclass. Constraints are written in the types
+    (`Annotated[int, Gt(0)]`, `Literal[...]`); attribute docstrings are its help. A class may have
+    `flavors: ClassVar[dict[str, dict]]`, and a method `check(self, recipe)` that yields `(key, message)`
+    for what is wrong with the recipe as a whole (key: dotted and relative to the component, or `""`).
+
+    Raises:
+        PluginError: a bad name or target, a reserved or keyword field name, or a field that may be None
+            without None as its default (TOML has no null).
+    """
+    from titancli.registry.kinds import KINDS
+
+    def decorate(cls: type[T]) -> type[T]:
+        where = f"component {kind}/{name} ({cls.__module__}.{cls.__qualname__})"
+        if kind not in KINDS:
+            raise PluginError(f"{where}: there is no kind {kind!r}", hint=f"the kinds are {', '.join(KINDS)}")
+        if not NAME.match(name):
+            raise PluginError(f"{where}: a name is lower-case letters, digits and _, and starts with a letter")
+        for reference in filter(None, (target, hf)):
+            if not re.match(r"[\w.]+:\w+\Z", reference):
+                raise PluginError(f"{where}: {reference!r} is not of the form 'module:callable'")
+        cls = section(cls)
+        _check_fields(cls, where)
+        cls.__component__ = ComponentInfo(kind, name, target, hf, device)  # type: ignore[attr-defined]
+        return cls
+
+    return decorate
+
+
+def _check_fields(cls: type, where: str) -> None:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for field in dataclasses.fields(cls):
+        if field.name in RESERVED:
+            raise PluginError(f"{where}: the field name {field.name!r} is reserved")
+        if keyword.iskeyword(field.name):
+            raise PluginError(f"{where}: the field name {field.name!r} is a Python keyword")
+        if may_be_none(hints[field.name]) and field.default is not None:
+            raise PluginError(f"{where}: {field.name} may be None, so its default must be None (TOML has no null)")
+
+
+def may_be_none(hint: Any) -> bool:
+    """Whether a type annotation admits None."""
+    if hint is type(None):
+        return True
+    origin = typing.get_origin(hint)
+    if origin is typing.Annotated:
+        return may_be_none(typing.get_args(hint)[0])
+    if origin in (typing.Union, types.UnionType):
+        return any(may_be_none(arg) for arg in typing.get_args(hint))
+    return False
+
+
+def component_info(config: Any) -> ComponentInfo:
+    """The record of a config, or of its class."""
+    return config.__component__
+
+
+def load_target(reference: str) -> Callable[..., Any]:
+    """Import `"module:callable"`.
+
+    Raises:
+        PluginError: the module cannot be imported, or has no such name. The cause is chained.
+    """
+    module_name, _, attribute = reference.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except Exception as error:
+        raise PluginError(f"cannot load {reference!r}: {type(error).__name__}: {error}") from error
+
+
+def build(config: Any, **runtime: Any) -> Any:
+    """Import the config's target and call it as `build(config, **runtime)`."""
+    return load_target(component_info(config).target)(config, **runtime)

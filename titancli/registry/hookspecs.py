@@ -1,0 +1,39 @@
+"""The four hooks of a plugin. All are torch-free and run in the command, never in a worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    import click
+
+    from titancli.recipe.schema import Recipe
+
+hookspec = pluggy.HookspecMarker("titancli")
+hookimpl = pluggy.HookimplMarker("titancli")
+
+
+@hookspec
+def titan_components() -> list[type]:  # type: ignore[empty-body]
+    """The component classes (made by `@component`) that this plugin offers."""
+
+
+@hookspec
+def titan_recipes() -> Path:  # type: ignore[empty-body]
+    """A folder of `*.toml` recipes, named by their stems: `plugin:name`."""
+
+
+@hookspec
+def titan_commands() -> list[click.Command]:  # type: ignore[empty-body]
+    """Further click commands of `titan`."""
+
+
+@hookspec
+def titan_checks(recipe: Recipe) -> list[tuple[str, str]]:  # type: ignore[empty-body]
+    """What is wrong with a bound recipe as a whole: `(dotted key, message)` pairs."""
+
+
+__all__ = ["hookimpl", "hookspec"]

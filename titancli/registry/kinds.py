@@ -1,0 +1,289 @@
+"""The kinds of component: what each one's builder is given, and what it must return.
+
+A plugin offers components of these kinds, not new kinds. Every builder is called as `build(config, **runtime)`,
+`runtime` being the keyword arguments of the kind's Protocol, and gets nothing else of the recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from titancli.data.batch import Batch
+    from titancli.losses.result import LossResult
+    from titancli.parallel.mesh import Mesh
+    from titancli.recipe.schema import ActivationCheckpoint, Compile, Degrees
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of component."""
+
+    name: str
+    summary: str
+    default: str | None = None
+    """The type a recipe gets that names none."""
+
+
+KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind("model", "what is trained"),
+        Kind("tokenizer", "text to token ids and back"),
+        Kind("dataset", "where batches come from"),
+        Kind("converter", "changes a model before it is sharded (float8, LoRA)"),
+        Kind("parallelize", "how a model is cut over devices", default="decoder"),
+        Kind("loss", "what is minimised", default="cross_entropy"),
+        Kind("optimizer", "how weights are updated", default="adamw"),
+        Kind("logger", "what watches a run"),
+        Kind("loop", "the training program", default="pretrain"),
+        Kind("launcher", "what starts the workers", default="local"),
+    )
+}
+
+
+# ---------------------------------------------------------------------------------------------- model
+
+
+class Model(Protocol):
+    """An `nn.Module` that says what can be split; the `decoder` plan applies it.
+
+    `forward(**inputs)` returns the raw output; with `batch=` and `loss=` it returns what
+    `output(hidden, batch, loss)` returns, a LossResult, computed inside the output module.
+    """
+
+    inputs: tuple[str, ...]
+    """The batch's tensors that forward takes, e.g. `("tokens", "positions", "document_ids")`."""
+    sequence_dim: Mapping[str, int]
+    """Which dimension of each input runs along the sequence."""
+    layers: nn.ModuleDict
+    """The blocks, keyed by absolute index: `"0"`, `"1"`, …"""
+    output: nn.Module
+    tensor_plan: Mapping[str, Literal["column", "row", "vocab", "norm", "replicate"]]
+    """Parameter-name pattern (fnmatch) to how it is cut under tensor parallelism."""
+    experts: Mapping[str, nn.Module]
+    """Expert modules by name; empty for a dense model."""
+
+    def init_weights(self, generator_for: Callable[[str], torch.Generator]) -> None:
+        """Fill every parameter in place, each from `generator_for(name)`, drawn whole and then cut."""
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Floating-point operations of forward and backward for one token of a row of seq_len."""
+        ...
+
+
+class ModelBuilder(Protocol):
+    def __call__(self, config: Any, *, seq_len: int) -> Model:
+        """Build on the device that is current (usually meta); must not draw initial values."""
+        ...
+
+
+class HFForm(Protocol):
+    """A model's Hugging Face form: what `hf=` of `@component` returns for a config.
+
+    Transforms work on one tensor at a time, so that memory grows with the largest tensor only.
+    """
+
+    def to_hf(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """The Hugging Face tensors that come of one of ours (plain name, whole tensor)."""
+        ...
+
+    def sources(self, name: str) -> list[str]:
+        """The Hugging Face names that one parameter of ours is made of, in the order `from_hf` takes them."""
+        ...
+
+    def from_hf(self, name: str, tensors: list[Tensor]) -> Tensor:
+        """Our parameter out of the tensors that `sources` named."""
+        ...
+
+    def ignored(self, hf_name: str) -> bool:
+        """Whether a Hugging Face tensor is rightly left unread (a tied copy, an inv_freq buffer)."""
+        ...
+
+    def config_json(self) -> dict[str, Any]:
+        """`config.json` for transformers, without `dtype`, `bos_token_id`, `eos_token_id`."""
+        ...
+
+
+class HFBuilder(Protocol):
+    """`hf=` target. The class-level way back is `from_config_json` on the same module-level callable's
+    result type: `type(form).from_config_json(dict) -> dict` gives recipe keys for `[model]`."""
+
+    def __call__(self, config: Any) -> HFForm: ...
+
+
+# ----------------------------------------------------------------------------------------------- data
+
+
+class Tokenizer(Protocol):
+    vocab_size: int
+    """Ids are below this."""
+    eos_id: int
+    """Ends a document."""
+    files: Mapping[str, str | Path]
+    """Files an export carries along: name to source path; empty where there are none."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids without added special tokens."""
+        ...
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Ids of a conversation under the tokenizer's own chat template; a TitanError where it has none."""
+        ...
+
+
+class TokenizerBuilder(Protocol):
+    def __call__(self, config: Any) -> Tokenizer: ...
+
+
+class Dataset(Protocol):
+    """An endless or ending stream of this rank's batches, on the CPU, all of one shape."""
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch handed out: plain JSON, independent of dp_rank and dp_size."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a position, whatever the dp_size it was saved under.
+
+        Raises:
+            TitanError: the data is not the data that the state was saved on.
+        """
+
+
+class DatasetBuilder(Protocol):
+    def __call__(
+        self,
+        config: Any,
+        *,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        rows: int,
+        dp_rank: int,
+        dp_size: int,
+        seed: int,
+    ) -> Dataset: ...
+
+
+# ------------------------------------------------------------------------------------- model surgery
+
+
+class Converter(Protocol):
+    def convert(self, model: Model) -> None:
+        """Change the model in place, on meta, before it is cut. Parameter names stay."""
+
+    def after_step(self, model: Model) -> None:
+        """Called after each optimizer step."""
+
+    def plain(self, name: str, tensor: Tensor) -> Tensor:
+        """A parameter as a plain tensor for saving."""
+        ...
+
+
+class ConverterBuilder(Protocol):
+    def __call__(self, config: Any, *, mesh: Degrees, compile: bool) -> Converter: ...
+
+
+class Precision(Protocol):
+    """What numbers are stored, computed and reduced in."""
+
+    param: torch.dtype
+    reduce: torch.dtype
+
+
+class ParallelizeBuilder(Protocol):
+    def __call__(
+        self,
+        config: Any,
+        *,
+        mesh: Mesh,
+        device: torch.device,
+        precision: Precision,
+        activation_checkpoint: ActivationCheckpoint,
+        compile: Compile,
+    ) -> Callable[[Model], Model]: ...
+
+
+# ----------------------------------------------------------------------------------------- optimising
+
+
+class Loss(Protocol):
+    """A sum and the weight that it is to be divided by; see `titancli.losses.result`."""
+
+    output: Literal["logprobs", "logits", "model"]
+    """What the loss is called with: log p(targets) [B, S] fp32, logits [B, S, V], or the raw output."""
+
+    def __call__(self, out: Tensor, batch: Batch) -> LossResult: ...
+
+
+class LossBuilder(Protocol):
+    def __call__(self, config: Any) -> Loss: ...
+
+
+class OptimizerBuilder(Protocol):
+    def __call__(
+        self, config: Any, *, named_parameters: list[tuple[str, nn.Parameter]]
+    ) -> torch.optim.Optimizer: ...
+
+
+# -------------------------------------------------------------------------------------- around a run
+
+
+class Logger(Protocol):
+    """Watches a run on rank 0 of it, or on every rank (`is_main` says which). All methods are optional.
+
+    A logger that raises is reported once and is not called again; it never kills a run.
+    """
+
+    def run_start(self, info: dict[str, Any]) -> None:
+        """`info`: what `run.json` holds, plus `recipe` (the resolved data)."""
+
+    def step_end(self, step: int, metrics: dict[str, float]) -> None:
+        """Every `metrics.log_freq` steps, and after the first and the last."""
+
+    def checkpoint_saved(self, step: int, path: Path) -> None: ...
+
+    def run_end(self, outcome: dict[str, Any]) -> None: ...
+
+
+class LoggerBuilder(Protocol):
+    def __call__(self, config: Any, *, run_folder: Path, is_main: bool) -> Logger: ...
+
+
+class LauncherBuilder(Protocol):
+    """Torch-free. Starts the workers, waits, and returns the exit code of the command."""
+
+    def __call__(
+        self,
+        config: Any,
+        *,
+        run_folder: Path,
+        lock_file: Path,
+        checkpoint: Path | None,
+        plugin_files: list[Path],
+        nproc: int,
+        nnodes: int,
+        rdzv: str | None,
+        json_events: bool,
+        traceback: bool,
+    ) -> int: ...
+
+
+class LoopBuilder(Protocol):
+    """Returns the program. `run` is what a loop needs to know of its run: see `titancli.loops.run.Run`."""
+
+    def __call__(
+        self, config: Any, *, engine: Any, data: Any, tokenizer: Any, observers: Any, run: Any
+    ) -> Callable[[], None]: ...
