@@ -112,10 +112,20 @@ class HFForm(Protocol):
 
 
 class HFBuilder(Protocol):
-    """`hf=` target. The class-level way back is `from_config_json` on the same module-level callable's
-    result type: `type(form).from_config_json(dict) -> dict` gives recipe keys for `[model]`."""
+    """The `hf=` target: a class whose instances are HFForms."""
+
+    model_type: str
+    """`model_type` in the `config.json` that this form reads and writes."""
 
     def __call__(self, config: Any) -> HFForm: ...
+
+    def from_config_json(self, config_json: dict[str, Any]) -> dict[str, Any]:
+        """The keys of `[model]` (without `type`) for a Hugging Face `config.json`; a static method.
+
+        Raises:
+            TitanError: the config asks for something that the model does not have.
+        """
+        ...
 
 
 # ----------------------------------------------------------------------------------------------- data

@@ -1,0 +1,3 @@
+"""Menu."""
+
+COMPONENTS: list[type] = []
