@@ -1,0 +1,21 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# Spinning OpenMP threads of several processes on few cores ruin tests; set before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+
+from tests.ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """`ranks(n, function, *args)`: a module-level function on n gloo ranks; the results by rank."""
+    pool = Ranks()
+    yield pool
+    pool.close()

@@ -1,0 +1,89 @@
+"""A pool of processes for multi-rank tests: importing torch costs seconds, so ranks start once per session.
+
+`ranks(n, function, *args)` runs a module-level function on n gloo ranks, each with a fresh process group, and
+returns the results by rank. A rank that raises fails the test with its traceback; one that hangs, with a time-out.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+TIMEOUT = 120.0
+
+
+def _serve(connection: Any, rank: int) -> None:
+    """Run cases until the pipe closes."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            world, store, function, args = connection.recv()
+        except EOFError:
+            return
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store, world),
+                rank=rank,
+                world_size=world,
+                timeout=datetime.timedelta(seconds=60),
+            )
+            result = (True, function(*args))
+        except BaseException:
+            result = (False, traceback.format_exc())
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        connection.send(result)
+
+
+class Ranks:
+    def __init__(self) -> None:
+        self._workers: list[tuple[Any, Any]] = []
+
+    def _start(self, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        for rank in range(len(self._workers), count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def __call__(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        self._start(world)
+        with tempfile.TemporaryDirectory() as folder:
+            for _, connection in self._workers[:world]:
+                connection.send((world, os.path.join(folder, "store"), function, args))
+            outcomes = []
+            for rank, (process, connection) in enumerate(self._workers[:world]):
+                if not connection.poll(TIMEOUT):
+                    self.close()
+                    raise AssertionError(f"rank {rank} of {world} gave no answer in {TIMEOUT:.0f} s")
+                try:
+                    outcomes.append(connection.recv())
+                except EOFError:
+                    process.join()
+                    self.close()
+                    raise AssertionError(f"rank {rank} of {world} died with {process.exitcode}") from None
+        failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(outcomes) if not ok]
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return [value for _, value in outcomes]
+
+    def close(self) -> None:
+        for process, connection in self._workers:
+            connection.close()
+            process.terminate()
+            process.join()
+        self._workers.clear()
