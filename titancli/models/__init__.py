@@ -1,3 +1,103 @@
-"""Menu."""
+"""The model families. This file is the menu; each family is one file beside it."""
 
-COMPONENTS: list[type] = []
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from annotated_types import Gt
+
+from titancli.registry.component import component, section
+
+if TYPE_CHECKING:
+    from titancli.recipe.schema import Recipe
+
+
+@section
+class RopeScaling:
+    """Llama 3.1's stretching of rotary frequencies beyond the original context."""
+
+    factor: Annotated[float, Gt(0)] = 8.0
+    """Low frequencies are divided by this."""
+    low_freq_factor: Annotated[float, Gt(0)] = 1.0
+    """Wavelengths above original_max_position / this are stretched whole."""
+    high_freq_factor: Annotated[float, Gt(0)] = 4.0
+    """Wavelengths below original_max_position / this stay."""
+    original_max_position: Annotated[int, Gt(0)] = 8192
+    """Context of the first pretraining, in tokens."""
+
+
+_LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 8192}
+_LLAMA32 = {**_LLAMA31, "factor": 32.0}
+
+
+@component(
+    "model", "llama3", target="titancli.models.llama3:build", hf="titancli.models.llama3:LlamaHF"
+)
+class Llama3:
+    """Llama 3, 3.1 and 3.2: dense decoder, grouped-query attention, RoPE, SwiGLU."""
+
+    dim: Annotated[int, Gt(0)]
+    """Width of the residual stream."""
+    n_layers: Annotated[int, Gt(0)]
+    """Blocks."""
+    n_heads: Annotated[int, Gt(0)]
+    """Query heads."""
+    n_kv_heads: Annotated[int, Gt(0)] | None = None
+    """Key and value heads; None: n_heads."""
+    head_dim: Annotated[int, Gt(0)] | None = None
+    """Width of a head; None: dim / n_heads."""
+    hidden_dim: Annotated[int, Gt(0)]
+    """Width inside the feed-forward block."""
+    vocab_size: Annotated[int, Gt(0)]
+    """Rows of the embedding and of the output."""
+    max_seq_len: Annotated[int, Gt(0)] = 131072
+    """The longest row it is meant for."""
+    rope_theta: Annotated[float, Gt(0)] = 500000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    norm_eps: Annotated[float, Gt(0)] = 1e-5
+    tied: bool = False
+    """Whether the output uses the embedding's weight."""
+
+    flavors: ClassVar[dict[str, dict[str, Any]]] = {
+        "debugmodel": dict(
+            dim=256, n_layers=6, n_heads=16, hidden_dim=768, vocab_size=2048, rope_scaling=_LLAMA31
+        ),
+        "1B": dict(
+            dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, hidden_dim=8192, vocab_size=128256,
+            tied=True, rope_scaling=_LLAMA32,
+        ),
+        "3B": dict(
+            dim=3072, n_layers=28, n_heads=24, n_kv_heads=8, hidden_dim=8192, vocab_size=128256,
+            tied=True, rope_scaling=_LLAMA32,
+        ),
+        "8B": dict(
+            dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, hidden_dim=14336, vocab_size=128256,
+            rope_scaling=_LLAMA31,
+        ),
+        "70B": dict(
+            dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, hidden_dim=28672, vocab_size=128256,
+            rope_scaling=_LLAMA31,
+        ),
+        "405B": dict(
+            dim=16384, n_layers=126, n_heads=128, n_kv_heads=8, hidden_dim=53248, vocab_size=128256,
+            rope_scaling=_LLAMA31,
+        ),
+    }
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        kv_heads = self.n_kv_heads or self.n_heads
+        if self.head_dim is None and self.dim % self.n_heads:
+            yield "n_heads", f"dim {self.dim} is not divisible by n_heads {self.n_heads}; give head_dim"
+        elif (self.head_dim or self.dim // self.n_heads) % 2:
+            yield "head_dim", "rotary embedding needs an even head_dim"
+        if self.n_heads % kv_heads:
+            yield "n_kv_heads", f"n_heads {self.n_heads} is not divisible by n_kv_heads {kv_heads}"
+        if recipe.training.seq_len > self.max_seq_len:
+            yield "max_seq_len", (
+                f"training.seq_len {recipe.training.seq_len} is beyond the model's max_seq_len {self.max_seq_len}"
+            )
+
+
+COMPONENTS: list[type] = [Llama3]

@@ -1,3 +1,31 @@
-"""Menu."""
+"""The optimizers. This file is the menu; the learning-rate schedule is beside it."""
 
-COMPONENTS: list[type] = []
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Lt
+
+from titancli.registry.component import component
+
+
+@component("optimizer", "adamw", target="titancli.optimizers.adamw:build")
+class AdamW:
+    """AdamW: Adam with decoupled weight decay (arXiv 1711.05101)."""
+
+    lr: Annotated[float, Ge(0)] = 8e-4
+    """Peak learning rate."""
+    beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
+    beta2: Annotated[float, Ge(0), Lt(1)] = 0.95
+    eps: Annotated[float, Gt(0)] = 1e-8
+    weight_decay: Annotated[float, Ge(0)] = 0.1
+    no_decay: list[str] = field(default_factory=list)
+    """Patterns of parameter names that do not decay, e.g. `["*norm.weight", "tok_embeddings.weight"]`."""
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    """Which of torch's steps is used; one of our own where parameters or state are bfloat16."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the two moments are stored in."""
+
+
+COMPONENTS: list[type] = [AdamW]

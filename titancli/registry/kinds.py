@@ -232,8 +232,8 @@ class ParallelizeBuilder(Protocol):
 class Loss(Protocol):
     """A sum and the weight that it is to be divided by; see `titancli.losses.result`."""
 
-    output: Literal["logprobs", "logits", "model"]
-    """What the loss is called with: log p(targets) [B, S] fp32, logits [B, S, V], or the raw output."""
+    output: Literal["logprobs", "model"]
+    """What the loss is called with: log p(targets) [B, S] fp32, or the model's raw output (logits)."""
 
     def __call__(self, out: Tensor, batch: Batch) -> LossResult: ...
 

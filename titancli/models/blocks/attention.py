@@ -1,0 +1,52 @@
+"""Causal self-attention with grouped queries and rotary positions."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from titancli.models.blocks.rope import rotate
+
+
+def document_mask(document_ids: Tensor) -> Tensor:
+    """[B, 1, S, S] bool: a token sees those before it, and itself, within its document.
+
+    Args:
+        document_ids: [B, S] integers.
+    """
+    length = document_ids.shape[1]
+    same = document_ids[:, :, None] == document_ids[:, None, :]
+    return same.tril_().view(-1, 1, length, length)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention.
+
+    Source: arXiv 2305.13245. `mask` None means causal over the whole row, the fast path of SDPA.
+    """
+
+    def __init__(self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.wq = nn.Linear(dim, n_heads * head_dim, bias=False)
+        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
+        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
+        self.wo = nn.Linear(n_heads * head_dim, dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """[B, S, dim] -> [B, S, dim]; cos and sin [B or 1, S, 1, head_dim / 2]."""
+        rows, length, _ = x.shape
+        # Head counts are read off the result, so that the same code works on a tensor-parallel shard.
+        q = self.wq(x).view(rows, length, -1, self.head_dim)
+        k = self.wk(x).view(rows, length, -1, self.head_dim)
+        v = self.wv(x).view(rows, length, -1, self.head_dim)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        out = scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )
+        return self.wo(out.transpose(1, 2).reshape(rows, length, -1))

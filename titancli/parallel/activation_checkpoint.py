@@ -1,0 +1,75 @@
+"""Activation checkpointing: what is recomputed in backward instead of kept.
+
+A block's `forward` is replaced on the instance, so the module tree, and with it every parameter name, stays.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from titancli.errors import RecipeError
+from titancli.recipe.schema import ActivationCheckpoint
+
+_aten = torch.ops.aten
+MATRIX_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default}
+KEPT = {
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def apply_activation_checkpoint(layers: nn.ModuleDict, section: ActivationCheckpoint) -> None:
+    """Make the blocks that `section` chooses recompute.
+
+    Raises:
+        RecipeError: selective_ac_option is neither "op" nor a positive number.
+    """
+    if section.mode == "none":
+        return
+    option = section.selective_ac_option
+    if section.mode == "full":
+        every, context = 1, None
+    elif option == "op":
+        every, context = 1, _keep_products
+    elif option.isdigit() and int(option) > 0:
+        every, context = int(option), None
+    else:
+        raise RecipeError(
+            f"activation_checkpoint.selective_ac_option = {option!r}", hint='write "op", or "2" for every 2nd layer'
+        )
+    for number, block in enumerate(layers.values(), start=1):
+        if number % every == 0:
+            block.forward = _recomputing(block.forward, context)
+
+
+def _recomputing(forward: Callable[..., Any], context: Callable[[], Any] | None) -> Callable[..., Any]:
+    # Nothing in a block draws random numbers, so their state need not be kept.
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if context is not None:
+        options["context_fn"] = context
+    return partial(checkpoint, forward, **options)
+
+
+def _keep_products() -> Any:
+    """Keep attention and every other matrix product: the costly half of a block for half of its memory."""
+    seen: dict[bool, int] = defaultdict(int)
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in KEPT:
+            return CheckpointPolicy.MUST_SAVE
+        if op in MATRIX_PRODUCTS:
+            seen[context.is_recompute] += 1
+            if seen[context.is_recompute] % 2:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

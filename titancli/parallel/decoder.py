@@ -1,0 +1,58 @@
+"""The `decoder` plan: what a model says can be split, split.
+
+In order: activation checkpointing, compile, FSDP2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from titancli.errors import RecipeError
+from titancli.parallel import Decoder
+from titancli.parallel.activation_checkpoint import apply_activation_checkpoint
+from titancli.parallel.fsdp import shard
+from titancli.parallel.mesh import Mesh
+from titancli.recipe.schema import ActivationCheckpoint, Compile
+from titancli.registry.kinds import Precision
+
+
+def build(
+    config: Decoder,
+    *,
+    mesh: Mesh,
+    device: torch.device,
+    precision: Precision,
+    activation_checkpoint: ActivationCheckpoint,
+    compile: Compile,
+) -> Callable[[Any], Any]:
+    """A callable that cuts a model on meta in place and returns it."""
+
+    def parallelize(model: nn.Module) -> nn.Module:
+        layers: nn.ModuleDict = model.layers  # type: ignore[assignment]
+        apply_activation_checkpoint(layers, activation_checkpoint)
+        if compile.enable:
+            compile_blocks(layers, compile.backend)
+        shard(
+            model, mesh.fsdp, precision=precision, reshard_after_forward=config.reshard_after_forward
+        )
+        return model
+
+    return parallelize
+
+
+def compile_blocks(layers: nn.ModuleDict, backend: str) -> None:
+    """Compile each block's forward in place; blocks of one shape share the compiled code.
+
+    Raises:
+        RecipeError: torch has no such backend.
+    """
+    known = torch._dynamo.list_backends(exclude_tags=())
+    if backend not in known:
+        raise RecipeError(f"compile.backend = {backend!r} is not one of torch's", hint=", ".join(sorted(known)))
+    for block in layers.values():
+        # The forward, not the module: FSDP2's hooks stay outside of the compiled code.
+        block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)

@@ -1,0 +1,51 @@
+"""FSDP2 on any mesh, one rank included: sharding, mixed precision, and gradients that are sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from titancli.registry.kinds import Precision
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, *, precision: Precision, reshard_after_forward: str) -> None:
+    """Shard in place: each block a group, what stands before the blocks, and what stands after them.
+
+    Args:
+        mesh: 1-D (shard) or 2-D (replicate, shard).
+        reshard_after_forward: "always", "never", or "default" (all but the last group, used first in backward).
+    """
+    # Forward inputs are not cast: they are integers and, for the blocks, rotation angles that must stay fp32.
+    policy = MixedPrecisionPolicy(
+        param_dtype=precision.param, reduce_dtype=precision.reduce, cast_forward_inputs=False
+    )
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    reshard = reshard_after_forward != "never"
+    names = [name for name, _ in model.named_children()]
+    at = names.index("layers")
+    front = [getattr(model, name) for name in names[:at]]
+    back = [getattr(model, name) for name in names[at + 1 :]]
+    for block in model.layers.values():  # type: ignore[operator, union-attr]
+        fully_shard(block, **options, reshard_after_forward=reshard)
+    if _share_parameters(front, back):
+        # A tied weight may belong to one group only, and is in use from the first module to the last.
+        fully_shard([*front, *back], **options, reshard_after_forward=False)
+    else:
+        for module in front:
+            fully_shard(module, **options, reshard_after_forward=reshard)
+        fully_shard(back, **options, reshard_after_forward=reshard_after_forward == "always")
+    fully_shard(model, **options, reshard_after_forward=reshard)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Gradients are sums, divided once by the optimizer step. Each call alone is not enough: the first
+            # fails on gloo, the second still divides by the ranks.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _share_parameters(front: list[nn.Module], back: list[nn.Module]) -> bool:
+    ours = {id(p) for module in front for p in module.parameters()}
+    return any(id(p) in ours for module in back for p in module.parameters())
