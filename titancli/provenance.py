@@ -1,0 +1,72 @@
+"""Where a run comes from: versions, host, git state, plugin files. Torch-free; versions come from metadata."""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import os
+import platform
+import socket
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("titancli", "torch", "transformers", "datasets", "safetensors", "numpy", "pydantic")
+
+
+def provenance(plugin_files: list[Path]) -> dict[str, Any]:
+    """What `run.json` records of the command and the machine: plain JSON."""
+    return {
+        "argv": sys.argv,
+        "directory": os.getcwd(),
+        "host": socket.gethostname(),
+        "user": _user(),
+        "process": os.getpid(),
+        "platform": platform.platform(),
+        "versions": versions(),
+        "git": git_state(Path.cwd()),
+        "plugin_files": [{"path": str(file), "sha256": file_hash(file)} for file in plugin_files],
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, of what matters for results, and of every distribution that brings a plugin."""
+    found = {"python": platform.python_version()}
+    plugins = {point.dist.name for point in metadata.entry_points(group="titancli") if point.dist is not None}
+    for name in (*PACKAGES, *sorted(plugins - set(PACKAGES))):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue  # an optional package that is not there has no version
+    return found
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit, branch and whether there are changes; None outside a repository or without git."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+
+    try:
+        return {
+            "commit": git("rev-parse", "HEAD"),
+            "branch": git("rev-parse", "--abbrev-ref", "HEAD"),
+            "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+        }
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def file_hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _user() -> str | None:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a container's user may have no name
+        return None

@@ -1,0 +1,254 @@
+"""A run folder: what lies in it, who holds it, and how its files are written.
+
+    recipe.lock.toml    the resolved recipe; recipe.lock.1.toml, .2, … are the ones it had before
+    run.json            who, when, where, with what; one entry an attempt, and its outcome
+    events.jsonl        what happened, one JSON object a line
+    run.lock            held while a command works in the folder; says which host and process
+    logs/  checkpoints/
+
+Commands look at run folders, so nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import re
+import socket
+import tempfile
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+from titancli.errors import EnvironmentProblem
+
+LOCK_NAME = "recipe.lock.toml"
+RECORD_NAME = "run.json"
+RECORD_FORMAT = 1
+
+logger = logging.getLogger(__name__)
+
+
+def runs_root() -> Path:
+    """Where run folders go when nothing else is said: `runs`, or what TITAN_RUNS names."""
+    return Path(os.environ.get("TITAN_RUNS") or "runs").absolute()
+
+
+def timestamp() -> str:
+    """Now, in UTC: `2026-01-31T12:00:00.123456Z`."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old text or the new, never half of one.
+
+    Raises:
+        EnvironmentProblem: the disk is full, or the folder cannot be written.
+    """
+    descriptor, temporary = -1, ""
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        raise EnvironmentProblem(
+            f"cannot write {path}: {error.strerror}", hint="free some space there, or give another --run-dir"
+        ) from error
+
+
+def _umask() -> int:
+    current = os.umask(0o022)
+    os.umask(current)
+    return current
+
+
+class Hold:
+    """A run folder held by this process, until `release` or the process's end."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    @property
+    def descriptor(self) -> int:
+        """The open file; a child that inherits it holds the folder as well."""
+        return self._file.fileno()
+
+    def release(self) -> None:
+        self._file.close()
+
+
+class RunFolder:
+    """One run's folder. The object holds no state; all of it is in the files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.recipe_lock = path / LOCK_NAME
+        self.record_file = path / RECORD_NAME
+        self.events = path / "events.jsonl"
+        self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
+
+    @staticmethod
+    def is_run(path: Path) -> bool:
+        """Whether a folder holds a run."""
+        return (path / LOCK_NAME).is_file()
+
+    @classmethod
+    def choose(cls, name: str, run_dir: Path | None = None) -> RunFolder:
+        """The folder of a new run, which is not made yet: `runs/NAME-20260131T120000Z`, or `run_dir`.
+
+        Raises:
+            EnvironmentProblem: `run_dir` exists and is not empty.
+        """
+        if run_dir is not None:
+            path = run_dir.absolute()
+            if path.exists() and not path.is_dir():
+                raise EnvironmentProblem(f"{path} is a file", hint="give another --run-dir")
+            # Ranks on other nodes may have begun to write logs before rank 0 makes the folder.
+            if path.is_dir() and any(entry.name != "logs" for entry in path.iterdir()):
+                raise EnvironmentProblem(
+                    f"{path} exists and is not a run folder", hint="give a --run-dir that does not exist"
+                )
+            return cls(path)
+        stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+        base = runs_root() / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name) or 'run'}-{stamp}"
+        path, suffix = base, 1
+        while path.exists():
+            suffix += 1
+            path = base.with_name(f"{base.name}-{suffix}")
+        return cls(path)
+
+    @classmethod
+    def create(cls, name: str, run_dir: Path | None = None) -> RunFolder:
+        """Choose a folder and make it, with `logs/` and `checkpoints/`.
+
+        Raises:
+            EnvironmentProblem: it cannot be made, or `run_dir` is in use for something else.
+        """
+        while True:
+            folder = cls.choose(name, run_dir)
+            try:
+                folder.make(fresh=run_dir is None)
+            except FileExistsError:  # another command chose the same name in the same second
+                continue
+            return folder
+
+    def make(self, *, fresh: bool = False) -> None:
+        """Make the folder and its sub-folders.
+
+        Raises:
+            FileExistsError: `fresh`, and the folder exists.
+            EnvironmentProblem: it cannot be made.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(exist_ok=not fresh)
+            self.logs.mkdir(exist_ok=True)
+            self.checkpoints.mkdir(exist_ok=True)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            raise EnvironmentProblem(
+                f"cannot make the run folder {self.path}: {error.strerror}",
+                hint="give another --run-dir, or set TITAN_RUNS to a folder that can be written",
+            ) from error
+
+    @classmethod
+    def open(cls, path: Path | str) -> RunFolder:
+        """An existing run.
+
+        Raises:
+            EnvironmentProblem: there is none.
+        """
+        path = Path(path).absolute()
+        if not path.is_dir():
+            raise EnvironmentProblem(
+                f"no run folder {path}", hint="see what there is: ls " + str(runs_root())
+            )
+        if not cls.is_run(path):
+            raise EnvironmentProblem(f"{path} is not a run folder: it has no {LOCK_NAME}")
+        return cls(path)
+
+    # ------------------------------------------------------------------------------------------ holding
+
+    def hold(self) -> Hold:
+        """Hold the folder alone.
+
+        Raises:
+            EnvironmentProblem: another process does; the message names its host and process.
+        """
+        path = self.path / "run.lock"
+        try:
+            file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - held until the process ends
+        except OSError as error:
+            raise EnvironmentProblem(f"cannot write {path}: {error.strerror}") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+                file.close()
+                raise EnvironmentProblem(
+                    f"the run folder {self.path} is in use by {holder}",
+                    hint="wait for it or stop it, or start a new run in another folder",
+                ) from error
+            logger.warning("%s cannot be locked (%s): nothing guards it against a second run", path, error)
+        file.seek(0)
+        file.truncate()
+        file.write(f"process {os.getpid()} on host {socket.gethostname()}\n")
+        file.flush()
+        return Hold(file)
+
+    # ------------------------------------------------------------------------------------- recipe.lock.toml
+
+    def write_recipe_lock(self, text: str) -> None:
+        """Write the resolved recipe; a different one that lies there is kept under the next free number."""
+        if self.recipe_lock.is_file():
+            old = self.recipe_lock.read_text(encoding="utf-8")
+            if old == text:
+                return
+            number = 1
+            while (kept := self.path / f"recipe.lock.{number}.toml").exists():
+                number += 1
+            write_atomically(kept, old)
+        write_atomically(self.recipe_lock, text)
+
+    # --------------------------------------------------------------------------------------------- run.json
+
+    def record(self) -> dict[str, Any]:
+        """What `run.json` says; empty where there is none.
+
+        Raises:
+            EnvironmentProblem: it is not JSON.
+        """
+        try:
+            return json.loads(self.record_file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise EnvironmentProblem(f"cannot read {self.record_file}: {error}") from error
+
+    def write_record(self, record: Mapping[str, Any]) -> None:
+        write_atomically(self.record_file, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+
+    def update_attempt(self, **values: Any) -> None:
+        """Add to the newest entry of `attempts`."""
+        record = self.record()
+        record["attempts"][-1].update(values)
+        self.write_record(record)
+
+    def outcome(self) -> dict[str, Any] | None:
+        """How the newest attempt ended; None while it runs, and after it died without a word."""
+        attempts = self.record().get("attempts") or [{}]
+        return attempts[-1].get("outcome")
