@@ -1,0 +1,44 @@
+"""What the process knows of plugins and components: one registry, made when it is first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from titancli.registry.lookup import Registry
+
+_files: tuple[Path, ...] = ()
+_blocked: tuple[str, ...] = ()
+_current: Registry | None = None
+
+
+def configure(*, files: Iterable[Path] = (), blocked: Iterable[str] = ()) -> None:
+    """Say what the command line said of plugins; the command and the worker call this first.
+
+    `files` are plugin files to add (`-p ./file.py`), `blocked` the names of plugins to leave out
+    (`-p no:NAME`). What was loaded before is forgotten.
+    """
+    global _files, _blocked, _current
+    _files, _blocked, _current = tuple(files), tuple(blocked), None
+
+
+def current() -> Registry:
+    """The registry of this process.
+
+    Raises:
+        UsageError: a plugin file is missing or has an unusable name, or a blocked name is not installed.
+        EnvironmentProblem: titan itself is not installed.
+    """
+    global _current
+    if _current is None:
+        from titancli.registry.plugins import load_plugins
+
+        _current = load_plugins(files=_files, blocked=_blocked)
+    return _current
+
+
+def plugin_files() -> list[Path]:
+    """The files that `-p ./file.py` added, as absolute paths; a launcher hands them to its workers."""
+    return [Path(file).absolute() for file in _files]

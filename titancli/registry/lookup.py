@@ -1,0 +1,204 @@
+"""From a name in a recipe to a component, and everything else that is asked of plugins as a whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titancli.errors import PluginError
+from titancli.registry.component import component_info
+from titancli.registry.kinds import KINDS
+from titancli.registry.plugins import LEFT_OUT, Plugin, PluginStatus
+
+if TYPE_CHECKING:
+    import click
+
+    from titancli.recipe.schema import Recipe
+
+
+class Registry:
+    """All plugins, in the order of their names.
+
+    `Registry(components=[("my-plugin", MyLoss)])` makes one by hand.
+    """
+
+    def __init__(
+        self, plugins: Sequence[Plugin] = (), *, components: Iterable[tuple[str, type]] = ()
+    ) -> None:
+        by_plugin: dict[str, list[type]] = {}
+        for plugin_name, config in components:
+            by_plugin.setdefault(plugin_name, []).append(config)
+        made = [Plugin.of(name, configs) for name, configs in by_plugin.items()]
+        self._plugins = {plugin.name: plugin for plugin in sorted([*plugins, *made], key=lambda p: p.name)}
+
+    # -------------------------------------------------------------------------------------- components
+
+    def find(self, kind: str, name: str) -> type:
+        """The config class of a component by its bare name, or by its full name `plugin/name`.
+
+        Raises:
+            PluginError: there is none, more than one plugin offers it, or the plugin that it names, or that
+                might offer it, is broken.
+        """
+        owner, _, bare = name.rpartition("/")
+        if owner:
+            return self._find_in(self._named(owner, name), kind, bare)
+        found = {p.name: p.components[kind, bare] for p in self._loaded() if (kind, bare) in p.components}
+        if len(found) > 1:
+            full = " or ".join(f"'{plugin}/{bare}'" for plugin in found)
+            raise PluginError(
+                f"{kind} {bare!r} is offered by more than one plugin: {', '.join(found)}",
+                hint=f"write {full}, or block one: -p no:{next(reversed(found))}",
+            )
+        if not found:
+            raise self._unknown(kind, name, list(self._loaded()))
+        return next(iter(found.values()))
+
+    def full_name(self, config: type) -> str:
+        """`plugin/name` of a config class (or of a bound config).
+
+        Raises:
+            PluginError: no plugin offers it.
+        """
+        cls = config if isinstance(config, type) else type(config)
+        info = component_info(cls)
+        for plugin in self._loaded():
+            if plugin.components.get((info.kind, info.name)) is cls:
+                return f"{plugin.name}/{info.name}"
+        raise PluginError(
+            f"{cls.__module__}.{cls.__qualname__} is offered by no plugin",
+            hint="return it from the plugin's titan_components hook",
+        )
+
+    def names(self, kind: str) -> list[str]:
+        """Full names of all components of a kind."""
+        return [name for name, _ in self.components(kind)]
+
+    def components(self, kind: str | None = None) -> list[tuple[str, type]]:
+        """Full name and config class of all components (of a kind), by kind and then by name."""
+        found = [
+            (list(KINDS).index(of_kind), f"{plugin.name}/{name}", config)
+            for plugin in self._loaded()
+            for (of_kind, name), config in plugin.components.items()
+            if kind in (None, of_kind)
+        ]
+        return [(name, config) for _, name, config in sorted(found, key=lambda row: row[:2])]
+
+    # ----------------------------------------------------------------------------------- plugins, hooks
+
+    @property
+    def plugins(self) -> list[PluginStatus]:
+        """Every plugin's state; loads all of them."""
+        return [plugin.status() for plugin in self._plugins.values()]
+
+    def recipe_folders(self) -> list[tuple[str, Path]]:
+        """The folders of recipes that plugins offer, with the plugin's name."""
+        folders = []
+        for plugin in self._loaded():
+            folder = plugin.call("titan_recipes")
+            if folder is None:
+                continue
+            if isinstance(folder, (str, Path)) and Path(folder).is_dir():
+                folders.append((plugin.name, Path(folder)))
+            else:
+                plugin.fail(f"titan_recipes returned {str(folder)!r}, which is no folder")
+        return folders
+
+    def commands(self) -> list[tuple[str, click.Command]]:
+        """The commands that plugins offer, with the plugin's name."""
+        import click
+
+        commands: list[tuple[str, click.Command]] = []
+        for plugin in self._plugins.values():
+            for command in plugin.call_list("titan_commands"):
+                if isinstance(command, click.Command) and command.name:
+                    commands.append((plugin.name, command))
+                else:
+                    plugin.fail(f"titan_commands returned {command!r}, which is no named click command")
+        return commands
+
+    def checks(self, recipe: Recipe) -> list[tuple[str, str]]:
+        """What the plugins' checks say is wrong with a recipe: `(dotted key, message)`.
+
+        Raises:
+            PluginError: the check of a plugin that the recipe uses is broken.
+        """
+        found: list[tuple[str, str]] = []
+        for plugin in self._loaded():
+            was_ok = plugin.state == "ok"
+            found += plugin.call_list("titan_checks", recipe=recipe)
+            if was_ok and plugin.state != "ok" and self._uses(recipe, plugin):
+                raise PluginError(f"the titan_checks of plugin {plugin.name!r} failed:\n{plugin.error}")
+        return found
+
+    # ----------------------------------------------------------------------------------------- helpers
+
+    def _loaded(self) -> Iterator[Plugin]:
+        for plugin in self._plugins.values():
+            yield plugin.load()
+
+    def _named(self, owner: str, name: str) -> Plugin:
+        if owner in self._plugins:
+            return self._plugins[owner]
+        near = difflib.get_close_matches(owner, self._plugins, 1)
+        raise PluginError(
+            f"{name!r}: no plugin {owner!r} is installed",
+            hint=f"did you mean '{near[0]}/{name.rpartition('/')[2]}'?"
+            if near
+            else "`titan plugins` lists them",
+        )
+
+    def _find_in(self, plugin: Plugin, kind: str, bare: str) -> type:
+        config = plugin.components.get((kind, bare))
+        if config is not None:
+            return config
+        if plugin.state in LEFT_OUT:
+            raise PluginError(f"{plugin.name}/{bare}: the plugin is left out: {plugin.error}")
+        raise self._unknown(kind, f"{plugin.name}/{bare}", [plugin])
+
+    def _unknown(self, kind: str, name: str, searched: list[Plugin]) -> PluginError:
+        """The error for a name that none of these plugins offers; with what a broken one says."""
+        broken = [plugin for plugin in searched if plugin.state == "broken"]
+        message = f"unknown {kind} {name!r}"
+        for plugin in broken:
+            message += f"\nplugin {plugin.name!r}, which may offer it, is broken:\n{plugin.error}"
+        return PluginError(message, hint=self._advice(kind, name, searched, bool(broken)))
+
+    def _advice(self, kind: str, name: str, searched: list[Plugin], broken: bool) -> str:
+        bare = name.rpartition("/")[2]
+        full = {f"{plugin.name}/{key[1]}": key for plugin in searched for key in plugin.components}
+        candidates = {
+            (full_name if "/" in name else key[1]) for full_name, key in full.items() if key[0] == kind
+        }
+        if near := difflib.get_close_matches(name, sorted(candidates), 1):
+            return f"did you mean {near[0]!r}?"
+        if broken:
+            return "repair or uninstall the broken plugin; `titan plugins` shows the state of all"
+        if others := [of_kind for of_kind, other in full.values() if other == bare]:
+            return (
+                f"{name!r} is a {others[0]}, not a {kind}; `titan list-components {kind}` lists what there is"
+            )
+        left_out = [p.name for p in self._plugins.values() if p.state in LEFT_OUT]
+        note = f" (left out: {', '.join(left_out)})" if left_out else ""
+        known = f"{', '.join(sorted(candidates))}" if candidates else "none is installed"
+        return f"known: {known}{note}"
+
+    def _uses(self, recipe: Any, plugin: Plugin) -> bool:
+        configs = set(plugin.components.values())
+        return any(type(config) in configs for config in _configs(recipe))
+
+
+def _configs(value: Any) -> Iterator[Any]:
+    """All dataclasses inside a bound recipe, itself included."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _configs(item)
+    elif isinstance(value, dict):
+        yield from _configs(list(value.values()))
+    elif dataclasses.is_dataclass(value):
+        yield value
+        for field in dataclasses.fields(value):
+            yield from _configs(getattr(value, field.name))
