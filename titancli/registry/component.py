@@ -80,7 +80,9 @@ def component(
         if kind not in KINDS:
             raise PluginError(f"{where}: there is no kind {kind!r}", hint=f"the kinds are {', '.join(KINDS)}")
         if not NAME.match(name):
-            raise PluginError(f"{where}: a name is lower-case letters, digits and _, and starts with a letter")
+            raise PluginError(
+                f"{where}: a name is lower-case letters, digits and _, and starts with a letter"
+            )
         for reference in filter(None, (target, hf)):
             if not re.match(r"[\w.]+:\w+\Z", reference):
                 raise PluginError(f"{where}: {reference!r} is not of the form 'module:callable'")
@@ -100,7 +102,9 @@ def _check_fields(cls: type, where: str) -> None:
         if keyword.iskeyword(field.name):
             raise PluginError(f"{where}: the field name {field.name!r} is a Python keyword")
         if may_be_none(hints[field.name]) and field.default is not None:
-            raise PluginError(f"{where}: {field.name} may be None, so its default must be None (TOML has no null)")
+            raise PluginError(
+                f"{where}: {field.name} may be None, so its default must be None (TOML has no null)"
+            )
 
 
 def may_be_none(hint: Any) -> bool:
