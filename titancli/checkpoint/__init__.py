@@ -1,0 +1,33 @@
+"""Training state in our own format, and Hugging Face safetensors in and out. docs/checkpoints.md has the format.
+
+manifest.py, layout.py and tensorfile.py are the format itself and import no torch. storage.py joins it to
+torch.distributed.checkpoint, save.py and load.py are the two directions, checkpointer.py decides when to save
+and what to purge. hf.py exports, hf_read.py imports, weights.py starts a run from either.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "Manifest": "manifest",
+    "read_manifest": "manifest",
+    "newest": "manifest",
+    "newest_good": "manifest",
+    "save_checkpoint": "save",
+    "load_checkpoint": "load",
+    "CheckpointReader": "load",
+    "Checkpointer": "checkpointer",
+    "export_hf": "hf",
+    "read_hf": "hf_read",
+    "load_hf_weights": "hf_read",
+    "load_weights": "weights",
+}
+__all__ = list(_HOME)  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

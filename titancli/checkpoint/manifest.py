@@ -1,0 +1,202 @@
+"""`manifest.json`, and the folder of a run's checkpoints: which there are, which are good. Torch-free.
+
+A folder `step-N` is whole or absent: it is written under a hidden name and renamed when everything in it, the
+manifest last, is on the disk. The manifest names every other file with its size and checksum; its first line
+holds the checksum of the lines after it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from titancli.checkpoint.tensorfile import Digest, file_digest
+from titancli.errors import EnvironmentProblem, TitanError
+
+MANIFEST = "manifest.json"
+LOCK = "recipe.lock.toml"
+FORMAT = 1
+STEP_NAME = re.compile(r"step-(\d{1,18})\Z")
+
+_FIRST_LINE = re.compile(rb'\{"xxh3_64": "([0-9a-f]{16})",\n')
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    step: int
+    run_id: str
+    """The run that wrote it; nothing else may purge it."""
+    serial: int
+    """Counts the saves of one folder of checkpoints; the newest has the highest."""
+    created: str
+    """UTC, ISO 8601."""
+    versions: dict[str, str]
+    """titancli, torch, python."""
+    lock_xxh3_64: str | None
+    """Checksum of `recipe.lock.toml`; None where there is none (converted weights)."""
+    layout: dict[str, Any]
+    """`ranks` that wrote it, and the degrees of their mesh by name."""
+    files: dict[str, Digest]
+    state: dict[str, Any]
+    """Counters, schedule, data position, generators: plain JSON."""
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """The file's bytes.
+
+    Raises:
+        TitanError: `state` is not plain JSON.
+    """
+    try:
+        body = json.dumps({"format": FORMAT, **asdict(manifest)}, indent=1, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise TitanError(f"the state of step {manifest.step} is not plain JSON: {error}") from error
+    rest = body.removeprefix("{\n").encode() + b"\n"
+    return b'{"xxh3_64": "%s",\n%s' % (xxhash.xxh3_64(rest).hexdigest().encode(), rest)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check a checkpoint's manifest.
+
+    Raises:
+        EnvironmentProblem: the folder is no checkpoint, or its manifest is damaged.
+    """
+    path = folder / MANIFEST
+    try:
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise EnvironmentProblem(
+            f"{folder} is no titan checkpoint: it has no {MANIFEST}",
+            hint="a checkpoint is a folder such as RUN/checkpoints/step-100",
+        ) from error
+    except OSError as error:
+        raise EnvironmentProblem(f"{path} cannot be read: {error.strerror}") from error
+    first = _FIRST_LINE.match(text)
+    if not first or xxhash.xxh3_64(text[first.end() :]).hexdigest().encode() != first[1]:
+        raise EnvironmentProblem(f"{path} is damaged: its checksum does not match")
+    try:
+        data = json.loads(text)
+        del data["xxh3_64"]
+        if (found := data.pop("format")) != FORMAT:
+            raise EnvironmentProblem(
+                f"{path} has format {found!r}, this titan reads format {FORMAT}",
+                hint="use the version of titan that wrote it",
+            )
+        manifest = Manifest(**{**data, "files": {n: Digest(**row) for n, row in data["files"].items()}})
+        _check(manifest)
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise EnvironmentProblem(f"{path} is malformed: {error}") from error
+    return manifest
+
+
+def _check(manifest: Manifest) -> None:
+    if not all(isinstance(n, int) and n >= 0 for n in (manifest.step, manifest.serial)):
+        raise ValueError("step and serial are natural numbers")
+    if not isinstance(manifest.run_id, str) or not isinstance(manifest.state, dict):
+        raise ValueError("run_id is a string and state a table")
+    if bad := [name for name in manifest.files if not _PLAIN_NAME.match(name)]:
+        raise ValueError(f"{bad[0]!r} is no plain name of a file")
+    if bad := [n for n, d in manifest.files.items() if type(d.size) is not int or type(d.xxh3_64) is not str]:
+        raise ValueError(f"the row of {bad[0]!r}")
+
+
+def faults(
+    folder: Path, manifest: Manifest, *, checksums: bool = True, only: Iterable[str] | None = None
+) -> list[str]:
+    """What is wrong with a checkpoint's files, one phrase a file, each naming it; empty when it is good.
+
+    `checksums=False` looks at names and sizes only. `only` limits the checksums to these files, so that ranks
+    can share the reading.
+    """
+    try:
+        present = {path.name: path.stat().st_size for path in folder.iterdir()}
+    except OSError as error:
+        return [f"{folder} cannot be read: {error.strerror}"]
+    found = [f"{name} is missing" for name in manifest.files if name not in present]
+    extra = present.keys() - manifest.files.keys() - {MANIFEST}
+    # A network file system keeps a file that is deleted while open under such a name.
+    found += [f"{name} does not belong to it" for name in sorted(extra) if not name.startswith(".nfs")]
+    chosen = manifest.files.keys() if only is None else only
+    for name, digest in manifest.files.items():
+        if name not in present:
+            continue
+        if present[name] != digest.size:
+            found.append(f"{name} has {present[name]} bytes, not {digest.size}")
+        elif checksums and name in chosen and file_digest(folder / name) != digest:
+            found.append(f"{name} is damaged: its checksum does not match")
+    return found
+
+
+def steps(folder: Path) -> dict[Path, Manifest]:
+    """The checkpoints `step-N` of a folder whose manifest can be read, the newest first."""
+    found = {}
+    for path in _step_folders(folder):
+        try:
+            found[path] = read_manifest(path)
+        except EnvironmentProblem:
+            continue
+    return dict(sorted(found.items(), key=lambda item: (item[1].serial, item[1].step), reverse=True))
+
+
+def _step_folders(folder: Path) -> list[Path]:
+    """Folders with the name of a checkpoint, highest step first."""
+    try:
+        recover(folder)
+        found = [path for path in folder.iterdir() if STEP_NAME.match(path.name) and path.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise EnvironmentProblem(f"{folder} cannot be read: {error.strerror}") from error
+    return sorted(found, key=lambda path: (len(path.name), path.name), reverse=True)
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest complete checkpoint of `RUN/checkpoints`, by names and manifests alone; None: there is none."""
+    return next(iter(steps(folder)), None)
+
+
+def newest_good(
+    folder: Path, *, checksums: bool = True, rejected: Callable[[str], None] | None = None
+) -> Path | None:
+    """The newest checkpoint whose files are all there and undamaged.
+
+    `rejected` is called with one line for each folder that had to be passed over, newest first. Every file of
+    the one returned was read (unless `checksums` is False), so this takes the time of reading a checkpoint.
+    """
+
+    def reject(path: Path, why: str) -> None:
+        if rejected is not None:
+            rejected(f"checkpoint {path.name} is passed over: {why}")
+
+    good = steps(folder)
+    for path in _step_folders(folder):
+        if path not in good:
+            try:
+                read_manifest(path)
+            except EnvironmentProblem as error:
+                reject(path, error.message)
+    for path, manifest in good.items():
+        if not (found := faults(path, manifest, checksums=checksums)):
+            return path
+        reject(path, "; ".join(found))
+    return None
+
+
+def recover(folder: Path) -> None:
+    """Give a checkpoint its name back whose replacement was interrupted between two renames.
+
+    `.step-N.old-…` is what `step-N` was; it is complete, and is deleted only when the new one has the name.
+    """
+    for old in folder.glob(".step-*.old-*"):
+        final = folder / old.name[1:].partition(".")[0]
+        if STEP_NAME.match(final.name) and not final.exists():
+            old.rename(final)

@@ -1,0 +1,220 @@
+"""Safetensors files as streams: the header is written first, from shapes, then each tensor's bytes.
+
+The official library writes a file only from tensors that are all in memory. This module writes and checks the
+same format (https://github.com/huggingface/safetensors, "Format") with memory for one tensor. It knows bytes
+only and imports no torch; `titancli.checkpoint.tensors` makes tensors of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import xxhash
+
+from titancli.errors import EnvironmentProblem, TitanError
+
+ITEM_SIZE = {
+    "F64": 8, "I64": 8, "U64": 8, "C64": 8,
+    "F32": 4, "I32": 4, "U32": 4,
+    "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Bytes of one element, by the format's names of types."""
+
+SHARD_BYTES = 5 * 10**9
+"""A file is split when its data would grow beyond this; one tensor is never split over files."""
+
+HEADER_LIMIT = 100_000_000
+"""The format's own limit on the header, in bytes."""
+
+BLOCK = 1 << 24
+"""Bytes hashed and written at a time."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file."""
+
+    key: str
+    dtype: str
+    """A key of ITEM_SIZE."""
+    shape: tuple[int, ...]
+    start: int = 0
+    """Where its bytes begin in the file."""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_SIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Digest:
+    """What a file is known by."""
+
+    size: int
+    """Bytes."""
+    xxh3_64: str
+    """16 lower-case hexadecimal digits."""
+
+
+def file_digest(path: Path) -> Digest:
+    """Read a whole file for its size and checksum.
+
+    Raises:
+        EnvironmentProblem: it cannot be read.
+    """
+    state, size = xxhash.xxh3_64(), 0
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while block := file.read(BLOCK):
+                state.update(block)
+                size += len(block)
+    except OSError as error:
+        raise EnvironmentProblem(f"{path} cannot be read: {error.strerror}") from error
+    return Digest(size, state.hexdigest())
+
+
+def split(sizes: Sequence[int], limit: int | None = None) -> list[range]:
+    """Cut a sequence of sizes (bytes) into consecutive ranges of at most `limit` bytes, or one element."""
+    limit = SHARD_BYTES if limit is None else limit
+    parts, first, total = [], 0, 0
+    for index, size in enumerate(sizes):
+        if index > first and total + size > limit:
+            parts.append(range(first, index))
+            first, total = index, 0
+        total += size
+    return [*parts, range(first, len(sizes))] if sizes else []
+
+
+class TensorFileWriter:
+    """Writes one file: `write` each entry's bytes in order, then `close`. A context manager.
+
+    Raises:
+        OSError: the disk says no; the caller knows what it is saving and puts it into words.
+        TitanError: two entries of one key, or the bytes written are not those announced.
+    """
+
+    def __init__(self, path: Path, entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> None:
+        self._path = path
+        self._sizes = iter([entry.nbytes for entry in entries])
+        self._state = xxhash.xxh3_64()
+        self._size = 0
+        header = _header(path, entries, metadata)
+        self._file = open(path, "xb", buffering=0)
+        try:
+            self._put(header)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def write(self, data: memoryview) -> None:
+        """The next entry's bytes: contiguous, little-endian, row-major."""
+        if data.nbytes != next(self._sizes, -1):
+            raise TitanError(f"{self._path}: a tensor is not of the size that its header announces")
+        self._put(data)
+
+    def close(self) -> Digest:
+        """Flush to the disk itself, and close."""
+        if next(self._sizes, None) is not None:
+            raise TitanError(f"{self._path}: fewer tensors were written than its header announces")
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return Digest(self._size, self._state.hexdigest())
+
+    def _put(self, data: bytes | memoryview) -> None:
+        view = memoryview(data).cast("B")
+        while view:
+            block = view[:BLOCK]
+            written = self._file.write(block)
+            self._state.update(block[:written])
+            self._size += written
+            view = view[written:]
+
+    def __enter__(self) -> TensorFileWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def _header(path: Path, entries: Sequence[Entry], metadata: dict[str, str] | None) -> bytes:
+    table: dict[str, Any] = {"__metadata__": metadata or {"format": "pt"}}
+    position = 0
+    for entry in entries:
+        if entry.key in table:
+            raise TitanError(f"{path}: two tensors have the name {entry.key!r}")
+        end = position + entry.nbytes
+        table[entry.key] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data begins aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """The entries of a file, checked against its size: in bounds, without holes or overlaps.
+
+    Raises:
+        EnvironmentProblem: not a readable, whole safetensors file.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(HEADER_LIMIT, size - 8):
+                raise EnvironmentProblem(f"{path} is no whole safetensors file: its header does not fit")
+            table = json.loads(file.read(length))
+    except OSError as error:
+        raise EnvironmentProblem(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise EnvironmentProblem(f"{path} is no safetensors file: its header is not JSON") from error
+    try:
+        entries = [_entry(key, row, 8 + length) for key, row in table.items() if key != "__metadata__"]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise EnvironmentProblem(
+            f"{path} is no safetensors file: its header is malformed ({error})"
+        ) from error
+    position = 8 + length
+    for entry in sorted(entries, key=lambda entry: (entry.start, entry.nbytes)):
+        if entry.start != position:
+            raise EnvironmentProblem(
+                f"{path}: the data of {entry.key!r} overlaps another's, or leaves a hole"
+            )
+        position += entry.nbytes
+    if position != size:
+        raise EnvironmentProblem(f"{path} is {size} bytes long, its header asks for {position}")
+    return {entry.key: entry for entry in entries}
+
+
+def _entry(key: str, row: dict[str, Any], base: int) -> Entry:
+    start, stop = natural(row["data_offsets"])
+    if row["dtype"] not in ITEM_SIZE:
+        raise ValueError(f"unknown dtype {row['dtype']!r}")
+    entry = Entry(key, row["dtype"], natural(row["shape"]), base + start)
+    if stop - start != entry.nbytes:
+        raise ValueError(f"{key!r} has {stop - start} bytes where its shape asks for {entry.nbytes}")
+    return entry
+
+
+def natural(values: Any) -> tuple[int, ...]:
+    """A JSON list of integers from 0 on, as a tuple.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
+        raise ValueError(f"{values!r} is not a list of natural numbers")
+    return tuple(values)
