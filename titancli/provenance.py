@@ -1,4 +1,4 @@
-"""Where a run comes from: versions, host, git state, plugin files. Torch-free; versions come from metadata."""
+"""Where a run comes from: versions, host, git state, plugin files. Torch-free."""
 
 from __future__ import annotations
 

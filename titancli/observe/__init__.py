@@ -1,0 +1,1 @@
+"""Watching a run: metrics, events, what people see of it."""

@@ -1,0 +1,130 @@
+"""What people see of a run: one line that updates on a terminal, plain lines otherwise. Torch-free.
+
+It draws events (see `titancli.observe.events`), so it works the same inside the worker and, for runs of
+several ranks, in the command that reads their event log.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, TextIO
+
+UNKNOWN = "—"
+
+
+class Console:
+    """Draws events on a text stream."""
+
+    def __init__(self, stream: TextIO, *, live: bool | None = None) -> None:
+        self._stream = stream
+        self._live = stream.isatty() if live is None else live
+        self._status = ""
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind == "step":
+            self._show_step(status_line(event))
+        elif kind == "run_start":
+            self._line(start_line(event))
+        elif kind == "checkpoint":
+            self._line(f"saved {Path(event['path']).name}")
+        elif kind == "log":
+            self._line(f"{event['level']}: {event['message']}")
+        elif kind == "run_end":
+            self.close()
+
+    def _show_step(self, text: str) -> None:
+        if not self._live:
+            self._line(text)
+            return
+        # One column is left free: a terminal that wraps at the last one would scroll.
+        self._status = text[: shutil.get_terminal_size().columns - 1]
+        self._write(f"\r\x1b[K{self._status}")
+
+    def _line(self, text: str) -> None:
+        if self._live and self._status:
+            self._write(f"\r\x1b[K{text}\n{self._status}")
+        else:
+            self._write(f"{text}\n")
+
+    def close(self) -> None:
+        """Leave the status line standing and go below it."""
+        if self._live and self._status:
+            self._write("\n")
+        self._status = ""
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except UnicodeEncodeError:  # a terminal that has no dash
+            self._stream.write(text.encode("ascii", "replace").decode())
+            self._stream.flush()
+
+
+class JsonLines:
+    """Writes events as JSON Lines."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        self._stream.write(json.dumps(event, ensure_ascii=False) + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        self._stream.flush()
+
+
+def start_line(event: dict[str, Any]) -> str:
+    degrees = {name: degree for name, degree in (event.get("mesh") or {}).items() if degree != 1}
+    mesh = f" ({', '.join(f'{name} {degree}' for name, degree in degrees.items())})" if degrees else ""
+    world = event.get("world") or 1
+    ranks = f"{world} rank{'s' if world != 1 else ''}"
+    origin = f", from {Path(event['checkpoint']).name}" if event.get("checkpoint") else ""
+    return f"training on {event.get('device')}, {ranks}{mesh}{origin}"
+
+
+def status_line(event: dict[str, Any]) -> str:
+    """`step 120/1000  loss 3.2141  grad norm 0.872  lr 3.00e-04  21.3k tokens/s  MFU 41.2%  1.2 GiB  ETA 0:42`"""
+    metrics = {name: _number(value) for name, value in event["metrics"].items()}
+    parts = [f"step {event['step']}/{event['steps']}"]
+    for name, label, form in (
+        ("loss", "loss", ".4f"),
+        ("grad_norm", "grad norm", ".3f"),
+        ("lr", "lr", ".2e"),
+    ):
+        if metrics.get(name) is not None:
+            parts.append(f"{label} {metrics[name]:{form}}")
+    if (rate := metrics.get("tokens_per_second")) is not None:
+        parts.append(f"{_short(rate)} tokens/s")
+    mfu = metrics.get("mfu")
+    parts.append(f"MFU {f'{mfu:.1%}' if mfu is not None else UNKNOWN}")
+    if (memory := metrics.get("memory_gib")) is not None:
+        parts.append(f"{memory:.1f} GiB")
+    eta = metrics.get("eta_seconds")
+    parts.append(f"ETA {duration(eta) if eta is not None else UNKNOWN}")
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """`0:42`, `1:02:03`, `3d 4:05:06`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    clock = f"{hour}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+    return f"{days}d {clock}" if days else clock
+
+
+def _number(value: Any) -> float | None:
+    """A metric of an event; NaN and Infinity come as text."""
+    return float(value) if value is not None else None
+
+
+def _short(value: float) -> str:
+    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return f"{value / factor:.3g}{unit}" if value / factor < 100 else f"{value / factor:.0f}{unit}"
+    return f"{value:.0f}"

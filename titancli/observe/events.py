@@ -1,0 +1,158 @@
+"""`events.jsonl`: what happened in a run, one JSON object a line, flushed as it happens. Torch-free.
+
+Every line has `v` (the format), `event`, `time` (UTC) and what the event brings along:
+
+| event | fields |
+|---|---|
+| run_start | attempt, step, steps, world, mesh, device, checkpoint (null: from the start) |
+| step | step, steps, metrics |
+| checkpoint | step, path |
+| log | level, message |
+| run_end | why, signal, step, checkpoint, metrics |
+
+A resumed or restarted run appends. Numbers that JSON cannot hold are the strings NaN, Infinity, -Infinity.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from titancli.runs import timestamp
+
+EVENTS_FORMAT = 1
+
+Listener = Callable[[dict[str, Any]], None]
+
+logger = logging.getLogger(__name__)
+
+
+class EventLog:
+    """Appends events to a file and hands each one to the listeners; any thread may write.
+
+    A file that cannot be written (a full disk) is reported once and does not end the run.
+    """
+
+    def __init__(self, path: Path, listeners: tuple[Listener, ...] = ()) -> None:
+        self._listeners = listeners
+        self._mutex = threading.RLock()
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+        self._healthy = True
+        self._partial = _ends_in_a_partial_line(path)
+
+    def write(self, event: str, **fields: Any) -> None:
+        record = plain({"v": EVENTS_FORMAT, "event": event, "time": timestamp(), **fields})
+        with self._mutex:
+            self._append(json.dumps(record, ensure_ascii=False))
+            for listener in self._listeners:
+                listener(record)
+
+    def _append(self, line: str) -> None:
+        # Bytes at once and unbuffered: a failed write must not come back with the next one.
+        data = ("\n" if self._partial else "") + line + "\n"
+        try:
+            os.write(self._file.fileno(), data.encode())
+            self._partial = False
+        except OSError as error:
+            self._partial = True
+            if self._healthy:
+                self._healthy = False
+                logger.warning("cannot write %s (%s); the run goes on without it", self._file.name, error)
+
+    def close(self) -> None:
+        with self._mutex:
+            self._file.close()
+
+
+class EventLogger:
+    """The event log as one of a run's loggers (see `titancli.registry.kinds.Logger`)."""
+
+    def __init__(self, log: EventLog, steps: int) -> None:
+        self._log = log
+        self._steps = steps
+
+    def run_start(self, info: dict[str, Any]) -> None:
+        names = ("attempt", "step", "world", "mesh", "device", "checkpoint")
+        self._log.write("run_start", steps=self._steps, **{name: info.get(name) for name in names})
+
+    def step_end(self, step: int, metrics: dict[str, float]) -> None:
+        self._log.write("step", step=step, steps=self._steps, metrics=metrics)
+
+    def checkpoint_saved(self, step: int, path: Path) -> None:
+        self._log.write("checkpoint", step=step, path=str(path))
+
+    def run_end(self, outcome: dict[str, Any]) -> None:
+        self._log.write("run_end", **outcome)
+
+
+class LogHandler(logging.Handler):
+    """Makes warnings of titan's own loggers events, so that they reach people through a launcher as well."""
+
+    def __init__(self, log: EventLog) -> None:
+        super().__init__(logging.WARNING)
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._log.write("log", level=record.levelname.lower(), message=self.format(record))
+
+
+class Tail:
+    """Reads what is appended to an event log from now on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if path.exists() else 0
+
+    def poll(self) -> Iterator[dict[str, Any]]:
+        """The events written since the last call; a line that is not whole yet is left for the next."""
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        whole = data.rfind(b"\n") + 1
+        self._offset += whole
+        yield from parse(data[:whole])
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """All events of a file; lines that a dying process left unfinished are passed over."""
+    return list(parse(path.read_bytes())) if path.exists() else []
+
+
+def parse(data: bytes) -> Iterator[dict[str, Any]]:
+    for line in data.splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue  # cut off when its writer was killed
+        if isinstance(event, dict) and "event" in event:
+            yield event
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can hold it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    return value
+
+
+def _ends_in_a_partial_line(path: Path) -> bool:
+    with open(path, "rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"

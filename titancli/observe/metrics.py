@@ -1,0 +1,118 @@
+"""`report`: any component may report a number by name, without knowing who logs it.
+
+What is reported between two readings is folded into one number a name on each rank, without waiting for the
+device, and over all ranks when the run reads its metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from titancli.errors import TitanError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Reduce = Literal["mean", "max", "sum"]
+
+
+@dataclass
+class Reading:
+    """What one rank reported under one name since the last reading."""
+
+    reduce: Reduce
+    value: Any
+    """The sum of the reports, or their maximum; a float, or a 0-dim tensor until it is read."""
+    count: int = 1
+
+
+class Collector:
+    """Folds reports until they are read."""
+
+    def __init__(self) -> None:
+        self._readings: dict[str, Reading] = {}
+
+    def add(self, name: str, value: Tensor | float, reduce: Reduce) -> None:
+        if reduce not in ("mean", "max", "sum"):
+            raise TitanError(f"report({name!r}): reduce is 'mean', 'max' or 'sum', not {reduce!r}")
+        detached: Any = value.detach() if hasattr(value, "detach") else float(value)
+        if getattr(detached, "ndim", 0) != 0:
+            raise TitanError(
+                f"report({name!r}): a metric is one number, not a tensor of {list(detached.shape)}"
+            )
+        reading = self._readings.get(name)
+        if reading is None:
+            # A copy: what was reported may be changed in place before it is read.
+            self._readings[name] = Reading(
+                reduce, detached.clone() if hasattr(detached, "clone") else detached
+            )
+            return
+        if reading.reduce != reduce:
+            raise TitanError(
+                f"metric {name!r} is reported with reduce={reduce!r} and with reduce={reading.reduce!r}",
+                hint="give one of the two another name",
+            )
+        reading.value = _maximum(reading.value, detached) if reduce == "max" else reading.value + detached
+        reading.count += 1
+
+    def drain(self) -> dict[str, Reading]:
+        """Everything since the last call, by name."""
+        readings, self._readings = self._readings, {}
+        return readings
+
+
+def _maximum(a: Any, b: Any) -> Any:
+    if hasattr(a, "maximum"):
+        return a.maximum(b if hasattr(b, "detach") else a.new_tensor(b))
+    if hasattr(b, "maximum"):
+        return b.maximum(b.new_tensor(a))
+    return max(a, b)
+
+
+collector = Collector()
+"""The process's own; `Observers` reads it."""
+
+
+def report(name: str, value: Tensor | float, *, reduce: Reduce = "mean") -> None:
+    """Report a metric from anywhere in a run: a float, or a 0-dim tensor on any device (which is not waited for).
+
+    It appears under `name` in all loggers: as the mean or the maximum of all reports of all ranks since the
+    last reading (every `metrics.log_freq` steps), or as their sum, to which every rank that reports adds.
+
+    Raises:
+        TitanError: not one number, or a name that is reported with two reductions.
+    """
+    collector.add(name, value, reduce)
+
+
+def reduce_over_ranks(readings: Mapping[str, Reading]) -> dict[str, float]:
+    """One number a name, over all ranks; a name that only some ranks reported counts those ranks only.
+
+    Values must be floats by now. A collective on the CPU, where a process group is up with several ranks;
+    the result is the same on every rank.
+    """
+    import torch.distributed as dist
+
+    local = {
+        name: (reading.reduce, float(reading.value), reading.count) for name, reading in readings.items()
+    }
+    gathered: list[Any] = [local]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, local)
+    merged: dict[str, list[tuple[Reduce, float, int]]] = {}
+    for by_name in gathered:
+        for name, reading in by_name.items():
+            merged.setdefault(name, []).append(reading)
+    return {name: _fold(parts) for name, parts in sorted(merged.items())}
+
+
+def _fold(parts: list[tuple[Reduce, float, int]]) -> float:
+    reduce = parts[0][0]
+    if reduce == "max":
+        # max() would lose a nan that is not the first
+        return next((value for _, value, _ in parts if value != value), max(value for _, value, _ in parts))
+    total = sum(value for _, value, _ in parts)
+    return total if reduce == "sum" else total / sum(count for _, _, count in parts)

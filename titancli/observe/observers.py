@@ -1,0 +1,163 @@
+"""`Observers`: what a loop tells of its steps, read seldom and handed to every logger.
+
+A step's metrics are tensors on the device. They are kept there and read to the host every
+`metrics.log_freq` steps, after the first and the last step, all in one transfer: reading is what makes the
+host wait for the device.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titancli.observe.memory import memory_gib
+from titancli.observe.metrics import Reading, collector, reduce_over_ranks
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+SUMMED = ("tokens", "data_wait")
+"""Metrics of a step that are added up between two readings; of the others the last one counts."""
+
+
+class Observers:
+    """Hands a run's events to its loggers.
+
+    Every rank has one and calls the same methods in the same order; `step_end` is a collective at the steps
+    that are read, `run_end` where the last step is still unread.
+    """
+
+    def __init__(
+        self,
+        loggers: Sequence[Any],
+        *,
+        device: torch.device,
+        log_freq: int,
+        total_steps: int,
+        world: int = 1,
+        flops_per_token: float = 0.0,
+        peak_flops: float | None = None,
+    ) -> None:
+        """`flops_per_token` and `peak_flops` (FLOP/s of one device) give the utilisation; None: it is left out."""
+        self._loggers = list(loggers)
+        self._device = device
+        self._log_freq = log_freq
+        self._total_steps = total_steps
+        self._world = world
+        self._flops_per_token = flops_per_token
+        self._peak_flops = peak_flops
+        self._unread: Mapping[str, Tensor | float] | None = None
+        self._summed: dict[str, Any] = {}
+        self._steps_since = 0
+        self._read_at = time.perf_counter()
+        self._first = True
+        self.step = 0
+        """The last step that ended."""
+        self.latest: dict[str, float] = {}
+        """The metrics that were read last."""
+
+    def run_start(self, info: dict[str, Any]) -> None:
+        """The first step is about to begin. `info`: what `run.json` says of the run."""
+        collector.drain()
+        self.step = int(info.get("step") or 0)
+        self._read_at = time.perf_counter()
+        self._tell("run_start", info)
+
+    def step_end(self, step: int, metrics: Mapping[str, Tensor | float]) -> None:
+        """A step is done. Values are global already; 0-dim tensors are not waited for unless they are due.
+
+        `tokens` (of this step, over all ranks) gives the throughput; `data_wait` (seconds this step waited
+        for data) its share of the time.
+        """
+        self.step = step
+        self._unread = metrics
+        self._steps_since += 1
+        for name in SUMMED:
+            if name in metrics:
+                self._summed[name] = self._summed.get(name, 0.0) + metrics[name]
+        if self._first or step % self._log_freq == 0 or step >= self._total_steps:
+            self._read(step)
+
+    def checkpoint_saved(self, step: int, path: Path) -> None:
+        """A checkpoint is complete. May be called from another thread than the rest."""
+        self._tell("checkpoint_saved", step, path)
+
+    def run_end(self, outcome: dict[str, Any]) -> None:
+        """The run is over, in good order."""
+        if self._unread is not None:
+            self._read(self.step)
+        self._tell("run_end", {**outcome, "metrics": {**self.latest, **(outcome.get("metrics") or {})}})
+
+    def _read(self, step: int) -> None:
+        readings = collector.drain()
+        values = {name: value for name, value in (self._unread or {}).items() if name not in SUMMED}
+        self._unread = None
+        metrics = self._to_host(values, readings)
+        now = time.perf_counter()
+        readings["memory_gib"] = Reading("max", memory_gib(self._device))
+        elapsed, steps = now - self._read_at, self._steps_since
+        if "data_wait" in self._summed:
+            readings["data_wait_share"] = Reading("max", min(1.0, self._summed["data_wait"] / elapsed))
+        metrics |= self._speed(step, elapsed, steps)
+        metrics |= reduce_over_ranks(readings)
+        self._read_at, self._steps_since, self._summed, self._first = now, 0, {}, False
+        self.latest = metrics
+        self._tell("step_end", step, metrics)
+
+    def _to_host(self, values: dict[str, Any], readings: dict[str, Reading]) -> dict[str, float]:
+        """Read every tensor of these in one transfer: returns `values`, and changes the others in place."""
+        import torch
+
+        holders: list[tuple[dict[str, Any] | Reading, str]] = [(values, name) for name in values]
+        holders += [(self._summed, name) for name in self._summed]
+        holders += [(reading, "value") for reading in readings.values()]
+        tensors = []
+        for holder, name in holders:
+            value = holder[name] if isinstance(holder, dict) else holder.value
+            tensors.append(value.detach() if isinstance(value, torch.Tensor) else None)
+        on_device = [t.to(self._device, torch.float64).reshape(()) for t in tensors if t is not None]
+        numbers = iter(torch.stack(on_device).tolist() if on_device else [])
+        for (holder, name), tensor in zip(holders, tensors, strict=True):
+            if tensor is None:
+                continue
+            if isinstance(holder, dict):
+                holder[name] = next(numbers)
+            else:
+                holder.value = next(numbers)
+        return {name: float(value) for name, value in values.items()}
+
+    def _speed(self, step: int, elapsed: float, steps: int) -> dict[str, float]:
+        """Throughput, utilisation and what is left, from the time since the last reading."""
+        speed = {"step_seconds": elapsed / max(steps, 1)}
+        if "tokens" in self._summed:
+            rate = self._summed["tokens"] / elapsed
+            speed["tokens_per_second"] = rate
+            if self._peak_flops and self._flops_per_token:
+                speed["mfu"] = self._flops_per_token * rate / (self._peak_flops * self._world)
+        if not self._first:  # the first step compiles and warms up: no measure of the others
+            speed["eta_seconds"] = max(0, self._total_steps - step) * speed["step_seconds"]
+        return speed
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        for one in list(self._loggers):
+            call = getattr(one, method, None)
+            if call is None:
+                continue
+            try:
+                call(*arguments)
+            except Exception as error:
+                self._loggers.remove(one)
+                logger.warning(
+                    "logger %s failed in %s and is left out from here on: %s: %s",
+                    type(one).__qualname__,
+                    method,
+                    type(error).__name__,
+                    error,
+                    exc_info=logger.isEnabledFor(logging.DEBUG),
+                )
