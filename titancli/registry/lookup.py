@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,17 +107,19 @@ class Registry:
                 plugin.fail(f"titan_recipes returned {str(folder)!r}, which is no folder")
         return folders
 
-    def commands(self) -> list[tuple[str, click.Command]]:
-        """The commands that plugins offer, with the plugin's name."""
+    def commands(self, reserved: Collection[str] = ()) -> list[tuple[str, click.Command]]:
+        """The commands that plugins offer, with the plugin's name; none of them may have a reserved name."""
         import click
 
         commands: list[tuple[str, click.Command]] = []
         for plugin in self._plugins.values():
             for command in plugin.call_list("titan_commands"):
-                if isinstance(command, click.Command) and command.name:
-                    commands.append((plugin.name, command))
-                else:
+                if not isinstance(command, click.Command) or not command.name:
                     plugin.fail(f"titan_commands returned {command!r}, which is no named click command")
+                elif command.name in reserved:
+                    plugin.fail(f"titan_commands returned {command.name!r}, which is titan's own command")
+                else:
+                    commands.append((plugin.name, command))
         return commands
 
     def checks(self, recipe: Recipe) -> list[tuple[str, str]]:

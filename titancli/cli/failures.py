@@ -1,0 +1,58 @@
+"""Where an exception becomes a message on stderr and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback as tracebacks
+from collections.abc import Callable
+
+import click
+
+from titancli.cli.output import colored, error_line
+from titancli.errors import EXIT_FAILED, EXIT_INTERRUPTED, RecipeError, TitanError
+
+
+def guard(run: Callable[[], int], *, traceback: bool) -> int:
+    """Run and return the exit code; whatever is raised is told in words.
+
+    `traceback`: print tracebacks as well.
+    """
+    if hasattr(sys.stdout, "reconfigure"):  # a terminal of another encoding gets \\u escapes, not an error
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        code = run()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        _close_stdout()
+        return EXIT_FAILED
+    except (click.Abort, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        if traceback and not isinstance(error, click.ClickException):
+            tracebacks.print_exception(error)
+        return tell(error, traceback=traceback)
+
+
+def tell(error: Exception, *, traceback: bool = False) -> int:
+    """Print what went wrong and return the exit code that stands for it."""
+    if isinstance(error, click.ClickException):
+        error.show()
+        return error.exit_code
+    if isinstance(error, RecipeError):
+        from titancli.recipe import render_problems
+
+        print(render_problems(error.problems, color=colored(sys.stderr)).rstrip(), file=sys.stderr)
+        return error.exit_code
+    if isinstance(error, TitanError):
+        error_line(error.message, hint=error.hint)
+        return error.exit_code
+    words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    error_line(f"unexpected {words}", hint=None if traceback else "--traceback shows where")
+    return EXIT_FAILED
+
+
+def _close_stdout() -> None:
+    """The reader is gone; what is still buffered must not raise again when Python exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,128 @@
+"""The command `titan` itself: which commands there are, each imported only when it is used."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from typing import NamedTuple, NoReturn
+
+import click
+
+from titancli.cli.output import note
+from titancli.errors import PluginError
+
+
+class Entry(NamedTuple):
+    """A built-in command; its help stands here so that listing it imports nothing."""
+
+    section: str
+    name: str
+    module: str
+    help: str
+
+
+COMMANDS = [
+    Entry("Run", "train", "train", "Train a model from a recipe, or continue a run."),
+    Entry("Run", "convert-checkpoint", "convert", "Turn a checkpoint into a Hugging Face folder, or back."),
+    Entry("Recipes", "validate", "validate", "Check recipes without running them."),
+    Entry("Recipes", "config", "config", "Print a recipe with everything filled in."),
+    Entry("Recipes", "list-recipes", "recipes", "List the recipes that can be named."),
+    Entry("Plugins", "list-components", "components", "List what a recipe can name."),
+    Entry("Plugins", "show", "show", "Show a component's fields."),
+    Entry("Plugins", "plugins", "plugins", "List the plugins and their state, or show one."),
+]
+BUILTIN = {entry.name: entry for entry in COMMANDS}
+FROM_PLUGINS = "From plugins"
+
+
+class Titan(click.Group):
+    """Finds built-in commands by the table above, all others through the plugins' `titan_commands`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*BUILTIN, *sorted(_from_plugins())]
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name in BUILTIN:
+            return importlib.import_module(f"titancli.cli.{BUILTIN[name].module}").command
+        offers = _from_plugins().get(name, [])
+        if len(offers) > 1:
+            plugins = [plugin for plugin, _ in offers]
+            raise PluginError(
+                f"the command {name!r} is offered by more than one plugin: {', '.join(plugins)}",
+                hint=f"block one: -p no:{plugins[-1]}",
+            )
+        return offers[0][1] if offers else None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if not name.startswith("-") and self.get_command(ctx, name) is None:
+            self._unknown(ctx, name)
+        return super().resolve_command(ctx, args)
+
+    def _unknown(self, ctx: click.Context, name: str) -> NoReturn:
+        near = difflib.get_close_matches(name, self.list_commands(ctx), 1)
+        message = f"there is no command {name!r}." + (f" Did you mean {near[0]!r}?" if near else "")
+        if broken := _broken():
+            message += f" (Broken plugins may offer it: {', '.join(broken)}; see `titan plugins`.)"
+        raise click.UsageError(message, ctx)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for entry in COMMANDS:
+            sections.setdefault(entry.section, []).append((entry.name, entry.help))
+        for name, offers in sorted(_from_plugins().items()):
+            plugins = ", ".join(plugin for plugin, _ in offers)
+            told = f"{offers[0][1].get_short_help_str(limit=60)} ({plugins})".strip()
+            sections.setdefault(FROM_PLUGINS, []).append((name, told))
+        width = max(len(name) for rows in sections.values() for name, _ in rows)
+        for section, rows in sections.items():
+            with formatter.section(section):
+                formatter.write_dl([(name.ljust(width), told) for name, told in rows])
+
+
+def _from_plugins() -> dict[str, list[tuple[str, click.Command]]]:
+    """Commands by name, each with the plugins that offer it."""
+    from titancli.registry import current
+
+    offers: dict[str, list[tuple[str, click.Command]]] = {}
+    for plugin, command in current().commands(BUILTIN):
+        offers.setdefault(str(command.name), []).append((plugin, command))
+    return offers
+
+
+def _broken() -> list[str]:
+    from titancli.registry import current
+
+    return [plugin.name for plugin in current().plugins if plugin.state == "broken"]
+
+
+def note_broken() -> None:
+    """Say which plugins are missing from a list because they are broken."""
+    if names := _broken():
+        note(f"note: broken, see `titan plugins NAME`: {', '.join(names)}")
+
+
+@click.group(
+    cls=Titan,
+    help="Train language models from a recipe: one TOML file.",
+    epilog="RECIPE is a file, a run folder, or a name that list-recipes shows. "
+    "KEY=VALUE overrides one value of it, for example training.steps=20.",
+    params=[
+        # Taken out before click parses (see titancli.cli.common); they stand here to be shown.
+        click.Option(
+            ["-p", "plugin"],
+            metavar="FILE.py | no:NAME",
+            multiple=True,
+            help="Add a plugin from a file, or leave one out.",
+            expose_value=False,
+        ),
+        click.Option(
+            ["--traceback"], is_flag=True, help="Show where an error was raised.", expose_value=False
+        ),
+        click.Option(["--version"], is_flag=True, help="Print the version and exit.", expose_value=False),
+    ],
+)
+def titan() -> None:
+    """The click group."""

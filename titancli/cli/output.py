@@ -1,0 +1,58 @@
+"""What every command prints with: data to stdout, words to stderr.
+
+A table is drawn with rich for a person at a terminal, and is plain columns for everyone else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+
+def colored(stream: TextIO) -> bool:
+    """Whether to colour: a terminal, and NO_COLOR is not set (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows in columns; the header only for people."""
+    if sys.stdout.isatty():
+        _draw(header, rows)
+        return
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(len(header))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _draw(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    drawing = Table(box=None, pad_edge=False, header_style="bold")
+    for number, title in enumerate(header):
+        drawing.add_column(title, no_wrap=number == 0, style="cyan" if number == 0 else None)
+    for row in rows:
+        drawing.add_row(*map(Text, row))
+    Console(soft_wrap=False).print(drawing)
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """Print one versioned document."""
+    print(json.dumps({"version": 1, **document}, indent=2))
+
+
+def error_line(message: str, *, hint: str | None = None) -> None:
+    """Say on stderr what went wrong, and what to do."""
+    mark = "\x1b[1;31merror\x1b[0m" if colored(sys.stderr) else "error"
+    print(f"{mark}: {message}", file=sys.stderr)
+    if hint:
+        print(f"  {hint}", file=sys.stderr)
+
+
+def note(message: str) -> None:
+    """Say something on stderr."""
+    print(message, file=sys.stderr)

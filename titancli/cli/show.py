@@ -1,0 +1,96 @@
+"""`titan show`: one component and its fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from typing import Any
+
+import click
+
+from titancli.cli.group import note_broken
+from titancli.cli.output import print_json
+from titancli.errors import PluginError
+from titancli.registry import current
+from titancli.registry.component import component_info
+from titancli.registry.describe import FieldText, describe, plain
+from titancli.registry.kinds import KINDS
+
+
+@click.command("show", short_help="Show a component's fields.")
+@click.argument("name", metavar="KIND/NAME")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def command(name: str, as_json: bool) -> None:
+    """Show a component's fields: type, default, meaning, and flavors.
+
+    KIND may be left out where only one kind has the name; NAME may be a full one, plugin/name.
+    """
+    config = _find(name)
+    if as_json:
+        print_json({"component": _document(config)})
+    else:
+        _print(config)
+
+
+def _find(name: str) -> type:
+    """The component that KIND/NAME, KIND/PLUGIN/NAME, PLUGIN/NAME or NAME means."""
+    kind, _, rest = name.partition("/")
+    if rest and kind in KINDS:
+        return current().find(kind, rest)
+    found = {}
+    for full, config in current().components():
+        if name in (full, full.rpartition("/")[2]):
+            found[f"{component_info(config).kind}/{full}"] = config
+    if len(found) > 1:
+        raise PluginError(f"{name!r} is the name of {len(found)} components: {', '.join(found)}",
+                          hint=f"for example: titan show {next(iter(found))}")  # fmt: skip
+    if not found:
+        raise PluginError(
+            f"there is no component {name!r}", hint="`titan list-components` lists what there is"
+        )
+    return next(iter(found.values()))
+
+
+def _document(config: type) -> dict[str, Any]:
+    info = component_info(config)
+    return {
+        "kind": info.kind,
+        "name": current().full_name(config),
+        "target": info.target,
+        "doc": inspect.cleandoc(config.__doc__ or ""),
+        "fields": [dataclasses.asdict(field) for field in describe(config)],
+        "flavors": plain(getattr(config, "flavors", {})),
+    }
+
+
+def _print(config: type) -> None:
+    info = component_info(config)
+    print(f"{info.kind} {current().full_name(config)}")
+    print(inspect.cleandoc(config.__doc__ or ""))
+    fields = describe(config)
+    print("\nFields" if fields else "\nIt has no fields.")
+    for field in fields:
+        print(f"  {field.name}: {field.type}{_default(field)}")
+        for line in field.doc.splitlines():
+            print(f"      {line}")
+    flavors = plain(getattr(config, "flavors", {}))
+    if flavors:
+        print("\nFlavors")
+        for flavor, values in flavors.items():
+            print(f"  {flavor}: {', '.join(f'{key} = {_toml(value)}' for key, value in values.items())}")
+
+
+def _default(field: FieldText) -> str:
+    if field.required:
+        return " (required)"
+    return "" if field.default is None else f" = {_toml(field.default)}"
+
+
+def _toml(value: Any) -> str:
+    """A value as it is written in a recipe."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
