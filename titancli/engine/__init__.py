@@ -1,0 +1,5 @@
+"""The engine: it owns the sharded model and its optimizer, and offers verbs. Loops are programs over those."""
+
+from titancli.engine.engine import Engine, Metrics
+
+__all__ = ["Engine", "Metrics"]

@@ -23,7 +23,9 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, precision: Precision, reshard_a
         param_dtype=precision.param, reduce_dtype=precision.reduce, cast_forward_inputs=False
     )
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
-    reshard = reshard_after_forward != "never"
+    # Freed parameters of one shard would only be cast again, not gathered.
+    alone = reshard_after_forward == "default" and mesh[mesh.mesh_dim_names[-1]].size() == 1  # type: ignore[index]
+    reshard = reshard_after_forward != "never" and not alone
     names = [name for name, _ in model.named_children()]
     at = names.index("layers")
     front = [getattr(model, name) for name in names[:at]]

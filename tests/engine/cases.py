@@ -1,0 +1,105 @@
+"""What the ranks run: a small Llama 3 on a given layout, the same weights and data on each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from titancli.data.batch import Batch
+from titancli.engine import Engine
+from titancli.losses import CrossEntropy
+from titancli.loops import Pretrain
+from titancli.models import Llama3
+from titancli.optimizers import AdamW
+from titancli.parallel import Decoder
+from titancli.recipe.schema import ActivationCheckpoint, Compile, LRScheduler, Mesh, Recipe, Training
+
+ROWS, LENGTH, VOCABULARY = 8, 16, 64
+MODEL: dict[str, Any] = dict(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=VOCABULARY)
+
+
+@dataclass(frozen=True)
+class Layout:
+    mesh: dict[str, int] = field(default_factory=dict)
+    micro_batches: int = 1
+    accumulate: str = "sharded"
+    activation_checkpoint: dict[str, Any] = field(default_factory=lambda: {"mode": "none"})
+    compile: str | None = None
+    tied: bool = False
+    dtype: str = "float32"
+    reshard: str = "default"
+
+
+def recipe(layout: Layout, **training: Any) -> Recipe:
+    dp = 1
+    for degree in layout.mesh.values():
+        dp *= max(degree, 1)
+    settings = dict(
+        steps=10, seq_len=LENGTH, local_batch_size=ROWS // dp // layout.micro_batches, global_batch_size=ROWS,
+        accumulate=layout.accumulate, mixed_precision_param=layout.dtype, seed=7, max_norm=0.5,
+    )
+    return Recipe(
+        model=Llama3(**MODEL, tied=layout.tied),
+        tokenizer=None,
+        dataset=None,
+        mesh=Mesh(**layout.mesh),
+        parallelize=Decoder(reshard_after_forward=layout.reshard),
+        activation_checkpoint=ActivationCheckpoint(**layout.activation_checkpoint),
+        compile=Compile(enable=layout.compile is not None, backend=layout.compile or "inductor"),
+        optimizer=AdamW(lr=1e-2, eps=1e-4),
+        lr_scheduler=LRScheduler(warmup_steps=0),
+        loss=CrossEntropy(),
+        training=Training(**{**settings, **training}),
+        loop=Pretrain(),
+        launcher=None,
+    )
+
+
+def whole_batch(step: int = 0) -> Batch:
+    """All rows of a step. Targets are unevenly many, so that an average of averages would be wrong."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
+    targets = tokens[:, 1:].clone()
+    for row in range(ROWS):
+        targets[row, : 2 * row] = -100
+    return Batch({"tokens": tokens[:, :-1].contiguous(), "targets": targets})
+
+
+def my_batches(engine: Engine, step: int = 0) -> list[Batch]:
+    """This rank's micro-batches: the same rows of the step on any layout, all ranks together."""
+    settings, dp = engine.settings, engine.mesh.degrees.dp
+    pieces = whole_batch(step).split(ROWS // dp // settings.accumulation)
+    return [pieces[k * dp + engine.mesh.dp_rank] for k in range(settings.accumulation)]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().float().clone()
+
+
+def gradients(layout: Layout) -> dict[str, torch.Tensor]:
+    """Gradients of one step, divided as the optimizer step would, and the loss."""
+    engine = Engine.build(recipe(layout))
+    metrics = engine.forward_backward(my_batches(engine))
+    result = {name: whole(p.grad) / engine._weight for name, p in engine.named_parameters()}
+    return {**result, "loss": metrics["loss"].clone(), "loss_max": metrics["loss_max"].clone()}
+
+
+def training(layout: Layout, steps: int = 3) -> dict[str, torch.Tensor]:
+    """Weights after some steps, and every loss and norm on the way."""
+    engine = Engine.build(recipe(layout))
+    result: dict[str, torch.Tensor] = {}
+    for step in range(steps):
+        metrics = engine.forward_backward(my_batches(engine, step)) | engine.optim_step()
+        result[f"loss {step}"] = metrics["loss"].clone()
+        result[f"norm {step}"] = metrics["grad_norm"].clone()
+    return {**result, **{name: whole(p) for name, p in engine.named_parameters()}}
+
+
+def initial_weights(layout: Layout) -> dict[str, torch.Tensor]:
+    return {name: whole(p) for name, p in Engine.build(recipe(layout)).named_parameters()}
+
+

@@ -1,0 +1,153 @@
+"""How an engine is built from a recipe.
+
+In order: mesh, model on meta, converters, the parallelize plan, materialise (initialise or load), optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from titancli.engine.engine import Engine, EngineSettings
+from titancli.engine.seeds import generator_for
+from titancli.errors import EnvironmentProblem, RecipeError
+from titancli.optimizers.schedule import lr_factor
+from titancli.parallel.mesh import Mesh
+from titancli.recipe.schema import Recipe, Training
+from titancli.registry.component import build, component_info, load_target
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """What numbers are computed and reduced in."""
+
+    param: torch.dtype
+    reduce: torch.dtype
+
+
+def build_engine(recipe: Recipe, *, device: torch.device | None, frozen: bool) -> Engine:
+    """See `Engine.build`."""
+    device = device or default_device()
+    training = recipe.training
+    degrees = recipe.degrees(dist.get_world_size())
+    mesh = Mesh(degrees, device)
+    with torch.device("meta"):
+        model = build(recipe.model, seq_len=training.seq_len)
+    model = model.to(getattr(torch, training.dtype))
+    converters = [build(c, mesh=degrees, compile=recipe.compile.enable) for c in recipe.converters]
+    for converter in converters:
+        converter.convert(model)
+    parallelize = build(
+        recipe.parallelize,
+        mesh=mesh,
+        device=device,
+        precision=precision(training),
+        activation_checkpoint=recipe.activation_checkpoint,
+        compile=recipe.compile,
+    )
+    model = parallelize(model)
+    hf = component_info(recipe.model).hf
+    engine = Engine(
+        model=model,
+        mesh=mesh,
+        device=device,
+        loss=build(recipe.loss),
+        optimizer=None,
+        settings=_settings(recipe, recipe.accumulation(degrees)),
+        converters=converters,
+        hf_form=load_target(hf)(recipe.model) if hf else None,
+    )
+    materialise(engine, recipe)
+    if not frozen:
+        engine.optimizer = build(recipe.optimizer, named_parameters=engine.named_parameters())
+        for group in engine.optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+    return engine
+
+
+def default_device() -> torch.device:
+    """This rank's GPU, or the CPU where there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def precision(training: Training) -> MixedPrecision:
+    return MixedPrecision(
+        param=getattr(torch, training.mixed_precision_param),
+        reduce=getattr(torch, training.mixed_precision_reduce),
+    )
+
+
+def _settings(recipe: Recipe, accumulation: int) -> EngineSettings:
+    training = recipe.training
+    return EngineSettings(
+        seed=training.seed,
+        max_norm=training.max_norm,
+        accumulate=training.accumulate,
+        accumulation=accumulation,
+        seq_len=training.seq_len,
+        lr_factor=partial(_factor, recipe.lr_scheduler, training.steps),
+    )
+
+
+def _factor(section: Any, training_steps: int, step: int) -> float:
+    return lr_factor(section, step, training_steps)
+
+
+def materialise(engine: Engine, recipe: Recipe) -> None:
+    """Give the meta model memory, and values: the recipe's weights, or initial ones."""
+    allocate(engine.model, engine.device)
+    if recipe.weights is None:
+        engine.model.init_weights(generator_for(recipe.training.seed, engine.device))
+    else:
+        load_weights(engine, recipe)
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give the meta parameters memory. `to_empty` alone would turn a tied weight into two."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((module, name))
+    model.to_empty(device=device)
+    for (first, name), *others in places.values():
+        for module, other in others:
+            setattr(module, other, getattr(first, name))
+
+
+def load_weights(engine: Engine, recipe: Recipe) -> None:
+    """Take the first weights from a titan checkpoint or a Hugging Face folder.
+
+    Raises:
+        EnvironmentProblem: the folder is missing, is neither, or holds another model's weights.
+        RecipeError: the model has no Hugging Face form.
+    """
+    from titancli.checkpoint import load_checkpoint
+    from titancli.checkpoint.hf import load_hf_weights
+
+    folder = Path(recipe.weights or "")
+    parameters = {name: parameter.detach() for name, parameter in engine.named_parameters()}
+    if (folder / "manifest.json").is_file():
+        load_checkpoint(folder, {f"model.{name}": tensor for name, tensor in parameters.items()})
+        return
+    if not (folder / "config.json").is_file():
+        raise EnvironmentProblem(
+            f"weights: {folder} is neither a Hugging Face folder (config.json and *.safetensors) "
+            "nor a checkpoint (manifest.json)",
+            hint="name a folder such as ./Llama-3.1-8B, or RUN/checkpoints/step-N",
+        )
+    if engine.hf_form is None:
+        raise RecipeError(f"weights: the model cannot be read from a Hugging Face folder, such as {folder}")
+    model_type = json.loads((folder / "config.json").read_text()).get("model_type")
+    expected = getattr(type(engine.hf_form), "model_type", model_type)
+    if model_type != expected:
+        raise EnvironmentProblem(
+            f"weights: {folder} holds a {model_type!r} model, and this recipe trains a {expected!r} one"
+        )
+    load_hf_weights(folder, engine.hf_form, parameters)

@@ -1,0 +1,267 @@
+"""The verbs. All are collective: every rank calls each, in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titancli.data.batch import Batch
+from titancli.engine.gradients import divide_and_clip
+from titancli.engine.seeds import seed_step
+from titancli.engine.state import load_state, optimizer_tensors
+from titancli.errors import TitanError
+from titancli.losses.result import LossResult
+
+if TYPE_CHECKING:
+    from titancli.parallel.mesh import Mesh
+    from titancli.recipe.schema import Recipe
+    from titancli.registry.kinds import Converter, HFForm, Loss
+
+Metrics = dict[str, Any]
+"""Names to scalars on the device (or plain numbers). Nothing is read to the host until a logger reads it."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What the verbs need to know of a recipe."""
+
+    seed: int = 0
+    max_norm: float = 1.0
+    accumulate: str = "sharded"
+    accumulation: int = 1
+    """Micro-batches in one step, for the loop."""
+    seq_len: int = 2048
+    lr_factor: Callable[[int], float] = lambda step: 1.0
+
+
+@dataclass
+class Engine:
+    """A sharded model, its optimizer, and what can be done with them.
+
+    Built by `Engine.build`. An engine without an optimizer is frozen: `forward` and `evaluate` only.
+    """
+
+    model: Any
+    mesh: Mesh
+    device: torch.device
+    loss: Loss
+    optimizer: torch.optim.Optimizer | None
+    settings: EngineSettings
+    converters: Sequence[Converter] = ()
+    hf_form: HFForm | None = None
+    step: int = 0
+    """Optimizer steps done."""
+    tokens_seen: int = 0
+    """Input tokens of all steps, over all ranks."""
+    _weight: Tensor | None = field(default=None, repr=False)
+    _step_tokens: int = 0
+
+    @classmethod
+    def build(cls, recipe: Recipe, *, device: torch.device | None = None, frozen: bool = False) -> Engine:
+        """The engine of a recipe, in the process group that is initialised, with initial or loaded weights.
+
+        Raises:
+            TitanError: the recipe does not fit the ranks, or its weights do not fit the model.
+        """
+        from titancli.engine.build import build_engine
+
+        return build_engine(recipe, device=device, frozen=frozen)
+
+    # ------------------------------------------------------------------------------------------ forward
+
+    def forward(self, batch: Batch) -> Tensor:
+        """log p(targets), [B, S] fp32, 0 where there is no target; no gradients."""
+        # no_grad, never inference_mode: parameters gathered inside it would poison the next training step.
+        with torch.no_grad():
+            return self._run(batch.to(self.device), _LogProbs())
+
+    def evaluate(self, batches: Batch | Sequence[Batch], loss: Loss | None = None) -> Metrics:
+        """The loss over all ranks and batches, without gradients: `loss` and `weight`."""
+        total = torch.zeros(2, dtype=torch.float32, device=self.device)
+        with torch.no_grad():
+            for batch in _listed(batches):
+                result = self._run(batch.to(self.device), loss or self.loss)
+                total += torch.stack((result.sum.float(), result.weight.float()))
+        dist.all_reduce(total, group=self.mesh.dp_group)
+        return {"loss": _quotient(total[0], total[1]), "weight": total[1]}
+
+    # ----------------------------------------------------------------------------------------- training
+
+    def forward_backward(self, batches: Batch | Sequence[Batch], loss: Loss | None = None) -> Metrics:
+        """Add the gradients of the loss's sum over one batch, or over several as micro-batches of one reduction.
+
+        Returns:
+            `loss` (the average over all ranks), `loss_max` (the worst rank's), `tokens`, and what the loss
+            reports, each divided by the weight.
+        """
+        optimizer = self._trained("forward_backward")
+        batches = _listed(batches)
+        if self._weight is None:
+            seed_step(self.settings.seed, self.step, self.mesh.dp_rank)
+            optimizer.zero_grad(set_to_none=True)
+            self._weight = torch.zeros((), dtype=torch.float32, device=self.device)
+        sums: dict[str, Tensor] = {}
+        for number, batch in enumerate(batches, start=1):
+            self._reduce_after(last=number == len(batches))
+            result: LossResult = self._run(batch.to(self.device), loss or self.loss)
+            result.sum.backward()
+            scalars = {"loss": result.sum, "weight": result.weight, **result.metrics}
+            for name, value in scalars.items():
+                value = value.detach().float()
+                sums[name] = sums[name] + value if name in sums else value
+        tokens = sum(_tokens(batch) for batch in batches) * self.mesh.degrees.dp
+        self._step_tokens += tokens
+        return {**self._reduce_metrics(sums), "tokens": tokens}
+
+    def _reduce_metrics(self, sums: dict[str, Tensor]) -> Metrics:
+        worst = _quotient(sums["loss"], sums["weight"])
+        total = torch.stack(list(sums.values()))
+        dist.all_reduce(total, group=self.mesh.dp_group)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self.mesh.dp_group)
+        totals = dict(zip(sums, total.unbind(), strict=True))
+        weight = totals.pop("weight")
+        self._weight = self._weight + weight  # type: ignore[operator]
+        averages = {name: _quotient(value, weight) for name, value in totals.items()}
+        return {**averages, "loss_max": worst}
+
+    def optim_step(self, lr: float | None = None) -> Metrics:
+        """Divide the gradients by the loss's total weight, clip, step, and advance the schedule.
+
+        Args:
+            lr: the learning rate of this step; None: the recipe's peak times its schedule.
+
+        Returns:
+            `grad_norm` (before clipping) and `lr`.
+
+        Raises:
+            TitanError: no gradients have been made since the last step.
+        """
+        optimizer = self._trained("optim_step")
+        if self._weight is None:
+            raise TitanError("optim_step without gradients", hint="call forward_backward first")
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = divide_and_clip(parameters, self._weight, self.settings.max_norm)
+        factor = self.settings.lr_factor(self.step)
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor if lr is None else lr
+        optimizer.step()
+        for converter in self.converters:
+            converter.after_step(self.model)
+        self.step += 1
+        self.tokens_seen += self._step_tokens
+        self.clear_gradients()
+        return {"grad_norm": norm, "lr": optimizer.param_groups[0]["lr"]}
+
+    def clear_gradients(self) -> None:
+        """Forget what `forward_backward` has added since the last step."""
+        self._trained("clear_gradients").zero_grad(set_to_none=True)
+        self._weight = None
+        self._step_tokens = 0
+
+    # -------------------------------------------------------------------------------------------- state
+
+    def save_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything a resume needs: tensors by name (the live ones, sharded), and counters as plain JSON."""
+        tensors: dict[str, Tensor] = {f"model.{n}": p.detach() for n, p in self.named_parameters()}
+        if self.optimizer is not None:
+            tensors |= optimizer_tensors(self.optimizer, self.named_parameters())
+        return tensors, {"step": self.step, "tokens_seen": self.tokens_seen}
+
+    def save(self, folder: str | Path, *, lock_text: str = "", run_id: str = "") -> None:
+        """Write a checkpoint of this engine, whole or not at all."""
+        from titancli.checkpoint import save_checkpoint
+
+        tensors, state = self.save_state()
+        save_checkpoint(Path(folder), tensors, {"engine": state}, lock_text=lock_text, run_id=run_id)
+
+    def load(self, folder: str | Path, *, optimizer: bool = True) -> dict[str, Any]:
+        """Continue from a checkpoint made on any layout; with optimizer=False take its weights alone.
+
+        Returns:
+            The checkpoint's state, for what the engine does not own (the data position).
+        """
+        return load_state(self, Path(folder), optimizer=optimizer)
+
+    def weights(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Hugging Face names and whole tensors, one at a time; the tensor on rank 0, None elsewhere.
+
+        Collective: every rank must run it to its end.
+
+        Raises:
+            TitanError: the model's component declares no Hugging Face form.
+        """
+        if self.hf_form is None:
+            raise TitanError("this model declares no Hugging Face form, so its weights have no names there")
+        for name, parameter in self.named_parameters():
+            tensor: Tensor = parameter.detach()
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            for converter in self.converters:
+                whole = converter.plain(name, whole)
+            for hf_name, value in self.hf_form.to_hf(name, whole):
+                yield hf_name, value if dist.get_rank() == 0 else None
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Parameters by the names of the plain model on one device."""
+        return list(self.model.named_parameters())
+
+    @property
+    def flops_per_token(self) -> float:
+        """Forward and backward, for rows of the recipe's seq_len."""
+        return self.model.flops_per_token(self.settings.seq_len)
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(p.numel() for _, p in self.named_parameters())
+
+    @property
+    def status(self) -> dict[str, int]:
+        return {"step": self.step, "tokens_seen": self.tokens_seen}
+
+    # ------------------------------------------------------------------------------------------ helpers
+
+    def _run(self, batch: Batch, loss: Any) -> Any:
+        inputs = {name: batch[name] for name in self.model.inputs if name in batch}
+        return self.model(**inputs, batch=batch, loss=loss)
+
+    def _reduce_after(self, *, last: bool) -> None:
+        """Say which collectives the next backward ends with; a call's last one always ends reduced."""
+        self.model.set_requires_gradient_sync(last or self.settings.accumulate == "sharded")
+        # Replicas need the sum once: shards are reduced at each micro-batch, replicas at the last.
+        self.model.set_requires_all_reduce(last)
+
+    def _trained(self, verb: str) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            raise TitanError(f"{verb} on a frozen engine", hint="build it with frozen=False")
+        return self.optimizer
+
+
+class _LogProbs:
+    """The loss that is none: hands the log-probabilities on."""
+
+    output = "logprobs"
+
+    def __call__(self, out: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        return out
+
+
+def _listed(batches: Batch | Sequence[Batch]) -> list[Batch]:
+    listed = [batches] if isinstance(batches, Batch) else list(batches)
+    if not listed:
+        raise TitanError("no batch was given")
+    return listed
+
+
+def _tokens(batch: Batch) -> int:
+    return batch["tokens"].numel() if "tokens" in batch else batch.rows
+
+
+def _quotient(total: Tensor, weight: Tensor) -> Tensor:
+    """total / weight, and 0 where nothing was weighed."""
+    return torch.where(weight > 0, total / weight, torch.zeros_like(total))

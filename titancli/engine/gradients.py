@@ -1,0 +1,57 @@
+"""Gradients at the end of a step: their norm over every mesh, and one pass that divides and clips them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+
+def total_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The 2-norm of all gradients, fp32 scalar, the same on every rank.
+
+    Squares are added up over the mesh dimensions that a gradient is cut along, each mesh for itself.
+    """
+    groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor):
+            cut = tuple(
+                gradient.device_mesh.get_group(dim)
+                for dim, placement in enumerate(gradient.placements)
+                if isinstance(placement, Shard)
+            )
+            groups[cut].append(gradient.to_local())
+        elif gradient is not None:
+            groups[()].append(gradient)
+    squares = []
+    for process_groups, gradients in groups.items():
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+        square = torch.stack(norms).square_().sum()
+        for group in process_groups:
+            dist.all_reduce(square, group=group)
+        squares.append(square)
+    return torch.stack(squares).sum().sqrt_()
+
+
+@torch.no_grad()
+def divide_and_clip(parameters: list[nn.Parameter], weight: Tensor, max_norm: float) -> Tensor:
+    """Divide gradients by `weight`, and clip the quotient to `max_norm` (0: never), in one pass over them.
+
+    Nothing is read to the host.
+
+    Returns:
+        The norm of the divided gradients before clipping, fp32 scalar.
+    """
+    weight = weight.clamp(min=torch.finfo(torch.float32).tiny)
+    norm = total_norm(parameters) / weight
+    factor = 1.0 / weight
+    if max_norm > 0:
+        factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+    torch._foreach_mul_(gradients, factor)
+    return norm

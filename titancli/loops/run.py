@@ -1,0 +1,111 @@
+"""What a loop needs to know of its run: how far to go, when to save, whether to stop."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from titancli.checkpoint import Checkpointer
+    from titancli.data.batch import Batch
+    from titancli.engine import Engine
+
+
+class Stop(Protocol):
+    """A request from outside, made by a signal."""
+
+    requested: str | None
+    """The signal's name, e.g. "SIGTERM"."""
+
+
+class Source(Protocol):
+    """Batches, and the position after the last one used."""
+
+    state: dict[str, Any]
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def __next__(self) -> Batch: ...
+
+
+@dataclass
+class Run:
+    """One run of a loop. Its decisions are the same on every rank."""
+
+    steps: int
+    """Optimizer steps in all."""
+    stop: Stop
+    checkpoints: Checkpointer | None
+    """None: nothing is saved."""
+    gc_freq: int = 50
+    on_first_step: Callable[[], None] = lambda: None
+    """Called once, after the first step of this process."""
+    why: str = "finished"
+    """How it ended: finished, stopped, interrupted or data_ended."""
+    signal: str | None = None
+    saved_step: int | None = None
+    """The step of the newest checkpoint."""
+    _steps_here: int = field(default=0, repr=False)
+
+    def goes_on(self, step: int) -> bool:
+        """Whether there is another step to do. All ranks agree on a signal that any of them got."""
+        self.signal = self._agree_on_signal()
+        if self.signal is not None:
+            self.why = "interrupted" if self.signal == "SIGINT" else "stopped"
+            return False
+        return step < self.steps
+
+    def take(self, data: Source, count: int) -> list[Batch]:
+        """The micro-batches of one step; fewer, or none, at the end of the data. The same number on every rank."""
+        batches: list[Batch] = []
+        for batch in data:
+            batches.append(batch)
+            if len(batches) == count:
+                return batches
+        if not batches:
+            self.why = "data_ended"
+        return batches
+
+    def step_done(self, step: int) -> None:
+        """Housekeeping between steps: garbage is collected here and nowhere else."""
+        self._steps_here += 1
+        if self._steps_here == 1:
+            self.on_first_step()
+        if self._steps_here == 1 or self._steps_here % self.gc_freq == 0:
+            gc.collect()
+
+    def checkpoint_due(self, step: int) -> bool:
+        return self.checkpoints is not None and self.checkpoints.due(step)
+
+    def save(self, engine: Engine, data: Source) -> None:
+        """Save everything that a resume needs."""
+        if self.checkpoints is None:
+            return
+        tensors, counters = engine.save_state()
+        self.checkpoints.save(engine.step, tensors, {"engine": counters, "data": data.state})
+        self.saved_step = engine.step
+
+    def finish(self, engine: Engine, data: Source) -> None:
+        """Save the last step, if it has not been, and wait until it is on the disk."""
+        if self.checkpoints is None:
+            return
+        if self.saved_step != engine.step and engine.step > 0:
+            self.save(engine, data)
+        self.checkpoints.wait()
+
+    def _agree_on_signal(self) -> str | None:
+        requested = self.stop.requested
+        if dist.get_world_size() == 1:
+            return requested
+        number = torch.tensor(_SIGNALS.index(requested) if requested in _SIGNALS else 0)
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+        return _SIGNALS[int(number)]
+
+
+# The order is the precedence when ranks got different ones.
+_SIGNALS = (None, "SIGUSR1", "SIGTERM", "SIGINT")

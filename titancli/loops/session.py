@@ -1,0 +1,115 @@
+"""One run on one rank: everything a recipe names is built, the loop is run, and its outcome returned."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from titancli.data.loader import Loader
+from titancli.engine import Engine
+from titancli.errors import EnvironmentProblem
+from titancli.loops.run import Run, Stop
+from titancli.registry.component import build
+
+if TYPE_CHECKING:
+    from titancli.observe.observers import Observers
+    from titancli.recipe.schema import Recipe
+
+
+def run(
+    recipe: Recipe,
+    *,
+    run_folder: Path,
+    lock_text: str,
+    run_id: str,
+    checkpoint: Path | None,
+    observers_for: Callable[[Engine], Observers],
+    stop: Stop,
+    device: torch.device,
+    on_first_step: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Run a recipe in the process group that is initialised.
+
+    Args:
+        checkpoint: to continue from; None starts at step 0.
+        observers_for: makes what watches the run, once the engine stands.
+        stop: asked before each step.
+        on_first_step: called once, after the first step.
+
+    Returns:
+        `{"why", "signal", "step", "checkpoint"}`; why is finished, stopped, interrupted or data_ended.
+
+    Raises:
+        TitanError: something that the recipe names is missing or does not fit.
+    """
+    from titancli.checkpoint import Checkpointer
+
+    tokenizer = build(recipe.tokenizer)
+    check_vocabulary(recipe, tokenizer)
+    engine = Engine.build(recipe, device=device)
+    data = _loader(recipe, tokenizer, engine)
+    if checkpoint is not None:
+        data.load_state(engine.load(checkpoint)["data"])
+    observers = observers_for(engine)
+    checkpoints = None
+    if recipe.checkpoint.enable:
+        checkpoints = Checkpointer(
+            run_folder / "checkpoints",
+            recipe.checkpoint,
+            lock_text=lock_text,
+            run_id=run_id,
+            on_saved=observers.checkpoint_saved,
+        )
+    this = Run(
+        steps=recipe.training.steps,
+        stop=stop,
+        checkpoints=checkpoints,
+        gc_freq=recipe.training.gc_freq,
+        on_first_step=on_first_step,
+        saved_step=engine.step if checkpoint is not None else None,
+    )
+    loop = build(recipe.loop, engine=engine, data=data, tokenizer=tokenizer, observers=observers, run=this)
+    # What stands now stays; garbage is collected between steps, at times that are the same on all ranks.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        loop()
+    finally:
+        gc.enable()
+        gc.unfreeze()
+        data.close()
+    saved = None if checkpoints is None or not this.saved_step else f"checkpoints/step-{this.saved_step}"
+    return {"why": this.why, "signal": this.signal, "step": engine.step, "checkpoint": saved}
+
+
+def check_vocabulary(recipe: Recipe, tokenizer: Any) -> None:
+    """Refuse a tokenizer whose ids the model has no embedding for.
+
+    Raises:
+        EnvironmentProblem: it has more ids than the model's `vocab_size`.
+    """
+    rows = getattr(recipe.model, "vocab_size", None)
+    if rows is not None and tokenizer.vocab_size > rows:
+        raise EnvironmentProblem(
+            f"the tokenizer has {tokenizer.vocab_size:,} ids, and the model's vocab_size is only {rows:,}",
+            hint=f"take the tokenizer that belongs to the model, or set model.vocab_size={tokenizer.vocab_size}",
+        )
+
+
+def _loader(recipe: Recipe, tokenizer: Any, engine: Engine) -> Loader:
+    training = recipe.training
+    dataset = build(
+        recipe.dataset,
+        tokenizer=tokenizer,
+        seq_len=training.seq_len,
+        rows=training.local_batch_size,
+        dp_rank=engine.mesh.dp_rank,
+        dp_size=engine.mesh.degrees.dp,
+        seed=training.seed,
+    )
+    return Loader(dataset, device=engine.device)
