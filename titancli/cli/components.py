@@ -13,7 +13,7 @@ from titancli.registry.kinds import KINDS
 
 
 @click.command("list-components", short_help="List what a recipe can name.")
-@click.argument("kind", required=False, type=click.Choice(list(KINDS)))
+@click.argument("kind", required=False, metavar="[KIND]", type=click.Choice(list(KINDS)))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(kind: str | None, as_json: bool) -> None:
     """List what a recipe can name: kind, full name and summary of every component.

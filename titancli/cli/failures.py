@@ -38,7 +38,7 @@ def guard(run: Callable[[], int], *, traceback: bool) -> int:
 def tell(error: Exception, *, traceback: bool = False) -> int:
     """Print what went wrong and return the exit code that stands for it."""
     if isinstance(error, click.ClickException):
-        error.show()
+        _tell_click(error)
         return error.exit_code
     if isinstance(error, RecipeError):
         from titancli.recipe import render_problems
@@ -51,6 +51,18 @@ def tell(error: Exception, *, traceback: bool = False) -> int:
     words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     error_line(f"unexpected {words}", hint=None if traceback else "--traceback shows where")
     return EXIT_FAILED
+
+
+def _tell_click(error: click.ClickException) -> None:
+    context = getattr(error, "ctx", None)
+    message = error.format_message()
+    if (
+        context is None or message == context.get_help()
+    ):  # called with nothing at all: the message is the help
+        error.show()
+        return
+    usage = " ".join(context.get_usage().removeprefix("Usage:").split())
+    error_line(message[:1].lower() + message[1:].rstrip("."), hint=f"usage: {usage} (--help shows more)")
 
 
 def _close_stdout() -> None:

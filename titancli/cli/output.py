@@ -50,7 +50,7 @@ def error_line(message: str, *, hint: str | None = None) -> None:
     mark = "\x1b[1;31merror\x1b[0m" if colored(sys.stderr) else "error"
     print(f"{mark}: {message}", file=sys.stderr)
     if hint:
-        print(f"  {hint}", file=sys.stderr)
+        print(f" {hint}", file=sys.stderr)
 
 
 def note(message: str) -> None:

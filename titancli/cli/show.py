@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
 import json
 from typing import Any
@@ -46,8 +47,13 @@ def _find(name: str) -> type:
         raise PluginError(f"{name!r} is the name of {len(found)} components: {', '.join(found)}",
                           hint=f"for example: titan show {next(iter(found))}")  # fmt: skip
     if not found:
+        note_broken()
+        near = difflib.get_close_matches(
+            name, [full.rpartition("/")[2] for full, _ in current().components()], 1
+        )
         raise PluginError(
-            f"there is no component {name!r}", hint="`titan list-components` lists what there is"
+            f"there is no component {name!r}",
+            hint=f"did you mean {near[0]!r}?" if near else "`titan list-components` lists what there is",
         )
     return next(iter(found.values()))
 

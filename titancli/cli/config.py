@@ -1,0 +1,75 @@
+"""`titan config`: a recipe with everything filled in, and where each value came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import click
+
+from titancli.cli.common import split_overrides
+from titancli.cli.output import print_json
+from titancli.errors import UsageError
+from titancli.recipe import Loaded, load_recipe, lock_text
+from titancli.recipe.tree import dotted
+
+COMMENT_COLUMN = 40
+
+
+@click.command("config", short_help="Print a recipe with everything filled in.")
+@click.argument("arguments", metavar="RECIPE [KEY=VALUE]...", nargs=-1, required=True)
+@click.option("--unset", metavar="KEY", multiple=True, help="Return a key to its default.")
+@click.option("--origin", is_flag=True, help="Say where each value came from.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def command(arguments: tuple[str, ...], unset: tuple[str, ...], origin: bool, as_json: bool) -> None:
+    """Print a recipe with everything filled in, as TOML that runs as it is."""
+    recipes, overrides = split_overrides(arguments)
+    if len(recipes) != 1:
+        raise UsageError(
+            f"config takes one recipe, not {len(recipes)}", hint="an override is written KEY=VALUE"
+        )
+    loaded = load_recipe(recipes[0], overrides, unset=unset)
+    if as_json:
+        document: dict[str, Any] = {"path": str(loaded.path), "recipe": loaded.data}
+        if origin:
+            document["origins"] = {key: str(where) for key, where in loaded.origins.items()}
+        print_json(document)
+    elif origin:
+        print("\n".join(with_origins(loaded)))
+    else:
+        print(lock_text(loaded).rstrip())
+
+
+def with_origins(loaded: Loaded) -> Iterator[str]:
+    """The lines of the recipe as TOML, each value followed by a comment with its origin."""
+    return _table(loaded.data, (), {key: str(where) for key, where in loaded.origins.items()})
+
+
+def _table(data: Mapping[str, Any], at: tuple[str | int, ...], origins: Mapping[str, str]) -> Iterator[str]:
+    import tomli_w
+
+    names = tuple(part for part in at if isinstance(part, str))  # headers have no numbers
+    for key, value in data.items():
+        if isinstance(value, dict) or _is_tables(value):
+            continue
+        first, *rest = tomli_w.dumps({key: value}).rstrip().split("\n")
+        path = dotted((*at, key))
+        where = origins.get(path) or origins.get(f"{path}.0")  # of an array: of its first element
+        yield f"{first:<{COMMENT_COLUMN}}  # {_printable(where)}" if where else first
+        yield from rest
+    for key, value in data.items():
+        if isinstance(value, dict):
+            yield from ("", f"[{dotted((*names, key))}]")
+            yield from _table(value, (*at, key), origins)
+        elif _is_tables(value):
+            for number, element in enumerate(value):
+                yield from ("", f"[[{dotted((*names, key))}]]")
+                yield from _table(element, (*at, key, number), origins)
+
+
+def _is_tables(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else "?" for char in text)

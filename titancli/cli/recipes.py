@@ -1,0 +1,48 @@
+"""`titan list-recipes`: the recipes that have a name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from titancli.cli.group import note_broken
+from titancli.cli.output import print_json, table
+from titancli.registry import current
+from titancli.registry.plugins import BUILTIN
+
+
+@click.command("list-recipes", short_help="List the recipes that can be named.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def command(as_json: bool) -> None:
+    """List the recipes that can be named: titan's own by NAME, those of a plugin by PLUGIN:NAME."""
+    recipes = [
+        _recipe(plugin, file)
+        for plugin, folder in current().recipe_folders()
+        for file in sorted(folder.glob("*.toml"))
+    ]
+    recipes.sort(key=lambda recipe: recipe["plugin"] != BUILTIN)  # titan's own first
+    if as_json:
+        print_json({"recipes": recipes})
+    else:
+        table(
+            ("recipe", "description", "plugin"), [(r["name"], r["description"], r["plugin"]) for r in recipes]
+        )
+    note_broken()
+
+
+def _recipe(plugin: str, file: Path) -> dict[str, Any]:
+    name = file.stem if plugin == BUILTIN else f"{plugin}:{file.stem}"
+    return {"name": name, "description": _description(file), "plugin": plugin, "path": str(file)}
+
+
+def _description(file: Path) -> str:
+    """What the file itself says; a base that it extends is not read for this."""
+    import tomli
+
+    try:
+        described = tomli.loads(file.read_text(encoding="utf-8-sig")).get("description", "")
+    except (OSError, ValueError) as error:
+        return f"(cannot be read: {error})"
+    return str(described)

@@ -1,0 +1,70 @@
+"""`titan validate`: everything that is wrong with recipes, without running them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any, Literal
+
+import click
+
+from titancli.cli.common import split_overrides
+from titancli.cli.failures import tell
+from titancli.cli.output import note, print_json
+from titancli.errors import Problem, RecipeError, TitanError, UsageError
+from titancli.recipe import load_recipe, render_problems
+
+Format = Literal["text", "json", "github"]
+
+
+@click.command("validate", short_help="Check recipes without running them.")
+@click.argument("arguments", metavar="RECIPE... [KEY=VALUE]...", nargs=-1, required=True)
+@click.option("--unset", metavar="KEY", multiple=True, help="Return a key to its default.")
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(["text", "json", "github"]),
+    default="text",
+    help="How problems are printed: for people, as one JSON document, or as GitHub annotations.",
+)
+def command(arguments: tuple[str, ...], unset: tuple[str, ...], format_: Format) -> int:
+    """Check recipes without running them, and without importing what they name.
+
+    Every argument with a = is an override, for all of the recipes.
+    """
+    recipes, overrides = split_overrides(arguments)
+    if not recipes:
+        raise UsageError("validate needs a recipe before the overrides")
+    code = 0
+    documents: list[dict[str, Any]] = []
+    for reference in recipes:
+        try:
+            name = load_recipe(reference, overrides, unset=unset).recipe.name
+        except TitanError as error:
+            code = code or error.exit_code
+            documents.append(_failed(reference, error, format_))
+        else:
+            documents.append({"recipe": reference, "name": name, "ok": True, "problems": []})
+            if format_ == "text":
+                print(f"ok: {reference}")
+    if format_ == "json":
+        print_json({"ok": code == 0, "recipes": documents})
+    return code
+
+
+def _failed(reference: str, error: TitanError, format_: Format) -> dict[str, Any]:
+    """Tell an error in the format, and return the JSON document of this recipe."""
+    if isinstance(error, RecipeError):
+        problems = error.problems
+    else:
+        problems = [
+            Problem("plugin" if error.exit_code == 4 else "environment", error.message, hint=error.hint)
+        ]
+    if format_ == "github":
+        print(render_problems(problems, format="github"))
+    elif format_ == "text":
+        sys.stdout.flush()  # so that ok lines and problems stay in order where both go to one place
+        tell(error)
+        note(f"{reference}: {len(problems)} problem{'' if len(problems) == 1 else 's'}\n")
+    document = json.loads(render_problems(problems, format="json"))
+    return {"recipe": reference, "ok": False, "problems": document["problems"]}
