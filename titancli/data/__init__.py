@@ -1,3 +1,99 @@
-"""Menu."""
+"""Where training data comes from: the menu of datasets and tokenizers.
 
-COMPONENTS: list[type] = []
+Torch-free. A dataset is built in three parts, each in a file of its own: a source of documents (`files.py`,
+`hf_datasets.py`), the stream of their tokens (`stream.py`), and the rows cut from it (`packing.py`). The
+tokenizers are `byte_tokenizer.py` and `hf_tokenizer.py`; `loader.py` brings batches to the device ahead of
+their use. A new dataset that has documents of text needs only a source: see `source.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import MinLen
+
+from titancli.registry.component import component
+
+if TYPE_CHECKING:
+    from titancli.recipe.schema import Recipe
+
+
+@component("dataset", "text_files", target="titancli.data.files:build_text_files")
+class TextFiles:
+    """Text files on disk, UTF-8; one file is one document."""
+
+    paths: Annotated[list[Path], MinLen(1)]
+    """Files, folders (every file in them, hidden ones excepted) and globs (`"corpus/**/*.md"`)."""
+    shuffle: bool = True
+    """Documents come in an order that follows from (training.seed, epoch); false: in the order listed."""
+    repeat: bool = True
+    """Begin again at the end, as often as needed; false: the data's end ends the run."""
+    document_mask: bool = False
+    """Attention and positions stay inside a document; false: a row is treated as one document."""
+
+
+@component("dataset", "python_stdlib", target="titancli.data.files:build_python_stdlib")
+class PythonStdlib:
+    """The Python standard library's own source: real text that lies on every machine."""
+
+    shuffle: bool = True
+    """Documents come in an order that follows from (training.seed, epoch); false: sorted by name."""
+    repeat: bool = True
+    """Begin again at the end, as often as needed; false: the data's end ends the run."""
+    document_mask: bool = False
+    """Attention and positions stay inside a document; false: a row is treated as one document."""
+
+
+@component("dataset", "hf", target="titancli.data.hf_datasets:build")
+class HFDataset:
+    """A Hugging Face dataset: a local folder or file, or a name on the Hub."""
+
+    path: Annotated[str, MinLen(1)]
+    """`"./folder"` or `"./file.jsonl"` (local: begins with `/`, `./`, `../` or `~`), or a Hub name."""
+    name: str | None = None
+    """The dataset's configuration, e.g. `"en"`."""
+    split: str = "train"
+    """Which split, e.g. `"train"` or `"train[:10%]"`."""
+    text: str = "text"
+    """The column that holds a document's text."""
+    streaming: bool = False
+    """Read while training instead of downloading first."""
+    shuffle: bool = False
+    """Documents come in an order that follows from (training.seed, epoch); not with streaming."""
+    repeat: bool = True
+    """Begin again at the end, as often as needed; false: the data's end ends the run."""
+    document_mask: bool = False
+    """Attention and positions stay inside a document; false: a row is treated as one document."""
+
+    def __post_init__(self) -> None:
+        # A local path is stored absolute, so that a lock file means the same from every folder.
+        if self.path == "~" or self.path.startswith(("/", "./", "../", "~/")) or self.path in (".", ".."):
+            absolute = os.path.abspath(os.path.expanduser(self.path))
+            object.__setattr__(self, "path", absolute)
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        if self.streaming and self.shuffle:
+            yield "shuffle", "a stream cannot be shuffled and resumed exactly: drop shuffle or streaming"
+        if self.streaming and "[" in self.split:
+            yield "split", f"a slice of a split ({self.split!r}) needs streaming = false"
+
+
+@component("tokenizer", "byte", target="titancli.data.byte_tokenizer:build")
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0 to 255, and an end marker 256; needs no files."""
+
+
+@component("tokenizer", "hf", target="titancli.data.hf_tokenizer:build")
+class HFTokenizer:
+    """A Hugging Face tokenizer: a folder with tokenizer.json."""
+
+    path: Path
+    """The folder; tokenizer_config.json beside tokenizer.json names the end marker and the chat template."""
+    eos: str | None = None
+    """The token that ends a document; None: what the folder's files name."""
+
+
+COMPONENTS: list[type] = [TextFiles, PythonStdlib, HFDataset, ByteTokenizer, HFTokenizer]

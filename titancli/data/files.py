@@ -1,0 +1,243 @@
+"""Sources of text files: which files, what tells them from others, and their text piece by piece.
+
+A file is one document. It is read in pieces of at most 1 MiB that end at a line (or, without one, at a
+character), so that a file of any size takes little memory; where a piece begins depends on the file alone.
+"""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import os
+import stat
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import xxhash
+
+from titancli.data import PythonStdlib, TextFiles
+from titancli.data.packing import PackedDataset
+from titancli.data.source import Piece, document_order
+from titancli.errors import EnvironmentProblem
+
+PIECE_BYTES = 1 << 20
+WHOLE_BYTES = 256 << 20
+"""Up to so much text, a fingerprint is over every byte; beyond, over names, sizes, and both ends of files."""
+END_BYTES = 64 << 10
+
+NOT_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+"""Folders below the standard library's that are not it, or are its tests."""
+
+
+class TextFile(NamedTuple):
+    path: str
+    name: str
+    """Relative to what the recipe names, so that a corpus may be moved as a whole."""
+    size: int
+
+
+class FileSource:
+    """Documents out of text files: a `titancli.data.source.Source`.
+
+    Raises:
+        EnvironmentProblem: a file cannot be read or is not UTF-8, or all files are empty.
+    """
+
+    def __init__(self, label: str, files: list[TextFile], *, shuffle: bool, seed: int) -> None:
+        self.label = label
+        self._files = files
+        self._shuffle = shuffle
+        self._seed = seed
+        total = sum(file.size for file in files)
+        if total == 0:
+            raise EnvironmentProblem(
+                f"{label} holds no text: all of its {len(files)} files are empty, such as {files[0].path}",
+                hint="point it to files with text",
+            )
+        self.identity: dict[str, Any] = {
+            "files": len(files),
+            "bytes": total,
+            "contents": _fingerprint(files, whole=total <= WHOLE_BYTES),
+            "order": f"shuffled by seed {seed}" if shuffle else "as listed",
+        }
+
+    def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Piece]:
+        """The epoch's pieces; a mark is a document's place in the order, and a byte in its file."""
+        order = document_order(self._seed, epoch, len(self._files), shuffle=self._shuffle)
+        first, byte = (mark["document"], mark["byte"]) if mark else (0, 0)
+        for document in range(first, len(order)):
+            yield from _pieces(self._files[order[document]].path, document, byte)
+            byte = 0
+
+
+def _pieces(path: str, document: int, start: int) -> Iterator[Piece]:
+    try:
+        with open(path, "rb") as file:
+            ends = False
+            while not ends:
+                file.seek(start)
+                data = file.read(PIECE_BYTES + 1)
+                ends = len(data) <= PIECE_BYTES
+                if not ends:
+                    data = data[: _cut(data)]
+                text = data.decode()
+                if start == 0:
+                    text = text.removeprefix("\ufeff")
+                yield Piece(text, start == 0, ends, {"document": document, "byte": start})
+                start += len(data)
+    except OSError as error:
+        _unreadable(path, error)
+    except UnicodeDecodeError as error:
+        _not_text(path, start + error.start)
+
+
+def _cut(data: bytes) -> int:
+    """Where a piece ends: after its last line, or before the character that does not fit whole."""
+    line = data.rfind(b"\n", 0, PIECE_BYTES) + 1
+    if line:
+        return line
+    cut = PIECE_BYTES
+    while cut > PIECE_BYTES - 4 and data[cut] & 0xC0 == 0x80:
+        cut -= 1
+    return cut
+
+
+def _fingerprint(files: Iterable[TextFile], *, whole: bool) -> str:
+    """xxh3-128 over names, sizes and contents; where everything is read, it is checked to be UTF-8 too."""
+    digest = xxhash.xxh3_128()
+    for path, name, size in files:
+        digest.update(f"{name}\0{size}\0".encode(errors="surrogateescape"))
+        try:
+            with open(path, "rb") as file:
+                if whole:
+                    _hash_text(path, iter(lambda: file.read(PIECE_BYTES), b""), digest.update)
+                else:
+                    digest.update(file.read(END_BYTES))
+                    file.seek(max(0, size - END_BYTES))
+                    digest.update(file.read(END_BYTES))
+        except OSError as error:
+            _unreadable(path, error)
+    return digest.hexdigest()
+
+
+def _hash_text(path: str, blocks: Iterator[bytes], update: Callable[[bytes], None]) -> None:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    at = 0
+    try:
+        for block in blocks:
+            update(block)
+            held = len(decoder.getstate()[0])
+            decoder.decode(block)
+            at += len(block)
+        held = len(decoder.getstate()[0])
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        _not_text(path, at - held + error.start)
+
+
+def _unreadable(path: str, error: OSError) -> NoReturn:
+    raise EnvironmentProblem(
+        f"cannot read the text file {path}: {error.strerror or error}",
+        hint="make it readable, or leave it out of the dataset's paths",
+    ) from error
+
+
+def _not_text(path: str, byte: int) -> NoReturn:
+    raise EnvironmentProblem(
+        f"{path} is not UTF-8 text: byte {byte} fits no character",
+        hint="convert it (`iconv -t UTF-8`), or name the text files alone, as in 'corpus/**/*.txt'",
+    ) from None
+
+
+# ------------------------------------------------------------------------------------ which files there are
+
+
+def _walk(folder: str, *, skip: Callable[[str], bool], suffix: str = "") -> list[TextFile]:
+    """Regular files below a folder, sorted by their relative name."""
+
+    def stop(error: OSError) -> NoReturn:
+        raise EnvironmentProblem(
+            f"cannot list the folder {error.filename}: {error.strerror}", hint="make it readable"
+        ) from error
+
+    found = []
+    for parent, folders, names in os.walk(folder, onerror=stop):
+        folders[:] = [name for name in folders if not skip(name)]
+        for name in names:
+            if name.endswith(suffix) and not skip(name):
+                path = os.path.join(parent, name)
+                found += _regular(path, os.path.relpath(path, folder))
+    return sorted(found, key=lambda file: file.name)
+
+
+def _regular(path: str, name: str) -> list[TextFile]:
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        _unreadable(path, error)
+    return [TextFile(path, name, status.st_size)] if stat.S_ISREG(status.st_mode) else []
+
+
+def find_files(path: Path) -> list[TextFile]:
+    """What one entry of `paths` stands for, sorted by name.
+
+    Raises:
+        EnvironmentProblem: there is nothing, or no file in it.
+    """
+    entry = os.path.abspath(path)
+    if os.path.isdir(entry):
+        found = _walk(entry, skip=lambda name: name.startswith("."))
+        nothing = f"the folder {entry} has no files"
+    elif os.path.lexists(entry):
+        found = _regular(entry, os.path.basename(entry))
+        nothing = f"{entry} is no regular file"
+    elif glob.has_magic(entry):
+        matches = sorted(glob.glob(entry, recursive=True))
+        found = [file for match in matches for file in _regular(match, os.path.relpath(match, _base(entry)))]
+        nothing = f"no file matches {entry}"
+    else:
+        found, nothing = [], f"{entry} does not exist"
+    if not found:
+        raise EnvironmentProblem(
+            f"dataset text_files: {nothing}",
+            hint="correct dataset.paths; they are relative to the folder that titan is started in",
+        )
+    return found
+
+
+def _base(pattern: str) -> str:
+    """The folder that a glob begins in: all of its leading parts that hold no magic."""
+    base = pattern
+    while glob.has_magic(base):
+        base = os.path.dirname(base)
+    return base
+
+
+def build_text_files(config: TextFiles, *, seed: int, **runtime: Any) -> PackedDataset:
+    """`[dataset] type = "text_files"`; a file that two entries name is read once."""
+    files: dict[str, TextFile] = {}
+    for path in config.paths:
+        for file in find_files(path):
+            files.setdefault(os.path.realpath(file.path), file)
+    return _packed("dataset text_files", list(files.values()), config, seed, runtime)
+
+
+def build_python_stdlib(config: PythonStdlib, *, seed: int, **runtime: Any) -> PackedDataset:
+    """`[dataset] type = "python_stdlib"`."""
+    folder = sysconfig.get_paths()["stdlib"]
+    files = _walk(folder, skip=NOT_SOURCE.__contains__, suffix=".py") if os.path.isdir(folder) else []
+    if not files:
+        raise EnvironmentProblem(
+            f"dataset python_stdlib: this Python has no standard library source in {folder}",
+            hint="use a Python that is installed as files, or the text_files dataset",
+        )
+    return _packed("dataset python_stdlib", files, config, seed, runtime)
+
+
+def _packed(
+    label: str, files: list[TextFile], config: TextFiles | PythonStdlib, seed: int, runtime: dict[str, Any]
+) -> PackedDataset:
+    source = FileSource(label, files, shuffle=config.shuffle, seed=seed)
+    return PackedDataset(source, repeat=config.repeat, document_mask=config.document_mask, **runtime)

@@ -1,0 +1,215 @@
+"""Sources of Hugging Face datasets: on disk, or as a stream.
+
+A dataset on disk is read by index, so its documents can be shuffled and any place in it is reached at once.
+A stream is read in order, and its own state, taken at every 64th document, leads back to a place in it; the
+state is exact, since a stream is never shuffled here. How fast a stream gets back within one of its files is
+up to `datasets`. `datasets` is imported when one of these is built.
+"""
+
+from __future__ import annotations
+
+import copy
+import glob
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from titancli.data import HFDataset
+from titancli.data.packing import PackedDataset
+from titancli.data.source import Piece, document_order
+from titancli.errors import EnvironmentProblem, RecipeError, TitanError
+
+GROUP = 64
+"""Documents fetched by index at once, or between two states of a stream."""
+
+READERS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".txt": "text",
+    ".arrow": "arrow",
+}
+"""Which of the library's readers takes a single file; `.gz`, `.zst` and the like may follow."""
+
+
+class IndexedSource:
+    """Documents of a dataset on disk: a `titancli.data.source.Source`."""
+
+    def __init__(self, config: HFDataset, dataset: Any, seed: int) -> None:
+        self.label = _label(config)
+        self._column = config.text
+        self._shuffle = config.shuffle
+        self._seed = seed
+        _check_column(config, dataset.column_names)
+        if len(dataset) == 0:
+            raise EnvironmentProblem(
+                f"{self.label}: split {config.split!r} has no rows", hint="take another split"
+            )
+        self.identity: dict[str, Any] = {
+            "rows": len(dataset),
+            "column": config.text,
+            "contents": dataset._fingerprint,
+            "order": f"shuffled by seed {seed}" if config.shuffle else "as listed",
+        }
+        self._dataset = dataset.select_columns([config.text])
+
+    def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Piece]:
+        """The epoch's documents; a mark is a document's place in the order."""
+        order = document_order(self._seed, epoch, len(self._dataset), shuffle=self._shuffle)
+        for first in range(mark["document"] if mark else 0, len(order), GROUP):
+            try:
+                texts = self._dataset[order[first : first + GROUP].tolist()][self._column]
+            except OSError as error:
+                _failed(self.label, "cannot be read", error)
+            for i, text in enumerate(texts):
+                yield Piece(_text(self.label, self._column, text), True, True, {"document": first + i})
+
+
+class StreamedSource:
+    """Documents of a dataset that is read as it is trained on: a `titancli.data.source.Source`."""
+
+    def __init__(self, config: HFDataset, dataset: Any) -> None:
+        self.label = _label(config)
+        self._column = config.text
+        if dataset.column_names is not None:  # not every reader knows before it has read
+            _check_column(config, dataset.column_names)
+        self.identity: dict[str, Any] = {
+            "path": config.path,
+            "name": config.name,
+            "split": config.split,
+            "column": config.text,
+        }
+        self._dataset = dataset
+
+    def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Piece]:
+        """The documents; a mark is the stream's own state, and how many documents come after it."""
+        dataset = copy.copy(self._dataset)  # it keeps the state that it was started from
+        state, past = (mark["state"], mark["past"]) if mark else (None, 0)
+        if state is not None:
+            dataset.load_state_dict(state)
+        rows = iter(dataset)
+        for number in range(sys.maxsize):
+            if number and number % GROUP == 0:
+                state = dataset.state_dict()
+            try:
+                row = next(rows, None)
+            except Exception as error:  # whatever the network, the file system or a reader says
+                _failed(self.label, "broke off", error)
+            if row is None:
+                return
+            if number >= past:
+                if self._column not in row:
+                    _check_column_error(self.label, self._column, sorted(row))
+                text = _text(self.label, self._column, row[self._column])
+                yield Piece(text, True, True, {"state": state, "past": number % GROUP})
+
+
+def _text(label: str, column: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise RecipeError(
+            f"{label}: column {column!r} holds {type(value).__name__}, not text",
+            hint="name the column of the text: dataset.text",
+        )
+    return value
+
+
+def _label(config: HFDataset) -> str:
+    return f"dataset {config.path}" + (f" ({config.name})" if config.name else "")
+
+
+def _check_column(config: HFDataset, columns: list[str]) -> None:
+    if config.text not in columns:
+        _check_column_error(_label(config), config.text, columns)
+
+
+def _check_column_error(label: str, column: str, columns: list[str]) -> NoReturn:
+    raise RecipeError(
+        f"{label} has no column {column!r}", hint=f"dataset.text may be one of: {', '.join(columns)}"
+    )
+
+
+def _failed(label: str, what: str, error: Exception) -> NoReturn:
+    reason = next(iter(str(error).strip().splitlines()), "")
+    raise EnvironmentProblem(
+        f"{label} {what}: {type(error).__name__}: {reason}",
+        hint="check dataset.path, name and split; for the Hub also the network and `hf auth login`",
+    ) from error
+
+
+def load(config: HFDataset, *, progress: bool = False) -> Any:
+    """The `datasets` object that a config names.
+
+    Raises:
+        EnvironmentProblem: it cannot be found, reached or read.
+        RecipeError: a name that is a folder here and maybe one on the Hub; a stream of a saved dataset.
+    """
+    import datasets
+
+    if not progress:
+        datasets.disable_progress_bars()
+    label = _label(config)
+    try:
+        if os.path.isabs(config.path):
+            return _load_local(config, datasets)
+        if os.path.exists(config.path):
+            raise RecipeError(
+                f"dataset.path = {config.path!r} could be the folder here or a name on the Hub",
+                hint=f"write './{config.path}' for the folder; for the Hub, start from another folder",
+            )
+        return datasets.load_dataset(config.path, config.name, split=config.split, streaming=config.streaming)
+    except TitanError:
+        raise
+    except Exception as error:  # the library raises its own, the Hub's, the network's and bare ValueErrors
+        _failed(label, "cannot be loaded", error)
+
+
+def _load_local(config: HFDataset, datasets: Any) -> Any:
+    path, label = config.path, _label(config)
+    if not os.path.exists(path):
+        raise EnvironmentProblem(f"{label} does not exist", hint="correct dataset.path")
+    saved = [os.path.exists(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json")]
+    if any(saved):
+        return _load_saved(config, datasets)
+    options = {"split": config.split, "streaming": config.streaming}
+    if os.path.isdir(path):
+        return datasets.load_dataset(path, config.name, **options)
+    stem, extension = os.path.splitext(path)
+    if extension in (".gz", ".zst", ".xz", ".bz2"):
+        extension = os.path.splitext(stem)[1]
+    if extension not in READERS:
+        raise EnvironmentProblem(
+            f"{label}: no reader for a file that ends in {extension or 'nothing'}",
+            hint=f"known are {', '.join(READERS)}; whole text files are read by the text_files dataset",
+        )
+    return datasets.load_dataset(READERS[extension], data_files={"train": glob.escape(path)}, **options)
+
+
+def _load_saved(config: HFDataset, datasets: Any) -> Any:
+    label = _label(config)
+    if config.streaming:
+        raise RecipeError(
+            f"{label} was saved by save_to_disk and is read where it lies",
+            hint="set dataset.streaming = false",
+        )
+    loaded = datasets.load_from_disk(config.path)
+    if not isinstance(loaded, datasets.DatasetDict):
+        return loaded
+    if config.split not in loaded:
+        raise RecipeError(
+            f"{label} has no split {config.split!r}", hint=f"dataset.split may be one of: {', '.join(loaded)}"
+        )
+    return loaded[config.split]
+
+
+def build(config: HFDataset, *, seed: int, dp_rank: int, **runtime: Any) -> PackedDataset:
+    """`[dataset] type = "hf"`."""
+    dataset = load(config, progress=dp_rank == 0 and sys.stderr.isatty())
+    source: IndexedSource | StreamedSource
+    source = StreamedSource(config, dataset) if config.streaming else IndexedSource(config, dataset, seed)
+    return PackedDataset(
+        source, repeat=config.repeat, document_mask=config.document_mask, dp_rank=dp_rank, **runtime
+    )

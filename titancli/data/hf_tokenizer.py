@@ -1,0 +1,180 @@
+"""The `hf` tokenizer: a folder with tokenizer.json, run by the `tokenizers` library.
+
+Text is data: a special token's name inside a document ("<|end_of_text|>" in a source file) is encoded as the
+characters that it is made of, never as the special token. No special tokens are added, and the truncation and
+padding that a tokenizer.json may ask for are turned off. transformers is imported only to apply a chat
+template, which does recognise special tokens, since templates are written with them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from titancli.data import HFTokenizer as Config
+from titancli.errors import EnvironmentProblem, RecipeError
+
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+"""What an export takes along, as far as the folder has it."""
+
+
+class HFTokenizer:
+    """A tokenizer out of `folder`/tokenizer.json.
+
+    Raises:
+        EnvironmentProblem: the folder or its tokenizer.json is missing or cannot be read.
+        RecipeError: no end marker is named, or the one that is named is not in the vocabulary.
+    """
+
+    def __init__(self, folder: Path, *, eos: str | None = None) -> None:
+        self._folder = folder
+        self._tokenizer = _load(folder)
+        self._templated: Any = None
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not ids:
+            raise EnvironmentProblem(
+                f"{folder / 'tokenizer.json'} has no tokens", hint="take another tokenizer"
+            )
+        self.vocab_size: int = max(ids.values()) + 1
+        self.eos_id: int = self._find("eos", eos, required=True)
+        self.bos_id: int | None = self._find("bos", None, required=False)
+        self.files: dict[str, str | Path] = {n: folder / n for n in FILES if (folder / n).is_file()}
+        digest = xxhash.xxh3_128_hexdigest((folder / "tokenizer.json").read_bytes())
+        self.fingerprint = f"hf:{digest}:{self.eos_id}"
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [e.ids for e in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
+        """Ids of each text, int32 [n]."""
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def decode(self, ids: list[int]) -> str:
+        """Text; special tokens leave no trace."""
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Ids of a conversation (`{"role": …, "content": …}` each) under the folder's chat template.
+
+        Raises:
+            RecipeError: the folder has no chat template, or it refuses these messages.
+        """
+        if self._templated is None:
+            from transformers import PreTrainedTokenizerFast
+
+            self._templated = PreTrainedTokenizerFast.from_pretrained(self._folder, local_files_only=True)
+        if not self._templated.chat_template:
+            raise RecipeError(
+                f"the tokenizer in {self._folder} has no chat template",
+                hint="add a chat_template.jinja to the folder, or take the tokenizer of an instruct model",
+            )
+        try:
+            return list(self._templated.apply_chat_template(messages, tokenize=True, return_dict=False))
+        except Exception as error:  # jinja raises what the template says, of any class
+            raise RecipeError(
+                f"the chat template in {self._folder} refuses a conversation: {error}",
+                hint="see which roles, in which order, the template allows",
+            ) from error
+
+    def _find(self, role: str, named: str | None, *, required: bool) -> Any:
+        """The id of the bos or eos token: by the recipe, or by what the folder's files say."""
+        if named is not None:
+            token_id = self._tokenizer.token_to_id(named)
+            if token_id is None:
+                raise RecipeError(
+                    f"tokenizer.{role} = {named!r} is not a token of {self._folder / 'tokenizer.json'}",
+                    hint=f"name one of its tokens, or leave tokenizer.{role} out",
+                )
+            return token_id
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            token = _read_json(self._folder / name).get(f"{role}_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str) and (token_id := self._tokenizer.token_to_id(token)) is not None:
+                return token_id
+        for name in ("generation_config.json", "config.json"):
+            token_id = _read_json(self._folder / name).get(f"{role}_token_id")
+            token_id = token_id[0] if isinstance(token_id, list) and token_id else token_id
+            if isinstance(token_id, int) and 0 <= token_id < self.vocab_size:
+                return token_id
+        if required:
+            raise RecipeError(
+                f"no file in {self._folder} says which token ends a text",
+                hint=f'name it in the recipe, e.g. tokenizer.{role} = "<|end_of_text|>"; '
+                f"or set {role}_token in tokenizer_config.json",
+            )
+        return None
+
+
+def _load(folder: Path) -> Any:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise EnvironmentProblem(_missing(folder), hint=_remedy(folder))
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exceptions
+        raise EnvironmentProblem(
+            f"{path} cannot be read as a tokenizer: {error}",
+            hint="download it again, or save it anew with transformers' save_pretrained",
+        ) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True  # their names in a text are text
+    return tokenizer
+
+
+def _missing(folder: Path) -> str:
+    if not folder.exists():
+        return f"the tokenizer folder {folder} does not exist"
+    if not folder.is_dir():
+        return f"tokenizer.path names {folder}, which is not a folder"
+    return f"the tokenizer folder {folder} has no tokenizer.json (it has {_listing(folder)})"
+
+
+def _listing(folder: Path) -> str:
+    names = sorted(os.listdir(folder))
+    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "") if names else "nothing at all"
+
+
+def _remedy(folder: Path) -> str:
+    if folder.name == "tokenizer.json":
+        return "name the folder that it lies in"
+    if (folder / "tokenizer.model").is_file():
+        return f"convert it: transformers.AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained(...)"
+    return (
+        "point tokenizer.path to a folder with tokenizer.json, such as "
+        "`hf download MODEL --include 'tokenizer*' --local-dir DIR` makes"
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EnvironmentProblem(f"{path} cannot be read: {error}", hint="repair it, or remove it") from error
+    return content if isinstance(content, dict) else {}
+
+
+def build(config: Config) -> HFTokenizer:
+    return HFTokenizer(config.path, eos=config.eos)

@@ -1,0 +1,150 @@
+"""`Loader`: batches made ahead of their use, by a thread, and brought to the device.
+
+With each batch comes the dataset's state after it, so that a checkpoint stores the position of the last batch
+that was *used*, not of the last one that was prefetched.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from titancli.data.batch import Batch
+from titancli.errors import EnvironmentProblem
+from titancli.registry.kinds import Dataset
+
+STOP_SECONDS = 10.0
+"""How long a batch in the making may take to be finished when the loader is stopped."""
+
+
+class _Item(NamedTuple):
+    batch: Batch | None
+    """None: the data ended, or `error` says why there is no more."""
+    state: dict[str, Any]
+    error: BaseException | None = None
+
+
+class _Queue:
+    """A bounded queue that can be closed from both ends; shared by the loader and its thread."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._items: deque[_Item] = deque()
+        self._changed = threading.Condition()
+        self.closed = False
+
+    def put(self, item: _Item) -> bool:
+        """Wait for room; False if the queue was closed instead."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.closed or len(self._items) < self._size)
+            if not self.closed:
+                self._items.append(item)
+                self._changed.notify_all()
+            return not self.closed
+
+    def get(self) -> _Item:
+        """Wait for an item. The last one, an end or an error, stays."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._items))
+            if self._items[0].batch is None:
+                return self._items[0]
+            self._changed.notify_all()
+            return self._items.popleft()
+
+    def close(self) -> None:
+        with self._changed:
+            self.closed = True
+            self._changed.notify_all()
+
+
+class Loader(Iterator[Batch]):
+    """An iterator of a dataset's batches on a device, up to `prefetch` of them made ahead.
+
+    On CUDA, batches are pinned in the thread and copied without waiting. What the dataset raises is raised
+    here, at the place of the batch that it prevented, and again at each call after it.
+    """
+
+    def __init__(self, dataset: Dataset, *, device: torch.device | str, prefetch: int = 2) -> None:
+        self._dataset = dataset
+        self._device = torch.device(device)
+        self._prefetch = max(1, prefetch)
+        self._state = dataset.state_dict()
+        self._queue: _Queue | None = None
+        self._thread: threading.Thread | None = None
+        self._finalizer: weakref.finalize | None = None
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The dataset's state after the last batch that was handed out."""
+        return self._state
+
+    def __next__(self) -> Batch:
+        queue = self._queue or self._start()
+        batch, state, error = queue.get()
+        if error is not None:
+            raise error
+        self._state = state
+        if batch is None:
+            raise StopIteration
+        return batch if self._device.type == "cpu" else batch.to(self._device)
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from a state; what was prefetched is dropped.
+
+        Raises:
+            TitanError: the dataset refuses the state, or the thread does not come to an end.
+        """
+        self.close()
+        if self._thread is not None and self._thread.is_alive():
+            raise EnvironmentProblem(
+                f"the dataset has not finished a batch for {STOP_SECONDS:.0f} s", hint="start the run again"
+            )
+        self._dataset.load_state_dict(state)
+        self._state = self._dataset.state_dict()
+        self._thread = None
+
+    def close(self) -> None:
+        """Stop the thread and drop what was prefetched. A further batch is the one after the last used."""
+        if self._finalizer is not None:
+            self._finalizer()
+        self._queue = None
+
+    def _start(self) -> _Queue:
+        if self._thread is not None:  # closed: the dataset is ahead of what was used
+            self.load_state(self._state)
+        # The thread holds no reference to the loader, so that a loader that is dropped ends its thread. The
+        # finalizer runs at exit too: a daemon thread that torch finds running when Python ends can crash it.
+        queue = _Queue(self._prefetch)
+        thread = threading.Thread(
+            target=_produce, args=(self._dataset, self._device, queue), name="titan-data", daemon=True
+        )
+        self._finalizer = weakref.finalize(self, _stop, queue, thread)
+        self._queue, self._thread = queue, thread
+        thread.start()
+        return queue
+
+
+def _produce(dataset: Dataset, device: torch.device, queue: _Queue) -> None:
+    cuda = device.type == "cuda"
+    try:
+        if cuda:  # a new thread begins on device 0 and would open a context there
+            torch.cuda.set_device(device)
+        for batch in dataset:
+            if cuda:
+                batch = Batch({name: tensor.pin_memory() for name, tensor in batch.items()}, unit=batch.unit)
+            if not queue.put(_Item(batch, dataset.state_dict())):
+                return
+        queue.put(_Item(None, dataset.state_dict()))
+    except BaseException as error:  # whatever it is, it belongs to the consumer
+        queue.put(_Item(None, {}, error))
+
+
+def _stop(queue: _Queue, thread: threading.Thread) -> None:
+    queue.close()
+    if thread is not threading.current_thread():
+        thread.join(STOP_SECONDS)

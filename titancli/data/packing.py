@@ -1,0 +1,173 @@
+"""Rows cut from the stream of tokens, dealt to data-parallel ranks: the dataset that most configs build.
+
+Row r covers tokens r*S to (r+1)*S: S inputs, and as targets the S tokens that follow them. So two rows share
+one token, as a target of the first and an input of the second, and every token is predicted exactly once.
+Global micro-batch k is made of rows k*D*B to (k+1)*D*B (D ranks, B rows each), and rank d takes the d-th B of
+them. The position between two micro-batches is a place in the stream, whatever D and B are, and therefore a
+run can go on with other numbers of them.
+
+Every rank reads and tokenises the whole stream and keeps its own rows: the price of a position that is exact
+and independent of the ranks. A tokenizer does half a million tokens per CPU-second and more, so data is the
+limit only where all ranks together train faster than one core tokenises; then tokenise in advance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from titancli.data.batch import IGNORE, Batch
+from titancli.data.source import Source
+from titancli.data.stream import Position, TokenStream
+from titancli.errors import EnvironmentProblem, RecipeError
+from titancli.registry.kinds import Tokenizer
+
+STATE_VERSION = 1
+
+
+class PackedDataset:
+    """Batches of packed rows from a source of documents: the `Dataset` of `titancli.registry.kinds`.
+
+    Batches have `tokens`, `targets` and `positions` [rows, seq_len]. With `document_mask` they have
+    `document_ids` too, and positions count from the beginning of the document or, where a document is cut,
+    of the row. Without `repeat` the last batch is filled up with rows that have no targets, the same number
+    of batches on every rank.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        rows: int,
+        dp_rank: int,
+        dp_size: int,
+        repeat: bool,
+        document_mask: bool,
+    ) -> None:
+        self._source = source
+        self._tokenizer = tokenizer
+        self._seq_len = seq_len
+        self._rows = rows
+        self._before = dp_rank * rows * seq_len
+        self._after = (dp_size - dp_rank - 1) * rows * seq_len
+        self._repeat = repeat
+        self._document_mask = document_mask
+        self._identity = {**source.identity, "tokenizer": tokenizer_identity(tokenizer)}
+        self._consumed = 0
+        self._stream = self._open(Position())
+        self._row_positions = torch.arange(seq_len).repeat(rows, 1)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Batches from the present position on.
+
+        Raises:
+            RecipeError: without `repeat`, there is less text than one row.
+            EnvironmentProblem: the data cannot be read, or holds no text at all.
+        """
+        available = self._stream.available(self._seq_len + 1)
+        if self._consumed == 0 and available <= self._seq_len:
+            raise RecipeError(
+                f"{self._source.label} has {available} tokens in all, and one row of training.seq_len = "
+                f"{self._seq_len} takes {self._seq_len + 1}",
+                hint="take a smaller training.seq_len, more text, or dataset.repeat = true",
+            )
+        while self._stream.available(2) == 2:
+            yield self._next()
+
+    def _next(self) -> Batch:
+        count = self._rows * self._seq_len
+        self._consumed += self._stream.skip(self._before)
+        tokens, begins = self._stream.read(count)
+        self._consumed += min(count, len(tokens))
+        self._consumed += self._stream.skip(self._after)
+        return self._batch(tokens, begins)
+
+    def _batch(self, tokens: np.ndarray, begins: np.ndarray) -> Batch:
+        shape = (self._rows, self._seq_len)
+        count = self._rows * self._seq_len
+        inputs = np.full(count + 1, self._tokenizer.eos_id, np.int64)
+        inputs[: len(tokens)] = tokens
+        targets = inputs[1:].copy()
+        targets[max(0, len(tokens) - 1) :] = IGNORE
+        tensors = {
+            "tokens": torch.from_numpy(inputs[:-1].reshape(shape)),
+            "targets": torch.from_numpy(targets.reshape(shape)),
+            "positions": self._row_positions,
+        }
+        if self._document_mask:
+            flags = np.zeros(count, bool)
+            flags[: len(begins)] = begins[:count]
+            tensors |= _documents(flags.reshape(shape))
+        return Batch(tensors)
+
+    def _open(self, at: Position) -> TokenStream:
+        return TokenStream(self._source, self._tokenizer, repeat=self._repeat, at=at)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch, the same on every rank.
+
+        `epoch` counts from 0; `tokens` is how many were consumed since the start; `data` is what tells this
+        data from other data.
+        """
+        epoch, mark, offset = self._stream.position
+        return {
+            "version": STATE_VERSION,
+            "epoch": epoch,
+            "mark": mark,
+            "offset": offset,
+            "tokens": self._consumed,
+            "data": self._identity,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a position, under any number of ranks and rows.
+
+        Raises:
+            EnvironmentProblem: the state was saved on other data, or is not one of this dataset.
+        """
+        if state.get("version") != STATE_VERSION or "data" not in state:
+            raise EnvironmentProblem(
+                f"the position in the data that the checkpoint holds is not one of {self._source.label}",
+                hint="resume with the dataset that the run began with",
+            )
+        _compare(state["data"], self._identity, self._source.label)
+        self._consumed = state["tokens"]
+        self._stream = self._open(Position(state["epoch"], state["mark"], state["offset"]))
+
+
+def _documents(begins: np.ndarray) -> dict[str, torch.Tensor]:
+    """`document_ids` (from 0 in each row) and `positions` out of which tokens begin a document."""
+    ids = np.cumsum(begins, axis=1, dtype=np.int32)
+    ids -= ids[:, :1]
+    index = np.arange(begins.shape[1], dtype=np.int64)
+    start = np.maximum.accumulate(np.where(begins, index, 0), axis=1)
+    return {"document_ids": torch.from_numpy(ids), "positions": torch.from_numpy(index - start)}
+
+
+def tokenizer_identity(tokenizer: Tokenizer) -> str:
+    """What tells a tokenizer from others: its own `fingerprint`, or its class, size, end and files."""
+    own = getattr(tokenizer, "fingerprint", None)
+    if own is not None:
+        return str(own)
+    digest = xxhash.xxh3_128()
+    for name, path in sorted(tokenizer.files.items()):
+        with open(path, "rb") as file:
+            digest.update(f"{name}\0".encode() + file.read())
+    kind = f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}"
+    return f"{kind}:{tokenizer.vocab_size}:{tokenizer.eos_id}:{digest.hexdigest()}"
+
+
+def _compare(saved: Mapping[str, Any], now: Mapping[str, Any], label: str) -> None:
+    names = [name for name in (*now, *(n for n in saved if n not in now)) if saved.get(name) != now.get(name)]
+    if names:
+        said = ", ".join(f"{name} was {saved.get(name)} and is {now.get(name)}" for name in names)
+        raise EnvironmentProblem(
+            f"{label} is not what the checkpoint was made on: {said}",
+            hint="bring the data back as it was; or start a new run with the checkpoint as its `weights`",
+        )

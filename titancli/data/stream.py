@@ -1,0 +1,162 @@
+"""The endless stream of tokens that a source's documents make, readable from any position.
+
+Documents are tokenised in groups and followed by the end marker. Only the documents around the position are
+in memory, and going to a position reads nothing that lies before its piece of a document.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from titancli.data.source import Piece, Source
+from titancli.errors import EnvironmentProblem
+from titancli.registry.kinds import Tokenizer
+
+GROUP_PIECES = 64
+GROUP_CHARACTERS = 1 << 20
+"""Pieces are tokenised together up to these two: enough to keep the tokenizer's threads busy."""
+
+
+class Position(NamedTuple):
+    """The next token to be read."""
+
+    epoch: int = 0
+    mark: dict[str, Any] | None = None
+    """The piece that it lies in; None: the first of the epoch."""
+    offset: int = 0
+    """Tokens of that piece that lie before it."""
+
+
+class _Chunk(NamedTuple):
+    """One tokenised piece that has at least one token."""
+
+    tokens: np.ndarray
+    """[n], of some integer type."""
+    begins: bool
+    epoch: int
+    mark: dict[str, Any]
+
+
+class TokenStream:
+    """Tokens of a source from a position on, over as many epochs as are asked for if `repeat`.
+
+    A document without tokens leaves no trace, not even its end marker.
+    """
+
+    def __init__(self, source: Source, tokenizer: Tokenizer, *, repeat: bool, at: Position) -> None:
+        self._source = source
+        self._repeat = repeat
+        self._tokenizer = tokenizer
+        self._start = at
+        self._incoming = self._tokenise(at.epoch, at.mark)
+        self._chunks: deque[_Chunk] = deque()  # the head is kept, even when used up, until another comes
+        self._offset = at.offset
+        self._ready = -at.offset
+
+    @property
+    def position(self) -> Position:
+        """The next token's; the same however the tokens before it were read or skipped."""
+        if not self._chunks:
+            return self._start
+        head = self._chunks[0]
+        return Position(head.epoch, head.mark, self._offset)
+
+    def available(self, count: int) -> int:
+        """How many of the next `count` tokens there are: fewer only at the end of the data."""
+        while self._ready < count and (chunk := next(self._incoming, None)) is not None:
+            self._chunks.append(chunk)
+            self._ready += len(chunk.tokens)
+        return max(0, min(count, self._ready))
+
+    def read(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Go `count` tokens on; return them *and the one after them*, which stays unread.
+
+        Returns:
+            The tokens, int32 [n], and which of them begin a document, bool [n]; n is `count + 1`, or what
+            is left at the end of the data.
+        """
+        size = self.available(count + 1)
+        tokens, begins = np.empty(size, np.int32), np.zeros(size, bool)
+        filled, offset = 0, self._offset
+        for chunk in self._chunks:
+            part = chunk.tokens[offset : offset + size - filled]
+            if offset == 0 and len(part):
+                begins[filled] = chunk.begins
+            tokens[filled : filled + len(part)] = part
+            filled += len(part)
+            if filled == size:
+                break
+            offset = max(0, offset - len(chunk.tokens))
+        self._advance(min(count, size))
+        return tokens, begins
+
+    def skip(self, count: int) -> int:
+        """Go `count` tokens on without keeping them; return how many there were."""
+        skipped = 0
+        while skipped < count and self.available(1):
+            step = min(count - skipped, self._ready)
+            self._advance(step)
+            skipped += step
+        self.available(1)
+        self._advance(0)
+        return skipped
+
+    def _advance(self, count: int) -> None:
+        self._offset += count
+        self._ready -= count
+        while len(self._chunks) > 1 and self._offset >= len(self._chunks[0].tokens):
+            self._offset -= len(self._chunks.popleft().tokens)
+
+    def _tokenise(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[_Chunk]:
+        eos = self._tokenizer.eos_id
+        while True:
+            whole, nothing = mark is None, True
+            unbegun = False  # a document whose first token is still to come
+            for group in _groups(self._source.read(epoch, mark)):
+                for piece, ids in zip(group, encode(self._tokenizer, [p.text for p in group]), strict=True):
+                    unbegun = unbegun or piece.begins
+                    ended = piece.ends and (len(ids) > 0 or not unbegun)
+                    tokens = _with_end(ids, eos) if ended else ids
+                    if len(tokens):
+                        yield _Chunk(tokens, unbegun, epoch, piece.mark)
+                        nothing = unbegun = False
+            if whole and nothing:
+                raise EnvironmentProblem(
+                    f"{self._source.label} holds no text: all of its documents are empty",
+                    hint="give the dataset something to read",
+                )
+            if not self._repeat:
+                return
+            epoch, mark = epoch + 1, None
+
+
+def _groups(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    group: list[Piece] = []
+    characters = 0
+    for piece in pieces:
+        group.append(piece)
+        characters += len(piece.text)
+        if len(group) >= GROUP_PIECES or characters >= GROUP_CHARACTERS:
+            yield group
+            group, characters = [], 0
+    if group:
+        yield group
+
+
+def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
+    """Ids of each text, an integer array; through `tokenizer.encode_arrays` where it has one."""
+    arrays = getattr(tokenizer, "encode_arrays", None)
+    if arrays is not None:
+        return arrays(texts)
+    return [np.asarray(ids, np.int32) for ids in tokenizer.encode_batch(texts)]
+
+
+def _with_end(ids: np.ndarray, eos: int) -> np.ndarray:
+    tokens = np.empty(len(ids) + 1, np.int32)
+    tokens[:-1] = ids
+    tokens[-1] = eos
+    return tokens
