@@ -1,4 +1,4 @@
-"""Training state in our own format, and Hugging Face safetensors in and out. docs/checkpoints.md has the format.
+"""Training state in our own format (docs/checkpoints.md), and Hugging Face safetensors in and out.
 
 manifest.py, layout.py and tensorfile.py are the format itself and import no torch. storage.py joins it to
 torch.distributed.checkpoint, save.py and load.py are the two directions, checkpointer.py decides when to save
@@ -24,7 +24,7 @@ _HOME = {
     "load_hf_weights": "hf_read",
     "load_weights": "weights",
 }
-__all__ = list(_HOME)  # noqa: PLE0604
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

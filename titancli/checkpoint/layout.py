@@ -1,7 +1,7 @@
 """`metadata.json`: where each tensor's pieces lie. Torch-free.
 
-A checkpoint may come from anywhere, so what is read is checked before anything is allocated or opened: names of
-files stay in the folder, pieces lie inside their tensor, cover it, and do not overlap.
+A checkpoint may come from anywhere, so what is read is checked before anything is allocated or opened: names
+of files stay in the folder, pieces lie inside their tensor, cover it, and do not overlap.
 """
 
 from __future__ import annotations

@@ -57,10 +57,13 @@ def manifest_bytes(manifest: Manifest) -> bytes:
         TitanError: `state` is not plain JSON.
     """
     try:
-        body = json.dumps({"format": FORMAT, **asdict(manifest)}, indent=1, allow_nan=False)
+        rows = [
+            f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}"
+            for key, value in {"format": FORMAT, **asdict(manifest)}.items()
+        ]
     except (TypeError, ValueError) as error:
         raise TitanError(f"the state of step {manifest.step} is not plain JSON: {error}") from error
-    rest = body.removeprefix("{\n").encode() + b"\n"
+    rest = (",\n".join(rows) + "}\n").encode()
     return b'{"xxh3_64": "%s",\n%s' % (xxhash.xxh3_64(rest).hexdigest().encode(), rest)
 
 
@@ -160,7 +163,7 @@ def _step_folders(folder: Path) -> list[Path]:
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest complete checkpoint of `RUN/checkpoints`, by names and manifests alone; None: there is none."""
+    """The newest complete checkpoint of `RUN/checkpoints` by names and manifests alone, or None."""
     return next(iter(steps(folder)), None)
 
 
@@ -189,6 +192,11 @@ def newest_good(
             return path
         reject(path, "; ".join(found))
     return None
+
+
+def hidden_prefix(name: str, run_id: str) -> str:
+    """How a run's unfinished folders begin: the name says whose it is, so that no other is swept away."""
+    return f".{name}.tmp-{xxhash.xxh3_64(run_id.encode()).hexdigest()[:8]}-"
 
 
 def recover(folder: Path) -> None:

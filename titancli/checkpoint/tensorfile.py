@@ -107,7 +107,7 @@ class TensorFileWriter:
         self._state = xxhash.xxh3_64()
         self._size = 0
         header = _header(path, entries, metadata)
-        self._file = open(path, "xb", buffering=0)
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115 (this is the context manager)
         try:
             self._put(header)
         except BaseException:

@@ -1,0 +1,185 @@
+"""When a run saves, whether training waits for the disk, and which old checkpoints go."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.planner import WriteItem
+
+from titancli.checkpoint.manifest import hidden_prefix, steps
+from titancli.checkpoint.save import Draft, mesh_of, run_save
+from titancli.checkpoint.storage import SavePlannerOf, plan_of
+from titancli.errors import TitanError
+from titancli.recipe.schema import Checkpoint
+
+PLANNING_TIMEOUT = datetime.timedelta(hours=1)
+"""Ranks wait for the slowest one's disk; the limit for training's collectives is far too short for that."""
+
+
+class Checkpointer:
+    """Saves a run's state as `folder/step-N`, and keeps the latest k of them.
+
+    All methods are collective: every rank makes one and calls them alike. Asynchronous saves copy this rank's
+    pieces to buffers that are used again each time, and a thread writes them while training goes on; it plans
+    with the other ranks over a gloo group of its own, so that its messages never mix with training's.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        section: Checkpoint,
+        *,
+        lock_text: str,
+        run_id: str,
+        on_saved: Callable[[int, Path], None] = lambda step, path: None,
+    ) -> None:
+        """`on_saved(step, path)` is called on every rank, in the caller's thread, when a save is complete."""
+        self._folder, self._section = folder, section
+        self._lock_text, self._run_id, self._on_saved = lock_text, run_id, on_saved
+        self._group: dist.ProcessGroup | None = None
+        self._main = True
+        if section.enable and dist.is_available() and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo", timeout=PLANNING_TIMEOUT)
+            self._main = dist.get_rank() == 0
+        self._staging = Staging(pinned=section.async_mode == "async_with_pinned_mem")
+        self._writing: Writing | None = None
+        self._saved: int | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether this step is to be saved by the interval alone."""
+        self._announce()
+        return self._section.enable and step % self._section.interval == 0
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Save a step, once; a step that this process saved last is not saved again.
+
+        Raises:
+            TitanError: this save failed or, under an asynchronous mode, the one before it. In the second case
+                nothing of this step is saved yet: call again.
+        """
+        self.wait()
+        if not self._section.enable or step == self._saved:
+            return
+        path = self._folder / f"step-{step}"
+        draft = Draft(path, dict(state), self._lock_text, self._run_id, mesh_of(tensors))
+        planner = plan_of(tensors)
+        work: Callable[[], None] = lambda: self._write(planner, draft)  # noqa: E731
+        if self._section.async_mode == "disabled":
+            work()
+            self._saved = step
+            self._on_saved(step, path)
+        else:
+            planner = self._staging.copy(planner)
+            self._writing = Writing(step, path, work)
+
+    def wait(self) -> None:
+        """Wait for the save that is under way, if any.
+
+        Raises:
+            TitanError: it failed.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        writing.join()
+        if writing.error is not None:
+            raise writing.error
+        self._saved = writing.step
+        if not writing.announced:
+            self._on_saved(writing.step, writing.path)
+
+    def _announce(self) -> None:
+        writing = self._writing
+        if writing and writing.done and writing.error is None and not writing.announced:
+            writing.announced = True
+            self._on_saved(writing.step, writing.path)
+
+    def _write(self, planner: SavePlannerOf, draft: Draft) -> None:
+        run_save(planner, draft, self._group)
+        if self._main:
+            purge(self._folder, self._run_id, self._section.keep_latest_k)
+
+
+class Writing:
+    """A save under way in a thread."""
+
+    def __init__(self, step: int, path: Path, work: Callable[[], None]) -> None:
+        self.step, self.path = step, path
+        self.error: BaseException | None = None
+        self.announced = False
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name=f"titan-checkpoint-{step}", daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except TitanError as error:
+            self.error = error
+        except BaseException as error:  # told in the caller's thread, at the next save or wait
+            self.error = TitanError(f"saving {self.path} failed: {type(error).__name__}: {error}")
+            self.error.__cause__ = error
+
+
+class Staging:
+    """Host buffers for this rank's pieces, allocated once and used again."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._buffers: dict[Any, Tensor] = {}
+
+    @torch.no_grad()
+    def copy(self, planner: SavePlannerOf) -> SavePlannerOf:
+        """The same plan over a copy of the data, complete when this returns."""
+        plan = planner.create_local_plan()
+        buffers: dict[Any, Tensor] = {}
+        on_device = False
+        for item in plan.items:
+            value = planner.resolve_data(item)
+            buffer = self._buffers.get(item.index)
+            pinned = self._pinned and value.is_cuda
+            if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+                buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
+            buffer.copy_(value, non_blocking=pinned)
+            buffers[item.index] = buffer
+            on_device = on_device or pinned
+        if on_device:
+            torch.cuda.current_stream().synchronize()
+        self._buffers = buffers
+
+        def staged(item: WriteItem) -> Tensor:
+            return buffers[item.index]
+
+        return SavePlannerOf(plan, staged)
+
+
+def purge(folder: Path, run_id: str, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints of this run (0 keeps all); others' folders stay.
+
+    A checkpoint is given a hidden name first, so that half of one never stands under a good name. What cannot
+    be deleted stays for the next time: a checkpoint too many is no reason to stop a run.
+    """
+    if not keep:
+        return
+    mine = [path for path, manifest in steps(folder).items() if manifest.run_id == run_id]
+    for path in mine[keep:]:
+        with contextlib.suppress(OSError):
+            hidden = path.with_name(f"{hidden_prefix(path.name, run_id)}purged")
+            path.rename(hidden)
+            shutil.rmtree(hidden)

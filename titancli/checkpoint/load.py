@@ -1,0 +1,200 @@
+"""Loading: into tensors of any layout, or whole tensors one at a time without torch.distributed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from titancli.checkpoint.layout import TensorLayout, read_layout
+from titancli.checkpoint.manifest import Manifest, faults, read_manifest
+from titancli.checkpoint.save import quiet, raise_failure
+from titancli.checkpoint.storage import Reader, load_planner
+from titancli.checkpoint.tensors import TORCH_DTYPE, TensorFiles
+from titancli.errors import EnvironmentProblem, TitanError
+
+
+def load_checkpoint(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    verify: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Fill tensors in place from a checkpoint, whatever layout it was saved under; return its JSON state.
+
+    Collective over `group` (the default group when None). Names, shapes and dtypes must be the checkpoint's.
+    Each rank reads only what it needs; with `verify` the ranks share the reading of all files for their
+    checksums. Sizes are always checked.
+
+    Raises:
+        EnvironmentProblem: it is no checkpoint, or damaged; names the file.
+        TitanError: names, shapes or dtypes differ; names them all.
+    """
+    manifest, layouts = _open_together(folder, verify, group)
+    wanted = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    if found := differences(layouts, wanted):
+        raise TitanError(
+            f"checkpoint {folder} does not fit this recipe: {found}",
+            hint='undo the change of the recipe, or start a new run from its weights: weights = "CHECKPOINT"',
+        )
+    fill(folder, layouts, tensors, group)
+    return manifest.state
+
+
+def fill(
+    folder: Path,
+    layouts: Mapping[str, TensorLayout],
+    tensors: Mapping[str, Tensor],
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Read tensors that are known to be in the checkpoint, cast to the dtypes they have; collective."""
+    together = dist.is_available() and dist.is_initialized()
+    try:
+        with nullcontext() if together else quiet():
+            dcp.load(
+                dict(tensors),
+                storage_reader=Reader(folder, layouts),
+                planner=load_planner(),
+                process_group=group,
+                no_dist=not together,
+            )
+    except CheckpointException as error:
+        raise_failure(error, f"loading {folder}")
+
+
+def _open_together(
+    folder: Path, verify: bool, group: dist.ProcessGroup | None
+) -> tuple[Manifest, dict[str, TensorLayout]]:
+    """Open a checkpoint on all ranks, or raise the first rank's error on all of them."""
+    ranks, rank = 1, 0
+    if dist.is_available() and dist.is_initialized():
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    opened: tuple[Manifest, dict[str, TensorLayout]] | None = None
+    failure: TitanError | None = None
+    try:
+        opened = open_checkpoint(folder, verify=verify, share=(rank, ranks))
+    except TitanError as error:
+        failure = error
+    failures: list[TitanError | None] = [failure]
+    if ranks > 1:
+        failures = [None] * ranks
+        dist.all_gather_object(failures, failure, group=group)
+    for found in failures:
+        if found is not None:
+            raise found
+    if opened is None:
+        raise TitanError(f"checkpoint {folder} was not opened")
+    return opened
+
+
+def open_checkpoint(
+    folder: Path, *, verify: bool = True, share: tuple[int, int] = (0, 1)
+) -> tuple[Manifest, dict[str, TensorLayout]]:
+    """Read a checkpoint's manifest and layout, and check its files (`share`: the i-th of n parts of them).
+
+    Raises:
+        EnvironmentProblem: it is no checkpoint, or damaged; names the file.
+    """
+    manifest = read_manifest(folder)
+    largest_first = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
+    found = faults(folder, manifest, checksums=verify, only=set(largest_first[share[0] :: share[1]]))
+    if found:
+        raise EnvironmentProblem(
+            f"checkpoint {folder} is damaged: {'; '.join(found)}", hint="take another checkpoint (--step N)"
+        )
+    layouts = read_layout(folder)
+    files = {chunk.file for layout in layouts.values() for chunk in layout.chunks}
+    if stray := sorted(files - manifest.files.keys()):
+        raise EnvironmentProblem(
+            f"checkpoint {folder} is damaged: its metadata.json names {stray[0]}, which it lacks"
+        )
+    return manifest, layouts
+
+
+def differences(
+    layouts: Mapping[str, TensorLayout], wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype | None]]
+) -> str:
+    """What keeps a checkpoint from filling tensors of these shapes and dtypes (None: any); empty: nothing."""
+    shapes, dtypes = [], []
+    for name in sorted(wanted.keys() & layouts.keys()):
+        shape, dtype = wanted[name]
+        has = layouts[name]
+        if has.shape != shape:
+            shapes.append(f"{name} is {list(has.shape)} there and {list(shape)} here")
+        elif dtype not in (None, TORCH_DTYPE[has.dtype]):
+            there, here = (str(d).removeprefix("torch.") for d in (TORCH_DTYPE[has.dtype], dtype))
+            dtypes.append(f"{name} is {there} there and {here} here")
+    return name_lists(
+        {
+            "it lacks": sorted(wanted.keys() - layouts.keys()),
+            "it has, and this model has not": sorted(layouts.keys() - wanted.keys()),
+            "shapes differ": shapes,
+            "dtypes differ": dtypes,
+        }
+    )
+
+
+def name_lists(groups: Mapping[str, Iterable[str]], limit: int = 6) -> str:
+    """`it lacks a, b and 3 more; shapes differ: …`; empty when every group is."""
+    parts = []
+    for title, names in groups.items():
+        names = list(names)
+        if names:
+            more = f" and {len(names) - limit} more" if len(names) > limit else ""
+            parts.append(f"{title}: {', '.join(names[:limit])}{more}")
+    return "; ".join(parts)
+
+
+class CheckpointReader:
+    """A checkpoint's tensors, whole and one at a time, in one process without torch.distributed.
+
+    Raises:
+        EnvironmentProblem: it is no checkpoint, or damaged; names the file.
+    """
+
+    def __init__(self, folder: Path, *, verify: bool = True, prefix: str = "") -> None:
+        """`prefix`: only tensors whose name begins so, and named without it (`"model."`)."""
+        self.folder = folder
+        self.manifest, layouts = open_checkpoint(folder, verify=verify)
+        self._layouts = {
+            n.removeprefix(prefix): layout for n, layout in layouts.items() if n.startswith(prefix)
+        }
+        self._files = TensorFiles(folder)
+
+    def names(self) -> list[str]:
+        return list(self._layouts)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._layout(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return TORCH_DTYPE[self._layout(name).dtype]
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, on the CPU."""
+        layout = self._layout(name)
+        # The pieces are looked up before the whole is allocated: a lying shape costs nothing.
+        pieces = [
+            self._files.read(chunk.file, chunk.key, layout.dtype, chunk.shape)
+            for chunk in layout.chunks
+            if math.prod(chunk.shape)
+        ]
+        whole = torch.empty(layout.shape, dtype=TORCH_DTYPE[layout.dtype])
+        for chunk, piece in zip((c for c in layout.chunks if math.prod(c.shape)), pieces, strict=True):
+            box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.shape, strict=True))
+            whole[box] = piece
+        return whole
+
+    def _layout(self, name: str) -> TensorLayout:
+        if name not in self._layouts:
+            raise TitanError(f"checkpoint {self.folder} has no tensor {name!r}")
+        return self._layouts[name]

@@ -1,0 +1,276 @@
+"""Saving: a hidden folder, every file flushed, one rename. All ranks learn of a failure on any of them."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import os
+import platform
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+
+import titancli
+from titancli.checkpoint.layout import METADATA, TensorLayout, layout_text
+from titancli.checkpoint.manifest import (
+    LOCK,
+    MANIFEST,
+    STEP_NAME,
+    Manifest,
+    hidden_prefix,
+    manifest_bytes,
+    read_manifest,
+    recover,
+    steps,
+)
+from titancli.checkpoint.storage import SavePlannerOf, Writer, plan_of
+from titancli.checkpoint.tensorfile import Digest
+from titancli.errors import EnvironmentProblem, TitanError
+
+
+def save_checkpoint(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    *,
+    lock_text: str,
+    run_id: str,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Save tensors and a JSON state as `folder`, which is then whole, or else as it was before.
+
+    Collective over `group` (the default group when None; one process needs none). Every rank gives the same
+    names; a DTensor is written in the pieces that the ranks hold, each piece once; of a plain tensor one
+    rank's copy. The state and the texts are rank 0's. An older `folder` of the same run is replaced, and is
+    deleted only after the new one has its name.
+
+    Raises:
+        EnvironmentProblem: the disk is full or cannot be written, on any rank; raised on all of them. Nothing
+            half-written is left.
+        TitanError: a state that is not JSON, an entry that is no tensor.
+    """
+    run_save(plan_of(tensors), Draft(folder, dict(state), lock_text, run_id, mesh_of(tensors)), group)
+
+
+def mesh_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The degrees of the largest mesh that the tensors lie on, by name."""
+    meshes = {tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor)}
+    if not meshes:
+        return {}
+    mesh = max(meshes, key=lambda mesh: mesh.ndim)
+    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    return dict(zip(names, mesh.shape, strict=True))
+
+
+@dataclass
+class Draft:
+    """A checkpoint being written. Its methods run on the coordinator."""
+
+    folder: Path
+    state: dict[str, Any]
+    lock_text: str
+    """Empty: no lock file is kept (converted weights)."""
+    run_id: str
+    mesh: dict[str, int]
+    ranks: int = 1
+    hidden: Path | None = field(default=None, init=False)
+
+    @property
+    def step(self) -> int:
+        match = STEP_NAME.match(self.folder.name)
+        return int(match[1]) if match else int(self.state.get("step", 0))
+
+    def open(self, needed: int) -> Path:
+        """Make the hidden folder, where `needed` bytes will lie."""
+        manifest_bytes(self._manifest({}, 0))  # a state that cannot be written is better known now
+        if (owner := _run_of(self.folder)) not in (self.run_id, None):
+            raise EnvironmentProblem(
+                f"{self.folder} was written by another run ({owner}) and is left alone",
+                hint="move it away, or give this run a folder of its own (--run-dir)",
+            )
+        parent = self.folder.parent
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            recover(parent)
+            self._sweep()
+            free = shutil.disk_usage(parent).free
+            if free < needed:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            hidden = parent / f"{hidden_prefix(self.folder.name, self.run_id)}{secrets.token_hex(4)}"
+            hidden.mkdir()
+        except OSError as error:
+            raise self.explain(error, needed) from error
+        self.hidden = hidden
+        return hidden
+
+    def complete(self, layouts: dict[str, TensorLayout], files: dict[str, Digest]) -> None:
+        """Write what describes the data, and give the folder its name."""
+        if self.hidden is None:
+            raise TitanError(f"{self.folder} was not opened")
+        try:
+            files = {**files, METADATA: _write(self.hidden / METADATA, layout_text(layouts).encode())}
+            if self.lock_text:
+                files[LOCK] = _write(self.hidden / LOCK, self.lock_text.encode())
+            serial = 1 + max((m.serial for m in steps(self.folder.parent).values()), default=0)
+            _write(self.hidden / MANIFEST, manifest_bytes(self._manifest(files, serial)))
+            _sync_folder(self.hidden)
+            self._rename(self.hidden)
+        except OSError as error:
+            raise self.explain(error, sum(digest.size for digest in files.values())) from error
+
+    def discard(self) -> None:
+        """After a failure: leave nothing half-written, and the older folder under its name."""
+        if self.hidden is not None:
+            shutil.rmtree(self.hidden, ignore_errors=True)
+            with contextlib.suppress(OSError):  # `newest` tries again
+                recover(self.folder.parent)
+
+    def explain(self, error: OSError, needed: int) -> EnvironmentProblem:
+        """An error of the operating system, in words. Runs on any rank."""
+        about = f"checkpoint {self.folder} cannot be written: {error.strerror or error}"
+        kept = "Nothing was lost: earlier checkpoints are untouched"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            try:
+                free = f"{size_text(shutil.disk_usage(self.folder.parent).free)} are free"
+            except OSError:
+                free = "the free space is unknown"
+            limit = (
+                " (a limit on the size of files or a quota may be lower)"
+                if error.errno != errno.ENOSPC
+                else ""
+            )
+            return EnvironmentProblem(
+                f"{about}. It needs {size_text(needed)}, and {free} on that disk{limit}. {kept}.",
+                hint="free some space, or lower checkpoint.keep_latest_k",
+            )
+        if error.errno == errno.ENOENT:
+            return EnvironmentProblem(
+                f"{about}. {kept}.", hint="the run folder must be on a disk that every node sees (--run-dir)"
+            )
+        return EnvironmentProblem(f"{about}. {kept}.", hint="make the run folder writable, or take another")
+
+    def _sweep(self) -> None:
+        """Remove what interrupted saves of this run left behind, and replaced checkpoints."""
+        for path in list(self.folder.parent.glob(".*")):
+            name = path.name[1:].partition(".")[0]
+            mine = path.name.startswith(hidden_prefix(name, self.run_id))
+            replaced = (
+                path.name.startswith(f".{name}.old-")
+                and STEP_NAME.match(name)
+                and _run_of(path) == self.run_id
+            )
+            if path.is_dir() and not path.is_symlink() and (mine or replaced):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _rename(self, hidden: Path) -> None:
+        old = None
+        if self.folder.exists():
+            # What cannot be told to be ours is set aside under a name that nothing removes.
+            form = ".{}.old-{}" if _run_of(self.folder) == self.run_id else "{}.unknown-{}"
+            old = self.folder.with_name(form.format(self.folder.name, secrets.token_hex(4)))
+            self.folder.rename(old)
+        hidden.rename(self.folder)
+        _sync_folder(self.folder.parent)
+        if old is not None and _run_of(old) == self.run_id:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _manifest(self, files: dict[str, Digest], serial: int) -> Manifest:
+        return Manifest(
+            step=self.step,
+            run_id=self.run_id,
+            serial=serial,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            versions={
+                "titancli": titancli.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            lock_xxh3_64=xxhash.xxh3_64(self.lock_text.encode()).hexdigest() if self.lock_text else None,
+            layout={"ranks": self.ranks, "mesh": self.mesh},
+            files=files,
+            state=self.state,
+        )
+
+
+def run_save(planner: SavePlannerOf, draft: Draft, group: dist.ProcessGroup | None) -> None:
+    """The collective part of a save; see `save_checkpoint`."""
+    together = dist.is_available() and dist.is_initialized()
+    draft.ranks = dist.get_world_size(group) if together else 1
+    try:
+        with nullcontext() if together else quiet():
+            dcp.save(
+                {},
+                storage_writer=Writer(draft.open, draft.complete, draft.explain),
+                planner=planner,
+                process_group=group,
+                no_dist=not together,
+            )
+    except CheckpointException as error:
+        draft.discard()
+        raise_failure(error, f"saving {draft.folder}")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without DCP's warning that there is no process group. Not for threads: filters are the process's."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def raise_failure(error: CheckpointException, doing: str) -> NoReturn:
+    """Raise what went wrong on the first rank that failed; every rank raises the same.
+
+    Raises:
+        TitanError: the rank's own, or one that names the rank and the cause.
+    """
+    rank, (cause, _) = min(error.failures.items())
+    if isinstance(cause, TitanError | KeyboardInterrupt):
+        raise cause from None
+    raise TitanError(f"{doing} failed on rank {rank}: {type(cause).__name__}: {cause}") from cause
+
+
+def size_text(size: float) -> str:
+    """Bytes for people: `1.5 GB`."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def _run_of(folder: Path) -> str | None:
+    try:
+        return read_manifest(folder).run_id
+    except EnvironmentProblem:
+        return None
+
+
+def _write(path: Path, data: bytes) -> Digest:
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return Digest(len(data), xxhash.xxh3_64(data).hexdigest())
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,133 @@
+"""Torch tensors out of, and into, the bytes of `titancli.checkpoint.tensorfile`."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from titancli.checkpoint.tensorfile import Entry, read_header
+from titancli.errors import EnvironmentProblem, TitanError
+
+TORCH_DTYPE = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}
+
+
+class Tensors(Protocol):
+    """Named whole tensors that are read one at a time."""
+
+    def names(self) -> list[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, on the CPU."""
+        ...
+
+
+class MemoryTensors:
+    """`Tensors` that are already in memory."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name].detach().cpu()
+
+
+def dtype_name(name: str, dtype: torch.dtype) -> str:
+    """The file format's name of a dtype.
+
+    Raises:
+        TitanError: it has none; `name` says whose it is.
+    """
+    if dtype not in DTYPE_NAME:
+        raise TitanError(
+            f"{name} is {str(dtype).removeprefix('torch.')}, which a safetensors file cannot hold"
+        )
+    return DTYPE_NAME[dtype]
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """A tensor's values, row-major; copied only if it lies on a device or is not contiguous."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def read_tensor(path: Path, entry: Entry) -> Tensor:
+    """One tensor of a file, mapped and not yet read: its pages come as they are touched and go with it.
+
+    Raises:
+        EnvironmentProblem: the file cannot be opened.
+    """
+    dtype = TORCH_DTYPE[entry.dtype]
+    if not entry.nbytes:
+        return torch.empty(entry.shape, dtype=dtype)
+    try:
+        with open(path, "rb") as file:
+            # A private mapping: torch wants writable memory, and nothing is ever written back.
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:
+        raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
+    raw = torch.frombuffer(memory, dtype=torch.uint8, count=entry.nbytes, offset=entry.start)
+    if entry.start % dtype.itemsize:  # only other programs' files are not aligned
+        raw = raw.clone()
+    return raw.view(dtype).view(entry.shape)
+
+
+class TensorFiles:
+    """The safetensors files of a folder; each one's header is read once, when it is first needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._headers: dict[str, dict[str, Entry]] = {}
+
+    def header(self, file: str) -> dict[str, Entry]:
+        if file not in self._headers:
+            self._headers[file] = read_header(self.folder / file)
+        return self._headers[file]
+
+    def read(self, file: str, key: str, dtype: str, shape: Iterable[int]) -> Tensor:
+        """One tensor, checked to be what is expected; mapped, see `read_tensor`.
+
+        Raises:
+            EnvironmentProblem: it is not there, or has another dtype or shape.
+        """
+        entry = self.header(file).get(key)
+        if entry is None or entry.dtype != dtype or entry.shape != tuple(shape):
+            raise EnvironmentProblem(
+                f"{self.folder / file} is damaged: it does not hold {key!r} as {dtype} {list(shape)}"
+            )
+        return read_tensor(self.folder / file, entry)
