@@ -88,7 +88,7 @@ def start_line(event: dict[str, Any]) -> str:
 
 
 def status_line(event: dict[str, Any]) -> str:
-    """`step 120/1000  loss 3.2141  grad norm 0.872  lr 3.00e-04  21.3k tokens/s  MFU 41.2%  1.2 GiB  ETA 0:42`"""
+    """E.g. `step 120/1000  loss 3.2141  grad norm 0.872  lr 3.00e-04  21.3k tokens/s  MFU —  ETA 0:42`."""
     metrics = {name: _number(value) for name, value in event["metrics"].items()}
     parts = [f"step {event['step']}/{event['steps']}"]
     for name, label, form in (

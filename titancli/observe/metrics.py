@@ -76,7 +76,7 @@ collector = Collector()
 
 
 def report(name: str, value: Tensor | float, *, reduce: Reduce = "mean") -> None:
-    """Report a metric from anywhere in a run: a float, or a 0-dim tensor on any device (which is not waited for).
+    """Report a metric from anywhere in a run: a float, or a 0-dim tensor, which is not waited for.
 
     It appears under `name` in all loggers: as the mean or the maximum of all reports of all ranks since the
     last reading (every `metrics.log_freq` steps), or as their sum, to which every rank that reports adds.

@@ -40,15 +40,17 @@ class Observers:
         device: torch.device,
         log_freq: int,
         total_steps: int,
+        info: Mapping[str, Any] | None = None,
         world: int = 1,
         flops_per_token: float = 0.0,
         peak_flops: float | None = None,
     ) -> None:
-        """`flops_per_token` and `peak_flops` (FLOP/s of one device) give the utilisation; None: it is left out."""
+        """`info` goes into `run_start`. `peak_flops`: FLOP/s of one device, or None to leave MFU out."""
         self._loggers = list(loggers)
         self._device = device
         self._log_freq = log_freq
         self._total_steps = total_steps
+        self._info = dict(info or {})
         self._world = world
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops
@@ -57,17 +59,19 @@ class Observers:
         self._steps_since = 0
         self._read_at = time.perf_counter()
         self._first = True
+        self._ended = False
         self.step = 0
         """The last step that ended."""
         self.latest: dict[str, float] = {}
         """The metrics that were read last."""
 
-    def run_start(self, info: dict[str, Any]) -> None:
-        """The first step is about to begin. `info`: what `run.json` says of the run."""
+    def run_start(self, info: Mapping[str, Any]) -> None:
+        """The first step is about to begin. `info` adds to what the constructor was given."""
         collector.drain()
-        self.step = int(info.get("step") or 0)
+        merged = {**self._info, **info}
+        self.step = int(merged.get("step") or 0)
         self._read_at = time.perf_counter()
-        self._tell("run_start", info)
+        self._tell("run_start", merged)
 
     def step_end(self, step: int, metrics: Mapping[str, Tensor | float]) -> None:
         """A step is done. Values are global already; 0-dim tensors are not waited for unless they are due.
@@ -89,7 +93,10 @@ class Observers:
         self._tell("checkpoint_saved", step, path)
 
     def run_end(self, outcome: dict[str, Any]) -> None:
-        """The run is over, in good order."""
+        """The run is over, in good order. A second call does nothing."""
+        if self._ended:
+            return
+        self._ended = True
         if self._unread is not None:
             self._read(self.step)
         self._tell("run_end", {**outcome, "metrics": {**self.latest, **(outcome.get("metrics") or {})}})

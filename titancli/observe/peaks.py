@@ -1,4 +1,4 @@
-"""Peak bf16 throughput of devices, for model FLOPs utilisation. Dense, without sparsity; makers' data sheets."""
+"""Peak bf16 throughput of devices, for model FLOPs utilisation: dense, as their makers say."""
 
 from __future__ import annotations
 

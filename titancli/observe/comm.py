@@ -1,0 +1,138 @@
+"""The process group of a run: set up, compared, its time limits, its flight recorder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from titancli.errors import EnvironmentProblem, TitanError
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+
+def choose_device(local_rank: int) -> torch.device:
+    """This rank's device: its own GPU where there are any, else the CPU.
+
+    Raises:
+        EnvironmentProblem: there are GPUs, but fewer than ranks on this machine.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise EnvironmentProblem(
+            f"local rank {local_rank} has no GPU: {count} {'is' if count == 1 else 'are'} visible",
+            hint=f"take --nproc {count}, or make more visible with CUDA_VISIBLE_DEVICES",
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def start_flight_recorder(logs: Path, entries: int) -> None:
+    """Have the last collectives of this rank dumped into `logs` when one times out; 0 entries: do not.
+
+    Set before the process group is made. Each variable has an older name that older torch versions read.
+    """
+    prefix = str(logs / "flight-recorder-rank-")
+    for names, value in (
+        (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), str(entries)),
+        (("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), prefix),
+        (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1" if entries else "0"),
+    ):
+        for name in names:
+            os.environ[name] = value
+
+
+def init_process_group(device: torch.device, *, rank: int, world: int, timeout_seconds: int) -> None:
+    """Make the default process group: NCCL for GPU tensors and gloo for CPU tensors, or gloo alone.
+
+    One rank needs no address. Several take it from the environment that torchrun sets.
+    """
+    import torch.distributed as dist
+
+    options: dict[str, Any] = {
+        "timeout": timedelta(seconds=timeout_seconds),
+        "rank": rank,
+        "world_size": world,
+    }
+    if world == 1:
+        options["store"] = dist.HashStore()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", **options)
+
+
+def tighten_timeouts(seconds: int) -> None:
+    """Set the time limit of collectives in every process group of this rank.
+
+    Called by all ranks once the first step is done: until then ranks compile and load at different speeds.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    if not dist.is_initialized():
+        return
+    # What was started under the old limit ends under it.
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    all_gather(None)
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def all_gather(value: T) -> list[T]:
+    """A small picklable value of every rank, by rank; over gloo."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def on_rank_zero(function: Callable[[], T]) -> T:
+    """Call on rank 0 and return its result on every rank; a TitanError there is raised on every rank."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return function()
+    result: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            result[0] = function()
+        except TitanError as error:
+            result[1] = error
+    dist.broadcast_object_list(result, src=0, device="cpu")
+    if result[1] is not None:
+        raise result[1]
+    return result[0]
+
+
+def require_same(what: str, value: str, host: str) -> None:
+    """Compare a value over all ranks.
+
+    Raises:
+        EnvironmentProblem: on every rank, naming the ranks that differ from rank 0.
+    """
+    everywhere = all_gather((value, host))
+    differing = [
+        (rank, other, where) for rank, (other, where) in enumerate(everywhere) if other != everywhere[0][0]
+    ]
+    if not differing:
+        return
+    listed = "\n".join(f"  rank {rank} on {where}: {other}" for rank, other, where in differing[:8])
+    more = f"\n  and {len(differing) - 8} more" if len(differing) > 8 else ""
+    raise EnvironmentProblem(
+        f"the ranks were started with different {what}\n"
+        f"  rank 0 on {everywhere[0][1]}: {everywhere[0][0]}\n{listed}{more}",
+        hint="run the same command, with the same files, on every node",
+    )

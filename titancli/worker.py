@@ -1,0 +1,422 @@
+"""What each rank runs: a resolved recipe in, an outcome out.
+
+`python -m titancli.worker RUN_DIR` is one rank of several, started by a launcher; `main` runs the only rank
+inside the command. Nothing at the top imports torch, so that signals are handled from the first moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import hashlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titancli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, TitanError
+from titancli.observe.events import EventLog, EventLogger, Listener, LogHandler, plain
+from titancli.runs import RunFolder, timestamp, write_atomically
+
+if TYPE_CHECKING:
+    import torch
+
+    from titancli.observe.observers import Observers
+    from titancli.recipe.schema import Recipe
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class Stop:
+    """Turns signals into a wish that the session asks for after each step."""
+
+    def __init__(self) -> None:
+        self.requested: str | None = None
+        """The name of the first signal that came, e.g. `"SIGTERM"`."""
+
+    @contextmanager
+    def listening(self, *, say: bool = False) -> Iterator[Stop]:
+        """Handle the signals; `say` tells the user of it, and makes a second SIGINT leave at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self  # only the main thread may set handlers
+            return
+
+        def handle(number: int, frame: Any) -> None:
+            name = signal.Signals(number).name
+            if say and name == "SIGINT" and self.requested == "SIGINT":
+                os.write(2, b"\ninterrupted again: leaving at once\n")
+                os._exit(EXIT_INTERRUPTED)
+            if say and self.requested is None:
+                again = "; Ctrl-C again leaves at once" if name == "SIGINT" else ""
+                # Not through Python's streams: the signal may have come in the middle of a write.
+                os.write(2, f"\n{name}: stopping after this step, with a checkpoint{again}\n".encode())
+            self.requested = self.requested or name
+
+        before = {number: signal.signal(number, handle) for number in SIGNALS}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank this is."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    restart: int = 0
+    """How often the launcher has started the ranks anew."""
+
+    @classmethod
+    def from_environment(cls) -> Place:
+        """What torchrun set."""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
+        return cls(*(int(os.environ.get(name, default)) for name, default in zip(names, "0100", strict=True)))
+
+
+def main(
+    run_dir: Path,
+    *,
+    lock_file: Path | None = None,
+    checkpoint: Path | None = None,
+    plugin_files: Sequence[Path] = (),
+    place: Place | None = None,
+    stop: Stop | None = None,
+    listeners: tuple[Listener, ...] = (),
+) -> dict[str, Any]:
+    """Run one rank to its end and return the outcome (see `titancli.loops.session.run`).
+
+    Without `lock_file` the run folder is ready and held by the caller. With it rank 0 makes the folder, from
+    that file and the `run.json` beside it. `listeners` are handed rank 0's events.
+
+    Raises:
+        Exception: whatever went wrong, after `logs/rank-N.error.json` was written.
+    """
+    place = place or Place()
+    folder = RunFolder(run_dir.absolute())
+    quiet()
+    watched: list[Observers] = []
+    with ExitStack() as stack:
+        if stop is None:
+            stop = stack.enter_context(Stop().listening(say=True))
+        try:
+            return _run(
+                folder, lock_file, checkpoint, list(plugin_files), place, stop, listeners, watched, stack
+            )
+        except BaseException as error:
+            step = watched[0].step + 1 if watched else None
+            _write_error(folder, place, error, step)
+            raise
+
+
+def _run(
+    folder: RunFolder,
+    lock_file: Path | None,
+    checkpoint: Path | None,
+    plugin_files: list[Path],
+    place: Place,
+    stop: Stop,
+    listeners: tuple[Listener, ...],
+    watched: list[Observers],
+    stack: ExitStack,
+) -> dict[str, Any]:
+    from titancli import registry
+    from titancli.observe import comm
+    from titancli.recipe import load_recipe
+
+    if plugin_files:
+        registry.configure(files=plugin_files)
+    source = lock_file or folder.recipe_lock
+    lock_text = source.read_text(encoding="utf-8")
+    loaded = load_recipe(source)
+    recipe = loaded.recipe
+    stack.enter_context(_settings(recipe))
+    device = comm.choose_device(place.local_rank)
+    comm.start_flight_recorder(folder.logs, recipe.comm.trace_buf_size)
+    comm.init_process_group(
+        device, rank=place.rank, world=place.world, timeout_seconds=recipe.comm.init_timeout_seconds
+    )
+    stack.push(_leave_process_group)
+    digest = hashlib.sha256(lock_text.encode()).hexdigest()
+    host = socket.gethostname()
+    comm.require_same("resolved recipes", digest, host)
+    if lock_file is not None:
+        comm.on_rank_zero(lambda: _prepare(folder, lock_file, lock_text, stack))
+    checkpoint = comm.on_rank_zero(lambda: _start_from(folder, checkpoint, place))
+
+    events = None
+    if place.rank == 0:
+        events = EventLog(folder.events, listeners)
+        stack.callback(events.close)
+        stack.enter_context(_warnings_as_events(events))
+    watchers = _build_loggers(recipe, folder, place, events)
+    record = folder.record()
+
+    def observers_for(engine: Any) -> Observers:
+        observers = _observe(engine, recipe, folder, place, device, watchers, checkpoint, loaded.data)
+        watched.append(observers)
+        observers.run_start({})
+        return observers
+
+    from titancli.loops import session
+
+    outcome = session.run(
+        recipe,
+        run_folder=folder.path,
+        lock_text=lock_text,
+        run_id=record["run_id"],
+        checkpoint=checkpoint,
+        observers_for=observers_for,
+        stop=stop,
+        device=device,
+        on_first_step=lambda: comm.tighten_timeouts(recipe.comm.train_timeout_seconds),
+    )
+    if watched:
+        watched[0].run_end(outcome)
+        outcome = {**outcome, "metrics": watched[0].latest}
+    if place.rank == 0:
+        folder.update_attempt(outcome=plain(outcome), ended=timestamp())
+    return outcome
+
+
+def _prepare(folder: RunFolder, lock_file: Path, lock_text: str, stack: ExitStack) -> None:
+    """On several nodes rank 0 makes the run folder, and holds it until the run is over."""
+    folder.make()
+    stack.callback(folder.hold().release)
+    folder.write_recipe_lock(lock_text)
+    folder.write_record(json.loads(lock_file.with_name("run.json").read_text(encoding="utf-8")))
+
+
+def _start_from(folder: RunFolder, checkpoint: Path | None, place: Place) -> Path | None:
+    """Ranks that were started anew go on from the newest checkpoint that the ranks before them wrote."""
+    if not place.restart:
+        return checkpoint
+    from titancli.checkpoint import newest
+
+    return newest(folder.checkpoints) or checkpoint
+
+
+def _build_loggers(recipe: Recipe, folder: RunFolder, place: Place, events: EventLog | None) -> list[Any]:
+    """Before the engine, so that a package that is missing is said at once."""
+    from titancli.registry.component import build
+
+    is_main = place.rank == 0
+    loggers: list[Any] = [] if events is None else [EventLogger(events, recipe.training.steps)]
+    return loggers + [build(config, run_folder=folder.path, is_main=is_main) for config in recipe.loggers]
+
+
+def _observe(
+    engine: Any,
+    recipe: Recipe,
+    folder: RunFolder,
+    place: Place,
+    device: torch.device,
+    watchers: list[Any],
+    checkpoint: Path | None,
+    recipe_data: dict[str, Any],
+) -> Observers:
+    from titancli.observe.observers import Observers
+    from titancli.observe.peaks import device_peak
+
+    facts = {
+        "world": place.world,
+        "mesh": asdict(engine.mesh.degrees),
+        "device": _device_name(device),
+        "checkpoint": str(checkpoint) if checkpoint else None,
+    }
+    if place.rank == 0:
+        folder.update_attempt(**facts, restarts=place.restart)
+    record = folder.record()
+    info = {**record, **facts, "attempt": len(record["attempts"]), "step": engine.step, "recipe": recipe_data}
+    # The peaks are bf16's; a run that computes in fp32 has no utilisation of them.
+    peak = device_peak(device) if recipe.training.mixed_precision_param == "bfloat16" else None
+    return Observers(
+        watchers,
+        device=device,
+        log_freq=recipe.metrics.log_freq,
+        total_steps=recipe.training.steps,
+        info=info,
+        world=place.world,
+        flops_per_token=engine.flops_per_token,
+        peak_flops=peak,
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "CPU"
+    import torch
+
+    return torch.cuda.get_device_name(device)
+
+
+# ------------------------------------------------------------------------------------------ settings
+
+
+def quiet() -> None:
+    """Keep the noise of libraries out of the way of what a run has to say; set before they are imported."""
+    for name, value in {
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }.items():
+        os.environ.setdefault(name, value)
+    for category in (UserWarning, FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=category, module=r"(torch|transformers|datasets)\b")
+
+
+@contextmanager
+def _settings(recipe: Recipe) -> Iterator[None]:
+    """Process-wide settings of a run, put back at its end."""
+    if recipe.debug.deterministic:
+        # cuBLAS reads it when it is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    import torch
+
+    deterministic, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    if recipe.debug.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+        torch.backends.cudnn.benchmark = benchmark
+
+
+@contextmanager
+def _warnings_as_events(events: EventLog) -> Iterator[None]:
+    titan = logging.getLogger("titancli")
+    handler = LogHandler(events)
+    titan.addHandler(handler)
+    propagate, titan.propagate = titan.propagate, False
+    try:
+        yield
+    finally:
+        titan.removeHandler(handler)
+        titan.propagate = propagate
+
+
+def _leave_process_group(error_type: Any, error: Any, trace: Any) -> None:
+    """Other ranks may be stuck in a collective after an error, and destroying would wait for them."""
+    import torch.distributed as dist
+
+    if dist.is_initialized() and (error is None or dist.get_world_size() == 1):
+        dist.destroy_process_group()
+
+
+# -------------------------------------------------------------------------------------------- errors
+
+
+def _write_error(folder: RunFolder, place: Place, error: BaseException, step: int | None) -> None:
+    """`logs/rank-N.error.json`: what the launcher shows."""
+    own = isinstance(error, TitanError)
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    report = {
+        "rank": place.rank,
+        "world": place.world,
+        "host": socket.gethostname(),
+        "step": step,
+        "type": type(error).__name__,
+        "message": error.message if isinstance(error, TitanError) else str(error),
+        "hint": error.hint if isinstance(error, TitanError) else None,
+        "exit_code": error.exit_code if isinstance(error, TitanError) else EXIT_FAILED,
+        "expected": own,
+        "communication": not own and _is_communication(error),
+        "traceback": "".join(traceback.format_exception(type(error), error, trace)),
+        "time": timestamp(),
+    }
+    try:
+        folder.logs.mkdir(parents=True, exist_ok=True)
+        write_atomically(error_file(folder, place.rank), json.dumps(report, indent=2) + "\n")
+    except (OSError, TitanError) as second:  # a full disk must not hide what happened
+        print(f"cannot write the error file: {second}", file=sys.stderr)
+
+
+def error_file(folder: RunFolder, rank: int) -> Path:
+    return folder.logs / f"rank-{rank}.error.json"
+
+
+def _is_communication(error: BaseException) -> bool:
+    """Whether this is what a rank sees when another one is gone: seldom the cause."""
+    if type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError"):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(
+        word in text
+        for word in ("connection closed", "connection reset", "gloo", "nccl", "broken pipe", "timed out")
+    )
+
+
+# ------------------------------------------------------------------------------------ one of several
+
+
+def die_with_parent() -> None:
+    """Get SIGTERM when the parent process dies, so that nothing is orphaned; Linux only."""
+    if sys.platform != "linux":
+        return
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+
+
+def run_rank(arguments: Sequence[str] | None = None) -> int:
+    """`python -m titancli.worker`: the exit code is 0 whenever the rank stopped in good order."""
+    parser = argparse.ArgumentParser(prog="python -m titancli.worker", description=__doc__)
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--lock", type=Path, help="resolved recipe of a run folder that is still to be made")
+    parser.add_argument("--checkpoint", type=Path, help="checkpoint folder to continue from")
+    parser.add_argument("-p", dest="plugins", type=Path, action="append", default=[], help="plugin file")
+    options = parser.parse_args(arguments)
+    place = Place.from_environment()
+    with Stop().listening() as stop:
+        die_with_parent()
+        folder = RunFolder(options.run_dir.absolute())
+        _log_into(folder.logs / f"rank-{place.rank}.log", place)
+        error_file(folder, place.rank).unlink(missing_ok=True)
+        try:
+            main(
+                options.run_dir,
+                lock_file=options.lock,
+                checkpoint=options.checkpoint,
+                plugin_files=options.plugins,
+                place=place,
+                stop=stop,
+            )
+        except BaseException:
+            traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # No tidy exit: threads and collectives may hang, and the launcher is waiting for the cause.
+            os._exit(EXIT_FAILED)
+    return EXIT_OK
+
+
+def _log_into(path: Path, place: Place) -> None:
+    """Send stdout and stderr of this process, and of the libraries in it, to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    print(f"--- {timestamp()} rank {place.rank} of {place.world} on {socket.gethostname()}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(run_rank())
