@@ -180,9 +180,7 @@ class Registry:
         if broken:
             return "repair or uninstall the broken plugin; `titan plugins` shows the state of all"
         if others := [of_kind for of_kind, other in full.values() if other == bare]:
-            return (
-                f"{name!r} is a {others[0]}, not a {kind}; `titan list-components {kind}` lists what there is"
-            )
+            return f"{name!r} is of kind {others[0]}; `titan list-components {kind}` lists what there is"
         left_out = [p.name for p in self._plugins.values() if p.state in LEFT_OUT]
         note = f" (left out: {', '.join(left_out)})" if left_out else ""
         known = f"{', '.join(sorted(candidates))}" if candidates else "none is installed"
