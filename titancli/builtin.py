@@ -1,13 +1,22 @@
-"""The built-in components, offered through the same hooks and the same entry point as any plugin's."""
+"""The built-in components and recipes, offered through the same hooks and entry point as any plugin's."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from titancli.registry.hookspecs import hookimpl
 
 
 @hookimpl
 def titan_components() -> list[type]:
-    from titancli import data, launchers, loggers, loops, losses, models, optimizers, parallel
+    from titancli import converters, data, launchers, loggers, loops, losses, models, optimizers, parallel
 
-    rooms = (models, data, parallel, losses, optimizers, loggers, loops, launchers)
+    rooms = (models, data, converters, parallel, losses, optimizers, loggers, loops, launchers)
     return [config for room in rooms for config in room.COMPONENTS]
+
+
+@hookimpl
+def titan_recipes() -> Path:
+    from titancli.recipe.find import bundled_folder
+
+    return bundled_folder()
