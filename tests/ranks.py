@@ -29,7 +29,9 @@ def _serve(connection: Any, rank: int) -> None:
             world, store, function, args = connection.recv()
         except EOFError:
             return
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
+        )
         try:
             dist.init_process_group(
                 "gloo",

@@ -9,15 +9,17 @@ import torch
 
 from titancli.data.batch import Batch
 from titancli.engine import Engine
-from titancli.losses import CrossEntropy
 from titancli.loops import Pretrain
+from titancli.losses import CrossEntropy
 from titancli.models import Llama3
 from titancli.optimizers import AdamW
 from titancli.parallel import Decoder
 from titancli.recipe.schema import ActivationCheckpoint, Compile, LRScheduler, Mesh, Recipe, Training
 
 ROWS, LENGTH, VOCABULARY = 8, 16, 64
-MODEL: dict[str, Any] = dict(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=VOCABULARY)
+MODEL: dict[str, Any] = dict(
+    dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=VOCABULARY
+)
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,14 @@ def recipe(layout: Layout, **training: Any) -> Recipe:
     for degree in layout.mesh.values():
         dp *= max(degree, 1)
     settings = dict(
-        steps=10, seq_len=LENGTH, local_batch_size=ROWS // dp // layout.micro_batches, global_batch_size=ROWS,
-        accumulate=layout.accumulate, mixed_precision_param=layout.dtype, seed=7, max_norm=0.5,
+        steps=10,
+        seq_len=LENGTH,
+        local_batch_size=ROWS // dp // layout.micro_batches,
+        global_batch_size=ROWS,
+        accumulate=layout.accumulate,
+        mixed_precision_param=layout.dtype,
+        seed=7,
+        max_norm=0.5,
     )
     return Recipe(
         model=Llama3(**MODEL, tied=layout.tied),
@@ -101,5 +109,3 @@ def training(layout: Layout, steps: int = 3) -> dict[str, torch.Tensor]:
 
 def initial_weights(layout: Layout) -> dict[str, torch.Tensor]:
     return {name: whole(p) for name, p in Engine.build(recipe(layout)).named_parameters()}
-
-

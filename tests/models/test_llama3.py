@@ -38,7 +38,9 @@ def test_a_flavor_has_its_published_parameter_count(name):
 def test_a_flavor_counts_its_published_flops(name):
     with torch.device("meta"):
         model = build(flavor(name), seq_len=8192)
-    assert model.flops_per_token(2048 if name == "debugmodel" else 8192) == pytest.approx(FLOPS[name], rel=5e-4)
+    assert model.flops_per_token(2048 if name == "debugmodel" else 8192) == pytest.approx(
+        FLOPS[name], rel=5e-4
+    )
 
 
 def test_every_parameter_is_in_the_tensor_plan():

@@ -1,4 +1,4 @@
-"""The engine: it owns the sharded model and its optimizer, and offers verbs. Loops are programs over those."""
+"""The engine: it owns the sharded model and its optimizer, and offers verbs for loops."""
 
 from titancli.engine.engine import Engine, Metrics
 

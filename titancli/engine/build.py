@@ -74,7 +74,11 @@ def build_engine(recipe: Recipe, *, device: torch.device | None, frozen: bool) -
 
 def default_device() -> torch.device:
     """This rank's GPU, or the CPU where there is none."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def precision(training: Training) -> MixedPrecision:

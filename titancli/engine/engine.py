@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titancli.data.batch import Batch
@@ -78,14 +80,13 @@ class Engine:
 
     def forward(self, batch: Batch) -> Tensor:
         """log p(targets), [B, S] fp32, 0 where there is no target; no gradients."""
-        # no_grad, never inference_mode: parameters gathered inside it would poison the next training step.
-        with torch.no_grad():
+        with self._no_gradients():
             return self._run(batch.to(self.device), _LogProbs())
 
     def evaluate(self, batches: Batch | Sequence[Batch], loss: Loss | None = None) -> Metrics:
         """The loss over all ranks and batches, without gradients: `loss` and `weight`."""
         total = torch.zeros(2, dtype=torch.float32, device=self.device)
-        with torch.no_grad():
+        with self._no_gradients():
             for batch in _listed(batches):
                 result = self._run(batch.to(self.device), loss or self.loss)
                 total += torch.stack((result.sum.float(), result.weight.float()))
@@ -95,7 +96,7 @@ class Engine:
     # ----------------------------------------------------------------------------------------- training
 
     def forward_backward(self, batches: Batch | Sequence[Batch], loss: Loss | None = None) -> Metrics:
-        """Add the gradients of the loss's sum over one batch, or over several as micro-batches of one reduction.
+        """Add the gradients of the loss's sum over one batch, or several as micro-batches of one reduction.
 
         Returns:
             `loss` (the average over all ranks), `loss_max` (the worst rank's), `tokens`, and what the loss
@@ -229,6 +230,16 @@ class Engine:
     def _run(self, batch: Batch, loss: Any) -> Any:
         inputs = {name: batch[name] for name in self.model.inputs if name in batch}
         return self.model(**inputs, batch=batch, loss=loss)
+
+    @contextmanager
+    def _no_gradients(self) -> Iterator[None]:
+        # no_grad, never inference_mode: parameters gathered inside it would poison the next training step.
+        with torch.no_grad():
+            yield
+        # Backward frees what forward gathered; without one, the next step would use weights gone stale.
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _reduce_after(self, *, last: bool) -> None:
         """Say which collectives the next backward ends with; a call's last one always ends reduced."""

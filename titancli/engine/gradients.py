@@ -52,6 +52,8 @@ def divide_and_clip(parameters: list[nn.Parameter], weight: Tensor, max_norm: fl
     factor = 1.0 / weight
     if max_norm > 0:
         factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+    gradients = [
+        p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None
+    ]
     torch._foreach_mul_(gradients, factor)
     return norm

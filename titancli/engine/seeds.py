@@ -21,7 +21,10 @@ def generator_for(seed: int, device: torch.device) -> Callable[[str], torch.Gene
 
 
 def seed_step(seed: int, step: int, dp_rank: int) -> None:
-    """Seed Python, NumPy and torch for one step: there is no random state to save, or to lose on another layout."""
+    """Seed Python, NumPy and torch for one step, so that there is no random state to save.
+
+    Nothing is lost on another layout either.
+    """
     value = derive(seed, step, dp_rank)
     random.seed(value)
     np.random.seed(value % 2**32)

@@ -32,7 +32,7 @@ def optimizer_tensors(
 def initialise_state(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer that has not stepped yet create its state, changing no parameter.
 
-    A step with a learning rate and gradients of zero does it for any optimizer; what it counted is taken back.
+    A step with a learning rate and gradients of zero does it for any optimizer; its count is taken back.
     """
     if optimizer.state:
         return

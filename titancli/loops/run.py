@@ -26,7 +26,8 @@ class Stop(Protocol):
 class Source(Protocol):
     """Batches, and the position after the last one used."""
 
-    state: dict[str, Any]
+    @property
+    def state(self) -> dict[str, Any]: ...
 
     def __iter__(self) -> Iterator[Batch]: ...
 
@@ -61,7 +62,7 @@ class Run:
         return step < self.steps
 
     def take(self, data: Source, count: int) -> list[Batch]:
-        """The micro-batches of one step; fewer, or none, at the end of the data. The same number on every rank."""
+        """The micro-batches of one step; fewer, or none, at the end of the data. As many on every rank."""
         batches: list[Batch] = []
         for batch in data:
             batches.append(batch)

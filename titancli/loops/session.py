@@ -97,7 +97,7 @@ def check_vocabulary(recipe: Recipe, tokenizer: Any) -> None:
     if rows is not None and tokenizer.vocab_size > rows:
         raise EnvironmentProblem(
             f"the tokenizer has {tokenizer.vocab_size:,} ids, and the model's vocab_size is only {rows:,}",
-            hint=f"take the tokenizer that belongs to the model, or set model.vocab_size={tokenizer.vocab_size}",
+            hint=f"take the model's own tokenizer, or set model.vocab_size={tokenizer.vocab_size}",
         )
 
 

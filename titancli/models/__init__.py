@@ -31,9 +31,7 @@ _LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "ori
 _LLAMA32 = {**_LLAMA31, "factor": 32.0}
 
 
-@component(
-    "model", "llama3", target="titancli.models.llama3:build", hf="titancli.models.llama3:LlamaHF"
-)
+@component("model", "llama3", target="titancli.models.llama3:build", hf="titancli.models.llama3:LlamaHF")
 class Llama3:
     """Llama 3, 3.1 and 3.2: dense decoder, grouped-query attention, RoPE, SwiGLU."""
 
@@ -65,23 +63,50 @@ class Llama3:
             dim=256, n_layers=6, n_heads=16, hidden_dim=768, vocab_size=2048, rope_scaling=_LLAMA31
         ),
         "1B": dict(
-            dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, hidden_dim=8192, vocab_size=128256,
-            tied=True, rope_scaling=_LLAMA32,
+            dim=2048,
+            n_layers=16,
+            n_heads=32,
+            n_kv_heads=8,
+            hidden_dim=8192,
+            vocab_size=128256,
+            tied=True,
+            rope_scaling=_LLAMA32,
         ),
         "3B": dict(
-            dim=3072, n_layers=28, n_heads=24, n_kv_heads=8, hidden_dim=8192, vocab_size=128256,
-            tied=True, rope_scaling=_LLAMA32,
+            dim=3072,
+            n_layers=28,
+            n_heads=24,
+            n_kv_heads=8,
+            hidden_dim=8192,
+            vocab_size=128256,
+            tied=True,
+            rope_scaling=_LLAMA32,
         ),
         "8B": dict(
-            dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, hidden_dim=14336, vocab_size=128256,
+            dim=4096,
+            n_layers=32,
+            n_heads=32,
+            n_kv_heads=8,
+            hidden_dim=14336,
+            vocab_size=128256,
             rope_scaling=_LLAMA31,
         ),
         "70B": dict(
-            dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, hidden_dim=28672, vocab_size=128256,
+            dim=8192,
+            n_layers=80,
+            n_heads=64,
+            n_kv_heads=8,
+            hidden_dim=28672,
+            vocab_size=128256,
             rope_scaling=_LLAMA31,
         ),
         "405B": dict(
-            dim=16384, n_layers=126, n_heads=128, n_kv_heads=8, hidden_dim=53248, vocab_size=128256,
+            dim=16384,
+            n_layers=126,
+            n_heads=128,
+            n_kv_heads=8,
+            hidden_dim=53248,
+            vocab_size=128256,
             rope_scaling=_LLAMA31,
         ),
     }
@@ -95,8 +120,9 @@ class Llama3:
         if self.n_heads % kv_heads:
             yield "n_kv_heads", f"n_heads {self.n_heads} is not divisible by n_kv_heads {kv_heads}"
         if recipe.training.seq_len > self.max_seq_len:
-            yield "max_seq_len", (
-                f"training.seq_len {recipe.training.seq_len} is beyond the model's max_seq_len {self.max_seq_len}"
+            yield (
+                "max_seq_len",
+                (f"training.seq_len {recipe.training.seq_len} is beyond the model's {self.max_seq_len}"),
             )
 
 

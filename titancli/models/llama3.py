@@ -98,7 +98,7 @@ class Llama3Model(nn.Module):
         return self.output(self.norm(hidden), batch, loss)
 
     def _rope_frequencies(self, device: torch.device) -> Tensor:
-        # Not a buffer: it would be garbage after meta-device construction, and would be cast with the parameters.
+        # Not a buffer: that would be garbage after construction on meta, and cast with the parameters.
         if self._frequencies is None or self._frequencies.device != device:
             head_dim = self.config.head_dim or self.config.dim // self.config.n_heads
             self._frequencies = inverse_frequencies(
@@ -121,7 +121,7 @@ class Llama3Model(nn.Module):
                 trunc_normal_(parameter, _std(name), generator_for(name))
 
     def flops_per_token(self, seq_len: int) -> float:
-        """6 per matrix weight, plus 12 · layers · width of attention · seq_len (as PaLM's appendix B counts)."""
+        """6 per matrix weight, and 12 · layers · width of attention · seq_len (PaLM, appendix B)."""
         matrices = sum(p.numel() for p in self.parameters()) - self.tok_embeddings.weight.numel()
         if self.config.tied:
             matrices += self.output.weight.numel()
@@ -231,7 +231,9 @@ class LlamaHF:
         if kind not in ("default", "llama3"):
             wrong.append(f"rope_type = {kind!r}")
         if wrong:
-            raise EnvironmentProblem(f"config.json has {', '.join(wrong)}, which the model llama3 does not have")
+            raise EnvironmentProblem(
+                f"config.json has {', '.join(wrong)}, which the model llama3 does not have"
+            )
         keys = {
             "dim": config_json["hidden_size"],
             "n_layers": config_json["num_hidden_layers"],
@@ -254,5 +256,3 @@ class LlamaHF:
                 "original_max_position": int(rope["original_max_position_embeddings"]),
             }
         return keys
-
-

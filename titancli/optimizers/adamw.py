@@ -26,7 +26,8 @@ def build(config: AdamW, *, named_parameters: list[tuple[str, nn.Parameter]]) ->
                 f"optimizer.no_decay: {pattern!r} matches no parameter",
                 hint=f"names look like {named_parameters[0][0]!r} and {named_parameters[-1][0]!r}",
             )
-    decaying, exempt = [], []
+    decaying: list[nn.Parameter] = []
+    exempt: list[nn.Parameter] = []
     for name, parameter in named_parameters:
         is_exempt = any(fnmatchcase(name, pattern) for pattern in config.no_decay)
         (exempt if is_exempt else decaying).append(parameter)
@@ -72,10 +73,10 @@ class MixedAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    self._update(parameter, parameter.grad, group)
         return loss
 
-    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+    def _update(self, parameter: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -84,13 +85,13 @@ class MixedAdamW(torch.optim.Optimizer):
         state["step"] += 1
         beta1, beta2 = group["betas"]
         step = state["step"].item()
-        weight, gradient = _local(parameter), _local(parameter.grad).float()
+        weight, gradient = _local(parameter), _local(grad).float()
         first, second = _local(state["exp_avg"]), _local(state["exp_avg_sq"])
         mean = first.float().lerp_(gradient, 1 - beta1)
         square = second.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         first.copy_(mean)
         second.copy_(square)
-        denominator = square.div_(1 - beta2**step).sqrt_().add_(group["eps"])
+        denominator = square.div(1 - beta2**step).sqrt_().add_(group["eps"])
         value = weight.float().mul_(1 - group["lr"] * group["weight_decay"])
         weight.copy_(value.addcdiv_(mean, denominator, value=-group["lr"] / (1 - beta1**step)))
 

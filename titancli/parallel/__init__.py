@@ -12,8 +12,8 @@ class Decoder:
     """The plan for decoders: activation checkpointing, compile and FSDP2, block by block."""
 
     reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Whether gathered parameters are freed after forward (least memory) or kept for backward (least traffic).
-    "default" frees them, save those of the last group, which backward needs first."""
+    """Whether gathered parameters are freed after forward (least memory) or kept for backward (least
+    traffic). "default" frees them, save those of the last group, which backward needs first."""
 
 
 COMPONENTS: list[type] = [Decoder]

@@ -44,7 +44,8 @@ def apply_activation_checkpoint(layers: nn.ModuleDict, section: ActivationCheckp
         every, context = int(option), None
     else:
         raise RecipeError(
-            f"activation_checkpoint.selective_ac_option = {option!r}", hint='write "op", or "2" for every 2nd layer'
+            f"activation_checkpoint.selective_ac_option = {option!r}",
+            hint='write "op", or "2" for every 2nd layer',
         )
     for number, block in enumerate(layers.values(), start=1):
         if number % every == 0:

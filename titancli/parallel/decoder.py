@@ -36,9 +36,7 @@ def build(
         apply_activation_checkpoint(layers, activation_checkpoint)
         if compile.enable:
             compile_blocks(layers, compile.backend)
-        shard(
-            model, mesh.fsdp, precision=precision, reshard_after_forward=config.reshard_after_forward
-        )
+        shard(model, mesh.fsdp, precision=precision, reshard_after_forward=config.reshard_after_forward)
         return model
 
     return parallelize
@@ -52,7 +50,9 @@ def compile_blocks(layers: nn.ModuleDict, backend: str) -> None:
     """
     known = torch._dynamo.list_backends(exclude_tags=())
     if backend not in known:
-        raise RecipeError(f"compile.backend = {backend!r} is not one of torch's", hint=", ".join(sorted(known)))
+        raise RecipeError(
+            f"compile.backend = {backend!r} is not one of torch's", hint=", ".join(sorted(known))
+        )
     for block in layers.values():
         # The forward, not the module: FSDP2's hooks stay outside of the compiled code.
         block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)

@@ -16,7 +16,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, precision: Precision, reshard_a
 
     Args:
         mesh: 1-D (shard) or 2-D (replicate, shard).
-        reshard_after_forward: "always", "never", or "default" (all but the last group, used first in backward).
+        reshard_after_forward: "always", "never", or "default" (all but the last group).
     """
     # Forward inputs are not cast: they are integers and, for the blocks, rotation angles that must stay fp32.
     policy = MixedPrecisionPolicy(
@@ -30,7 +30,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, precision: Precision, reshard_a
     at = names.index("layers")
     front = [getattr(model, name) for name in names[:at]]
     back = [getattr(model, name) for name in names[at + 1 :]]
-    for block in model.layers.values():  # type: ignore[operator, union-attr]
+    for block in model.layers.values():  # type: ignore[operator]
         fully_shard(block, **options, reshard_after_forward=reshard)
     if _share_parameters(front, back):
         # A tied weight may belong to one group only, and is in use from the first module to the last.

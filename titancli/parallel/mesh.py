@@ -10,7 +10,10 @@ from titancli.recipe.schema import Degrees
 
 
 class Mesh:
-    """Degrees and the process groups made of them. Needs an initialised process group of `degrees.world` ranks."""
+    """Degrees and the process groups made of them.
+
+    Needs an initialised process group of `degrees.world` ranks.
+    """
 
     def __init__(self, degrees: Degrees, device: torch.device) -> None:
         self.degrees = degrees
@@ -20,7 +23,7 @@ class Mesh:
 
     @property
     def fsdp(self) -> DeviceMesh:
-        """1-D (shard) for FSDP, 2-D (replicate, shard) where there are replicas: HSDP, or DDP at shard degree 1."""
+        """1-D (shard), or 2-D (replicate, shard) where there are replicas: HSDP, and DDP at shard degree 1."""
         return self._data if self.degrees.dp_replicate > 1 else self._data["dp_shard"]
 
     @property
@@ -29,6 +32,6 @@ class Mesh:
         return dist.get_rank()
 
     @property
-    def dp_group(self) -> dist.ProcessGroup:
+    def dp_group(self) -> dist.ProcessGroup | None:
         """The ranks whose batches differ: all of them, as long as the other degrees are 1."""
         return dist.group.WORLD

@@ -1,7 +1,7 @@
 """The output projection, with the loss inside its forward.
 
-Inside, FSDP2 has gathered the weight and will reduce its gradient; outside, it is a sharded DTensor that plain
-operations cannot use.
+Inside, FSDP2 has gathered the weight and will reduce its gradient; outside, it is a sharded DTensor that
+plain operations cannot use.
 """
 
 from __future__ import annotations

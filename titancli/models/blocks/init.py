@@ -13,14 +13,16 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 def fill(parameter: Tensor, draw: Callable[[Tensor], object]) -> None:
     """Let `draw` fill a whole fp32 tensor of the parameter's shape, and keep this rank's part of it.
 
-    DTensor's own random operations are not used: on CPU they give each shard the same numbers and each replica
-    different ones.
+    DTensor's own random operations are not used: on CPU they give each shard the same numbers and each
+    replica different ones.
     """
     whole = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
     draw(whole)
     if isinstance(parameter, DTensor):
         # src_data_rank=None: every rank has drawn the same values, so each cuts its own part without communication.
-        whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
+        whole = distribute_tensor(
+            whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+        ).to_local()
         parameter = parameter.to_local()
     parameter.copy_(whole)
 

@@ -1,7 +1,7 @@
 """Rotary position embedding, with Llama 3.1's frequency scaling.
 
-Source: RoFormer (arXiv 2104.09864); scaling as in Meta's Llama 3.1 release. Pairs are (i, i + head_dim/2), the
-order of Hugging Face checkpoints, so that no permutation of q and k is needed on the way in or out.
+Source: RoFormer (arXiv 2104.09864); scaling as in Meta's Llama 3.1 release. Pairs are (i, i + head_dim/2),
+the order of Hugging Face checkpoints, so that no permutation of q and k is needed on the way in or out.
 """
 
 from __future__ import annotations

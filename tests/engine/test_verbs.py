@@ -1,0 +1,178 @@
+"""The verbs: what they return, what they refuse, and that they leave nothing behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.engine import cases
+from tests.engine.cases import Layout
+from titancli.engine import Engine
+from titancli.errors import TitanError
+
+pytestmark = pytest.mark.ranks
+
+
+def log_probs(layout):
+    engine = Engine.build(cases.recipe(layout))
+    batch = cases.my_batches(engine)[0]
+    return engine.forward(batch), batch["targets"], engine.evaluate(batch)
+
+
+def test_forward_gives_log_probs_of_the_targets(ranks):
+    (values, targets, metrics), *_ = ranks(1, log_probs, Layout())
+    assert values.shape == targets.shape
+    assert values.dtype == torch.float32
+    assert not values.requires_grad
+    assert (values[targets == -100] == 0).all()
+    count = (targets != -100).sum()
+    assert metrics["weight"] == count
+    torch.testing.assert_close(metrics["loss"], -values.sum() / count)
+
+
+def test_evaluate_averages_over_all_ranks(ranks):
+    (_, _, one), *_ = ranks(1, log_probs, Layout())
+    for _, _, metrics in ranks(2, log_probs, Layout({"dp_shard": 2})):
+        torch.testing.assert_close(metrics["loss"], one["loss"])
+
+
+def evaluate_between_steps():
+    plain, disturbed = (Engine.build(cases.recipe(Layout({"dp_shard": 2}))) for _ in range(2))
+    for step in range(2):
+        for engine in (plain, disturbed):
+            if engine is disturbed:
+                engine.evaluate(cases.my_batches(engine, 9))
+            engine.forward_backward(cases.my_batches(engine, step))
+            if engine is disturbed:
+                engine.forward(cases.my_batches(engine, 8)[0])
+            engine.optim_step()
+    return [
+        torch.equal(a.to_local(), b.to_local())
+        for (_, a), (_, b) in zip(plain.named_parameters(), disturbed.named_parameters(), strict=True)
+    ]
+
+
+def test_forward_and_evaluate_do_not_disturb_training(ranks):
+    assert all(all(same) for same in ranks(2, evaluate_between_steps))
+
+
+def two_calls_against_one():
+    layout = Layout({"dp_shard": 2}, micro_batches=2)
+    together, apart = (Engine.build(cases.recipe(layout)) for _ in range(2))
+    batches = cases.my_batches(together)
+    together.forward_backward(batches)
+    for batch in batches:
+        apart.forward_backward(batch)
+    norms = [engine.optim_step()["grad_norm"] for engine in (together, apart)]
+    return norms, together.tokens_seen, apart.tokens_seen
+
+
+def test_calls_before_a_step_add_up(ranks):
+    (norms, tokens, tokens_apart), _ = ranks(2, two_calls_against_one)
+    torch.testing.assert_close(norms[0], norms[1])
+    assert tokens == tokens_apart == cases.ROWS * cases.LENGTH
+
+
+def clip():
+    loose = Engine.build(cases.recipe(Layout(), max_norm=0.0))
+    tight = Engine.build(cases.recipe(Layout(), max_norm=1e-3))
+    result = []
+    for engine in (loose, tight):
+        engine.forward_backward(cases.my_batches(engine))
+        reference = [cases.whole(p.grad) / engine._weight for _, p in engine.named_parameters()]
+        before = torch.nn.utils.get_total_norm(reference)
+        captured = []
+        engine.optimizer.register_step_pre_hook(
+            lambda optimizer, args, kwargs, into=captured: into.extend(
+                cases.whole(p.grad) for group in optimizer.param_groups for p in group["params"]
+            )
+        )
+        norm = engine.optim_step()["grad_norm"]
+        result.append((before, norm, torch.nn.utils.get_total_norm(captured)))
+    return result
+
+
+def test_clipping_limits_the_norm_and_zero_never_clips(ranks):
+    (before, norm, after), (_, tight_norm, tight_after) = ranks(1, clip)[0]
+    torch.testing.assert_close(norm, before)
+    torch.testing.assert_close(after, before)
+    torch.testing.assert_close(tight_norm, before)
+    assert tight_after <= 1.001e-3
+
+
+def refusals():
+    engine = Engine.build(cases.recipe(Layout()))
+    frozen = Engine.build(cases.recipe(Layout()), frozen=True)
+    batch = cases.my_batches(engine)[0]
+    messages = []
+    for call in (
+        engine.optim_step,
+        lambda: frozen.forward_backward(batch),
+        lambda: engine.evaluate([]),
+        lambda: Engine.build(cases.recipe(Layout({"dp_shard": 3}))),
+        lambda: Engine.build(cases.recipe(Layout(compile="inductr"))),
+        lambda: Engine.build(cases.recipe(Layout(), global_batch_size=7)),
+    ):
+        try:
+            call()
+            messages.append("no error")
+        except TitanError as error:
+            messages.append(str(error))
+    return messages, frozen.forward(batch).shape
+
+
+def test_what_cannot_be_done_is_refused_by_name(ranks):
+    messages, shape = ranks(1, refusals)[0]
+    expected = [
+        "call forward_backward first",
+        "frozen engine",
+        "no batch",
+        "does not make 1 rank",
+        "inductr",
+        "not a multiple",
+    ]
+    for message, part in zip(messages, expected, strict=True):
+        assert part in message
+    assert shape == (cases.ROWS, cases.LENGTH)
+
+
+def hugging_face_weights(layout):
+    engine = Engine.build(cases.recipe(layout))
+    return dict(engine.weights()), cases.initial_weights(layout)
+
+
+def test_weights_have_hugging_face_names_and_stand_on_rank_0(ranks):
+    (first, plain), (second, _) = ranks(2, hugging_face_weights, Layout({"dp_shard": 2}))
+    assert list(first) == list(second)
+    assert all(value is None for value in second.values())
+    torch.testing.assert_close(
+        first["model.layers.1.mlp.down_proj.weight"], plain["layers.1.feed_forward.w2.weight"]
+    )
+    assert len(first) == len(plain)
+
+
+def resume(folder):
+    layout = Layout({"dp_shard": dist.get_world_size()})
+    straight = Engine.build(cases.recipe(layout))
+    for step in range(4):
+        straight.forward_backward(cases.my_batches(straight, step))
+        straight.optim_step()
+        if step == 1:
+            straight.save(folder)
+    resumed = Engine.build(cases.recipe(layout, seed=3))
+    resumed.load(folder)
+    losses = []
+    for step in range(resumed.step, 4):
+        losses.append(resumed.forward_backward(cases.my_batches(resumed, step))["loss"])
+        resumed.optim_step()
+    same = [
+        torch.equal(a.to_local(), b.to_local())
+        for (_, a), (_, b) in zip(straight.named_parameters(), resumed.named_parameters(), strict=True)
+    ]
+    return all(same), straight.status == resumed.status
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_resumed_engine_is_bitwise_the_one_that_went_on(ranks, tmp_path, world):
+    assert ranks(world, resume, str(tmp_path / "step-2")) == [(True, True)] * world

@@ -1,0 +1,79 @@
+"""AdamW against torch's, and its own step where torch has none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from titancli.errors import TitanError
+from titancli.optimizers import AdamW
+from titancli.optimizers.adamw import MixedAdamW, build
+
+
+def named_parameters(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (name, nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
+        for name, shape in (("layers.0.w.weight", (4, 3)), ("norm.weight", (3,)))
+    ]
+
+
+def train(optimizer, parameters, steps=5):
+    for step in range(steps):
+        for _, p in parameters:
+            p.grad = torch.sin(p.detach().float() * 3 + step).to(p.dtype)
+        optimizer.step()
+    return [p.detach().clone() for _, p in parameters]
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+def test_every_implementation_equals_torch(implementation):
+    ours, theirs = named_parameters(), named_parameters()
+    config = AdamW(lr=1e-2, weight_decay=0.3, implementation=implementation)
+    reference = torch.optim.AdamW(
+        [p for _, p in theirs], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.3
+    )
+    optimizer = build(config, named_parameters=ours)
+    for a, b in zip(train(optimizer, ours), train(reference, theirs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_our_step_equals_torch_in_float32():
+    ours, theirs = named_parameters(), named_parameters()
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.3}
+    optimizer = MixedAdamW([p for _, p in ours], **settings, state_dtype=torch.float32)
+    reference = torch.optim.AdamW([p for _, p in theirs], **settings)
+    for a, b in zip(train(optimizer, ours), train(reference, theirs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "state"),
+    [(torch.float32, "bfloat16"), (torch.bfloat16, "float32"), (torch.bfloat16, "bfloat16")],
+)
+def test_bfloat16_stays_close_to_float32(parameter, state):
+    ours, theirs = named_parameters(parameter), named_parameters()
+    optimizer = build(AdamW(lr=1e-2, state_dtype=state), named_parameters=ours)
+    moments = {s["exp_avg"].dtype for s in (train(optimizer, ours), optimizer.state.values())[1]}
+    assert moments == {getattr(torch, state)}
+    reference = train(build(AdamW(lr=1e-2), named_parameters=theirs), theirs)
+    for (_, a), b in zip(ours, reference, strict=True):
+        assert a.dtype == parameter
+        torch.testing.assert_close(a.detach().float(), b, rtol=0.03, atol=0.03)
+
+
+def test_exempt_parameters_do_not_decay():
+    parameters = named_parameters()
+    before = [p.detach().clone() for _, p in parameters]
+    optimizer = build(AdamW(lr=0.1, weight_decay=0.5, no_decay=["*norm.weight"]), named_parameters=parameters)
+    for _, p in parameters:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    torch.testing.assert_close(parameters[0][1].detach(), before[0] * 0.95)
+    torch.testing.assert_close(parameters[1][1].detach(), before[1])
+
+
+def test_a_pattern_that_matches_nothing_is_refused():
+    with pytest.raises(TitanError, match=r"'\*\.bias' matches no parameter"):
+        build(AdamW(no_decay=["*.bias"]), named_parameters=named_parameters())
