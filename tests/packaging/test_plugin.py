@@ -1,0 +1,97 @@
+"""An installed plugin takes part in everything; a broken one beside it harms nobody."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.packaging.conftest import Environment
+
+pytestmark = pytest.mark.e2e
+
+
+def test_help_lists_the_plugins_command_beside_a_broken_plugin(plugged: Environment) -> None:
+    done = plugged.titan("--help")
+    assert done.returncode == 0, done.stderr
+    assert "fixture-hello" in done.stdout and "(titan-fixture)" in done.stdout
+
+
+def test_the_plugins_command_runs(plugged: Environment) -> None:
+    done = plugged.titan("fixture-hello", "there")
+    assert (done.returncode, done.stdout) == (0, "hello there\n"), done.stderr
+
+
+def test_plugins_tells_the_state_of_each(plugged: Environment) -> None:
+    done = plugged.titan("plugins", "--json")
+    plugins = {plugin["name"]: plugin for plugin in json.loads(done.stdout)["plugins"]}
+    assert {name: plugin["state"] for name, plugin in plugins.items()} == {
+        "titan": "ok",
+        "titan-broken": "broken",
+        "titan-fixture": "ok",
+    }
+    assert plugins["titan-fixture"]["version"] == "0.3.1"
+    assert plugins["titan-fixture"]["torch"] is False
+    assert "libbroken.so.7" in plugins["titan-broken"]["error"]
+
+
+def test_list_components_names_the_plugins_and_notes_the_broken_one(plugged: Environment) -> None:
+    done = plugged.titan("list-components", "loss")
+    assert "loss  titan-fixture/smoothed  Cross-entropy against smoothed targets." in done.stdout
+    assert "titan/cross_entropy" in done.stdout
+    assert "titan-broken" in done.stderr and "titan-broken" not in done.stdout
+
+
+def test_show_tells_the_fields_of_the_plugins_component(plugged: Environment) -> None:
+    done = plugged.titan("show", "smoothed", "--json")
+    (field,) = json.loads(done.stdout)["component"]["fields"]
+    assert field == {
+        "name": "smoothing",
+        "type": "float >= 0, < 1",
+        "required": False,
+        "default": 0.1,
+        "doc": "The share of probability that is spread over the whole vocabulary.",
+    }
+
+
+@pytest.mark.parametrize("name", ["fixture_debug", "titan-fixture:fixture_debug"])
+def test_the_plugins_recipe_is_valid_beside_a_broken_plugin(plugged: Environment, name: str) -> None:
+    done = plugged.titan("validate", name)
+    assert (done.returncode, done.stdout) == (0, f"ok: {name}\n"), done.stderr
+
+
+def test_the_plugins_check_is_heard(plugged: Environment) -> None:
+    done = plugged.titan("validate", "fixture_debug", "training.seq_len=4")
+    assert done.returncode == 3
+    assert "the smoothed loss wants rows of at least 8 tokens" in done.stderr
+
+
+def test_a_blocked_plugin_is_missed_by_its_recipe(plugged: Environment) -> None:
+    done = plugged.titan("validate", "llama3_debug", "loss=smoothed", "-p", "no:titan-fixture")
+    assert done.returncode in (3, 4)
+    assert "smoothed" in done.stderr and "titan-fixture" in done.stderr
+
+
+def test_the_allow_list_leaves_plugins_out(plugged: Environment) -> None:
+    done = plugged.titan("list-components", "loss", TITAN_PLUGINS="")
+    assert done.stdout.split()[1] == "titan/cross_entropy"
+    assert "titan-fixture" not in done.stdout
+
+
+def test_a_recipe_that_needs_the_broken_plugin_gets_its_traceback(plugged: Environment) -> None:
+    done = plugged.titan("validate", "llama3_debug", "optimizer=titan-broken/shiny")
+    assert done.returncode in (3, 4)
+    assert "titan-broken" in done.stderr
+    assert "ImportError: libbroken.so.7: cannot open shared object file" in done.stderr
+    assert "registry/plugins.py" not in done.stderr
+
+
+def test_config_writes_full_names(plugged: Environment) -> None:
+    done = plugged.titan("config", "fixture_debug")
+    assert 'type = "titan-fixture/smoothed"' in done.stdout
+    assert 'type = "titan/llama3"' in done.stdout
+
+
+def test_what_a_broken_plugin_prints_never_reaches_stdout(plugged: Environment) -> None:
+    done = plugged.titan("list-components", "--json")
+    assert json.loads(done.stdout)["version"] == 1

@@ -1,0 +1,54 @@
+"""What is installed works outside of the checkout: from the wheel, and as an editable install."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.conftest import CHECKOUT, Environment, run
+
+pytestmark = pytest.mark.e2e
+Titan = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(params=["wheel", "editable"])
+def titan(request: pytest.FixtureRequest, tmp_path: Path) -> Titan:
+    if request.param == "wheel":
+        return request.getfixturevalue("plain").titan
+    return lambda *arguments: run(Path(sys.executable).parent / "titan", *arguments, cwd=tmp_path)
+
+
+def test_the_recipes_are_there(titan: Titan) -> None:
+    listed = titan("list-recipes", "--json")
+    assert listed.returncode == 0, listed.stderr
+    names = {recipe["name"] for recipe in json.loads(listed.stdout)["recipes"]}
+    assert names == {file.stem for file in (CHECKOUT / "recipes").glob("*.toml")}
+    assert "llama3_debug" in names
+
+
+def test_the_debug_recipe_is_valid(titan: Titan) -> None:
+    done = titan("validate", "llama3_debug")
+    assert (done.returncode, done.stdout) == (0, "ok: llama3_debug\n"), done.stderr
+
+
+def test_the_wheel_is_what_runs(plain: Environment) -> None:
+    where = run(plain.python, "-c", "import titancli; print(titancli.__file__)", cwd=plain.cwd).stdout
+    assert where.startswith(str(plain.folder))
+
+
+def test_python_m_titancli_is_titan(plain: Environment) -> None:
+    module = run(plain.python, "-m", "titancli", "list-recipes", cwd=plain.cwd)
+    assert (module.returncode, module.stdout) == (0, plain.titan("list-recipes").stdout)
+
+
+def test_the_wheel_carries_types_and_license_and_no_tests(titan_wheel: Path) -> None:
+    names = zipfile.ZipFile(titan_wheel).namelist()
+    assert "titancli/py.typed" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert not [name for name in names if name.startswith(("tests/", "recipes/"))]
