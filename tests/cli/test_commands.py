@@ -1,0 +1,186 @@
+"""validate, config, list-recipes, list-components, show, plugins: what they print."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Titan
+from titancli.registry.kinds import KINDS
+
+
+@pytest.fixture
+def bad(tmp_path: Path) -> str:
+    file = tmp_path / "bad.toml"
+    file.write_text('recipe = 1\nextends = "titan:llama3_debug"\n[training]\nstpes = 3\nseq_len = "long"\n')
+    return str(file)
+
+
+# -------------------------------------------------------------------------------------------- validate
+
+
+def test_validate_prints_one_line_for_each_good_recipe(titan: Titan) -> None:
+    done = titan("validate", "llama3_debug", "llama3_8b", "training.steps=7", "tokenizer=byte")
+    assert done == (0, "ok: llama3_debug\nok: llama3_8b\n", "")
+
+
+def test_validate_reports_everything_at_once_and_goes_on(titan: Titan, bad: str) -> None:
+    done = titan("validate", bad, "llama3_debug")
+    assert (done.code, done.out) == (3, "ok: llama3_debug\n")
+    assert f"{bad}:4:1" in done.err and f"{bad}:5:" in done.err
+    assert "did you mean 'steps'?" in done.err
+    assert "2 problems" in done.err
+
+
+def test_validate_as_json_is_one_document(titan: Titan, bad: str) -> None:
+    done = titan("validate", bad, "llama3_debug", "--format", "json")
+    document = json.loads(done.out)
+    assert (done.code, document["version"], document["ok"]) == (3, 1, False)
+    first, second = document["recipes"]
+    assert (first["recipe"], first["ok"], second["ok"], second["problems"]) == (bad, False, True, [])
+    assert {problem["line"] for problem in first["problems"]} == {4, 5}
+
+
+def test_validate_for_github_annotates_the_line(titan: Titan, bad: str) -> None:
+    done = titan("validate", bad, "--format=github")
+    assert done.code == 3
+    assert all(line.startswith("::error ") for line in done.out.splitlines())
+    assert "line=4" in done.out
+
+
+def test_validate_of_a_missing_recipe_names_it(titan: Titan) -> None:
+    done = titan("validate", "llama3_debgu")
+    assert done.code == 3
+    assert "llama3_debgu" in done.err and "llama3_debug" in done.err
+
+
+def test_validate_takes_unset(titan: Titan) -> None:
+    assert titan("validate", "llama3_debug", "--unset", "training.max_norm").code == 0
+
+
+# ---------------------------------------------------------------------------------------------- config
+
+
+def test_config_prints_a_recipe_that_runs_as_it_is(titan: Titan, tmp_path: Path) -> None:
+    done = titan("config", "llama3_debug", "training.steps=7")
+    data = tomllib.loads(done.out)
+    assert data["training"]["steps"] == 7
+    assert data["model"]["type"] == "titan/llama3"
+    (tmp_path / "again.toml").write_text(done.out)
+    assert titan("config", "./again.toml").out == done.out
+
+
+def test_config_with_origins_is_the_same_recipe_with_comments(titan: Titan) -> None:
+    plain = titan("config", "llama3_debug", "training.steps=7")
+    told = titan("config", "llama3_debug", "training.steps=7", "--origin")
+    assert tomllib.loads(told.out) == tomllib.loads(plain.out)
+    lines = {line.split(" =")[0]: line for line in told.out.splitlines() if " =" in line}
+    assert lines["steps"].endswith("# override training.steps=7")
+    assert "llama3_debug.toml:" in lines["seq_len"]
+    assert lines["gc_freq"].endswith("# default")
+
+
+def test_config_as_json_holds_the_data_and_the_origins(titan: Titan) -> None:
+    document = json.loads(titan("config", "llama3_debug", "--json", "--origin").out)
+    assert document["version"] == 1
+    assert document["recipe"]["training"]["seq_len"] == 256
+    assert document["origins"]["training.gc_freq"] == "default"
+    assert "origins" not in json.loads(titan("config", "llama3_debug", "--json").out)
+
+
+def test_config_with_origins_writes_every_kind_of_value(titan: Titan, tmp_path: Path) -> None:
+    (tmp_path / "odd.toml").write_text(
+        'extends = "titan:llama3_debug"\nname = "odd"\n'
+        'description = "a # in \\"quotes\\" = and \\n a line"\n'
+        '[[loggers]]\ntype = "tensorboard"\n[[loggers]]\ntype = "tensorboard"\n'
+        '[optimizer]\nno_decay = ["*norm.weight", "tok_embeddings.weight"]\n'
+    )
+    plain, told = titan("config", "./odd.toml"), titan("config", "./odd.toml", "--origin")
+    assert tomllib.loads(told.out) == tomllib.loads(plain.out)
+    assert len(tomllib.loads(told.out)["loggers"]) == 2
+
+
+# ------------------------------------------------------------------------------------- lists and shows
+
+
+def test_list_recipes_tells_names_and_descriptions(titan: Titan) -> None:
+    recipes = json.loads(titan("list-recipes", "--json").out)["recipes"]
+    debug = next(recipe for recipe in recipes if recipe["name"] == "llama3_debug")
+    assert debug["plugin"] == "titan"
+    assert debug["description"]
+    assert Path(debug["path"]).is_file()
+    assert any(line.startswith("llama3_debug  ") for line in titan("list-recipes").out.splitlines())
+
+
+def test_list_recipes_survives_a_file_that_is_no_toml(titan: Titan, tmp_path: Path) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "odd.toml").write_text("= =")
+    file = tmp_path / "cli_recipes_plugin.py"
+    file.write_text(
+        "from titancli import hookimpl\n@hookimpl\ndef titan_recipes():\n    return './recipes'\n"
+    )
+    done = titan("list-recipes", "-p", str(file))
+    assert done.code == 0
+    assert "cli_recipes_plugin:odd" in done.out and "cannot be read" in done.out
+
+
+def test_list_components_has_every_kind_that_titan_offers(titan: Titan) -> None:
+    components = json.loads(titan("list-components", "--json").out)["components"]
+    offered = [component["kind"] for component in components]
+    assert [kind for kind in KINDS if kind in offered] == list(dict.fromkeys(offered))
+    assert all(component["summary"] for component in components)
+    assert set(KINDS) - set(offered) <= {"converter"}
+
+
+def test_list_components_of_a_kind_has_this_kind_only(titan: Titan) -> None:
+    lines = titan("list-components", "tokenizer").out.splitlines()
+    assert [line.split()[:2] for line in lines] == [["tokenizer", "titan/byte"], ["tokenizer", "titan/hf"]]
+
+
+@pytest.mark.parametrize("name", ["model/llama3", "titan/llama3", "llama3", "model/titan/llama3"])
+def test_show_finds_a_component_by_every_form_of_its_name(titan: Titan, name: str) -> None:
+    done = titan("show", name)
+    assert done.code == 0
+    assert done.out.startswith("model titan/llama3\n")
+    assert "dim: int > 0 (required)" in done.out
+    assert "Width of the residual stream." in done.out
+    assert "8B: dim = 4096" in done.out
+
+
+def test_show_as_json_holds_fields_and_flavors(titan: Titan) -> None:
+    shown = json.loads(titan("show", "llama3", "--json").out)["component"]
+    fields = {field["name"]: field for field in shown["fields"]}
+    assert fields["rope_theta"]["default"] == 500000.0
+    assert fields["dim"]["required"] is True
+    assert shown["flavors"]["8B"]["n_layers"] == 32
+
+
+def test_show_of_an_ambiguous_name_lists_the_kinds(titan: Titan) -> None:
+    done = titan("show", "hf")
+    assert done.code == 4
+    assert "tokenizer/titan/hf" in done.err and "dataset/titan/hf" in done.err
+
+
+@pytest.mark.parametrize(("name", "near"), [("lama3", "llama3"), ("model/lama3", "llama3")])
+def test_show_of_an_unknown_name_offers_the_nearest(titan: Titan, name: str, near: str) -> None:
+    done = titan("show", name)
+    assert done.code == 4
+    assert f"did you mean '{near}'?" in done.err
+
+
+def test_plugins_shows_a_broken_one_with_its_traceback(titan: Titan, tmp_path: Path) -> None:
+    file = tmp_path / "cli_broken_plugin.py"
+    file.write_text("import nothing_of_that_name\n")
+    row = next(line for line in titan("plugins", "-p", str(file)).out.splitlines() if "cli_broken" in line)
+    assert "broken" in row and "No module named 'nothing_of_that_name'" in row
+    shown = titan("plugins", "cli_broken_plugin", "-p", str(file)).out
+    assert "Traceback (most recent call last)" in shown and str(file) in shown
+
+
+def test_plugins_of_an_unknown_name_offers_the_nearest(titan: Titan) -> None:
+    done = titan("plugins", "tita")
+    assert done.code == 4
+    assert "did you mean 'titan'?" in done.err

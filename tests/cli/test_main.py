@@ -1,0 +1,180 @@
+"""The command as a whole: its help, the options that stand anywhere, errors and exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from tests.cli.conftest import Titan
+from titancli import __version__
+from titancli.cli import common, failures, group
+from titancli.cli.common import Common, split_common
+from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
+
+PLUGIN = """
+import click
+from titancli import hookimpl
+
+@hookimpl
+def titan_commands():
+    @click.command("boom")
+    @click.argument("what")
+    def boom(what):
+        {body}
+    return [boom]
+"""
+
+
+def plugin(folder: Path, body: str, name: str = "cli_test_plugin") -> Path:
+    file = folder / f"{name}.py"
+    file.write_text(PLUGIN.format(body=body))
+    return file
+
+
+def test_help_groups_the_commands(titan: Titan) -> None:
+    done = titan("--help")
+    assert done.code == 0
+    order = [done.out.index(f"\n{section}:") for section in ("Run", "Recipes", "Plugins")]
+    assert order == sorted(order)
+
+
+@pytest.mark.parametrize("entry", group.COMMANDS, ids=lambda entry: entry.name)
+def test_the_help_in_the_table_is_the_commands_own(entry: group.Entry) -> None:
+    command = importlib.import_module(f"titancli.cli.{entry.module}").command
+    assert (command.name, command.get_short_help_str(200)) == (entry.name, entry.help)
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["validate", "--version"], ["--version", "--help"]])
+def test_version_stands_anywhere(titan: Titan, arguments: list[str]) -> None:
+    assert titan(*arguments) == (0, f"titan {__version__}\n", "")
+
+
+def test_no_command_at_all_is_a_usage_error(titan: Titan) -> None:
+    done = titan()
+    assert done.code == 2
+    assert "list-components" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["vaildate"], "Did you mean 'validate'?"),
+        (["show"], "missing argument"),
+        (["validate"], "missing argument"),
+        (["plugins", "--jsn"], "--json"),
+        (["list-components", "optimiser"], "'optimizer'"),
+        (["-p"], "-p no:NAME"),
+        (["-p", "no:"], "-p no:NAME"),
+        (["-p", "something", "plugins"], "-p no:NAME"),
+        (["plugins", "-p", "no:titan"], "built-in"),
+        (["plugins", "-p", "./absent.py"], "no such file"),
+        (["config", "llama3_debug", "llama3_8b"], "one recipe"),
+        (["validate", "training.steps=3"], "needs a recipe"),
+    ],
+)
+def test_a_usage_error_exits_2_and_says_what_to_do(titan: Titan, arguments: list[str], words: str) -> None:
+    done = titan(*arguments)
+    assert (done.code, done.out) == (2, "")
+    assert words in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_plugin_file_stands_before_or_after_the_command(titan: Titan, tmp_path: Path, before: bool) -> None:
+    option = ["-p", str(plugin(tmp_path, "print('ran', what)"))]
+    done = titan(*option, "boom", "x") if before else titan("boom", "x", *option)
+    assert done[:2] == (0, "ran x\n"), done.err
+
+
+def test_common_options_are_split_off() -> None:
+    rest, found = split_common(["-pno:a", "train", "-p", "b/c.py", "r", "--traceback", "--", "-p", "x"])
+    assert rest == ["train", "r", "--", "-p", "x"]
+    assert found == Common((Path("b/c.py").absolute(),), ("a",), True, False)
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "words"),
+    [
+        (TitanError("it failed", hint="try again"), 1, "error: it failed\n try again\n"),
+        (UsageError("wrong"), 2, "error: wrong\n"),
+        (RecipeError("bad recipe"), 3, "error[recipe]: bad recipe\n"),
+        (PluginError("no plugin"), 4, "error: no plugin\n"),
+        (EnvironmentProblem("no disk"), 5, "error: no disk\n"),
+        (ValueError("odd"), 1, "error: unexpected ValueError: odd\n --traceback shows where\n"),
+        (click.ClickException("clicked"), 1, "Error: clicked\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (click.Abort(), 130, ""),
+    ],
+)
+def test_an_exception_becomes_words_and_an_exit_code(
+    capsys: pytest.CaptureFixture[str], raised: BaseException, code: int, words: str
+) -> None:
+    def run() -> int:
+        raise raised
+
+    assert failures.guard(run, traceback=False) == code
+    assert capsys.readouterr() == ("", words)
+
+
+def test_an_interrupt_inside_a_command_exits_130(titan: Titan, tmp_path: Path) -> None:
+    file = plugin(tmp_path, "raise KeyboardInterrupt")
+    assert titan("boom", "x", "-p", str(file)).code == 130
+
+
+def test_what_a_command_returns_is_the_exit_code(titan: Titan, tmp_path: Path) -> None:
+    assert titan("boom", "x", "-p", str(plugin(tmp_path, "return 75"))).code == 75
+
+
+def test_a_traceback_is_shown_only_on_demand(titan: Titan, tmp_path: Path) -> None:
+    file = str(plugin(tmp_path, "raise ValueError('deep inside')"))
+    assert "Traceback" not in titan("boom", "x", "-p", file).err
+    shown = titan("boom", "x", "-p", file, "--traceback").err
+    assert "Traceback" in shown and "cli_test_plugin.py" in shown
+    assert shown.endswith("error: unexpected ValueError: deep inside\n")
+
+
+def test_two_plugins_with_one_command_are_told_apart(titan: Titan, tmp_path: Path) -> None:
+    files = [str(plugin(tmp_path, "pass", name)) for name in ("cli_plugin_a", "cli_plugin_b")]
+    options = [word for file in files for word in ("-p", file)]
+    done = titan("boom", "x", *options)
+    assert done.code == 4
+    assert "cli_plugin_a, cli_plugin_b" in done.err and "-p no:cli_plugin_b" in done.err
+    assert titan("boom", "x", *options, "-p", "no:cli_plugin_b").code == 0
+    assert "(cli_plugin_a, cli_plugin_b)" in titan("--help", *options).out
+
+
+def test_an_unknown_command_names_the_broken_plugins(titan: Titan, tmp_path: Path) -> None:
+    file = tmp_path / "cli_broken.py"
+    file.write_text("raise RuntimeError")
+    assert "cli_broken" in titan("brew", "-p", str(file)).err
+    assert titan("--help", "-p", str(file)).code == 0
+
+
+def test_a_closed_pipe_ends_quietly() -> None:
+    script = "import sys; from titancli.cli import main; sys.exit(main(['list-components']))"
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run([sys.executable, "-c", script], stdout=write_end, stderr=subprocess.PIPE, text=True)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_terminal_without_unicode_gets_escapes() -> None:
+    script = (
+        "from titancli.cli import failures; failures.guard(lambda: print('\\u2026') or 0, traceback=False)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, b"\\u2026")
+
+
+def test_an_override_is_an_argument_with_an_equals_sign() -> None:
+    split = common.split_overrides(["a.toml", "training.steps=3", "b", "x=y=z"])
+    assert split == (["a.toml", "b"], ["training.steps=3", "x=y=z"])

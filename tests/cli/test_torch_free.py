@@ -1,0 +1,64 @@
+"""Commands that need no model answer without importing one, and quickly."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = {"torch", "transformers", "datasets", "numpy", "rich"}
+PROBE = """
+import json, resource, sys
+from titancli.cli import main
+code = main(sys.argv[1:])
+used = resource.getrusage(resource.RUSAGE_SELF)
+seen = sorted({name.partition(".")[0] for name in sys.modules})
+print(json.dumps({"code": code, "seen": seen, "seconds": used.ru_utime + used.ru_stime}), file=sys.stderr)
+"""
+
+
+def probe(folder: Path, *arguments: str) -> dict:
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, *arguments], cwd=folder, capture_output=True, text=True, timeout=60
+    )
+    return json.loads(done.stderr.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["convert-checkpoint", "--help"],
+        ["validate", "llama3_debug"],
+        ["validate", "llama3_8b", "dataset.type=hf"],
+        ["config", "llama3_debug", "--origin"],
+        ["list-recipes"],
+        ["list-components"],
+        ["show", "model/llama3"],
+        ["plugins"],
+    ],
+    ids=" ".join,
+)
+def test_a_command_imports_nothing_heavy(tmp_path: Path, arguments: list[str]) -> None:
+    found = probe(tmp_path, *arguments)
+    assert not HEAVY & set(found["seen"])
+    assert found["code"] == (3 if "dataset.type=hf" in arguments else 0)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["list-components"], ["list-recipes"], ["show", "llama3"]])
+def test_only_a_bound_recipe_needs_pydantic(tmp_path: Path, arguments: list[str]) -> None:
+    assert "pydantic" not in probe(tmp_path, *arguments)["seen"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seconds"),
+    [(["--help"], 0.15), (["list-components"], 0.25), (["validate", "llama3_debug"], 0.5)],
+    ids=lambda value: str(value[0] if isinstance(value, list) else value),
+)
+def test_a_command_answers_at_once(tmp_path: Path, arguments: list[str], seconds: float) -> None:
+    # Three times what is wanted on an idle machine: this catches a heavy import, not a slow neighbour.
+    assert min(probe(tmp_path, *arguments)["seconds"] for _ in range(2)) < 3 * seconds
