@@ -24,15 +24,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titancli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, TitanError
+from titancli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from titancli.observe import failures
 from titancli.observe.events import EventLog, EventLogger, Listener, LogHandler, plain
-from titancli.runs import RunFolder, timestamp, write_atomically
+from titancli.runs import RunFolder, timestamp
 
 if TYPE_CHECKING:
     import torch
 
     from titancli.observe.observers import Observers
     from titancli.recipe.schema import Recipe
+
+logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -118,7 +121,7 @@ def main(
             )
         except BaseException as error:
             step = watched[0].step + 1 if watched else None
-            _write_error(folder, place, error, step)
+            failures.write(folder.logs, error, rank=place.rank, world=place.world, step=step)
             raise
 
 
@@ -204,9 +207,9 @@ def _start_from(folder: RunFolder, checkpoint: Path | None, place: Place) -> Pat
     """Ranks that were started anew go on from the newest checkpoint that the ranks before them wrote."""
     if not place.restart:
         return checkpoint
-    from titancli.checkpoint import newest
+    from titancli.checkpoint import newest_good
 
-    return newest(folder.checkpoints) or checkpoint
+    return newest_good(folder.checkpoints, rejected=logger.warning) or checkpoint
 
 
 def _build_loggers(recipe: Recipe, folder: RunFolder, place: Place, events: EventLog | None) -> list[Any]:
@@ -320,51 +323,6 @@ def _leave_process_group(error_type: Any, error: Any, trace: Any) -> None:
         dist.destroy_process_group()
 
 
-# -------------------------------------------------------------------------------------------- errors
-
-
-def _write_error(folder: RunFolder, place: Place, error: BaseException, step: int | None) -> None:
-    """`logs/rank-N.error.json`: what the launcher shows."""
-    own = isinstance(error, TitanError)
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    report = {
-        "rank": place.rank,
-        "world": place.world,
-        "host": socket.gethostname(),
-        "step": step,
-        "type": type(error).__name__,
-        "message": error.message if isinstance(error, TitanError) else str(error),
-        "hint": error.hint if isinstance(error, TitanError) else None,
-        "exit_code": error.exit_code if isinstance(error, TitanError) else EXIT_FAILED,
-        "expected": own,
-        "communication": not own and _is_communication(error),
-        "traceback": "".join(traceback.format_exception(type(error), error, trace)),
-        "time": timestamp(),
-    }
-    try:
-        folder.logs.mkdir(parents=True, exist_ok=True)
-        write_atomically(error_file(folder, place.rank), json.dumps(report, indent=2) + "\n")
-    except (OSError, TitanError) as second:  # a full disk must not hide what happened
-        print(f"cannot write the error file: {second}", file=sys.stderr)
-
-
-def error_file(folder: RunFolder, rank: int) -> Path:
-    return folder.logs / f"rank-{rank}.error.json"
-
-
-def _is_communication(error: BaseException) -> bool:
-    """Whether this is what a rank sees when another one is gone: seldom the cause."""
-    if type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError"):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        word in text
-        for word in ("connection closed", "connection reset", "gloo", "nccl", "broken pipe", "timed out")
-    )
-
-
 # ------------------------------------------------------------------------------------ one of several
 
 
@@ -389,7 +347,7 @@ def run_rank(arguments: Sequence[str] | None = None) -> int:
         die_with_parent()
         folder = RunFolder(options.run_dir.absolute())
         _log_into(folder.logs / f"rank-{place.rank}.log", place)
-        error_file(folder, place.rank).unlink(missing_ok=True)
+        failures.error_file(folder.logs, place.rank).unlink(missing_ok=True)
         try:
             main(
                 options.run_dir,

@@ -101,6 +101,7 @@ def all_gather(value: T) -> list[T]:
 
 def on_rank_zero(function: Callable[[], T]) -> T:
     """Call on rank 0 and return its result on every rank; a TitanError there is raised on every rank."""
+    import torch
     import torch.distributed as dist
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -111,7 +112,7 @@ def on_rank_zero(function: Callable[[], T]) -> T:
             result[0] = function()
         except TitanError as error:
             result[1] = error
-    dist.broadcast_object_list(result, src=0, device="cpu")
+    dist.broadcast_object_list(result, src=0, device=torch.device("cpu"))
     if result[1] is not None:
         raise result[1]
     return result[0]

@@ -1,0 +1,156 @@
+"""`titan train`: start a run, or continue one."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from titancli.cli.common import Common, split_overrides
+from titancli.cli.output import note, print_json
+from titancli.errors import EXIT_OK, UsageError
+
+if TYPE_CHECKING:
+    from titancli.launchers.plan import Plan
+    from titancli.launchers.start import Processes
+    from titancli.runs import RunFolder
+
+
+class NumberOrAuto(click.ParamType):
+    """A number of processes, or `auto`."""
+
+    name = "N|auto"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int | str:
+        if value == "auto":
+            return "auto"
+        if isinstance(value, str) and value.isdecimal() and int(value) > 0:
+            return int(value)
+        return self.fail(f"{value!r} is neither a number of processes nor auto", param, ctx)
+
+
+@click.command("train", short_help="Train a model from a recipe, or continue a run.")
+@click.argument("arguments", metavar="RECIPE [KEY=VALUE]...", nargs=-1, required=True)
+@click.option("--run-dir", type=click.Path(path_type=Path), metavar="DIR", help="The run folder.")
+@click.option("--resume", is_flag=True, help="Continue the run from its newest good checkpoint.")
+@click.option(
+    "--step", type=click.IntRange(0), metavar="N", help="With --resume: from the checkpoint of step N."
+)
+@click.option(
+    "--allow-drift", is_flag=True, help="With --resume: even with another model, tokenizer or dataset."
+)
+@click.option("--unset", metavar="KEY", multiple=True, help="Return a key to its default.")
+@click.option("--nproc", type=NumberOrAuto(), help="Processes on this machine.  [default: the launcher's]")
+@click.option(
+    "--nnodes", type=click.IntRange(1), default=1, metavar="N", help="Machines; start titan on each."
+)
+@click.option("--rdzv", metavar="HOST:PORT", help="Where several machines meet; HOST is one of them.")
+@click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Events as JSON Lines on stdout.")
+@click.pass_obj
+def command(
+    common: Common,
+    arguments: tuple[str, ...],
+    run_dir: Path | None,
+    resume: bool,
+    step: int | None,
+    allow_drift: bool,
+    unset: tuple[str, ...],
+    nproc: int | str | None,
+    nnodes: int,
+    rdzv: str | None,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Train a model from a recipe, or continue a run.
+
+    \b
+    titan train RECIPE                          a new run
+    titan train RUN --resume                    continue a run
+    titan train RECIPE --run-dir DIR --resume   start DIR, or continue it: for job scripts
+    """
+    from titancli.launchers.plan import Request, make_plan
+    from titancli.launchers.start import Processes, count_processes, start
+
+    recipe, overrides = _one_recipe(arguments)
+    if nnodes > 1 and (run_dir is None or rdzv is None):
+        raise UsageError(
+            f"--nnodes {nnodes} needs --run-dir and --rdzv",
+            hint="give a folder on a disk that all nodes share, and --rdzv HOST:PORT, the same on each",
+        )
+    if allow_drift and not resume:
+        raise UsageError("--allow-drift goes with --resume")
+    files = list(common.plugin_files)
+    plan = make_plan(Request(recipe, overrides, unset, run_dir, resume, step, allow_drift, files))
+    count = Processes(count_processes(plan, nproc, may_exceed=dry_run), nnodes, rdzv)
+    if dry_run:
+        return _show(plan, count, files, as_json)
+    for line in plan.notes:
+        note(line)
+    for change in plan.drift:
+        note(f"changed: {change}")
+    if plan.finished:
+        return _say_finished(plan)
+    folders: list[RunFolder] = []
+
+    def announce(folder: RunFolder) -> None:
+        folders.append(folder)
+        note(f"run folder: {_short(folder.path)}")
+
+    code = start(
+        plan, count, plugin_files=files, json_events=as_json, traceback=common.traceback, announce=announce
+    )
+    _say_next(folders[0], nproc, files)
+    return code
+
+
+def _one_recipe(arguments: tuple[str, ...]) -> tuple[str, list[str]]:
+    recipes, overrides = split_overrides(arguments)
+    if len(recipes) == 1:
+        return recipes[0], overrides
+    raise UsageError(
+        f"train takes one recipe, and this is {' and '.join(recipes)}" if recipes else "train needs a recipe",
+        hint="titan train RECIPE [KEY=VALUE]...; titan list-recipes shows what there is",
+    )
+
+
+def _show(plan: Plan, count: Processes, plugin_files: list[Path], as_json: bool) -> int:
+    from titancli.launchers.preview import as_text, preview
+
+    facts = preview(plan, count, plugin_files)
+    if as_json:
+        print_json({"plan": facts})
+    else:
+        print(as_text(facts))
+    return EXIT_OK
+
+
+def _say_finished(plan: Plan) -> int:
+    run, steps = shlex.quote(_short(plan.folder.path)), plan.loaded.recipe.training.steps
+    note(f"{run} is finished: step {plan.start_step} of {steps}")
+    note(f"to go on: titan train {run} --resume training.steps={max(2 * steps, plan.start_step + 1)}")
+    return EXIT_OK
+
+
+def _say_next(folder: RunFolder, nproc: int | str | None, plugin_files: list[Path]) -> None:
+    """Three lines for what to type next, after a run that ended in good order."""
+    outcome = folder.outcome()
+    if outcome is None or outcome["why"] not in ("finished", "data_ended", "stopped", "interrupted"):
+        return
+    run = shlex.quote(_short(folder.path))
+    flags = "".join(f" -p {shlex.quote(str(file))}" for file in plugin_files)
+    flags += f" --nproc {nproc}" if nproc is not None else ""
+    ended = {"data_ended": "the data ended", "interrupted": "stopped"}.get(outcome["why"], outcome["why"])
+    note(f"{ended} at step {outcome['step']}; the run lies in {run}")
+    if not outcome["checkpoint"]:
+        return
+    more = f" training.steps={2 * outcome['step']}" if outcome["why"] == "finished" else ""
+    note(f"continue:  titan train {run} --resume{more}{flags}")
+    note(f"export:    titan convert-checkpoint {run}/{outcome['checkpoint']} OUT --to hf")
+
+
+def _short(path: Path) -> str:
+    """Relative to where the command runs, if it lies below."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

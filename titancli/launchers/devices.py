@@ -1,0 +1,36 @@
+"""Counting GPUs without importing torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+NVIDIA = Path("/proc/driver/nvidia/gpus")
+
+
+def visible_gpus() -> int:
+    """GPUs that a process started now would see."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return _installed()
+    names = []
+    for name in (part.strip() for part in visible.split(",")):
+        if not name or name == "-1" or name in names:  # CUDA sees none from the first bad name on
+            break
+        names.append(name)
+    # A machine without GPUs stays one, whatever the variable says; MIG names are no index.
+    installed = _installed()
+    return len([n for n in names if not n.isdecimal() or int(n) < installed]) if installed else 0
+
+
+def _installed() -> int:
+    try:
+        return sum(1 for _ in NVIDIA.iterdir())
+    except OSError:
+        pass  # no NVIDIA driver, or a container that hides /proc/driver
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())

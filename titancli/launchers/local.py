@@ -1,0 +1,327 @@
+"""The local launcher: one process runs in place, more run under torchrun. Torch-free.
+
+What people see comes from the event log: in place the worker hands the events over, otherwise this process
+reads them as rank 0 writes them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titancli.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_STOPPED,
+    EnvironmentProblem,
+    TitanError,
+)
+from titancli.launchers import Local
+from titancli.observe import failures
+from titancli.observe.console import Console, JsonLines
+from titancli.observe.events import Tail
+from titancli.runs import RunFolder, timestamp
+
+POLL_SECONDS = 0.1
+KILL_SECONDS = 10.0
+"""How long ranks that were killed may take to go."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a launcher is given (see `titancli.registry.kinds.LauncherBuilder`)."""
+
+    run_folder: Path
+    lock_file: Path
+    checkpoint: Path | None
+    plugin_files: list[Path]
+    nproc: int
+    nnodes: int
+    rdzv: str | None
+    json_events: bool
+    traceback: bool
+
+    @property
+    def folder(self) -> RunFolder:
+        return RunFolder(self.run_folder)
+
+    @property
+    def prepared(self) -> bool:
+        """Whether the run folder stands; else rank 0 makes it."""
+        return self.lock_file == self.folder.recipe_lock
+
+
+def launch(config: Local, **given: Any) -> int:
+    """Run the workers to their end and return the command's exit code.
+
+    Raises:
+        TitanError: what a user can put right, whichever rank it came from.
+    """
+    start = Start(**given)
+    if in_place(config, start.nproc, start.nnodes):
+        return _in_place(start)
+    return _under_torchrun(config, start)
+
+
+def in_place(config: Local, nproc: int, nnodes: int) -> bool:
+    return nproc == nnodes == 1 and config.max_restarts == 0
+
+
+def exit_code(outcome: dict[str, Any]) -> int:
+    """The command's exit code for an outcome that a worker wrote."""
+    return {"stopped": EXIT_STOPPED, "interrupted": EXIT_INTERRUPTED}.get(outcome["why"], EXIT_OK)
+
+
+# --------------------------------------------------------------------------------------------- in place
+
+
+def _in_place(start: Start) -> int:
+    from titancli import worker
+
+    began = timestamp()
+    with _watcher(start) as watcher:
+        try:
+            outcome = worker.main(
+                start.run_folder,
+                checkpoint=start.checkpoint,
+                plugin_files=start.plugin_files,
+                listeners=(watcher,),
+            )
+        except BaseException as error:
+            watcher.close()
+            reports = failures.read(start.folder.logs, since=began)
+            interrupted = isinstance(error, KeyboardInterrupt)
+            _record_outcome(
+                start, "interrupted" if interrupted else "failed", None, reports[-1].step if reports else None
+            )
+            if interrupted:
+                return EXIT_INTERRUPTED
+            if isinstance(error, TitanError) or start.traceback:
+                raise
+            return _say_failure(reports, [], start)
+    return exit_code(outcome)
+
+
+@contextmanager
+def _watcher(start: Start) -> Iterator[Console | JsonLines]:
+    """What draws the events. Under `--json` they alone go to stdout, and all else that is printed to stderr."""
+    if not start.json_events:
+        yield Console(sys.stderr)
+        return
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as stream:
+        os.dup2(2, 1)
+        try:
+            yield JsonLines(stream)
+        finally:
+            sys.stdout.flush()
+            os.dup2(stream.fileno(), 1)
+
+
+# ----------------------------------------------------------------------------------------- under torchrun
+
+
+def torchrun_command(config: Local, start: Start) -> list[str]:
+    """The command that starts this node's ranks."""
+    if start.nnodes == 1:
+        rendezvous = ["--standalone"]
+    else:
+        if start.rdzv is None:
+            raise EnvironmentProblem(
+                f"{start.nnodes} nodes must know where to meet", hint="add --rdzv HOST:PORT, the same on each"
+            )
+        meeting = hashlib.sha256(str(start.run_folder).encode()).hexdigest()[:12]
+        rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={start.rdzv}", f"--rdzv-id=titan-{meeting}"]
+    worker = [str(start.run_folder)]
+    if not start.prepared:
+        worker += ["--lock", str(start.lock_file)]
+    if start.checkpoint is not None:
+        worker += ["--checkpoint", str(start.checkpoint)]
+    for file in start.plugin_files:
+        worker += ["-p", str(file)]
+    return [
+        *(sys.executable, "-m", "titancli.launchers.agent", str(_ends_file(start))),
+        *(f"--nnodes={start.nnodes}", f"--nproc-per-node={start.nproc}", *rendezvous),
+        *(f"--max-restarts={config.max_restarts}", "-m", "titancli.worker", *worker),
+    ]
+
+
+def _ends_file(start: Start) -> Path:
+    return start.folder.logs / f"agent-{socket.gethostname()}.json"
+
+
+def _under_torchrun(config: Local, start: Start) -> int:
+    folder = start.folder
+    command = torchrun_command(config, start)
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    _ends_file(start).unlink(missing_ok=True)
+    began, tail = timestamp(), Tail(folder.events)
+    name = "launcher.log" if start.nnodes == 1 else f"launcher-{socket.gethostname()}.log"
+    with (
+        _watcher(start) as watcher,
+        open(folder.logs / name, "a", encoding="utf-8") as log,
+        _Signals() as signals,
+    ):
+        log.write(f"--- {began} {' '.join(command)}\n")
+        log.flush()
+        agent = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=_environment(start.nproc),
+            start_new_session=True,  # Ctrl-C at the terminal reaches the ranks through us, once
+        )
+        step = None
+        try:
+            while True:
+                ended = agent.poll() is not None
+                for event in tail.poll():
+                    step = event.get("step", step)
+                    watcher(event)
+                if ended:
+                    break
+                signals.hand_on(agent)
+                time.sleep(POLL_SECONDS)
+        finally:
+            watcher.close()
+            _end(agent)
+    return _result(start, agent.returncode, began, step, signals)
+
+
+def _result(start: Start, agent_code: int, began: str, step: int | None, signals: _Signals) -> int:
+    """The exit code, from what the ranks left behind."""
+    outcome = start.folder.outcome() if agent_code == 0 else None
+    if outcome is not None:
+        return exit_code(outcome)
+    if agent_code == 0:  # another node's rank 0 wrote the outcome, and this node does not see it yet
+        return EXIT_OK
+    following = None if step is None else step + 1
+    kills = _killed_ranks(start, following)
+    reports = failures.read(start.folder.logs, since=began)
+    if signals.received and not [report for report in reports if not report.communication]:
+        # The ranks were still starting, or were not waited for.
+        interrupted = signals.received[0] == signal.SIGINT
+        _record_outcome(start, "interrupted" if interrupted else "stopped", signals.received[0], step)
+        return EXIT_INTERRUPTED if interrupted else EXIT_STOPPED
+    _record_outcome(start, "failed", None, step)
+    return _say_failure(reports, kills, start)
+
+
+class _Signals:
+    """Signals of this process while ranks run: remembered, and handed on to the agent."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._waiting: list[int] = []
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            self._before[number] = signal.signal(number, lambda n, frame: self._waiting.append(n))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def hand_on(self, agent: subprocess.Popen[bytes]) -> None:
+        """Tell the agent, and the user, of what came since the last call."""
+        while self._waiting:
+            number = self._waiting.pop(0)
+            again = number == signal.SIGINT and signal.SIGINT in self.received
+            self.received.append(number)
+            name = signal.Signals(number).name
+            if again:
+                print("\ninterrupted again: leaving at once", file=sys.stderr, flush=True)
+            else:
+                more = "; Ctrl-C again leaves at once" if number == signal.SIGINT else ""
+                print(
+                    f"\n{name}: stopping after this step, with a checkpoint{more}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            agent.send_signal(number)
+            if again:
+                _end(agent, KILL_SECONDS)
+
+
+def _end(agent: subprocess.Popen[bytes], patience: float = 0.0) -> None:
+    """Leave no process behind, whatever brought us here."""
+    from titancli.launchers.agent import children, signal_group
+
+    try:
+        agent.wait(patience)
+    except subprocess.TimeoutExpired:
+        for process in children(agent.pid):
+            signal_group(process, signal.SIGKILL)
+        agent.kill()
+        agent.wait()
+
+
+def _environment(nproc: int) -> dict[str, str]:
+    environment = dict(os.environ)
+    if nproc > 1:
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    # Where torchrun itself is signalled (it is not by us), ranks get time to save.
+    environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
+    return environment
+
+
+# ----------------------------------------------------------------------------------------------- failures
+
+
+def _killed_ranks(start: Start, step: int | None) -> list[failures.Failure]:
+    """Ranks of this node that a signal ended, in the order in which they did."""
+    try:
+        ends = json.loads(_ends_file(start).read_text())
+    except (OSError, ValueError):
+        return []
+    world = start.nproc * start.nnodes
+    return [
+        failures.killed(end["rank"], world, -end["exit_code"], step)
+        for end in sorted(ends, key=lambda end: end["time"])
+        if end["exit_code"] < 0
+    ]
+
+
+def _say_failure(reports: list[failures.Failure], kills: list[failures.Failure], start: Start) -> int:
+    """Print one block: who failed first, when, why, and where the log is."""
+    failure = failures.cause(reports, kills)
+    logs = start.folder.logs
+    if failure is None:
+        print(f"error: the ranks could not be started\nlog: {_launcher_log(start)}", file=sys.stderr)
+        return EXIT_FAILED
+    several = start.nproc * start.nnodes > 1
+    log = logs / f"rank-{failure.rank}.log" if several else None
+    print(f"error: {failures.block(failure, log)}", file=sys.stderr)
+    return failure.exit_code
+
+
+def _launcher_log(start: Start) -> Path:
+    name = "launcher.log" if start.nnodes == 1 else f"launcher-{socket.gethostname()}.log"
+    return start.folder.logs / name
+
+
+def _record_outcome(start: Start, why: str, number: int | None, step: int | None) -> None:
+    """Write the outcome that no worker could write."""
+    if not start.folder.record_file.exists():
+        return
+    name = signal.Signals(number).name if number is not None else None
+    outcome: dict[str, Any] = {"why": why, "signal": name, "step": step, "checkpoint": None, "metrics": {}}
+    try:
+        start.folder.update_attempt(outcome=outcome, ended=timestamp())
+    except TitanError as error:  # a full disk must not hide why the run failed
+        print(f"error: {error}", file=sys.stderr)

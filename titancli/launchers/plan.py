@@ -1,0 +1,297 @@
+"""What `titan train` is about to do: which folder, which recipe, from which checkpoint. Torch-free.
+
+Everything that can be known to be wrong is said here, before a process is started or a file is written.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titancli.checkpoint import newest_good, read_manifest
+from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
+from titancli.provenance import file_hash, provenance
+from titancli.runs import RunFolder, timestamp
+
+if TYPE_CHECKING:
+    from titancli.recipe import Loaded
+    from titancli.recipe.schema import Degrees
+
+GUARDED = ("model", "tokenizer", "dataset")
+"""Sections that a resumed run may not change: its weights and its position would mean something else."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key whose value in the recipe is not what the run had before."""
+
+    key: str
+    before: Any
+    after: Any
+
+    @property
+    def guarded(self) -> bool:
+        return self.key.split(".")[0] in GUARDED
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_shown(self.before)} -> {_shown(self.after)}"
+
+
+@dataclass(frozen=True)
+class Request:
+    """The words of the command line."""
+
+    reference: str
+    overrides: Sequence[str] = ()
+    unset: Sequence[str] = ()
+    run_dir: Path | None = None
+    resume: bool = False
+    step: int | None = None
+    allow_drift: bool = False
+    plugin_files: Sequence[Path] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be run."""
+
+    folder: RunFolder
+    loaded: Loaded
+    lock_text: str
+    new: bool
+    """The run folder does not exist yet."""
+    named_by_titan: bool = False
+    """Nobody asked for this very folder."""
+    checkpoint: Path | None = None
+    start_step: int = 0
+    drift: list[Change] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What the user should know, one line each."""
+
+    @property
+    def finished(self) -> bool:
+        """There is no step left to do."""
+        return self.start_step >= self.loaded.recipe.training.steps
+
+
+def make_plan(request: Request) -> Plan:
+    """Decide what to run.
+
+    Raises:
+        TitanError: the recipe is wrong, a folder or a checkpoint is missing or in the way, or the recipe does
+            not go with the run that is to be continued.
+    """
+    run_dir = request.run_dir.absolute() if request.run_dir is not None else None
+    if request.resume and run_dir is None:
+        return _continue(request, RunFolder.open(_run_to_resume(request)), required=True)
+    if run_dir is not None and RunFolder.is_run(run_dir):
+        if not request.resume:
+            raise EnvironmentProblem(
+                f"the run folder {run_dir} exists",
+                hint=f"to continue it: titan train {request.reference} --run-dir {request.run_dir} --resume",
+            )
+        return _continue(request, RunFolder.open(run_dir), required=request.step is not None)
+    if request.step is not None:
+        raise (
+            EnvironmentProblem(f"there is no run {run_dir} to take step {request.step} of")
+            if request.resume
+            else UsageError("--step names a checkpoint of a run that is continued", hint="add --resume")
+        )
+    return _begin(request, run_dir)
+
+
+def _begin(request: Request, run_dir: Path | None) -> Plan:
+    from titancli.recipe import load_recipe, lock_text
+
+    loaded = load_recipe(request.reference, request.overrides, unset=request.unset)
+    require_weights(loaded)
+    folder = RunFolder.choose(loaded.recipe.name, run_dir)
+    text = lock_text(loaded)
+    return Plan(folder=folder, loaded=loaded, lock_text=text, new=True, named_by_titan=run_dir is None)
+
+
+def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
+    """`required`: a run without a checkpoint is refused; otherwise it starts over at step 0."""
+    from titancli.recipe import load_recipe, lock_text
+
+    notes = _plugin_notes(folder, request.plugin_files)
+    reference = folder.path if request.run_dir is None else request.reference
+    try:
+        loaded = load_recipe(reference, request.overrides, unset=request.unset)
+        before = load_recipe(folder.path)
+    except (PluginError, RecipeError) as error:
+        raise _with_missing_plugins(error, folder, request.plugin_files) from error
+    drift = changes(before.data, loaded.data)
+    refused = [change for change in drift if change.guarded]
+    if refused and not request.allow_drift:
+        listed = "\n".join(f"  {change}" for change in refused)
+        raise EnvironmentProblem(
+            f"{folder.path} was begun with another {' and '.join(_sections(refused))}:\n{listed}",
+            hint="start a new run, or go on all the same with --allow-drift",
+        )
+    checkpoint, more = _choose_checkpoint(folder, request.step, required=required)
+    start_step = read_manifest(checkpoint).step if checkpoint is not None else 0
+    if checkpoint is None:
+        require_weights(loaded)
+    return Plan(
+        folder=folder,
+        loaded=loaded,
+        lock_text=lock_text(loaded),
+        new=False,
+        checkpoint=checkpoint,
+        start_step=start_step,
+        drift=drift,
+        notes=notes + more,
+    )
+
+
+def _run_to_resume(request: Request) -> Path:
+    path = Path(request.reference)
+    if RunFolder.is_run(path):
+        return path
+    if path.is_dir() or "/" in request.reference:
+        if path.suffix != ".toml":
+            RunFolder.open(path)  # says what is missing
+    raise UsageError(
+        f"--resume needs the folder of a run, and {request.reference!r} is a recipe",
+        hint=f"titan train RUN --resume, or titan train {request.reference} --run-dir DIR --resume",
+    )
+
+
+def _choose_checkpoint(
+    folder: RunFolder, step: int | None, *, required: bool
+) -> tuple[Path | None, list[str]]:
+    if step is not None:
+        path = folder.checkpoints / f"step-{step}"
+        if not path.is_dir():
+            there = sorted(
+                int(p.name[5:]) for p in folder.checkpoints.glob("step-*") if p.name[5:].isdecimal()
+            )
+            raise EnvironmentProblem(
+                f"{folder.path} has no checkpoint of step {step}",
+                hint=f"there are {', '.join(map(str, there))}" if there else "there is none at all",
+            )
+        return path, []
+    notes: list[str] = []
+    path_or_none = newest_good(folder.checkpoints, rejected=notes.append)
+    if path_or_none is None and required:
+        passed_over = "".join(f"\n  {note}" for note in notes)
+        raise EnvironmentProblem(
+            f"{folder.path} has no checkpoint to continue from{passed_over}",
+            hint=f"begin anew: titan train {folder.path}",
+        )
+    if path_or_none is None:
+        notes.append("the run has no checkpoint yet: it starts at step 0")
+    return path_or_none, notes
+
+
+def require_weights(loaded: Loaded) -> None:
+    """Refuse weights that are not there.
+
+    Raises:
+        EnvironmentProblem: the recipe's `weights` is not a folder.
+    """
+    weights = loaded.recipe.weights
+    if weights is not None and not weights.is_dir():
+        raise EnvironmentProblem(
+            f"weights: there is no folder {weights}",
+            hint="name a Hugging Face folder, or RUN/checkpoints/step-N; paths start where the command is run",
+        )
+
+
+# ------------------------------------------------------------------------------------------------ drift
+
+
+def changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
+    """The leaves in which two resolved recipes differ, by dotted key; None stands for: not there."""
+    old, new = dict(_leaves(before)), dict(_leaves(after))
+    keys = [*old, *(key for key in new if key not in old)]
+    return [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
+
+
+def _leaves(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        items = value.items()
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        items = {str(number): item for number, item in enumerate(value)}.items()
+    else:
+        return [(prefix, value)]
+    return [leaf for key, item in items for leaf in _leaves(item, f"{prefix}.{key}" if prefix else str(key))]
+
+
+def _sections(changed: list[Change]) -> list[str]:
+    return sorted({change.key.split(".")[0] for change in changed}, key=GUARDED.index)
+
+
+def _shown(value: Any) -> str:
+    return "(not set)" if value is None else repr(value) if isinstance(value, str) else str(value)
+
+
+# ---------------------------------------------------------------------------------------------- plugins
+
+
+def _recorded_plugin_files(folder: RunFolder) -> list[dict[str, str]]:
+    attempts = folder.record().get("attempts") or [{}]
+    return attempts[-1].get("plugin_files") or []
+
+
+def _plugin_notes(folder: RunFolder, given: Sequence[Path]) -> list[str]:
+    """A line for each plugin file that is not what it was when the run was last started."""
+    before = {entry["path"]: entry["sha256"] for entry in _recorded_plugin_files(folder)}
+    return [
+        f"the plugin file {path} has changed since this run was last started"
+        for path in map(str, given)
+        if path in before and file_hash(Path(path)) != before[path]
+    ]
+
+
+def _with_missing_plugins(error: TitanError, folder: RunFolder, given: Sequence[Path]) -> TitanError:
+    """The same error, or one that says which `-p` of the run is missing now."""
+    missing = [e["path"] for e in _recorded_plugin_files(folder) if e["path"] not in set(map(str, given))]
+    if not missing:
+        return error
+    flags = " ".join(f"-p {path}" for path in missing)
+    return PluginError(
+        f"{folder.path} was started with {flags}, and without it: {error.message}", hint=f"add {flags}"
+    )
+
+
+# ---------------------------------------------------------------------------------------------- records
+
+
+def new_record(plan: Plan, attempt: dict[str, Any]) -> dict[str, Any]:
+    """`run.json` with a further attempt."""
+    record = {} if plan.new else plan.folder.record()
+    record.setdefault("format", 1)
+    record.setdefault("run_id", uuid.uuid4().hex)
+    record.setdefault("name", plan.loaded.recipe.name)
+    record.setdefault("created", timestamp())
+    record.setdefault("attempts", []).append(attempt)
+    return record
+
+
+def new_attempt(plan: Plan, plugin_files: list[Path], launch: dict[str, Any]) -> dict[str, Any]:
+    """What is known of an attempt before it starts."""
+    return {
+        "started": timestamp(),
+        **provenance(plugin_files),
+        "recipe": str(plan.loaded.path),
+        "origins": {key: str(origin) for key, origin in plan.loaded.origins.items()},
+        "drift": [str(change) for change in plan.drift],
+        "checkpoint": str(plan.checkpoint) if plan.checkpoint else None,
+        **launch,
+        "outcome": None,
+    }
+
+
+def check_world(loaded: Loaded, world: int) -> tuple[Degrees, int]:
+    """The mesh on this many ranks, and the micro-batches of a step.
+
+    Raises:
+        RecipeError: the degrees or the batch do not fit the ranks.
+    """
+    degrees = loaded.recipe.degrees(world)
+    return degrees, loaded.recipe.accumulation(degrees)

@@ -1,0 +1,104 @@
+"""`titan train --dry-run`: what a plan comes to on so many processes, and the command that would start it."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from titancli.launchers import Local
+from titancli.launchers.local import Start, in_place, torchrun_command
+from titancli.launchers.plan import Plan, check_world
+from titancli.launchers.start import Processes
+from titancli.recipe.schema import Recipe
+from titancli.registry.component import build, component_info
+
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def preview(plan: Plan, processes: Processes, plugin_files: list[Path]) -> dict[str, Any]:
+    """The facts, as plain JSON. Builds the model on the meta device, without memory, to count its parameters.
+
+    Raises:
+        TitanError: the recipe does not fit the processes.
+    """
+    recipe = plan.loaded.recipe
+    degrees, accumulation = check_world(plan.loaded, processes.world)
+    training = recipe.training
+    rows = training.local_batch_size * accumulation * degrees.dp
+    parameters = count_parameters(recipe)
+    shards = degrees.dp_shard * degrees.cp * degrees.tp * degrees.pp
+    return {
+        "recipe": str(plan.loaded.path),
+        "name": recipe.name,
+        "run_folder": str(plan.folder.path),
+        "new": plan.new,
+        "checkpoint": str(plan.checkpoint) if plan.checkpoint else None,
+        "start_step": plan.start_step,
+        "drift": [str(change) for change in plan.drift],
+        "model": component_info(recipe.model).name,
+        "parameters": parameters,
+        "weights_and_gradients_bytes_per_rank": 2 * parameters * BYTES[training.dtype] // shards,
+        "world": processes.world,
+        "nproc": processes.nproc,
+        "nnodes": processes.nnodes,
+        "mesh": asdict(degrees),
+        "seq_len": training.seq_len,
+        "local_batch_size": training.local_batch_size,
+        "accumulation": accumulation,
+        "global_batch_size": rows,
+        "tokens_per_step": rows * training.seq_len,
+        "steps": training.steps,
+        "tokens": rows * training.seq_len * training.steps,
+        "command": launch_command(plan, processes, plugin_files),
+    }
+
+
+def count_parameters(recipe: Recipe) -> int:
+    """Parameters of the model; a tied one counts once."""
+    import torch
+
+    with torch.device("meta"):
+        model = build(recipe.model, seq_len=recipe.training.seq_len)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def launch_command(plan: Plan, processes: Processes, plugin_files: list[Path]) -> str | None:
+    """The command that starts this machine's workers; None: they run inside `titan`, or a plugin starts them."""
+    launcher = plan.loaded.recipe.launcher
+    if not isinstance(launcher, Local) or in_place(launcher, processes.nproc, processes.nnodes):
+        return None
+    start = Start(
+        run_folder=plan.folder.path,
+        lock_file=plan.folder.recipe_lock,
+        checkpoint=plan.checkpoint,
+        plugin_files=plugin_files,
+        json_events=False,
+        traceback=False,
+        **asdict(processes),
+    )
+    return shlex.join(torchrun_command(launcher, start))
+
+
+def as_text(facts: dict[str, Any]) -> str:
+    """The facts for people."""
+    degrees = [f"{name} {degree}" for name, degree in facts["mesh"].items() if degree != 1]
+    nodes = f"{facts['nnodes']} nodes x " if facts["nnodes"] > 1 else ""
+    memory = facts["weights_and_gradients_bytes_per_rank"] / 2**30
+    begin = Path(facts["checkpoint"]).name if facts["checkpoint"] else "the start"
+    rows = {
+        "recipe": facts["recipe"],
+        "run folder": f"{facts['run_folder']} ({'new' if facts['new'] else 'continued'})",
+        "model": f"{facts['model']}, {facts['parameters']:,} parameters",
+        "ranks": f"{facts['world']} ({nodes}{facts['nproc']} on {'each' if nodes else 'this machine'})",
+        "mesh": ", ".join(degrees) or "one device",
+        "memory": f"{memory:.2f} GiB a rank for weights and gradients; optimizer and activations come on top",
+        "batch": f"{facts['global_batch_size']:,} rows x {facts['seq_len']:,} tokens = "
+        f"{facts['tokens_per_step']:,} tokens a step",
+        "": f"{facts['local_batch_size']} rows at a time on a rank, {facts['accumulation']} times a step",
+        "steps": f"{facts['steps']:,} from {begin}, {facts['tokens']:,} tokens in all",
+        "started by": facts["command"] or "this process",
+    }
+    lines = [f"{label:<12}{text}" for label, text in rows.items()]
+    return "\n".join(lines + [f"{'changed':<12}{change}" for change in facts["drift"]])

@@ -1,0 +1,103 @@
+"""From a plan to running workers: the run folder is made and held, and the recipe's launcher called. Torch-free.
+
+On one machine all files are written here. On several nobody knows yet who will be rank 0, so each command puts
+its files into a folder of its own, and rank 0 makes the run folder of its node's files.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from titancli.errors import EnvironmentProblem
+from titancli.launchers.devices import visible_gpus
+from titancli.launchers.plan import Plan, check_world, new_attempt, new_record
+from titancli.registry.component import build
+from titancli.runs import LOCK_NAME, RECORD_NAME, RunFolder
+
+
+@dataclass(frozen=True)
+class Processes:
+    """How many workers, and where."""
+
+    nproc: int
+    """On each node."""
+    nnodes: int = 1
+    rdzv: str | None = None
+
+    @property
+    def world(self) -> int:
+        return self.nproc * self.nnodes
+
+
+def count_processes(plan: Plan, wanted: int | str | None, *, may_exceed: bool = False) -> int:
+    """Processes on this machine: what the command line says, else the recipe's launcher, else one a GPU.
+
+    Raises:
+        EnvironmentProblem: more than there are GPUs here, unless they may exceed them (to show a plan).
+    """
+    wanted = wanted or getattr(plan.loaded.recipe.launcher, "nproc", "auto")
+    gpus = visible_gpus()
+    if not isinstance(wanted, int):
+        return gpus or 1
+    if gpus and wanted > gpus and not may_exceed:
+        raise EnvironmentProblem(
+            f"{wanted} processes need {wanted} GPUs, and {gpus} {'is' if gpus == 1 else 'are'} visible here",
+            hint=f"take --nproc {gpus}, or make more visible with CUDA_VISIBLE_DEVICES",
+        )
+    return wanted
+
+
+def start(
+    plan: Plan,
+    processes: Processes,
+    *,
+    plugin_files: list[Path],
+    json_events: bool,
+    traceback: bool,
+    announce: Callable[[RunFolder], None],
+) -> int:
+    """Run the plan to its end and return the command's exit code. `announce` is told the folder first.
+
+    Raises:
+        TitanError: the recipe does not fit the processes, the folder is in use or cannot be written, or the
+            run failed for a reason that a user can put right.
+    """
+    check_world(plan.loaded, processes.world)
+    record = new_record(plan, new_attempt(plan, plugin_files, asdict(processes) | {"world": processes.world}))
+    runtime: dict[str, Any] = {
+        "checkpoint": plan.checkpoint,
+        "plugin_files": plugin_files,
+        "json_events": json_events,
+        "traceback": traceback,
+        **asdict(processes),
+    }
+    launcher = plan.loaded.recipe.launcher
+    if processes.nnodes > 1:
+        announce(plan.folder)
+        with tempfile.TemporaryDirectory(prefix="titan-") as own:
+            lock_file = Path(own) / LOCK_NAME
+            lock_file.write_text(plan.lock_text, encoding="utf-8")
+            Path(own, RECORD_NAME).write_text(json.dumps(record), encoding="utf-8")
+            return build(launcher, run_folder=plan.folder.path, lock_file=lock_file, **runtime)
+    folder = make_folder(plan)
+    announce(folder)
+    hold = folder.hold()
+    try:
+        folder.write_recipe_lock(plan.lock_text)
+        folder.write_record(record)
+        return build(launcher, run_folder=folder.path, lock_file=folder.recipe_lock, **runtime)
+    finally:
+        hold.release()
+
+
+def make_folder(plan: Plan) -> RunFolder:
+    """The plan's folder, made. One that titan names itself gets another name if it was taken meanwhile."""
+    if plan.new and plan.named_by_titan:
+        return RunFolder.create(plan.loaded.recipe.name)
+    plan.folder.make()
+    return plan.folder

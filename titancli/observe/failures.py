@@ -1,0 +1,146 @@
+"""Why a run failed: each rank that raises leaves a report, and the cause is chosen among them. Torch-free.
+
+When one rank dies, the others fail as well, in whatever collective they wait in. Their errors come later, and
+speak of connections; the cause is the first that does not.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import sys
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from titancli.errors import EXIT_FAILED, TitanError
+from titancli.runs import timestamp, write_atomically
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One rank's end."""
+
+    rank: int
+    world: int
+    host: str
+    step: int | None
+    """The step that was being done; None: before the first."""
+    type: str
+    message: str
+    hint: str | None
+    exit_code: int
+    expected: bool
+    """A TitanError: it says all there is to say, and needs no traceback."""
+    communication: bool
+    """It may be no more than the echo of another rank's end."""
+    traceback: str
+    time: str
+
+
+def error_file(logs: Path, rank: int) -> Path:
+    return logs / f"rank-{rank}.error.json"
+
+
+def write(logs: Path, error: BaseException, *, rank: int, world: int, step: int | None) -> None:
+    """Leave `rank-N.error.json`. What keeps it from being written goes to stderr, after the error itself."""
+    expected = isinstance(error, TitanError)
+    failure = Failure(
+        rank=rank,
+        world=world,
+        host=socket.gethostname(),
+        step=step,
+        type=type(error).__name__,
+        message=error.message if isinstance(error, TitanError) else str(error),
+        hint=error.hint if isinstance(error, TitanError) else None,
+        exit_code=error.exit_code if isinstance(error, TitanError) else EXIT_FAILED,
+        expected=expected,
+        communication=not expected and _is_communication(error),
+        traceback=_own_traceback(error),
+        time=timestamp(),
+    )
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        write_atomically(error_file(logs, rank), json.dumps(asdict(failure), indent=2) + "\n")
+    except (OSError, TitanError) as second:
+        print(f"cannot write the report of this error: {second}", file=sys.stderr)
+
+
+def read(logs: Path, *, since: str = "") -> list[Failure]:
+    """The reports that lie there and are not older than `since`, the oldest first."""
+    failures = []
+    for path in logs.glob("rank-*.error.json"):
+        try:
+            failure = Failure(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            continue  # half of one, from a disk that is full, or another version's
+        if failure.time >= since:
+            failures.append(failure)
+    return sorted(failures, key=lambda failure: failure.time)
+
+
+def killed(rank: int, world: int, number: int, step: int | None) -> Failure:
+    """The end of a rank that a signal killed, and that left no report."""
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    return Failure(
+        rank=rank,
+        world=world,
+        host=socket.gethostname(),
+        step=step,
+        type=name,
+        message=f"killed by {name}",
+        hint="out of memory? `dmesg` tells" if number == signal.SIGKILL else None,
+        exit_code=EXIT_FAILED,
+        expected=True,
+        communication=False,
+        traceback="",
+        time=timestamp(),
+    )
+
+
+def cause(reports: list[Failure], kills: list[Failure]) -> Failure | None:
+    """Which rank failed first.
+
+    An error that is not about communication, else a rank that was killed, else the first error there is.
+    """
+    own = [failure for failure in reports if not failure.communication]
+    return next(iter(own + kills + reports), None)
+
+
+def block(failure: Failure, log: Path | None) -> str:
+    """What the user sees of a failure."""
+    when = f"at step {failure.step}" if failure.step is not None else "before the first step"
+    who = f"rank {failure.rank} of {failure.world} on {failure.host}" if failure.world > 1 else "the run"
+    lines = [f"{who} failed {when}: {_words(failure)}"]
+    if failure.hint:
+        lines.append(f" {failure.hint}")
+    if not failure.expected:
+        lines += ["", failure.traceback.rstrip(), ""]
+    if log is not None:
+        lines.append(f"log: {log}")
+    return "\n".join(lines)
+
+
+def _words(failure: Failure) -> str:
+    return failure.message if failure.expected else failure.type
+
+
+def _own_traceback(error: BaseException) -> str:
+    """The traceback without the frames of the worker that every error passes through."""
+    trace = error.__traceback__
+    while (
+        trace is not None
+        and trace.tb_next is not None
+        and trace.tb_frame.f_globals.get("__name__") in ("titancli.worker", "__main__")
+    ):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
+def _is_communication(error: BaseException) -> bool:
+    if type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError"):
+        return True
+    text = str(error).lower()
+    words = ("connection closed", "connection reset", "gloo", "nccl", "broken pipe", "timed out")
+    return isinstance(error, RuntimeError) and any(word in text for word in words)
