@@ -2,7 +2,7 @@
 
 manifest.py, layout.py and tensorfile.py are the format itself and import no torch. storage.py joins it to
 torch.distributed.checkpoint, save.py and load.py are the two directions, checkpointer.py decides when to save
-and what to purge. hf.py exports, hf_read.py imports, weights.py starts a run from either.
+and what to purge. hf.py writes and reads Hugging Face folders.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ _HOME = {
     "CheckpointReader": "load",
     "Checkpointer": "checkpointer",
     "export_hf": "hf",
-    "read_hf": "hf_read",
-    "load_hf_weights": "hf_read",
-    "load_weights": "weights",
+    "read_hf": "hf",
+    "load_hf_weights": "hf",
 }
 __all__ = list(_HOME)
 

@@ -31,17 +31,21 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Fill tensors in place from a checkpoint, whatever layout it was saved under; return its JSON state.
 
-    Collective over `group` (the default group when None). Names, shapes and dtypes must be the checkpoint's.
-    Each rank reads only what it needs; with `verify` the ranks share the reading of all files for their
-    checksums. Sizes are always checked.
+    Collective over `group` (the default group when None). Names, shapes and dtypes must be the checkpoint's;
+    but when one part alone is asked for (all names begin with `model.`), the rest of the checkpoint is left
+    unread, and values are cast to the dtypes asked for. Each rank reads only what it needs; with `verify` the
+    ranks share the reading of all files for their checksums. Sizes are always checked.
 
     Raises:
         EnvironmentProblem: it is no checkpoint, or damaged; names the file.
         TitanError: names, shapes or dtypes differ; names them all.
     """
     manifest, layouts = _open_together(folder, verify, group)
-    wanted = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    if found := differences(layouts, wanted):
+    parts = {name.partition(".")[0] for name in tensors}
+    there = {name: layout for name, layout in layouts.items() if name.partition(".")[0] in parts}
+    strict = len(there) == len(layouts)
+    wanted = {n: (tuple(tensor.shape), tensor.dtype if strict else None) for n, tensor in tensors.items()}
+    if found := differences(there, wanted):
         raise TitanError(
             f"checkpoint {folder} does not fit this recipe: {found}",
             hint='undo the change of the recipe, or start a new run from its weights: weights = "CHECKPOINT"',

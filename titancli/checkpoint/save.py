@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import errno
-import os
 import platform
 import secrets
 import shutil
@@ -25,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 import titancli
+from titancli.checkpoint.disk import need, refusal, sync_folder, write_file
 from titancli.checkpoint.layout import METADATA, TensorLayout, layout_text
 from titancli.checkpoint.manifest import (
     LOCK,
@@ -92,7 +91,7 @@ class Draft:
     @property
     def step(self) -> int:
         match = STEP_NAME.match(self.folder.name)
-        return int(match[1]) if match else int(self.state.get("step", 0))
+        return int(match[1]) if match else 0
 
     def open(self, needed: int) -> Path:
         """Make the hidden folder, where `needed` bytes will lie."""
@@ -107,9 +106,7 @@ class Draft:
             parent.mkdir(parents=True, exist_ok=True)
             recover(parent)
             self._sweep()
-            free = shutil.disk_usage(parent).free
-            if free < needed:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            need(parent, needed)
             hidden = parent / f"{hidden_prefix(self.folder.name, self.run_id)}{secrets.token_hex(4)}"
             hidden.mkdir()
         except OSError as error:
@@ -122,12 +119,12 @@ class Draft:
         if self.hidden is None:
             raise TitanError(f"{self.folder} was not opened")
         try:
-            files = {**files, METADATA: _write(self.hidden / METADATA, layout_text(layouts).encode())}
+            files = {**files, METADATA: write_file(self.hidden / METADATA, layout_text(layouts).encode())}
             if self.lock_text:
-                files[LOCK] = _write(self.hidden / LOCK, self.lock_text.encode())
+                files[LOCK] = write_file(self.hidden / LOCK, self.lock_text.encode())
             serial = 1 + max((m.serial for m in steps(self.folder.parent).values()), default=0)
-            _write(self.hidden / MANIFEST, manifest_bytes(self._manifest(files, serial)))
-            _sync_folder(self.hidden)
+            write_file(self.hidden / MANIFEST, manifest_bytes(self._manifest(files, serial)))
+            sync_folder(self.hidden)
             self._rename(self.hidden)
         except OSError as error:
             raise self.explain(error, sum(digest.size for digest in files.values())) from error
@@ -141,27 +138,9 @@ class Draft:
 
     def explain(self, error: OSError, needed: int) -> EnvironmentProblem:
         """An error of the operating system, in words. Runs on any rank."""
-        about = f"checkpoint {self.folder} cannot be written: {error.strerror or error}"
-        kept = "Nothing was lost: earlier checkpoints are untouched"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            try:
-                free = f"{size_text(shutil.disk_usage(self.folder.parent).free)} are free"
-            except OSError:
-                free = "the free space is unknown"
-            limit = (
-                " (a limit on the size of files or a quota may be lower)"
-                if error.errno != errno.ENOSPC
-                else ""
-            )
-            return EnvironmentProblem(
-                f"{about}. It needs {size_text(needed)}, and {free} on that disk{limit}. {kept}.",
-                hint="free some space, or lower checkpoint.keep_latest_k",
-            )
-        if error.errno == errno.ENOENT:
-            return EnvironmentProblem(
-                f"{about}. {kept}.", hint="the run folder must be on a disk that every node sees (--run-dir)"
-            )
-        return EnvironmentProblem(f"{about}. {kept}.", hint="make the run folder writable, or take another")
+        kept = "Earlier checkpoints are untouched."
+        remedy = "free some space, or lower checkpoint.keep_latest_k"
+        return refusal(error, self.folder, needed, kept=kept, remedy=remedy)
 
     def _sweep(self) -> None:
         """Remove what interrupted saves of this run left behind, and replaced checkpoints."""
@@ -184,7 +163,7 @@ class Draft:
             old = self.folder.with_name(form.format(self.folder.name, secrets.token_hex(4)))
             self.folder.rename(old)
         hidden.rename(self.folder)
-        _sync_folder(self.folder.parent)
+        sync_folder(self.folder.parent)
         if old is not None and _run_of(old) == self.run_id:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -244,33 +223,8 @@ def raise_failure(error: CheckpointException, doing: str) -> NoReturn:
     raise TitanError(f"{doing} failed on rank {rank}: {type(cause).__name__}: {cause}") from cause
 
 
-def size_text(size: float) -> str:
-    """Bytes for people: `1.5 GB`."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
-
-
 def _run_of(folder: Path) -> str | None:
     try:
         return read_manifest(folder).run_id
     except EnvironmentProblem:
         return None
-
-
-def _write(path: Path, data: bytes) -> Digest:
-    with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return Digest(len(data), xxhash.xxh3_64(data).hexdigest())
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -98,10 +98,12 @@ def read_tensor(path: Path, entry: Entry) -> Tensor:
     try:
         with open(path, "rb") as file:
             # A private mapping: torch wants writable memory, and nothing is ever written back.
-            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            base = entry.start - entry.start % mmap.ALLOCATIONGRANULARITY
+            length = entry.start + entry.nbytes - base
+            memory = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=base)
     except (OSError, ValueError) as error:
         raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
-    raw = torch.frombuffer(memory, dtype=torch.uint8, count=entry.nbytes, offset=entry.start)
+    raw = torch.frombuffer(memory, dtype=torch.uint8, count=entry.nbytes, offset=entry.start - base)
     if entry.start % dtype.itemsize:  # only other programs' files are not aligned
         raw = raw.clone()
     return raw.view(dtype).view(entry.shape)

@@ -1,0 +1,71 @@
+"""Putting files on a disk for good, and saying in words why a disk refuses. Torch-free."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import xxhash
+
+from titancli.checkpoint.tensorfile import Digest
+from titancli.errors import EnvironmentProblem
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def write_file(path: Path, data: bytes) -> Digest:
+    """Write a new file and flush it to the disk itself."""
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return Digest(len(data), xxhash.xxh3_64(data).hexdigest())
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's table of names, without which a rename may not survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def need(folder: Path, needed: int) -> None:
+    """See to it that a disk has `needed` bytes left.
+
+    Raises:
+        OSError: ENOSPC.
+    """
+    if shutil.disk_usage(folder).free < needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def refusal(error: OSError, path: Path, needed: int, *, kept: str, remedy: str) -> EnvironmentProblem:
+    """Why `path`, of `needed` bytes, cannot be written; what is safe, and how to make room."""
+    about = f"{path} cannot be written: {error.strerror or error}"
+    if error.errno in _FULL:
+        try:
+            free = f"{size_text(shutil.disk_usage(path.parent).free)} are free on that disk"
+        except OSError:
+            free = "how much is free is unknown"
+        limit = "" if error.errno == errno.ENOSPC else " (a quota or a limit on the size of files is lower)"
+        return EnvironmentProblem(
+            f"{about}. It needs {size_text(needed)}, and {free}{limit}. {kept}", hint=remedy
+        )
+    if error.errno == errno.ENOENT:
+        hint = "the folder must be on a disk that every node sees"
+    else:
+        hint = f"make {path.parent} writable, or take another folder"
+    return EnvironmentProblem(f"{about}. {kept}", hint=hint)
+
+
+def size_text(size: float) -> str:
+    """Bytes for people: `1.5 GB`."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
