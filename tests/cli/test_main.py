@@ -176,5 +176,5 @@ def test_a_terminal_without_unicode_gets_escapes() -> None:
 
 
 def test_an_override_is_an_argument_with_an_equals_sign() -> None:
-    split = common.split_overrides(["a.toml", "training.steps=3", "b", "x=y=z"])
-    assert split == (["a.toml", "b"], ["training.steps=3", "x=y=z"])
+    split = common.split_overrides(["a.toml", "training.steps=3", "b", "x=y/z", "runs/lr=3e-4", '"a/b"=1'])
+    assert split == (["a.toml", "b", "runs/lr=3e-4"], ["training.steps=3", "x=y/z", '"a/b"=1'])

@@ -56,5 +56,10 @@ def split_common(arguments: Sequence[str]) -> tuple[list[str], Common]:
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Arguments without a `=`, and those with one: recipes and overrides."""
-    return [a for a in arguments if "=" not in a], [a for a in arguments if "=" in a]
+    """Recipes, and overrides `KEY=VALUE`. A `/` before the `=` makes a path of it: `runs/lr=3e-4`."""
+    recipes, overrides = [], []
+    for argument in arguments:
+        key, equals, _ = argument.partition("=")
+        is_path = "/" in key and not key.startswith(("'", '"'))
+        (overrides if equals and not is_path else recipes).append(argument)
+    return recipes, overrides
