@@ -8,7 +8,6 @@ up to `datasets`. `datasets` is imported when one of these is built.
 
 from __future__ import annotations
 
-import copy
 import glob
 import os
 import sys
@@ -85,10 +84,9 @@ class StreamedSource:
 
     def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Piece]:
         """The documents; a mark is the stream's own state, and how many documents come after it."""
-        dataset = copy.copy(self._dataset)  # it keeps the state that it was started from
+        dataset = self._dataset
         state, past = (mark["state"], mark["past"]) if mark else (None, 0)
-        if state is not None:
-            dataset.load_state_dict(state)
+        dataset.load_state_dict(state)  # None too: it would begin at the last state that was loaded
         rows = iter(dataset)
         for number in range(sys.maxsize):
             if number and number % GROUP == 0:

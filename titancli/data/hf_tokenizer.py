@@ -78,9 +78,7 @@ class HFTokenizer:
             RecipeError: the folder has no chat template, or it refuses these messages.
         """
         if self._templated is None:
-            from transformers import PreTrainedTokenizerFast
-
-            self._templated = PreTrainedTokenizerFast.from_pretrained(self._folder, local_files_only=True)
+            self._templated = _load_with_template(self._folder)
         if not self._templated.chat_template:
             raise RecipeError(
                 f"the tokenizer in {self._folder} has no chat template",
@@ -140,6 +138,18 @@ def _load(folder: Path) -> Any:
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # their names in a text are text
     return tokenizer
+
+
+def _load_with_template(folder: Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever a wrong tokenizer_config.json leads to
+        raise EnvironmentProblem(
+            f"transformers cannot load the tokenizer in {folder}: {type(error).__name__}: {error}",
+            hint="repair tokenizer_config.json, or download it again",
+        ) from error
 
 
 def _missing(folder: Path) -> str:

@@ -1,0 +1,181 @@
+"""The prefetching loader: order, state, errors, and how it ends."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.data.helpers import make, same
+from titancli.data import TextFiles
+from titancli.data.batch import Batch
+from titancli.data.loader import Loader
+from titancli.errors import EnvironmentProblem
+
+
+class Counter:
+    """Batches 0, 1, 2, …; ends or fails at a number, and says how far it was asked to go."""
+
+    def __init__(self, end: int = 10**9, error: Exception | None = None) -> None:
+        self.next, self.end, self.error = 0, end, error
+
+    def __iter__(self) -> Any:
+        while self.next < self.end:
+            self.next += 1
+            yield Batch({"tokens": torch.full((1, 1), self.next - 1)})
+        if self.error:
+            raise self.error
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+def data_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "titan-data"]
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline, "waited 5 s in vain"
+        time.sleep(0.005)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Any:
+    yield
+    gc.collect()
+    wait_for(lambda: not data_threads())
+
+
+def test_state_is_that_of_the_last_batch_used_not_prefetched() -> None:
+    dataset = Counter()
+    loader = Loader(dataset, device="cpu", prefetch=3)
+    assert loader.state == {"next": 0}
+    for i in range(5):
+        assert next(loader)["tokens"].item() == i
+        assert loader.state == {"next": i + 1}
+    wait_for(lambda: dataset.next == 9)  # 5 used, 3 in the queue, 1 in the thread's hand
+    time.sleep(0.02)
+    assert dataset.next == 9, "prefetching is bounded"
+    assert loader.state == {"next": 5}
+    loader.close()
+
+
+def test_end_is_told_after_the_last_batch_and_again() -> None:
+    loader = Loader(Counter(end=3), device="cpu")
+    assert [batch["tokens"].item() for batch in loader] == [0, 1, 2]
+    assert next(loader, None) is None
+    assert loader.state == {"next": 3}
+
+
+def test_error_is_raised_in_its_place_and_again() -> None:
+    loader = Loader(Counter(end=2, error=EnvironmentProblem("broken", hint="mend it")), device="cpu")
+    assert [next(loader)["tokens"].item() for _ in range(2)] == [0, 1]
+    for _ in range(2):
+        with pytest.raises(EnvironmentProblem, match="broken"):
+            next(loader)
+    assert loader.state == {"next": 2}
+
+
+def test_load_state_drops_what_was_prefetched() -> None:
+    loader = Loader(Counter(), device="cpu")
+    next(loader)
+    loader.load_state({"next": 70})
+    assert loader.state == {"next": 70}
+    assert next(loader)["tokens"].item() == 70
+    loader.close()
+
+
+def test_closing_loses_no_batch() -> None:
+    loader = Loader(Counter(), device="cpu")
+    next(loader)
+    loader.close()
+    assert not data_threads()
+    loader.close()
+    assert loader.state == {"next": 1}
+    assert next(loader)["tokens"].item() == 1
+    loader.close()
+
+
+def test_a_dropped_loader_ends_its_thread() -> None:
+    loader = Loader(Counter(), device="cpu")
+    next(loader)
+    assert data_threads()
+    del loader
+    gc.collect()
+    wait_for(lambda: not data_threads())
+
+
+def test_resumes_a_packed_dataset_exactly(corpus: Path) -> None:
+    config = TextFiles(paths=[corpus])
+    loader = Loader(make(config), device="cpu")
+    for _ in range(7):
+        next(loader)
+    state = loader.state
+    expected = [next(loader) for _ in range(20)]
+    loader.close()
+    resumed = Loader(make(config), device="cpu")
+    resumed.load_state(state)
+    assert all(same(next(resumed), batch) for batch in expected)
+    resumed.close()
+
+
+@pytest.mark.parametrize("end", ["pass", "raise SystemExit(3)", "os.kill(os.getpid(), signal.SIGINT)"])
+def test_python_ends_at_once_with_a_full_queue_or_a_waiting_consumer(end: str) -> None:
+    code = (
+        "import os, signal, threading\n"
+        "from tests.data.test_loader import Counter, Loader\n"
+        "loader = Loader(Counter(), device='cpu'); next(loader)\n"
+        f"{end}\n"
+    )
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == {"pass": 0, "raise SystemExit(3)": 3}.get(end, -2)
+    assert "Fatal" not in done.stderr
+    assert time.monotonic() - start < 30
+
+
+def test_ctrl_c_reaches_a_consumer_that_waits_for_a_slow_batch() -> None:
+    code = (
+        "import os, signal, threading, time\n"
+        "from tests.data.test_loader import Counter, Loader\n"
+        "class Slow(Counter):\n"
+        "    def __iter__(self):\n"
+        "        time.sleep(2); yield from super().__iter__()\n"
+        "threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n"
+        "start = time.monotonic()\n"
+        "try:\n"
+        "    next(Loader(Slow(), device='cpu'))\n"
+        "except KeyboardInterrupt:\n"
+        "    print(time.monotonic() - start < 1.5)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.strip() == "True", done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_batches_arrive_on_the_gpu(corpus: Path) -> None:
+    config = TextFiles(paths=[corpus], document_mask=True)
+    on_gpu, on_cpu = Loader(make(config), device="cuda"), Loader(make(config), device="cpu")
+    for _ in range(50):
+        one, other = next(on_gpu), next(on_cpu)
+        assert one["tokens"].is_cuda
+        assert same(Batch({name: tensor.cpu() for name, tensor in one.items()}), other)
+    on_gpu.close()
+    on_cpu.close()
