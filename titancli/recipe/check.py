@@ -1,0 +1,130 @@
+"""What is wrong with a recipe as a whole, as far as it can be told without torch and without the ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from titancli.errors import PluginError, RecipeError, TitanError
+from titancli.recipe.problems import Problems
+from titancli.recipe.scan import KeyPath, match_key
+from titancli.recipe.schema import Degrees, Recipe
+from titancli.recipe.tree import Node, dotted
+
+if TYPE_CHECKING:
+    from titancli.registry.lookup import Registry
+
+NOT_BUILT = {
+    "pp": "pipeline parallelism",
+    "cp": "context parallelism",
+    "tp": "tensor parallelism",
+    "ep": "expert parallelism",
+}
+"""Degrees of the mesh that no layout of this version uses."""
+
+
+def check_recipe(recipe: Recipe, root: Node, registry: Registry, problems: Problems) -> None:
+    """Report what titan, the components and the plugins find wrong.
+
+    Raises:
+        PluginError: a check of a component or of a plugin that the recipe uses is broken.
+    """
+    found = [*_core_checks(recipe), *_component_checks(recipe, root)]
+    for path, message, hint in found:
+        _add(problems, root, path, message, hint)
+    for key, message in registry.checks(recipe):
+        _add(problems, root, _path(key), message, None)
+
+
+def _core_checks(recipe: Recipe) -> Iterator[tuple[KeyPath, str, str | None]]:
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", recipe.name, re.ASCII):
+        message = f"name {recipe.name!r} cannot begin the name of a run folder"
+        yield ("name",), message, "use letters, digits, '_', '-' and '.', beginning with a letter or digit"
+    option = recipe.activation_checkpoint.selective_ac_option
+    if option != "op" and not re.fullmatch(r"[1-9]\d*", option):
+        message = f"selective_ac_option must be 'op' or the text of a number of layers, not {option!r}"
+        yield ("activation_checkpoint", "selective_ac_option"), message, None
+    yield from _mesh(recipe)
+    yield from _schedule(recipe)
+
+
+def _mesh(recipe: Recipe) -> Iterator[tuple[KeyPath, str, str | None]]:
+    mesh = recipe.mesh
+    free = [f.name for f in dataclasses.fields(mesh) if getattr(mesh, f.name) == -1]
+    for name, words in NOT_BUILT.items():
+        if getattr(mesh, name) != 1:
+            yield ("mesh", name), f"{words} ({name}) is not built yet", f"write {name} = 1"
+    if len(free) > 1:
+        yield ("mesh", free[-1]), f"only one degree may be -1, not {' and '.join(free)}", None
+        return
+    # A free degree may become any number; the batch must divide by what is known at least.
+    known = [degree for degree in (mesh.dp_replicate, mesh.dp_shard) if degree != -1]
+    try:
+        recipe.accumulation(Degrees(dp_shard=math.prod(known)))
+    except RecipeError as error:
+        yield ("training", "global_batch_size"), error.message, error.problems[0].hint
+
+
+def _schedule(recipe: Recipe) -> Iterator[tuple[KeyPath, str, str | None]]:
+    schedule = recipe.lr_scheduler
+    of = "training.steps" if schedule.total_steps is None else "lr_scheduler.total_steps"
+    total = schedule.total_steps or recipe.training.steps
+    if schedule.warmup_steps > total:
+        message = f"warm-up of {schedule.warmup_steps} steps is longer than {of} = {total}"
+        hint = f"set lr_scheduler.warmup_steps to {total // 5}, for one"
+        yield ("lr_scheduler", "warmup_steps"), message, hint
+    elif schedule.decay_ratio is not None:
+        decay = round(total * schedule.decay_ratio)
+        if schedule.warmup_steps + decay > total:
+            message = (
+                f"warm-up ({schedule.warmup_steps} steps) and decay ({decay}) overlap: {of} is only {total}"
+            )
+            hint = f"decay_ratio can be at most {(total - schedule.warmup_steps) / total:g}"
+            yield ("lr_scheduler", "decay_ratio"), message, hint
+
+
+def _component_checks(recipe: Recipe, root: Node) -> Iterator[tuple[KeyPath, str, None]]:
+    """What the configs' own `check(recipe)` methods say."""
+    for path, config in components(recipe):
+        check = getattr(config, "check", None)
+        if check is None:
+            continue
+        try:
+            for key, message in check(recipe):
+                yield (*path, *_path(key)), message, None
+        except TitanError:
+            raise
+        except Exception as error:
+            where = f"{type(config).__module__}.{type(config).__qualname__}.check"
+            raise PluginError(f"{where} failed: {type(error).__name__}: {error}") from error
+
+
+def components(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Every component's config in a recipe with its path, those in slots of other components included."""
+    if isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from components(item, (*path, i))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from components(item, (*path, key))
+    elif dataclasses.is_dataclass(value):
+        if hasattr(value, "__component__"):
+            yield path, value
+        for field in dataclasses.fields(value):
+            yield from components(getattr(value, field.name), (*path, field.name))
+
+
+def _path(key: str) -> KeyPath:
+    found = match_key(key)
+    return tuple(found[0]) if found else ()
+
+
+def _add(problems: Problems, root: Node, path: KeyPath, message: str, hint: str | None) -> None:
+    """Report at the key, or at the nearest table above it that the recipe has."""
+    node, reached = root.follow(path)
+    location = node.origin.location("value" if reached == path else "key")
+    text = message if reached == path and location else f"{dotted(path)}: {message}" if path else message
+    problems.add("check", text, location, hint)

@@ -1,0 +1,125 @@
+"""`load_recipe`: read, extend, override, resolve, bind, check."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titancli.recipe.bind import bind_recipe
+from titancli.recipe.check import check_recipe
+from titancli.recipe.extends import read_recipe
+from titancli.recipe.find import find_recipe
+from titancli.recipe.layers import merge
+from titancli.recipe.lock import resolved_data
+from titancli.recipe.overrides import read_overrides, read_unset, without
+from titancli.recipe.problems import Problems, nearest
+from titancli.recipe.read import refuse_values
+from titancli.recipe.requires import check_requires
+from titancli.recipe.resolve import resolve
+from titancli.recipe.scan import KeyPath
+from titancli.recipe.schema import Recipe
+from titancli.recipe.tree import DEFAULT, Node, Origin, Source, dotted, from_python, leaves
+
+if TYPE_CHECKING:
+    from titancli.registry.lookup import Registry
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A recipe that has passed every check."""
+
+    recipe: Recipe
+    """Typed, its components bound."""
+    data: dict[str, Any]
+    """Plain TOML data: every default filled in, full component names, absolute paths, no None."""
+    origins: dict[str, Origin]
+    """Where each value of `data` comes from, by dotted key: `training.steps`, `converters.0.recipe`."""
+    path: Path
+    """The file."""
+
+
+def load_recipe(
+    reference: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    unset: Sequence[str] = (),
+    registry: Registry | None = None,
+) -> Loaded:
+    """Load a recipe, or a lock file, and check all of it. Imports no torch and fetches nothing.
+
+    Args:
+        reference: a path, a run folder, `name` or `plugin:name`; see `find_recipe`.
+        overrides: `KEY=VALUE`, e.g. `training.steps=100`, `converters.0.recipe=tensorwise`, `optimizer=muon`.
+        unset: keys to take away, e.g. `training.global_batch_size`.
+        registry: the components that there are; the process's own if left out.
+
+    Raises:
+        RecipeError: everything that is wrong, with places.
+        PluginError: a plugin that the recipe needs is broken.
+    """
+    if registry is None:
+        from titancli.registry import current
+
+        registry = current()
+    problems = Problems()
+    path = find_recipe(reference, registry=registry)
+    root = read_recipe(path, registry, problems)
+    root = merge(root, read_overrides(overrides, problems), problems)
+    removed = read_unset(unset, problems)
+    root, absent = _without_all(root, removed)
+
+    all_there = check_requires(root, problems)
+    resolved = resolve(root, registry, problems, removed)
+    if not all_there:
+        problems.drop("unknown-component")  # what to install for it is said already
+    resolved.holes |= refuse_values(resolved.root, problems)
+    recipe = bind_recipe(resolved, registry, problems)
+    _check_unset(recipe, absent, problems)
+    check_recipe(recipe, resolved.root, registry, problems)
+    problems.raise_any()
+
+    data = resolved_data(recipe, resolved.root, registry)
+    return Loaded(recipe, data, _origins(data, resolved.root), path)
+
+
+def _without_all(root: Node, keys: Mapping[KeyPath, Source]) -> tuple[Node, dict[KeyPath, Source]]:
+    """The tree without some keys, and those that it did not have."""
+    absent = {}
+    for key, source in keys.items():
+        root, found = without(root, key)
+        if not found:
+            absent[key] = source
+    return root, absent
+
+
+def _check_unset(recipe: Recipe, absent: Mapping[KeyPath, Source], problems: Problems) -> None:
+    """A key to take away that was not set is no mistake, unless there is no such key at all."""
+    for path, source in absent.items():
+        at: Any = recipe
+        for i, key in enumerate(path):
+            if isinstance(at, (list, tuple)):
+                known: dict[str, Any] = {str(n): item for n, item in enumerate(at)}
+            elif isinstance(at, dict):
+                known = at
+            elif dataclasses.is_dataclass(at):
+                known = {f.name: getattr(at, f.name) for f in dataclasses.fields(at)}
+                known |= dict.fromkeys(("type", "flavor") if hasattr(at, "__component__") else ())
+            else:
+                break
+            if str(key) not in known and not isinstance(at, dict):
+                where = f" in {dotted(path[:i])}" if i else ""
+                message = f"cannot unset {dotted(path)}: unknown key {key!r}{where}"
+                location = source.location((0, len(source.text)))
+                problems.add("unknown-key", message, location, nearest(str(key), map(str, known)))
+                break
+            at = known.get(str(key))
+
+
+def _origins(data: dict[str, Any], root: Node) -> dict[str, Origin]:
+    origins = {}
+    for path, _ in leaves(from_python(data, DEFAULT)):
+        node, reached = root.follow(path)
+        origins[dotted(path)] = node.origin if reached == path else DEFAULT
+    return origins

@@ -1,0 +1,122 @@
+"""From a file to a Node: decode, parse, find positions, refuse what no recipe can hold."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli
+
+from titancli.errors import Location, Problem, RecipeError
+from titancli.recipe.problems import Problems
+from titancli.recipe.scan import KeyPath, Positions, scan
+from titancli.recipe.tree import Node, Origin, Source
+
+FORMAT = 1
+"""The recipe format that this titan reads."""
+DEEPEST = 64
+"""Tables and arrays inside each other."""
+
+
+def read_file(path: Path, problems: Problems, named_at: Location | None = None) -> Node | None:
+    """Read a TOML file; None if that fails, and `problems` then tells why.
+
+    `named_at`: where the file is named, for a file that cannot be read.
+    """
+    shown = str(path)
+    problems.file(shown)
+    try:
+        raw = path.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+        problems.add("unreadable", f"cannot read {shown}: {reason}", named_at)
+        return None
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        good = raw[: error.start].decode("utf-8-sig", "replace").replace("\r\n", "\n")
+        location = Source(shown, good).location((len(good), len(good)))
+        message = f"{shown} is not UTF-8: {error.reason} at byte {error.start}"
+        problems.add("not-utf8", message, location, "save it as UTF-8")
+        return None
+    try:
+        return parse(Source(shown, text.replace("\r\n", "\n")), "file")
+    except RecipeError as error:
+        for problem in error.problems:
+            problems.add(problem.code, problem.message, problem.location or named_at, problem.hint)
+        return None
+
+
+def parse(source: Source, kind: Literal["file", "override"]) -> Node:
+    """The data of a TOML text, every value with its place.
+
+    Raises:
+        RecipeError: the text is not TOML, or is nested deeper than a recipe can be.
+    """
+    try:
+        data = tomli.loads(source.text)
+        return _node(data, (), scan(source.text), Origin(kind, source, (0, 0)))
+    except tomli.TOMLDecodeError as error:
+        location = source.location((error.pos, error.pos + 1))
+        raise RecipeError([Problem("syntax", _sentence(error.msg), location)]) from error
+    except RecursionError as error:
+        message = f"{source.path}: tables and arrays are nested more than {DEEPEST} deep"
+        raise RecipeError([Problem("syntax", message)]) from error
+    except ValueError as error:  # an integer of more digits than Python reads
+        raise RecipeError([Problem("syntax", f"{source.path}: {error}")]) from error
+
+
+def _sentence(message: str) -> str:
+    return message[:1].lower() + message[1:]
+
+
+def _node(value: Any, path: KeyPath, places: Positions, outer: Origin) -> Node:
+    if len(path) > DEEPEST:
+        raise RecursionError
+    key, span = places.keys.get(path), places.values.get(path)
+    origin = Origin(outer.kind, outer.source, key, span) if key or span else outer
+    if isinstance(value, dict):
+        return Node({k: _node(v, (*path, k), places, origin) for k, v in value.items()}, origin)
+    if isinstance(value, list):
+        return Node([_node(v, (*path, i), places, origin) for i, v in enumerate(value)], origin)
+    return Node(value, origin)
+
+
+def refuse_values(root: Node, problems: Problems) -> set[KeyPath]:
+    """Report dates, nan, inf and integers beyond 64 bits; the paths of them."""
+    refused: set[KeyPath] = set()
+    pending: list[tuple[KeyPath, Node]] = [((), root)]
+    while pending:
+        path, node = pending.pop()
+        value = node.value
+        if isinstance(value, dict):
+            pending += [((*path, k), below) for k, below in value.items()]
+        elif isinstance(value, list):
+            pending += [((*path, i), below) for i, below in enumerate(value)]
+        elif (wrong := _wrong_value(value)) is not None:
+            code, message = wrong
+            hint = f"for text, put quotes around it: {quoting(node)}"
+            problems.add(code, message, node.origin.location(), hint if code == "wrong-type" else None)
+            refused.add(path)
+    return refused
+
+
+def _wrong_value(value: Any) -> tuple[str, str] | None:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "not-finite", "nan and inf are no values for a recipe"
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return "out-of-range", "an integer must fit in 64 bits"
+    if not isinstance(value, (str, bool, int, float)):
+        return "wrong-type", "dates and times are no values for a recipe"
+    return None
+
+
+def quoting(node: Node) -> str:
+    """How to write a value that TOML took for something else as text."""
+    written = node.origin.text or str(node.value)
+    if node.origin.kind == "override" and node.origin.source is not None:
+        key = node.origin.source.text.partition("=")[0]
+        return f"""'{key}="{written}"'"""
+    return f'"{written}"'

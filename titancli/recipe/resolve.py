@@ -1,0 +1,191 @@
+"""From merged layers to what is bound: every component looked up, its flavor filled in, defaults named.
+
+A slot's string becomes a table, its `type` a full name. What is wrong is reported here, and the place of it
+is bound as a hole, so that the rest of the recipe is still checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from titancli.errors import PluginError
+from titancli.recipe.hints import arms, bare, element_of, fields_of, recipe_slots, slot_of
+from titancli.recipe.overrides import without
+from titancli.recipe.problems import Problems, nearest
+from titancli.recipe.scan import KeyPath
+from titancli.recipe.schema import Recipe
+from titancli.recipe.tree import DEFAULT, Node, Origin, dotted, from_python
+from titancli.registry.kinds import KINDS
+
+if TYPE_CHECKING:
+    from titancli.registry.lookup import Registry
+
+
+@dataclasses.dataclass
+class Resolved:
+    """A recipe's data, ready to bind."""
+
+    root: Node
+    classes: dict[KeyPath, type] = dataclasses.field(default_factory=dict)
+    """The config class of every table that has one."""
+    holes: set[KeyPath] = dataclasses.field(default_factory=set)
+    """Values already reported."""
+    incomplete: set[KeyPath] = dataclasses.field(default_factory=set)
+    """Tables whose flavor is unknown: a key missing there is no news."""
+
+
+def resolve(root: Node, registry: Registry, problems: Problems, unset: Collection[KeyPath] = ()) -> Resolved:
+    """Look up every component of a recipe.
+
+    `unset`: keys that a flavor must not fill in either.
+
+    Raises:
+        PluginError: a plugin that the recipe needs is broken.
+    """
+    resolver = _Resolver(registry, problems, unset)
+    tables = dict(root.value)
+    for name, slot in recipe_slots().items():
+        default = KINDS[slot.kind].default if name == slot.kind else None
+        if default is None:
+            continue
+        table = tables.get(name, Node({}, DEFAULT))
+        if isinstance(table.value, dict) and "type" not in table.value:
+            table = Node({"type": Node(default, DEFAULT), **table.value}, table.origin)
+        tables[name] = table
+    resolver.result.root = resolver.fields(Recipe, Node(tables, root.origin), ())
+    return resolver.result
+
+
+class _Resolver:
+    def __init__(self, registry: Registry, problems: Problems, unset: Collection[KeyPath]) -> None:
+        self.registry = registry
+        self.problems = problems
+        self.unset = [tuple(map(str, key)) for key in unset]
+        self.result = Resolved(Node({}, DEFAULT))
+
+    def fields(self, cls: type, table: Node, path: KeyPath) -> Node:
+        """The members of a table that a config class is bound from."""
+        self.result.classes[path] = cls
+        hints = fields_of(cls)
+        members = {
+            key: self.value(hints[key], node, (*path, key)) if key in hints else node
+            for key, node in table.value.items()
+        }
+        return Node(members, table.origin)
+
+    def value(self, hint: Any, node: Node, path: KeyPath) -> Node:
+        """Whatever an annotation describes."""
+        slot = slot_of(hint)
+        if slot is not None:
+            return self.slot(slot.kind, node, path)
+        for arm in map(bare, arms(hint)):
+            if isinstance(node.value, dict) and dataclasses.is_dataclass(arm):
+                return self.fields(arm, node, path)  # type: ignore[arg-type]
+            if isinstance(node.value, list) and element_of(arm, 0) is not None:
+                elements = [
+                    self.value(element_of(arm, i) or Any, below, (*path, i))
+                    for i, below in enumerate(node.value)
+                ]
+                return Node(elements, node.origin)
+            if isinstance(node.value, dict) and element_of(arm, "") is not None:
+                inner = element_of(arm, "")
+                members = {k: self.value(inner, below, (*path, k)) for k, below in node.value.items()}
+                return Node(members, node.origin)
+        return node
+
+    def slot(self, kind: str, node: Node, path: KeyPath) -> Node:
+        """A component's table, with its full name as `type`."""
+        if isinstance(node.value, str):
+            node = Node({"type": node}, node.origin)
+        cls = self._component(kind, node, path)
+        if cls is None:
+            self.result.holes.add(path)
+            return node
+        name = self.registry.full_name(cls)
+        given = node.value["type"]
+        node = Node({**node.value, "type": Node(name, given.origin)}, node.origin)
+        if "flavor" in node.value:
+            node = self._with_flavor(cls, name, node, path)
+        return self.fields(cls, node, path)
+
+    def _component(self, kind: str, node: Node, path: KeyPath) -> type | None:
+        if not isinstance(node.value, dict):
+            message = f"{dotted(path)} must be a table with a type, or the name of a {kind}"
+            self.problems.add("wrong-type", message, node.origin.location())
+            return None
+        given = node.value.get("type")
+        if given is None:
+            hint = f"known: {_some(self.registry.names(kind))}"
+            message = f"{dotted(path)} needs a type, the name of a {kind}"
+            self.problems.add("missing-key", message, node.origin.location("key"), hint)
+            return None
+        if not isinstance(given.value, str):
+            message = f"{dotted(path)}.type must be text, the name of a {kind}"
+            self.problems.add("wrong-type", message, given.origin.location())
+            return None
+        try:
+            return self.registry.find(kind, given.value)
+        except PluginError as error:
+            self._not_found(kind, given, error)
+            return None
+
+    def _not_found(self, kind: str, given: Node, error: PluginError) -> None:
+        """Report a component that is not there; a broken plugin that may be to blame stops everything."""
+        owner, _, bare_name = given.value.rpartition("/")
+        offered = [name for name in self.registry.names(kind) if name.rpartition("/")[2] == bare_name]
+        ambiguous = not owner and len(offered) > 1
+        suspects = [p for p in self.registry.plugins if p.state == "broken" and owner in ("", p.name)]
+        near = (error.hint or "").startswith("did you mean")
+        if suspects and not ambiguous and not near:
+            raise error
+        code = "ambiguous-component" if ambiguous else "unknown-component"
+        message = error.message.partition("\n")[0]
+        self.problems.add(code, message, given.origin.location(), error.hint)
+
+    def _with_flavor(self, cls: type, name: str, node: Node, path: KeyPath) -> Node:
+        """The table with its flavor's row under it; the keys that stand in the table win."""
+        flavors: dict[str, dict[str, Any]] = getattr(cls, "flavors", {})
+        given = node.value["flavor"]
+        if not isinstance(given.value, str) or given.value not in flavors:
+            self._bad_flavor(name, given, list(flavors), path)
+            rest = {key: below for key, below in node.value.items() if key != "flavor"}
+            return Node(rest, node.origin)
+        at = given.origin
+        origin = Origin("flavor", at.source, at.key, at.value, f"flavor {given.value!r} of {name}")
+        filled = _under(node, from_python(flavors[given.value], origin))
+        for key in self.unset:
+            if key[: len(path)] == tuple(map(str, path)):
+                filled, found = without(filled, key[len(path) :])
+                if found:  # the row would bring it back when the lock file is read
+                    filled, _ = without(filled, ("flavor",))
+        return filled
+
+    def _bad_flavor(self, name: str, given: Node, flavors: list[str], path: KeyPath) -> None:
+        self.result.incomplete.add(path)
+        location = given.origin.location()
+        if not flavors:
+            message = f"{name} has no flavors"
+            self.problems.add("unknown-key", message, given.origin.location("key"), "leave the key out")
+        elif not isinstance(given.value, str):
+            message = f"{dotted(path)}.flavor must be text"
+            self.problems.add("wrong-type", message, location, f"one of {', '.join(flavors)}")
+        else:
+            hint = nearest(given.value, flavors) or f"one of {', '.join(flavors)}"
+            self.problems.add("bad-choice", f"{name} has no flavor {given.value!r}", location, hint)
+
+
+def _under(node: Node, row: Node) -> Node:
+    """A table with the keys of another filled in where it has none."""
+    members = dict(node.value)
+    for key, below in row.value.items():
+        if key not in members:
+            members[key] = below
+        elif isinstance(members[key].value, dict) and isinstance(below.value, dict):
+            members[key] = _under(members[key], below)
+    return Node(members, node.origin)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "") if names else "none is installed"

@@ -1,0 +1,64 @@
+"""From plain data to configs, with pydantic. Imported only when a recipe is bound."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter, ValidationInfo
+from pydantic.errors import PydanticUserError
+from pydantic_core import CoreSchema, SchemaError
+from pydantic_core.core_schema import with_info_plain_validator_function
+
+from titancli.errors import PluginError
+
+if TYPE_CHECKING:
+    from titancli.registry.lookup import Registry
+
+
+def bind(cls: type, data: Any, registry: Registry) -> Any:
+    """Bind JSON data to a config class, strictly.
+
+    Values are bound as JSON, since from Python pydantic's strict mode takes no dict for a dataclass and no
+    list for a tuple.
+
+    Raises:
+        pydantic.ValidationError: everything that does not fit, with paths through all slots.
+        PluginError: an annotation of a component's class is nothing that can be bound.
+    """
+    return adapter(cls).validate_json(json.dumps(data), context=registry)
+
+
+@functools.cache
+def adapter(cls: type) -> TypeAdapter[Any]:
+    """The binder of one config class.
+
+    Raises:
+        PluginError: an annotation of the class is nothing that can be bound.
+    """
+    try:
+        return TypeAdapter(cls)
+    except (PydanticUserError, SchemaError, NameError, TypeError) as error:
+        raise PluginError(
+            f"the fields of {cls.__module__}.{cls.__qualname__} cannot be bound: {error}",
+            hint="this is a mistake in the plugin that offers it",
+        ) from error
+
+
+@functools.cache
+def slot_schema(kind: str) -> CoreSchema:
+    """The schema of a slot: looks the component up in the registry that is being bound with, and binds it.
+
+    The data comes resolved: `type` is a full name, and a flavor's values are filled in. None stands where
+    resolving has already reported a mistake.
+    """
+
+    def bind_component(value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, dict):
+            return None
+        registry: Any = info.context
+        fields = {key: below for key, below in value.items() if key not in ("type", "flavor")}
+        return bind(registry.find(kind, value["type"]), fields, registry)
+
+    return with_info_plain_validator_function(bind_component)
