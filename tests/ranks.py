@@ -1,7 +1,8 @@
 """A pool of processes for multi-rank tests: importing torch costs seconds, so ranks start once per session.
 
-`ranks(n, function, *args)` runs a module-level function on n gloo ranks, each with a fresh process group, and
-returns the results by rank. A rank that raises fails the test with its traceback; one that hangs, with a time-out.
+`ranks(n, function, *args)` runs a module-level function on n gloo ranks, each with a fresh process group,
+and returns the results by rank. A rank that raises fails the test with its traceback; one that hangs, with a
+time-out.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Mesh:
 
     @property
     def fsdp(self) -> DeviceMesh:
-        """1-D (shard), or 2-D (replicate, shard) where there are replicas: HSDP, and DDP at shard degree 1."""
+        """1-D (shard), or 2-D (replicate, shard) for HSDP, and for DDP (shard degree 1)."""
         return self._data if self.degrees.dp_replicate > 1 else self._data["dp_shard"]
 
     @property

@@ -19,7 +19,7 @@ def fill(parameter: Tensor, draw: Callable[[Tensor], object]) -> None:
     whole = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
     draw(whole)
     if isinstance(parameter, DTensor):
-        # src_data_rank=None: every rank has drawn the same values, so each cuts its own part without communication.
+        # src_data_rank=None: all ranks have drawn the same values, and each cuts its part.
         whole = distribute_tensor(
             whole, parameter.device_mesh, parameter.placements, src_data_rank=None
         ).to_local()
