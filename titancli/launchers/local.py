@@ -116,7 +116,7 @@ def _in_place(start: Start) -> int:
 
 @contextmanager
 def _watcher(start: Start) -> Iterator[Console | JsonLines]:
-    """What draws the events. Under `--json` they alone go to stdout, and all else that is printed to stderr."""
+    """What draws the events. Under `--json` they alone go to stdout; all else that is printed, to stderr."""
     if not start.json_events:
         yield Console(sys.stderr)
         return

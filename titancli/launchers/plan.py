@@ -152,9 +152,8 @@ def _run_to_resume(request: Request) -> Path:
     path = Path(request.reference)
     if RunFolder.is_run(path):
         return path
-    if path.is_dir() or "/" in request.reference:
-        if path.suffix != ".toml":
-            RunFolder.open(path)  # says what is missing
+    if path.suffix != ".toml" and (path.is_dir() or "/" in request.reference):
+        RunFolder.open(path)  # says what is missing
     raise UsageError(
         f"--resume needs the folder of a run, and {request.reference!r} is a recipe",
         hint=f"titan train RUN --resume, or titan train {request.reference} --run-dir DIR --resume",
@@ -198,7 +197,7 @@ def require_weights(loaded: Loaded) -> None:
     if weights is not None and not weights.is_dir():
         raise EnvironmentProblem(
             f"weights: there is no folder {weights}",
-            hint="name a Hugging Face folder, or RUN/checkpoints/step-N; paths start where the command is run",
+            hint="name a Hugging Face folder, or RUN/checkpoints/step-N",
         )
 
 

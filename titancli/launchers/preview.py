@@ -65,7 +65,7 @@ def count_parameters(recipe: Recipe) -> int:
 
 
 def launch_command(plan: Plan, processes: Processes, plugin_files: list[Path]) -> str | None:
-    """The command that starts this machine's workers; None: they run inside `titan`, or a plugin starts them."""
+    """What starts this machine's workers; None: they run inside `titan`, or a plugin starts them."""
     launcher = plan.loaded.recipe.launcher
     if not isinstance(launcher, Local) or in_place(launcher, processes.nproc, processes.nnodes):
         return None

@@ -1,7 +1,7 @@
-"""From a plan to running workers: the run folder is made and held, and the recipe's launcher called. Torch-free.
+"""From a plan to running workers: the run folder is made and held, and the recipe's launcher called.
 
-On one machine all files are written here. On several nobody knows yet who will be rank 0, so each command puts
-its files into a folder of its own, and rank 0 makes the run folder of its node's files.
+On one machine all files are written here. On several nobody knows yet who will be rank 0, so each command
+puts its files into a folder of its own, and rank 0 makes the run folder of its node's files. Torch-free.
 """
 
 from __future__ import annotations
