@@ -1,7 +1,8 @@
 """The kinds of component: what each one's builder is given, and what it must return.
 
-A plugin offers components of these kinds, not new kinds. Every builder is called as `build(config, **runtime)`,
-`runtime` being the keyword arguments of the kind's Protocol, and gets nothing else of the recipe.
+A plugin offers components of these kinds, not new kinds. Every builder is called as
+`build(config, **runtime)`, `runtime` being the keyword arguments of the kind's Protocol, and gets nothing
+else of the recipe.
 """
 
 from __future__ import annotations
