@@ -23,7 +23,7 @@ def bad(tmp_path: Path) -> str:
 
 
 def test_validate_prints_one_line_for_each_good_recipe(titan: Titan) -> None:
-    done = titan("validate", "llama3_debug", "llama3_8b", "training.steps=7", "tokenizer=byte")
+    done = titan("validate", "llama3_debug", "llama3_8b", "training.steps=700", "tokenizer=byte")
     assert done == (0, "ok: llama3_debug\nok: llama3_8b\n", "")
 
 
@@ -65,20 +65,20 @@ def test_validate_takes_unset(titan: Titan) -> None:
 
 
 def test_config_prints_a_recipe_that_runs_as_it_is(titan: Titan, tmp_path: Path) -> None:
-    done = titan("config", "llama3_debug", "training.steps=7")
+    done = titan("config", "llama3_debug", "training.steps=70")
     data = tomllib.loads(done.out)
-    assert data["training"]["steps"] == 7
+    assert data["training"]["steps"] == 70
     assert data["model"]["type"] == "titan/llama3"
     (tmp_path / "again.toml").write_text(done.out)
     assert titan("config", "./again.toml").out == done.out
 
 
 def test_config_with_origins_is_the_same_recipe_with_comments(titan: Titan) -> None:
-    plain = titan("config", "llama3_debug", "training.steps=7")
-    told = titan("config", "llama3_debug", "training.steps=7", "--origin")
+    plain = titan("config", "llama3_debug", "training.steps=70")
+    told = titan("config", "llama3_debug", "training.steps=70", "--origin")
     assert tomllib.loads(told.out) == tomllib.loads(plain.out)
     lines = {line.split(" =")[0]: line for line in told.out.splitlines() if " =" in line}
-    assert lines["steps"].endswith("# override training.steps=7")
+    assert lines["steps"].endswith("# override training.steps=70")
     assert "llama3_debug.toml:" in lines["seq_len"]
     assert lines["gc_freq"].endswith("# default")
 

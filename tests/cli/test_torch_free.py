@@ -34,7 +34,7 @@ def probe(folder: Path, *arguments: str) -> dict:
         ["train", "--help"],
         ["convert-checkpoint", "--help"],
         ["validate", "llama3_debug"],
-        ["validate", "llama3_8b", "dataset.type=hf"],
+        ["validate", "llama3_8b"],
         ["config", "llama3_debug", "--origin"],
         ["list-recipes"],
         ["list-components"],
@@ -46,7 +46,7 @@ def probe(folder: Path, *arguments: str) -> dict:
 def test_a_command_imports_nothing_heavy(tmp_path: Path, arguments: list[str]) -> None:
     found = probe(tmp_path, *arguments)
     assert not HEAVY & set(found["seen"])
-    assert found["code"] == (3 if "dataset.type=hf" in arguments else 0)
+    assert found["code"] == 0
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["list-components"], ["list-recipes"], ["show", "llama3"]])

@@ -93,6 +93,13 @@ def test_a_name_that_a_broken_plugin_may_offer_shows_its_traceback(site: Site) -
         assert "RuntimeError: libmuon.so is missing" in caught.value.message
 
 
+def test_a_near_name_does_not_hide_that_a_broken_plugin_may_be_meant(site: Site) -> None:
+    site.add("titan-eight", "raise RuntimeError")
+    with pytest.raises(PluginError) as caught:
+        load_plugins().find("optimizer", "adam8")
+    assert caught.value.hint == "did you mean 'adamw'? Or repair titan-eight, which may offer 'adam8'"
+
+
 def test_a_broken_plugin_does_not_stop_what_others_offer(site: Site) -> None:
     site.add("bad", "raise RuntimeError('bad')")
     assert load_plugins().find("model", "llama3")

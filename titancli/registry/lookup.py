@@ -167,24 +167,26 @@ class Registry:
         message = f"unknown {kind} {name!r}"
         for plugin in broken:
             message += f"\nplugin {plugin.name!r}, which may offer it, is broken:\n{plugin.error}"
-        return PluginError(message, hint=self._advice(kind, name, searched, bool(broken)))
+        return PluginError(message, hint=self._advice(kind, name, searched, [p.name for p in broken]))
 
-    def _advice(self, kind: str, name: str, searched: list[Plugin], broken: bool) -> str:
+    def _advice(self, kind: str, name: str, searched: list[Plugin], broken: list[str]) -> str:
         bare = name.rpartition("/")[2]
         full = {f"{plugin.name}/{key[1]}": key for plugin in searched for key in plugin.components}
         candidates = {
             (full_name if "/" in name else key[1]) for full_name, key in full.items() if key[0] == kind
         }
         if near := difflib.get_close_matches(name, sorted(candidates), 1):
-            return f"did you mean {near[0]!r}?"
+            doubt = f" Or repair {', '.join(broken)}, which may offer {name!r}" if broken else ""
+            return f"did you mean {near[0]!r}?{doubt}"
+        others = [of_kind for of_kind, other in full.values() if other == bare]
         if broken:
-            return "repair or uninstall the broken plugin; `titan plugins` shows the state of all"
-        if others := [of_kind for of_kind, other in full.values() if other == bare]:
-            return f"{name!r} is of kind {others[0]}; `titan list-components {kind}` lists what there is"
-        left_out = [p.name for p in self._plugins.values() if p.state in LEFT_OUT]
-        note = f" (left out: {', '.join(left_out)})" if left_out else ""
-        known = f"{', '.join(sorted(candidates))}" if candidates else "none is installed"
-        return f"known: {known}{note}"
+            advice = "repair or uninstall the broken plugin; `titan plugins` shows the state of each"
+        elif others:
+            advice = f"{name!r} is of kind {others[0]}; `titan list-components {kind}` lists what there is"
+        else:
+            advice = f"known: {', '.join(sorted(candidates)) or 'none is installed'}"
+        left_out = [f"{p.name} ({p.error})" for p in self._plugins.values() if p.state in LEFT_OUT]
+        return f"{advice}; left out: {', '.join(left_out)}" if left_out else advice
 
     def _uses(self, recipe: Any, plugin: Plugin) -> bool:
         configs = set(plugin.components.values())

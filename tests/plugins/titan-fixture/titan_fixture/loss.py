@@ -1,4 +1,4 @@
-"""The smoothed loss. It asks for logits, since it looks at the whole vocabulary."""
+"""The smoothed loss. It asks for the raw output, the logits, since it looks at the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Smoothed:
-    output: Literal["logits"] = "logits"
+    output: Literal["model"] = "model"
 
     def __init__(self, config: Config) -> None:
         self.smoothing = config.smoothing
