@@ -172,9 +172,7 @@ class RunFolder:
         """
         path = Path(path).absolute()
         if not path.is_dir():
-            raise EnvironmentProblem(
-                f"no run folder {path}", hint="see what there is: ls " + str(runs_root())
-            )
+            raise EnvironmentProblem(f"there is no run folder {path}", hint=f"your runs: ls {runs_root()}")
         if not cls.is_run(path):
             raise EnvironmentProblem(f"{path} is not a run folder: it has no {LOCK_NAME}")
         return cls(path)

@@ -1,0 +1,62 @@
+"""Which rank's error is the cause, and what the user sees of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from titancli.errors import PluginError
+from titancli.observe import failures
+
+
+def leave(logs: Path, error: Exception, rank: int) -> None:
+    try:
+        raise error
+    except Exception as raised:
+        failures.write(logs, raised, rank=rank, world=2, step=12)
+
+
+def test_the_cause_is_the_first_error_that_is_not_about_the_connection(tmp_path: Path) -> None:
+    leave(tmp_path, RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"), 0)
+    leave(tmp_path, ValueError("bad row"), 1)
+    found = failures.cause(failures.read(tmp_path), [])
+    assert found is not None
+    assert (found.rank, found.step, found.message) == (1, 12, "bad row")
+
+
+def test_a_rank_that_was_killed_is_the_cause_of_the_others_lost_connections(tmp_path: Path) -> None:
+    leave(tmp_path, RuntimeError("Connection reset by peer"), 0)
+    found = failures.cause(failures.read(tmp_path), [failures.killed(1, 2, 9, 3)])
+    assert found is not None
+    assert (found.rank, found.message) == (1, "killed by SIGKILL")
+
+
+def test_when_all_errors_are_about_the_connection_the_first_counts(tmp_path: Path) -> None:
+    leave(tmp_path, RuntimeError("gloo: timed out"), 1)
+    leave(tmp_path, RuntimeError("Connection reset by peer"), 0)
+    found = failures.cause(failures.read(tmp_path), [])
+    assert found is not None
+    assert found.rank == 1
+
+
+def test_reports_of_an_attempt_before_are_passed_over(tmp_path: Path) -> None:
+    leave(tmp_path, ValueError("old"), 0)
+    assert failures.read(tmp_path, since="9999") == []
+
+
+def test_the_block_names_rank_step_cause_and_log(tmp_path: Path) -> None:
+    leave(tmp_path, ValueError("bad row"), 1)
+    [failure] = failures.read(tmp_path)
+    text = failures.block(failure, tmp_path / "rank-1.log")
+    assert text.startswith(f"rank 1 of 2 on {failure.host} failed at step 12: ValueError")
+    assert text.count("Traceback") == 1
+    assert "ValueError: bad row" in text
+    assert text.endswith(f"log: {tmp_path / 'rank-1.log'}")
+
+
+def test_an_error_with_a_remedy_is_told_without_a_traceback(tmp_path: Path) -> None:
+    leave(tmp_path, PluginError("no tensorboard", hint="pip install it"), 0)
+    [failure] = failures.read(tmp_path)
+    text = failures.block(failure, None)
+    assert "Traceback" not in text
+    assert "no tensorboard\n pip install it" in text
+    assert failure.exit_code == 4
