@@ -144,6 +144,8 @@ def test_what_cannot_be_loaded_is_named_with_a_way_out(
         ({"path": "./gone"}, EnvironmentProblem, "gone does not exist", "dataset.path"),
         ({"path": "lines"}, RecipeError, "could be the folder here or", "'./lines'"),
         ({"path": "./d"}, RecipeError, "no split 'train'", "test"),
+        ({"path": str(saved), "split": "test"}, RecipeError, "no split 'test'", "one of: train"),
+        ({"path": str(saved), "name": "en"}, RecipeError, "name is for datasets on the Hub", "drop name"),
         ({"path": str(saved), "streaming": True}, RecipeError, "save_to_disk", "streaming = false"),
         ({"path": str(saved), "text": "body"}, RecipeError, "no column 'body'", "text, n"),
         ({"path": str(saved), "text": "n"}, RecipeError, "column 'n' holds int", "dataset.text"),

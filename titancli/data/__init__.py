@@ -54,7 +54,9 @@ class HFDataset:
     path: Annotated[str, MinLen(1)]
     """`"./folder"` or `"./file.jsonl"` (local: begins with `/`, `./`, `../` or `~`), or a Hub name."""
     name: str | None = None
-    """The dataset's configuration, e.g. `"en"`."""
+    """The configuration of a dataset on the Hub, e.g. `"en"`."""
+    revision: str | None = None
+    """The commit, tag or branch of a dataset on the Hub; a commit makes a run repeatable."""
     split: str = "train"
     """Which split, e.g. `"train"` or `"train[:10%]"`."""
     text: str = "text"

@@ -9,6 +9,7 @@ up to `datasets`. `datasets` is imported when one of these is built.
 from __future__ import annotations
 
 import glob
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -77,6 +78,7 @@ class StreamedSource:
         self.identity: dict[str, Any] = {
             "path": config.path,
             "name": config.name,
+            "revision": config.revision,
             "split": config.split,
             "column": config.text,
         }
@@ -88,7 +90,7 @@ class StreamedSource:
         state, past = (mark["state"], mark["past"]) if mark else (None, 0)
         dataset.load_state_dict(state)  # None too: it would begin at the last state that was loaded
         rows = iter(dataset)
-        for number in range(sys.maxsize):
+        for number in itertools.count():
             if number and number % GROUP == 0:
                 state = dataset.state_dict()
             try:
@@ -99,7 +101,7 @@ class StreamedSource:
                 return
             if number >= past:
                 if self._column not in row:
-                    _check_column_error(self.label, self._column, sorted(row))
+                    _no_column(self.label, self._column, sorted(row))
                 text = _text(self.label, self._column, row[self._column])
                 yield Piece(text, True, True, {"state": state, "past": number % GROUP})
 
@@ -121,10 +123,10 @@ def _label(config: HFDataset) -> str:
 
 def _check_column(config: HFDataset, columns: list[str]) -> None:
     if config.text not in columns:
-        _check_column_error(_label(config), config.text, columns)
+        _no_column(_label(config), config.text, columns)
 
 
-def _check_column_error(label: str, column: str, columns: list[str]) -> NoReturn:
+def _no_column(label: str, column: str, columns: list[str]) -> NoReturn:
     raise RecipeError(
         f"{label} has no column {column!r}", hint=f"dataset.text may be one of: {', '.join(columns)}"
     )
@@ -169,12 +171,14 @@ def _load_local(config: HFDataset, datasets: Any) -> Any:
     path, label = config.path, _label(config)
     if not os.path.exists(path):
         raise EnvironmentProblem(f"{label} does not exist", hint="correct dataset.path")
-    saved = [os.path.exists(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json")]
-    if any(saved):
+    for key in ("name", "revision"):
+        if getattr(config, key) is not None:
+            raise RecipeError(f"dataset.{key} is for datasets on the Hub, not for {path}", hint=f"drop {key}")
+    if any(os.path.exists(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json")):
         return _load_saved(config, datasets)
     options = {"split": config.split, "streaming": config.streaming}
     if os.path.isdir(path):
-        return datasets.load_dataset(path, config.name, **options)
+        return datasets.load_dataset(path, **options)
     stem, extension = os.path.splitext(path)
     if extension in (".gz", ".zst", ".xz", ".bz2"):
         extension = os.path.splitext(stem)[1]
@@ -194,13 +198,15 @@ def _load_saved(config: HFDataset, datasets: Any) -> Any:
             hint="set dataset.streaming = false",
         )
     loaded = datasets.load_from_disk(config.path)
-    if not isinstance(loaded, datasets.DatasetDict):
-        return loaded
-    if config.split not in loaded:
+    if isinstance(loaded, datasets.DatasetDict):
+        splits = dict(loaded)
+    else:  # one split, which may not say which it is; the key's default then stands for it
+        splits = {str(loaded.split or "train"): loaded}
+    if config.split not in splits:
         raise RecipeError(
-            f"{label} has no split {config.split!r}", hint=f"dataset.split may be one of: {', '.join(loaded)}"
+            f"{label} has no split {config.split!r}", hint=f"dataset.split may be one of: {', '.join(splits)}"
         )
-    return loaded[config.split]
+    return splits[config.split]
 
 
 def build(config: HFDataset, *, seed: int, dp_rank: int, **runtime: Any) -> PackedDataset:

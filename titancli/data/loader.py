@@ -72,6 +72,10 @@ class Loader(Iterator[Batch]):
     def __init__(self, dataset: Dataset, *, device: torch.device | str, prefetch: int = 2) -> None:
         self._dataset = dataset
         self._device = torch.device(device)
+        if self._device.type == "cuda" and self._device.index is None:
+            self._device = torch.device(
+                "cuda", torch.cuda.current_device()
+            )  # it is another one in the thread
         self._prefetch = max(1, prefetch)
         self._state = dataset.state_dict()
         self._queue: _Queue | None = None
