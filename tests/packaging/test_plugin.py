@@ -95,3 +95,58 @@ def test_config_writes_full_names(plugged: Environment) -> None:
 def test_what_a_broken_plugin_prints_never_reaches_stdout(plugged: Environment) -> None:
     done = plugged.titan("list-components", "--json")
     assert json.loads(done.stdout)["version"] == 1
+
+
+# -------------------------------------------------------------------------------------- a run with them
+
+
+def test_a_run_uses_the_plugins_loss_converter_and_logger(plugged: Environment) -> None:
+    done = plugged.titan("train", "fixture_debug", "--run-dir", "with-plugin", "checkpoint.enable=false")
+    assert done.returncode == 0, done.stderr
+    lines = (plugged.cwd / "with-plugin" / "text.log").read_text().splitlines()
+    assert [line.split()[:2] for line in lines[:3]] == [["step", "1"], ["step", "2"], ["step", "3"]]
+    assert "fixture_converted" in lines[0]  # reported by the converter, written by the logger
+    assert lines[-1] == "end finished"
+
+
+PLUGIN_FILE = '''
+from titancli import component, hookimpl
+
+@component("loss", "doubled", target="e2e_plugin_file:build")
+class Doubled:
+    """Twice the cross-entropy."""
+
+@hookimpl
+def titan_components():
+    return [Doubled]
+
+def build(config):
+    from titancli.losses.cross_entropy import CrossEntropy
+
+    class Loss(CrossEntropy):
+        def __call__(self, out, batch):
+            result = super().__call__(out, batch)
+            return result._replace(sum=2 * result.sum)
+
+    return Loss()
+'''
+
+
+def test_a_plugin_file_reaches_every_worker_and_a_resume_asks_for_it(plugged: Environment) -> None:
+    file = plugged.cwd / "e2e_plugin_file.py"
+    file.write_text(PLUGIN_FILE)
+    small = ["training.steps=2", "training.seq_len=32", "training.local_batch_size=1"]
+    small += ["lr_scheduler.warmup_steps=1", "metrics.log_freq=1"]
+    recipe = ["llama3_debug", "loss=doubled", *small, "--run-dir", "with-file"]
+    done = plugged.titan("train", *recipe, "--nproc", "2", "-p", file)
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in (plugged.cwd / "with-file" / "events.jsonl").open()]
+    losses = [
+        event["metrics"]["loss"] for event in events if "metrics" in event and "loss" in event["metrics"]
+    ]
+    assert losses[0] > 12  # twice what a new model has: log 2048 = 7.6
+    resume = ("train", "with-file", "--resume", "training.steps=3")
+    missed = plugged.titan(*resume)
+    assert missed.returncode in (3, 4), missed.stderr
+    assert "e2e_plugin_file" in missed.stderr and f"-p {file}" in missed.stderr
+    assert plugged.titan(*resume, "--dry-run", "-p", file).returncode == 0
