@@ -220,7 +220,7 @@ def build_text_files(config: TextFiles, *, seed: int, **runtime: Any) -> PackedD
     files: dict[str, TextFile] = {}
     for path in config.paths:
         for file in find_files(path):
-            files.setdefault(os.path.realpath(file.path), file)
+            files.setdefault(file.path, file)
     return _packed("dataset text_files", list(files.values()), config, seed, runtime)
 
 

@@ -61,7 +61,7 @@ class IndexedSource:
         for first in range(mark["document"] if mark else 0, len(order), GROUP):
             try:
                 texts = self._dataset[order[first : first + GROUP].tolist()][self._column]
-            except OSError as error:
+            except Exception as error:  # whatever the file system or Arrow says
                 _failed(self.label, "cannot be read", error)
             for i, text in enumerate(texts):
                 yield Piece(_text(self.label, self._column, text), True, True, {"document": first + i})
