@@ -103,9 +103,9 @@ def _in_place(start: Start) -> int:
             watcher.close()
             reports = failures.read(start.folder.logs, since=began)
             interrupted = isinstance(error, KeyboardInterrupt)
-            _record_outcome(
-                start, "interrupted" if interrupted else "failed", None, reports[-1].step if reports else None
-            )
+            during = reports[-1].step if reports else None
+            done = during - 1 if during else None
+            _record_outcome(start, "interrupted" if interrupted else "failed", None, done)
             if interrupted:
                 return EXIT_INTERRUPTED
             if isinstance(error, TitanError) or start.traceback:

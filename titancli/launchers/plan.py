@@ -149,11 +149,14 @@ def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
 
 
 def _run_to_resume(request: Request) -> Path:
+    from titancli.recipe import find_recipe
+
     path = Path(request.reference)
     if RunFolder.is_run(path):
         return path
     if path.suffix != ".toml" and (path.is_dir() or "/" in request.reference):
         RunFolder.open(path)  # says what is missing
+    find_recipe(request.reference)  # a recipe that does not exist either
     raise UsageError(
         f"--resume needs the folder of a run, and {request.reference!r} is a recipe",
         hint=f"titan train RUN --resume, or titan train {request.reference} --run-dir DIR --resume",
@@ -278,7 +281,9 @@ def new_attempt(plan: Plan, plugin_files: list[Path], launch: dict[str, Any]) ->
         "started": timestamp(),
         **provenance(plugin_files),
         "recipe": str(plan.loaded.path),
-        "origins": {key: str(origin) for key, origin in plan.loaded.origins.items()},
+        "origins": {
+            key: str(origin) for key, origin in plan.loaded.origins.items() if origin.kind != "default"
+        },
         "drift": [str(change) for change in plan.drift],
         "checkpoint": str(plan.checkpoint) if plan.checkpoint else None,
         **launch,

@@ -17,6 +17,8 @@ from pathlib import Path
 from titancli.errors import EXIT_FAILED, TitanError
 from titancli.runs import timestamp, write_atomically
 
+PASSED_THROUGH = ("titancli/worker.py", "torch/nn/modules/module.py")
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -123,19 +125,18 @@ def block(failure: Failure, log: Path | None) -> str:
 
 
 def _words(failure: Failure) -> str:
-    return failure.message if failure.expected else failure.type
+    if failure.expected:
+        return failure.message
+    first_line = failure.message.strip().partition("\n")[0]
+    return f"{failure.type}: {first_line}" if first_line else failure.type
 
 
 def _own_traceback(error: BaseException) -> str:
-    """The traceback without the frames of the worker that every error passes through."""
-    trace = error.__traceback__
-    while (
-        trace is not None
-        and trace.tb_next is not None
-        and trace.tb_frame.f_globals.get("__name__") in ("titancli.worker", "__main__")
-    ):
-        trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace))
+    """The traceback without the frames that every error passes through."""
+    told = traceback.TracebackException.from_exception(error)
+    frames = [frame for frame in told.stack if not frame.filename.endswith(PASSED_THROUGH)]
+    told.stack = traceback.StackSummary.from_list(frames or told.stack)
+    return "".join(told.format())
 
 
 def _is_communication(error: BaseException) -> bool:

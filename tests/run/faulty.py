@@ -1,0 +1,51 @@
+"""A plugin for tests: a cross-entropy that is slow, or goes wrong on one rank at one step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any, Literal
+
+from titancli import component, hookimpl
+
+
+@component("loss", "faulty", target="faulty:build")
+class Faulty:
+    """Cross-entropy with a fault."""
+
+    fault: Literal["none", "error", "advice", "kill", "hang"] = "none"
+    rank: int = 0
+    call: int = 3
+    """The call, from 1, at which it goes wrong."""
+    sleep: float = 0.0
+    """Seconds that each call takes longer."""
+
+
+@hookimpl
+def titan_components() -> list[type]:
+    return [Faulty]
+
+
+def build(config: Faulty) -> Any:
+    from titancli.errors import TitanError
+    from titancli.losses.cross_entropy import CrossEntropy
+
+    class Loss(CrossEntropy):
+        calls = 0
+
+        def __call__(self, out: Any, batch: Any) -> Any:
+            self.calls += 1
+            time.sleep(config.sleep)
+            if self.calls == config.call and int(os.environ.get("RANK", "0")) == config.rank:
+                if config.fault == "error":
+                    raise ValueError("a row of 13 tokens")
+                if config.fault == "advice":
+                    raise TitanError("the teacher does not answer", hint="start it first")
+                if config.fault == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if config.fault == "hang":
+                    time.sleep(3600)
+            return super().__call__(out, batch)
+
+    return Loss()
