@@ -57,7 +57,8 @@ def split_common(arguments: Sequence[str]) -> tuple[list[str], Common]:
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Recipes, and overrides `KEY=VALUE`. A `/` before the `=` makes a path of it: `runs/lr=3e-4`."""
-    recipes, overrides = [], []
+    recipes: list[str] = []
+    overrides: list[str] = []
     for argument in arguments:
         key, equals, _ = argument.partition("=")
         is_path = "/" in key and not key.startswith(("'", '"'))

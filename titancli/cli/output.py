@@ -37,7 +37,7 @@ def _draw(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         drawing.add_column(title, no_wrap=number == 0, style="cyan" if number == 0 else None)
     for row in rows:
         drawing.add_row(*map(Text, row))
-    Console(soft_wrap=False).print(drawing)
+    Console(color_system="auto" if colored(sys.stdout) else None).print(drawing)
 
 
 def print_json(document: dict[str, Any]) -> None:
