@@ -97,8 +97,9 @@ def refuse_values(root: Node, problems: Problems) -> set[KeyPath]:
             pending += [((*path, i), below) for i, below in enumerate(value)]
         elif (wrong := _wrong_value(value)) is not None:
             code, message = wrong
-            hint = f"for text, put quotes around it: {quoting(node)}"
-            problems.add(code, message, node.origin.location(), hint if code == "wrong-type" else None)
+            quotable = code == "wrong-type" or node.origin.kind == "override"
+            hint = f"for text, put quotes around it: {quoting(node)}" if quotable else None
+            problems.add(code, message, node.origin.location(), hint)
             refused.add(path)
     return refused
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from titancli.errors import Location
@@ -19,7 +19,7 @@ class Source:
     """A text that keys and values stand in: a file, or one argument of the command line."""
 
     path: str
-    text: str
+    text: str = field(repr=False)
     """With `\\n` line ends."""
 
     def location(self, span: Span) -> Location:
