@@ -133,6 +133,12 @@ class HFBuilder(Protocol):
 
 
 class Tokenizer(Protocol):
+    """Text to ids and back.
+
+    It may also have `encode_arrays(texts) -> list[np.ndarray]` (`encode_batch` without lists of Python
+    integers), `bos_id: int | None`, and `fingerprint: str`, which changes when its ids do.
+    """
+
     vocab_size: int
     """Ids are below this."""
     eos_id: int
