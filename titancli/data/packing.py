@@ -169,6 +169,6 @@ def _compare(saved: Mapping[str, Any], now: Mapping[str, Any], label: str) -> No
         said = ", ".join(f"{name} was {saved.get(name)} and is {now.get(name)}" for name in names)
         raise EnvironmentProblem(
             f"{label} is not what the checkpoint was made on: {said}",
-            hint="resume with the data, the tokenizer and training.seed as they were; or start a new run with "
+            hint="resume with data, tokenizer and training.seed as they were; or start a new run with "
             "the checkpoint as its `weights`",
         )
