@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,11 @@ def test_common_options_are_split_off() -> None:
         (EnvironmentProblem("no disk"), 5, "error: no disk\n"),
         (ValueError("odd"), 1, "error: unexpected ValueError: odd\n --traceback shows where\n"),
         (click.ClickException("clicked"), 1, "Error: clicked\n"),
+        (
+            FileNotFoundError(2, "No such file or directory", "a.bin"),
+            5,
+            "error: No such file or directory: a.bin\n --traceback shows where\n",
+        ),
         (KeyboardInterrupt(), 130, ""),
         (click.Abort(), 130, ""),
     ],
@@ -163,6 +169,14 @@ def test_a_closed_pipe_ends_quietly() -> None:
     done = subprocess.run([sys.executable, "-c", script], stdout=write_end, stderr=subprocess.PIPE, text=True)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(("redirect", "code"), [(">/dev/full", 5), (">&-", 0)])
+def test_a_stdout_that_takes_nothing_is_told_without_a_traceback(redirect: str, code: int) -> None:
+    command = f"{shlex.quote(sys.executable)} -m titancli list-components {redirect}"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True)
+    told = "error: No space left on device\n --traceback shows where\n" if code else ""
+    assert (done.returncode, done.stderr) == (code, told)
 
 
 def test_a_terminal_without_unicode_gets_escapes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -153,6 +154,15 @@ def test_a_broken_check_stops_only_a_recipe_that_uses_its_plugin(site: Site) -> 
     registry = load_plugins()
     with pytest.raises(PluginError, match="check fell over"):
         registry.checks([registry.find("loss", "lab/a")()])  # type: ignore[arg-type]
+
+
+def test_a_worker_loads_only_the_plugins_that_its_lock_file_names(site: Site) -> None:
+    module = site.add("aaa", loss("unused", extra=CHECK.format("raise RuntimeError")))
+    registry = load_plugins(checks=False)
+    config = registry.find("loss", "titan/cross_entropy")
+    assert registry.full_name(config) == "titan/cross_entropy"
+    assert registry.checks(config()) == []
+    assert module not in sys.modules
 
 
 def test_the_registry_of_the_process_is_made_once_and_again_after_configure(

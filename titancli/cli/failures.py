@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback as tracebacks
@@ -10,7 +11,7 @@ from collections.abc import Callable
 import click
 
 from titancli.cli.output import colored, error_line
-from titancli.errors import EXIT_FAILED, EXIT_INTERRUPTED, RecipeError, TitanError
+from titancli.errors import EXIT_ENVIRONMENT, EXIT_FAILED, EXIT_INTERRUPTED, RecipeError, TitanError
 
 
 def guard(run: Callable[[], int], *, traceback: bool) -> int:
@@ -18,6 +19,8 @@ def guard(run: Callable[[], int], *, traceback: bool) -> int:
 
     `traceback`: print tracebacks as well.
     """
+    if sys.stdout is None:  # the caller closed it
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process lives
     if hasattr(sys.stdout, "reconfigure"):  # a terminal of another encoding gets \\u escapes, not an error
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -25,14 +28,17 @@ def guard(run: Callable[[], int], *, traceback: bool) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        _close_stdout()
+        _drop_stdout()
         return EXIT_FAILED
     except (click.Abort, KeyboardInterrupt):
         return EXIT_INTERRUPTED
     except Exception as error:
         if traceback and not isinstance(error, click.ClickException):
             tracebacks.print_exception(error)
-        return tell(error, traceback=traceback)
+        code = tell(error, traceback=traceback)
+        if isinstance(error, OSError):  # it may be stdout that is full
+            _drop_stdout()
+        return code
 
 
 def tell(error: Exception, *, traceback: bool = False) -> int:
@@ -48,8 +54,12 @@ def tell(error: Exception, *, traceback: bool = False) -> int:
     if isinstance(error, TitanError):
         error_line(error.message, hint=error.hint)
         return error.exit_code
+    hint = None if traceback else "--traceback shows where"
+    if isinstance(error, OSError) and error.strerror:
+        error_line(": ".join([error.strerror, *filter(None, [str(error.filename or "")])]), hint=hint)
+        return EXIT_ENVIRONMENT
     words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    error_line(f"unexpected {words}", hint=None if traceback else "--traceback shows where")
+    error_line(f"unexpected {words}", hint=hint)
     return EXIT_FAILED
 
 
@@ -65,6 +75,7 @@ def _tell_click(error: click.ClickException) -> None:
     error_line(message[:1].lower() + message[1:].rstrip("."), hint=f"usage: {usage} (--help shows more)")
 
 
-def _close_stdout() -> None:
-    """The reader is gone; what is still buffered must not raise again when Python exits."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _drop_stdout() -> None:
+    """What is still buffered cannot be written, and must not raise again when Python exits."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stdout that is no file needs no care
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

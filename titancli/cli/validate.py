@@ -10,6 +10,7 @@ import click
 
 from titancli.cli.common import split_overrides
 from titancli.cli.failures import tell
+from titancli.cli.group import note_broken
 from titancli.cli.output import note, print_json
 from titancli.errors import Problem, RecipeError, TitanError, UsageError
 from titancli.recipe import load_recipe, render_problems
@@ -49,6 +50,7 @@ def command(arguments: tuple[str, ...], unset: tuple[str, ...], format_: Format)
                 print(f"ok: {reference}")
     if format_ == "json":
         print_json({"ok": code == 0, "recipes": documents})
+    note_broken()
     return code
 
 

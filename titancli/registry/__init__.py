@@ -11,17 +11,19 @@ if TYPE_CHECKING:
 
 _files: tuple[Path, ...] = ()
 _blocked: tuple[str, ...] = ()
+_checks = True
 _current: Registry | None = None
 
 
-def configure(*, files: Iterable[Path] = (), blocked: Iterable[str] = ()) -> None:
+def configure(*, files: Iterable[Path] = (), blocked: Iterable[str] = (), checks: bool = True) -> None:
     """Say what the command line said of plugins; the command and the worker call this first.
 
     `files` are plugin files to add (`-p ./file.py`), `blocked` the names of plugins to leave out
-    (`-p no:NAME`). What was loaded before is forgotten.
+    (`-p no:NAME`). A worker passes `checks=False`: the command has had the plugins' checks, and without
+    them only the plugins that a lock file names are loaded. What was loaded before is forgotten.
     """
-    global _files, _blocked, _current
-    _files, _blocked, _current = tuple(files), tuple(blocked), None
+    global _files, _blocked, _checks, _current
+    _files, _blocked, _checks, _current = tuple(files), tuple(blocked), checks, None
 
 
 def current() -> Registry:
@@ -35,7 +37,7 @@ def current() -> Registry:
     if _current is None:
         from titancli.registry.plugins import load_plugins
 
-        _current = load_plugins(files=_files, blocked=_blocked)
+        _current = load_plugins(files=_files, blocked=_blocked, checks=_checks)
     return _current
 
 

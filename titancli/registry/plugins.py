@@ -114,6 +114,10 @@ class Plugin:
         return self
 
     @property
+    def loaded(self) -> bool:
+        return self._components is not None
+
+    @property
     def components(self) -> dict[tuple[str, str], type]:
         """What it offers, by kind and name; the good ones, where some are bad."""
         self.load()
@@ -195,10 +199,11 @@ class Plugin:
             self._torch = self._torch or (without_torch and "torch" in sys.modules)
 
 
-def load_plugins(*, files: Iterable[Path] = (), blocked: Iterable[str] = ()) -> Registry:
+def load_plugins(*, files: Iterable[Path] = (), blocked: Iterable[str] = (), checks: bool = True) -> Registry:
     """The registry of everything that is installed, and of `files`; without the names in `blocked`.
 
-    The environment variable `TITAN_PLUGINS`, a comma-separated list, is an allow-list of installed plugins.
+    `checks`: whether it asks the plugins' `titan_checks`. The environment variable `TITAN_PLUGINS`, a
+    comma-separated list, is an allow-list of installed plugins.
 
     Raises:
         UsageError: see `titancli.registry.current`.
@@ -222,7 +227,7 @@ def load_plugins(*, files: Iterable[Path] = (), blocked: Iterable[str] = ()) -> 
         plugins[plugin.name] = plugin
     for name in blocked:
         _block(plugins, name)
-    return Registry([plugins[name] for name in sorted(plugins)])
+    return Registry([plugins[name] for name in sorted(plugins)], checks=checks)
 
 
 def _installed() -> dict[str, Plugin]:
