@@ -78,9 +78,11 @@ def _report(errors: Iterable[Any], resolved: Resolved, registry: Registry, probl
             if path not in resolved.incomplete:
                 missing[(*path, str(beyond[0]))] = node
         else:
-            by_value.setdefault(path, []).append(Mistake.of(error, in_table=bool(beyond)))
-    for path in missing.keys() - misspelt:
-        _missing_key(path, missing[path], resolved, registry, problems)
+            in_table = isinstance(node.value, (dict, list)) and len(beyond) > 1
+            by_value.setdefault(path, []).append(Mistake.of(error, in_table=in_table))
+    for path in sorted(missing, key=lambda path: _rank(path, resolved)):
+        if path not in misspelt:
+            _missing_key(path, missing[path], resolved, registry, problems)
     for path, mistakes in by_value.items():
         node, _ = resolved.root.follow(path)
         code, message, hint = describe(path, node, mistakes)
@@ -142,6 +144,12 @@ def _missing_key(
         needed = [f.name for f in dataclasses.fields(section) if _is_required(f)]
         example = f"[{key}] with {', '.join(needed)}"
     problems.add("missing-key", f"the recipe has no [{key}]", location, f"add {example}")
+
+
+def _rank(path: KeyPath, resolved: Resolved) -> int:
+    """The place of a field in its class."""
+    cls = resolved.classes.get(path[:-1])
+    return list(fields_of(cls)).index(str(path[-1])) if cls else 0
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:

@@ -62,7 +62,8 @@ class Mistake:
             return cls("bad-choice", f"one of {context['expected']}", _choices(context["expected"]))
         if kind in LIMITS:
             key, words = LIMITS[kind]
-            return cls("out-of-range", words.format(context[key]))
+            limit = context[key]
+            return cls("out-of-range", words.format(f"{limit:g}" if isinstance(limit, float) else limit))
         if name in TYPES and not in_table:
             return cls("wrong-type", TYPES[name])
         if kind == "none_required":
@@ -74,12 +75,20 @@ def describe(path: KeyPath, node: Node, mistakes: list[Mistake]) -> tuple[str, s
     """The code, message and hint for all that is wrong with one value."""
     expected = list(dict.fromkeys(mistake.expected for mistake in mistakes if mistake.expected))
     codes = {mistake.code for mistake in mistakes}
+    choices = [choice for mistake in mistakes for choice in mistake.choices]
     # Of several alternatives the one that the value comes nearest to says what is wrong.
-    code = next(c for c in ("out-of-range", "bad-choice", "wrong-type", "bad-value") if c in codes)
+    like_a_choice = any(type(choice) is type(node.value) for choice in choices)
+    ranking = (
+        "out-of-range",
+        *(("bad-choice",) if like_a_choice else ()),
+        "wrong-type",
+        "bad-choice",
+        "bad-value",
+    )
+    code = next(c for c in ranking if c in codes)
     if not expected:
         messages = dict.fromkeys(mistake.message for mistake in mistakes)
         return code, f"{dotted(path)}: {'; or '.join(messages)}", None
-    choices = [choice for mistake in mistakes for choice in mistake.choices]
     words = " or ".join(re.sub(r"\Aone of (?=\S+\Z)", "", text) for text in expected)
     written = repr(node.value) if code == "bad-choice" and isinstance(node.value, str) else shown(node)
     return code, f"{dotted(path)} must be {words}, not {written}", _hint(path, node, expected, choices)

@@ -59,7 +59,9 @@ def parse(source: Source, kind: Literal["file", "override"]) -> Node:
         data = tomli.loads(source.text)
         return _node(data, (), scan(source.text), Origin(kind, source, (0, 0)))
     except tomli.TOMLDecodeError as error:
-        location = source.location((error.pos, error.pos + 1))
+        at = min(error.pos, len(source.text.rstrip("
+")))  # at the end: after the last line's text
+        location = source.location((at, at + 1))
         raise RecipeError([Problem("syntax", _sentence(error.msg), location)]) from error
     except RecursionError as error:
         message = f"{source.path}: tables and arrays are nested more than {DEEPEST} deep"

@@ -1,0 +1,41 @@
+"""The recipes that titan ships, with its own components; and what loading one costs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from titancli.recipe import bundled_folder, load_recipe, lock_text
+
+RECIPES = sorted(bundled_folder().glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_shipped_recipe_loads_is_toml_1_0_and_locks(path: Path, tmp_path: Path) -> None:
+    tomllib.loads(path.read_text(encoding="utf-8"))
+    loaded = load_recipe(path.stem)
+    assert loaded.recipe.name == path.stem
+    lock = tmp_path / "recipe.lock.toml"
+    lock.write_text(lock_text(loaded), encoding="utf-8")
+    assert tomllib.loads(lock.read_text(encoding="utf-8")) == loaded.data
+    assert load_recipe(lock).data == loaded.data
+
+
+def test_loading_is_torch_free_and_quick() -> None:
+    code = """
+import json, sys, time
+from titancli.recipe import load_recipe
+without_pydantic = "pydantic" not in sys.modules
+load_recipe("llama3_debug")
+heavy = [m for m in ("torch", "transformers", "datasets", "numpy", "rich") if m in sys.modules]
+print(json.dumps([heavy, without_pydantic, time.process_time()]))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    heavy, without_pydantic, seconds = json.loads(ran.stdout)
+    assert heavy == [] and without_pydantic
+    assert seconds < 1.0  # 0.25 on an idle machine

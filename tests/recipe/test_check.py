@@ -1,0 +1,165 @@
+"""What is checked of a recipe as a whole, and what it requires."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import metadata
+
+import pytest
+
+from tests.recipe.components import registry_of
+from tests.recipe.conftest import BASE
+from titancli import __version__
+from titancli.errors import PluginError, RecipeError
+from titancli.recipe import load_recipe
+from titancli.registry.component import component
+
+
+@pytest.mark.parametrize("degree", ["pp", "cp", "tp", "ep"])
+@pytest.mark.parametrize("value", [2, -1])
+def test_a_degree_that_is_not_built_is_refused_by_name(problems, degree: str, value: int) -> None:
+    found = problems(BASE, f"mesh.{degree}={value}", "mesh.dp_shard=1")
+    assert [p.code for p in found] == ["check"]
+    assert f"({degree}) is not built yet" in found[0].message
+
+
+def test_only_one_degree_may_be_free(problem) -> None:
+    assert "only one degree may be -1" in problem(BASE, "mesh.dp_replicate=-1").message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "good"),
+    [
+        (["training.global_batch_size=16"], True),
+        (["training.global_batch_size=12"], False),
+        (["training.global_batch_size=16", "mesh.dp_replicate=2"], True),
+        (["training.global_batch_size=24", "mesh.dp_replicate=2"], False),
+        (["training.global_batch_size=32", "mesh.dp_replicate=2", "mesh.dp_shard=2"], True),
+        (["training.global_batch_size=48", "mesh.dp_replicate=2", "mesh.dp_shard=2"], False),
+    ],
+)
+def test_the_global_batch_divides_by_what_is_known(load, overrides: list[str], good: bool) -> None:
+    if good:
+        load(BASE, *overrides)
+        return
+    with pytest.raises(RecipeError, match="is not a multiple of local_batch_size"):
+        load(BASE, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["lr_scheduler.warmup_steps=1001"], "longer than training.steps = 1000"),
+        (
+            ["lr_scheduler.warmup_steps=300", "lr_scheduler.total_steps=200"],
+            "longer than lr_scheduler.total_steps = 200",
+        ),
+        (["lr_scheduler.warmup_steps=600", "lr_scheduler.decay_ratio=0.5"], "overlap"),
+        (["activation_checkpoint.selective_ac_option=0"], None),
+        (['activation_checkpoint.selective_ac_option="0"'], "selective_ac_option must be"),
+        (["name=a/b"], "cannot begin the name of a run folder"),
+        (["name=.."], "cannot begin the name of a run folder"),
+        (["name="], "cannot begin the name of a run folder"),
+        (["training.seq_len=8192"], "model.dim: this model is too small"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(problem, overrides: list[str], message: str | None) -> None:
+    found = problem(BASE, *overrides)
+    if message is not None:
+        assert found.code == "check" and message in found.message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["lr_scheduler.warmup_steps=1000"],
+        ["lr_scheduler.warmup_steps=500", "lr_scheduler.decay_ratio=0.5"],
+        ['activation_checkpoint.selective_ac_option="2"'],
+        ["name=Llama-3.1_8b"],
+    ],
+)
+def test_what_just_fits_is_taken(load, overrides: list[str]) -> None:
+    load(BASE, *overrides)
+
+
+def test_all_checks_are_told_together_each_at_its_key(problems) -> None:
+    found = problems(BASE + "seq_len = 8192\n[mesh]\ntp = 2\npp = 2\n")
+    assert [(p.location.line, p.message.partition(" ")[0]) for p in found] == [
+        (4, "model.dim:"),
+        (20, "tensor"),
+        (21, "pipeline"),
+    ]
+
+
+def test_the_check_of_a_component_in_a_slot_of_another_is_asked_too(write) -> None:
+    @component("optimizer", "inner", target="x:y")
+    class Inner:
+        rate: float = 1.0
+
+        def check(self, recipe: object) -> Iterator[tuple[str, str]]:
+            yield "rate", "too fast"
+
+    registry = registry_of(("titan-inner", Inner))
+    path = write(BASE + '[optimizer]\ntype = "muon"\n[optimizer.fallback]\ntype = "inner"\nrate = 3.0\n')
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, registry=registry)
+    (found,) = caught.value.problems
+    assert (found.message, found.location.source) == ("too fast", "rate = 3.0")
+
+
+def test_the_checks_of_plugins_are_asked(load, registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "checks", lambda recipe: [("training.steps", f"{recipe.name} is too long")])
+    with pytest.raises(RecipeError) as caught:
+        load(BASE)
+    (found,) = caught.value.problems
+    assert (found.message, found.location.source) == ("base is too long", "steps = 1000")
+
+
+def test_a_check_that_breaks_is_the_plugins_mistake(write) -> None:
+    @component("loss", "bad", target="x:y")
+    class Bad:
+        def check(self, recipe: object) -> Iterator[tuple[str, str]]:
+            yield "x", str(1 / 0)
+
+    with pytest.raises(PluginError, match=r"Bad\.check failed: ZeroDivisionError"):
+        load_recipe(write(BASE), ["loss=bad"], registry=registry_of(("titan-bad", Bad)))
+
+
+# ----------------------------------------------------------------------------------------- requires
+
+
+def test_what_is_required_and_there_is_no_problem(load) -> None:
+    version = metadata.version("pluggy")
+    plugins = f"""["pluggy>={version}", "x; sys_platform == 'os2'"]"""
+    text = BASE + f'[requires]\ntitan = "=={__version__}"\nplugins = {plugins}\n'
+    assert load(text).recipe.requires.titan == f"=={__version__}"
+
+
+def test_a_missing_plugin_is_told_once_with_how_to_install_it(problem) -> None:
+    text = BASE + '[requires]\nplugins = ["titan-no-such-thing>=0.1"]\n'
+    found = problem('converters = ["float8_linear"]\n' + text)
+    assert found.code == "requires"
+    assert found.hint == "pip install 'titan-no-such-thing>=0.1'"
+
+
+def test_other_mistakes_are_told_beside_a_missing_plugin(problems) -> None:
+    found = problems(BASE + 'stpes = 1\n[requires]\nplugins = ["titan-no-such-thing"]\n')
+    assert [p.code for p in found] == ["unknown-key", "requires"]
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "hint"),
+    [
+        ('titan = ">=99"', "requires", "pip install 'titancli>=99'"),
+        ('titan = "99"', "bad-value", 'write a version specifier such as ">=0.1"'),
+        ('plugins = ["pluggy>=99"]', "requires", "pip install --upgrade 'pluggy>=99'"),
+        ('plugins = ["a b c"]', "bad-value", None),
+        ("titan = 1", "wrong-type", 'for text, put quotes around it: "1"'),
+        ("plugins = [1]", "wrong-type", 'for text, put quotes around it: "1"'),
+        ('plugins = "pluggy"', "wrong-type", 'write ["pluggy"]'),
+    ],
+)
+def test_a_requirement_that_is_not_met_or_none(problem, line: str, code: str, hint: str | None) -> None:
+    found = problem(BASE + f"[requires]\n{line}\n")
+    assert found.code == code and (hint is None or found.hint == hint)
+    assert found.location.line == 19
