@@ -59,8 +59,8 @@ def parse(source: Source, kind: Literal["file", "override"]) -> Node:
         data = tomli.loads(source.text)
         return _node(data, (), scan(source.text), Origin(kind, source, (0, 0)))
     except tomli.TOMLDecodeError as error:
-        at = min(error.pos, len(source.text.rstrip("
-")))  # at the end: after the last line's text
+        # What is missing at the end of the file is missing after its last line's text.
+        at = min(error.pos, len(source.text.rstrip("\n")))
         location = source.location((at, at + 1))
         raise RecipeError([Problem("syntax", _sentence(error.msg), location)]) from error
     except RecursionError as error:
