@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import shutil
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
-from titancli.checkpoint.manifest import hidden_prefix, steps
+from titancli.checkpoint.manifest import remove, steps
 from titancli.checkpoint.save import Draft, mesh_of, run_save
 from titancli.checkpoint.storage import SavePlannerOf, plan_of
 from titancli.errors import TitanError
@@ -170,16 +168,7 @@ class Staging:
 
 
 def purge(folder: Path, run_id: str, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints of this run (0 keeps all); others' folders stay.
-
-    A checkpoint is given a hidden name first, so that half of one never stands under a good name. What cannot
-    be deleted stays for the next time: a checkpoint too many is no reason to stop a run.
-    """
-    if not keep:
-        return
+    """Delete all but the newest `keep` checkpoints of this run (0 keeps all); others' folders stay."""
     mine = [path for path, manifest in steps(folder).items() if manifest.run_id == run_id]
-    for path in mine[keep:]:
-        with contextlib.suppress(OSError):
-            hidden = path.with_name(f"{hidden_prefix(path.name, run_id)}purged")
-            path.rename(hidden)
-            shutil.rmtree(hidden)
+    for path in mine[keep:] if keep else ():
+        remove(path, run_id)

@@ -7,8 +7,11 @@ holds the checksum of the lines after it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import secrets
+import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +26,7 @@ MANIFEST = "manifest.json"
 LOCK = "recipe.lock.toml"
 FORMAT = 1
 STEP_NAME = re.compile(r"step-(\d{1,18})\Z")
+REPLACED_NAME = re.compile(r"\.step-(\d{1,18})\.old-[0-9a-f]{8}\Z")
 
 _FIRST_LINE = re.compile(rb'\{"xxh3_64": "([0-9a-f]{16})",\n')
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
@@ -151,15 +155,20 @@ def steps(folder: Path) -> dict[Path, Manifest]:
 
 
 def _step_folders(folder: Path) -> list[Path]:
-    """Folders with the name of a checkpoint, highest step first."""
+    """The folders that are checkpoints by name, highest step first.
+
+    Where the replacement of `step-N` was interrupted between two renames, the old one's hidden name stands in
+    for it (see `recover`). Nothing is renamed here: a run may be saving while others look.
+    """
     try:
-        recover(folder)
-        found = [path for path in folder.iterdir() if STEP_NAME.match(path.name) and path.is_dir()]
+        names = {path.name: path for path in folder.iterdir() if path.is_dir()}
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise EnvironmentProblem(f"{folder} cannot be read: {error.strerror}") from error
-    return sorted(found, key=lambda path: (len(path.name), path.name), reverse=True)
+    found = {int(match[1]): path for name, path in names.items() if (match := REPLACED_NAME.match(name))}
+    found |= {int(match[1]): path for name, path in names.items() if (match := STEP_NAME.match(name))}
+    return [found[step] for step in sorted(found, reverse=True)]
 
 
 def newest(folder: Path) -> Path | None:
@@ -199,12 +208,24 @@ def hidden_prefix(name: str, run_id: str) -> str:
     return f".{name}.tmp-{xxhash.xxh3_64(run_id.encode()).hexdigest()[:8]}-"
 
 
+def remove(path: Path, run_id: str) -> None:
+    """Delete a run's own checkpoint, under an unfinished one's name, so that half of it never counts as one.
+
+    What cannot be deleted stays: a checkpoint too many is no reason to stop a run.
+    """
+    hidden = path.with_name(f"{hidden_prefix('step', run_id)}{secrets.token_hex(4)}")
+    with contextlib.suppress(OSError):
+        path.rename(hidden)
+        shutil.rmtree(hidden)
+
+
 def recover(folder: Path) -> None:
-    """Give a checkpoint its name back whose replacement was interrupted between two renames.
+    """Give a checkpoint its name back whose replacement was interrupted between two renames; for the writer.
 
     `.step-N.old-…` is what `step-N` was; it is complete, and is deleted only when the new one has the name.
     """
     for old in folder.glob(".step-*.old-*"):
-        final = folder / old.name[1:].partition(".")[0]
-        if STEP_NAME.match(final.name) and not final.exists():
-            old.rename(final)
+        if match := REPLACED_NAME.match(old.name):
+            final = folder / f"step-{match[1]}"
+            if not final.exists():
+                old.rename(final)

@@ -28,12 +28,14 @@ from titancli.checkpoint.layout import METADATA, TensorLayout, layout_text
 from titancli.checkpoint.manifest import (
     LOCK,
     MANIFEST,
+    REPLACED_NAME,
     STEP_NAME,
     Manifest,
     hidden_prefix,
     manifest_bytes,
     read_manifest,
     recover,
+    remove,
     steps,
 )
 from titancli.checkpoint.storage import SavePlannerOf, Writer, plan_of
@@ -147,13 +149,10 @@ class Draft:
         for path in list(self.folder.parent.glob(".*")):
             name = path.name[1:].partition(".")[0]
             mine = path.name.startswith(hidden_prefix(name, self.run_id))
-            replaced = (
-                path.name.startswith(f".{name}.old-")
-                and STEP_NAME.match(name)
-                and _run_of(path) == self.run_id
-            )
-            if path.is_dir() and not path.is_symlink() and (mine or replaced):
+            if mine and path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
+            elif REPLACED_NAME.match(path.name) and _run_of(path) == self.run_id:
+                remove(path, self.run_id)
 
     def _rename(self, hidden: Path) -> None:
         old = None
@@ -165,7 +164,7 @@ class Draft:
         hidden.rename(self.folder)
         sync_folder(self.folder.parent)
         if old is not None and _run_of(old) == self.run_id:
-            shutil.rmtree(old, ignore_errors=True)
+            remove(old, self.run_id)
 
     def _manifest(self, files: dict[str, Digest], serial: int) -> Manifest:
         return Manifest(

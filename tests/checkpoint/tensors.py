@@ -1,0 +1,54 @@
+"""Tensors that a checkpoint must keep bit for bit: all dtypes, no dimensions, no elements, odd strides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from titancli.checkpoint import save_checkpoint
+
+RUN = "run-1"
+
+
+def some_tensors(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return {
+        "model.layers.0.weight": random(6, 4),
+        "model.norm.weight": random(5).bfloat16(),
+        "model.transposed": random(3, 7).t(),
+        "model.nothing": torch.empty(0, 4),
+        "optimizer.layers.0.weight.exp_avg": random(6, 4),
+        "optimizer.layers.0.weight.step": torch.tensor(float(seed)),
+        "other.bytes": torch.arange(7, dtype=torch.uint8),
+        "other.flag": torch.tensor(True),
+        "other.half": random(2, 2).half(),
+        "other.float8": random(3, 3).to(torch.float8_e4m3fn),
+        "other.double": torch.tensor([float("nan"), float("inf"), -0.0], dtype=torch.float64),
+    }
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def zeros(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(
+        a[name].shape == b[name].shape and a[name].dtype == b[name].dtype and bits(a[name]) == bits(b[name])
+        for name in a
+    )
+
+
+def save(folder: Path, seed: int = 0, *, run_id: str = RUN, state: dict | None = None) -> dict[str, Tensor]:
+    tensors = some_tensors(seed)
+    save_checkpoint(folder, tensors, state or {"seed": seed}, lock_text="recipe = 1\n", run_id=run_id)
+    return tensors

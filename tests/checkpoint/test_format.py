@@ -1,0 +1,277 @@
+"""The files themselves: safetensors streams, metadata.json, manifest.json, and hostile ones of each."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoint.tensors import bits, save, some_tensors
+from titancli.checkpoint import CheckpointReader, read_manifest
+from titancli.checkpoint.layout import Chunk, overlapping, read_layout
+from titancli.checkpoint.manifest import Manifest, faults, manifest_bytes
+from titancli.checkpoint.tensorfile import Entry, TensorFileWriter, read_header, split
+from titancli.checkpoint.tensors import dtype_name, read_tensor, tensor_bytes
+from titancli.errors import EnvironmentProblem, TitanError
+
+
+def test_the_format_itself_imports_no_torch():
+    code = (
+        "import sys, titancli.checkpoint.manifest, titancli.checkpoint.layout; "
+        "print([m for m in ('torch', 'numpy', 'pydantic', 'transformers') if m in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_the_safetensors_library_reads_what_we_stream(tmp_path: Path):
+    tensors = some_tensors()
+    entries = [Entry(n, dtype_name(n, t.dtype), tuple(t.shape)) for n, t in tensors.items()]
+    with TensorFileWriter(tmp_path / "a.safetensors", entries) as file:
+        for tensor in tensors.values():
+            file.write(tensor_bytes(tensor))
+        digest = file.close()
+    assert digest.size == (tmp_path / "a.safetensors").stat().st_size
+    theirs = load_file(tmp_path / "a.safetensors")
+    assert all(bits(theirs[name]) == bits(tensor) for name, tensor in tensors.items())
+
+
+def test_we_read_what_the_safetensors_library_writes(tmp_path: Path):
+    tensors = {name: tensor.contiguous() for name, tensor in some_tensors().items()}
+    save_file(tensors, tmp_path / "a.safetensors")
+    header = read_header(tmp_path / "a.safetensors")
+    assert header.keys() == tensors.keys()
+    assert all(
+        bits(read_tensor(tmp_path / "a.safetensors", header[n])) == bits(t) for n, t in tensors.items()
+    )
+
+
+def test_data_that_is_not_aligned_is_read(tmp_path: Path):
+    value = torch.tensor([1.5, -2.0])
+    header = json.dumps({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    header += b" " * (1 - len(header) % 2)  # the data begins at an odd byte
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bits(value))
+    entry = read_header(path)["x"]
+    assert entry.start % 2 == 1
+    assert torch.equal(read_tensor(path, entry), value)
+
+
+def test_a_writer_refuses_bytes_that_were_not_announced(tmp_path: Path):
+    with (
+        pytest.raises(TitanError, match="not of the size"),
+        TensorFileWriter(tmp_path / "a", [Entry("x", "F32", (2,))]) as file,
+    ):
+        file.write(memoryview(b"123"))
+    with (
+        pytest.raises(TitanError, match="fewer tensors"),
+        TensorFileWriter(tmp_path / "b", [Entry("x", "F32", (2,))]) as file,
+    ):
+        file.close()
+    with pytest.raises(TitanError, match="two tensors"):
+        TensorFileWriter(tmp_path / "c", [Entry("x", "F32", (2,)), Entry("x", "F32", (2,))])
+
+
+@given(st.lists(st.integers(0, 50)), st.integers(1, 100))
+def test_splitting_keeps_order_and_the_limit(sizes: list[int], limit: int):
+    parts = split(sizes, limit)
+    assert [i for part in parts for i in part] == list(range(len(sizes)))
+    assert all(len(part) == 1 or sum(sizes[i] for i in part) <= limit for part in parts)
+
+
+HEADERS: dict[str, Any] = {
+    "a hole": {"x": {"dtype": "U8", "shape": [4], "data_offsets": [4, 8]}},
+    "an overlap": {
+        "x": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]},
+        "y": {"dtype": "U8", "shape": [4], "data_offsets": [4, 8]},
+    },
+    "a lying shape": {"x": {"dtype": "U8", "shape": [2**40], "data_offsets": [0, 8]}},
+    "a negative offset": {"x": {"dtype": "U8", "shape": [8], "data_offsets": [-8, 0]}},
+    "beyond the end": {"x": {"dtype": "U8", "shape": [80], "data_offsets": [0, 80]}},
+    "an unknown dtype": {"x": {"dtype": "OBJECT", "shape": [1], "data_offsets": [0, 8]}},
+    "a float offset": {"x": {"dtype": "U8", "shape": [8], "data_offsets": [0.0, 8.0]}},
+    "no offsets": {"x": {"dtype": "U8", "shape": [8]}},
+    "a list": [1, 2],
+}
+
+
+@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS.keys())
+def test_a_hostile_header_is_refused(tmp_path: Path, header: Any):
+    text = json.dumps(header).encode()
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 8)
+    with pytest.raises(EnvironmentProblem, match=r"a\.safetensors"):
+        read_header(path)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"abc", b"\xff" * 64, (2**40).to_bytes(8, "little"), b"\1" + b"\0" * 7 + b"["]
+)
+def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path, data: bytes):
+    (tmp_path / "a").write_bytes(data)
+    with pytest.raises(EnvironmentProblem):
+        read_header(tmp_path / "a")
+
+
+def _layout(**change: Any) -> dict[str, Any]:
+    chunk = {"offsets": [0, 0], "shape": [2, 2], "file": "rank-00000.safetensors", "key": "a"}
+    tensor = {"dtype": "F32", "shape": [2, 2], "chunks": [{**chunk, **change.pop("chunk", {})}]}
+    return {"format": 1, "tensors": {"a": {**tensor, **change}}}
+
+
+LAYOUTS: dict[str, Any] = {
+    "a path out of the folder": _layout(chunk={"file": "../rank-00000.safetensors"}),
+    "an absolute path": _layout(chunk={"file": "/etc/passwd"}),
+    "a path in a folder": _layout(chunk={"file": "a/b.safetensors"}),
+    "a hidden file": _layout(chunk={"file": ".metadata"}),
+    "a newline after the name": _layout(chunk={"file": "rank-00000.safetensors\n"}),
+    "a file that is a number": _layout(chunk={"file": 3}),
+    "a negative offset": _layout(chunk={"offsets": [-1, 0]}),
+    "a chunk outside": _layout(chunk={"offsets": [1, 0]}),
+    "a hole": _layout(chunk={"shape": [1, 2]}),
+    "other dimensions": _layout(chunk={"offsets": [0], "shape": [4]}),
+    "a huge shape": _layout(shape=[2**62, 2**62]),
+    "a shape of nothing that overflows": _layout(shape=[0, 2**62, 2**62], chunks=[]),
+    "a thousand dimensions": _layout(shape=[1] * 1000, chunks=[]),
+    "a true shape": _layout(shape=[True, 4]),
+    "an overlap": _layout(
+        shape=[3, 2],
+        chunks=[
+            {"offsets": [0, 0], "shape": [2, 2], "file": "a.safetensors", "key": "a"},
+            {"offsets": [1, 0], "shape": [1, 2], "file": "a.safetensors", "key": "b"},
+        ],
+    ),
+    "an unknown dtype": _layout(dtype="OBJECT"),
+    "no tensors": {"format": 1},
+    "tensors as a list": {"format": 1, "tensors": []},
+    "another format": {"format": 2, "tensors": {}},
+    "a number": 3,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_a_hostile_layout_is_refused(tmp_path: Path, layout: Any):
+    (tmp_path / "metadata.json").write_text(json.dumps(layout))
+    with pytest.raises(EnvironmentProblem, match=r"metadata\.json"):
+        read_layout(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[" * 100_000, "{", "\xff"])
+def test_a_layout_that_is_no_json_is_refused(tmp_path: Path, text: str):
+    (tmp_path / "metadata.json").write_text(text)
+    with pytest.raises(EnvironmentProblem):
+        read_layout(tmp_path)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(0, 3), st.integers(0, 3)), max_size=8
+    )
+)
+def test_overlaps_are_found_as_by_counting(boxes: list[tuple[int, int, int, int]]):
+    chunks = [Chunk((a, b), (h, w), "f", "k") for a, b, h, w in boxes]
+    cells = [(x, y) for a, b, h, w in boxes for x in range(a, a + h) for y in range(b, b + w)]
+    assert overlapping(chunks) == (len(cells) != len(set(cells)))
+
+
+def test_a_lying_shape_costs_no_memory(tmp_path: Path):
+    """metadata.json may claim a huge tensor in one huge piece: the file's own header is asked first."""
+    save(tmp_path / "step-1")
+    huge = {
+        "offsets": [0],
+        "shape": [2**40],
+        "file": "rank-00000.safetensors",
+        "key": "model.layers.0.weight",
+    }
+    _forge(tmp_path / "step-1", {"a": {"dtype": "F32", "shape": [2**40], "chunks": [huge]}})
+    with pytest.raises(EnvironmentProblem, match="does not hold"):
+        CheckpointReader(tmp_path / "step-1").read("a")
+
+
+def test_a_layout_that_names_a_file_beside_the_manifest_is_refused(tmp_path: Path):
+    save(tmp_path / "step-1")
+    chunk = {"offsets": [0], "shape": [2], "file": "other.safetensors", "key": "a"}
+    _forge(tmp_path / "step-1", {"a": {"dtype": "F32", "shape": [2], "chunks": [chunk]}})
+    with pytest.raises(EnvironmentProblem, match=r"other\.safetensors"):
+        CheckpointReader(tmp_path / "step-1")
+
+
+def _forge(folder: Path, tensors: dict[str, Any]) -> None:
+    """Replace the layout, and make the manifest agree, as an attacker would."""
+    from dataclasses import replace
+
+    from titancli.checkpoint.tensorfile import file_digest
+
+    (folder / "metadata.json").write_text(json.dumps({"format": 1, "tensors": tensors}))
+    manifest = read_manifest(folder)
+    files = {**manifest.files, "metadata.json": file_digest(folder / "metadata.json")}
+    (folder / "manifest.json").write_bytes(manifest_bytes(replace(manifest, files=files)))
+
+
+class _Bomb:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("exploded",)
+
+
+def test_a_pickle_beside_it_is_named_and_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path / "step-1")
+    (tmp_path / "step-1" / ".metadata").write_bytes(pickle.dumps(_Bomb()))
+    with pytest.raises(EnvironmentProblem, match=r"\.metadata does not belong to it"):
+        CheckpointReader(tmp_path / "step-1")
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_nothing_of_a_checkpoint_is_a_pickle(tmp_path: Path):
+    save(tmp_path / "step-1")
+    names = sorted(path.name for path in (tmp_path / "step-1").iterdir())
+    assert names == ["manifest.json", "metadata.json", "rank-00000.safetensors", "recipe.lock.toml"]
+
+
+def test_the_manifest_says_what_is_there(tmp_path: Path):
+    save(tmp_path / "step-12", state={"engine": {"step": 12}, "rng": [1, 2.5, None]})
+    manifest = read_manifest(tmp_path / "step-12")
+    assert (manifest.step, manifest.run_id, manifest.serial) == (12, "run-1", 1)
+    assert manifest.state == {"engine": {"step": 12}, "rng": [1, 2.5, None]}
+    assert manifest.layout == {"ranks": 1, "mesh": {}}
+    assert manifest.versions["torch"] == torch.__version__
+    assert manifest.lock_xxh3_64 == manifest.files["recipe.lock.toml"].xxh3_64
+    assert faults(tmp_path / "step-12", manifest) == []
+
+
+def test_every_bit_of_the_manifest_is_guarded(tmp_path: Path):
+    save(tmp_path / "step-1")
+    path = tmp_path / "step-1" / "manifest.json"
+    data = path.read_bytes()
+    for position in range(0, 8 * len(data), 7):
+        flipped = bytearray(data)
+        flipped[position // 8] ^= 1 << position % 8
+        path.write_bytes(flipped)
+        with pytest.raises(EnvironmentProblem, match=r"manifest\.json"):
+            read_manifest(tmp_path / "step-1")
+
+
+def test_a_manifest_of_a_later_format_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save(tmp_path / "step-1")
+    manifest: Manifest = read_manifest(tmp_path / "step-1")
+    with monkeypatch.context() as patch:
+        patch.setattr("titancli.checkpoint.manifest.FORMAT", 2)
+        (tmp_path / "step-1" / "manifest.json").write_bytes(manifest_bytes(manifest))
+    with pytest.raises(EnvironmentProblem, match="format 2"):
+        read_manifest(tmp_path / "step-1")
+
+
+def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path: Path):
+    with pytest.raises(EnvironmentProblem, match="no titan checkpoint"):
+        read_manifest(tmp_path)
+    with pytest.raises(EnvironmentProblem, match="no titan checkpoint"):
+        read_manifest(tmp_path / "missing")

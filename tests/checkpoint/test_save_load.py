@@ -1,0 +1,217 @@
+"""Saving and loading in one process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint.tensors import RUN, bits, same, save, some_tensors, zeros
+from titancli.checkpoint import (
+    CheckpointReader,
+    load_checkpoint,
+    newest,
+    newest_good,
+    read_manifest,
+    save_checkpoint,
+)
+from titancli.checkpoint.manifest import hidden_prefix
+from titancli.errors import EnvironmentProblem, TitanError
+
+
+def test_everything_comes_back_bit_for_bit(tmp_path: Path):
+    tensors = save(tmp_path / "step-1", state={"step": 1, "data": {"offset": [3, 4]}})
+    loaded = zeros(tensors)
+    assert load_checkpoint(tmp_path / "step-1", loaded) == {"step": 1, "data": {"offset": [3, 4]}}
+    assert same(loaded, tensors)
+
+
+def test_tensors_are_filled_in_place(tmp_path: Path):
+    save_checkpoint(tmp_path / "step-1", {"model.a": torch.ones(3)}, {}, lock_text="", run_id=RUN)
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    before = parameter.data_ptr()
+    load_checkpoint(tmp_path / "step-1", {"model.a": parameter})
+    assert parameter.data_ptr() == before
+    assert parameter.tolist() == [1, 1, 1]
+    assert parameter.requires_grad
+
+
+def test_a_reader_gives_whole_tensors(tmp_path: Path):
+    tensors = save(tmp_path / "step-1")
+    reader = CheckpointReader(tmp_path / "step-1")
+    assert sorted(reader.names()) == sorted(tensors)
+    assert same({name: reader.read(name) for name in reader.names()}, tensors)
+    assert reader.shape("model.transposed") == (7, 3)
+    assert reader.dtype("model.norm.weight") == torch.bfloat16
+    with pytest.raises(TitanError, match="no tensor 'nonsense'"):
+        reader.read("nonsense")
+
+
+def test_a_reader_of_a_part_names_it_plainly(tmp_path: Path):
+    save(tmp_path / "step-1")
+    names = CheckpointReader(tmp_path / "step-1", prefix="model.").names()
+    assert sorted(names) == ["layers.0.weight", "norm.weight", "nothing", "transposed"]
+
+
+def test_what_a_reader_gives_outlives_the_checkpoint(tmp_path: Path):
+    tensors = save(tmp_path / "step-1")
+    read = CheckpointReader(tmp_path / "step-1").read("model.layers.0.weight")
+    (tmp_path / "step-1" / "rank-00000.safetensors").write_bytes(b"")
+    assert torch.equal(read, tensors["model.layers.0.weight"])
+
+
+def test_large_data_is_split_over_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("titancli.checkpoint.tensorfile.SHARD_BYTES", 100)
+    tensors = save(tmp_path / "step-1")
+    files = sorted(path.name for path in (tmp_path / "step-1").glob("*.safetensors"))
+    assert files[0] == "rank-00000-1.safetensors"
+    assert files[-1] == "rank-00000.safetensors"
+    loaded = zeros(tensors)
+    load_checkpoint(tmp_path / "step-1", loaded)
+    assert same(loaded, tensors)
+
+
+def test_all_differences_of_names_shapes_and_dtypes_are_told_at_once(tmp_path: Path):
+    tensors = save(tmp_path / "step-1")
+    wanted = zeros(tensors)
+    del wanted["model.transposed"]
+    wanted["model.new"] = torch.zeros(1)
+    wanted["model.layers.0.weight"] = torch.zeros(6, 5)
+    wanted["model.norm.weight"] = torch.zeros(5)
+    with pytest.raises(TitanError) as caught:
+        load_checkpoint(tmp_path / "step-1", wanted)
+    assert "it lacks: model.new" in caught.value.message
+    assert "this model has not: model.transposed" in caught.value.message
+    assert "model.layers.0.weight is [6, 4] there and [6, 5] here" in caught.value.message
+    assert "model.norm.weight is bfloat16 there and float32 here" in caught.value.message
+    assert "weights" in str(caught.value.hint)
+    assert all(bits(tensor) == bits(torch.zeros_like(tensor)) for tensor in wanted.values())
+
+
+def test_many_differences_are_counted_not_listed(tmp_path: Path):
+    save_checkpoint(tmp_path / "step-1", {"model.a": torch.ones(1)}, {}, lock_text="", run_id=RUN)
+    wanted = {f"model.{i:03d}": torch.zeros(1) for i in range(100)}
+    with pytest.raises(TitanError, match="and 94 more"):
+        load_checkpoint(tmp_path / "step-1", wanted)
+
+
+def test_weights_alone_leave_the_optimizer_unread_and_are_cast(tmp_path: Path):
+    saved = {"model.a": torch.tensor([1.0, 2.0]), "optimizer.a.step": torch.tensor(3.0)}
+    save_checkpoint(tmp_path / "step-1", saved, {}, lock_text="", run_id=RUN)
+    weights = {"model.a": torch.zeros(2, dtype=torch.bfloat16)}
+    load_checkpoint(tmp_path / "step-1", weights)
+    assert weights["model.a"].tolist() == [1, 2]
+    with pytest.raises(TitanError, match=r"this model has not: model\.a"):
+        load_checkpoint(tmp_path / "step-1", {"model.b": torch.zeros(2)})
+
+
+def test_what_is_no_tensor_is_refused(tmp_path: Path):
+    with pytest.raises(TitanError, match="'counter' is no tensor"):
+        save_checkpoint(tmp_path / "step-1", {"counter": 3}, {}, lock_text="", run_id=RUN)  # type: ignore[dict-item]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("state", [{"x": torch.ones(1)}, {"x": float("nan")}, {"x": {1, 2}}])
+def test_a_state_that_is_no_json_is_refused_before_anything_is_written(tmp_path: Path, state: dict):
+    with pytest.raises(TitanError, match="not plain JSON"):
+        save_checkpoint(tmp_path / "step-1", some_tensors(), state, lock_text="", run_id=RUN)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_step_saved_again_replaces_the_old(tmp_path: Path):
+    save(tmp_path / "step-1", seed=1)
+    newer = save(tmp_path / "step-1", seed=2)
+    loaded = zeros(newer)
+    assert load_checkpoint(tmp_path / "step-1", loaded) == {"seed": 2}
+    assert same(loaded, newer)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_another_runs_checkpoint_is_never_replaced(tmp_path: Path):
+    save(tmp_path / "step-1", seed=1, run_id="theirs")
+    with pytest.raises(EnvironmentProblem, match="written by another run"):
+        save(tmp_path / "step-1", seed=2)
+    assert read_manifest(tmp_path / "step-1").run_id == "theirs"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_a_folder_of_unknown_origin_is_set_aside_not_deleted(tmp_path: Path):
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / "precious").write_text("mine")
+    save(tmp_path / "step-1")
+    (aside,) = tmp_path.glob("step-1.unknown-*")
+    assert (aside / "precious").read_text() == "mine"
+    assert newest(tmp_path) == tmp_path / "step-1"
+    save(tmp_path / "step-2")
+    assert aside.exists()
+
+
+def test_a_failure_between_the_renames_gives_the_old_one_its_name_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    save(tmp_path / "step-1", seed=1)
+    rename = Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if ".tmp-" in self.name:
+            raise PermissionError(13, "Permission denied")
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", failing)
+        with pytest.raises(EnvironmentProblem, match="Permission denied"):
+            save(tmp_path / "step-1", seed=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    assert read_manifest(tmp_path / "step-1").state == {"seed": 1}
+
+
+def test_a_kill_between_the_renames_loses_nothing(tmp_path: Path):
+    save(tmp_path / "step-1", seed=1)
+    (tmp_path / "step-1").rename(tmp_path / ".step-1.old-0a1b2c3d")  # as it stands at that moment
+    (tmp_path / f"{hidden_prefix('step-1', RUN)}01234567").mkdir()
+    found = newest(tmp_path)
+    assert found is not None
+    assert read_manifest(found).state == {"seed": 1}
+    assert newest_good(tmp_path) == found
+    save(tmp_path / "step-2", seed=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"]
+    assert read_manifest(tmp_path / "step-1").state == {"seed": 1}
+
+
+def test_leftovers_of_this_run_go_at_the_next_save_and_others_stay(tmp_path: Path):
+    save(tmp_path / "step-1", seed=1)
+    mine = tmp_path / f"{hidden_prefix('step-5', RUN)}01234567"
+    theirs = tmp_path / f"{hidden_prefix('step-5', 'theirs')}01234567"
+    replaced = tmp_path / ".step-1.old-01234567"
+    foreign = [tmp_path / ".step-1.old-mine", tmp_path / ".cache", tmp_path / "my-best-step-1"]
+    for folder in (mine, theirs, *foreign):
+        folder.mkdir()
+    save(tmp_path / "other" / "step-1", seed=9)
+    (tmp_path / "other" / "step-1").rename(replaced)
+    save(tmp_path / "step-2")
+    assert not mine.exists()
+    assert not replaced.exists()
+    assert all(folder.exists() for folder in (theirs, *foreign))
+
+
+def test_the_memory_of_a_reader_is_one_tensor(tmp_path: Path):
+    """40 tensors of 4 MB: reading them one by one may not hold more than a few."""
+    code = f"""
+import resource, torch
+from pathlib import Path
+from titancli.checkpoint import save_checkpoint, CheckpointReader
+from titancli.checkpoint.tensorfile import file_digest
+folder = Path({str(tmp_path)!r}) / "step-1"
+tensors = {{f"model.{{i}}": torch.ones(1).expand(1 << 20) for i in range(40)}}
+save_checkpoint(folder, tensors, {{}}, lock_text="", run_id="r")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+reader = CheckpointReader(folder)
+for name in reader.names():
+    reader.read(name)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+    grown = float(subprocess.check_output([sys.executable, "-c", code], text=True))
+    assert grown < 60
