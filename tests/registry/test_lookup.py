@@ -144,11 +144,14 @@ def titan_checks(recipe):
 def test_the_checks_of_all_plugins_are_heard(site: Site) -> None:
     site.add("lab", loss("a", extra=CHECK.format("return [('training.steps', f'{recipe.steps} is few')]")))
     site.add("lab2", loss("b", extra=CHECK.format("return []")))
-    assert load_plugins().checks(SimpleNamespace(steps=3)) == [("training.steps", "3 is few")]  # type: ignore[arg-type]
+    assert load_plugins().checks(SimpleNamespace(steps=3)) == [  # type: ignore[arg-type]
+        ("training.steps", "3 is few (says plugin lab)")
+    ]
 
 
-def test_a_broken_check_stops_only_a_recipe_that_uses_its_plugin(site: Site) -> None:
-    site.add("lab", loss("a", extra=CHECK.format("raise RuntimeError('check fell over')")))
+@pytest.mark.parametrize("body", ["raise RuntimeError('check fell over')", "return ['check fell over']"])
+def test_a_broken_check_stops_only_a_recipe_that_uses_its_plugin(site: Site, body: str) -> None:
+    site.add("lab", loss("a", extra=CHECK.format(body)))
     registry = load_plugins()
     assert registry.checks([make("loss", "foreign")()]) == []  # type: ignore[arg-type]
     registry = load_plugins()

@@ -66,9 +66,7 @@ def tell(error: Exception, *, traceback: bool = False) -> int:
 def _tell_click(error: click.ClickException) -> None:
     context = getattr(error, "ctx", None)
     message = error.format_message()
-    if (
-        context is None or message == context.get_help()
-    ):  # called with nothing at all: the message is the help
+    if context is None or message == context.get_help():  # without any argument the help is the message
         error.show()
         return
     usage = " ".join(context.get_usage().removeprefix("Usage:").split())

@@ -137,7 +137,11 @@ class Registry:
         found: list[tuple[str, str]] = []
         for plugin in self._loaded() if self._checks else ():
             was_ok = plugin.state == "ok"
-            found += plugin.call_list("titan_checks", recipe=recipe)
+            for finding in plugin.call_list("titan_checks", recipe=recipe):
+                if _is_finding(finding):
+                    found.append((finding[0], f"{finding[1]} (says plugin {plugin.name})"))
+                else:
+                    plugin.fail(f"titan_checks returned {finding!r}, which is no pair (dotted key, message)")
             if was_ok and plugin.state != "ok" and self._uses(recipe, plugin):
                 raise PluginError(f"the titan_checks of plugin {plugin.name!r} failed:\n{plugin.error}")
         return found
@@ -197,6 +201,10 @@ class Registry:
     def _uses(self, recipe: Any, plugin: Plugin) -> bool:
         configs = set(plugin.components.values())
         return any(type(config) in configs for config in _configs(recipe))
+
+
+def _is_finding(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(v, str) for v in value)
 
 
 def _configs(value: Any) -> Iterator[Any]:
