@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from titancli.checkpoint.layout import Chunk, TensorLayout
@@ -80,7 +81,14 @@ class SavePlannerOf(DefaultSavePlanner):
 
 
 def plan_of(tensors: Mapping[str, Tensor]) -> SavePlannerOf:
-    """This rank's part of a save, without the data's being touched yet."""
+    """This rank's part of a save, without the data's being touched yet.
+
+    Raises:
+        TitanError: a tensor is a sum that the ranks have not added up yet.
+    """
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+            raise TitanError(f"{name} is a partial sum over ranks and cannot be saved")
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(dict(tensors))
     return SavePlannerOf(planner.create_local_plan(), lambda item: _tensor(planner.resolve_data(item)))
