@@ -66,6 +66,14 @@ def write_atomically(path: Path, text: str) -> None:
         ) from error
 
 
+def _is_bare(path: Path) -> bool:
+    """Whether a folder holds no more than a start that failed, or other nodes' logs, may leave there."""
+    left = {"logs", "checkpoints", "run.lock"}
+    checkpoints = path / "checkpoints"
+    saved = checkpoints.is_dir() and any(checkpoints.iterdir())
+    return not saved and all(entry.name in left for entry in path.iterdir())
+
+
 def _umask() -> int:
     current = os.umask(0o022)
     os.umask(current)
@@ -114,8 +122,7 @@ class RunFolder:
             path = run_dir.absolute()
             if path.exists() and not path.is_dir():
                 raise EnvironmentProblem(f"{path} is a file", hint="give another --run-dir")
-            # Ranks on other nodes may have begun to write logs before rank 0 makes the folder.
-            if path.is_dir() and any(entry.name != "logs" for entry in path.iterdir()):
+            if path.is_dir() and not _is_bare(path):
                 raise EnvironmentProblem(
                     f"{path} exists and is not a run folder", hint="give a --run-dir that does not exist"
                 )

@@ -18,7 +18,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -48,18 +48,20 @@ class Stop:
         """The name of the first signal that came, e.g. `"SIGTERM"`."""
 
     @contextmanager
-    def listening(self, *, say: bool = False) -> Iterator[Stop]:
-        """Handle the signals; `say` tells the user of it, and makes a second SIGINT leave at once."""
+    def listening(self, *, leave: Callable[[], None] | None = None) -> Iterator[Stop]:
+        """Handle the signals. With `leave` this is the only rank: the user is told what happens, and a second
+        SIGINT calls `leave` and ends the process at once."""
         if threading.current_thread() is not threading.main_thread():
             yield self  # only the main thread may set handlers
             return
 
         def handle(number: int, frame: Any) -> None:
             name = signal.Signals(number).name
-            if say and name == "SIGINT" and self.requested == "SIGINT":
+            if leave and name == "SIGINT" and self.requested == "SIGINT":
                 os.write(2, b"\ninterrupted again: leaving at once\n")
+                leave()
                 os._exit(EXIT_INTERRUPTED)
-            if say and self.requested is None:
+            if leave and self.requested is None:
                 again = "; Ctrl-C again leaves at once" if name == "SIGINT" else ""
                 # Not through Python's streams: the signal may have come in the middle of a write.
                 os.write(2, f"\n{name}: stopping after this step, with a checkpoint{again}\n".encode())
@@ -114,7 +116,7 @@ def main(
     watched: list[Observers] = []
     with ExitStack() as stack:
         if stop is None:
-            stop = stack.enter_context(Stop().listening(say=True))
+            stop = stack.enter_context(Stop().listening(leave=lambda: _record_leaving(folder, watched)))
         try:
             return _run(
                 folder, lock_file, checkpoint, list(plugin_files), place, stop, listeners, watched, stack
@@ -140,8 +142,7 @@ def _run(
     from titancli.observe import comm
     from titancli.recipe import load_recipe
 
-    if plugin_files:
-        registry.configure(files=plugin_files)
+    registry.configure(files=plugin_files, checks=False)
     source = lock_file or folder.recipe_lock
     lock_text = source.read_text(encoding="utf-8")
     loaded = load_recipe(source)
@@ -165,6 +166,8 @@ def _run(
         events = EventLog(folder.events, listeners)
         stack.callback(events.close)
         stack.enter_context(_warnings_as_events(events))
+        if place.restart:
+            logger.warning("a rank failed, and the ranks were started anew, for the %d. time", place.restart)
     watchers = _build_loggers(recipe, folder, place, events)
     record = folder.record()
 
@@ -193,6 +196,12 @@ def _run(
     if place.rank == 0:
         folder.update_attempt(outcome=plain(outcome), ended=timestamp())
     return outcome
+
+
+def _record_leaving(folder: RunFolder, watched: list[Observers]) -> None:
+    step = watched[0].step if watched else None
+    outcome = {"why": "interrupted", "signal": "SIGINT", "step": step, "checkpoint": None}
+    folder.update_attempt(outcome={**outcome, "metrics": {}}, ended=timestamp())
 
 
 def _prepare(folder: RunFolder, lock_file: Path, lock_text: str, stack: ExitStack) -> None:

@@ -75,7 +75,7 @@ def command(
     from titancli.launchers.start import Processes, count_processes, start
 
     recipe, overrides = _one_recipe(arguments)
-    if nnodes > 1 and (run_dir is None or rdzv is None):
+    if nnodes > 1 and ((run_dir is None and not resume) or rdzv is None):
         raise UsageError(
             f"--nnodes {nnodes} needs --run-dir and --rdzv",
             hint="give a folder on a disk that all nodes share, and --rdzv HOST:PORT, the same on each",
@@ -102,7 +102,7 @@ def command(
     code = start(
         plan, count, plugin_files=files, json_events=as_json, traceback=common.traceback, announce=announce
     )
-    _say_next(folders[0], nproc, files)
+    _say_next(folders[0], nproc, count, files)
     return code
 
 
@@ -134,7 +134,7 @@ def _say_finished(plan: Plan) -> int:
     return EXIT_OK
 
 
-def _say_next(folder: RunFolder, nproc: int | str | None, plugin_files: list[Path]) -> None:
+def _say_next(folder: RunFolder, nproc: int | str | None, count: Processes, plugin_files: list[Path]) -> None:
     """Three lines for what to type next, after a run that ended in good order."""
     outcome = folder.outcome()
     if outcome is None or outcome["why"] not in ("finished", "data_ended", "stopped", "interrupted"):
@@ -142,6 +142,7 @@ def _say_next(folder: RunFolder, nproc: int | str | None, plugin_files: list[Pat
     run = shlex.quote(_short(folder.path))
     flags = "".join(f" -p {shlex.quote(str(file))}" for file in plugin_files)
     flags += f" --nproc {nproc}" if nproc is not None else ""
+    flags += f" --nnodes {count.nnodes} --rdzv {count.rdzv}" if count.nnodes > 1 else ""
     ended = {"data_ended": "the data ended", "interrupted": "stopped"}.get(outcome["why"], outcome["why"])
     note(f"{ended} at step {outcome['step']}; the run lies in {run}")
     if not outcome["checkpoint"]:

@@ -203,20 +203,22 @@ def _under_torchrun(config: Local, start: Start) -> int:
 
 def _result(start: Start, agent_code: int, began: str, step: int | None, signals: _Signals) -> int:
     """The exit code, from what the ranks left behind."""
-    outcome = start.folder.outcome() if agent_code == 0 else None
-    if outcome is not None:
+    outcome = start.folder.outcome() if start.folder.record_file.exists() else None
+    if outcome is not None and agent_code in (EXIT_OK, -signal.SIGKILL):
         return exit_code(outcome)
-    if agent_code == 0:  # another node's rank 0 wrote the outcome, and this node does not see it yet
+    if agent_code == EXIT_OK:  # rank 0 of another node wrote the outcome, and this node does not see it yet
         return EXIT_OK
-    following = None if step is None else step + 1
-    kills = _killed_ranks(start, following)
+    kills = _killed_ranks(start, None if step is None else step + 1)
     reports = failures.read(start.folder.logs, since=began)
-    if signals.received and not [report for report in reports if not report.communication]:
-        # The ranks were still starting, or were not waited for.
+    if signals.ended(reports, kills):
         interrupted = signals.received[0] == signal.SIGINT
         _record_outcome(start, "interrupted" if interrupted else "stopped", signals.received[0], step)
         return EXIT_INTERRUPTED if interrupted else EXIT_STOPPED
     _record_outcome(start, "failed", None, step)
+    if agent_code < 0 and not reports:
+        name = signal.Signals(-agent_code).name
+        print(f"error: torchrun was killed by {name}; its ranks were told to save and stop", file=sys.stderr)
+        return EXIT_FAILED
     return _say_failure(reports, kills, start)
 
 
@@ -256,6 +258,15 @@ class _Signals:
             agent.send_signal(number)
             if again:
                 _end(agent, KILL_SECONDS)
+
+    def ended(self, reports: list[failures.Failure], kills: list[failures.Failure]) -> bool:
+        """Whether the signals ended ranks that had only begun to start, or that the user would not wait for."""
+        if not self.received:
+            return False
+        by_hand = self.received.count(signal.SIGINT) > 1
+        return by_hand or (
+            not reports and {kill.type for kill in kills} <= {signal.Signals(n).name for n in self.received}
+        )
 
 
 def _end(agent: subprocess.Popen[bytes], patience: float = 0.0) -> None:
