@@ -111,7 +111,9 @@ class Mesh:
         if world % fixed or (not free and fixed != world):
             raise RecipeError(
                 f"mesh: {text} does not make {world} rank{'s' if world > 1 else ''}",
-                hint=f"start a multiple of {fixed} ranks" if free else f"start {fixed} ranks, or set one to -1",
+                hint=f"start a multiple of {fixed} ranks"
+                if free
+                else f"start {fixed} ranks, or set one to -1",
             )
         if free:
             degrees[free[0]] = world // fixed
