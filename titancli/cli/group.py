@@ -108,7 +108,8 @@ def note_broken() -> None:
     cls=Titan,
     help="Train language models from a recipe: one TOML file.",
     epilog="RECIPE is a file, a run folder, or a name that list-recipes shows. "
-    "KEY=VALUE overrides one value of it, for example training.steps=20.",
+    "KEY=VALUE overrides one value of it, for example training.steps=20. "
+    "-p, --traceback and --version stand before or after the command.",
     params=[
         # Taken out before click parses (see titancli.cli.common); they stand here to be shown.
         click.Option(
