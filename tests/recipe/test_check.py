@@ -23,6 +23,14 @@ def test_a_degree_that_is_not_built_is_refused_by_name(problems, degree: str, va
     assert f"({degree}) is not built yet" in found[0].message
 
 
+def test_a_run_shorter_than_the_default_warm_up_is_told_at_what_made_it_short(problem) -> None:
+    text = BASE.replace("warmup_steps = 0", "")
+    assert problem(text, "training.steps=5").location.source == "training.steps=5"
+    assert (
+        problem(text + "[checkpoint]\n", "training.steps=5", "lr_scheduler.warmup_steps=6").location.line == 1
+    )
+
+
 def test_only_one_degree_may_be_free(problem) -> None:
     assert "only one degree may be -1" in problem(BASE, "mesh.dp_replicate=-1").message
 

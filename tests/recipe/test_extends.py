@@ -180,6 +180,13 @@ def test_a_recipe_can_be_extended_by_name(named, write) -> None:
     assert load_recipe(path, registry=named).recipe.name == "shared"
 
 
+def test_a_file_without_its_ending_is_told_how_it_is_called(named, write) -> None:
+    write(BASE, "mine.toml")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("mine", registry=named)
+    assert caught.value.problems[0].hint == "the file is called ./mine.toml"
+
+
 def test_a_run_folder_stands_for_its_lock_file(named, write) -> None:
     lock = write(BASE, "run/recipe.lock.toml")
     assert find_recipe("run", registry=named) == lock

@@ -124,6 +124,14 @@ def test_a_text_field_that_got_another_type_is_told_how_to_quote(problem, value:
     assert found.hint == f"""for text, put quotes around it: 'name="{value}"'"""
 
 
+@pytest.mark.parametrize(
+    "override",
+    ["optimizer={type=muon}", "converters=[{type='cast'}", "training={steps=x}", 'model="tiny', "mesh=[1"],
+)
+def test_a_value_that_is_almost_toml_is_told_to_be_none(problem, override: str) -> None:
+    assert problem(BASE, override).hint.startswith("this is no TOML value, so it was taken as text")
+
+
 def test_a_flavor_over_a_resolved_recipe_takes_that_flavor_whole(load, write, registry) -> None:
     from titancli.recipe import load_recipe, lock_text
 

@@ -32,14 +32,14 @@ def check_recipe(recipe: Recipe, root: Node, registry: Registry, problems: Probl
     Raises:
         PluginError: a check of a component or of a plugin that the recipe uses is broken.
     """
-    found = [*_core_checks(recipe), *_component_checks(recipe, root)]
+    found = [*_core_checks(recipe, root), *_component_checks(recipe)]
     for path, message, hint in found:
         _add(problems, root, path, message, hint)
     for key, message in registry.checks(recipe):
         _add(problems, root, _path(key), message, None)
 
 
-def _core_checks(recipe: Recipe) -> Iterator[tuple[KeyPath, str, str | None]]:
+def _core_checks(recipe: Recipe, root: Node) -> Iterator[tuple[KeyPath, str, str | None]]:
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", recipe.name, re.ASCII):
         message = f"name {recipe.name!r} cannot begin the name of a run folder"
         yield ("name",), message, "use letters, digits, '_', '-' and '.', beginning with a letter or digit"
@@ -48,7 +48,7 @@ def _core_checks(recipe: Recipe) -> Iterator[tuple[KeyPath, str, str | None]]:
         message = f"selective_ac_option must be 'op' or the text of a number of layers, not {option!r}"
         yield ("activation_checkpoint", "selective_ac_option"), message, None
     yield from _mesh(recipe)
-    yield from _schedule(recipe)
+    yield from _schedule(recipe, root)
 
 
 def _mesh(recipe: Recipe) -> Iterator[tuple[KeyPath, str, str | None]]:
@@ -68,14 +68,16 @@ def _mesh(recipe: Recipe) -> Iterator[tuple[KeyPath, str, str | None]]:
         yield ("training", "global_batch_size"), error.message, error.problems[0].hint
 
 
-def _schedule(recipe: Recipe) -> Iterator[tuple[KeyPath, str, str | None]]:
+def _schedule(recipe: Recipe, root: Node) -> Iterator[tuple[KeyPath, str, str | None]]:
     schedule = recipe.lr_scheduler
     of = "training.steps" if schedule.total_steps is None else "lr_scheduler.total_steps"
     total = schedule.total_steps or recipe.training.steps
     if schedule.warmup_steps > total:
         message = f"warm-up of {schedule.warmup_steps} steps is longer than {of} = {total}"
         hint = f"set lr_scheduler.warmup_steps to {total // 5}, for one"
-        yield ("lr_scheduler", "warmup_steps"), message, hint
+        written: KeyPath = ("lr_scheduler", "warmup_steps")
+        is_default = root.follow(written)[1] != written
+        yield ("training", "steps") if is_default else written, message, hint
     elif schedule.decay_ratio is not None:
         decay = round(total * schedule.decay_ratio)
         if schedule.warmup_steps + decay > total:
@@ -86,7 +88,7 @@ def _schedule(recipe: Recipe) -> Iterator[tuple[KeyPath, str, str | None]]:
             yield ("lr_scheduler", "decay_ratio"), message, hint
 
 
-def _component_checks(recipe: Recipe, root: Node) -> Iterator[tuple[KeyPath, str, None]]:
+def _component_checks(recipe: Recipe) -> Iterator[tuple[KeyPath, str, None]]:
     """What the configs' own `check(recipe)` methods say."""
     for path, config in components(recipe):
         check = getattr(config, "check", None)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titancli.recipe.problems import nearest
-from titancli.recipe.read import quoting
+from titancli.recipe.read import quoting, taken_as_text
 from titancli.recipe.scan import KeyPath
 from titancli.recipe.tree import Node, dotted
 
@@ -111,6 +111,8 @@ def _hint(path: KeyPath, node: Node, expected: list[str], choices: list[Any]) ->
     value = node.value
     override = node.origin.kind == "override"
     if isinstance(value, str):
+        if taken := taken_as_text(node):
+            return taken
         texts = [choice for choice in choices if isinstance(choice, str)]
         if near := nearest(value, texts):
             return near

@@ -88,6 +88,9 @@ def named_recipe(reference: str, registry: Registry) -> Path:
     if found:
         hint = f"write {' or '.join(found)}"
         raise RecipeError(f"{reference!r} is the name of {len(found)} recipes", hint=hint)
+    here = next((p for p in (Path(f"{reference}.toml"), Path(reference)) if p.is_file()), None)
+    if here is not None:
+        raise RecipeError(f"there is no recipe {reference!r}", hint=f"the file is called ./{here}")
     names = list(files) if ":" in reference else [name.partition(":")[2] for name in files]
     raise RecipeError(
         f"there is no recipe {reference!r}",

@@ -116,6 +116,15 @@ def _wrong_value(value: Any) -> tuple[str, str] | None:
     return None
 
 
+def taken_as_text(node: Node) -> str | None:
+    """The hint for an override that looks like a TOML value, but is none."""
+    if node.origin.kind != "override" or not isinstance(node.value, str) or node.origin.text != node.value:
+        return None
+    if not node.value.startswith(("[", "{", '"', "'")):
+        return None
+    return "this is no TOML value, so it was taken as text; inside [] and {} text stands in quotes"
+
+
 def quoting(node: Node) -> str:
     """How to write a value that TOML took for something else as text."""
     written = node.origin.text or str(node.value)

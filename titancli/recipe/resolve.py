@@ -14,6 +14,7 @@ from titancli.errors import PluginError
 from titancli.recipe.hints import arms, bare, element_of, fields_of, recipe_slots, slot_of
 from titancli.recipe.overrides import without
 from titancli.recipe.problems import Problems, nearest
+from titancli.recipe.read import taken_as_text
 from titancli.recipe.scan import KeyPath
 from titancli.recipe.schema import Recipe
 from titancli.recipe.tree import DEFAULT, Node, Origin, dotted, from_python
@@ -142,7 +143,7 @@ class _Resolver:
             raise error
         code = "ambiguous-component" if ambiguous else "unknown-component"
         message = error.message.partition("\n")[0]
-        self.problems.add(code, message, given.origin.location(), error.hint)
+        self.problems.add(code, message, given.origin.location(), taken_as_text(given) or error.hint)
 
     def _with_flavor(self, cls: type, name: str, node: Node, path: KeyPath) -> Node:
         """The table with its flavor's row under it; the keys that stand in the table win."""

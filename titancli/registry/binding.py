@@ -46,7 +46,6 @@ def adapter(cls: type) -> TypeAdapter[Any]:
         ) from error
 
 
-@functools.cache
 def slot_schema(kind: str) -> CoreSchema:
     """The schema of a slot: looks the component up in the registry that is being bound with, and binds it.
 
