@@ -99,6 +99,20 @@ def test_a_hook_that_returns_no_list_is_a_fault(site: Site, returned: str) -> No
     assert "is no list" in (status(load_plugins(), "odd").error or "")
 
 
+def test_every_implementation_of_a_hook_is_heard(site: Site) -> None:
+    second = """
+    @component("loss", "second", target="nowhere:build")
+    class Second:
+        pass
+
+    @hookimpl(specname="titan_components")
+    def more():
+        return [Second]
+    """
+    site.add("several", loss("first", extra=second))
+    assert set(status(load_plugins(), "several").components) == {"loss/first", "loss/second"}
+
+
 def test_a_misspelt_hook_is_a_fault(site: Site) -> None:
     site.add("typo", loss("x").replace("titan_components", "titan_component"))
     assert "titan_component" in (status(load_plugins(), "typo").error or "")

@@ -70,7 +70,8 @@ def _tell_click(error: click.ClickException) -> None:
         error.show()
         return
     usage = " ".join(context.get_usage().removeprefix("Usage:").split())
-    error_line(message[:1].lower() + message[1:].rstrip("."), hint=f"usage: {usage} (--help shows more)")
+    message = " ".join(message.split()).rstrip(".")
+    error_line(message[:1].lower() + message[1:], hint=f"usage: {usage} (--help shows more)")
 
 
 def _drop_stdout() -> None:

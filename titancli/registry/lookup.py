@@ -104,13 +104,11 @@ class Registry:
         """The folders of recipes that plugins offer, with the plugin's name."""
         folders = []
         for plugin in self._loaded():
-            folder = plugin.call("titan_recipes")
-            if folder is None:
-                continue
-            if isinstance(folder, (str, Path)) and Path(folder).is_dir():
-                folders.append((plugin.name, Path(folder)))
-            else:
-                plugin.fail(f"titan_recipes returned {str(folder)!r}, which is no folder")
+            for folder in plugin.call("titan_recipes"):
+                if isinstance(folder, (str, Path)) and Path(folder).is_dir():
+                    folders.append((plugin.name, Path(folder)))
+                else:
+                    plugin.fail(f"titan_recipes returned {str(folder)!r}, which is no folder")
         return folders
 
     def commands(self, reserved: Collection[str] = ()) -> list[tuple[str, click.Command]]:

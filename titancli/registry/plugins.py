@@ -123,22 +123,24 @@ class Plugin:
         self.load()
         return dict(self._components or {})
 
-    def call(self, hook: str, **arguments: Any) -> Any:
-        """What the plugin's implementation of a hook returns; None where there is none or it is broken."""
+    def call(self, hook: str, **arguments: Any) -> list[Any]:
+        """What the plugin's implementations of a hook return; empty where it has none or is broken."""
         self._import()
         if self._hooks is None:
-            return None
+            return []
         with self._guarded():
-            results = getattr(self._hooks.hook, hook)(**arguments)
-            return results[0] if results else None
+            return getattr(self._hooks.hook, hook)(**arguments)
+        return []
 
     def call_list(self, hook: str, **arguments: Any) -> list[Any]:
-        """The same for a hook that returns a list; empty where there is none or it is broken."""
-        result = self.call(hook, **arguments)
-        if result is None or isinstance(result, (list, tuple)):
-            return list(result or ())
-        self.fail(f"{hook} returned {result!r}, which is no list")
-        return []
+        """The same for a hook that returns a list: the elements."""
+        elements: list[Any] = []
+        for result in self.call(hook, **arguments):
+            if isinstance(result, (list, tuple)):
+                elements += result
+            else:
+                self.fail(f"{hook} returned {result!r}, which is no list")
+        return elements
 
     def status(self) -> PluginStatus:
         offered = tuple(f"{kind}/{name}" for kind, name in self.components)
