@@ -32,6 +32,7 @@ class Layout:
     tied: bool = False
     dtype: str = "float32"
     reshard: str = "default"
+    loss: Any = CrossEntropy()  # noqa: RUF009 - a frozen config
 
 
 def recipe(layout: Layout, **training: Any) -> Recipe:
@@ -58,7 +59,7 @@ def recipe(layout: Layout, **training: Any) -> Recipe:
         compile=Compile(enable=layout.compile is not None, backend=layout.compile or "inductor"),
         optimizer=AdamW(lr=1e-2, eps=1e-4),
         lr_scheduler=LRScheduler(warmup_steps=0),
-        loss=CrossEntropy(),
+        loss=layout.loss,
         training=Training(**{**settings, **training}),
         loop=Pretrain(),
         launcher=None,

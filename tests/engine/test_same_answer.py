@@ -8,6 +8,7 @@ from torch.nn.functional import cross_entropy
 
 from tests.engine import cases
 from tests.engine.cases import Layout
+from titancli.losses import CrossEntropyFull
 
 pytestmark = pytest.mark.ranks
 
@@ -33,6 +34,7 @@ LAYOUTS = {
     "every second layer": (
         2, Layout({"dp_shard": 2}, activation_checkpoint={"mode": "selective", "selective_ac_option": "2"}),
     ),
+    "full logits": (2, Layout({"dp_shard": 2}, loss=CrossEntropyFull())),
     "compiled": (2, Layout({"dp_shard": 2}, compile="aot_eager")),
     "compiled and checkpointed": (
         2, Layout({"dp_shard": 2}, compile="aot_eager", activation_checkpoint={"mode": "selective"}),

@@ -7,7 +7,12 @@ from titancli.registry.component import component
 
 @component("loss", "cross_entropy", target="titancli.losses.cross_entropy:CrossEntropy")
 class CrossEntropy:
-    """Negative log-likelihood of the targets, averaged over all of them."""
+    """Negative log-likelihood of the targets, averaged over all of them; the full logits never exist."""
 
 
-COMPONENTS: list[type] = [CrossEntropy]
+@component("loss", "cross_entropy_full", target="titancli.losses.cross_entropy:CrossEntropyFull")
+class CrossEntropyFull:
+    """The same from the full logits, by torch's own function: slower and larger, the reference."""
+
+
+COMPONENTS: list[type] = [CrossEntropy, CrossEntropyFull]

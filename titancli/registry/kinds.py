@@ -242,6 +242,10 @@ class Loss(Protocol):
     output: Literal["logprobs", "model"]
     """What the loss is called with: log p(targets) [B, S] fp32, or the model's raw output (logits)."""
 
+    def token_weights(self, batch: Batch) -> Tensor | None:
+        """Optional. The weights w [B, S] of a loss that is −Σ w·log p: gradients are then made in forward, in
+        chunks, and the loss is called with log-probs that carry none, for its weight and metrics."""
+
     def __call__(self, out: Tensor, batch: Batch) -> LossResult: ...
 
 

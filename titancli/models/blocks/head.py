@@ -9,28 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
-from torch.nn.functional import linear, log_softmax
+from torch.nn.functional import linear
 
-from titancli.data.batch import IGNORE
+from titancli.losses.chunked import linear_log_probs, linear_token_loss
 
 if TYPE_CHECKING:
     from titancli.data.batch import Batch
     from titancli.losses.result import LossResult
     from titancli.registry.kinds import Loss
-
-
-def log_probs(logits: Tensor, targets: Tensor) -> Tensor:
-    """log p(targets), 0 where there is none.
-
-    Args:
-        logits: [B, S, V], any float dtype.
-        targets: [B, S] int64, -100 for none.
-
-    Returns:
-        [B, S] fp32.
-    """
-    picked = log_softmax(logits.float(), dim=-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-    return picked.masked_fill(targets == IGNORE, 0.0)
 
 
 class Output(nn.Linear):
@@ -43,9 +29,16 @@ class Output(nn.Linear):
         self, hidden: Tensor, batch: Batch | None = None, loss: Loss | None = None
     ) -> Tensor | LossResult:
         """[B, S, dim] -> logits [B, S, V], or a LossResult when a loss is given."""
-        logits = linear(hidden, self.weight)
         if loss is None:
-            return logits
+            return linear(hidden, self.weight)
         if batch is None:
             raise TypeError("a loss needs the batch that it is the loss of")
-        return loss(log_probs(logits, batch["targets"]) if loss.output == "logprobs" else logits, batch)
+        if loss.output == "model":
+            return loss(linear(hidden, self.weight), batch)
+        token_weights = getattr(loss, "token_weights", None)
+        weights = None if token_weights is None else token_weights(batch)
+        if weights is None:
+            return loss(linear_log_probs(hidden, self.weight, batch["targets"]), batch)
+        # The loss says what its parts weigh; its sum is known with its gradient already.
+        total, log_probs = linear_token_loss(hidden, self.weight, batch["targets"], weights)
+        return loss(log_probs, batch)._replace(sum=total)

@@ -1,0 +1,160 @@
+"""The chunked losses against torch's cross-entropy on the full logits, and against finite differences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, log_softmax
+
+from titancli.data.batch import Batch
+from titancli.losses import chunked
+from titancli.losses.chunked import linear_log_probs, linear_token_loss
+from titancli.models.blocks.head import Output
+
+VOCABULARY, DIM = 50, 8
+
+
+def problem(rows=13, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, DIM, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, DIM, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(0, VOCABULARY, (rows,), generator=generator)
+    targets[::4] = -100
+    return hidden, weight, targets
+
+
+def reference(hidden, weight, targets, coefficients):
+    """Σ c·log p on the full logits, in fp64 where the inputs allow it to be told apart."""
+    hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    log_probs = log_softmax(hidden @ weight.t(), dim=-1)
+    picked = log_probs.gather(1, targets.clamp(min=0)[:, None])[:, 0].masked_fill(targets < 0, 0.0)
+    (picked * coefficients).sum().backward()
+    return picked.detach(), hidden.grad, weight.grad
+
+
+@pytest.fixture(params=[1, 3, 13, 1000], ids=lambda rows: f"{rows} rows a chunk")
+def chunk(request, monkeypatch):
+    monkeypatch.setitem(chunked.CHUNK_BYTES, "cpu", 4 * VOCABULARY * request.param)
+
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+def close(result, expected, dtype):
+    assert result.dtype in (dtype, torch.float32)
+    error = (result.double() - expected.double()).norm() / expected.double().norm()
+    assert error <= TOLERANCE[dtype], f"off by {error:.2e}"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_the_token_loss_equals_the_full_logits(chunk, dtype):
+    hidden, weight, targets = problem(dtype=dtype)
+    coefficients = torch.rand(13) * (targets >= 0)
+    total, log_probs = linear_token_loss(hidden, weight, targets, coefficients)
+    (3.0 * total).backward()
+    expected, grad_hidden, grad_weight = reference(hidden, weight, targets, -3.0 * coefficients)
+    close(log_probs, expected, dtype)
+    close(total.detach(), -(expected * coefficients).sum(), dtype)
+    close(hidden.grad, grad_hidden, dtype)
+    close(weight.grad, grad_weight, dtype)
+    assert not log_probs.requires_grad
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_log_probs_equal_the_full_logits(chunk, dtype):
+    hidden, weight, targets = problem(dtype=dtype)
+    log_probs = linear_log_probs(hidden, weight, targets)
+    coefficients = torch.randn(13, generator=torch.Generator().manual_seed(1))
+    (log_probs * coefficients).sum().backward()
+    expected, grad_hidden, grad_weight = reference(hidden, weight, targets, coefficients)
+    close(log_probs.detach(), expected, dtype)
+    close(hidden.grad, grad_hidden, dtype)
+    close(weight.grad, grad_weight, dtype)
+
+
+def test_gradients_equal_finite_differences():
+    hidden, weight, targets = problem(rows=3)
+    coefficients = torch.tensor([0.3, 1.0, 2.0]) * (targets >= 0)
+    for function in (
+        lambda h, w: linear_token_loss(h, w, targets, coefficients)[0],
+        lambda h, w: (linear_log_probs(h, w, targets) * coefficients).sum(),
+    ):
+        gradients = torch.autograd.grad(function(hidden, weight), (hidden, weight))
+        generator = torch.Generator().manual_seed(3)
+        for along in range(5):
+            steps = [torch.randn(g.shape, generator=generator) for g in gradients]
+            with torch.no_grad():
+                up, down = (
+                    function(*(x + sign * 1e-2 * d for x, d in zip((hidden, weight), steps, strict=True)))
+                    for sign in (1, -1)
+                )
+            slope = sum((g * d).sum() for g, d in zip(gradients, steps, strict=True))
+            torch.testing.assert_close(
+                (up - down) / 2e-2, slope, rtol=1e-2, atol=1e-2, msg=f"direction {along}"
+            )
+
+
+def test_rows_without_a_target_give_no_gradient():
+    hidden, weight, targets = problem()
+    targets[:] = -100
+    total, _ = linear_token_loss(hidden, weight, targets, torch.zeros(13))
+    (total + linear_log_probs(hidden, weight, targets).sum()).backward()
+    assert total == 0
+    assert not hidden.grad.any()
+    assert not weight.grad.any()
+
+
+def test_gradients_are_made_only_for_what_wants_them():
+    hidden, weight, targets = problem()
+    frozen = weight.detach()
+    for total in (
+        linear_token_loss(hidden, frozen, targets, torch.ones(13))[0],
+        linear_log_probs(hidden, frozen, targets).sum(),
+    ):
+        hidden.grad = None
+        total.backward()
+        assert hidden.grad is not None
+    with torch.no_grad():
+        assert not linear_token_loss(hidden, weight, targets, torch.ones(13))[0].requires_grad
+
+
+def test_large_logits_do_not_overflow():
+    hidden, weight, targets = problem()
+    hidden = (hidden.detach() * 1e4).requires_grad_()
+    total, _ = linear_token_loss(hidden, weight, targets, (targets >= 0).float())
+    total.backward()
+    expected = cross_entropy((hidden @ weight.t()).detach(), targets, ignore_index=-100, reduction="sum")
+    torch.testing.assert_close(total.detach(), expected)
+    assert hidden.grad.isfinite().all()
+
+
+def test_using_the_gradients_twice_is_refused():
+    hidden, weight, targets = problem()
+    total, _ = linear_token_loss(hidden, weight, targets, torch.ones(13))
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="once"):
+        total.backward()
+
+
+def test_the_head_takes_each_kind_of_loss():
+    from titancli.losses.cross_entropy import CrossEntropy, CrossEntropyFull
+
+    class Untold(CrossEntropy):
+        """A loss that does not say that it is linear in the log-probs."""
+
+        token_weights = None
+
+    head = Output(DIM, VOCABULARY)
+    hidden, _, targets = problem(rows=12)
+    hidden = hidden.detach().view(2, 6, DIM).requires_grad_()
+    batch = Batch({"targets": targets.view(2, 6)})
+    results = []
+    for loss in (CrossEntropyFull(), CrossEntropy(), Untold()):
+        head.zero_grad()
+        hidden.grad = None
+        result = head(hidden, batch, loss)
+        result.sum.backward()
+        results.append((result.sum.detach(), result.weight, hidden.grad.clone(), head.weight.grad.clone()))
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,152 @@
+"""Log-probabilities of targets straight from hidden states, in chunks of rows: the full logits never exist.
+
+Two functions for two kinds of loss:
+
+- `linear_token_loss`: for −Σ w·log p, whose gradient is known as soon as the logits are. It is made in
+  forward, chunk by chunk, and each chunk's logits are used once.
+- `linear_log_probs`: for any other loss. Keeps the log-sum-exp of each row, and makes the logits again in
+  backward: one more matrix product, never the full logits.
+
+The softmax is computed in place, in fp32; the weight's gradient is summed in fp32 whatever the dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK_BYTES = {"cpu": 64 * 2**20}
+"""The fp32 logits of one chunk take at most this, by device type."""
+CHUNK_BYTES_GPU = 512 * 2**20
+
+
+def linear_token_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """−Σ w·log softmax(hidden · weightᵀ)[target].
+
+    Args:
+        hidden: [..., D], any float dtype.
+        weight: [V, D], the same dtype.
+        targets: [...] int64; negative is no target.
+        token_weights: [...]; 0 where there is no target.
+
+    Returns:
+        The sum (fp32 scalar, with gradient), and the log-probabilities [...] (fp32, without; 0 where there is
+        no target).
+    """
+    total, log_probs = _TokenLoss.apply(
+        hidden.flatten(0, -2), weight, targets.flatten(), token_weights.flatten().float()
+    )
+    return total, log_probs.view(targets.shape)
+
+
+def linear_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """log softmax(hidden · weightᵀ)[target], [...] fp32, 0 where there is no target; arguments as above."""
+    return _LogProbs.apply(hidden.flatten(0, -2), weight, targets.flatten()).view(targets.shape)
+
+
+class _TokenLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor) -> Any:
+        log_probs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        gradients = _Gradients(hidden, weight, wants_hidden, wants_weight)
+        for rows in _chunks(hidden, weight):
+            logits = (hidden[rows] @ weight.t()).float()
+            log_probs[rows], exponentials, total = _softmax_(logits, targets[rows])
+            if wants_hidden or wants_weight:
+                # d(−w·log p)/d logits = w · (softmax − one-hot)
+                w = token_weights[rows]
+                exponentials.mul_((w / total)[:, None])
+                exponentials.scatter_add_(1, targets[rows].clamp(min=0)[:, None], -w[:, None])
+                gradients.add(rows, exponentials)
+        ctx.gradients = gradients
+        ctx.mark_non_differentiable(log_probs)
+        return -(log_probs * token_weights).sum(), log_probs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor, _: Tensor | None) -> Any:
+        if ctx.gradients is None:
+            raise RuntimeError("the gradients of a chunked loss can be used once only")
+        gradients, ctx.gradients = ctx.gradients, None
+        return *gradients.times(scale), None, None
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        log_probs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+        normalisers = torch.empty_like(log_probs)
+        for rows in _chunks(hidden, weight):
+            logits = (hidden[rows] @ weight.t()).float()
+            picked = logits.gather(1, targets[rows].clamp(min=0)[:, None])[:, 0]
+            peak = logits.amax(dim=1)
+            normalisers[rows] = logits.sub_(peak[:, None]).exp_().sum(dim=1).log_().add_(peak)
+            log_probs[rows] = (picked - normalisers[rows]).masked_fill_(targets[rows] < 0, 0.0)
+        ctx.save_for_backward(hidden, weight, targets, normalisers)
+        return log_probs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        hidden, weight, targets, normalisers = ctx.saved_tensors
+        gradients = _Gradients(hidden, weight, *ctx.needs_input_grad[:2])
+        grad = grad.masked_fill(targets < 0, 0.0)
+        for rows in _chunks(hidden, weight):
+            # d(log p)/d logits = one-hot − softmax
+            softmax = (hidden[rows] @ weight.t()).float().sub_(normalisers[rows][:, None]).exp_()
+            softmax.mul_(-grad[rows][:, None])
+            softmax.scatter_add_(1, targets[rows].clamp(min=0)[:, None], grad[rows][:, None])
+            gradients.add(rows, softmax)
+        return *gradients.values(), None
+
+
+def _softmax_(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of the targets, and exp(logits − max) in place with its sums."""
+    peak = logits.amax(dim=1)
+    picked = logits.gather(1, targets.clamp(min=0)[:, None])[:, 0] - peak
+    exponentials = logits.sub_(peak[:, None]).exp_()
+    total = exponentials.sum(dim=1)
+    return picked.sub_(total.log()).masked_fill_(targets < 0, 0.0), exponentials, total
+
+
+class _Gradients:
+    """Gradients of hidden states and weight, added to chunk by chunk."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, wants_hidden: bool, wants_weight: bool) -> None:
+        self._hidden, self._weight = hidden, weight
+        self.hidden = torch.empty_like(hidden) if wants_hidden else None
+        self.weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+
+    def add(self, rows: slice, grad_logits: Tensor) -> None:
+        """grad_logits: [rows, V] fp32."""
+        grad = grad_logits.to(self._hidden.dtype)
+        if self.hidden is not None:
+            torch.mm(grad, self._weight, out=self.hidden[rows])
+        if self.weight is None:
+            return
+        if grad.dtype == torch.float32:
+            self.weight.addmm_(grad.t(), self._hidden[rows])
+        else:
+            self.weight.add_(grad.t() @ self._hidden[rows])
+
+    def values(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.hidden, None if self.weight is None else self.weight.to(self._weight.dtype)
+
+    def times(self, scale: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        for gradient in (self.hidden, self.weight):
+            if gradient is not None:
+                gradient.mul_(scale)
+        return self.values()
+
+
+def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
+    limit = CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES_GPU)
+    size = max(1, limit // (4 * weight.shape[0]))
+    return (slice(start, start + size) for start in range(0, hidden.shape[0], size))
