@@ -262,6 +262,11 @@ def test_wrong_things_in_slots_of_slots(problem, text: str, code: str, message: 
     assert found.code == code and message in found.message and found.location.line == 1
 
 
+def test_a_component_named_as_in_torchtitan_is_told_of_type(problem) -> None:
+    found = problem(BASE.replace('type = "tiny"', 'name = "tiny"'))
+    assert found.hint == "write type, not name; known: titan/plain, titan/tiny"
+
+
 def test_a_table_for_an_array_is_told_how_to_begin_one(problem) -> None:
     found = problem(BASE + "[converters]\ntype = 'cast'\n")
     assert found.hint == "an array of tables begins with [[converters]]"

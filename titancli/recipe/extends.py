@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,11 +81,10 @@ def _find(reference: str, folder: Path, registry: Registry) -> Path:
     if NAMED.match(reference) and not reference.endswith(".toml"):
         return named_recipe(reference, registry)
     base = folder / reference
-    if not base.is_file():
-        names = sorted(p.name for p in base.parent.glob("*.toml")) if base.parent.is_dir() else []
-        raise RecipeError(
-            f"there is no file {base}", hint=nearest(base.name, names) or _named_hint(reference)
-        )
+    if not os.path.isfile(base):
+        names = [p.name for p in base.parent.glob("*.toml")] if os.path.isdir(base.parent) else []
+        hint = nearest(base.name, sorted(names)) or _named_hint(reference)
+        raise RecipeError(f"there is no file {base}", hint=hint)
     return base
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titancli.errors import RecipeError
+from titancli.errors import Problem, RecipeError
 from titancli.recipe.problems import nearest
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def find_recipe(reference: str | Path, *, registry: Registry | None = None) -> P
     """
     path = Path(reference)
     text = str(reference)
-    if path.is_dir() and (path / LOCK_NAME).is_file():
+    if os.path.isfile(path / LOCK_NAME):
         return path / LOCK_NAME
     if isinstance(reference, Path) or "/" in text or text.endswith(".toml"):
         return _existing(path)
@@ -54,20 +55,16 @@ def find_recipe(reference: str | Path, *, registry: Registry | None = None) -> P
 
 
 def _existing(path: Path) -> Path:
-    if path.is_dir():
-        raise RecipeError(
-            f"{path} is a folder without {LOCK_NAME}", hint="name a recipe file or a run folder"
-        )
+    if os.path.isdir(path):
+        raise _no_recipe(f"{path} is a folder without {LOCK_NAME}", "name a recipe file or a run folder")
     try:
         missing = not path.exists()
     except (OSError, ValueError):  # reading it will say what is wrong
         missing = False
     if missing:
-        near = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
-        raise RecipeError(
-            f"there is no recipe {path}",
-            hint=nearest(path.name, near) or "`titan list-recipes` lists recipes that can be run by name",
-        )
+        names = [p.name for p in path.parent.glob("*.toml")] if os.path.isdir(path.parent) else []
+        hint = nearest(path.name, sorted(names)) or "`titan list-recipes` lists those that go by a name"
+        raise _no_recipe(f"there is no recipe {path}", hint)
     return path
 
 
@@ -86,13 +83,13 @@ def named_recipe(reference: str, registry: Registry) -> Path:
     if len(found) == 1:
         return files[found[0]]
     if found:
-        hint = f"write {' or '.join(found)}"
-        raise RecipeError(f"{reference!r} is the name of {len(found)} recipes", hint=hint)
-    here = next((p for p in (Path(f"{reference}.toml"), Path(reference)) if p.is_file()), None)
-    if here is not None:
-        raise RecipeError(f"there is no recipe {reference!r}", hint=f"the file is called ./{here}")
+        raise _no_recipe(f"{reference!r} is the name of {len(found)} recipes", f"write {' or '.join(found)}")
+    here = next((path for path in (f"{reference}.toml", reference) if os.path.isfile(path)), None)
     names = list(files) if ":" in reference else [name.partition(":")[2] for name in files]
-    raise RecipeError(
-        f"there is no recipe {reference!r}",
-        hint=nearest(reference, names) or "`titan list-recipes` lists them; a file is given as ./FILE.toml",
-    )
+    hint = f"the file is called ./{here}" if here else nearest(reference, names)
+    hint = hint or "`titan list-recipes` lists them; a file is given as ./FILE.toml"
+    raise _no_recipe(f"there is no recipe {reference!r}", hint)
+
+
+def _no_recipe(message: str, hint: str) -> RecipeError:
+    return RecipeError([Problem("no-recipe", message, hint=hint)])

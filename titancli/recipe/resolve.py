@@ -118,7 +118,8 @@ class _Resolver:
             return None
         given = node.value.get("type")
         if given is None:
-            hint = f"known: {_some(self.registry.names(kind))}"
+            instead = "write type, not name; " if "name" in node.value else ""
+            hint = f"{instead}known: {_some(self.registry.names(kind))}"
             message = f"{dotted(path)} needs a type, the name of a {kind}"
             self.problems.add("missing-key", message, node.origin.location("key"), hint)
             return None
