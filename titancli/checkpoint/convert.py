@@ -323,6 +323,8 @@ def logit_difference(
         theirs = AutoModelForCausalLM.from_pretrained(hf_folder, dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise EnvironmentProblem(f"transformers cannot load {hf_folder}: {error}") from error
+    for parameter in theirs.parameters() if dtype else ():
+        parameter.copy_(parameter.to(dtype))  # not the buffers: they hold rotary frequencies
     expected = theirs.eval()(input_ids=tokens).logits
     difference = float((logits - expected).abs().max())
     return difference, difference / float(expected.abs().max())
