@@ -137,7 +137,8 @@ def test_list_components_has_every_kind_that_titan_offers(titan: Titan) -> None:
 
 def test_list_components_of_a_kind_has_this_kind_only(titan: Titan) -> None:
     lines = titan("list-components", "tokenizer").out.splitlines()
-    assert [line.split()[:2] for line in lines] == [["tokenizer", "titan/byte"], ["tokenizer", "titan/hf"]]
+    assert {line.split()[0] for line in lines} == {"tokenizer"}
+    assert "titan/byte" in [line.split()[1] for line in lines]
 
 
 @pytest.mark.parametrize("name", ["model/llama3", "titan/llama3", "llama3", "model/titan/llama3"])

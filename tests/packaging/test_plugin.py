@@ -36,9 +36,11 @@ def test_plugins_tells_the_state_of_each(plugged: Environment) -> None:
 
 
 def test_list_components_names_the_plugins_and_notes_the_broken_one(plugged: Environment) -> None:
-    done = plugged.titan("list-components", "loss")
-    assert "loss  titan-fixture/smoothed  Cross-entropy against smoothed targets." in done.stdout
-    assert "titan/cross_entropy" in done.stdout
+    done = plugged.titan("list-components", "loss", "--json")
+    components = json.loads(done.stdout)["components"]
+    summary = "Cross-entropy against smoothed targets."
+    assert {"kind": "loss", "name": "titan-fixture/smoothed", "summary": summary} in components
+    assert "titan/cross_entropy" in [component["name"] for component in components]
     assert "titan-broken" in done.stderr and "titan-broken" not in done.stdout
 
 
@@ -121,12 +123,13 @@ def titan_components():
     return [Doubled]
 
 def build(config):
-    from titancli.losses.cross_entropy import CrossEntropy
+    from titancli import LossResult
 
-    class Loss(CrossEntropy):
+    class Loss:
+        output = "logprobs"
+
         def __call__(self, out, batch):
-            result = super().__call__(out, batch)
-            return result._replace(sum=2 * result.sum)
+            return LossResult(sum=-2 * out.sum(), weight=(batch["targets"] != -100).sum().float())
 
     return Loss()
 '''
