@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -265,6 +266,8 @@ def test_wrong_things_in_slots_of_slots(problem, text: str, code: str, message: 
 def test_a_component_named_as_in_torchtitan_is_told_of_type(problem) -> None:
     found = problem(BASE.replace('type = "tiny"', 'name = "tiny"'))
     assert found.hint == "write type, not name; known: titan/plain, titan/tiny"
+    found = problem(BASE + '[optimizer]\nname = "adamw"\n')
+    assert found.hint == "a component is named by its type: write type = …"
 
 
 def test_a_table_for_an_array_is_told_how_to_begin_one(problem) -> None:
@@ -323,6 +326,52 @@ def test_a_class_that_cannot_be_bound_is_the_plugins_mistake(write) -> None:
 
     with pytest.raises(PluginError, match="Odd cannot be bound"):
         load_recipe(write(BASE), ["loss=odd"], registry=registry_of(("titan-odd", Odd)))
+
+
+class Fussy:
+    rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.rate > 10:
+            raise TypeError("a bug")
+        if self.rate > 5:
+            raise ValueError("rate is too high for this loss")
+
+
+def test_what_a_config_says_of_its_own_values_is_told_at_the_component(write) -> None:
+    registry = registry_of(("titan-fussy", component("loss", "fussy", target="x:y")(Fussy)))
+    path = write(BASE + '[loss]\ntype = "fussy"\nrate = 6\n')
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, registry=registry)
+    (found,) = caught.value.problems
+    assert (found.code, found.message) == ("bad-value", "loss: rate is too high for this loss")
+    assert found.location.source == "[loss]"
+    with pytest.raises(PluginError, match="Fussy cannot be made: TypeError: a bug"):
+        load_recipe(path, ["loss.rate=11"], registry=registry)
+
+
+def test_a_bad_value_in_a_flavor_is_told_at_the_flavor_with_the_value(write) -> None:
+    @component("loss", "rows", target="x:y")
+    class Rows:
+        flavors: ClassVar[dict[str, dict[str, Any]]] = {"bad": {"rate": "high"}}
+        rate: float = 1.0
+
+    path = write(BASE + '[loss]\ntype = "rows"\nflavor = "bad"\n')
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, registry=registry_of(("titan-rows", Rows)))
+    (found,) = caught.value.problems
+    assert found.message == 'loss.rate must be a number, not the text "high"'
+    assert found.location.source == 'flavor = "bad"'
+
+
+@pytest.mark.parametrize("version", ["true", "1.0", '"1"', "[1]"])
+def test_the_format_version_is_an_integer(problem, version: str) -> None:
+    assert problem(BASE.replace("recipe = 1", f"recipe = {version}")).message.startswith("recipe must be 1")
+
+
+@pytest.mark.parametrize(("key", "value"), [("mesh.dp_shard", "-1.0"), ("mesh.dp_replicate", "true")])
+def test_a_literal_is_as_strict_as_its_type(problem, key: str, value: str) -> None:
+    assert problem(BASE, f"{key}={value}").code == "wrong-type"
 
 
 # ------------------------------------------------------------------------------------------- values

@@ -179,6 +179,19 @@ def test_unset_of_a_key_that_does_not_exist_is_refused(problem, key: str, hint: 
     assert (found.code, found.hint, found.location.source) == ("unknown-key", hint, key)
 
 
+def test_unset_of_an_element_is_refused(problem) -> None:
+    found = problem(CONVERTERS, unset=("converters.0",))
+    assert found.message == "cannot unset converters.0: it is an element of an array"
+
+
+def test_unset_reaches_into_elements(load) -> None:
+    assert load(CONVERTERS, unset=("converters.0.skip",)).recipe.converters[0].skip == []
+
+
+def test_text_in_an_array_is_quoted_there(problem) -> None:
+    assert problem(BASE, "requires.plugins=[1, 'pluggy']").hint == 'for text, put quotes around it: "1"'
+
+
 def test_unset_of_a_required_key_is_a_missing_key(problem) -> None:
     found = problem(BASE, unset=("training.steps",))
     assert (found.code, found.message) == ("missing-key", "training needs 'steps'")

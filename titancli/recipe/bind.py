@@ -98,7 +98,10 @@ def _unknown_key(
     known = list(fields_of(cls)) if cls else []
     if cls is not None and _is_component(cls):
         known += ["type", "flavor"] if hasattr(cls, "flavors") else ["type"]
-    hint = moved(path) or _belongs(key, table, resolved)
+    if cls is not None and _is_component(cls) and key == "name":
+        hint: str | None = "a component is named by its type: write type = …"
+    else:
+        hint = moved(path) or _belongs(key, table, resolved)
     meant = None if hint else nearest_name(key, known)
     hint = hint or did_you_mean(meant)
     if hint is None and known and table:
@@ -114,7 +117,7 @@ def _unknown_key(
 def _belongs(key: str, table: KeyPath, resolved: Resolved) -> str | None:
     """Where else a key is known: in another section, in the component of another slot, or at the top."""
     if table and key in fields_of(Recipe):
-        return f"this key belongs at the top, before the first [section]: {key}"
+        return "this key belongs at the top, before the first [section]"
     homes = []
     for name, hint in fields_of(Recipe).items():
         classes = [arm for arm in map(bare, arms(hint)) if dataclasses.is_dataclass(arm)]

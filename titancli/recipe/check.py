@@ -92,7 +92,7 @@ def _component_checks(recipe: Recipe) -> Iterator[tuple[KeyPath, str, None]]:
     """What the configs' own `check(recipe)` methods say."""
     for path, config in components(recipe):
         check = getattr(config, "check", None)
-        if check is None:
+        if not callable(check):
             continue
         try:
             for key, message in check(recipe):

@@ -44,6 +44,21 @@ def bare(hint: Any) -> Any:
     return typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
 
 
+def false_literal(hint: Any, value: Any) -> Any | None:
+    """The `Literal` choice that equals a value of another type (`1` and `true`, `-1` and `-1.0`).
+
+    pydantic takes such a value even in strict mode.
+    """
+    kinds = [bare(arm) for arm in arms(hint)]
+    choices = [
+        arg for kind in kinds if typing.get_origin(kind) is typing.Literal for arg in typing.get_args(kind)
+    ]
+    equal = [choice for choice in choices if choice == value]
+    if not equal or type(value) in (*kinds, *map(type, equal)):
+        return None
+    return equal[0]
+
+
 def element_of(hint: Any, key: str | int) -> Any | None:
     """The annotation of one element of a list, tuple or dict annotation; None for anything else."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)

@@ -108,10 +108,14 @@ def _check_unset(recipe: Recipe, absent: Mapping[KeyPath, Source], problems: Pro
                 known |= dict.fromkeys(("type", "flavor") if hasattr(at, "__component__") else ())
             else:
                 break
+            location = source.location((0, len(source.text)))
+            if isinstance(at, (list, tuple)) and i == len(path) - 1:
+                message = f"cannot unset {dotted(path)}: it is an element of an array"
+                problems.add("no-element", message, location, "override the whole array")
+                break
             if str(key) not in known and not isinstance(at, dict):
                 where = f" in {dotted(path[:i])}" if i else ""
                 message = f"cannot unset {dotted(path)}: unknown key {key!r}{where}"
-                location = source.location((0, len(source.text)))
                 problems.add("unknown-key", message, location, nearest(str(key), map(str, known)))
                 break
             at = known.get(str(key))

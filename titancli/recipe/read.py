@@ -127,8 +127,10 @@ def taken_as_text(node: Node) -> str | None:
 
 def quoting(node: Node) -> str:
     """How to write a value that TOML took for something else as text."""
-    written = node.origin.text or str(node.value)
-    if node.origin.kind == "override" and node.origin.source is not None:
-        key = node.origin.source.text.partition("=")[0]
-        return f"""'{key}="{written}"'"""
+    origin = node.origin
+    written = origin.text or str(node.value)
+    if origin.kind == "override" and origin.source and origin.value:
+        whole = origin.source.text.rstrip()
+        if origin.value[1] == len(whole):  # not an element of an array
+            return f"""'{whole[: origin.value[0]]}"{written}"'"""
     return f'"{written}"'

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from titancli.errors import PluginError
-from titancli.recipe.hints import arms, bare, element_of, fields_of, recipe_slots, slot_of
+from titancli.recipe.hints import arms, bare, element_of, false_literal, fields_of, recipe_slots, slot_of
 from titancli.recipe.overrides import without
 from titancli.recipe.problems import Problems, nearest
 from titancli.recipe.read import taken_as_text
@@ -81,6 +81,11 @@ class _Resolver:
         slot = slot_of(hint)
         if slot is not None:
             return self.slot(slot.kind, node, path)
+        choice = false_literal(hint, node.value)
+        if choice is not None:
+            message = f"{dotted(path)} must be {choice!r}, not {node.origin.text or node.value}"
+            self.problems.add("wrong-type", message, node.origin.location(), f"write {choice!r}")
+            self.result.holes.add(path)
         for arm in map(bare, arms(hint)):
             if isinstance(node.value, dict) and dataclasses.is_dataclass(arm):
                 return self.fields(arm, node, path)  # type: ignore[arg-type]

@@ -54,8 +54,10 @@ class Origin:
 
     @property
     def text(self) -> str:
-        """The value as it was written; empty where it was not."""
-        return self.source.text[self.value[0] : self.value[1]] if self.source and self.value else ""
+        """The value as it was written; empty where it was not (a flavor's place is not its value's)."""
+        if self.source is None or self.value is None or self.kind == "flavor":
+            return ""
+        return self.source.text[self.value[0] : self.value[1]]
 
     def __str__(self) -> str:
         location = self.location("key")

@@ -11,7 +11,7 @@ from pydantic.errors import PydanticUserError
 from pydantic_core import CoreSchema, SchemaError
 from pydantic_core.core_schema import with_info_plain_validator_function
 
-from titancli.errors import PluginError
+from titancli.errors import PluginError, TitanError
 
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
@@ -58,6 +58,13 @@ def slot_schema(kind: str) -> CoreSchema:
             return None
         registry: Any = info.context
         fields = {key: below for key, below in value.items() if key not in ("type", "flavor")}
-        return bind(registry.find(kind, value["type"]), fields, registry)
+        cls = registry.find(kind, value["type"])
+        try:
+            return bind(cls, fields, registry)
+        except (ValueError, AssertionError, TitanError):  # pydantic's own is a ValueError
+            raise
+        except Exception as error:
+            name = f"{cls.__module__}.{cls.__qualname__}"
+            raise PluginError(f"{name} cannot be made: {type(error).__name__}: {error}") from error
 
     return with_info_plain_validator_function(bind_component)
