@@ -57,6 +57,11 @@ class Model(Protocol):
 
     `forward(**inputs)` returns the raw output; with `batch=` and `loss=` it returns what
     `output(hidden, batch, loss)` returns, a LossResult, computed inside the output module.
+
+    A model that can generate also has `new_cache(length, padding=None) -> Cache`, for rows of at most
+    `length` tokens of which `padding` ([B] int64) at the beginning of each do not count; and
+    `forward(tokens, cache=cache)` adds tokens to those that the cache holds and returns the logits of the last
+    one, [B, 1, V].
     """
 
     inputs: tuple[str, ...]
@@ -77,6 +82,13 @@ class Model(Protocol):
     def flops_per_token(self, seq_len: int) -> float:
         """Floating-point operations of forward and backward for one token of a row of seq_len."""
         ...
+
+
+class Cache(Protocol):
+    """What a model keeps of the tokens that it has seen, for rows that grow together."""
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows ([N] int64), in this order; a row that is named twice is there twice."""
 
 
 class ModelBuilder(Protocol):
@@ -136,7 +148,8 @@ class Tokenizer(Protocol):
     """Text to ids and back.
 
     It may also have `encode_arrays(texts) -> list[np.ndarray]` (`encode_batch` without lists of Python
-    integers), `bos_id: int | None`, and `fingerprint: str`, which changes when its ids do.
+    integers), `bos_id: int | None`, `adds_bos: bool` (a text to continue begins with bos), and
+    `fingerprint: str`, which changes when its ids do.
     """
 
     vocab_size: int
