@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from titancli.errors import EnvironmentProblem
 from titancli.models import Llama3
 from titancli.models.blocks.attention import Attention, document_mask
+from titancli.models.blocks.cache import KVCache, LayerCache
 from titancli.models.blocks.feed_forward import FeedForward
 from titancli.models.blocks.head import Output
 from titancli.models.blocks.init import normal_, ones_, trunc_normal_
@@ -38,9 +39,11 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = FeedForward(config.dim, config.hidden_dim)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None = None
+    ) -> Tensor:
         """[B, S, dim] -> [B, S, dim]."""
-        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask, cache)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -78,8 +81,9 @@ class Llama3Model(nn.Module):
         *,
         batch: Batch | None = None,
         loss: Loss | None = None,
+        cache: KVCache | None = None,
     ) -> Tensor | LossResult:
-        """Logits [B, S, V], or a LossResult when a loss is given.
+        """Logits [B, S, V], or a LossResult when a loss is given; with a cache the last token's, [B, 1, V].
 
         Args:
             tokens: [B, S] int64.
@@ -87,7 +91,11 @@ class Llama3Model(nn.Module):
             document_ids: [B, S]; None means that a row is one document.
             batch: what the loss is computed on.
             loss: computed inside the output module.
+            cache: holds the tokens before these, and is given these; it knows their positions, so `positions`
+                and `document_ids` stay None.
         """
+        if cache is not None:
+            return self._continue(tokens, cache)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         cos, sin = rotation(positions, self._rope_frequencies(tokens.device))
@@ -96,6 +104,18 @@ class Llama3Model(nn.Module):
         for block in self.layers.values():
             hidden = block(hidden, cos, sin, mask)
         return self.output(self.norm(hidden), batch, loss)
+
+    def new_cache(self, length: int, padding: Tensor | None = None) -> KVCache:
+        """An empty cache for `forward(tokens, cache=…)`; see `KVCache`."""
+        return KVCache(self.layers, length, padding)
+
+    def _continue(self, tokens: Tensor, cache: KVCache) -> Tensor:
+        positions, mask = cache.advance(tokens.shape[1], tokens.device)
+        cos, sin = rotation(positions, self._rope_frequencies(tokens.device))
+        hidden = self.tok_embeddings(tokens)
+        for name, block in self.layers.items():
+            hidden = block(hidden, cos, sin, mask, cache.layers[name])
+        return self.output(self.norm(hidden[:, -1:]))
 
     def _rope_frequencies(self, device: torch.device) -> Tensor:
         # Not a buffer: that would be garbage after construction on meta, and cast with the parameters.

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from titancli.models.blocks.rope import rotate
+
+if TYPE_CHECKING:
+    from titancli.models.blocks.cache import LayerCache
 
 
 def document_mask(document_ids: Tensor) -> Tensor:
@@ -22,7 +27,8 @@ def document_mask(document_ids: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query attention.
 
-    Source: arXiv 2305.13245. `mask` None means causal over the whole row, the fast path of SDPA.
+    Source: arXiv 2305.13245. `mask` None means causal over the whole row, the fast path of SDPA; a token
+    that comes alone sees all that the cache holds.
     """
 
     def __init__(self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int) -> None:
@@ -33,20 +39,27 @@ class Attention(nn.Module):
         self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
         self.wo = nn.Linear(n_heads * head_dim, dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        """[B, S, dim] -> [B, S, dim]; cos and sin [B or 1, S, 1, head_dim / 2]."""
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None = None
+    ) -> Tensor:
+        """[B, S, dim] -> [B, S, dim]; cos and sin [B or 1, S, 1, head_dim / 2].
+
+        With a cache, S tokens attend to the T that it then holds, and the mask is [B or 1, 1, S, T].
+        """
         rows, length, _ = x.shape
         # Head counts are read off the result, so that the same code works on a tensor-parallel shard.
         q = self.wq(x).view(rows, length, -1, self.head_dim)
         k = self.wk(x).view(rows, length, -1, self.head_dim)
         v = self.wv(x).view(rows, length, -1, self.head_dim)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is not None:
+            k, v = cache.append(k, v)
         out = scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
             attn_mask=mask,
-            is_causal=mask is None,
+            is_causal=mask is None and length > 1,
             enable_gqa=q.shape[2] != k.shape[2],
         )
         return self.wo(out.transpose(1, 2).reshape(rows, length, -1))

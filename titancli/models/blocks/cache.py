@@ -1,0 +1,89 @@
+"""What generation keeps of the tokens that a model has seen: their keys and values.
+
+A cache is made by a model's `new_cache`, filled by its `forward(tokens, cache=cache)`, and never used in
+training. It holds rows that grow together: each call adds the same number of tokens to every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class LayerCache:
+    """Keys and values of one layer.
+
+    Memory is taken at the first call, from what comes: so the heads may be a shard's, and the dtype is the
+    one that the layer computes in.
+    """
+
+    def __init__(self, length: int) -> None:
+        """`length`: how many tokens a row can have."""
+        self._length = length
+        self._used = 0
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add [B, S, heads, head_dim] each, and return all so far, [B, T, heads, head_dim] each."""
+        if self._keys is None or self._values is None:
+            rows, _, *head = keys.shape
+            self._keys = keys.new_empty(rows, self._length, *head)
+            self._values = values.new_empty(rows, self._length, *head)
+        start, self._used = self._used, self._used + keys.shape[1]
+        self._keys[:, start : self._used] = keys
+        self._values[:, start : self._used] = values
+        return self._keys[:, : self._used], self._values[:, : self._used]
+
+    def select(self, rows: Tensor) -> None:
+        """See `KVCache.select`."""
+        if self._keys is not None and self._values is not None:
+            self._keys, self._values = self._keys[rows], self._values[rows]
+
+
+class KVCache:
+    """Keys and values of every layer, and what follows from their number: positions and the mask."""
+
+    def __init__(self, layers: Iterable[str], length: int, padding: Tensor | None = None) -> None:
+        """An empty cache.
+
+        Args:
+            layers: their names, the keys of `layers`.
+            length: how many tokens a row can have, padding included.
+            padding: [B] int64, how many tokens at the beginning of each row are not part of it, so that rows
+                of unequal length end together; None: none in any row.
+        """
+        self.layers = {name: LayerCache(length) for name in layers}
+        self.used = 0
+        """Tokens seen of each row, padding included."""
+        self.padding = padding
+
+    def advance(self, count: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Make room for `count` more tokens in every row.
+
+        Returns:
+            Their positions, [B or 1, count] int64, and the mask [B or 1, 1, count, T] bool over all T tokens
+            so far. No mask is needed (None) where a first call is plainly causal, and for a single token
+            that sees all.
+        """
+        start, self.used = self.used, self.used + count
+        slots = torch.arange(start, self.used, device=device)
+        if self.padding is None and (start == 0 or count == 1):
+            return slots[None], None
+        keys = torch.arange(self.used, device=device)
+        seen = (keys <= slots[:, None])[None]
+        if self.padding is None:
+            return slots[None], seen[:, None]
+        padding = self.padding[:, None]
+        # Padding sees itself: a row of the mask without any token would give no number at all.
+        seen = (seen & (keys >= padding)[:, None]) | (keys == slots[:, None])
+        return slots - padding, seen[:, None]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows ([N] int64), in this order; a row that is named twice is there twice."""
+        for layer in self.layers.values():
+            layer.select(rows)
+        if self.padding is not None:
+            self.padding = self.padding[rows]
