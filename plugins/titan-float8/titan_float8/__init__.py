@@ -1,0 +1,52 @@
+"""Float8 training. This file is the menu and imports no torch; `linear.py` is the kitchen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import field
+from typing import TYPE_CHECKING, Literal
+
+from titancli import component, hookimpl
+
+if TYPE_CHECKING:
+    from titancli import Recipe
+
+
+@component("converter", "float8_linear", target="titan_float8.linear:build")
+class Float8Linear:
+    """Linear layers whose matrix products run in float8, with scales made on the fly (torchao).
+
+    Weights, gradients and checkpoints keep their dtypes: only the products' operands are cast.
+    """
+
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """One scale a tensor (fastest), one a row (closer to bf16), or one a row and the weights' gradients in
+    bf16 (closest)."""
+    enable_fsdp_float8_all_gather: bool = False
+    """Gather weights over ranks in float8: half of the traffic. tensorwise only."""
+    precompute_float8_dynamic_scale_for_fsdp: bool = False
+    """Make the scales of all gathered weights after each step, in one all-reduce instead of one a weight."""
+    skip: list[str] = field(default_factory=list)
+    """Linear layers to leave alone: a full name (`layers.0.attention.wq`), the end of one (`wq`,
+    `attention.wo`), or a pattern (`layers.0.*`). `output` is always worth skipping."""
+    emulate: bool | None = None
+    """Whether to compute in the usual dtype on values rounded to float8; None: only where the hardware has
+    no float8 (CPUs, and GPUs before compute capability 8.9)."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        if self.enable_fsdp_float8_all_gather and self.recipe != "tensorwise":
+            yield (
+                "enable_fsdp_float8_all_gather",
+                f"a float8 all-gather needs one scale a tensor; recipe {self.recipe!r} has one a row: "
+                "take recipe = 'tensorwise', or leave it out",
+            )
+        if self.precompute_float8_dynamic_scale_for_fsdp and not self.enable_fsdp_float8_all_gather:
+            yield (
+                "precompute_float8_dynamic_scale_for_fsdp",
+                "there are scales to make only with enable_fsdp_float8_all_gather = true",
+            )
+
+
+@hookimpl
+def titan_components() -> list[type]:
+    return [Float8Linear]

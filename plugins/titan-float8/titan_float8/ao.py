@@ -1,0 +1,58 @@
+"""torchao, imported without the noise that its import makes.
+
+What it says of compiled kernels that it cannot load concerns other parts of it: float8 training is Python
+over torch's own `_scaled_mm`. Everything else that it logs is let through.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+NOISE = {
+    "torchao": "Failed to load ",
+    "torch.utils._pytree": "Enum subclass and is now natively supported",
+}
+"""Logger to what a harmless message of it holds."""
+
+
+@contextmanager
+def _without_noise() -> Iterator[None]:
+    filters = {}
+    for name, words in NOISE.items():
+        filters[name] = lambda record, words=words: words not in record.getMessage()
+        logging.getLogger(name).addFilter(filters[name])
+    try:
+        yield
+    finally:
+        for name, noise in filters.items():
+            logging.getLogger(name).removeFilter(noise)
+
+
+with _without_noise():
+    from torchao.float8 import (
+        Float8LinearConfig,
+        convert_to_float8_training,
+        precompute_float8_dynamic_scale_for_fsdp,
+    )
+    from torchao.float8.float8_linear import Float8Linear
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import (
+        Float8TrainingTensor,
+        GemmInputRole,
+        hp_tensor_and_scale_to_float8,
+    )
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+__all__ = [
+    "Float8Linear",
+    "Float8LinearConfig",
+    "Float8TrainingTensor",
+    "GemmInputRole",
+    "WeightWithDynamicFloat8CastTensor",
+    "convert_to_float8_training",
+    "hp_tensor_and_scale_to_float8",
+    "hp_tensor_to_float8_dynamic",
+    "precompute_float8_dynamic_scale_for_fsdp",
+]

@@ -1,0 +1,181 @@
+"""The converter `float8_linear`: swaps linear layers for torchao's, in place and under the same names."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titan_float8.ao import (
+    Float8Linear,
+    Float8LinearConfig,
+    WeightWithDynamicFloat8CastTensor,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale_for_fsdp,
+)
+from titan_float8.weight import GatheredWeight, plain
+from titancli.errors import EnvironmentProblem, RecipeError
+from titancli.recipe.problems import nearest
+
+if TYPE_CHECKING:
+    from titan_float8 import Float8Linear as Config
+    from titancli.recipe.schema import Degrees
+
+# Below titan's own logger: what it warns of reaches people, and the run's events.
+logger = logging.getLogger("titancli.plugins.titan_float8")
+
+MULTIPLE = 16
+"""Both sides of a matrix must be multiples of this for the hardware's float8 products."""
+
+
+def build(config: Config, *, mesh: Degrees, compile: bool) -> Float8:
+    """The converter.
+
+    Raises:
+        EnvironmentProblem: `emulate = false` on a GPU without float8.
+    """
+    hardware = has_float8()
+    emulate = not hardware if config.emulate is None else config.emulate
+    if not emulate and torch.cuda.is_available() and not hardware:
+        raise EnvironmentProblem(
+            f"float8_linear: emulate = false, and {torch.cuda.get_device_name()} has no float8",
+            hint="leave emulate out, or run on a GPU of compute capability 8.9 or later",
+        )
+    if not emulate and hardware and not compile:
+        logger.warning("float8 is slower than bf16 until it is compiled: set compile.enable = true")
+    if compile and config.recipe != "tensorwise":
+        # Fused code may recompute a scale in other precision than forward had, and then overflow to NaN:
+        # pytorch issue 150859, torchtitan pull request 1108.
+        torch._inductor.config.emulate_precision_casts = True
+    return Float8(config, tp=mesh.tp, emulate=emulate)
+
+
+def has_float8() -> bool:
+    """Whether the current GPU multiplies float8 matrices."""
+    if not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability() >= ((9, 4) if torch.version.hip else (8, 9))
+
+
+class Float8:
+    """A Converter (see `titancli.registry.kinds`)."""
+
+    def __init__(self, config: Config, *, tp: int, emulate: bool) -> None:
+        self.config = config
+        self.tp = tp
+        self.torchao = replace(
+            Float8LinearConfig.from_recipe_name(config.recipe),
+            enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
+            emulate=emulate,
+        )
+
+    def convert(self, model: nn.Module) -> None:
+        """Swap every linear layer that may be swapped and is not skipped.
+
+        Raises:
+            RecipeError: a name of `skip` matches no linear layer, or nothing is left to convert.
+        """
+        linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+        rest = _without(linears, self.config.skip)
+        plan = getattr(model, "tensor_plan", {})
+        reasons = {name: self._unfit(linear, _split(name, plan)) for name, linear in rest.items()}
+        chosen = {name for name, reason in reasons.items() if reason is None}
+        left = {name: reason for name, reason in reasons.items() if reason is not None}
+        if not chosen:
+            raise RecipeError(
+                "float8_linear converts nothing: " + (_listed(left) if left else "skip names every layer"),
+                hint="take the converter out of the recipe",
+            )
+        if left:
+            logger.warning("float8_linear leaves these layers as they are: %s", _listed(left))
+        convert_to_float8_training(
+            model, config=self.torchao, module_filter_fn=lambda _, name: name in chosen
+        )
+        if self.config.enable_fsdp_float8_all_gather:
+            for name in chosen:
+                _send_bytes(model.get_submodule(name))
+
+    def _unfit(self, linear: nn.Linear, split: str | None) -> str | None:
+        """Why a layer cannot be converted; None if it can."""
+        if type(linear) is not nn.Linear:
+            already = isinstance(linear, Float8Linear)
+            own = f"its class {type(linear).__name__} has its own forward"
+            return "float8 already" if already else own
+        rows, columns = linear.out_features, linear.in_features
+        # What the hardware sees is a rank's part under tensor parallelism.
+        rows //= self.tp if split == "column" else 1
+        columns //= self.tp if split == "row" else 1
+        if rows % MULTIPLE or columns % MULTIPLE:
+            return f"[{rows}, {columns}] is not divisible by {MULTIPLE}"
+        return None
+
+    def after_step(self, model: nn.Module) -> None:
+        """Make the scales of the weights, new as they are, for the gathers to come."""
+        if self.config.precompute_float8_dynamic_scale_for_fsdp:
+            precompute_float8_dynamic_scale_for_fsdp(model)
+
+    def plain(self, name: str, tensor: Tensor) -> Tensor:
+        """A parameter without our tensor class, in the same memory."""
+        if not isinstance(tensor, DTensor):
+            return plain(tensor)
+        local = tensor.detach().to_local()
+        if not isinstance(local, WeightWithDynamicFloat8CastTensor):
+            return tensor
+        return DTensor.from_local(
+            plain(local),
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+
+
+def _without(linears: Mapping[str, nn.Linear], skip: Iterable[str]) -> dict[str, nn.Linear]:
+    """The layers that no name of `skip` matches.
+
+    Raises:
+        RecipeError: a name that matches none.
+    """
+    rest = dict(linears)
+    for pattern in skip:
+        matched = [n for n in linears if fnmatchcase(n, pattern) or fnmatchcase(n, f"*.{pattern}")]
+        if not matched:
+            ends = {n.split(".", i)[-1]: None for n in linears for i in range(n.count(".") + 1)}
+            hint = nearest(pattern, ends) or f"there are {', '.join(_families(linears))}"
+            raise RecipeError(f"float8_linear: skip = {pattern!r} names no linear layer", hint=hint)
+        for name in matched:
+            rest.pop(name, None)
+    return rest
+
+
+def _split(name: str, plan: Mapping[str, str]) -> str | None:
+    """How the model's tensor plan cuts a layer."""
+    styles = (style for pattern, style in plan.items() if fnmatchcase(f"{name}.weight", pattern))
+    return next(styles, None)
+
+
+def _listed(reasons: Mapping[str, str]) -> str:
+    """`names (reason); …`, with layers that differ by their number told as one."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        by_reason.setdefault(reason, []).append(name)
+    return "; ".join(f"{', '.join(_families(names))} ({reason})" for reason, names in by_reason.items())
+
+
+def _families(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
+
+
+def _send_bytes(linear: Any) -> None:
+    """Exchange torchao's weight class for ours."""
+    weight = linear.weight
+    ours = GatheredWeight(plain(weight.detach()), weight._linear_mm_config, weight._dtype)
+    linear.weight = nn.Parameter(ours, requires_grad=weight.requires_grad)

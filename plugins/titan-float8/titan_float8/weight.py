@@ -1,0 +1,111 @@
+"""A weight that FSDP2 gathers in float8.
+
+FSDP2 asks a parameter's local tensor what to send (`fsdp_pre_all_gather`) and what to make of what arrived
+(`fsdp_post_all_gather`). torchao's tensor class answers with float8 tensors, which gloo cannot send, and
+expects that the rows divide evenly by the ranks. This one sends bytes, and pads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
+
+from titan_float8.ao import (
+    Float8TrainingTensor,
+    GemmInputRole,
+    WeightWithDynamicFloat8CastTensor,
+    hp_tensor_and_scale_to_float8,
+    hp_tensor_to_float8_dynamic,
+)
+
+_aten = torch.ops.aten
+_STAYS_A_WEIGHT = {
+    _aten.empty_like.default,
+    _aten.new_zeros.default,
+    _aten.slice.Tensor,
+    _aten.copy_.default,
+    _aten.view.default,
+    _aten.as_strided.default,
+    _aten._to_copy.default,
+    _aten._pin_memory.default,
+    _aten.split.Tensor,
+    _aten.clone.default,
+    _aten.detach.default,
+}
+"""What FSDP2 does to cut, pad and move a parameter. All else gives plain tensors."""
+
+
+class GatheredWeight(WeightWithDynamicFloat8CastTensor):
+    """A weight shard in its own dtype; computes like a plain tensor, and is sent as float8."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        settings = None
+
+        def unwrap(weight: GatheredWeight) -> Tensor:
+            nonlocal settings
+            settings = (weight._linear_mm_config, weight._dtype)
+            return weight._tensor
+
+        args, kwargs = tree_map_only(GatheredWeight, unwrap, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        if func not in _STAYS_A_WEIGHT or settings is None:
+            return out
+        return tree_map_only(Tensor, lambda tensor: GatheredWeight(tensor, *settings), out)
+
+    def fsdp_pre_all_gather(
+        self, mesh: DeviceMesh, size: torch.Size, stride: tuple[int, ...], module: nn.Module, policy: Any
+    ) -> tuple[tuple[Tensor], tuple[Tensor]]:
+        """This rank's shard as bytes, padded to the size that all ranks send, and its scale.
+
+        Args:
+            mesh: the ranks that the weight is cut over.
+            size: of the whole weight.
+        """
+        shard = self._tensor
+        missing = -(-size[0] // mesh.size()) - shard.shape[0]
+        if missing:
+            # Zeros change no maximum, so the scale is that of the weight.
+            shard = torch.cat((shard, shard.new_zeros(missing, *size[1:])))
+        if self._precomputed_scale is not None:
+            cast = hp_tensor_and_scale_to_float8(
+                shard, self._precomputed_scale, self._dtype, self._linear_mm_config, GemmInputRole.WEIGHT
+            )
+        else:
+            cast = hp_tensor_to_float8_dynamic(
+                shard,
+                self._dtype,
+                self._linear_mm_config,
+                reduce_amax=True,
+                gemm_input_role=GemmInputRole.WEIGHT,
+                device_mesh=mesh,
+            )
+        return (cast._data.view(torch.uint8),), (cast._scale,)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The whole weight in float8, computing as `param_dtype`; into `out` if it was made before."""
+        (data,), (scale,) = all_gather_outputs, metadata
+        if out is not None:
+            local = getattr(out, "_local_tensor", out)
+            local._scale = scale
+            return None
+        weight = Float8TrainingTensor(
+            data.view(self._dtype), scale, param_dtype, self._linear_mm_config, GemmInputRole.WEIGHT
+        )
+        return weight, (data,)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor that a weight wraps, in the same memory; any other tensor as it is."""
+    return tensor._tensor if isinstance(tensor, WeightWithDynamicFloat8CastTensor) else tensor
