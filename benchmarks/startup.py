@@ -26,7 +26,13 @@ COMMANDS = {
     "import torch": [sys.executable, "-c", "import torch"],
 }
 # A step as small as can be: what is measured is everything before it.
-TRAIN = ["train", "llama3_debug", "training.steps=1", "lr_scheduler.warmup_steps=0", "checkpoint.enable=false"]
+TRAIN = [
+    "train",
+    "llama3_debug",
+    "training.steps=1",
+    "lr_scheduler.warmup_steps=0",
+    "checkpoint.enable=false",
+]
 
 
 def cpu_and_wall(command: list[str]) -> tuple[float, float]:

@@ -1,0 +1,232 @@
+"""Training steps on one CPU thread: titan beside a plain PyTorch loop and Hugging Face's Trainer.
+
+    python benchmarks/train_cpu.py [--rounds N]
+
+What is compared: whole optimizer steps (forward, backward, clipping to 1, fused AdamW) of the 6.16 M parameter
+Llama 3 (`llama3` debugmodel: dim 256, 6 layers, 16 heads, feed-forward 768, vocabulary 2048) on 8 rows of 512
+random tokens, the same for all. No activation checkpointing anywhere, no logging, no saving.
+
+- titan: `Engine.build` on a process group of one gloo rank, then `forward_backward` and `optim_step`; bf16 by
+  cast parameters (FSDP2), compile block by block.
+- plain: `plain_llama.py` and the loop anybody would write; bf16 under autocast, `torch.compile` of the model.
+- Trainer: transformers' `Trainer` with `LlamaForCausalLM`, SDPA attention, bf16 as it does it.
+
+Prints one table: tokens per CPU-second, their ratio to titan's within each round, peak resident memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import sidebyside as side
+
+ROWS, LENGTH, VOCABULARY = 8, 512, 2048
+GROUPS = {
+    "fp32": ("titan fp32", "plain fp32", "trainer fp32"),
+    "bf16": ("titan bf16", "plain bf16", "trainer bf16", "titan bf16 compile", "plain bf16 compile"),
+}
+
+
+def batches() -> Any:
+    """An endless stream of (tokens, targets), the same in every process."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
+        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def titan(*, bf16: bool, compile: bool) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from titancli.data.batch import Batch
+    from titancli.engine import Engine
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(os.path.join(folder, "store"), 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        engine = Engine.build(recipe(bf16=bf16, compile=compile))
+        stream = batches()
+
+        def step() -> None:
+            tokens, targets = next(stream)
+            engine.forward_backward(Batch({"tokens": tokens, "targets": targets}))
+            engine.optim_step()
+
+        side.serve(step)
+        dist.destroy_process_group()
+
+
+def recipe(*, bf16: bool, compile: bool) -> Any:
+    from titancli.loops import Pretrain
+    from titancli.losses import CrossEntropy
+    from titancli.models import Llama3
+    from titancli.optimizers import AdamW
+    from titancli.parallel import Decoder
+    from titancli.recipe.schema import ActivationCheckpoint, Compile, Recipe, Training
+
+    flavor = {**Llama3.flavors["debugmodel"], "rope_scaling": None}
+    return Recipe(
+        model=Llama3(**flavor),
+        tokenizer=None,
+        dataset=None,
+        parallelize=Decoder(),
+        activation_checkpoint=ActivationCheckpoint(mode="none"),
+        compile=Compile(enable=compile),
+        optimizer=AdamW(lr=1e-3),
+        loss=CrossEntropy(),
+        training=Training(
+            steps=1000,
+            seq_len=LENGTH,
+            local_batch_size=ROWS,
+            mixed_precision_param="bfloat16" if bf16 else "float32",
+        ),
+        loop=Pretrain(),
+        launcher=None,
+    )
+
+
+def plain(*, bf16: bool, compile: bool) -> None:
+    import torch
+    from plain_llama import SIZES, Llama
+    from torch.nn.functional import cross_entropy
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = Llama(**SIZES["debugmodel"], seq_len=LENGTH)
+    forward = torch.compile(model) if compile else model
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+    stream = batches()
+
+    def step() -> None:
+        tokens, targets = next(stream)
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            logits = forward(tokens)
+        loss = cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    side.serve(step)
+
+
+def trainer(*, bf16: bool) -> None:
+    import sys
+    import time
+
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    torch.set_num_threads(1)
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=LENGTH,
+        rms_norm_eps=1e-5,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+
+    class Rows(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Any:
+            for tokens, _ in batches():
+                for row in tokens:
+                    yield {"input_ids": row, "labels": row}
+
+    class Turns(TrainerCallback):
+        """Waits for its turn before each step. From the end of one step to the end of the next is one step."""
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if state.global_step == 0:
+                side.answer({})
+            if not sys.stdin.readline():
+                control.should_training_stop = True
+            self.wall = time.perf_counter()
+            self.cpu = getattr(self, "cpu", time.process_time())
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            now = time.process_time()
+            wall = time.perf_counter() - self.wall
+            if not control.should_training_stop:
+                side.answer({"cpu": now - self.cpu, "wall": wall, "rss": side.peak_rss()})
+            self.cpu = now
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=10**6,
+            per_device_train_batch_size=ROWS,
+            bf16=bf16,
+            use_cpu=True,
+            optim="adamw_torch_fused",
+            learning_rate=1e-3,
+            adam_beta2=0.95,
+            weight_decay=0.1,
+            max_grad_norm=1.0,
+            logging_strategy="no",
+            save_strategy="no",
+            eval_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        Trainer(
+            model=LlamaForCausalLM(config), args=arguments, train_dataset=Rows(), callbacks=[Turns()]
+        ).train()
+
+
+WORKERS: dict[str, Callable[[], None]] = {
+    "titan fp32": partial(titan, bf16=False, compile=False),
+    "titan bf16": partial(titan, bf16=True, compile=False),
+    "titan bf16 compile": partial(titan, bf16=True, compile=True),
+    "plain fp32": partial(plain, bf16=False, compile=False),
+    "plain bf16": partial(plain, bf16=True, compile=False),
+    "plain bf16 compile": partial(plain, bf16=True, compile=True),
+    "trainer fp32": partial(trainer, bf16=False),
+    "trainer bf16": partial(trainer, bf16=True),
+}
+
+
+def main() -> None:
+    if side.run_worker(WORKERS):
+        return
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="measured steps of each variant")
+    rounds = parser.parse_args().rounds
+    print(side.machine("titancli", "torch", "transformers"))
+    print(f"one thread, {ROWS} x {LENGTH} tokens a step, medians of {rounds} rounds\n")
+    print("| variant | tokens per CPU-second | titan is faster by | peak RSS, MiB |\n|---|---|---|---|")
+    results = {}
+    for names in GROUPS.values():
+        results.update(side.measure(names, rounds=rounds, warmup=2))
+        for name in names:
+            steps = results[name]
+            ours = results["titan " + name.partition(" ")[2]]
+            # time over time: above 1 where titan takes less
+            factor = side.ratio(steps, ours, "cpu")
+            rate = ROWS * LENGTH / side.median(steps, "cpu")
+            rss = side.median(steps, "rss") / 2**20
+            shown = "" if name.startswith("titan") else f"{factor:.3f} x"
+            print(f"| {name} | {rate:,.0f} | {shown} | {rss:,.0f} |", flush=True)
+    gain = side.ratio(results["titan bf16"], results["titan bf16 compile"], "cpu")
+    print(f"\ntitan: compile is {gain:.3f} x eager (bf16)")
+
+
+if __name__ == "__main__":
+    main()
