@@ -136,7 +136,7 @@ def load_weights(engine: Engine, recipe: Recipe) -> None:
     from titancli.checkpoint.hf import load_hf_weights
 
     folder = Path(recipe.weights or "")
-    parameters = {name: parameter.detach() for name, parameter in engine.named_parameters()}
+    parameters = dict(engine.plain_parameters())
     if (folder / "manifest.json").is_file():
         load_checkpoint(folder, {f"model.{name}": tensor for name, tensor in parameters.items()})
         return

@@ -170,7 +170,7 @@ class Engine:
 
     def save_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything a resume needs: tensors by name (the live ones, sharded), and counters as plain JSON."""
-        tensors: dict[str, Tensor] = {f"model.{n}": p.detach() for n, p in self.named_parameters()}
+        tensors = {f"model.{name}": tensor for name, tensor in self.plain_parameters()}
         if self.optimizer is not None:
             tensors |= optimizer_tensors(self.optimizer, self.named_parameters())
         return tensors, {"step": self.step, "tokens_seen": self.tokens_seen}
@@ -200,17 +200,24 @@ class Engine:
         """
         if self.hf_form is None:
             raise TitanError("this model declares no Hugging Face form, so its weights have no names there")
-        for name, parameter in self.named_parameters():
-            tensor: Tensor = parameter.detach()
+        for name, tensor in self.plain_parameters():
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            for converter in self.converters:
-                whole = converter.plain(name, whole)
             for hf_name, value in self.hf_form.to_hf(name, whole):
                 yield hf_name, value if dist.get_rank() == 0 else None
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Parameters by the names of the plain model on one device."""
         return list(self.model.named_parameters())
+
+    def plain_parameters(self) -> list[tuple[str, Tensor]]:
+        """The same, detached and without the converters' tensor classes: what is saved, and loaded into."""
+        found = []
+        for name, parameter in self.named_parameters():
+            tensor: Tensor = parameter.detach()
+            for converter in reversed(self.converters):
+                tensor = converter.plain(name, tensor)
+            found.append((name, tensor))
+        return found
 
     @property
     def flops_per_token(self) -> float:

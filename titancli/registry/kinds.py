@@ -215,10 +215,11 @@ class Converter(Protocol):
         """Change the model in place, on meta, before it is cut. Parameter names stay."""
 
     def after_step(self, model: Model) -> None:
-        """Called after each optimizer step."""
+        """Called whenever the weights have new values: after each optimizer step, and after a load."""
 
     def plain(self, name: str, tensor: Tensor) -> Tensor:
-        """A parameter as a plain tensor for saving."""
+        """A parameter without the converter's own tensor class, in the same memory: checkpoints are read into
+        it as well as written from it. `tensor` is a DTensor where the parameter is sharded."""
         ...
 
 
