@@ -60,8 +60,8 @@ class Model(Protocol):
 
     A model that can generate also has `new_cache(length, padding=None) -> Cache`, for rows of at most
     `length` tokens of which `padding` ([B] int64) at the beginning of each do not count; and
-    `forward(tokens, cache=cache)` adds tokens to those that the cache holds and returns the logits of the last
-    one, [B, 1, V].
+    `forward(tokens, cache=cache)` adds tokens to those that the cache holds and returns the logits of the
+    last one, [B, 1, V].
     """
 
     inputs: tuple[str, ...]
