@@ -45,8 +45,8 @@ def to_hf(
         TitanError: `src` is no good checkpoint, its model has no Hugging Face form, or `dst` is not free.
     """
     refuse_used(dst)
-    folder = _checkpoint(src, say)
-    model, tokenizer = _recipe_of(folder)
+    folder = find_checkpoint(src, say)
+    model, tokenizer = recipe_of(folder)
     form = hf_form(model)
     reader = CheckpointReader(folder, prefix="model.")
     check_parameters(reader, model, folder)
@@ -130,7 +130,7 @@ def _save(
 # ------------------------------------------------------------------------------------------ which model
 
 
-def _checkpoint(src: Path, say: Say) -> Path:
+def find_checkpoint(src: Path, say: Say) -> Path:
     """The checkpoint that SRC names."""
     if (src / MANIFEST).is_file():
         return src.absolute()
@@ -143,7 +143,7 @@ def _checkpoint(src: Path, say: Say) -> Path:
     return found
 
 
-def _recipe_of(folder: Path) -> tuple[Any, Any]:
+def recipe_of(folder: Path) -> tuple[Any, Any]:
     """The model's config, and the tokenizer's where there is one, out of what the checkpoint carries."""
     if (folder / LOCK).is_file():
         from titancli.recipe import load_recipe
