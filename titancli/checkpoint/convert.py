@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -308,10 +309,6 @@ def logit_difference(
     Raises:
         EnvironmentProblem: transformers cannot load the folder.
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
     ours = build(model, seq_len=VERIFY_SHAPE[1])
     for name, parameter in ours.named_parameters():
         value = reader.read(name)
@@ -319,12 +316,31 @@ def logit_difference(
     tokens = torch.randint(0, model.vocab_size, VERIFY_SHAPE, generator=torch.Generator().manual_seed(0))
     logits = ours.float().eval()(tokens=tokens)
     del ours
-    try:
-        theirs = AutoModelForCausalLM.from_pretrained(hf_folder, dtype=torch.float32, local_files_only=True)
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise EnvironmentProblem(f"transformers cannot load {hf_folder}: {error}") from error
+    theirs = load_in_transformers(hf_folder)
     for parameter in theirs.parameters() if dtype else ():
         parameter.copy_(parameter.to(dtype))  # not the buffers: they hold rotary frequencies
     expected = theirs.eval()(input_ids=tokens).logits
     difference = float((logits - expected).abs().max())
     return difference, difference / float(expected.abs().max())
+
+
+def load_in_transformers(folder: Path) -> torch.nn.Module:
+    """The folder as transformers loads it, in float32 on the CPU.
+
+    Raises:
+        EnvironmentProblem: it cannot.
+    """
+    before = logging.root.manager.disable
+    logging.disable(
+        logging.WARNING
+    )  # what it imports along the way warns of kernels that a CPU does not need
+    try:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise EnvironmentProblem(f"transformers cannot load {folder}: {error}") from error
+    finally:
+        logging.disable(before)

@@ -88,6 +88,8 @@ def _open_together(
         opened = open_checkpoint(folder, verify=verify, share=(rank, ranks))
     except TitanError as error:
         failure = error
+    except Exception as error:  # the other ranks wait below, and must hear of it
+        failure = TitanError(f"checkpoint {folder} cannot be opened: {type(error).__name__}: {error}")
     failures: list[TitanError | None] = [failure]
     if ranks > 1:
         failures = [None] * ranks
