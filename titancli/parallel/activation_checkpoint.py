@@ -24,6 +24,7 @@ KEPT = {
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten.max.default,  # the scale of a float8 operand: one number for a pass over all of it
 }
 
 
