@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from titancli.observe.observers import Observers
     from titancli.recipe.schema import Recipe
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("titancli.worker")  # its __name__ may be __main__
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -151,7 +151,11 @@ def _run(
     device = comm.choose_device(place.local_rank)
     comm.start_flight_recorder(folder.logs, recipe.comm.trace_buf_size)
     comm.init_process_group(
-        device, rank=place.rank, world=place.world, timeout_seconds=recipe.comm.init_timeout_seconds
+        device,
+        rank=place.rank,
+        world=place.world,
+        restart=place.restart,
+        timeout_seconds=recipe.comm.init_timeout_seconds,
     )
     stack.push(_leave_process_group)
     digest = hashlib.sha256(lock_text.encode()).hexdigest()

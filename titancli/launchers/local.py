@@ -260,7 +260,7 @@ class _Signals:
                 _end(agent, KILL_SECONDS)
 
     def ended(self, reports: list[failures.Failure], kills: list[failures.Failure]) -> bool:
-        """Whether the signals ended ranks that had only begun to start, or that the user would not wait for."""
+        """Whether the signals ended ranks that were only starting, or that the user would not wait for."""
         if not self.received:
             return False
         by_hand = self.received.count(signal.SIGINT) > 1

@@ -107,7 +107,7 @@ def _begin(request: Request, run_dir: Path | None) -> Plan:
     from titancli.recipe import load_recipe, lock_text
 
     loaded = load_recipe(request.reference, request.overrides, unset=request.unset)
-    require_weights(loaded)
+    require_inputs(loaded, weights=True)
     folder = RunFolder.choose(loaded.recipe.name, run_dir)
     text = lock_text(loaded)
     return Plan(folder=folder, loaded=loaded, lock_text=text, new=True, named_by_titan=run_dir is None)
@@ -134,8 +134,7 @@ def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
         )
     checkpoint, more = _choose_checkpoint(folder, request.step, required=required)
     start_step = read_manifest(checkpoint).step if checkpoint is not None else 0
-    if checkpoint is None:
-        require_weights(loaded)
+    require_inputs(loaded, weights=checkpoint is None)
     return Plan(
         folder=folder,
         loaded=loaded,
@@ -190,18 +189,35 @@ def _choose_checkpoint(
     return path_or_none, notes
 
 
-def require_weights(loaded: Loaded) -> None:
-    """Refuse weights that are not there.
+def require_inputs(loaded: Loaded, *, weights: bool) -> None:
+    """Refuse a recipe whose tokenizer, dataset or `weights` is a path to nothing.
 
     Raises:
-        EnvironmentProblem: the recipe's `weights` is not a folder.
+        EnvironmentProblem: names every one of them.
     """
-    weights = loaded.recipe.weights
-    if weights is not None and not weights.is_dir():
-        raise EnvironmentProblem(
-            f"weights: there is no folder {weights}",
-            hint="name a Hugging Face folder, or RUN/checkpoints/step-N",
-        )
+    recipe = loaded.recipe
+    named = [
+        (f"{name}.{field}", value)
+        for name in ("tokenizer", "dataset")
+        for field, value in _paths(recipe, name)
+    ]
+    if weights and recipe.weights is not None:
+        named.append(("weights", recipe.weights))
+    missing = [f"{key}: {path} does not exist" for key, path in named if not path.exists()]
+    if missing:
+        raise EnvironmentProblem("\n".join(missing), hint="relative paths start where the command is run")
+
+
+def _paths(recipe: Any, name: str) -> list[tuple[str, Path]]:
+    """The fields of a component that say what it reads; a pattern is looked up when it is read."""
+    config = getattr(recipe, name)
+    values = [(field, getattr(config, field, None)) for field in ("path", "paths", "file", "files", "folder")]
+    listed = [
+        (field, item) for field, value in values for item in (value if isinstance(value, list) else [value])
+    ]
+    return [
+        (field, item) for field, item in listed if isinstance(item, Path) and not set(str(item)) & set("*?[")
+    ]
 
 
 # ------------------------------------------------------------------------------------------------ drift

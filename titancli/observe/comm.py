@@ -52,21 +52,23 @@ def start_flight_recorder(logs: Path, entries: int) -> None:
             os.environ[name] = value
 
 
-def init_process_group(device: torch.device, *, rank: int, world: int, timeout_seconds: int) -> None:
+def init_process_group(
+    device: torch.device, *, rank: int, world: int, restart: int = 0, timeout_seconds: int
+) -> None:
     """Make the default process group: NCCL for GPU tensors and gloo for CPU tensors, or gloo alone.
 
     One rank needs no address. Several take it from the environment that torchrun sets.
     """
     import torch.distributed as dist
 
-    options: dict[str, Any] = {
-        "timeout": timedelta(seconds=timeout_seconds),
-        "rank": rank,
-        "world_size": world,
-    }
-    if world == 1:
-        options["store"] = dist.HashStore()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", **options)
+    timeout = timedelta(seconds=timeout_seconds)
+    store: dist.Store = dist.HashStore()
+    if world > 1:
+        shared, rank, world = next(dist.rendezvous("env://", rank, world, timeout=timeout))
+        # torchrun's store outlives a restart: without a prefix ranks would call those that are dead.
+        store = dist.PrefixStore(f"start-{restart}", shared)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 def tighten_timeouts(seconds: int) -> None:

@@ -1,0 +1,137 @@
+"""A tiny recipe, and ways to train it: inside this process (torch is imported once), or by the command."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titancli.observe.events import read_events
+
+RECIPE = """\
+extends = "titan:llama3_debug"
+name = "tiny"
+[model]
+dim = 32
+n_layers = 2
+[dataset]
+type = "text_files"
+paths = ["text.txt"]
+[lr_scheduler]
+warmup_steps = 1
+[training]
+steps = 6
+seq_len = 32
+local_batch_size = 2
+[metrics]
+log_freq = 1
+[checkpoint]
+interval = 2
+"""
+
+
+@dataclass
+class Finished:
+    """A command's end."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with the recipe `tiny.toml`, its text, and the plugin `faulty.py`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TITAN_RUNS", raising=False)
+    (tmp_path / "tiny.toml").write_text(RECIPE)
+    (tmp_path / "text.txt").write_text("".join(f"line {n} of a text that is not long\n" for n in range(4000)))
+    shutil.copy(Path(__file__).with_name("faulty.py"), tmp_path / "faulty.py")
+    return tmp_path
+
+
+@pytest.fixture
+def train(here: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
+    """`titan train …` inside this process."""
+
+    def run(*arguments: str) -> Finished:
+        from titancli import registry
+        from titancli.cli import main
+
+        sys.modules.pop("faulty", None)  # each test has a copy of its own
+        try:
+            code = main(["train", *arguments])
+        finally:
+            registry.configure()
+        return Finished(code, *capfd.readouterr())
+
+    return run
+
+
+class Command:
+    """`titan train …` as a process of its own."""
+
+    def __init__(self, here: Path, *arguments: str, **options: Any) -> None:
+        titan = Path(sys.executable).with_name("titan")
+        self._files = [open(here / f"command.{name}", "w+") for name in ("out", "err")]  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [str(titan), "train", *arguments],
+            cwd=here,
+            stdout=self._files[0],
+            stderr=self._files[1],
+            **options,
+        )
+
+    def until_step(self, events: Path, step: int, seconds: float = 90.0) -> None:
+        """Wait until a step is done."""
+        deadline = time.monotonic() + seconds
+        while not any(e["event"] == "step" and e["step"] >= step for e in read_events(events)):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"step {step} was never done: {self.wait()}")
+            time.sleep(0.05)
+
+    def wait(self, seconds: float = 90.0) -> Finished:
+        try:
+            code = self.process.wait(seconds)
+        finally:
+            self.process.kill()
+        texts = []
+        for file in self._files:
+            file.seek(0)
+            texts.append(file.read())
+            file.close()
+        return Finished(code, *texts)
+
+
+@pytest.fixture
+def command(here: Path) -> Callable[..., Command]:
+    return lambda *arguments, **options: Command(here, *arguments, **options)
+
+
+def losses(run: Path) -> dict[int, float]:
+    """The loss of each step in a run's event log."""
+    return {
+        e["step"]: e["metrics"]["loss"] for e in read_events(run / "events.jsonl") if e["event"] == "step"
+    }
+
+
+def workers_of(run: Path) -> list[str]:
+    """Command lines of processes that still work for a run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if "titancli.worker" in line and str(run) in line:
+                found.append(line)
+    return found

@@ -1,0 +1,146 @@
+"""`titan train` as users run it: signals, several ranks, failures of one of them."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.run.conftest import Command, Finished, losses, workers_of
+from titancli.runs import RunFolder
+
+pytestmark = pytest.mark.e2e
+
+SLOW = ("-p", "./faulty.py", "loss=faulty", "loss.sleep=0.1", "training.steps=200")
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "why"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 75, "stopped")]
+)
+def test_a_signal_saves_and_leaves_with_its_own_code(
+    command: Callable[..., Command], here: Path, number: signal.Signals, code: int, why: str
+) -> None:
+    running = command("tiny.toml", *SLOW, "--run-dir", "r")
+    running.until_step(here / "r/events.jsonl", 1)
+    running.process.send_signal(number)
+    done = running.wait()
+    assert done.code == code, done.err
+    assert f"{number.name}: stopping after this step" in done.err
+    outcome = RunFolder(here / "r").outcome()
+    assert outcome is not None
+    assert (outcome["why"], outcome["signal"]) == (why, number.name)
+    assert (here / "r" / outcome["checkpoint"] / "manifest.json").is_file()
+    assert "titan train r --resume" in done.err
+
+
+def test_a_second_ctrl_c_leaves_at_once(command: Callable[..., Command], here: Path) -> None:
+    running = command("tiny.toml", *SLOW, "loss.sleep=3.0", "--run-dir", "r")
+    running.until_step(here / "r/events.jsonl", 1)
+    began = time.monotonic()
+    for _ in range(2):
+        running.process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+    done = running.wait()
+    assert done.code == 130
+    assert time.monotonic() - began < 10
+    assert not list((here / "r/checkpoints").iterdir())
+    assert "interrupted again: leaving at once" in done.err
+
+
+def test_two_ranks_stopped_by_sigterm_resume_as_if_they_had_not(
+    command: Callable[..., Command], here: Path
+) -> None:
+    running = command("tiny.toml", *SLOW, "--nproc", "2", "--run-dir", "r")
+    running.until_step(here / "r/events.jsonl", 1)
+    running.process.send_signal(signal.SIGTERM)
+    done = running.wait()
+    assert done.code == 75, done.err
+    assert workers_of(here / "r") == []
+    outcome = RunFolder(here / "r").outcome()
+    assert outcome is not None
+    stopped_at = outcome["step"]
+    steps = f"training.steps={stopped_at + 2}"
+    more = ("-p", "./faulty.py", "loss.sleep=0.0", steps, "lr_scheduler.total_steps=200", "--nproc", "2")
+    resumed = command("r", "--resume", *more).wait()
+    assert resumed.code == 0, resumed.err
+    whole = command("tiny.toml", "loss=faulty", *more, "--run-dir", "whole").wait()
+    assert whole.code == 0, whole.err
+    assert losses(here / "r") == losses(here / "whole")
+
+
+def test_a_rank_that_fails_is_one_block(command: Callable[..., Command], here: Path) -> None:
+    fault = ("-p", "./faulty.py", "loss=faulty", "loss.fault=error", "loss.rank=1")
+    done = command("tiny.toml", *fault, "--nproc", "2", "--run-dir", "r").wait()
+    assert done.code == 1
+    host = os.uname().nodename
+    assert f"error: rank 1 of 2 on {host} failed at step 3: ValueError: a row of 13 tokens" in done.err
+    assert done.err.count("Traceback") == 1
+    assert f"log: {here}/r/logs/rank-1.log" in done.err
+    assert "elastic" not in done.err
+    assert "a row of 13 tokens" in (here / "r/logs/rank-1.log").read_text()
+    assert workers_of(here / "r") == []
+
+
+def test_a_rank_that_is_killed_is_named_and_a_restart_goes_on_from_the_checkpoint(
+    command: Callable[..., Command], here: Path
+) -> None:
+    # The third call of each start kills rank 1: at step 3, and from the checkpoint of step 2 on at step 5.
+    fault = ("-p", "./faulty.py", "loss=faulty", "loss.fault=kill", "loss.rank=1")
+    done = command("tiny.toml", *fault, "launcher.max_restarts=1", "--nproc", "2", "--run-dir", "r").wait(150)
+    assert done.code == 1
+    assert "the ranks were started anew" in done.err
+    assert "from step-2" in done.err
+    assert "rank 1 of 2 on " in done.err
+    assert "failed at step 5: killed by SIGKILL" in done.err
+    assert "Traceback" not in done.err
+    assert set(losses(here / "r")) == {1, 2, 3, 4}
+
+
+def test_a_launcher_that_is_killed_leaves_no_rank_behind(command: Callable[..., Command], here: Path) -> None:
+    running = command("tiny.toml", *SLOW, "--nproc", "2", "--run-dir", "r")
+    running.until_step(here / "r/events.jsonl", 1)
+    running.process.kill()
+    running.wait()
+    deadline = time.monotonic() + 30
+    while workers_of(here / "r") and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert workers_of(here / "r") == []
+    assert list((here / "r/checkpoints").glob("step-*"))
+
+
+def test_nodes_with_different_recipes_are_refused_and_leave_no_run(
+    command: Callable[..., Command], here: Path
+) -> None:
+    (here / "b").mkdir()
+    for name in ("tiny.toml", "text.txt"):
+        (here / "b" / name).write_bytes((here / name).read_bytes())
+    meet = ("--nnodes", "2", "--nproc", "1", "--rdzv", "localhost:29617", "--run-dir", str(here / "r"))
+    data = f'dataset.paths=["{here}/text.txt"]'
+    first = command("tiny.toml", *meet, data)
+    second = Command(here / "b", "tiny.toml", *meet, data, "training.seed=1")
+    for done in (first.wait(), second.wait()):
+        assert done.code == 5, done.err
+        assert "started with different resolved recipes" in done.err
+    assert not RunFolder.is_run(here / "r")
+
+
+def test_a_full_disk_is_said_in_words_and_costs_no_checkpoint(
+    train: Callable[..., Finished], command: Callable[..., Command], here: Path
+) -> None:
+    assert train("tiny.toml", "training.steps=2", "--run-dir", "r").code == 0
+
+    def small_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+
+    done = command("r", "--resume", "training.steps=4", preexec_fn=small_files).wait()
+    assert done.code != 0
+    assert "Traceback" not in done.err
+    assert "step-4" in done.err
+    assert (here / "r/checkpoints/step-2/manifest.json").is_file()
+    assert not (here / "r/checkpoints/step-4").exists()
+    assert train("r", "--resume", "training.steps=4").code == 0

@@ -1,0 +1,235 @@
+"""`titan train` in one process: new runs, the three forms of resuming, drift, what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.run.conftest import Finished, losses
+from titancli.runs import RunFolder
+
+Train = Callable[..., Finished]
+
+
+def test_a_new_run_leaves_everything_in_its_folder(train: Train, here: Path) -> None:
+    done = train("tiny.toml")
+    assert done.code == 0, done.err
+    [run] = (here / "runs").iterdir()
+    assert done.err.startswith(f"run folder: runs/{run.name}\n")
+    assert (run / "recipe.lock.toml").is_file()
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-4", "step-6"}
+    record = json.loads((run / "run.json").read_text())
+    [attempt] = record["attempts"]
+    assert attempt["outcome"]["why"] == "finished"
+    assert attempt["outcome"]["step"] == 6
+    assert attempt["outcome"]["checkpoint"] == "checkpoints/step-6"
+    assert attempt["mesh"]["dp_shard"] == 1
+    assert attempt["world"] == 1
+    assert attempt["versions"]["torch"]
+    assert attempt["origins"]["training.steps"].startswith("tiny.toml:")
+    assert list(losses(run)) == [1, 2, 3, 4, 5, 6]
+    ending = done.err.splitlines()[-3:]
+    assert f"runs/{run.name}" in ending[0]
+    assert f"titan train runs/{run.name} --resume" in ending[1]
+    assert f"titan convert-checkpoint runs/{run.name}/checkpoints/step-6" in ending[2]
+
+
+def test_a_resumed_run_equals_one_that_never_stopped_bit_for_bit(train: Train, here: Path) -> None:
+    assert train("tiny.toml", "--run-dir", "whole").code == 0
+    assert train("tiny.toml", "--run-dir", "halves").code == 0
+    shutil.rmtree(here / "halves/checkpoints/step-6")
+    (here / "halves/events.jsonl").unlink()
+    done = train("halves", "--resume")
+    assert done.code == 0, done.err
+    assert "from step-4" in done.err
+    resumed, whole = losses(here / "halves"), losses(here / "whole")
+    assert resumed == {step: whole[step] for step in (5, 6)}
+
+
+def test_a_finished_run_is_extended(train: Train, here: Path) -> None:
+    assert train("tiny.toml", "--run-dir", "r").code == 0
+    before = (here / "r/recipe.lock.toml").read_text()
+    done = train("r", "--resume")
+    assert done.code == 0
+    assert "r is finished: step 6 of 6" in done.err
+    assert "titan train r --resume training.steps=12" in done.err
+    assert RunFolder(here / "r").record()["attempts"][1:] == []
+    done = train("r", "--resume", "training.steps=8")
+    assert done.code == 0, done.err
+    assert "changed: training.steps: 6 -> 8" in done.err
+    assert list(losses(here / "r")) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert (here / "r/recipe.lock.1.toml").read_text() == before
+    assert (here / "r/checkpoints/step-6/recipe.lock.toml").read_text() == before
+    assert "steps = 8" in (here / "r/recipe.lock.toml").read_text()
+    assert [a["outcome"]["step"] for a in RunFolder(here / "r").record()["attempts"]] == [6, 8]
+
+
+def test_the_line_of_a_job_script_starts_and_then_continues(train: Train, here: Path) -> None:
+    line = ("tiny.toml", "--run-dir", "job", "--resume")
+    assert train(*line).code == 0
+    shutil.rmtree(here / "job/checkpoints/step-6")
+    done = train(*line)
+    assert done.code == 0, done.err
+    assert "from step-4" in done.err
+    for checkpoint in (here / "job/checkpoints").iterdir():
+        shutil.rmtree(checkpoint)
+    done = train(*line)  # a run that died before its first checkpoint must not stop the job
+    assert done.code == 0, done.err
+    assert "starts at step 0" in done.err
+
+
+def test_the_recipe_of_a_job_script_may_change_but_not_its_model_or_data(train: Train, here: Path) -> None:
+    line = ("tiny.toml", "--run-dir", "job", "--resume")
+    assert train(*line, "training.steps=2").code == 0
+    done = train(*line, "training.steps=3", "model.n_layers=3")
+    assert done.code == 5
+    assert "begun with another model" in done.err
+    assert "model.n_layers: 2 -> 3" in done.err
+    assert "--allow-drift" in done.err
+    assert RunFolder(here / "job").record()["attempts"][1:] == []
+    shutil.copy(here / "text.txt", here / "copy.txt")
+    moved = ('dataset.paths=["copy.txt"]', "training.steps=3")
+    assert train(*line, *moved).code == 5
+    assert "changed: dataset.paths" in train(*line, *moved, "--allow-drift").err
+
+
+def test_a_run_without_resume_is_a_new_run_of_its_recipe(train: Train, here: Path) -> None:
+    assert train("tiny.toml", "--run-dir", "r", "training.seed=7").code == 0
+    assert train("r").code == 0
+    [again] = (here / "runs").iterdir()
+    assert losses(again) == losses(here / "r")
+
+
+def test_an_earlier_checkpoint_can_be_taken(train: Train, here: Path) -> None:
+    assert train("tiny.toml", "--run-dir", "r").code == 0
+    done = train("r", "--resume", "--step", "4")
+    assert done.code == 0, done.err
+    assert "from step-4" in done.err
+    done = train("r", "--resume", "--step", "5")
+    assert done.code == 5
+    assert "no checkpoint of step 5" in done.err
+    assert "there are 4, 6" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("tiny.toml", "--run-dir", "r"), 5, "titan train tiny.toml --run-dir r --resume"),
+        (("r", "--resume"), 5, "has no checkpoint to continue from"),
+        (("r", "--resume", "--step", "9"), 5, "there is none at all"),
+        (("nothing/here", "--resume"), 5, "there is no run folder"),
+        (("tiny.toml", "--resume"), 2, "--resume needs the folder of a run"),
+        (("nonesuch", "--resume"), 3, "nonesuch"),
+        (("tiny.toml", "--step", "4"), 2, "add --resume"),
+        (("tiny.toml", "--allow-drift"), 2, "goes with --resume"),
+        (("tiny.toml", "other.toml"), 2, "one recipe"),
+        (("training.steps=3",), 2, "needs a recipe"),
+        (("tiny.toml", "--nnodes", "2"), 2, "--run-dir and --rdzv"),
+        (("tiny.toml", "--nproc", "0"), 2, "neither a number of processes nor auto"),
+        (("tiny.toml", "--nproc", "3", "mesh.dp_shard=2"), 3, "does not make 3 ranks"),
+        (("tiny.toml", "training.global_batch_size=3"), 3, "not a multiple"),
+        (("tiny.toml", "weights=nowhere"), 5, "nowhere does not exist"),
+        (("tiny.toml", "tokenizer=hf", "tokenizer.path=nowhere"), 5, "nowhere does not exist"),
+        (("tiny.toml", "training.stpes=3"), 3, "did you mean 'steps'?"),
+        (("tiny.toml", 'dataset.paths=["gone.txt"]'), 5, "gone.txt does not exist"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_starts(
+    train: Train, here: Path, arguments: tuple[str, ...], code: int, words: str
+) -> None:
+    (here / "r/checkpoints").mkdir(parents=True)
+    (here / "r/logs").mkdir()
+    from titancli.recipe import load_recipe, lock_text
+
+    (here / "r/recipe.lock.toml").write_text(lock_text(load_recipe("tiny.toml")))
+    before = sorted(here.rglob("*"))
+    done = train(*arguments)
+    assert done.code == code, done.err
+    assert words in done.err
+    assert "Traceback" not in done.err
+    assert sorted(here.rglob("*")) == before
+
+
+def test_a_run_folder_in_use_is_refused(train: Train, here: Path) -> None:
+    assert train("tiny.toml", "--run-dir", "r", "training.steps=2").code == 0
+    hold = RunFolder(here / "r").hold()
+    done = train("r", "--resume", "training.steps=4")
+    hold.release()
+    assert done.code == 5
+    assert "is in use by process" in done.err
+    assert RunFolder(here / "r").record()["attempts"][1:] == []
+
+
+def test_a_dry_run_tells_the_plan_and_leaves_nothing(train: Train, here: Path) -> None:
+    before = sorted(here.rglob("*"))
+    done = train("tiny.toml", "--dry-run", "--nproc", "2", "training.global_batch_size=8")
+    assert done.code == 0
+    assert sorted(here.rglob("*")) == before
+    assert "dp_shard 2" in done.out
+    assert "8 rows x 32 tokens = 256 tokens a step" in done.out
+    assert "2 times a step" in done.out
+    assert "-m titancli.launchers.agent" in done.out
+    plan = json.loads(train("tiny.toml", "--dry-run", "--json").out)["plan"]
+    assert plan["parameters"] > 0
+    assert plan["command"] is None
+
+
+def test_json_puts_the_events_and_nothing_else_on_stdout(train: Train, here: Path) -> None:
+    done = train("tiny.toml", "--run-dir", "r", "--json", "training.steps=2")
+    assert done.code == 0
+    events = [json.loads(line) for line in done.out.splitlines()]
+    assert [e["event"] for e in events] == ["run_start", "step", "step", "checkpoint", "run_end"]
+    assert done.out == (here / "r/events.jsonl").read_text()
+
+
+def test_a_bug_in_a_plugin_is_one_block_with_its_own_traceback(train: Train, here: Path) -> None:
+    done = train("tiny.toml", "-p", "./faulty.py", "loss=faulty", "loss.fault=error", "--run-dir", "r")
+    assert done.code == 1
+    assert "error: the run failed at step 3: ValueError: a row of 13 tokens" in done.err
+    assert done.err.count("Traceback") == 1
+    assert 'faulty.py", line' in done.err
+    assert "titancli/worker.py" not in done.err
+    outcome = RunFolder(here / "r").outcome()
+    assert outcome is not None
+    assert (outcome["why"], outcome["step"]) == ("failed", 2)
+
+
+def test_an_error_with_a_remedy_is_told_in_words_alone(train: Train) -> None:
+    done = train("tiny.toml", "-p", "./faulty.py", "loss=faulty", "loss.fault=advice")
+    assert done.code == 1
+    assert "error: the teacher does not answer\n start it first" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_resume_says_which_plugin_file_is_missing_or_changed(train: Train, here: Path) -> None:
+    arguments = ("-p", "./faulty.py", "loss=faulty", "training.steps=2", "--run-dir", "r")
+    assert train("tiny.toml", *arguments).code == 0
+    done = train("r", "--resume", "training.steps=3")
+    assert done.code == 4
+    assert f"add -p {here}/faulty.py" in done.err
+    with open(here / "faulty.py", "a") as file:
+        file.write("# changed\n")
+    done = train("r", "--resume", "training.steps=3", "-p", "./faulty.py")
+    assert done.code == 0, done.err
+    assert "faulty.py has changed since" in done.err
+
+
+def test_tensorboard_files_lie_in_the_run_folder(train: Train, here: Path) -> None:
+    pytest.importorskip("tensorboard")
+    done = train("tiny.toml", "--run-dir", "r", 'loggers=[{type="tensorboard"}]', "training.steps=2")
+    assert done.code == 0, done.err
+    assert list((here / "r/tb").glob("events.out.tfevents*"))
+
+
+def test_data_that_ends_is_an_end_in_good_order(train: Train, here: Path) -> None:
+    (here / "text.txt").write_text("short " * 40)
+    done = train("tiny.toml", "--run-dir", "r", "training.steps=100", "dataset.repeat=false")
+    assert done.code == 0, done.err
+    outcome = RunFolder(here / "r").outcome()
+    assert outcome is not None
+    assert outcome["why"] == "data_ended"
+    assert f"the data ended at step {outcome['step']}" in done.err
