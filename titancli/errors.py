@@ -1,21 +1,37 @@
-"""Every error that a user can cause: what is wrong, where, and what to do.
-
-Exit codes are part of the interface: 1 the run failed, 2 usage, 3 recipe, 4 plugin or component,
-5 environment (a file, a disk, a device), 75 stopped on a signal after saving, 130 interrupted.
-"""
+"""Every error that a user can cause: what is wrong, where, and what to do; and the exit codes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
-EXIT_OK = 0
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_RECIPE = 3
-EXIT_PLUGIN = 4
-EXIT_ENVIRONMENT = 5
-EXIT_STOPPED = 75
-EXIT_INTERRUPTED = 130
+
+class ExitCode(IntEnum):
+    """What `titan` exits with. They are part of the interface: see docs/exit-codes.md."""
+
+    OK = 0
+    FAILED = 1
+    """The run failed, or titan itself did."""
+    USAGE = 2
+    RECIPE = 3
+    PLUGIN = 4
+    """A plugin or a component is missing, ambiguous or broken."""
+    ENVIRONMENT = 5
+    """A file, a disk, a device, a run folder in use."""
+    STOPPED = 75
+    """Stopped on a signal after saving; the run can be resumed. (`EX_TEMPFAIL` of sysexits.h.)"""
+    INTERRUPTED = 130
+    """Ctrl-C. (128 + SIGINT, as shells have it.)"""
+
+
+EXIT_OK = ExitCode.OK
+EXIT_FAILED = ExitCode.FAILED
+EXIT_USAGE = ExitCode.USAGE
+EXIT_RECIPE = ExitCode.RECIPE
+EXIT_PLUGIN = ExitCode.PLUGIN
+EXIT_ENVIRONMENT = ExitCode.ENVIRONMENT
+EXIT_STOPPED = ExitCode.STOPPED
+EXIT_INTERRUPTED = ExitCode.INTERRUPTED
 
 
 @dataclass(frozen=True)
@@ -48,7 +64,7 @@ class Problem:
 class TitanError(Exception):
     """An error with a remedy. The command line prints it without a traceback."""
 
-    exit_code = EXIT_FAILED
+    exit_code: int = EXIT_FAILED
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
