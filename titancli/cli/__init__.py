@@ -6,11 +6,16 @@ one place where an error becomes a message and an exit code. Nothing imported he
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
 from titancli.cli.common import Common, split_common
 from titancli.cli.failures import guard
+from titancli.cli.output import be_quiet
+
+VERBOSE = "titan -v"
+"""The name of the handler that writes the log to stderr."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,6 +40,30 @@ def _configure(common: Common) -> None:
     from titancli import registry
 
     registry.configure(files=common.plugin_files, blocked=common.blocked)
+    if common.color is not None:  # as environment variables it reaches rich and the workers too
+        chosen, other = (
+            ("FORCE_COLOR", "NO_COLOR") if common.color == "always" else ("NO_COLOR", "FORCE_COLOR")
+        )
+        os.environ.pop(other, None)
+        os.environ[chosen] = "1"
+    be_quiet(common.verbosity < 0)
+    if common.verbosity or "logging" in sys.modules:
+        _configure_logging(common.verbosity)
+
+
+def _configure_logging(verbosity: int) -> None:
+    """The level of titan's loggers: what a run shows follows it (WARNING: nothing but warnings)."""
+    import logging
+
+    logger = logging.getLogger("titancli")
+    logger.handlers = [handler for handler in logger.handlers if handler.name != VERBOSE]
+    level = logging.WARNING if verbosity < 0 else logging.DEBUG if verbosity > 0 else logging.NOTSET
+    logger.setLevel(level)
+    if verbosity > 0:
+        handler = logging.StreamHandler()
+        handler.name = VERBOSE
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        logger.addHandler(handler)
 
 
 def _print_version() -> int:

@@ -1,4 +1,4 @@
-"""The options that stand before or after any command: `-p`, `--traceback`, `--version`.
+"""The options that stand before or after any command: `-p`, `--color`, `-v`, `-q`, `--traceback`, `--version`.
 
 They are taken out before click sees the arguments, because `-p` decides which commands there are.
 """
@@ -11,6 +11,8 @@ from pathlib import Path
 
 from titancli.errors import UsageError
 
+VERBOSITY = {"-v": 1, "--verbose": 1, "-q": -1, "--quiet": -1}
+
 
 @dataclass(frozen=True)
 class Common:
@@ -19,6 +21,10 @@ class Common:
     plugin_files: tuple[Path, ...] = ()
     """Absolute."""
     blocked: tuple[str, ...] = ()
+    color: str | None = None
+    """`always`, `never`, or None: as the terminal and NO_COLOR say."""
+    verbosity: int = 0
+    """1 for each `-v`, -1 for each `-q`."""
     traceback: bool = False
     version: bool = False
 
@@ -27,18 +33,25 @@ def split_common(arguments: Sequence[str]) -> tuple[list[str], Common]:
     """The arguments without the common options, and what these say. Nothing after `--` is one of them.
 
     Raises:
-        UsageError: `-p` without a value, or with one that is neither `no:NAME` nor a `.py` file.
+        UsageError: `-p` without a value, or with one that is neither `no:NAME` nor a `.py` file; `--color`
+            with anything but auto, always, never.
     """
     rest: list[str] = []
     files: list[Path] = []
     blocked: list[str] = []
     flags = {"--traceback": False, "--version": False}
+    color: str | None = None
+    verbosity = 0
     waiting = iter(arguments)
     for argument in waiting:
         if argument == "--":
             rest += [argument, *waiting]
         elif argument in flags:
             flags[argument] = True
+        elif argument in VERBOSITY:
+            verbosity += VERBOSITY[argument]
+        elif argument.partition("=")[0] == "--color":
+            color = _color(argument.partition("=")[2] or next(waiting, ""))
         elif argument.startswith("-p"):
             value = argument[2:] or next(waiting, "")
             if value.startswith("no:") and value != "no:":
@@ -52,7 +65,15 @@ def split_common(arguments: Sequence[str]) -> tuple[list[str], Common]:
                 )
         else:
             rest.append(argument)
-    return rest, Common(tuple(files), tuple(blocked), flags["--traceback"], flags["--version"])
+    return rest, Common(
+        tuple(files), tuple(blocked), color, verbosity, flags["--traceback"], flags["--version"]
+    )
+
+
+def _color(word: str) -> str | None:
+    if word not in ("auto", "always", "never"):
+        raise UsageError(f"--color {word}: it is auto, always or never".replace(" :", ":"))
+    return None if word == "auto" else word
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

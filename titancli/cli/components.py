@@ -22,7 +22,8 @@ def command(kind: str | None, as_json: bool) -> None:
     """
     rows = [(component_info(c).kind, name, summary(c)) for name, c in current().components(kind)]
     if as_json:
-        print_json({"components": [dict(zip(("kind", "name", "summary"), row, strict=True)) for row in rows]})
+        named = [dict(zip(("kind", "name", "summary"), row, strict=True)) for row in rows]
+        print_json("components", {"components": named})
     else:
         table(("kind", "name", "summary"), rows)
     note_broken()

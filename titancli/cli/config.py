@@ -33,7 +33,7 @@ def command(arguments: tuple[str, ...], unset: tuple[str, ...], origin: bool, as
         document: dict[str, Any] = {"path": str(loaded.path), "recipe": loaded.data}
         if origin:
             document["origins"] = {key: str(where) for key, where in loaded.origins.items()}
-        print_json(document)
+        print_json("config", document)
     elif origin:
         print("\n".join(with_origins(loaded)))
     else:

@@ -109,7 +109,7 @@ def note_broken() -> None:
     help="Train language models from a recipe: one TOML file.",
     epilog="RECIPE is a file, a run folder, or a name that list-recipes shows. "
     "KEY=VALUE overrides one value of it, for example training.steps=20. "
-    "-p, --traceback and --version stand before or after the command.",
+    "-p, --color, -v, -q, --traceback and --version stand before or after the command.",
     params=[
         # Taken out before click parses (see titancli.cli.common); they stand here to be shown.
         click.Option(
@@ -119,6 +119,14 @@ def note_broken() -> None:
             help="Add a plugin from a file, or leave one out.",
             expose_value=False,
         ),
+        click.Option(
+            ["--color"],
+            type=click.Choice(["auto", "always", "never"]),
+            help="When to colour.  [default: auto]",
+            expose_value=False,
+        ),
+        click.Option(["-v", "--verbose"], is_flag=True, help="Say more: what is loaded.", expose_value=False),
+        click.Option(["-q", "--quiet"], is_flag=True, help="Say errors only.", expose_value=False),
         click.Option(
             ["--traceback"], is_flag=True, help="Show where an error was raised.", expose_value=False
         ),

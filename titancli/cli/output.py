@@ -11,10 +11,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
 
+_quiet = False
+
 
 def colored(stream: TextIO) -> bool:
-    """Whether to colour: a terminal, and NO_COLOR is not set (https://no-color.org)."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    """Whether to colour: NO_COLOR (https://no-color.org) and FORCE_COLOR decide, else whether it is a terminal."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -40,9 +44,9 @@ def _draw(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     Console(color_system="auto" if colored(sys.stdout) else None).print(drawing)
 
 
-def print_json(document: dict[str, Any]) -> None:
-    """Print one versioned document."""
-    print(json.dumps({"version": 1, **document}, indent=2))
+def print_json(schema: str, document: dict[str, Any]) -> None:
+    """Print one document. It begins with its schema, `titan.<schema>`, and the version of that."""
+    print(json.dumps({"schema": f"titan.{schema}", "version": 1, **document}, indent=2))
 
 
 def error_line(message: str, *, hint: str | None = None) -> None:
@@ -53,6 +57,13 @@ def error_line(message: str, *, hint: str | None = None) -> None:
         print(f" {hint}", file=sys.stderr)
 
 
+def be_quiet(quiet: bool) -> None:
+    """Whether notes are left out (`-q`)."""
+    global _quiet
+    _quiet = quiet
+
+
 def note(message: str) -> None:
-    """Say something on stderr."""
-    print(message, file=sys.stderr)
+    """Say something on stderr that `-q` leaves out."""
+    if not _quiet:
+        print(message, file=sys.stderr)

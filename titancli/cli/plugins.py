@@ -31,7 +31,7 @@ def command(name: str | None, as_json: bool) -> None:
     if name is not None:
         plugins = [_named(name, plugins)]
     if as_json:
-        print_json({"plugins": [_document(plugin) for plugin in plugins]})
+        print_json("plugins", {"plugins": [_document(plugin) for plugin in plugins]})
     elif name is not None:
         _show(plugins[0])
     else:

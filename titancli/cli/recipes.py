@@ -24,7 +24,7 @@ def command(as_json: bool) -> None:
     ]
     recipes.sort(key=lambda recipe: recipe["plugin"] != BUILTIN)  # titan's own first
     if as_json:
-        print_json({"recipes": recipes})
+        print_json("recipes", {"recipes": recipes})
     else:
         table(
             ("recipe", "description", "plugin"), [(r["name"], r["description"], r["plugin"]) for r in recipes]

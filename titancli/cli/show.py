@@ -29,7 +29,7 @@ def command(name: str, as_json: bool) -> None:
     """
     config = _find(name)
     if as_json:
-        print_json({"component": _document(config)})
+        print_json("component", {"component": _document(config)})
     else:
         _print(config)
 

@@ -121,7 +121,7 @@ def _show(plan: Plan, count: Processes, plugin_files: list[Path], as_json: bool)
 
     facts = preview(plan, count, plugin_files)
     if as_json:
-        print_json({"plan": facts})
+        print_json("plan", {"plan": facts})
     else:
         print(as_text(facts))
     return EXIT_OK

@@ -49,7 +49,7 @@ def command(arguments: tuple[str, ...], unset: tuple[str, ...], format_: Format)
             if format_ == "text":
                 print(f"ok: {reference}")
     if format_ == "json":
-        print_json({"ok": code == 0, "recipes": documents})
+        print_json("validation", {"ok": code == 0, "recipes": documents})
     note_broken()
     return code
 
