@@ -1,0 +1,83 @@
+"""The process group: results and errors of rank 0 everywhere, comparing ranks, time limits."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from titancli.errors import EnvironmentProblem, TitanError
+from titancli.observe import comm
+
+
+def on_rank_zero() -> object:
+    import torch.distributed as dist
+
+    def only_here() -> str:
+        if dist.get_rank() != 0:
+            raise AssertionError("called on another rank")
+        return "made"
+
+    def broken() -> str:
+        raise EnvironmentProblem("no space", hint="make some")
+
+    result = comm.on_rank_zero(only_here)
+    try:
+        comm.on_rank_zero(broken)
+    except TitanError as error:
+        return result, type(error).__name__, error.message, error.hint
+    return None
+
+
+@pytest.mark.ranks
+def test_what_rank_zero_returns_or_raises_reaches_every_rank(ranks) -> None:  # type: ignore[no-untyped-def]
+    assert ranks(2, on_rank_zero) == [("made", "EnvironmentProblem", "no space", "make some")] * 2
+
+
+def compare() -> str:
+    import torch.distributed as dist
+
+    comm.require_same("recipes", "abc", "host")
+    try:
+        comm.require_same("recipes", f"recipe {dist.get_rank()}", "host")
+    except EnvironmentProblem as error:
+        return error.message
+    return "nothing was noticed"
+
+
+@pytest.mark.ranks
+def test_ranks_that_differ_are_named_on_every_rank(ranks) -> None:  # type: ignore[no-untyped-def]
+    message = "the ranks were started with different recipes"
+    listed = "  rank 0 on host: recipe 0\n  rank 1 on host: recipe 1"
+    assert ranks(2, compare) == [f"{message}\n{listed}"] * 2
+
+
+def wait_too_long(sub_group: bool) -> float | None:
+    import torch
+    import torch.distributed as dist
+
+    group = dist.new_group([0, 1]) if sub_group else None
+    comm.tighten_timeouts(1)
+    if dist.get_rank() == 1:
+        time.sleep(4)
+        return None
+    began = time.monotonic()
+    try:
+        dist.all_reduce(torch.ones(1), group=group)
+    except RuntimeError:
+        return time.monotonic() - began
+    return None
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("sub_group", [False, True])
+def test_tightened_time_limits_hold_in_every_group(ranks, sub_group: bool) -> None:  # type: ignore[no-untyped-def]
+    waited, _ = ranks(2, wait_too_long, sub_group)
+    assert waited is not None
+    assert 0.5 < waited < 3.5
+
+
+def test_one_process_needs_no_group() -> None:
+    comm.tighten_timeouts(1)
+    comm.require_same("recipes", "abc", "host")
+    assert comm.on_rank_zero(lambda: 3) == 3
