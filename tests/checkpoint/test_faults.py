@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 import traceback
 from collections.abc import Callable
@@ -134,58 +132,43 @@ def test_a_disk_without_room_is_told_before_anything_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
 
-PRELUDE = """
-import sys
-from pathlib import Path
-import torch
-from titancli.checkpoint import Checkpointer, save_checkpoint
-from titancli.errors import EnvironmentProblem
-from titancli.recipe.schema import Checkpoint
-folder = Path(sys.argv[1])
-def tensors(step):
-    return {f"model.{i}": torch.full((1 << 16,), float(step)) for i in range(16)}
-"""
+def _tensors(step: int, numbers: int = 1 << 12) -> dict[str, torch.Tensor]:
+    return {f"model.{i}": torch.full((numbers,), float(step)) for i in range(16)}
 
 
-def _child(code: str, *args: str) -> subprocess.Popen[str]:
-    script = PRELUDE + textwrap.dedent(code)
-    return subprocess.Popen(
-        [sys.executable, "-c", script, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def test_a_full_disk_leaves_the_last_good_one_and_the_run_goes_on(tmp_path: Path):
+def _fill_the_disk(folder: Path, mode: str, told: Path) -> None:
     """RLIMIT_FSIZE stands for a quota: the kernel refuses bytes in the middle of a file."""
-    child = _child(
-        """
-        import resource
-        section = Checkpoint(interval=1, async_mode="async")
-        checkpointer = Checkpointer(folder, section, lock_text="", run_id="r")
-        checkpointer.save(1, tensors(1), {"step": 1})
+    section = Checkpoint(interval=1, async_mode=mode)  # type: ignore[arg-type]
+    checkpointer = Checkpointer(folder, section, lock_text="", run_id="r")
+
+    def save(step: int) -> None:
+        checkpointer.save(step, _tensors(step, 1 << 16), {"step": step})
         checkpointer.wait()
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
-        try:
-            checkpointer.save(2, tensors(2), {"step": 2})
-            checkpointer.wait()
-        except EnvironmentProblem as error:
-            print(error.message)
-        print(sorted(path.name for path in folder.iterdir()))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        checkpointer.save(3, tensors(3), {"step": 3})
-        checkpointer.wait()
-        """,
-        str(tmp_path),
-    )
-    out, err = child.communicate(timeout=60)
-    assert child.returncode == 0, err
-    message, listing = out.splitlines()
-    assert f"{tmp_path / 'step-2'} cannot be written: File too large" in message
+
+    save(1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        save(2)
+    except EnvironmentProblem as error:
+        told.write_text(f"{error.message}\n{sorted(path.name for path in folder.iterdir())}")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    save(3)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_full_disk_leaves_the_last_good_one_and_the_run_goes_on(tmp_path: Path, mode: str):
+    folder = tmp_path / "checkpoints"
+    child = _fork(_fill_the_disk, folder, mode, tmp_path / "told")
+    assert os.waitpid(child, 0)[1] == 0
+    message, listing = (tmp_path / "told").read_text().splitlines()
+    assert f"{folder / 'step-2'} cannot be written: File too large" in message
     assert "It needs 4.2 MB" in message
     assert "are free" in message
     assert listing == "['step-1']"
-    assert CheckpointReader(tmp_path / "step-1").read("model.0")[0] == 1
-    assert CheckpointReader(tmp_path / "step-3").read("model.0")[0] == 3
+    assert CheckpointReader(folder / "step-1").read("model.0")[0] == 1
+    assert CheckpointReader(folder / "step-3").read("model.0")[0] == 3
 
 
 def _save_for_ever(folder: Path, mode: str, step: int, over: bool) -> None:
@@ -193,8 +176,7 @@ def _save_for_ever(folder: Path, mode: str, step: int, over: bool) -> None:
     checkpointer = Checkpointer(folder, section, lock_text="", run_id="r")
     while True:
         step += 1
-        tensors = {f"model.{i}": torch.full((1 << 12,), float(step)) for i in range(16)}
-        checkpointer.save(1 if over else step, tensors, {"step": step})
+        checkpointer.save(1 if over else step, _tensors(step), {"step": step})
         checkpointer.wait()
         checkpointer._saved = None
 

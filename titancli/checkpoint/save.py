@@ -156,6 +156,8 @@ class Draft:
 
     def _rename(self, hidden: Path) -> None:
         old = None
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()  # an empty folder is in nobody's way
         if self.folder.exists():
             # What cannot be told to be ours is set aside under a name that nothing removes.
             form = ".{}.old-{}" if _run_of(self.folder) == self.run_id else "{}.unknown-{}"
@@ -188,11 +190,12 @@ def run_save(planner: SavePlannerOf, draft: Draft, group: dist.ProcessGroup | No
     """The collective part of a save; see `save_checkpoint`."""
     together = dist.is_available() and dist.is_initialized()
     draft.ranks = dist.get_world_size(group) if together else 1
+    rank = dist.get_rank(group) if together else 0
     try:
         with nullcontext() if together else quiet():
             dcp.save(
                 {},
-                storage_writer=Writer(draft.open, draft.complete, draft.explain),
+                storage_writer=Writer(rank, draft.open, draft.complete, draft.explain),
                 planner=planner,
                 process_group=group,
                 no_dist=not together,

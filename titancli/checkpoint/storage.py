@@ -104,17 +104,19 @@ class Writer(StorageWriter):
     """Writes each rank's pieces into its own safetensors files.
 
     `open_folder(needed_bytes)` makes the folder to write in, on the coordinator, before anyone writes.
-    `complete(layouts, files)` ends the save there when every rank has written.
+    `complete(layouts, files)` ends the save there when every rank has written. `explain(error, needed_bytes)`
+    puts an error of the disk into words, on the rank that has it.
     """
 
     def __init__(
         self,
+        rank: int,
         open_folder: Callable[[int], Path],
         complete: Callable[[dict[str, TensorLayout], dict[str, Digest]], None],
         explain: Callable[[OSError, int], Exception],
     ) -> None:
+        self._rank = rank
         self._open_folder, self._complete, self._explain = open_folder, complete, explain
-        self._rank = 0
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing is kept from one save to the next."""
@@ -124,7 +126,7 @@ class Writer(StorageWriter):
         return True
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._rank = kwargs.get("rank", 0)
+        """The rank is known already."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         for item in plan.items:
