@@ -147,10 +147,11 @@ def test_a_folder_of_unknown_origin_is_set_aside_not_deleted(tmp_path: Path):
     assert aside.exists()
 
 
+@pytest.mark.parametrize("name", ["step-1", "my-weights"])
 def test_a_failure_between_the_renames_gives_the_old_one_its_name_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ):
-    save(tmp_path / "step-1", seed=1)
+    save(tmp_path / name, seed=1)
     rename = Path.rename
 
     def failing(self: Path, target: Path) -> Path:
@@ -161,9 +162,9 @@ def test_a_failure_between_the_renames_gives_the_old_one_its_name_back(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", failing)
         with pytest.raises(EnvironmentProblem, match="Permission denied"):
-            save(tmp_path / "step-1", seed=2)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
-    assert read_manifest(tmp_path / "step-1").state == {"seed": 1}
+            save(tmp_path / name, seed=2)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert read_manifest(tmp_path / name).state == {"seed": 1}
 
 
 def test_a_kill_between_the_renames_loses_nothing(tmp_path: Path):

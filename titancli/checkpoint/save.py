@@ -89,6 +89,9 @@ class Draft:
     mesh: dict[str, int]
     ranks: int = 1
     hidden: Path | None = field(default=None, init=False)
+    """Where it lies until it is complete."""
+    old: Path | None = field(default=None, init=False)
+    """Where the folder that it replaces has gone."""
 
     @property
     def step(self) -> int:
@@ -135,8 +138,9 @@ class Draft:
         """After a failure: leave nothing half-written, and the older folder under its name."""
         if self.hidden is not None:
             shutil.rmtree(self.hidden, ignore_errors=True)
-            with contextlib.suppress(OSError):  # `newest` tries again
-                recover(self.folder.parent)
+        if self.old is not None and not self.folder.exists():
+            with contextlib.suppress(OSError):  # the next save tries again
+                self.old.rename(self.folder)
 
     def explain(self, error: OSError, needed: int) -> EnvironmentProblem:
         """An error of the operating system, in words. Runs on any rank."""
@@ -155,7 +159,6 @@ class Draft:
                 remove(path, self.run_id)
 
     def _rename(self, hidden: Path) -> None:
-        old = None
         with contextlib.suppress(OSError):
             self.folder.rmdir()  # an empty folder is in nobody's way
         if self.folder.exists():
@@ -163,10 +166,11 @@ class Draft:
             form = ".{}.old-{}" if _run_of(self.folder) == self.run_id else "{}.unknown-{}"
             old = self.folder.with_name(form.format(self.folder.name, secrets.token_hex(4)))
             self.folder.rename(old)
+            self.old = old
         hidden.rename(self.folder)
         sync_folder(self.folder.parent)
-        if old is not None and _run_of(old) == self.run_id:
-            remove(old, self.run_id)
+        if self.old is not None and _run_of(self.old) == self.run_id:
+            remove(self.old, self.run_id)
 
     def _manifest(self, files: dict[str, Digest], serial: int) -> Manifest:
         return Manifest(
