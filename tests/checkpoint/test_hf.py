@@ -47,6 +47,7 @@ class TinyForm:
 
 
 FORM = TinyForm()
+ROOT = Path(__file__).parents[2]
 
 
 def weights() -> dict[str, Tensor]:
@@ -292,5 +293,5 @@ for i, name in enumerate(tensors):
     assert reader.parameter(name).clone()[-1] == i
 print(peak() - before)
 """
-    grown = float(subprocess.check_output([sys.executable, "-c", code], text=True))
+    grown = float(subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT))
     assert grown < 60
