@@ -41,6 +41,7 @@ def test_a_signal_saves_and_leaves_with_its_own_code(
 def test_a_second_ctrl_c_leaves_at_once(command: Callable[..., Command], here: Path) -> None:
     running = command("tiny.toml", *SLOW, "loss.sleep=3.0", "--run-dir", "r")
     running.until_step(here / "r/events.jsonl", 1)
+    time.sleep(0.5)  # well into the next step
     began = time.monotonic()
     for _ in range(2):
         running.process.send_signal(signal.SIGINT)

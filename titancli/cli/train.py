@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import click
 
 from titancli.cli.common import Common, split_overrides
 from titancli.cli.output import note, print_json
-from titancli.errors import EXIT_OK, UsageError
+from titancli.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
 
 if TYPE_CHECKING:
     from titancli.launchers.plan import Plan
@@ -102,6 +103,9 @@ def command(
     code = start(
         plan, count, plugin_files=files, json_events=as_json, traceback=common.traceback, announce=announce
     )
+    if code in (EXIT_STOPPED, EXIT_INTERRUPTED):
+        # All is saved, and the code says so: an impatient Ctrl-C from now on must not change it.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     _say_next(folders[0], nproc, count, files)
     return code
 

@@ -1,0 +1,52 @@
+"""Signals become a wish; the environment says which rank this is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from titancli.worker import Place, Stop
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_is_remembered_by_name_and_handlers_are_put_back(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with Stop().listening() as stop:
+        assert stop.requested is None
+        os.kill(os.getpid(), number)
+        assert stop.requested == number.name
+    assert signal.getsignal(number) is before
+
+
+def test_the_first_signal_counts() -> None:
+    with Stop().listening() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert stop.requested == "SIGTERM"
+
+
+def test_a_thread_that_may_not_handle_signals_runs_all_the_same() -> None:
+    seen: list[str | None] = []
+
+    def run() -> None:
+        with Stop().listening() as stop:
+            seen.append(stop.requested)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [None]
+
+
+def test_the_place_comes_from_what_torchrun_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    assert Place.from_environment() == Place(rank=0, world=1, local_rank=0, restart=0)
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert Place.from_environment() == Place(rank=5, world=8, local_rank=1, restart=2)
