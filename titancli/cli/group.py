@@ -23,10 +23,12 @@ class Entry(NamedTuple):
 
 COMMANDS = [
     Entry("Run", "train", "train", "Train a model from a recipe, or continue a run."),
+    Entry("Run", "generate", "generate", "Continue a prompt with a trained model."),
     Entry("Run", "convert-checkpoint", "convert", "Turn a checkpoint into a Hugging Face folder, or back."),
     Entry("Recipes", "validate", "validate", "Check recipes without running them."),
     Entry("Recipes", "config", "config", "Print a recipe with everything filled in."),
     Entry("Recipes", "list-recipes", "recipes", "List the recipes that can be named."),
+    Entry("Recipes", "new-recipe", "new_recipe", "Write a recipe file to begin with."),
     Entry("Plugins", "list-components", "components", "List what a recipe can name."),
     Entry("Plugins", "show", "show", "Show a component's fields."),
     Entry("Plugins", "plugins", "plugins", "List the plugins and their state, or show one."),

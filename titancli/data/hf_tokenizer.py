@@ -52,6 +52,7 @@ class HFTokenizer:
         self.vocab_size: int = max(ids.values()) + 1
         self.eos_id: int = self._find("eos", eos, required=True)
         self.bos_id: int | None = self._find("bos", None, required=False)
+        self.adds_bos: bool = self.bos_id is not None and self._tokenizer.encode("").ids[:1] == [self.bos_id]
         self.files: dict[str, str | Path] = {n: folder / n for n in FILES if (folder / n).is_file()}
         digest = xxhash.xxh3_128_hexdigest((folder / "tokenizer.json").read_bytes())
         self.fingerprint = f"hf:{digest}:{self.eos_id}"

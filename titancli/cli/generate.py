@@ -1,0 +1,232 @@
+"""`titan generate`: text from a run, a checkpoint, or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from titancli.cli.output import note, print_json
+from titancli.errors import EXIT_OK, UsageError
+
+if TYPE_CHECKING:
+    from titancli.generate.complete import Completion
+
+
+class Number(click.ParamType):
+    """A finite number in a range; click's own lets nan through."""
+
+    name = "number"
+
+    def __init__(self, said: str, low: float, high: float = math.inf, *, or_zero: bool = False) -> None:
+        self._said, self._low, self._high, self._or_zero = said, low, high, or_zero
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if (self._low <= number <= self._high and math.isfinite(number)) or (self._or_zero and number == 0):
+            return number
+        return self.fail(f"{value!r} is not {self._said}", param, ctx)
+
+
+@click.command("generate", short_help="Continue a prompt with a trained model.")
+@click.argument("src", type=click.Path(path_type=Path))
+@click.argument("prompt", required=False)
+@click.option(
+    "--prompts",
+    "file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help='Continue many: one a line, or in *.jsonl {"prompt": …}.',
+)
+@click.option(
+    "--max-new-tokens", type=click.IntRange(1), default=256, metavar="N", show_default=True, help="At most."
+)
+@click.option(
+    "--temperature",
+    type=Number("0, or at least 0.001", 0.001, or_zero=True),
+    default=0.8,
+    show_default=True,
+    help="Lower is less random; 0: the most probable token always.",
+)
+@click.option("--top-k", type=click.IntRange(1), metavar="K", help="Draw from the K most probable tokens.")
+@click.option(
+    "--top-p",
+    type=Number("above 0 and at most 1", math.ulp(0), 1.0),
+    default=1.0,
+    help="Draw from the most probable tokens that make up this probability.",
+)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Same seed, same text.")
+@click.option("--stop", metavar="TEXT", multiple=True, help="End before TEXT; may be repeated.")
+@click.option(
+    "-n", "--samples", type=click.IntRange(1), default=1, metavar="N", help="Completions of each prompt."
+)
+@click.option(
+    "--batch-size",
+    type=click.IntRange(1),
+    default=16,
+    metavar="N",
+    show_default=True,
+    help="Completions made together.",
+)
+@click.option("--bos/--no-bos", default=None, help="Begin with the tokenizer's bos.  [default: as trained]")
+@click.option(
+    "--tokenizer", metavar="FOLDER|NAME", help="Where SRC has none, or another: a folder, or byte, for one."
+)
+@click.option("--model-component", metavar="NAME", help="The model that reads a Hugging Face folder.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    help="What it computes in.  [default: bfloat16 on a GPU, float32 on the CPU]",
+)
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document at the end.")
+def command(src: Path, prompt: str | None, file: Path | None, as_json: bool, **options: Any) -> int:
+    """Continue a prompt with a trained model.
+
+    SRC is RUN (its newest good checkpoint), RUN/checkpoints/step-N, or a Hugging Face folder with
+    config.json and *.safetensors. Without PROMPT, or with "-", the prompt is read from standard input.
+
+    \b
+    titan generate runs/mine "def main("
+    titan generate ./Llama-3.2-1B --prompts questions.jsonl --temperature 0 --json
+    """
+    from titancli.generate.prompts import read_prompts
+
+    if "" in options["stop"]:
+        raise UsageError("--stop: an empty text ends everything", hint="leave it out")
+    if options["samples"] > 1 and options["temperature"] == 0:
+        raise UsageError(
+            f"-n {options['samples']} with temperature 0 makes equal completions",
+            hint="give a --temperature above 0",
+        )
+    return _generate(src, read_prompts(prompt, file), as_json, **options)
+
+
+def _generate(
+    src: Path,
+    texts: list[str],
+    as_json: bool,
+    *,
+    device: str,
+    dtype: str | None,
+    tokenizer: str | None,
+    model_component: str | None,
+    bos: bool | None,
+    temperature: float,
+    top_k: int | None,
+    top_p: float,
+    **rest: Any,
+) -> int:
+    import torch
+
+    from titancli.generate.complete import Request, complete
+    from titancli.generate.source import choose_device, encode, find_source, load_model
+    from titancli.rl.sampling import Sampling
+
+    place = choose_device(device)
+    dtype = dtype or ("float32" if place.type == "cpu" else "bfloat16")
+    started = time.monotonic()
+    source = find_source(src, tokenizer=tokenizer, component=model_component, say=note)
+    prompts = encode(source, texts, bos=bos)
+    request = Request(Sampling(temperature, top_k, top_p), **rest)
+    length = max(map(len, prompts)) + request.max_new_tokens
+    model = load_model(source, seq_len=length, device=place, dtype=getattr(torch, dtype))
+    loaded = time.monotonic()
+    note(f"{source.name} from {source.folder}, {dtype} on {place.type}: loaded in {loaded - started:.1f} s")
+    show = _Show(len(prompts), request.samples, as_json)
+    try:
+        made = complete(
+            source, model, prompts, request, device=place, on_text=show.text, on_done=show.completions
+        )
+    except KeyboardInterrupt:
+        note("")
+        raise
+    seconds = time.monotonic() - loaded
+    tokens = sum(completion.tokens for completion in made)
+    if as_json:
+        print_json(
+            "generation",
+            {
+                "source": str(source.folder),
+                "model": source.name,
+                "device": place.type,
+                "dtype": dtype,
+                "settings": {
+                    **asdict(request.sampling),
+                    "max_new_tokens": request.max_new_tokens,
+                    "seed": request.seed,
+                    "stop": list(request.stop),
+                },
+                "prompts": _rows(texts, prompts, made, request.samples),
+                "tokens": tokens,
+                "seconds": seconds,
+                "tokens_per_second": tokens / seconds,
+            },
+        )
+    note(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.4g} tokens/s; {_ends(made)}")
+    return EXIT_OK
+
+
+def _rows(
+    texts: list[str], prompts: list[list[int]], made: list[Completion], samples: int
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "prompt": text,
+            "tokens": len(prompt),
+            "completions": [asdict(c) for c in made[number * samples : (number + 1) * samples]],
+        }
+        for number, (text, prompt) in enumerate(zip(texts, prompts, strict=True))
+    ]
+
+
+def _ends(made: list[Completion]) -> str:
+    """`ended by length`, or how many ended by what."""
+    reasons = [completion.finish_reason for completion in made]
+    if len(reasons) == 1:
+        return f"ended by {reasons[0]}"
+    return "ended by " + ", ".join(f"{reason}: {reasons.count(reason)}" for reason in sorted(set(reasons)))
+
+
+class _Show:
+    """Text on stdout: as it comes where there is one completion, else each under a heading."""
+
+    def __init__(self, prompts: int, samples: int, as_json: bool) -> None:
+        self._prompts, self._samples, self._as_json = prompts, samples, as_json
+        self._single = prompts * samples == 1
+        self._done = 0
+
+    def text(self, text: str) -> None:
+        if self._single and not self._as_json:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def completions(self, made: list[Completion]) -> None:
+        for completion in made:
+            text = completion.text
+            if not self._as_json:
+                if not self._single:
+                    print(self._heading())
+                    sys.stdout.write(text)
+                sys.stdout.write("" if text.endswith("\n") else "\n")
+            self._done += 1
+        sys.stdout.flush()
+        total = self._prompts * self._samples
+        if not self._single and sys.stderr.isatty():
+            end = "\n" if self._done == total else ""
+            print(f"\r\x1b[K{self._done}/{total} completions", end=end, file=sys.stderr, flush=True)
+
+    def _heading(self) -> str:
+        """As `head` writes it over each of several files."""
+        prompt, sample = divmod(self._done, self._samples)
+        said = [f"prompt {prompt + 1}"] if self._prompts > 1 else []
+        said += [f"sample {sample + 1}"] if self._samples > 1 else []
+        return f"==> {', '.join(said)} <=="

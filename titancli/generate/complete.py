@@ -1,0 +1,163 @@
+"""Prompts in, completions out: batches, ends, and text as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from titancli.engine.seeds import derive
+from titancli.errors import EnvironmentProblem
+from titancli.generate.source import Source
+from titancli.generate.text import StopText, TextStream
+from titancli.rl.decode import Row, decode
+from titancli.rl.sampling import Sampling
+
+Finish = Literal["eos", "stop", "length"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of each prompt."""
+
+    sampling: Sampling
+    max_new_tokens: int = 256
+    seed: int = 0
+    samples: int = 1
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, and are not part of it."""
+    batch_size: int = 16
+    """Completions that are made together."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What one row became."""
+
+    text: str
+    tokens: int
+    """How many were drawn, the end marker and what a stop text cut off included."""
+    finish_reason: Finish
+    """The model's end marker, a stop text, or no room: max_new_tokens or the model's context."""
+
+
+OnText = Callable[[str], None]
+OnDone = Callable[[list[Completion]], None]
+
+
+@dataclass
+class _Writer:
+    """One row's text as it comes."""
+
+    stream: TextStream
+    stops: StopText
+    on_text: OnText
+    pieces: list[str] = field(default_factory=list)
+    tokens: int = 0
+    finish: Finish | None = None
+
+    def token(self, token: int, eos_ids: frozenset[int]) -> bool:
+        """Take one more; returns whether the row goes on."""
+        self.tokens += 1
+        if token in eos_ids:
+            self.end("eos")
+        else:
+            self._write(self.stream.feed(token))
+        return self.finish is None
+
+    def end(self, reason: Finish) -> None:
+        """No more tokens come; what was held back is text after all, unless a stop text is in it."""
+        self._write(self.stream.flush())
+        if self.finish is None:
+            self._show(self.stops.flush())
+            self.finish = reason
+
+    def _write(self, text: str) -> None:
+        shown, found = self.stops.feed(text)
+        self._show(shown)
+        if found:
+            self.finish = "stop"
+
+    def _show(self, text: str) -> None:
+        if text:
+            self.pieces.append(text)
+            self.on_text(text)
+
+    def completion(self) -> Completion:
+        return Completion("".join(self.pieces), self.tokens, self.finish or "length")
+
+
+def complete(
+    source: Source,
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    request: Request,
+    *,
+    device: torch.device,
+    on_text: OnText = lambda text: None,
+    on_done: OnDone = lambda completions: None,
+) -> list[Completion]:
+    """Continue each prompt `request.samples` times.
+
+    What a row draws follows from the seed, the prompt and the number of the sample, so that it reads the same
+    whatever else is asked for in the same call.
+
+    Args:
+        on_text: called with each piece of text as it comes, of all rows alike: for a single row.
+        on_done: called with the completions of each batch.
+
+    Returns:
+        The samples of the first prompt, then those of the second, and so on.
+
+    Raises:
+        EnvironmentProblem: a batch does not fit in the GPU's memory.
+    """
+    wanted = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(request.samples)]
+    completions: list[Completion] = []
+    for start in range(0, len(wanted), request.batch_size):
+        batch = wanted[start : start + request.batch_size]
+        try:
+            made = _complete_batch(source, model, prompts, batch, request, device, on_text)
+        except torch.OutOfMemoryError as error:
+            raise EnvironmentProblem(
+                f"{len(batch)} completions at once do not fit in the GPU's memory",
+                hint="take a smaller --batch-size or --max-new-tokens",
+            ) from error
+        on_done(made)
+        completions += made
+    return completions
+
+
+def _complete_batch(
+    source: Source,
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    batch: Sequence[tuple[int, int]],
+    request: Request,
+    device: torch.device,
+    on_text: OnText,
+) -> list[Completion]:
+    first = batch[0][0]
+    context = getattr(source.config, "max_seq_len", None)
+    rows, writers = [], []
+    for number, sample in batch:
+        prompt = prompts[number]
+        room = request.max_new_tokens if context is None else context - len(prompt)
+        seed = derive(request.seed, sample, *prompt)
+        rows.append(Row(number - first, seed, min(request.max_new_tokens, room)))
+        writers.append(_Writer(TextStream(source.tokenizer.decode, prompt), StopText(request.stop), on_text))
+    decode(
+        model,
+        prompts[first : batch[-1][0] + 1],
+        rows,
+        request.sampling,
+        lambda row, token: writers[row].token(token, source.eos_ids),
+        device=device,
+        vocab_size=source.tokenizer.vocab_size,
+    )
+    for writer in writers:
+        if writer.finish is None:
+            writer.end("length")
+    return [writer.completion() for writer in writers]

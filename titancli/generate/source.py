@@ -1,0 +1,209 @@
+"""What generates: a model and its tokenizer, out of a run, a checkpoint, or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titancli.checkpoint.convert import (
+    check_parameters,
+    find_checkpoint,
+    hf_form,
+    model_of,
+    parameter_shapes,
+    recipe_of,
+)
+from titancli.checkpoint.hf import put, read_hf
+from titancli.checkpoint.load import CheckpointReader
+from titancli.checkpoint.manifest import MANIFEST
+from titancli.engine.build import allocate
+from titancli.errors import EnvironmentProblem, PluginError, UsageError
+from titancli.registry.component import build, component_info
+from titancli.registry.kinds import Tokenizer
+from titancli.runs import RunFolder
+
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Found and checked, its weights still on the disk."""
+
+    folder: Path
+    """The checkpoint, or the Hugging Face folder."""
+    config: Any
+    """The model's."""
+    tokenizer: Tokenizer
+    eos_ids: frozenset[int]
+    """Tokens that end a text."""
+    bos: bool
+    """Whether the model has learnt texts that begin with bos."""
+    read: Callable[[str], Tensor]
+    """A parameter, whole, on the CPU."""
+
+    @property
+    def name(self) -> str:
+        """The model component's."""
+        return component_info(self.config).name
+
+
+def find_source(src: Path, *, tokenizer: str | None, component: str | None, say: Say) -> Source:
+    """Find what SRC names, and check everything but the weights' values.
+
+    Args:
+        src: a run (its newest good checkpoint), a checkpoint, or a folder with config.json and safetensors.
+        tokenizer: a tokenizer component that needs no settings, or a folder; None: the source's own.
+        component: the model that reads a Hugging Face folder; None: the one of its model_type.
+        say: is told of checkpoints that had to be passed over.
+
+    Raises:
+        TitanError: it is none of these, is damaged, has no tokenizer, or its weights are another model's.
+    """
+    if not src.is_dir():
+        raise EnvironmentProblem(f"there is no folder {src}", hint="name a run, a checkpoint, or a HF folder")
+    if (src / MANIFEST).is_file() or RunFolder.is_run(src) or (src / "checkpoints").is_dir():
+        if component is not None:
+            raise UsageError("--model-component goes with a Hugging Face folder", hint="leave it out")
+        return _from_checkpoint(src, tokenizer, say)
+    if (src / "config.json").is_file():
+        return _from_hf(src.absolute(), tokenizer, component)
+    raise EnvironmentProblem(
+        f"{src} is neither a run, nor a checkpoint, nor a Hugging Face folder",
+        hint="name RUN, RUN/checkpoints/step-N, or a folder with config.json and *.safetensors",
+    )
+
+
+def _from_checkpoint(src: Path, tokenizer: str | None, say: Say) -> Source:
+    folder = find_checkpoint(src, say)
+    config, own = recipe_of(folder)
+    built = _tokenizer(tokenizer) if tokenizer is not None or own is None else build(own)
+    # Looking for the newest good one has read every file already.
+    reader = CheckpointReader(folder, prefix="model.", verify=folder == src.absolute())
+    check_parameters(reader, config, folder)
+    return Source(folder, config, built, frozenset({built.eos_id}), False, reader.read)
+
+
+def _from_hf(src: Path, tokenizer: str | None, component: str | None) -> Source:
+    _, _, config = model_of(src, component)
+    if tokenizer is None and (src / "tokenizer.json").is_file():
+        tokenizer = str(src)
+    built = _tokenizer(tokenizer)
+    reader = read_hf(src, hf_form(config))
+    reader.check(parameter_shapes(config))
+    eos_ids = frozenset({built.eos_id, *_eos_ids(src)})
+    return Source(src, config, built, eos_ids, getattr(built, "adds_bos", False), reader.parameter)
+
+
+def _tokenizer(name: str | None) -> Tokenizer:
+    """The tokenizer that was named."""
+    from titancli.data import HFTokenizer
+    from titancli.registry import current
+
+    if name is None:
+        raise EnvironmentProblem(
+            "these weights come without a tokenizer", hint="name one: --tokenizer FOLDER, or --tokenizer byte"
+        )
+    if "/" in name or Path(name).is_dir():
+        return build(HFTokenizer(path=Path(name).absolute()))
+    config = current().find("tokenizer", name)
+    if needed := [f.name for f in dataclasses.fields(config) if f.default is dataclasses.MISSING]:
+        raise UsageError(
+            f"--tokenizer {name}: this one needs {', '.join(needed)}",
+            hint="name a folder with tokenizer.json, with a / in it",
+        )
+    return build(config())
+
+
+def _eos_ids(folder: Path) -> list[int]:
+    """The end markers that a Hugging Face folder names; an instruct model has several."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            found = json.loads((folder / name).read_bytes()).get("eos_token_id")
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
+            raise EnvironmentProblem(
+                f"{folder / name} is damaged: {error}", hint="download it again"
+            ) from error
+        ids = found if isinstance(found, list) else [found]
+        if ids := [i for i in ids if isinstance(i, int)]:
+            return ids
+    return []
+
+
+def encode(source: Source, texts: Sequence[str], *, bos: bool | None = None) -> list[list[int]]:
+    """Token ids of prompts; an empty one begins a new text, after the end of another.
+
+    Args:
+        bos: whether they begin with the tokenizer's bos; None: as the model has learnt.
+
+    Raises:
+        UsageError: the tokenizer has no bos, or a prompt leaves no room in the model's context.
+        EnvironmentProblem: the tokenizer is another model's.
+    """
+    tokenizer, config = source.tokenizer, source.config
+    bos_id = getattr(tokenizer, "bos_id", None)
+    if bos and bos_id is None:
+        raise UsageError("--bos: the tokenizer has no bos", hint="leave it out")
+    first = [bos_id] if bos_id is not None and (source.bos if bos is None else bos) else []
+    prompts = [first + ids or [tokenizer.eos_id] for ids in tokenizer.encode_batch(list(texts))]
+    vocab_size, longest = getattr(config, "vocab_size", None), getattr(config, "max_seq_len", None)
+    for number, prompt in enumerate(prompts, start=1):
+        which = "the prompt" if len(prompts) == 1 else f"prompt {number}"
+        if vocab_size is not None and max(prompt) >= vocab_size:
+            raise EnvironmentProblem(
+                f"{which} has the token {max(prompt)}, and the model has only {vocab_size} tokens",
+                hint="the tokenizer is not this model's: name the right one with --tokenizer",
+            )
+        if longest is not None and len(prompt) >= longest:
+            raise UsageError(
+                f"{which} has {len(prompt)} tokens, and the model's context (max_seq_len) is {longest}",
+                hint="shorten it, to leave room for at least one new token",
+            )
+    return prompts
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is the GPU where there is one.
+
+    Raises:
+        EnvironmentProblem: there is no GPU, and `cuda` was asked for.
+    """
+    there = torch.cuda.is_available()
+    if name == "cuda" and not there:
+        raise EnvironmentProblem("--device cuda: torch sees no GPU", hint="take --device cpu")
+    return torch.device("cuda" if there and name != "cpu" else "cpu")
+
+
+def load_model(source: Source, *, seq_len: int, device: torch.device, dtype: torch.dtype) -> Any:
+    """The model, whole, on one device.
+
+    Raises:
+        PluginError: it cannot generate.
+        EnvironmentProblem: its weights cannot be read, or do not fit in memory.
+    """
+    with torch.device("meta"):
+        model = build(source.config, seq_len=seq_len)
+    if not hasattr(model, "new_cache"):
+        raise PluginError(
+            f"the model {source.name} cannot generate: it has no new_cache",
+            hint="what a model needs for that is in titancli.registry.kinds.Model",
+        )
+    model = model.to(dtype).eval()
+    try:
+        allocate(model, device)
+        for name, parameter in model.named_parameters():
+            put(parameter, source.read(name))
+    except torch.OutOfMemoryError as error:
+        size = sum(p.numel() for p in model.parameters()) * dtype.itemsize / 2**30
+        raise EnvironmentProblem(
+            f"the weights, {size:.1f} GiB, do not fit in the GPU's memory",
+            hint="take --dtype bfloat16, or --device cpu",
+        ) from error
+    return model

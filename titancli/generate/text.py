@@ -1,0 +1,83 @@
+"""Text of tokens as they come: never half a character, and nothing of a stop text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+UNFINISHED = "\ufffd"
+"""What decoders put where bytes make no character, or none yet."""
+CONTEXT = 8
+"""How far back in the prompt a decoder is shown what a completion begins after."""
+
+
+class TextStream:
+    """Tokens in, whole characters out.
+
+    What a token reads as may depend on the one before it (a leading space is dropped at the beginning of a
+    text) and on those after it (bytes of one character). So a short window of tokens is decoded with and
+    without the newest, and the difference is the news; it is held back while it ends within a character.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int] = ()) -> None:
+        """`decode` is the tokenizer's; `prompt` is what the text continues."""
+        self._decode = decode
+        self._window, self._known = self._context(prompt)
+        self._old = len(self._window)
+        """Tokens of the window whose text is out, `_known`."""
+
+    def _context(self, prompt: Sequence[int]) -> tuple[list[int], str]:
+        """The last tokens of the prompt, as few as read as whole characters."""
+        for size in range(1, min(CONTEXT, len(prompt)) + 1):
+            window = list(prompt[-size:])
+            text = self._decode(window)
+            if text and UNFINISHED not in text:
+                return window, text
+        return [], ""
+
+    def feed(self, token: int) -> str:
+        """What can be shown after one more token; may be empty."""
+        self._window.append(token)
+        text = self._decode(self._window)
+        if len(text) <= len(self._known) or text.endswith(UNFINISHED):
+            return ""
+        news = text[len(self._known) :]
+        del self._window[: self._old]
+        self._old = len(self._window)
+        self._known = self._decode(self._window)
+        return news
+
+    def flush(self) -> str:
+        """What was held back, at the end: bytes that never became a character read as U+FFFD."""
+        return self._decode(self._window)[len(self._known) :]
+
+
+class StopText:
+    """Cuts a stream of text where the first of some texts begins."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """What can be shown after some more text, and whether a stop text was found.
+
+        The end of the text is held back as long as it may be the beginning of a stop text. Of several stop
+        texts the one that is complete first counts, however the text is cut into pieces.
+        """
+        text = self._held + text
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self._held = ""
+            return text[: min(found)[1]], True
+        held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held], False
+
+    def flush(self) -> str:
+        """What was held back, at the end."""
+        return self._held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that `stop` begins with."""
+    return next(n for n in range(min(len(text), len(stop) - 1), -1, -1) if text.endswith(stop[:n]))

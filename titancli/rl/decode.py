@@ -1,0 +1,95 @@
+"""Token after token: the loop that `titan generate` and rollouts share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titancli.errors import TitanError
+from titancli.rl.sampling import Sampling, choose, uniforms
+
+OnToken = Callable[[int, int], bool]
+"""Called with a row and its new token; returns whether the row goes on."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One completion that is to be made."""
+
+    prompt: int
+    """Which of the prompts it continues; several rows may continue one."""
+    seed: int
+    """What it draws depends on this and on the prompt, not on the rows beside it."""
+    limit: int
+    """Tokens at most."""
+
+
+@torch.no_grad()
+def decode(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    rows: Sequence[Row],
+    sampling: Sampling,
+    on_token: OnToken,
+    *,
+    device: torch.device,
+    vocab_size: int | None = None,
+) -> None:
+    """Continue prompts together, each row until `on_token` says that it ends or its limit is reached.
+
+    A prompt is read once, however many rows continue it; a row that has ended costs nothing more.
+
+    Args:
+        model: has `new_cache` (see `titancli.registry.kinds.Model`).
+        prompts: token ids; none is empty, and each is continued by a row at least.
+        vocab_size: ids from here on are never chosen; None: the model's own.
+
+    Raises:
+        TitanError: the model gives numbers that are not finite.
+    """
+    tokens, padding = _left_padded(prompts, device)
+    limit = max(row.limit for row in rows)
+    # The last token that is drawn is never read.
+    cache = model.new_cache(tokens.shape[1] + limit - 1, padding)
+    logits = model(tokens, cache=cache)[:, -1, :vocab_size]
+    owners = torch.tensor([row.prompt for row in rows], device=device)
+    if owners.tolist() != list(range(len(prompts))):
+        cache.select(owners)
+        logits = logits[owners]
+    numbers = uniforms([row.seed for row in rows], limit).to(device)
+    alive = list(range(len(rows)))
+    for step in range(limit):
+        chosen = choose(_finite(logits), sampling, numbers[alive, step])
+        ids = chosen.tolist()
+        kept = [i for i, row in enumerate(alive) if on_token(row, ids[i]) and step + 1 < rows[row].limit]
+        if not kept:
+            return
+        if len(kept) < len(alive):
+            alive = [alive[i] for i in kept]
+            selected = torch.tensor(kept, device=device)
+            cache.select(selected)
+            chosen = chosen[selected]
+        logits = model(chosen[:, None], cache=cache)[:, -1, :vocab_size]
+
+
+def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """[B, S] int64 of prompts that end together, and [B] how much padding each has (None: none has any)."""
+    longest = max(map(len, prompts))
+    lacking = [longest - len(prompt) for prompt in prompts]
+    tokens = torch.tensor(
+        [[0] * lack + list(prompt) for lack, prompt in zip(lacking, prompts, strict=True)], device=device
+    )
+    return tokens, torch.tensor(lacking, device=device) if any(lacking) else None
+
+
+def _finite(logits: Tensor) -> Tensor:
+    if not bool(torch.isfinite(logits.amax(-1)).all()):
+        raise TitanError(
+            "the model's output is not finite: its weights have diverged, or do not fit the dtype",
+            hint="try an earlier checkpoint, or float32",
+        )
+    return logits
