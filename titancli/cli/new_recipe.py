@@ -1,0 +1,100 @@
+"""`titan new-recipe`: a recipe file to begin with, from another recipe or from a torchtitan job config."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+
+import click
+
+from titancli.cli.failures import tell
+from titancli.cli.output import note
+from titancli.errors import EXIT_OK, TitanError, UsageError
+from titancli.recipe import find_recipe, load_recipe
+from titancli.registry import current
+
+SCHEMA_NAME = "titan.schema.json"
+
+
+@click.command("new-recipe", short_help="Write a recipe file to begin with.")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--from", "base", metavar="RECIPE", help="Extend this recipe; its keys are listed as comments.")
+@click.option(
+    "--from-torchtitan",
+    "job",
+    type=click.Path(path_type=Path),
+    metavar="JOB.toml",
+    help="Translate a job config of torchtitan 0.2.2 or before.",
+)
+def command(file: Path, base: str | None, job: Path | None) -> int:
+    """Write a recipe FILE to begin with. An existing FILE is left alone.
+
+    --from-torchtitan prints every field that could not be carried over, with its line and the reason; the
+    same account stands at the end of FILE.
+    """
+    if (base is None) == (job is None):
+        raise UsageError(
+            "new-recipe begins from one thing",
+            hint="titan new-recipe FILE --from RECIPE, or titan new-recipe FILE --from-torchtitan JOB.toml",
+        )
+    if file.suffix != ".toml":
+        raise UsageError(f"{file}: the name of a recipe ends in .toml")
+    if file.exists():
+        raise UsageError(f"{file} exists", hint="give another name, or remove it")
+    if job is not None:
+        return _translate(file, job)
+    return _extend(file, str(base))
+
+
+def _extend(file: Path, base: str) -> int:
+    from titancli.recipe.template import template
+
+    loaded = load_recipe(base)
+    schema = f"./{SCHEMA_NAME}" if (file.parent / SCHEMA_NAME).is_file() else None
+    _write(file, template(loaded, _reference(base, file), _name(file), schema))
+    note(f"{file}: take the '# ' off a key to change it")
+    note(f"next:  titan train {_path(file)}")
+    return EXIT_OK
+
+
+def _translate(file: Path, job: Path) -> int:
+    from titancli.recipe.torchtitan import translate
+
+    found = translate(job, _name(file), current())
+    _write(file, found.text)
+    for line in found.lines(str(job)):
+        print(line)
+    lost = [remark for remark in found.lost if remark.line is not None]
+    note(f"{file}: {found.moved} fields carried over, {len(lost)} not")
+    try:
+        load_recipe(file)
+    except TitanError as error:
+        note(f"{file} does not validate yet:")
+        return tell(error)
+    note(f"next:  titan train {_path(file)} --dry-run")
+    return EXIT_OK
+
+
+def _reference(base: str, file: Path) -> str:
+    """What FILE writes in `extends`: a path from its own folder, or a name with its plugin."""
+    path = find_recipe(base)
+    for plugin, folder in current().recipe_folders():
+        if path.parent == folder and "/" not in base and not base.endswith(".toml"):
+            return f"{plugin}:{path.stem}"
+    relative = os.path.relpath(path.absolute(), file.absolute().parent)
+    return relative if os.path.isabs(relative) or relative.startswith(".") else f"./{relative}"
+
+
+def _name(file: Path) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", file.stem).strip("-._") or "run"
+
+
+def _path(file: Path) -> str:
+    return shlex.quote(str(file))
+
+
+def _write(file: Path, text: str) -> None:
+    with file.open("x", encoding="utf-8") as opened:
+        opened.write(text)

@@ -1,0 +1,319 @@
+"""Every field of a torchtitan 0.2.2 job config, and what becomes of it.
+
+`carried`: the recipe has a key that means the same. `told`: it has none, and the reason is said unless the
+value asks for nothing that titan does not do anyway. `part`: one of several fields that together say what a
+component is; `parts.py` reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+_LATER = "this titan has no [{}] section"
+_PIPELINE = "this titan's pipeline, if it has one, is not set up by this field"
+_FAULT = "titan has no TorchFT; `--resume` and the launcher's max_restarts bring a run back"
+_LOADER = "data is read by one thread of each rank"
+
+
+@dataclass(frozen=True)
+class Field:
+    name: str
+    """`section.field`."""
+    types: tuple[type, ...]
+    default: Any
+    to: str | None = None
+    """The recipe's key that takes the value."""
+    why: str = ""
+    """What to say where it cannot be carried."""
+    titan: Any = None
+    """The value that says what titan does anyway."""
+    always: bool = False
+    """The recipe gets it even where the job leaves it out, since titan's own default is another."""
+
+
+def carried(
+    name: str, types: Any, default: Any, to: str = "", *, always: bool = False, why: str = ""
+) -> Field:
+    return Field(name, _types(types), default, to or name, why, default, always)
+
+
+def told(name: str, types: Any, default: Any, why: str, **titan: Any) -> Field:
+    return Field(name, _types(types), default, None, why, titan.get("titan", default))
+
+
+def part(name: str, types: Any, default: Any) -> Field:
+    return Field(name, _types(types), default)
+
+
+def _types(types: Any) -> tuple[type, ...]:
+    given = types if isinstance(types, tuple) else (types,)
+    return (*given, int) if float in given else given
+
+
+def _loader(section: str) -> list[Field]:
+    return [
+        told(f"{section}.num_workers", int, 0, _LOADER),
+        told(f"{section}.persistent_workers", bool, False, _LOADER),
+        told(f"{section}.pin_memory", bool, False, "titan pins batches on its own where there is a GPU"),
+        told(f"{section}.prefetch_factor", int, None, _LOADER),
+    ]
+
+
+def _profiling() -> list[Field]:
+    rows: list[tuple[str, type, Any]] = [
+        ("enable_profiling", bool, False),
+        ("save_traces_folder", str, "profile_traces"),
+        ("profile_freq", int, 10),
+        ("profiler_active", int, 1),
+        ("profiler_warmup", int, 3),
+        ("enable_memory_snapshot", bool, False),
+        ("save_memory_snapshot_folder", str, "memory_snapshot"),
+    ]
+    return [carried(f"profiling.{name}", t, d, why=_LATER.format("profiling")) for name, t, d in rows]
+
+
+JOB = [
+    told("job.config_file", str, None, "a recipe names the recipes it builds on with `extends`"),
+    told("job.dump_folder", str, "./outputs", "the run folder is named on the command line: --run-dir DIR"),
+    carried("job.description", str, "default job", "description"),
+    told("job.print_config", bool, False, "`titan config RECIPE` prints the resolved recipe"),
+    told("job.save_config_file", str, None, "every run folder has its resolved recipe, recipe.lock.toml"),
+    told("job.custom_config_module", str, "", "a recipe runs no code; what it adds is a plugin's component"),
+]
+METRICS = [
+    carried("metrics.log_freq", int, 10),
+    part("metrics.enable_tensorboard", bool, False),
+    told("metrics.disable_color_printing", bool, False, "set NO_COLOR in the environment"),
+    told("metrics.save_tb_folder", str, "tb", "TensorBoard files lie in the run folder's tb/"),
+    told("metrics.save_for_all_ranks", bool, False, "metrics are those of all ranks together, written once"),
+    part("metrics.enable_wandb", bool, False),
+]
+MODEL = [
+    part("model.name", str, "llama3"),
+    part("model.flavor", str, "debugmodel"),
+    part("model.hf_assets_path", str, "./tests/assets/tokenizer"),
+    part("model.tokenizer_path", str, None),
+    part("model.converters", (list, str), []),
+    told("model.print_after_conversion", bool, False, "titan does not print modules"),
+]
+OPTIMIZER = [
+    part("optimizer.name", str, "AdamW"),
+    carried("optimizer.lr", float, 8e-4),
+    carried("optimizer.beta1", float, 0.9),
+    carried("optimizer.beta2", float, 0.95),
+    carried("optimizer.eps", float, 1e-8),
+    carried("optimizer.weight_decay", float, 0.1),
+    carried("optimizer.implementation", str, "fused"),
+    told(
+        "optimizer.early_step_in_backward",
+        bool,
+        False,
+        "the optimizer steps once, after all gradients are there",
+    ),
+]
+SCHEDULE = [
+    part("lr_scheduler.warmup_steps", int, 200),
+    carried("lr_scheduler.total_steps", int, None),
+    part("lr_scheduler.decay_ratio", float, None),
+    carried("lr_scheduler.decay_type", str, "linear"),
+    carried("lr_scheduler.min_lr_factor", float, 0.0),
+]
+TRAINING = [
+    part("training.dataset", str, "c4_test"),
+    part("training.dataset_path", str, None),
+    carried("training.local_batch_size", int, 8),
+    part("training.global_batch_size", int, -1),
+    carried("training.seq_len", int, 2048),
+    carried("training.max_norm", float, 1.0),
+    carried("training.steps", int, 10000, always=True),
+    told(
+        "training.enable_cpu_offload", bool, False, "parameters stay on the device: CPU offload is not built"
+    ),
+    carried("training.dtype", str, "float32"),
+    carried("training.mixed_precision_param", str, "bfloat16"),
+    carried("training.mixed_precision_reduce", str, "float32"),
+    carried("training.gc_freq", int, 50),
+    told("training.gc_debug", bool, False, "titan has no debugging of garbage collection"),
+    *_loader("training.dataloader"),
+]
+PARALLELISM = [
+    carried("parallelism.data_parallel_replicate_degree", int, 1, "mesh.dp_replicate"),
+    carried("parallelism.data_parallel_shard_degree", int, -1, "mesh.dp_shard"),
+    carried("parallelism.fsdp_reshard_after_forward", str, "default", "parallelize.reshard_after_forward"),
+    carried("parallelism.tensor_parallel_degree", int, 1, "mesh.tp"),
+    told(
+        "parallelism.disable_loss_parallel", bool, False, "under tensor parallelism the loss is parallel too"
+    ),
+    told("parallelism.enable_async_tensor_parallel", bool, False, "async tensor parallelism is not built"),
+    carried("parallelism.pipeline_parallel_degree", int, 1, "mesh.pp"),
+    told("parallelism.module_fqns_per_model_part", list, None, _PIPELINE),
+    told("parallelism.pipeline_parallel_first_stage_less_layers", int, 1, _PIPELINE),
+    told("parallelism.pipeline_parallel_last_stage_less_layers", int, 1, _PIPELINE),
+    told("parallelism.pipeline_parallel_layers_per_stage", int, None, _PIPELINE),
+    told("parallelism.pipeline_parallel_schedule", str, "1F1B", _PIPELINE),
+    told("parallelism.pipeline_parallel_schedule_csv", str, "", _PIPELINE),
+    told("parallelism.pipeline_parallel_microbatch_size", int, 1, _PIPELINE),
+    told("parallelism.pipeline_parallel_expert_parallel_overlap", bool, True, _PIPELINE),
+    carried("parallelism.context_parallel_degree", int, 1, "mesh.cp"),
+    told(
+        "parallelism.context_parallel_load_balancer",
+        str,
+        "headtail",
+        "how rows are balanced is titan's choice",
+    ),
+    told(
+        "parallelism.context_parallel_rotate_method",
+        str,
+        "allgather",
+        "how keys are exchanged is titan's choice",
+    ),
+    carried("parallelism.expert_parallel_degree", int, 1, "mesh.ep"),
+    told(
+        "parallelism.expert_tensor_parallel_degree", int, 1, "experts are not cut over a degree of their own"
+    ),
+    told(
+        "parallelism.expert_parallel_comm_backend",
+        str,
+        "standard",
+        "there is one expert exchange, torch's own",
+    ),
+]
+CHECKPOINT = [
+    carried("checkpoint.enable", bool, False, always=True),
+    told("checkpoint.enable_ft_dataloader_checkpoints", bool, True, _FAULT),
+    told("checkpoint.folder", str, "checkpoint", "checkpoints lie in the run folder's checkpoints/"),
+    carried("checkpoint.interval", int, 500),
+    part("checkpoint.initial_load_path", str, None),
+    told(
+        "checkpoint.initial_load_model_only", bool, True, "`weights` takes weights; --resume takes all state"
+    ),
+    part("checkpoint.initial_load_in_hf", bool, False),
+    told(
+        "checkpoint.initial_load_in_hf_quantized", bool, False, "quantised Hugging Face folders are not read"
+    ),
+    told(
+        "checkpoint.last_save_model_only",
+        bool,
+        True,
+        "the last checkpoint holds all state like every other; `titan convert-checkpoint` exports the model",
+        titan=False,
+    ),
+    told("checkpoint.last_save_in_hf", bool, False, "export it: titan convert-checkpoint RUN OUT --to hf"),
+    told("checkpoint.export_dtype", str, "float32", "export it with titan convert-checkpoint … --dtype"),
+    carried("checkpoint.async_mode", str, "disabled"),
+    carried("checkpoint.keep_latest_k", int, 10),
+    told("checkpoint.load_step", int, -1, "said when a run is continued: titan train RUN --resume --step N"),
+    told("checkpoint.exclude_from_loading", (list, str), [], "a resumed run takes all of its state"),
+    told(
+        "checkpoint.enable_first_step_checkpoint", bool, False, "checkpoints are saved each `interval` steps"
+    ),
+    told(
+        "checkpoint.create_seed_checkpoint",
+        bool,
+        False,
+        "not needed: initial values follow from training.seed on every layout",
+    ),
+    told(
+        "checkpoint.load_only", bool, False, "with weights = … and checkpoint.enable = false nothing is saved"
+    ),
+]
+ACTIVATION_CHECKPOINT = [
+    part("activation_checkpoint.mode", str, "selective"),
+    part("activation_checkpoint.selective_ac_option", (str, int), "2"),
+    told(
+        "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns",
+        list,
+        ["moe.router.gate"],
+        "the results of all matrix products are kept alike",
+    ),
+    told("activation_checkpoint.early_stop", bool, False, "recomputing stops where torch stops it"),
+    told("activation_checkpoint.memory_budget", float, 0.5, "the mode memory_budget is not built"),
+    told("activation_checkpoint.visualize_memory_budget_pareto", bool, False, "memory_budget is not built"),
+    told("activation_checkpoint.preserve_rng_state", bool, True, "nothing that is recomputed is random"),
+    told("activation_checkpoint.determinism_check", str, "default", "torch's default check is used"),
+    told("activation_checkpoint.debug", bool, False, "there is no debug output of recomputing"),
+]
+COMPILE = [
+    carried("compile.enable", bool, False),
+    part("compile.components", (list, str), ["model", "loss"]),
+    carried("compile.backend", str, "inductor"),
+]
+FLOAT8, MX = "quantize.linear.float8", "quantize.linear.mx"
+GROUPED_FLOAT8, GROUPED_MX = "quantize.grouped_mm.float8", "quantize.grouped_mm.mx"
+QUANTIZE = [
+    part(f"{FLOAT8}.enable_fsdp_float8_all_gather", bool, False),
+    part(f"{FLOAT8}.precompute_float8_dynamic_scale_for_fsdp", bool, False),
+    part(f"{FLOAT8}.recipe_name", str, None),
+    part(f"{FLOAT8}.filter_fqns", (list, str), []),
+    part(f"{FLOAT8}.emulate", bool, False),
+    part(f"{MX}.mxfp8_dim1_cast_kernel_choice", str, "triton"),
+    part(f"{MX}.recipe_name", str, "mxfp8_cublas"),
+    part(f"{MX}.filter_fqns", (list, str), ["output"]),
+    part(f"{GROUPED_FLOAT8}.fqns", (list, str), []),
+    part(f"{GROUPED_MX}.recipe_name", str, "mxfp8"),
+    part(f"{GROUPED_MX}.fqns", (list, str), []),
+]
+COMM = [
+    carried("comm.init_timeout_seconds", int, 300),
+    carried("comm.train_timeout_seconds", int, 100),
+    carried("comm.trace_buf_size", int, 20000),
+    told("comm.save_traces_folder", str, "comm_traces", "the flight recorder writes into the run folder"),
+    told("comm.save_traces_file_prefix", str, "rank_", "the flight recorder names its files itself"),
+    told("comm.mode", str, "default", "`titan train RECIPE --dry-run` shows what would run"),
+]
+OTHERS = [
+    told("memory_estimation.enable", bool, False, "`titan train RECIPE --dry-run` estimates memory"),
+    told(
+        "memory_estimation.disable_fake_mode", bool, False, "`titan train RECIPE --dry-run` estimates memory"
+    ),
+    told("fault_tolerance.enable", bool, False, _FAULT),
+    told("fault_tolerance.process_group", str, "gloo", _FAULT),
+    told("fault_tolerance.process_group_timeout_ms", int, 10000, _FAULT),
+    told("fault_tolerance.replica_id", int, 0, _FAULT),
+    told("fault_tolerance.group_size", int, 0, _FAULT),
+    told("fault_tolerance.min_replica_size", int, 1, _FAULT),
+    told("fault_tolerance.semi_sync_method", str, None, _FAULT),
+    told("experimental.custom_import", str, "", "what it registers is offered by a plugin: `titan plugins`"),
+    told("experimental.custom_args_module", str, "", "a recipe runs no code; what it adds is a plugin's"),
+]
+VALIDATION = [
+    carried("validation.enable", bool, False, why=_LATER.format("validation")),
+    told("validation.dataset", str, "c4_validation", _LATER.format("validation")),
+    told("validation.dataset_path", str, None, _LATER.format("validation")),
+    carried("validation.local_batch_size", int, 8, why=_LATER.format("validation")),
+    carried("validation.seq_len", int, 2048, why=_LATER.format("validation")),
+    carried("validation.freq", int, 10, why=_LATER.format("validation")),
+    carried("validation.steps", int, -1, why=_LATER.format("validation")),
+    *_loader("validation.dataloader"),
+]
+DEBUG = [
+    carried("debug.seed", int, None, "training.seed"),
+    carried("debug.deterministic", bool, False),
+    told(
+        "debug.deterministic_warn_only", bool, False, "debug.deterministic raises where torch has no such op"
+    ),
+    told("debug.moe_force_load_balance", bool, False, "tokens go where the router sends them"),
+]
+FIELDS: dict[str, Field] = {
+    field.name: field
+    for field in [
+        *JOB,
+        *_profiling(),
+        *METRICS,
+        *MODEL,
+        *OPTIMIZER,
+        *SCHEDULE,
+        *TRAINING,
+        *PARALLELISM,
+        *CHECKPOINT,
+        *ACTIVATION_CHECKPOINT,
+        *COMPILE,
+        *QUANTIZE,
+        *COMM,
+        *OTHERS,
+        *VALIDATION,
+        *DEBUG,
+    ]
+}
+"""By name."""

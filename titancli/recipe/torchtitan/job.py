@@ -1,0 +1,148 @@
+"""A job config while it is translated: what it says, where, and what has become of it so far."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from titancli.recipe.hints import arms, bare, fields_of
+from titancli.recipe.problems import nearest
+from titancli.recipe.scan import KeyPath
+from titancli.recipe.schema import Recipe
+from titancli.recipe.torchtitan.fields import FIELDS, Field
+from titancli.recipe.torchtitan.older import GONE, RENAMED
+from titancli.recipe.tree import Node, dotted
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A field that the job writes."""
+
+    name: str
+    """As it is written; `field.name` is what torchtitan 0.2.2 calls it."""
+    field: Field
+    value: Any
+    line: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Remark:
+    """Something to say of one field."""
+
+    name: str
+    line: int | None
+    """None for a field that the job leaves to torchtitan's default."""
+    value: Any
+    text: str
+
+
+class Job:
+    """Reads fields by torchtitan 0.2.2's names, and collects the recipe and the remarks."""
+
+    def __init__(self, root: Node) -> None:
+        self.recipe: dict[str, Any] = {}
+        self.lost: list[Remark] = []
+        """What the recipe does not say."""
+        self.changed: list[Remark] = []
+        """What the recipe says in another way, or more exactly."""
+        self.idle: list[Remark] = []
+        """Fields without a counterpart whose values ask for what titan does anyway."""
+        self.moved: set[str] = set()
+        """Names, as written, that the recipe has taken over."""
+        self.entries: dict[str, Entry] = {}
+        for path, node in _leaves(root):
+            self._read(path, node)
+
+    def _read(self, path: KeyPath, node: Node) -> None:
+        written = dotted(path)
+        location = node.origin.location("key")
+        line = location.line if location else 1
+        value = node.plain()
+        name = RENAMED.get(written, written)
+        field = FIELDS.get(name) or GONE.get(name)
+        if field is None:
+            known = [known for known in FIELDS if known.rpartition(".")[0] == written.rpartition(".")[0]]
+            near = nearest(written, known or FIELDS)
+            text = "torchtitan 0.2.2 has no such field" + (
+                f": {near}" if near else "; a custom config module's?"
+            )
+            self.lost.append(Remark(written, line, value, text))
+        elif not _fits(value, field.types):
+            words = " or ".join(kind.__name__ for kind in field.types)
+            self.lost.append(Remark(written, line, value, f"torchtitan wants {words} here"))
+        elif name in self.entries:
+            other = self.entries[name]
+            self.lost.append(Remark(written, line, value, f"{other.name} in line {other.line} says the same"))
+        else:
+            self.entries[name] = Entry(written, field, value, line)
+
+    def value(self, name: str) -> Any:
+        """What a field is: what the job writes, or torchtitan's default."""
+        entry = self.entries.get(name)
+        return entry.value if entry else (FIELDS.get(name) or GONE[name]).default
+
+    def written(self, name: str) -> bool:
+        return name in self.entries
+
+    def put(self, key: str, value: Any, *sources: str) -> None:
+        """Set a key of the recipe; `sources` are the fields that it comes from."""
+        table = self.recipe
+        *above, last = key.split(".")
+        for part in above:
+            table = table.setdefault(part, {})
+        table[last] = value
+        self.take(*sources)
+
+    def take(self, *names: str) -> None:
+        """Fields whose meaning the recipe has."""
+        self.moved.update(self.entries[name].name for name in names if name in self.entries)
+
+    def lose(self, name: str, why: str) -> None:
+        """A field that the recipe does not say, and why."""
+        self.lost.append(self._remark(name, why))
+
+    def change(self, name: str, how: str) -> None:
+        """A field that the recipe says in another way, and how."""
+        self.take(name)
+        self.changed.append(self._remark(name, how))
+
+    def ignore(self, name: str) -> None:
+        """A field that asks for what titan does anyway."""
+        self.idle.append(self._remark(name, ""))
+
+    def _remark(self, name: str, text: str) -> Remark:
+        entry = self.entries.get(name)
+        if entry is not None:
+            return Remark(entry.name, entry.line, entry.value, text)
+        return Remark(name, None, self.value(name), text)
+
+
+def has_key(key: str) -> bool:
+    """Whether recipes of this titan have a key; what stands in a component's table is the component's."""
+    cls: Any = Recipe
+    for part in key.split("."):
+        if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+            return True
+        hints = fields_of(cls)
+        if part not in hints:
+            return False
+        cls = next(iter(map(bare, arms(hints[part]))))
+    return True
+
+
+def _leaves(node: Node, at: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
+    """Everything below the tables of a config; an array is one value, and an empty section says nothing."""
+    if isinstance(node.value, dict):
+        for key, below in node.value.items():
+            yield from _leaves(below, (*at, key))
+    else:
+        yield at, node
+
+
+def _fits(value: Any, types: tuple[type, ...]) -> bool:
+    if isinstance(value, bool):
+        return bool in types
+    if isinstance(value, list):
+        return list in types and all(isinstance(item, (str, list)) for item in value)
+    return isinstance(value, types)

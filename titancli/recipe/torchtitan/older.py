@@ -1,0 +1,91 @@
+"""Names that fields had in torchtitan before 0.2.2, and fields that it has no more."""
+
+from __future__ import annotations
+
+from titancli.recipe.torchtitan.fields import FLOAT8, GROUPED_FLOAT8, GROUPED_MX, MX, Field, part, told
+
+_DEGREES = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree")
+_PIPELINE = (
+    "pipeline_parallel_degree",
+    "pipeline_parallel_schedule",
+    "pipeline_parallel_schedule_csv",
+    "pipeline_parallel_microbatch_size",
+    "pipeline_parallel_layers_per_stage",
+    "context_parallel_degree",
+    "context_parallel_rotate_method",
+    "enable_async_tensor_parallel",
+)
+_FLOAT8 = (
+    "enable_fsdp_float8_all_gather",
+    "precompute_float8_dynamic_scale_for_fsdp",
+    "recipe_name",
+    "filter_fqns",
+    "emulate",
+)
+
+RENAMED: dict[str, str] = {
+    "job.print_args": "job.print_config",
+    "training.batch_size": "training.local_batch_size",
+    "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
+    "training.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
+    "training.context_parallel_degree": "parallelism.context_parallel_degree",
+    "training.fsdp_reshard_after_forward": "parallelism.fsdp_reshard_after_forward",
+    "training.disable_loss_parallel": "parallelism.disable_loss_parallel",
+    "training.compile": "compile.enable",
+    "training.warmup_steps": "lr_scheduler.warmup_steps",
+    "training.seed": "debug.seed",
+    "training.deterministic": "debug.deterministic",
+    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
+    "checkpoint.enable_checkpoint": "checkpoint.enable",
+    "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
+    "checkpoint.last_save_model_weights_only": "checkpoint.last_save_model_only",
+    "checkpoint.initial_load_model_weights_only": "checkpoint.initial_load_model_only",
+    "checkpoint.last_save_in_safetensors_format": "checkpoint.last_save_in_hf",
+    "memory_estimation.enabled": "memory_estimation.enable",
+    **{f"training.{name}": f"parallelism.{name}" for name in _DEGREES},
+    **{f"experimental.{name}": f"parallelism.{name}" for name in _PIPELINE},
+    **{f"float8.{name}": f"{FLOAT8}.{name}" for name in _FLOAT8},
+    "float8.moe_fqns_prototype": f"{GROUPED_FLOAT8}.fqns",
+    "mx.mxfp8_dim1_cast_kernel_choice": f"{MX}.mxfp8_dim1_cast_kernel_choice",
+    "mx.recipe_name": f"{MX}.recipe_name",
+    "mx.filter_fqns": f"{MX}.filter_fqns",
+    "mx.moe_fqns_prototype": f"{GROUPED_MX}.fqns",
+}
+"""Old name to the name in 0.2.2; the meaning is the same."""
+
+_SPLIT = "pipeline stages are not set by split points"
+_SCALING = "titan-float8 makes all scales anew at each step"
+
+GONE: dict[str, Field] = {
+    field.name: field
+    for field in [
+        told("job.use_for_integration_test", bool, False, "it was for torchtitan's own tests"),
+        told("metrics.rank_0_only", bool, True, "metrics are those of all ranks together, written once"),
+        told(
+            "metrics.enable_color_printing",
+            bool,
+            False,
+            "colours are used at a terminal, unless NO_COLOR is set",
+        ),
+        told("model.norm_type", str, "rmsnorm", "the norm is part of the model's definition"),
+        part("optimizer.fused", bool, None),
+        told("training.data_parallel_type", str, "fsdp", "for DDP write mesh.dp_replicate and dp_shard = 1"),
+        told(
+            "training.enable_loss_parallel", bool, True, "under tensor parallelism the loss is parallel too"
+        ),
+        part("training.enable_fp8_linear", bool, False),
+        part("training.enable_float8_linear", bool, False),
+        part("float8.enable_float8_linear", bool, False),
+        told("float8.force_recompute_fp8_weight_in_bwd", bool, False, "titan-float8 has no such setting"),
+        told("float8.scaling_type_input", str, "dynamic", _SCALING),
+        told("float8.scaling_type_weight", str, "dynamic", _SCALING),
+        told("float8.scaling_type_grad_output", str, "dynamic", _SCALING),
+        told("checkpoint.interval_type", str, "steps", "checkpoints are counted in steps; set interval anew"),
+        told("parallelism.enable_compiled_autograd", bool, False, "compiled autograd is not used"),
+        told("experimental.enable_compiled_autograd", bool, False, "compiled autograd is not used"),
+        told("parallelism.pipeline_parallel_split_points", (list, str), [], _SPLIT),
+        told("experimental.pipeline_parallel_split_points", (list, str), [], _SPLIT),
+        told("experimental.pipeline_parallel_microbatches", int, None, _SPLIT),
+    ]
+}
+"""Fields that 0.2.2 has no more, by name."""

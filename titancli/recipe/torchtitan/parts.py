@@ -1,0 +1,317 @@
+"""What several fields of a job config say together: model, tokenizer, data, converters, and the like."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from titancli.errors import PluginError
+from titancli.recipe.torchtitan.fields import FLOAT8, GROUPED_FLOAT8, GROUPED_MX, MX
+from titancli.recipe.torchtitan.job import Job
+
+if TYPE_CHECKING:
+    from titancli.registry.lookup import Registry
+
+SAME_MODEL = {
+    "llama": "llama3",
+    "llama3_ft": "llama3",
+    "llama3_simple_fsdp": "llama3",
+    "simple_fsdp.llama3": "llama3",
+}
+"""torchtitan's models that differ from another in how they are run only."""
+DATASETS: dict[str, dict[str, Any]] = {
+    "c4": {"type": "hf", "path": "allenai/c4", "name": "en", "streaming": True},
+    "c4_validation": {
+        "type": "hf",
+        "path": "allenai/c4",
+        "name": "en",
+        "split": "validation",
+        "streaming": True,
+    },
+    "c4_test": {"type": "hf", "path": "./tests/assets/c4_test"},
+    "c4_mini": {"type": "hf", "path": "./torchtitan/datasets/c4_mini"},
+}
+CONVERTERS = {
+    "float8": FLOAT8,
+    "mx": MX,
+    FLOAT8: FLOAT8,
+    MX: MX,
+    GROUPED_FLOAT8: GROUPED_FLOAT8,
+    GROUPED_MX: GROUPED_MX,
+}
+"""What `model.converters` names, and the section that sets it up."""
+SUBMODULES = {"output", "wq", "wk", "wv", "wo", "w1", "w2", "w3"}
+"""Last parts of the names of linear layers, the same here as in torchtitan."""
+AUTO_FILTER = "auto_filter_small_kn"
+
+
+def model(job: Job, registry: Registry) -> None:
+    name = SAME_MODEL.get(job.value("model.name"), job.value("model.name"))
+    flavor = job.value("model.flavor")
+    job.put("model.type", name, "model.name")
+    if name != job.value("model.name"):
+        job.change("model.name", f"the model is {name}; how it is run is no property of the model here")
+    plain = re.sub(r"_(flex|varlen)(_attn)?\Z", "", flavor)
+    job.put("model.flavor", plain, "model.flavor")
+    if plain != flavor:
+        how = "the attention kernel is chosen by device; its mask is dataset.document_mask = true"
+        job.change("model.flavor", f"is {plain!r} here: {how}")
+        job.put("dataset.document_mask", True)
+    config = _installed(registry, "model", name)
+    if config is None:
+        job.lose(
+            "model.name", f"no installed plugin offers the model {name!r}; [model] waits for one that does"
+        )
+    elif plain not in getattr(config, "flavors", {}):
+        known = ", ".join(getattr(config, "flavors", {}))
+        job.lose(
+            "model.flavor", f"{name} has no flavor {plain!r} (it has {known}); write the model's own keys"
+        )
+
+
+def tokenizer(job: Job, registry: Registry) -> None:
+    name = "model.hf_assets_path"
+    if job.value("model.tokenizer_path") is not None and not job.written(name):
+        name = "model.tokenizer_path"
+    elif job.written("model.tokenizer_path"):
+        job.lose("model.tokenizer_path", "model.hf_assets_path says the same")
+    path = str(job.value(name))
+    job.put("tokenizer.type", "hf")
+    folder = re.sub(r"/?(original/)?[^/]+\.(model|json)\Z", "", path) or "."
+    job.put("tokenizer.path", folder, name)
+    if folder != path:
+        job.change(name, f"a file; tokenizer.path is its folder {folder!r}, which must hold tokenizer.json")
+
+
+def dataset(job: Job, registry: Registry) -> None:
+    name, path = job.value("training.dataset"), job.value("training.dataset_path")
+    table = dict(DATASETS.get(name, {"type": name}))
+    if name not in DATASETS and _installed(registry, "dataset", name) is None:
+        if path is None:
+            job.lose(
+                "training.dataset",
+                f"no installed plugin offers the dataset {name!r}; [dataset] waits for one",
+            )
+        else:
+            table = {"type": "hf"}
+            job.change("training.dataset", "is read as a Hugging Face dataset; dataset.text names its column")
+    if path is not None and table["type"] == "hf":
+        table.pop("name", None)
+        table["path"] = path if path.startswith(("/", "./", "../", "~")) else f"./{path}"
+        job.take("training.dataset_path")
+    elif path is not None:
+        job.lose("training.dataset_path", f"it is for the dataset {table['type']!r} to say what its keys are")
+    job.take("training.dataset")
+    table |= job.recipe.get("dataset", {})
+    job.recipe["dataset"] = table
+
+
+def optimizer(job: Job, registry: Registry) -> None:
+    name = job.value("optimizer.name")
+    known = name.lower()
+    if known == "adam" and job.value("optimizer.weight_decay") == 0:
+        job.change("optimizer.name", "without weight decay AdamW is the same")
+        known = "adamw"
+    if _installed(registry, "optimizer", known) is None:
+        job.lose("optimizer.name", f"no installed plugin offers the optimizer {known!r}; adamw stands in")
+        known = "adamw"
+    job.take("optimizer.name")
+    job.recipe["optimizer"] = {"type": known, **job.recipe.get("optimizer", {})}
+    if job.written("optimizer.fused"):
+        value = "fused" if job.value("optimizer.fused") else "foreach"
+        job.put("optimizer.implementation", value, "optimizer.fused")
+
+
+def schedule(job: Job, registry: Registry) -> None:
+    """torchtitan shortens a warm-up or a decay that is too long for the run; titan refuses it."""
+    total = job.value("lr_scheduler.total_steps") or job.value("training.steps")
+    warmup, ratio = job.value("lr_scheduler.warmup_steps"), job.value("lr_scheduler.decay_ratio")
+    if warmup > total:
+        job.change(
+            "lr_scheduler.warmup_steps", f"is {total} here, all the steps there are, as torchtitan does"
+        )
+        warmup = total
+        job.put("lr_scheduler.warmup_steps", warmup)
+    elif job.written("lr_scheduler.warmup_steps"):
+        job.put("lr_scheduler.warmup_steps", warmup, "lr_scheduler.warmup_steps")
+    if ratio is None:
+        return
+    if warmup + round(total * ratio) > total:
+        how = "is left out: the decay takes all steps after the warm-up, as torchtitan has it"
+        job.change("lr_scheduler.decay_ratio", how)
+    else:
+        job.put("lr_scheduler.decay_ratio", ratio, "lr_scheduler.decay_ratio")
+
+
+def batch(job: Job, registry: Registry) -> None:
+    total = job.value("training.global_batch_size")
+    if total > 0:
+        job.put("training.global_batch_size", total, "training.global_batch_size")
+    elif job.written("training.global_batch_size"):
+        job.change("training.global_batch_size", "is left out: one micro-batch of each rank")
+
+
+def loggers(job: Job, registry: Registry) -> None:
+    for switch, name in (("metrics.enable_tensorboard", "tensorboard"), ("metrics.enable_wandb", "wandb")):
+        if not job.value(switch):
+            job.take(switch)
+        elif _installed(registry, "logger", name) is None:
+            job.lose(switch, f"no installed plugin offers the logger {name!r}")
+        else:
+            job.recipe.setdefault("loggers", []).append({"type": name})
+            job.take(switch)
+
+
+def weights(job: Job, registry: Registry) -> None:
+    path, hf = job.value("checkpoint.initial_load_path"), job.value("checkpoint.initial_load_in_hf")
+    names = ("checkpoint.initial_load_path", "checkpoint.initial_load_in_hf")
+    if path is None and not hf:
+        job.take(*names)
+    elif not job.value("checkpoint.enable"):
+        for name in filter(job.written, names):
+            job.lose(name, "no effect: torchtitan loads nothing where checkpoint.enable is false")
+    elif hf:
+        job.put("weights", path or job.value("model.hf_assets_path"), *names)
+    else:
+        why = "a torch.distributed.checkpoint folder, which titan does not read; convert it to a Hugging Face one"
+        job.lose("checkpoint.initial_load_path", f"{why} with torchtitan's script and set weights to that")
+        job.take("checkpoint.initial_load_in_hf")
+
+
+def activation_checkpoint(job: Job, registry: Registry) -> None:
+    mode, option = (job.value(f"activation_checkpoint.{name}") for name in ("mode", "selective_ac_option"))
+    if mode == "memory_budget":
+        job.lose("activation_checkpoint.mode", "not built; selective, operation by operation, stands in")
+        mode, option = "selective", "op"
+    job.put("activation_checkpoint.mode", mode, "activation_checkpoint.mode")
+    if mode == "selective":
+        job.put("activation_checkpoint.selective_ac_option", str(option))
+    job.take("activation_checkpoint.selective_ac_option")
+
+
+def compile_components(job: Job, registry: Registry) -> None:
+    name = "compile.components"
+    components = _names(job.value(name))
+    if not job.written(name):
+        return
+    if "model" not in components and job.value("compile.enable"):
+        job.lose(name, "titan compiles the model's blocks or nothing: compile.enable is false here")
+        job.put("compile.enable", False)
+    else:
+        job.change(name, "the blocks are compiled; the loss is computed in chunks inside the output layer")
+
+
+def converters(job: Job, registry: Registry) -> None:
+    """`[[converters]]`, in the order that the job names them; sections of unused ones have no effect."""
+    named = _names(job.value("model.converters"))
+    for switch in (
+        "training.enable_fp8_linear",
+        "training.enable_float8_linear",
+        "float8.enable_float8_linear",
+    ):
+        if job.value(switch):
+            named.append("float8")
+        job.take(switch)
+    job.take("model.converters")
+    used = set()
+    for name in named:
+        section = CONVERTERS.get(name)
+        used.add(section)
+        if section == FLOAT8:
+            _float8(job, registry)
+        elif section is None and _installed(registry, "converter", name) is not None:
+            _append(job, registry, {"type": name})
+        else:
+            job.lose("model.converters", f"no installed plugin offers the converter {name!r}")
+            _lose_section(job, section, f"the converter {name!r} is not installed")
+    for section in {*CONVERTERS.values()} - used:
+        _lose_section(job, section, "no effect: model.converters does not name it")
+
+
+def _float8(job: Job, registry: Registry) -> None:
+    config = _installed(registry, "converter", "float8_linear")
+    if config is None:
+        why = "no installed plugin offers float8_linear: pip install titan-float8, and translate again"
+        job.lose("model.converters", why)
+        _lose_section(job, FLOAT8, "float8_linear is not installed")
+        return
+    table: dict[str, Any] = {
+        "type": "float8_linear",
+        "recipe": job.value(f"{FLOAT8}.recipe_name") or "tensorwise",
+    }
+    gather, scale = (
+        f"{FLOAT8}.enable_fsdp_float8_all_gather",
+        f"{FLOAT8}.precompute_float8_dynamic_scale_for_fsdp",
+    )
+    if job.value(gather):
+        if table["recipe"] == "tensorwise":
+            table["enable_fsdp_float8_all_gather"] = True
+        else:
+            job.lose(gather, f"a float8 all-gather needs one scale a tensor, not {table['recipe']}")
+    if job.value(scale):
+        if "enable_fsdp_float8_all_gather" in table:
+            table["precompute_float8_dynamic_scale_for_fsdp"] = True
+        else:
+            job.lose(scale, "no effect without enable_fsdp_float8_all_gather")
+    skip = _names(job.value(f"{FLOAT8}.filter_fqns"))
+    if AUTO_FILTER in skip:
+        skip.remove(AUTO_FILTER)
+        job.lose(f"{FLOAT8}.filter_fqns", f"{AUTO_FILTER} is not built: name the small layers in skip")
+    if skip:
+        # torchtitan leaves out every name that contains the text.
+        table["skip"] = [name if name.rpartition(".")[2] in SUBMODULES else f"*{name}*" for name in skip]
+    if job.value(f"{FLOAT8}.emulate"):
+        table["emulate"] = True
+    _append(job, registry, table)
+    for name in ("recipe_name", "filter_fqns", "emulate"):
+        job.take(f"{FLOAT8}.{name}")
+    job.take(gather, scale)
+
+
+def _append(job: Job, registry: Registry, table: dict[str, Any]) -> None:
+    """Add a converter, and require the distribution that brings it."""
+    job.recipe.setdefault("converters", []).append(table)
+    plugin = registry.full_name(registry.find("converter", table["type"])).partition("/")[0]
+    needed = next((p.distribution for p in registry.plugins if p.name == plugin), None)
+    if needed and needed != "titancli":
+        requires = job.recipe.setdefault("requires", {}).setdefault("plugins", [])
+        requires += [needed] if needed not in requires else []
+
+
+def _lose_section(job: Job, section: str | None, why: str) -> None:
+    for name, entry in job.entries.items():
+        if section is not None and name.startswith(f"{section}."):
+            if entry.value == entry.field.default:
+                job.ignore(name)
+            else:
+                job.lose(name, why)
+
+
+def _names(value: Any) -> list[str]:
+    """A list, or the comma-separated text that the command line takes for one."""
+    return (
+        [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else list(value)
+    )
+
+
+def _installed(registry: Registry, kind: str, name: str) -> type | None:
+    try:
+        return registry.find(kind, name)
+    except PluginError:
+        return None
+
+
+PARTS: list[Callable[[Job, Any], None]] = [
+    model,
+    tokenizer,
+    dataset,
+    converters,
+    optimizer,
+    schedule,
+    batch,
+    weights,
+    activation_checkpoint,
+    compile_components,
+    loggers,
+]
