@@ -1,8 +1,8 @@
 """Variants of one thing, measured side by side on a machine that may be noisy.
 
 Each variant is a process of its own, started afresh, that waits between its steps. They take turns, one step
-each (A B C A B C …), so that what slows the machine down slows all of them; the medians over the rounds count,
-and a ratio is the median of the ratios within each round. Every process has one thread.
+each (A B C A B C …), so that what slows the machine down slows all of them; the medians over the rounds
+count, and a ratio is the median of the ratios within each round. Every process has one thread.
 
 A script that uses this is its own worker: `python script.py --worker NAME` calls the function of that name,
 which prepares everything, gives its step to `serve`, and may return numbers of its own from each step.
@@ -10,6 +10,7 @@ which prepares everything, gives its step to `serve`, and may return numbers of 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -86,6 +87,12 @@ def run_worker(workers: Mapping[str, Callable[[], None]]) -> bool:
 
 
 # --------------------------------------------------------------------------------------------- the parent
+
+
+def parser(documentation: str | None) -> argparse.ArgumentParser:
+    """A command line whose help is the script's docstring."""
+    raw = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=documentation, formatter_class=raw)
 
 
 class Variant:

@@ -2,9 +2,9 @@
 
     python benchmarks/train_cpu.py [--rounds N]
 
-What is compared: whole optimizer steps (forward, backward, clipping to 1, fused AdamW) of the 6.16 M parameter
-Llama 3 (`llama3` debugmodel: dim 256, 6 layers, 16 heads, feed-forward 768, vocabulary 2048) on 8 rows of 512
-random tokens, the same for all. No activation checkpointing anywhere, no logging, no saving.
+What is compared: whole optimizer steps (forward, backward, clipping to 1, fused AdamW) of the 6.16 M
+parameter Llama 3 (`llama3` debugmodel: dim 256, 6 layers, 16 heads, feed-forward 768, vocabulary 2048) on
+8 rows of 512 random tokens, the same for all. No activation checkpointing anywhere, no logging, no saving.
 
 - titan: `Engine.build` on a process group of one gloo rank, then `forward_backward` and `optim_step`; bf16 by
   cast parameters (FSDP2), compile block by block.
@@ -16,7 +16,6 @@ Prints one table: tokens per CPU-second, their ratio to titan's within each roun
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 from collections.abc import Callable
@@ -149,7 +148,7 @@ def trainer(*, bf16: bool) -> None:
                     yield {"input_ids": row, "labels": row}
 
     class Turns(TrainerCallback):
-        """Waits for its turn before each step. From the end of one step to the end of the next is one step."""
+        """Waits for its turn before each step; one step is from the end of the last to its own end."""
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             if state.global_step == 0:

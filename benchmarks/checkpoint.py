@@ -1,0 +1,225 @@
+"""Saving and loading 1 GB of training state: titan beside raw writes, safetensors, torch.save and plain DCP.
+
+    python benchmarks/checkpoint.py [--rounds N] [--dir DIR]
+
+What is compared: the state of a Llama 3 of 88 M parameters and its AdamW (1.06 GB of fp32), sharded by FSDP2 on
+one gloo rank, saved under DIR (by default the current folder: /tmp may be memory) and loaded back into the live
+tensors. Every file is flushed to the disk (fsync), by the peer itself or right after it. Files are read back
+through the page cache.
+
+- titan: `Checkpointer.save` and `load_checkpoint` as a run does it, checksums written and verified; `async` says
+  how long training stands still, and how long the save takes in all.
+- raw: one file, `write` and `fsync`, `readinto`: what the disk gives.
+- safetensors, torch.save: the whole state in one file. DCP: `torch.distributed.checkpoint` with its own file
+  system writer, as it comes.
+
+Prints one table: seconds and GB/s (medians), and the time beside raw's in the same rounds.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import sidebyside as side
+
+SIZES = dict(dim=768, n_layers=9, n_heads=12, hidden_dim=3072, vocab_size=2048)
+FOLDER = "TITAN_BENCHMARK_FOLDER"
+
+
+@contextmanager
+def tensors() -> Iterator[dict[str, Any]]:
+    """The live, sharded state of an engine on one gloo rank."""
+    import torch
+    import torch.distributed as dist
+
+    from titancli.engine import Engine
+    from titancli.loops import Pretrain
+    from titancli.losses import CrossEntropy
+    from titancli.models import Llama3
+    from titancli.optimizers import AdamW
+    from titancli.parallel import Decoder
+    from titancli.recipe.schema import Recipe, Training
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(os.path.join(folder, "store"), 1)
+        dist.init_process_group("cpu:gloo", store=store, rank=0, world_size=1)
+        recipe = Recipe(
+            model=Llama3(**SIZES),
+            tokenizer=None,
+            dataset=None,
+            parallelize=Decoder(),
+            optimizer=AdamW(),
+            loss=CrossEntropy(),
+            training=Training(steps=1),
+            loop=Pretrain(),
+            launcher=None,
+        )
+        yield Engine.build(recipe).save_state()[0]
+        dist.destroy_process_group()
+
+
+def local(state: dict[str, Any]) -> dict[str, Any]:
+    from torch.distributed.tensor import DTensor
+
+    return {name: t.to_local() if isinstance(t, DTensor) else t for name, t in state.items()}
+
+
+def timed(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def serve(
+    state: dict[str, Any], save: Callable[[Path], Any], load: Callable[[Path], Any], **more: Any
+) -> None:
+    """Each step saves as FOLDER/step-N, loads that and removes it. `more`: called with the folder, timed."""
+    size = float(sum(t.numel() * t.element_size() for t in local(state).values()))
+    names = (work_folder() / f"step-{number}" for number in count(1))
+
+    def step() -> side.Numbers:
+        target = next(names)
+        numbers = {"bytes": size, "save": timed(lambda: save(target))}
+        for name, work in more.items():
+            numbers[name] = timed(partial(work, target))
+        numbers["load"] = timed(lambda: load(target))
+        shutil.rmtree(target) if target.is_dir() else target.unlink()
+        return numbers
+
+    side.serve(step)
+
+
+def work_folder() -> Path:
+    """This process's own, below the one that the parent made."""
+    folder = Path(os.environ[FOLDER]) / str(os.getpid())
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def titan(mode: str) -> None:
+    from titancli.checkpoint import Checkpointer, load_checkpoint
+    from titancli.recipe.schema import Checkpoint
+
+    with tensors() as state:
+        section = Checkpoint(async_mode=mode)  # type: ignore[arg-type]
+        saver = Checkpointer(work_folder(), section, lock_text="", run_id="benchmark")
+
+        def save(target: Path) -> None:
+            saver.save(int(target.name.removeprefix("step-")), state, {"engine": {}})
+
+        more = {} if mode == "disabled" else {"rest": lambda target: saver.wait()}
+        serve(state, save, lambda target: load_checkpoint(target, state), **more)
+
+
+def raw() -> None:
+    with tensors() as state:
+        arrays = [t.numpy() for t in local(state).values()]
+
+        def save(target: Path) -> None:
+            with open(target, "wb", buffering=0) as file:
+                for array in arrays:
+                    file.write(memoryview(array).cast("B") if array.ndim else array.tobytes())
+                os.fsync(file.fileno())
+
+        def load(target: Path) -> None:
+            with open(target, "rb", buffering=0) as file:
+                for array in arrays:
+                    file.readinto(memoryview(array.reshape(-1)).cast("B"))
+
+        serve(state, save, load)
+
+
+def whole_file(library: str) -> None:
+    import safetensors.torch
+    import torch
+
+    with tensors() as state:
+        plain = local(state)
+
+        def save(target: Path) -> None:
+            if library == "safetensors":
+                safetensors.torch.save_file(plain, target)
+            else:
+                torch.save(plain, target)
+            with open(target, "rb") as file:
+                os.fsync(file.fileno())
+
+        def load(target: Path) -> None:
+            loaded = (
+                safetensors.torch.load_file(target)
+                if library == "safetensors"
+                else torch.load(target, weights_only=True)
+            )
+            for name, tensor in plain.items():
+                tensor.copy_(loaded[name])
+
+        serve(state, save, load)
+
+
+def dcp(*, wait: bool) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    with tensors() as state:
+        pending: list[Any] = []
+
+        def save(target: Path) -> None:
+            if wait:
+                dcp.save(state, checkpoint_id=target)
+            else:
+                pending[:] = [dcp.async_save(state, checkpoint_id=target)]
+
+        more = {} if wait else {"rest": lambda target: pending[0].result()}
+        serve(state, save, lambda target: dcp.load(state, checkpoint_id=target), **more)
+
+
+WORKERS: dict[str, Callable[[], None]] = {
+    "raw write + fsync": raw,
+    "titan": partial(titan, "disabled"),
+    "titan async": partial(titan, "async"),
+    "safetensors": partial(whole_file, "safetensors"),
+    "torch.save": partial(whole_file, "torch.save"),
+    "DCP": partial(dcp, wait=True),
+    "DCP async": partial(dcp, wait=False),
+}
+
+
+def main() -> None:
+    if side.run_worker(WORKERS):
+        return
+    parser = side.parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=3, help="measured saves of each variant")
+    parser.add_argument("--dir", type=Path, default=Path(), help="where to save: on the disk to be measured")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.dir, prefix=".checkpoint-benchmark-") as folder:
+        os.environ[FOLDER] = folder
+        results = side.measure(list(WORKERS), rounds=arguments.rounds)
+    reference = results["raw write + fsync"]
+    size = reference[0]["bytes"]
+    print(side.machine("titancli", "torch", "safetensors"))
+    print(f"{size / 1e9:.2f} GB of state, one thread, medians of {arguments.rounds} rounds\n")
+    print("| variant | training stands still, s | saved after, s | GB/s | x raw | load, s | GB/s |")
+    print("|---|---|---|---|---|---|---|")
+    for name, steps in results.items():
+        for step in steps:
+            step["total"] = step["save"] + step.get("rest", 0.0)
+        for step, raw_step in zip(steps, reference, strict=True):
+            step["factor"] = step["total"] / raw_step["save"]
+        total, load = side.median(steps, "total"), side.median(steps, "load")
+        print(
+            f"| {name} | {side.median(steps, 'save'):.2f} | {total:.2f} | {size / total / 1e9:.2f} "
+            f"| {side.median(steps, 'factor'):.2f} | {load:.2f} | {size / load / 1e9:.2f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()
