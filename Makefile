@@ -35,6 +35,7 @@ clean:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt -e .
 	touch $@
 
-.venv/.installed-dev: .venv/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt -e ".[dev]"
+.venv/.installed-dev: .venv/.installed plugins/titan-float8/pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt -e ".[dev]" \
+		-e plugins/titan-float8
 	touch $@

@@ -125,7 +125,7 @@ class Float8:
         """A parameter without our tensor class, in the same memory."""
         if not isinstance(tensor, DTensor):
             return plain(tensor)
-        local = tensor.detach().to_local()
+        local = tensor.to_local().detach()
         if not isinstance(local, WeightWithDynamicFloat8CastTensor):
             return tensor
         return DTensor.from_local(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from titan_float8.ao import (
@@ -57,6 +58,13 @@ class GatheredWeight(WeightWithDynamicFloat8CastTensor):
             return out
         return tree_map_only(Tensor, lambda tensor: GatheredWeight(tensor, *settings), out)
 
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], settings: Any, size: Any, stride: Any
+    ) -> GatheredWeight:
+        scale = inner.get("_precomputed_scale")
+        return GatheredWeight(inner["_tensor"], settings["mm_config"], settings["dtype"], scale)
+
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, size: torch.Size, stride: tuple[int, ...], module: nn.Module, policy: Any
     ) -> tuple[tuple[Tensor], tuple[Tensor]]:
@@ -97,8 +105,8 @@ class GatheredWeight(WeightWithDynamicFloat8CastTensor):
         """The whole weight in float8, computing as `param_dtype`; into `out` if it was made before."""
         (data,), (scale,) = all_gather_outputs, metadata
         if out is not None:
-            local = getattr(out, "_local_tensor", out)
-            local._scale = scale
+            made: Any = out._local_tensor if isinstance(out, DTensor) else out
+            made._scale = scale
             return None
         weight = Float8TrainingTensor(
             data.view(self._dtype), scale, param_dtype, self._linear_mm_config, GemmInputRole.WEIGHT

@@ -1,4 +1,4 @@
-"""Fixtures for all tests."""
+"""Fixtures for all tests: titan's own and those of its plugins."""
 
 from __future__ import annotations
 
