@@ -24,7 +24,7 @@ FLOORS = [
     {"loops"},
     {"worker"},
     {"launchers"},
-    {"cli"},
+    {"cli", "testing"},
     {"__main__", "builtin"},
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -10,10 +11,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
+from titancli.errors import EnvironmentProblem
+
 if TYPE_CHECKING:
     from titancli.checkpoint import Checkpointer
     from titancli.data.batch import Batch
     from titancli.engine import Engine
+
+logger = logging.getLogger(__name__)
 
 
 class Stop(Protocol):
@@ -41,7 +46,7 @@ class Run:
     steps: int
     """Optimizer steps in all."""
     stop: Stop
-    checkpoints: Checkpointer | None
+    checkpoints: Checkpointer | None = None
     """None: nothing is saved."""
     gc_freq: int = 50
     on_first_step: Callable[[], None] = lambda: None
@@ -84,20 +89,40 @@ class Run:
         return self.checkpoints is not None and self.checkpoints.due(step)
 
     def save(self, engine: Engine, data: Source) -> None:
-        """Save everything that a resume needs."""
-        if self.checkpoints is None:
-            return
-        tensors, counters = engine.save_state()
-        self.checkpoints.save(engine.step, tensors, {"engine": counters, "data": data.state})
-        self.saved_step = engine.step
+        """Save everything that a resume needs. A disk that fails is told, and does not end the training."""
+        self._settle()
+        try:
+            self._save(engine, data)
+        except EnvironmentProblem as error:
+            logger.warning("step %d is not saved, training goes on: %s", engine.step, error)
 
     def finish(self, engine: Engine, data: Source) -> None:
-        """Save the last step, if it has not been, and wait until it is on the disk."""
-        if self.checkpoints is None:
-            return
-        if self.saved_step != engine.step and engine.step > 0:
-            self.save(engine, data)
-        self.checkpoints.wait()
+        """Save the last step, if it has not been, and wait until it is on the disk.
+
+        Raises:
+            EnvironmentProblem: it cannot be saved.
+        """
+        self._settle()
+        if self.checkpoints is not None and self.saved_step != engine.step and engine.step > 0:
+            self._save(engine, data)
+            self.checkpoints.wait()
+
+    def saved(self, step: int) -> None:
+        """A checkpoint is complete."""
+        self.saved_step = step
+
+    def _settle(self) -> None:
+        """Wait for the save that is under way, and tell of it if it failed."""
+        try:
+            if self.checkpoints is not None:
+                self.checkpoints.wait()
+        except EnvironmentProblem as error:
+            logger.warning("a checkpoint could not be written, training goes on: %s", error)
+
+    def _save(self, engine: Engine, data: Source) -> None:
+        if self.checkpoints is not None:
+            tensors, counters = engine.save_state()
+            self.checkpoints.save(engine.step, tensors, {"engine": counters, "data": data.state})
 
     def _agree_on_signal(self) -> str | None:
         requested = self.stop.requested

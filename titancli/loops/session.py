@@ -55,23 +55,22 @@ def run(
     if checkpoint is not None:
         data.load_state(engine.load(checkpoint)["data"])
     observers = observers_for(engine)
-    checkpoints = None
-    if recipe.checkpoint.enable:
-        checkpoints = Checkpointer(
-            run_folder / "checkpoints",
-            recipe.checkpoint,
-            lock_text=lock_text,
-            run_id=run_id,
-            on_saved=observers.checkpoint_saved,
-        )
     this = Run(
         steps=recipe.training.steps,
         stop=stop,
-        checkpoints=checkpoints,
         gc_freq=recipe.training.gc_freq,
         on_first_step=on_first_step,
         saved_step=engine.step if checkpoint is not None else None,
     )
+    if recipe.checkpoint.enable:
+
+        def saved(step: int, path: Path) -> None:
+            this.saved(step)
+            observers.checkpoint_saved(step, path)
+
+        this.checkpoints = Checkpointer(
+            run_folder / "checkpoints", recipe.checkpoint, lock_text=lock_text, run_id=run_id, on_saved=saved
+        )
     loop = build(recipe.loop, engine=engine, data=data, tokenizer=tokenizer, observers=observers, run=this)
     # What stands now stays; garbage is collected between steps, at times that are the same on all ranks.
     gc.collect()
@@ -83,8 +82,8 @@ def run(
         gc.enable()
         gc.unfreeze()
         data.close()
-    saved = None if checkpoints is None or not this.saved_step else f"checkpoints/step-{this.saved_step}"
-    return {"why": this.why, "signal": this.signal, "step": engine.step, "checkpoint": saved}
+    checkpoint_name = f"checkpoints/step-{this.saved_step}" if this.saved_step else None
+    return {"why": this.why, "signal": this.signal, "step": engine.step, "checkpoint": checkpoint_name}
 
 
 def check_vocabulary(recipe: Recipe, tokenizer: Any) -> None:
