@@ -2,13 +2,13 @@
 
     python benchmarks/checkpoint.py [--rounds N] [--dir DIR]
 
-What is compared: the state of a Llama 3 of 88 M parameters and its AdamW (1.06 GB of fp32), sharded by FSDP2 on
-one gloo rank, saved under DIR (by default the current folder: /tmp may be memory) and loaded back into the live
-tensors. Every file is flushed to the disk (fsync), by the peer itself or right after it. Files are read back
-through the page cache.
+What is compared: the state of a Llama 3 of 88 M parameters and its AdamW (1.06 GB of fp32), sharded by FSDP2
+on one gloo rank, saved under DIR (by default the current folder: /tmp may be memory) and loaded back into the
+live tensors. Every file is flushed to the disk (fsync), by the peer itself or right after it. Files are read
+back through the page cache.
 
-- titan: `Checkpointer.save` and `load_checkpoint` as a run does it, checksums written and verified; `async` says
-  how long training stands still, and how long the save takes in all.
+- titan: `Checkpointer.save` and `load_checkpoint` as a run does it, checksums written and verified; `async`
+  says how long training stands still, and how long the save takes in all.
 - raw: one file, `write` and `fsync`, `readinto`: what the disk gives.
 - safetensors, torch.save: the whole state in one file. DCP: `torch.distributed.checkpoint` with its own file
   system writer, as it comes.

@@ -3,9 +3,9 @@
     python benchmarks/loss.py [--rounds N]
 
 What is compared: output projection and loss, forward and backward, of 2,048 tokens of width 256 over a
-vocabulary of 128,256, down to the gradients of hidden states and weight; fp32 and bf16 (hidden states and weight in bf16,
-softmax in fp32 on both sides). `log-probs` is the function that other losses use: log-probabilities of the
-targets, whose logits are made again in backward.
+vocabulary of 128,256, down to the gradients of hidden states and weight; fp32 and bf16 (hidden states and
+weight in bf16, softmax in fp32 on both sides). `log-probs` is the function that other losses use:
+log-probabilities of the targets, whose logits are made again in backward.
 
 Prints one table: CPU-seconds, and the most memory beyond what was resident before the first call (gradients
 included), each with its ratio to plain within the same rounds. The targets are 1.0 x time and 1/6 memory.
@@ -61,9 +61,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="measured calls of each variant")
     rounds = parser.parse_args().rounds
     print(side.machine("titancli", "torch"))
-    print(
-        f"one thread; {TOKENS:,} tokens, width {WIDTH}, vocabulary {VOCABULARY:,}; medians of {rounds} rounds\n"
-    )
+    print(f"one thread; {TOKENS:,} x {WIDTH}, vocabulary {VOCABULARY:,}; medians of {rounds} rounds\n")
     print("| variant | CPU-seconds | x plain | peak memory, MiB | x plain |\n|---|---|---|---|---|")
     for dtype in ("float32", "bfloat16"):
         results = side.measure([f"{kind} {dtype}" for kind in KINDS], rounds=rounds)

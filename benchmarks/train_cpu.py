@@ -203,9 +203,7 @@ WORKERS: dict[str, Callable[[], None]] = {
 def main() -> None:
     if side.run_worker(WORKERS):
         return
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = side.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="measured steps of each variant")
     rounds = parser.parse_args().rounds
     print(side.machine("titancli", "torch", "transformers"))
