@@ -60,8 +60,10 @@ class Environment:
         self.cwd = folder / "elsewhere"
         self.cwd.mkdir()
 
-    def install(self, *wheels: Path) -> None:
-        options = ("--no-deps", "--no-index", "--quiet", "--disable-pip-version-check")
+    def install(self, *wheels: Path, build_isolation: bool = True) -> None:
+        """Install wheels; or, without build isolation, source folders too."""
+        options = ["--no-deps", "--no-index", "--quiet", "--disable-pip-version-check"]
+        options += [] if build_isolation else ["--no-build-isolation"]
         checked(
             sys.executable, "-m", "pip", "--python", self.python, "install", *options, *wheels, cwd=self.cwd
         )

@@ -1,4 +1,4 @@
-"""The options that stand before or after any command: `-p`, `--color`, `-v`, `-q`, `--traceback`, `--version`.
+"""The options that stand before or after any command: `-p`, `--color`, `-v`, `-q`, `--traceback`, …
 
 They are taken out before click sees the arguments, because `-p` decides which commands there are.
 """

@@ -15,7 +15,7 @@ _quiet = False
 
 
 def colored(stream: TextIO) -> bool:
-    """Whether to colour: NO_COLOR (https://no-color.org) and FORCE_COLOR decide, else whether it is a terminal."""
+    """Whether to colour: as NO_COLOR (https://no-color.org) or FORCE_COLOR says, else on a terminal."""
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")

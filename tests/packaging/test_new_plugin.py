@@ -1,0 +1,53 @@
+"""`titan new-plugin` writes packages that install, are listed, and pass their own tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.conftest import Environment, checked, run
+
+pytestmark = pytest.mark.e2e
+KINDS = ("model", "dataset", "tokenizer", "loss", "optimizer", "converter", "logger")
+
+
+@pytest.fixture(scope="module")
+def made(titan_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """One environment with a new plugin of every kind."""
+    environment = Environment(tmp_path_factory.mktemp("made") / "venv")
+    environment.install(titan_wheel)
+    for kind in KINDS:
+        done = environment.titan("new-plugin", f"titan-new-{kind}", "--kind", kind)
+        assert done.returncode == 0, done.stderr
+    folders = [environment.cwd / f"titan-new-{kind}" for kind in KINDS]
+    environment.install(*folders, build_isolation=False)
+    return environment
+
+
+def test_each_shows_in_list_components(made: Environment) -> None:
+    done = made.titan("list-components", "--json")
+    listed = {(row["kind"], row["name"]) for row in json.loads(done.stdout)["components"]}
+    assert {(kind, f"titan-new-{kind}/new_{kind}") for kind in KINDS} <= listed
+
+
+def test_each_passes_its_own_tests(made: Environment) -> None:
+    folders = [made.cwd / f"titan-new-{kind}" / "tests" for kind in KINDS]
+    done = run(made.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *folders, cwd=made.cwd)
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert "passed" in done.stdout and "skipped" not in done.stdout
+
+
+def test_each_is_clean_python(made: Environment) -> None:
+    folders = [made.cwd / f"titan-new-{kind}" for kind in KINDS]
+    ruff = ("-m", "ruff", "check", "--isolated", "--select", "E,F,W,B,UP", "--line-length", "120")
+    checked(made.python, *ruff, *folders, cwd=made.cwd)
+
+
+def test_a_kind_without_a_template_has_its_protocol_printed(made: Environment) -> None:
+    done = made.titan("new-plugin", "titan-new-launcher", "--kind", "launcher")
+    assert done.returncode == 0, done.stderr
+    assert "class LauncherBuilder(Protocol)" in done.stdout
+    assert "Starts the workers" in done.stdout
+    assert not (made.cwd / "titan-new-launcher").exists()

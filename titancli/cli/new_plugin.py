@@ -1,0 +1,35 @@
+"""`titan new-plugin`: begin a plugin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from titancli.cli.output import note
+from titancli.registry.kinds import KINDS
+
+
+@click.command("new-plugin", short_help="Write the package of a new plugin.")
+@click.argument("name")
+@click.option("--kind", type=click.Choice(list(KINDS)), required=True, help="What it will offer.")
+@click.option(
+    "--dir", "folder", type=click.Path(path_type=Path), metavar="DIR", help="Where.  [default: NAME]"
+)
+def command(name: str, kind: str, folder: Path | None) -> None:
+    """Write the package of a new plugin: a component that works, and its tests.
+
+    NAME is that of the package and of the plugin, for example titan-lab. For a kind that is seldom written
+    nothing is made; what its component is called with, and must return, is printed instead.
+    """
+    from titancli.testing.protocols import told
+    from titancli.testing.scaffold import KINDS_WITH_TEMPLATE, new_plugin
+
+    if kind not in KINDS_WITH_TEMPLATE:
+        print(told(kind))
+        note(f"\nthere is no template for a {kind}; this is what it must keep to (titancli.registry.kinds)")
+        return
+    folder = folder or Path(name)
+    for file in new_plugin(name, kind, folder):
+        print(file)
+    note(f"next: pip install -e {folder} && pytest {folder}")

@@ -1,0 +1,197 @@
+"""`check_plugin`: whether a plugin keeps to what docs/plugins.md asks of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from titancli.errors import PluginError, TitanError
+from titancli.registry import current
+from titancli.registry.component import component_info, load_target
+from titancli.registry.describe import describe, summary
+from titancli.registry.plugins import PluginStatus, own_traceback
+
+HEAVY = ("torch", "transformers", "datasets", "numpy", "rich", "pydantic")
+"""What a menu must not import."""
+PROBE = """
+import json, sys, time
+from titancli.registry import configure, current
+from pathlib import Path
+configure(files=[Path(file) for file in sys.argv[3:]])
+began = time.process_time()
+status = next((p for p in current().plugins if p.name == sys.argv[1]), None)
+heavy = [name for name in sys.argv[2].split(",") if name in sys.modules]
+found = status and {"state": status.state, "error": status.error, "seconds": status.seconds}
+print(json.dumps({"status": found, "heavy": heavy}))
+"""
+"""Run alone: in this process torch may long be there. Other plugins are kept out by TITAN_PLUGINS."""
+
+
+def check_plugin(
+    name: str,
+    *,
+    configs: Mapping[str, Mapping[str, Any]] | None = None,
+    file: str | Path | None = None,
+    seconds: float = 0.25,
+) -> None:
+    """Check a plugin, and raise with everything that is wrong with it.
+
+    Its menu loads without torch and quickly. Components, and all of their fields, have a docstring; their
+    types can be bound; their defaults come back from TOML as they were. Targets can be imported and take what
+    their kind's Protocol gives; what they build has what the Protocol asks for. Its recipes are valid.
+
+    Args:
+        name: its entry point's, or a file's stem.
+        configs: values for the fields that a component needs to be built, `{"loss/lab": {"weight": 0.1}}`;
+            in a slot a table whose `type` is a full name. What needs values and has none here is not built.
+        file: a plugin in a single file.
+        seconds: what loading the menu may take.
+
+    Raises:
+        PluginError: the faults, a line each.
+    """
+    from titancli import registry
+
+    if file is not None:
+        registry.configure(files=[Path(file)])
+    faults = list(_faults(name, dict(configs or {}), file, seconds))
+    if faults:
+        lines = "\n".join(f"- {fault}" for fault in faults)
+        raise PluginError(f"plugin {name!r} has {len(faults)} fault{'s' * (len(faults) > 1)}:\n{lines}")
+
+
+def _faults(
+    name: str, configs: dict[str, Mapping[str, Any]], file: str | Path | None, seconds: float
+) -> Iterator[str]:
+    yield from _menu(name, file, seconds)
+    status = next((plugin for plugin in current().plugins if plugin.name == name), None)
+    if status is None or status.state != "ok":
+        return
+    for key in configs.keys() - set(status.components):
+        yield f"configs: it offers no {key}"
+    for label, cls in _components(status):
+        yield from (f"{label}: {fault}" for fault in _component(cls, configs.get(label)))
+    yield from _recipes(name)
+    current().commands()
+    after = next(plugin for plugin in current().plugins if plugin.name == name)
+    if after.error:
+        yield after.error
+
+
+def _components(status: PluginStatus) -> Iterator[tuple[str, type]]:
+    for label in status.components:
+        kind, _, bare = label.partition("/")
+        yield label, current().find(kind, f"{status.name}/{bare}")
+
+
+# ---------------------------------------------------------------------------------------------- the menu
+
+
+def _menu(name: str, file: str | Path | None, seconds: float) -> Iterator[str]:
+    environment = {**os.environ, "TITAN_PLUGINS": name}
+    files = [str(Path(file).absolute())] if file is not None else []
+    command = [sys.executable, "-c", PROBE, name, ",".join(HEAVY), *files]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode != 0:
+        yield f"it cannot be looked at: {done.stderr.strip().splitlines()[-1:]}"
+        return
+    found = json.loads(done.stdout.splitlines()[-1])
+    status = found["status"]
+    if status is None or status["state"] == "missing":
+        yield "it is not installed, or its entry point has another name"
+        return
+    if status["state"] != "ok":
+        yield f"it is {status['state']}: {status['error']}"
+    if found["heavy"]:
+        yield f"its menu imports {', '.join(found['heavy'])}; leave that to the modules that targets name"
+    if status["seconds"] > seconds:
+        yield f"its menu takes {status['seconds']:.2f} s to load, more than {seconds} s"
+
+
+# ----------------------------------------------------------------------------------------- one component
+
+
+def _component(cls: type, values: Mapping[str, Any] | None) -> Iterator[str]:
+    from titancli.testing.protocols import built_faults, target_faults
+
+    if not summary(cls):
+        yield "it has no docstring, whose first line `titan list-components` shows"
+    for field in describe(cls):
+        if not field.doc:
+            yield f"the field {field.name} has no docstring below it, for `titan show`"
+    try:
+        config = _config(cls, values)
+        if config is not None:
+            yield from _round_trip(config)
+    except (TitanError, ValueError) as error:
+        yield f"its config cannot be made: {error}"
+        return
+    info = component_info(cls)
+    try:
+        target = load_target(info.target)
+        form = load_target(info.hf) if info.hf else None
+    except PluginError as error:
+        yield own_traceback(error.__cause__ or error)
+        return
+    faults = list(target_faults(info.kind, target))
+    yield from faults
+    if form is not None and not (callable(form) and hasattr(form, "from_config_json")):
+        yield f"{info.hf} has no from_config_json; see HFBuilder in titancli.registry.kinds"
+    if config is not None and not faults:
+        with tempfile.TemporaryDirectory() as folder:
+            yield from built_faults(info.kind, target, config, Path(folder))
+
+
+def _config(cls: type, values: Mapping[str, Any] | None) -> Any:
+    """The config with these values, bound as a recipe's are; None where it needs others."""
+    from titancli.registry.binding import adapter, bind
+
+    adapter(cls)
+    required = [
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    if values is None and required:
+        return None
+    return bind(cls, dict(values or {}), current())
+
+
+def _round_trip(config: Any) -> Iterator[str]:
+    """Whether its values survive being written to TOML and read again, as in a lock file."""
+    import tomli
+    import tomli_w
+
+    from titancli.recipe.lock import resolved_data
+    from titancli.recipe.tree import DEFAULT, Node
+    from titancli.registry.binding import bind
+
+    data = resolved_data(config, Node({}, DEFAULT), current())
+    read = tomli.loads(tomli_w.dumps({"table": data}))["table"]
+    again = bind(type(config), {k: v for k, v in read.items() if k != "type"}, current())
+    if again != config:
+        yield f"{config} comes back from TOML as {again}"
+
+
+# ---------------------------------------------------------------------------------------------- recipes
+
+
+def _recipes(name: str) -> Iterator[str]:
+    from titancli.errors import RecipeError
+    from titancli.recipe import load_recipe, render_problems
+
+    for plugin, folder in current().recipe_folders():
+        for file in sorted(folder.glob("*.toml")) if plugin == name else ():
+            try:
+                load_recipe(file)
+            except RecipeError as error:
+                yield f"its recipe {file.name} is not valid:\n{render_problems(error.problems).rstrip()}"
+            except TitanError as error:
+                yield f"its recipe {file.name} is not valid: {error}"

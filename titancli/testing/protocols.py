@@ -1,0 +1,123 @@
+"""What is built, held against its kind's Protocol. The Protocols in `titancli.registry.kinds` are read, not
+repeated: what they name must be there, and must take what they say it is called with.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from titancli.registry import kinds
+from titancli.registry.kinds import KINDS
+from titancli.registry.plugins import own_traceback
+
+OPTIONAL = {"loss": {"token_weights"}, "logger": {"run_start", "step_end", "checkpoint_saved", "run_end"}}
+"""Members that a component may be without."""
+BUILT = ("model", "tokenizer", "dataset", "converter", "loss", "optimizer", "logger")
+"""Kinds whose components can be built outside of a run."""
+
+
+def builder(kind: str) -> type:
+    """The Protocol of a kind's target, e.g. `LossBuilder`."""
+    return getattr(kinds, f"{kind.capitalize()}Builder")
+
+
+def returned(kind: str) -> type | None:
+    """The Protocol of what a kind's target returns, e.g. `Loss`; None where it is a plain callable."""
+    return getattr(kinds, kind.capitalize(), None)
+
+
+def told(kind: str) -> str:
+    """A kind's Protocols as they stand in the source."""
+    protocols = [found for found in (returned(kind), builder(kind)) if found is not None]
+    head = f"{kind}: {KINDS[kind].summary}"
+    return "\n\n".join([head, *(inspect.getsource(protocol).rstrip() for protocol in protocols)])
+
+
+def target_faults(kind: str, target: Any) -> Iterator[str]:
+    """Whether a target can be called as its kind's Protocol says."""
+    protocol = builder(kind)
+    if not callable(target):
+        yield f"its target is {target!r}, which cannot be called"
+        return
+    given = list(inspect.signature(protocol.__call__).parameters.values())[2:]  # without self and config
+    try:
+        inspect.signature(target).bind(None, **{parameter.name: None for parameter in given})
+    except TypeError as error:
+        names = ", ".join(["config", *(["*", *(p.name for p in given)] if given else [])])
+        yield f"its target cannot be called as build({names}): {error}"
+    except ValueError:  # written in C, without a signature
+        return
+
+
+def built_faults(kind: str, target: Callable[..., Any], config: Any, folder: Path) -> Iterator[str]:
+    """Build a component as a run would, on the CPU and on one rank, and look at what came out."""
+    if kind not in BUILT:
+        return
+    import torch
+
+    try:
+        with torch.device("meta" if kind == "model" else "cpu"):
+            built = target(config, **_runtime(kind, folder))
+    except Exception as error:
+        yield f"it cannot be built: {own_traceback(error)}"
+        return
+    if kind == "optimizer":
+        if not isinstance(built, torch.optim.Optimizer):
+            yield f"it builds {built!r}, which is no torch.optim.Optimizer"
+        return
+    if kind == "model" and not isinstance(built, torch.nn.Module):
+        yield f"it builds {built!r}, which is no torch.nn.Module"
+    protocol = returned(kind)
+    if protocol is not None:
+        yield from _member_faults(protocol, built, OPTIONAL.get(kind, set()))
+
+
+def _runtime(kind: str, folder: Path) -> dict[str, Any]:
+    """What a kind's builder is given."""
+    if kind == "model":
+        return {"seq_len": 16}
+    if kind == "dataset":
+        from titancli.data import ByteTokenizer
+        from titancli.registry.component import build
+
+        tokenizer = build(ByteTokenizer())
+        return dict(tokenizer=tokenizer, seq_len=16, rows=2, dp_rank=0, dp_size=1, seed=0)
+    if kind == "converter":
+        from titancli.recipe.schema import Degrees
+
+        return {"mesh": Degrees(), "compile": False}
+    if kind == "optimizer":
+        from torch import nn
+
+        return {"named_parameters": list(nn.Linear(4, 3).named_parameters())}
+    return {"run_folder": folder, "is_main": True} if kind == "logger" else {}
+
+
+def _member_faults(protocol: type, built: Any, optional: set[str]) -> Iterator[str]:
+    methods = {
+        name: value
+        for name, value in vars(protocol).items()
+        if inspect.isfunction(value) and (name == "__call__" or not name.startswith("_"))
+    }
+    if optional >= methods.keys() and not any(hasattr(built, name) for name in methods):
+        yield f"what it builds has none of {', '.join(methods)}"
+    for name in (*getattr(protocol, "__annotations__", {}), *methods):
+        if not hasattr(built, name):
+            if name not in optional:
+                yield f"what it builds has no {name}; see {protocol.__name__} in titancli.registry.kinds"
+        elif name in methods:
+            yield from _method_faults(name, methods[name], getattr(built, name))
+
+
+def _method_faults(name: str, wanted: Callable[..., Any], method: Any) -> Iterator[str]:
+    parameters = list(inspect.signature(wanted).parameters.values())[1:]
+    try:
+        inspect.signature(method).bind(*(None for _ in parameters))
+    except TypeError as error:
+        words = ", ".join(parameter.name for parameter in parameters)
+        yield f"{name} of what it builds cannot be called as {name}({words}): {error}"
+    except ValueError:  # written in C, without a signature
+        return

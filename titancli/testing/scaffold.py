@@ -1,0 +1,82 @@
+"""`titan new-plugin`: a package that installs, is listed, and passes its own tests."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from pathlib import Path
+from string import Template
+
+from titancli import __version__
+from titancli.errors import EnvironmentProblem, UsageError
+from titancli.registry.kinds import KINDS
+
+TEMPLATES = Path(__file__).parent / "templates"
+KINDS_WITH_TEMPLATE = tuple(kind for kind in KINDS if (TEMPLATES / f"{kind}.menu.txt").is_file())
+MANY = ("converter", "logger")
+"""Kinds that a recipe holds lists of: their slot is `[[converters]]`."""
+
+
+def new_plugin(name: str, kind: str, folder: Path) -> list[Path]:
+    """Write the package `name` with one component of a kind, and return its files.
+
+    Args:
+        name: of the distribution and of the plugin, e.g. `titan-lab`; the component is then `lab`.
+        folder: the package's own; it must not exist, or be empty.
+
+    Raises:
+        UsageError: the name cannot be one, or there is no template for the kind.
+        EnvironmentProblem: the folder is not empty.
+    """
+    if kind not in KINDS_WITH_TEMPLATE:
+        raise UsageError(
+            f"there is no template for a {kind}", hint=f"there are: {', '.join(KINDS_WITH_TEMPLATE)}"
+        )
+    words = _words(name, kind)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise EnvironmentProblem(f"{folder} is there already", hint="take another name, or --dir FOLDER")
+    package = folder / words["package"]
+    files = {
+        folder / "pyproject.toml": _template("pyproject.toml.txt"),
+        folder / "README.md": _template("README.md.txt"),
+        package / "__init__.py": _template(f"{kind}.menu.txt"),
+        package / f"{kind}.py": _template(f"{kind}.kitchen.txt"),
+        package / "py.typed": Template(""),
+        folder / "tests" / f"test_{words['component']}.py": Template(
+            _template("test.txt").template + _template(f"{kind}.test.txt").template
+        ),
+    }
+    for path, template in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(template.substitute(words), encoding="utf-8")
+    return list(files)
+
+
+def _words(name: str, kind: str) -> dict[str, str]:
+    """What the templates leave open."""
+    package = name.replace("-", "_")
+    if not re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", name) or keyword.iskeyword(package):
+        raise UsageError(
+            f"{name!r} cannot be the name of a plugin",
+            hint="lower-case letters, digits and -, as in titan-lab",
+        )
+    if package == "titan" or package == "titancli":
+        raise UsageError(f"{name!r} is titan's own name", hint="for example titan-lab")
+    component = package.removeprefix("titan_")
+    if component[0].isdigit() or keyword.iskeyword(component):
+        raise UsageError(f"{component!r} cannot be the name of a component", hint="for example titan-lab")
+    slot = f"{kind}s" if kind in MANY else kind
+    return {
+        "name": name,
+        "package": package,
+        "component": component,
+        "class_": "".join(part.capitalize() for part in component.split("_")),
+        "kind": kind,
+        "titan": ".".join(__version__.split(".")[:2]),
+        "table": f"[[{slot}]]" if kind in MANY else f"[{slot}]",
+        "use": f"{slot}='[{{type = \"{component}\"}}]'" if kind in MANY else f"{kind}={component}",
+    }
+
+
+def _template(name: str) -> Template:
+    return Template((TEMPLATES / name).read_text(encoding="utf-8"))
