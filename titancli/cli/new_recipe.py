@@ -67,7 +67,7 @@ def _translate(file: Path, job: Path) -> int:
     for line in found.lines(str(job)):
         print(line)
     lost = [remark for remark in found.lost if remark.line is not None]
-    note(f"{file}: {found.moved} fields carried over, {len(lost)} not")
+    note(f"{file}: {len(found.moved)} fields carried over, {len(lost)} not")
     try:
         load_recipe(file)
     except TitanError as error:

@@ -7,6 +7,7 @@ carry over.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -33,8 +34,8 @@ class Translation:
 
     text: str
     """The recipe as TOML; what was not carried over stands at its end as comments."""
-    moved: int
-    """Fields of the job that the recipe has taken over."""
+    moved: list[str]
+    """Fields of the job that the recipe has taken over, by the names that the job writes."""
     lost: list[Remark]
     """Not carried over, each with its reason; those without a line are torchtitan's defaults."""
     changed: list[Remark]
@@ -68,8 +69,8 @@ def translate(path: Path, name: str, registry: Registry) -> Translation:
         _field(job, field)
     lost = sorted(job.lost, key=lambda remark: (remark.line is None, remark.line or 0))
     data = _ordered({"recipe": 1, "name": name, **job.recipe})
-    found = Translation("", len(job.moved), lost, job.changed, job.idle)
-    return Translation(_text(data, path, found), len(job.moved), lost, job.changed, job.idle)
+    found = Translation("", sorted(job.moved), lost, job.changed, job.idle)
+    return dataclasses.replace(found, text=_text(data, path, found))
 
 
 def _field(job: Job, field: Field) -> None:

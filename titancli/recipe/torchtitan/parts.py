@@ -174,7 +174,9 @@ def weights(job: Job, registry: Registry) -> None:
     elif hf:
         job.put("weights", path or job.value("model.hf_assets_path"), *names)
     else:
-        why = "a torch.distributed.checkpoint folder, which titan does not read; convert it to a Hugging Face one"
+        why = (
+            "a torch.distributed.checkpoint folder, which titan does not read; make a Hugging Face one of it"
+        )
         job.lose("checkpoint.initial_load_path", f"{why} with torchtitan's script and set weights to that")
         job.take("checkpoint.initial_load_in_hf")
 

@@ -1,0 +1,275 @@
+"""A torchtitan job config becomes a recipe, and whatever does not is told with its line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+import tomli_w
+
+from tests.recipe.torchtitan import jobs
+from tests.recipe.torchtitan.reference import FIELDS
+from titancli.errors import RecipeError
+from titancli.recipe import Loaded, load_recipe
+from titancli.recipe.check import NOT_BUILT
+from titancli.recipe.torchtitan import Translation, translate
+from titancli.recipe.torchtitan import fields as ours
+
+REGISTRY = jobs.registry_of(("titan-float8", jobs.Float8))
+Told = Callable[..., tuple[Translation, dict[str, Any]]]
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Told:
+    """`told(job)`: the translation of a job's text, and the recipe's data."""
+
+    def of(text: str, registry: Any = REGISTRY) -> tuple[Translation, dict[str, Any]]:
+        path = tmp_path / "job.toml"
+        path.write_text(text, encoding="utf-8")
+        found = translate(path, "mine", registry)
+        return found, tomli.loads(found.text)
+
+    return of
+
+
+@pytest.fixture
+def load(told: Told, tmp_path: Path) -> Callable[..., Loaded]:
+    """`load(job)`: the recipe, which must be a good one."""
+
+    def of(text: str, *overrides: str, registry: Any = REGISTRY) -> Loaded:
+        found, _ = told(text, registry)
+        path = tmp_path / "recipe.toml"
+        path.write_text(found.text, encoding="utf-8")
+        return load_recipe(path, overrides, registry=registry)
+
+    return of
+
+
+def names(remarks: list[Any]) -> set[str]:
+    return {remark.name for remark in remarks}
+
+
+def job_with(name: str, value: Any) -> str:
+    data: dict[str, Any] = {"training": {"steps": 1000}}
+    table = data
+    *above, last = name.split(".")
+    for key in above:
+        table = table.setdefault(key, {})
+    table[last] = value
+    return tomli_w.dumps(data)
+
+
+def test_a_job_of_llama3_8b_becomes_a_recipe(told: Told, load: Callable[..., Loaded]) -> None:
+    recipe = load(jobs.LLAMA3_8B).recipe
+    assert recipe.model.n_layers == 32 and recipe.tokenizer.path.name == "Llama-3.1-8B"
+    assert (recipe.dataset.path, recipe.dataset.name, recipe.dataset.streaming) == ("allenai/c4", "en", True)
+    assert (recipe.training.seq_len, recipe.training.local_batch_size, recipe.training.seed) == (8192, 1, 42)
+    assert recipe.optimizer.lr == 3e-4 and recipe.parallelize.reshard_after_forward == "always"
+    assert recipe.checkpoint.enable and recipe.checkpoint.async_mode == "async"
+    assert recipe.compile.enable and recipe.activation_checkpoint.selective_ac_option == "op"
+    assert [type(logger).__name__ for logger in recipe.loggers] == ["TensorBoard"]
+    found, _ = told(jobs.LLAMA3_8B)
+    lines = found.lines("job.toml")
+    profiling = next(line for line in lines if "profiling.enable_profiling" in line)
+    number = jobs.LLAMA3_8B.splitlines().index("enable_profiling = true") + 1
+    assert profiling.startswith(f"job.toml:{number}: not carried over: profiling.enable_profiling = true: ")
+    assert all(f"# {line}\n" in found.text for line in lines)
+    assert "checkpoint.folder" in names(found.idle) and "compile.components" in names(found.changed)
+
+
+def test_torchtitans_defaults_hold_where_titan_has_others(told: Told, load: Callable[..., Loaded]) -> None:
+    recipe = load("[training]\n").recipe
+    assert recipe.training.steps == 10000 and not recipe.checkpoint.enable
+    assert recipe.activation_checkpoint.selective_ac_option == "2"
+    assert recipe.model.dim == 256 and recipe.dataset.path.endswith("/tests/assets/c4_test")
+    found, _ = told("[training]\n")
+    assert {remark.name for remark in found.lost if remark.line is None} == {
+        "checkpoint.last_save_model_only"
+    }
+    assert any("torchtitan's default" in line for line in found.lines("job.toml"))
+
+
+def test_float8_becomes_a_converter(load: Callable[..., Loaded]) -> None:
+    (converter,) = load(jobs.FLOAT8).recipe.converters
+    assert converter.recipe == "tensorwise" and converter.emulate is None
+    assert converter.enable_fsdp_float8_all_gather and converter.precompute_float8_dynamic_scale_for_fsdp
+    assert converter.skip == ["output", "attention.wk", "*layers.0*"]
+
+
+def test_float8_that_is_not_installed_is_told_and_the_rest_is_good(
+    told: Told, load: Callable[..., Loaded]
+) -> None:
+    plain = jobs.registry_of()
+    assert load(jobs.FLOAT8, registry=plain).recipe.converters == []
+    found, _ = told(jobs.FLOAT8, plain)
+    section = "quantize.linear.float8."
+    assert {n.removeprefix(section) for n in names(found.lost) if section in n} == {
+        "enable_fsdp_float8_all_gather",
+        "precompute_float8_dynamic_scale_for_fsdp",
+        "filter_fqns",
+    }
+    assert any("pip install titan-float8" in line for line in found.lines("x"))
+
+
+def test_a_converter_section_that_nothing_names_has_no_effect(told: Told) -> None:
+    found, data = told('[quantize.linear.float8]\nrecipe_name = "rowwise"\n')
+    assert "converters" not in data
+    assert [remark.text for remark in found.lost if remark.line] == [
+        "no effect: model.converters does not name it"
+    ]
+
+
+@pytest.mark.parametrize(("text", "model"), [(jobs.QWEN3, "qwen3"), (jobs.DEEPSEEK, "deepseek_v3")])
+def test_a_model_that_is_not_installed_is_a_reason_and_the_rest_is_translated(
+    told: Told, load: Callable[..., Loaded], text: str, model: str
+) -> None:
+    found, data = told(text)
+    reason = next(remark.text for remark in found.lost if remark.name == "model.name")
+    assert f"no installed plugin offers the model '{model}'" in reason
+    assert data["model"]["type"] == model
+    with pytest.raises(RecipeError) as caught:
+        load(text)
+    assert [problem.code for problem in caught.value.problems] == ["unknown-component"]
+    recipe = load(text, "model=llama3", "model.flavor=debugmodel").recipe
+    assert recipe.training.steps == tomli.loads(text)["training"]["steps"]
+
+
+def test_a_flux_job_is_told_field_by_field(told: Told) -> None:
+    found, data = told(jobs.FLUX)
+    lost = names(found.lost)
+    assert {"model.name", "training.dataset", "job.custom_config_module", "encoder.t5_encoder"} <= lost
+    assert {"training.img_size", "training.classifier_free_guidance_prob"} <= lost
+    assert data["training"]["steps"] == 30000
+
+
+def test_names_of_before_0_2_2_are_known(told: Told, load: Callable[..., Loaded]) -> None:
+    recipe = load(jobs.OLD).recipe
+    assert recipe.training.local_batch_size == 4 and recipe.lr_scheduler.warmup_steps == 2
+    assert recipe.compile.enable and recipe.checkpoint.enable
+    assert recipe.optimizer.implementation == "foreach"
+    assert str(recipe.tokenizer.path).endswith("assets/llama")
+    assert len(recipe.converters) == 1
+    found, _ = told(jobs.OLD)
+    assert {"job.use_for_integration_test", "model.norm_type", "checkpoint.interval_type"} <= names(
+        found.lost
+    )
+    assert {"model.name", "model.tokenizer_path"} <= names(found.changed)
+    assert "metrics.rank_0_only" in names(found.idle)
+
+
+def test_the_table_is_torchtitans() -> None:
+    assert set(ours.FIELDS) == set(FIELDS) and len(FIELDS) == 149
+    for name, (default, _) in FIELDS.items():
+        assert ours.FIELDS[name].default == default, name
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_is_carried_or_told(told: Told, name: str) -> None:
+    default, other = FIELDS[name]
+    _, plain = told(job_with("training.steps", 1000))
+    found, data = told(job_with(name, other))
+    remarks = names(found.lost + found.changed + found.idle)
+    assert data != plain or name in remarks
+    assert any(name in line for line in found.lines("x")) == (name in remarks)
+    assert name in {*found.moved, *remarks}
+    if default is not None:
+        found, _ = told(job_with(name, default))
+        assert name in {*found.moved, *names(found.lost + found.changed + found.idle)}
+
+
+def test_defaults_that_are_left_out_are_titans_own(load: Callable[..., Loaded]) -> None:
+    data = load("[training]\n").data
+    for field in ours.FIELDS.values():
+        section, _, key = (field.to or "").partition(".")
+        if not key or section not in data or field.name == "debug.seed":
+            continue
+        assert data[section].get(key) == field.default, field.name
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "words"),
+    [
+        ("[training]\nstepz = 3\n", "training.stepz", "did you mean 'training.steps'?"),
+        ('[training]\nsteps = "3"\n', "training.steps", "torchtitan wants int here"),
+        ("[training]\nbatch_size = 3\nlocal_batch_size = 4\n", "training.local_batch_size", "says the same"),
+        ('[optimizer]\nname = "Adam"\n', "optimizer.name", "adamw stands in"),
+        ('[activation_checkpoint]\nmode = "memory_budget"\n', "activation_checkpoint.mode", "stands in"),
+        ('[model]\nflavor = "9B"\n', "model.flavor", "llama3 has no flavor '9B'"),
+        ('[model]\nconverters = "mx"\n', "model.converters", "offers the converter 'mx'"),
+        (
+            '[checkpoint]\nenable = true\ninitial_load_path = "old/step-100"\n',
+            "checkpoint.initial_load_path",
+            "which titan does not read",
+        ),
+        (
+            "[checkpoint]\ninitial_load_in_hf = true\n",
+            "checkpoint.initial_load_in_hf",
+            "loads nothing where checkpoint.enable is false",
+        ),
+        ("[compile]\nenable = true\ncomponents = ['loss']\n", "compile.components", "blocks or nothing"),
+    ],
+)
+def test_what_cannot_be_carried_has_a_reason(told: Told, text: str, name: str, words: str) -> None:
+    found, _ = told(text)
+    (reason,) = [remark.text for remark in found.lost if remark.name == name]
+    assert words in reason
+
+
+@pytest.mark.parametrize(
+    ("degree", "name"), [("tp", "tensor"), ("pp", "pipeline"), ("cp", "context"), ("ep", "expert")]
+)
+def test_a_degree_is_carried_once_it_is_built(told: Told, degree: str, name: str) -> None:
+    field = f"parallelism.{name}_parallel_degree"
+    found, data = told(job_with(field, 2))
+    if degree in NOT_BUILT:
+        assert "is not built yet" in next(remark.text for remark in found.lost if remark.name == field)
+    else:
+        assert data["mesh"][degree] == 2
+
+
+def test_weights_of_hugging_face_are_carried(load: Callable[..., Loaded]) -> None:
+    job = '[model]\nhf_assets_path = "./assets/m"\n[checkpoint]\nenable = true\ninitial_load_in_hf = true\n'
+    assert str(load(job).recipe.weights).endswith("/assets/m")
+    assert str(load(f'{job}initial_load_path = "./other"\n').recipe.weights).endswith("/other")
+
+
+def test_a_flavor_for_flex_attention_is_a_mask_of_the_data(load: Callable[..., Loaded]) -> None:
+    recipe = load('[model]\nflavor = "8B_flex"\n').recipe
+    assert recipe.model.n_layers == 32 and recipe.dataset.document_mask
+
+
+def test_a_schedule_that_torchtitan_shortens_is_short(load: Callable[..., Loaded]) -> None:
+    short = load("[training]\nsteps = 10\n").recipe.lr_scheduler
+    assert short.warmup_steps == 10
+    job = "[training]\nsteps = 100\n[lr_scheduler]\nwarmup_steps = 40\ndecay_ratio = 0.8\n"
+    assert load(job).recipe.lr_scheduler.decay_ratio is None
+    assert load(job.replace("0.8", "0.5")).recipe.lr_scheduler.decay_ratio == 0.5
+
+
+def test_a_dataset_path_is_one_on_disk(load: Callable[..., Loaded]) -> None:
+    data = load('[training]\ndataset = "c4"\ndataset_path = "data/c4"\n').recipe.dataset
+    assert data.path == str(Path("data/c4").absolute()) and data.name is None
+
+
+@pytest.mark.parametrize("text", ["", "[x]\ny = 1\n", "recipe = 1\n[model]\ntype = 'llama3'\n", "[job\n"])
+def test_what_is_no_job_config_is_refused(told: Told, text: str) -> None:
+    with pytest.raises(RecipeError):
+        told(text)
+
+
+def test_a_converters_distribution_is_required(told: Told) -> None:
+    from titancli.registry import hookspecs
+    from titancli.registry.lookup import Registry
+    from titancli.registry.plugins import Plugin
+
+    class Offer:
+        @staticmethod
+        @hookspecs.hookimpl
+        def titan_components() -> list[type]:
+            return [jobs.Float8]
+
+    _, data = told(jobs.FLOAT8, Registry([Plugin("f8", lambda: Offer, distribution="titan-float8")]))
+    assert data["requires"] == {"plugins": ["titan-float8"]}
