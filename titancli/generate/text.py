@@ -27,12 +27,14 @@ class TextStream:
 
     def _context(self, prompt: Sequence[int]) -> tuple[list[int], str]:
         """The last tokens of the prompt, as few as read as whole characters."""
+        window: list[int] = []
+        text = ""
         for size in range(1, min(CONTEXT, len(prompt)) + 1):
             window = list(prompt[-size:])
             text = self._decode(window)
             if text and UNFINISHED not in text:
-                return window, text
-        return [], ""
+                break
+        return (window, text) if UNFINISHED not in text else ([], "")
 
     def feed(self, token: int) -> str:
         """What can be shown after one more token; may be empty."""

@@ -1,0 +1,107 @@
+"""The loop: beside transformers' own, and rows together beside rows alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.generate.models import VARIANTS, in_transformers, small, tokens
+from titancli.errors import TitanError
+from titancli.rl.decode import Row, decode
+from titancli.rl.sampling import Sampling
+
+CPU = torch.device("cpu")
+GREEDY = Sampling(0.0)
+WARM = Sampling(1.2, top_k=60, top_p=0.95)
+PROMPTS = [tokens(1, n, seed=n)[0].tolist() for n in (5, 1, 12, 5, 8)]
+
+
+def run(model, prompts, rows, sampling, *, stop: frozenset[int] = frozenset(), vocab_size=None):
+    """The tokens of each row; `stop` ends it."""
+    made: list[list[int]] = [[] for _ in rows]
+
+    def on_token(row: int, token: int) -> bool:
+        made[row].append(token)
+        return token not in stop
+
+    decode(model, prompts, rows, sampling, on_token, device=CPU, vocab_size=vocab_size)
+    return made
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_equals_transformers(variant: str) -> None:
+    model = small(variant)
+    theirs = in_transformers(model)
+    prompt = tokens(1, 11)
+    made = run(model, prompt.tolist(), [Row(0, 0, 40)], GREEDY)
+    with torch.no_grad():
+        expected = theirs.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=40,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+    assert made[0] == expected[0, 11:].tolist()
+    assert len(set(made[0])) > 8  # not one token again and again, which would show nothing
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
+def test_a_row_among_others_equals_the_row_alone(sampling: Sampling) -> None:
+    model = small()
+    rows = [Row(prompt, 10 * prompt + sample, 25) for prompt in range(5) for sample in range(2)]
+    together = run(model, PROMPTS, rows, sampling)
+    alone = [run(model, [PROMPTS[r.prompt]], [Row(0, r.seed, 25)], sampling)[0] for r in rows]
+    assert together == alone
+    assert all(len(row) == 25 for row in together)
+    equal = together[0] == together[1]
+    assert equal == (sampling is GREEDY)
+
+
+def test_rows_end_at_different_times_and_leave_the_others_alone() -> None:
+    model = small()
+    rows = [Row(prompt, prompt, limit) for prompt, limit in enumerate([9, 25, 3, 1, 17])]
+    free = run(model, PROMPTS, [Row(r.prompt, r.seed, 25) for r in rows], WARM)
+    assert run(model, PROMPTS, rows, WARM) == [f[: r.limit] for f, r in zip(free, rows, strict=True)]
+    stop = frozenset({free[0][4], free[1][11]})
+    for found, whole in zip(
+        run(model, PROMPTS, [Row(r.prompt, r.seed, 25) for r in rows], WARM, stop=stop), free, strict=True
+    ):
+        end = next((i + 1 for i, token in enumerate(whole) if token in stop), 25)
+        assert found == whole[:end]
+
+
+def test_a_limit_does_not_change_what_comes_before_it() -> None:
+    model = small()
+    long, short = (run(model, PROMPTS[:1], [Row(0, 3, n)], WARM)[0] for n in (30, 7))
+    assert long[:7] == short
+
+
+def test_ids_beyond_the_tokenizers_vocabulary_are_never_chosen() -> None:
+    made = run(small(), PROMPTS, [Row(i, i, 40) for i in range(5)], Sampling(3.0), vocab_size=20)
+    assert max(max(row) for row in made) == 19
+
+
+def test_weights_that_have_diverged_are_named() -> None:
+    model = small()
+    with torch.no_grad():
+        model.norm.weight.fill_(torch.nan)
+    for sampling in (GREEDY, WARM):
+        with pytest.raises(TitanError, match="not finite"):
+            run(model, PROMPTS, [Row(0, 0, 3)], sampling)
+
+
+def on_a_rank(ranks: int) -> list[list[int]]:
+    from tests.engine.cases import Layout, recipe
+    from titancli.engine import Engine
+
+    engine = Engine.build(recipe(Layout(mesh={"dp_shard": ranks})))
+    prompts = [[3, 1, 4], [1, 5, 9, 2, 6, 5]]
+    return run(engine.model, prompts, [Row(0, 1, 8), Row(0, 2, 8), Row(1, 3, 8)], WARM, vocab_size=64)
+
+
+@pytest.mark.ranks
+def test_a_sharded_model_says_the_same(ranks) -> None:
+    [alone] = ranks(1, on_a_rank, 1)
+    assert ranks(2, on_a_rank, 2) == [alone, alone]
