@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from titancli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from titancli.observe import failures
 from titancli.observe.events import EventLog, EventLogger, Listener, LogHandler, plain
-from titancli.runs import RunFolder, timestamp
+from titancli.runs import RECORD_NAME, RunFolder, timestamp
 
 if TYPE_CHECKING:
     import torch
@@ -110,165 +110,168 @@ def main(
     Raises:
         Exception: whatever went wrong, after `logs/rank-N.error.json` was written.
     """
-    place = place or Place()
-    folder = RunFolder(run_dir.absolute())
+    from titancli import registry
+
     quiet()
-    watched: list[Observers] = []
     with ExitStack() as stack:
+        rank = Rank(RunFolder(run_dir.absolute()), place or Place(), stack)
         if stop is None:
-            stop = stack.enter_context(Stop().listening(leave=lambda: _record_leaving(folder, watched)))
+            stop = stack.enter_context(Stop().listening(leave=rank.record_leaving))
         try:
-            return _run(
-                folder, lock_file, checkpoint, list(plugin_files), place, stop, listeners, watched, stack
-            )
+            registry.configure(files=plugin_files, checks=False)
+            return rank.run(lock_file, checkpoint, stop, listeners)
         except BaseException as error:
-            step = watched[0].step + 1 if watched else None
-            failures.write(folder.logs, error, rank=place.rank, world=place.world, step=step)
+            failures.write(
+                rank.folder.logs, error, rank=rank.place.rank, world=rank.place.world, step=rank.current_step
+            )
             raise
 
 
-def _run(
-    folder: RunFolder,
-    lock_file: Path | None,
-    checkpoint: Path | None,
-    plugin_files: list[Path],
-    place: Place,
-    stop: Stop,
-    listeners: tuple[Listener, ...],
-    watched: list[Observers],
-    stack: ExitStack,
-) -> dict[str, Any]:
-    from titancli import registry
-    from titancli.observe import comm
-    from titancli.recipe import load_recipe
+class Rank:
+    """One rank's way from a lock file to an outcome. What it opens is closed by the stack."""
 
-    registry.configure(files=plugin_files, checks=False)
-    source = lock_file or folder.recipe_lock
-    lock_text = source.read_text(encoding="utf-8")
-    loaded = load_recipe(source)
-    recipe = loaded.recipe
-    stack.enter_context(_settings(recipe))
-    device = comm.choose_device(place.local_rank)
-    comm.start_flight_recorder(folder.logs, recipe.comm.trace_buf_size)
-    comm.init_process_group(
-        device,
-        rank=place.rank,
-        world=place.world,
-        restart=place.restart,
-        timeout_seconds=recipe.comm.init_timeout_seconds,
-    )
-    stack.push(_leave_process_group)
-    digest = hashlib.sha256(lock_text.encode()).hexdigest()
-    host = socket.gethostname()
-    comm.require_same("resolved recipes", digest, host)
-    if lock_file is not None:
-        comm.on_rank_zero(lambda: _prepare(folder, lock_file, lock_text, stack))
-    checkpoint = comm.on_rank_zero(lambda: _start_from(folder, checkpoint, place))
+    def __init__(self, folder: RunFolder, place: Place, stack: ExitStack) -> None:
+        self.folder, self.place = folder, place
+        self._stack = stack
+        self._observers: Observers | None = None
 
-    events = None
-    if place.rank == 0:
-        events = EventLog(folder.events, listeners)
-        stack.callback(events.close)
-        stack.enter_context(_warnings_as_events(events))
-        if place.restart:
-            logger.warning("a rank failed, and the ranks were started anew, for the %d. time", place.restart)
-    watchers = _build_loggers(recipe, folder, place, events)
-    record = folder.record()
+    @property
+    def is_main(self) -> bool:
+        return self.place.rank == 0
 
-    def observers_for(engine: Any) -> Observers:
-        observers = _observe(engine, recipe, folder, place, device, watchers, checkpoint, loaded.data)
-        watched.append(observers)
-        observers.run_start({})
+    @property
+    def current_step(self) -> int | None:
+        """The step under way; None before the first."""
+        return self._observers.step + 1 if self._observers else None
+
+    def run(
+        self, lock_file: Path | None, checkpoint: Path | None, stop: Stop, listeners: tuple[Listener, ...]
+    ) -> dict[str, Any]:
+        """See `main`."""
+        from titancli.observe import comm
+        from titancli.recipe import load_recipe
+
+        source = lock_file or RunFolder.open(self.folder.path).recipe_lock
+        lock_text = source.read_text(encoding="utf-8")
+        loaded = load_recipe(source)
+        recipe = loaded.recipe
+        self._stack.enter_context(_settings(recipe))
+        device = self._join(recipe, hashlib.sha256(lock_text.encode()).hexdigest())
+        if lock_file is not None:
+            comm.on_rank_zero(lambda: self._prepare(lock_file, lock_text))
+        checkpoint = comm.on_rank_zero(lambda: self._start_from(checkpoint))
+        # Asked of rank 0: on a shared disk the others may not see yet what it wrote.
+        record = comm.on_rank_zero(self.folder.record)
+        loggers = self._loggers(recipe, listeners)
+
+        def observers_for(engine: Any) -> Observers:
+            start = str(checkpoint) if checkpoint else None
+            known = {**record, "attempt": len(record["attempts"]), "checkpoint": start, "recipe": loaded.data}
+            self._observers = self._observe(engine, recipe, device, loggers, known)
+            return self._observers
+
+        from titancli.loops import session
+
+        outcome = session.run(
+            recipe,
+            run_folder=self.folder.path,
+            lock_text=lock_text,
+            run_id=record["run_id"],
+            checkpoint=checkpoint,
+            observers_for=observers_for,
+            stop=stop,
+            device=device,
+            on_first_step=lambda: comm.tighten_timeouts(recipe.comm.train_timeout_seconds),
+        )
+        if self._observers is not None:
+            self._observers.run_end(outcome)
+            outcome = {**outcome, "metrics": self._observers.latest}
+        if self.is_main:
+            self.folder.update_attempt(outcome=plain(outcome), ended=timestamp())
+        return outcome
+
+    def record_leaving(self) -> None:
+        """Write the outcome of a run that the user would not wait for."""
+        step = self._observers.step if self._observers else None
+        outcome = {"why": "interrupted", "signal": "SIGINT", "step": step, "checkpoint": None}
+        self.folder.update_attempt(outcome={**outcome, "metrics": {}}, ended=timestamp())
+
+    def _join(self, recipe: Recipe, digest: str) -> torch.device:
+        """Take a device, meet the other ranks, and make sure that all are there for the same run."""
+        from titancli.observe import comm
+
+        device = comm.choose_device(self.place.local_rank)
+        comm.start_flight_recorder(self.folder.logs, recipe.comm.trace_buf_size)
+        comm.init_process_group(
+            device,
+            rank=self.place.rank,
+            world=self.place.world,
+            restart=self.place.restart,
+            timeout_seconds=recipe.comm.init_timeout_seconds,
+        )
+        self._stack.push(_leave_process_group)
+        comm.require_same("resolved recipes", digest, socket.gethostname())
+        return device
+
+    def _prepare(self, lock_file: Path, lock_text: str) -> None:
+        """On several nodes rank 0 makes the run folder, and holds it until the run is over."""
+        self.folder.make()
+        self._stack.callback(self.folder.hold().release)
+        self.folder.write_recipe_lock(lock_text)
+        self.folder.write_record(json.loads(lock_file.with_name(RECORD_NAME).read_text(encoding="utf-8")))
+
+    def _start_from(self, checkpoint: Path | None) -> Path | None:
+        """Ranks that were started anew go on from the newest checkpoint that the ranks before them wrote."""
+        if not self.place.restart:
+            return checkpoint
+        from titancli.checkpoint import newest_good
+
+        return newest_good(self.folder.checkpoints, rejected=logger.warning) or checkpoint
+
+    def _loggers(self, recipe: Recipe, listeners: tuple[Listener, ...]) -> list[Any]:
+        """Built before the engine, so that a package that is missing is said at once."""
+        from titancli.registry.component import build
+
+        own: list[Any] = []
+        if self.is_main:
+            events = EventLog(self.folder.events, listeners)
+            self._stack.callback(events.close)
+            self._stack.enter_context(_warnings_as_events(events))
+            if self.place.restart:
+                logger.warning("a rank failed; all ranks were started anew (restart %d)", self.place.restart)
+            own = [EventLogger(events, recipe.training.steps)]
+        return own + [
+            build(config, run_folder=self.folder.path, is_main=self.is_main) for config in recipe.loggers
+        ]
+
+    def _observe(
+        self, engine: Any, recipe: Recipe, device: torch.device, loggers: list[Any], known: dict[str, Any]
+    ) -> Observers:
+        from titancli.observe.observers import Observers
+        from titancli.observe.peaks import device_peak
+
+        found = {
+            "world": self.place.world,
+            "mesh": asdict(engine.mesh.degrees),
+            "device": _device_name(device),
+            "restarts": self.place.restart,
+        }
+        if self.is_main:
+            self.folder.update_attempt(**found, checkpoint=known["checkpoint"])
+        # The peaks are bf16's; a run that computes in fp32 has no utilisation of them.
+        peak = device_peak(device) if recipe.training.mixed_precision_param == "bfloat16" else None
+        observers = Observers(
+            loggers,
+            device=device,
+            log_freq=recipe.metrics.log_freq,
+            total_steps=recipe.training.steps,
+            info={**known, **found},
+            world=self.place.world,
+            flops_per_token=engine.flops_per_token,
+            peak_flops=peak,
+        )
+        observers.run_start({"step": engine.step})
         return observers
-
-    from titancli.loops import session
-
-    outcome = session.run(
-        recipe,
-        run_folder=folder.path,
-        lock_text=lock_text,
-        run_id=record["run_id"],
-        checkpoint=checkpoint,
-        observers_for=observers_for,
-        stop=stop,
-        device=device,
-        on_first_step=lambda: comm.tighten_timeouts(recipe.comm.train_timeout_seconds),
-    )
-    if watched:
-        watched[0].run_end(outcome)
-        outcome = {**outcome, "metrics": watched[0].latest}
-    if place.rank == 0:
-        folder.update_attempt(outcome=plain(outcome), ended=timestamp())
-    return outcome
-
-
-def _record_leaving(folder: RunFolder, watched: list[Observers]) -> None:
-    step = watched[0].step if watched else None
-    outcome = {"why": "interrupted", "signal": "SIGINT", "step": step, "checkpoint": None}
-    folder.update_attempt(outcome={**outcome, "metrics": {}}, ended=timestamp())
-
-
-def _prepare(folder: RunFolder, lock_file: Path, lock_text: str, stack: ExitStack) -> None:
-    """On several nodes rank 0 makes the run folder, and holds it until the run is over."""
-    folder.make()
-    stack.callback(folder.hold().release)
-    folder.write_recipe_lock(lock_text)
-    folder.write_record(json.loads(lock_file.with_name("run.json").read_text(encoding="utf-8")))
-
-
-def _start_from(folder: RunFolder, checkpoint: Path | None, place: Place) -> Path | None:
-    """Ranks that were started anew go on from the newest checkpoint that the ranks before them wrote."""
-    if not place.restart:
-        return checkpoint
-    from titancli.checkpoint import newest_good
-
-    return newest_good(folder.checkpoints, rejected=logger.warning) or checkpoint
-
-
-def _build_loggers(recipe: Recipe, folder: RunFolder, place: Place, events: EventLog | None) -> list[Any]:
-    """Before the engine, so that a package that is missing is said at once."""
-    from titancli.registry.component import build
-
-    is_main = place.rank == 0
-    loggers: list[Any] = [] if events is None else [EventLogger(events, recipe.training.steps)]
-    return loggers + [build(config, run_folder=folder.path, is_main=is_main) for config in recipe.loggers]
-
-
-def _observe(
-    engine: Any,
-    recipe: Recipe,
-    folder: RunFolder,
-    place: Place,
-    device: torch.device,
-    watchers: list[Any],
-    checkpoint: Path | None,
-    recipe_data: dict[str, Any],
-) -> Observers:
-    from titancli.observe.observers import Observers
-    from titancli.observe.peaks import device_peak
-
-    facts = {
-        "world": place.world,
-        "mesh": asdict(engine.mesh.degrees),
-        "device": _device_name(device),
-        "checkpoint": str(checkpoint) if checkpoint else None,
-    }
-    if place.rank == 0:
-        folder.update_attempt(**facts, restarts=place.restart)
-    record = folder.record()
-    info = {**record, **facts, "attempt": len(record["attempts"]), "step": engine.step, "recipe": recipe_data}
-    # The peaks are bf16's; a run that computes in fp32 has no utilisation of them.
-    peak = device_peak(device) if recipe.training.mixed_precision_param == "bfloat16" else None
-    return Observers(
-        watchers,
-        device=device,
-        log_freq=recipe.metrics.log_freq,
-        total_steps=recipe.training.steps,
-        info=info,
-        world=place.world,
-        flops_per_token=engine.flops_per_token,
-        peak_flops=peak,
-    )
 
 
 def _device_name(device: torch.device) -> str:
