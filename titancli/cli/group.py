@@ -29,6 +29,7 @@ COMMANDS = [
     Entry("Recipes", "config", "config", "Print a recipe with everything filled in."),
     Entry("Recipes", "list-recipes", "recipes", "List the recipes that can be named."),
     Entry("Recipes", "new-recipe", "new_recipe", "Write a recipe file to begin with."),
+    Entry("Recipes", "schema", "schema", "Print the JSON Schema of recipes, for editors."),
     Entry("Plugins", "list-components", "components", "List what a recipe can name."),
     Entry("Plugins", "show", "show", "Show a component's fields."),
     Entry("Plugins", "plugins", "plugins", "List the plugins and their state, or show one."),

@@ -19,6 +19,7 @@ Component = Any
 T = TypeVar("T")
 
 NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
+SLOT = "x-titan-slot"
 RESERVED = frozenset({"type", "flavor"})
 PYDANTIC = {"extra": "forbid", "strict": True, "allow_inf_nan": False, "use_attribute_docstrings": True}
 
@@ -48,6 +49,9 @@ class Slot:
         from titancli.registry.binding import slot_schema
 
         return slot_schema(self.kind)
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return {SLOT: self.kind}  # `titan schema` puts what there is of the kind here
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)

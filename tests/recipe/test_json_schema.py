@@ -1,0 +1,102 @@
+"""`titan schema` says of recipes what titan says, as far as a schema can; judged by a validator of others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+
+from tests.recipe.conftest import BASE
+from tests.recipe.test_lock import FULL
+from titancli.errors import RecipeError
+from titancli.recipe import bundled_folder, load_recipe
+from titancli.recipe.json_schema import recipe_schema
+from titancli.registry import current
+from titancli.registry.lookup import Registry
+
+jsonschema = pytest.importorskip("jsonschema")
+RECIPES = sorted(bundled_folder().glob("*.toml"))
+Mistakes = Callable[[str], list[Any]]
+
+
+def validator(registry: Registry) -> Any:
+    schema = json.loads(json.dumps(recipe_schema(registry)))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+@pytest.fixture(scope="module")
+def installed() -> Any:
+    return validator(current())
+
+
+@pytest.fixture
+def mistakes(registry: Registry) -> Mistakes:
+    """`mistakes(text)`: what the schema of the test's own components finds wrong."""
+    return lambda text: list(validator(registry).iter_errors(tomli.loads(text)))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_shipped_recipes_and_their_locks_fit(path: Path, installed: Any) -> None:
+    installed.validate(tomli.loads(path.read_text(encoding="utf-8")))
+    installed.validate(load_recipe(path).data)
+
+
+def test_every_installed_component_is_offered(installed: Any) -> None:
+    definitions = installed.schema["$defs"]
+    for name, cls in current().components():
+        info = cls.__component__
+        table = definitions[f"{info.kind}.{name.replace('/', '.')}"]
+        assert name in table["properties"]["type"]["enum"]
+        assert table["additionalProperties"] is False
+    assert definitions["Training"]["properties"]["steps"]["description"].startswith("Optimizer steps")
+    assert '"null"' not in json.dumps(installed.schema)
+
+
+@pytest.mark.parametrize("text", [BASE, FULL, 'extends = "x.toml"\n', 'extends = ["a"]\n[model]\ndim = 3\n'])
+def test_good_recipes_fit(mistakes: Mistakes, text: str) -> None:
+    assert mistakes(text) == []
+
+
+BROKEN = {
+    "unknown section": "[trainig]\n",
+    "unknown key": "[mesh]\ndq = 1\n",
+    "wrong type": '[checkpoint]\ninterval = "10"\n',
+    "out of range": "[comm]\ninit_timeout_seconds = 0\n",
+    "bad choice": '[activation_checkpoint]\nmode = "some"\n',
+    "unknown component": '[optimizer]\ntype = "sgdx"\n',
+    "unknown key of a component": '[loop]\ntype = "pretrain"\nfoo = 1\n',
+    "an array that is none": '[loggers]\ntype = "x"\n',
+    "an element without a type": "[[converters]]\nskip = []\n",
+    "a degree of zero": "[mesh]\ntp = 0\n",
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
+def test_broken_recipes_do_not_fit(
+    mistakes: Mistakes, registry: Registry, write: Callable[..., Path], broken: str
+) -> None:
+    assert mistakes(BASE + broken)
+    with pytest.raises(RecipeError):
+        load_recipe(write(BASE + broken), registry=registry)
+
+
+@pytest.mark.parametrize("section", ["model", "tokenizer", "dataset", "training"])
+def test_what_a_recipe_needs_is_needed_unless_it_extends_another(mistakes: Mistakes, section: str) -> None:
+    data = tomli.loads(BASE)
+    del data[section]
+    import tomli_w
+
+    assert mistakes(tomli_w.dumps(data))
+    assert mistakes(tomli_w.dumps({"extends": "base.toml", **data})) == []
+
+
+def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    from titancli.cli import main
+
+    assert main(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["$schema"].endswith("2020-12/schema")
