@@ -1,0 +1,160 @@
+"""Muon: torch's own on one device, the same on many, and a plugin that keeps to the rules."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import muon_cases
+import pytest
+import torch
+from torch import nn
+
+from titancli import TitanError
+from titancli.testing import check_plugin, recipe, run_cli
+
+FALLBACK = """
+[optimizer]
+type = "titan-muon/muon"
+lr = 0.05
+
+[optimizer.fallback]
+type = "adamw"
+lr = 1e-2
+"""
+
+
+def named(*shapes: tuple[int, ...]) -> list[tuple[str, nn.Parameter]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(f"p{i}", nn.Parameter(torch.randn(s, generator=generator))) for i, s in enumerate(shapes)]
+
+
+def test_the_plugin_is_sound() -> None:
+    check_plugin("titan-muon", configs={"optimizer/muon": {"exclude": []}})
+
+
+@pytest.mark.parametrize("options", [{}, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw"}], ids=str)
+def test_a_step_is_that_of_torch(options: dict) -> None:
+    found = muon_cases.stepped(None, **options)
+    parameters = [nn.Parameter(value) for value in muon_cases.values(0)]
+    optimizer = torch.optim.Muon(parameters, lr=0.1, **options)
+    for step in range(1, 4):
+        for parameter, gradient in zip(parameters, muon_cases.values(step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    expected = parameters + [optimizer.state[p]["momentum_buffer"] for p in parameters]
+    torch.testing.assert_close(found, [t.detach() for t in expected], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("cut", "world"), [("rows", 2), ("rows", 3), ("columns", 2), ("replicated", 4)])
+def test_a_step_on_cut_matrices_is_that_on_whole_ones(ranks, cut: str, world: int) -> None:
+    expected = muon_cases.stepped(None)
+    for found in ranks(world, muon_cases.stepped, cut):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.ranks
+def test_bfloat16_weights_are_stepped_alike(ranks) -> None:
+    expected = muon_cases.stepped(None, torch.bfloat16)
+    for found in ranks(2, muon_cases.stepped, "rows", torch.bfloat16):
+        assert all(tensor.dtype == torch.bfloat16 for tensor in found)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def distance(found: dict, expected: dict) -> float:
+    assert found.keys() == expected.keys()
+    return max(float((found[n] - expected[n]).norm() / expected[n].norm()) for n in expected)
+
+
+@pytest.mark.ranks
+def test_two_ranks_train_as_one_does(ranks, tmp_path: Path) -> None:
+    file = recipe(tmp_path, FALLBACK)
+    (one,) = ranks(1, muon_cases.trained, file, 2)
+    two = ranks(2, muon_cases.trained, file, 2)
+    momenta = [name for name in one if name.endswith("momentum_buffer")]
+    assert len(momenta) == 14 and "optimizer.layers.0.attention.wq.weight.momentum_buffer" in momenta
+    assert "optimizer.output.weight.exp_avg" in one
+    # Gradients differ in their last bits, and iterations in bfloat16 make more of it.
+    assert distance(two[0], one) < 0.02
+    assert distance(two[1], two[0]) == 0
+
+
+@pytest.mark.ranks
+def test_a_resumed_run_is_bitwise_the_one_that_did_not_stop(ranks, tmp_path: Path) -> None:
+    file, folder = recipe(tmp_path, FALLBACK), tmp_path / "checkpoint"
+    whole = ranks(2, muon_cases.trained, file, 3)[0]
+    ranks(2, _save, file, folder)
+    resumed = ranks(2, _go_on, file, folder)[0]
+    assert resumed.keys() == whole.keys()
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+
+
+def _save(file: Path, folder: Path) -> None:
+    muon_cases.trained(file, 2, save=folder)
+
+
+def _go_on(file: Path, folder: Path) -> dict:
+    return muon_cases.trained(file, 1, load=folder)
+
+
+def test_vectors_and_what_is_excluded_go_to_the_fallback() -> None:
+    from titan_muon import Muon
+    from titan_muon.optimizer import build
+    from titancli.optimizers import AdamW
+
+    parameters = named((4, 3), (5, 3), (3,))
+    config = Muon(lr=0.1, exclude=["p1"], fallback=AdamW(lr=0.01))
+    optimizer = build(config, named_parameters=parameters)
+    assert [(g["lr"], len(g["params"])) for g in optimizer.param_groups] == [(0.1, 1), (0.01, 2)]
+    for _, parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    keys = [sorted(optimizer.state[parameter]) for _, parameter in parameters]
+    assert keys == [["momentum_buffer"], *[["exp_avg", "exp_avg_sq", "step"]] * 2]
+
+
+def test_its_state_goes_through_state_dict() -> None:
+    from titan_muon import Muon
+    from titan_muon.optimizer import build
+
+    def made() -> tuple[list, torch.optim.Optimizer]:
+        parameters = named((4, 3), (3,))
+        return parameters, build(Muon(exclude=[]), named_parameters=parameters)
+
+    def step(parameters: list, optimizer: torch.optim.Optimizer) -> None:
+        for _, parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    parameters, optimizer = made()
+    step(parameters, optimizer)
+    others, again = made()
+    for (_, parameter), (_, other) in zip(parameters, others, strict=True):
+        other.data.copy_(parameter.data)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step(parameters, optimizer)
+    step(others, again)
+    assert all(torch.equal(p, o) for (_, p), (_, o) in zip(parameters, others, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "exclude", "words"),
+    [([(3,)], [], "no matrix for muon"), ([(4, 3)], ["wq"], "'wq' matches no parameter")],
+)
+def test_what_cannot_be_is_told(shapes: list, exclude: list[str], words: str) -> None:
+    from titan_muon import Muon
+    from titan_muon.optimizer import build
+
+    with pytest.raises(TitanError, match=words):
+        build(Muon(exclude=exclude), named_parameters=named(*shapes))
+
+
+def test_muon_is_not_its_own_fallback(tmp_path: Path) -> None:
+    done = run_cli("validate", recipe(tmp_path, FALLBACK.replace('"adamw"', '"muon"')))
+    assert done.code == 3 and "must be another optimizer than muon" in done.stderr
+
+
+def test_it_trains(tmp_path: Path) -> None:
+    done = run_cli("train", recipe(tmp_path, FALLBACK), cwd=tmp_path)
+    assert done.code == 0, done.stderr

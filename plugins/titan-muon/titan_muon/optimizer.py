@@ -1,0 +1,82 @@
+"""From the config to an optimizer: which parameters go where, and two optimizers as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from titan_muon import Muon
+from titan_muon.sharded import ShardedMuon
+from titancli import TitanError
+from titancli.optimizers import AdamW
+from titancli.registry.component import build as build_component
+
+
+def build(config: Muon, *, named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """Muon for the matrices, and the fallback for the rest where there is any.
+
+    Raises:
+        TitanError: a pattern of `exclude` matches nothing, or no matrix is left for Muon.
+    """
+    for pattern in config.exclude:
+        if not any(fnmatchcase(name, pattern) for name, _ in named_parameters):
+            raise TitanError(
+                f"optimizer.exclude: {pattern!r} matches no parameter",
+                hint=f"names look like {named_parameters[0][0]!r}; an empty list excludes nothing",
+            )
+    matrices, others = [], []
+    for name, parameter in named_parameters:
+        excluded = any(fnmatchcase(name, pattern) for pattern in config.exclude)
+        (matrices if parameter.ndim == 2 and not excluded else others).append((name, parameter))
+    if not matrices:
+        raise TitanError(
+            "the model has no matrix for muon", hint="shorten optimizer.exclude, or take optimizer=adamw"
+        )
+    muon = ShardedMuon(
+        [parameter for _, parameter in matrices],
+        lr=config.lr,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        weight_decay=config.weight_decay,
+        ns_steps=config.ns_steps,
+        adjust_lr_fn=config.adjust_lr,
+    )
+    if not others:
+        return muon
+    fallback = AdamW() if config.fallback is None else config.fallback
+    return Together([muon, build_component(fallback, named_parameters=others)])
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimizers as one: their groups one after the other, and one state."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self.parts = list(parts)
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Let each part work on its slice of the groups, and on the one state."""
+        at = 0
+        for part in self.parts:
+            end = at + len(part.param_groups)
+            part.param_groups = self.param_groups[at:end]
+            part.state = self.state
+            at = end
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # load_state_dict ends here, with new groups and a new state
+        self._share()
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
