@@ -28,7 +28,8 @@ def build(config: Muon, *, named_parameters: list[tuple[str, nn.Parameter]]) -> 
                 f"optimizer.exclude: {pattern!r} matches no parameter",
                 hint=f"names look like {named_parameters[0][0]!r}; an empty list excludes nothing",
             )
-    matrices, others = [], []
+    matrices: list[tuple[str, nn.Parameter]] = []
+    others: list[tuple[str, nn.Parameter]] = []
     for name, parameter in named_parameters:
         excluded = any(fnmatchcase(name, pattern) for pattern in config.exclude)
         (matrices if parameter.ndim == 2 and not excluded else others).append((name, parameter))

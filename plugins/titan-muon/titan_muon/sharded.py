@@ -60,22 +60,22 @@ class ShardedMuon(torch.optim.Muon):
                 rows = [parameter.shape[0] for parameter in some]
                 yield from zip(some, one_a_rank(directions, rows, ranks, group), strict=True)
 
-    def _direction(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
+    def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         """This rank's part of what is to be made orthogonal; advances the momentum."""
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        gradient, buffer = _local(parameter.grad), _local(state["momentum_buffer"])
-        buffer.lerp_(gradient.to(buffer.dtype), 1 - group["momentum"])
-        return gradient.to(buffer.dtype).lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+        buffer = _local(state["momentum_buffer"])
+        gradient = _local(parameter.grad).to(buffer.dtype)  # type: ignore[arg-type]
+        buffer.lerp_(gradient, 1 - group["momentum"])
+        return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 
     def _from_full_tensor(self, parameter: DTensor, group: dict[str, Any]) -> Tensor:
         """The update of a matrix that is cut in some other way: every rank makes it whole for itself."""
         mesh, placements = parameter.device_mesh, parameter.placements
-        shape = {"shape": parameter.shape, "stride": parameter.stride()}
-        direction = DTensor.from_local(
-            self._direction(parameter, group), mesh, placements, run_check=False, **shape
-        )
+        part = self._direction(parameter, group)
+        shape, stride = parameter.shape, parameter.stride()
+        direction = DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
         update = orthogonal(direction.full_tensor(), group)
         return distribute_tensor(update, mesh, placements, src_data_rank=None).to_local()
 
