@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from titancli.cli.common import split_overrides
-from titancli.cli.output import print_json
+from titancli.cli.output import note, print_json
 from titancli.errors import UsageError
 from titancli.recipe import Loaded, load_recipe, lock_text
 from titancli.recipe.tree import dotted
@@ -20,14 +20,25 @@ COMMENT_COLUMN = 40
 @click.argument("arguments", metavar="RECIPE [KEY=VALUE]...", nargs=-1, required=True)
 @click.option("--unset", metavar="KEY", multiple=True, help="Return a key to its default.")
 @click.option("--origin", is_flag=True, help="Say where each value came from.")
+@click.option("--diff", "other", metavar="OTHER", help="Say what differs in OTHER, a recipe or a run.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def command(arguments: tuple[str, ...], unset: tuple[str, ...], origin: bool, as_json: bool) -> None:
-    """Print a recipe with everything filled in, as TOML that runs as it is."""
+def command(
+    arguments: tuple[str, ...], unset: tuple[str, ...], origin: bool, other: str | None, as_json: bool
+) -> None:
+    """Print a recipe with everything filled in, as TOML that runs as it is.
+
+    With --diff: each key that differs, its value here and in OTHER; and versions of libraries and plugins,
+    those of a run as it recorded them. Overrides are for RECIPE.
+    """
     recipes, overrides = split_overrides(arguments)
     if len(recipes) != 1:
         raise UsageError(
             f"config takes one recipe, not {len(recipes)}", hint="an override is written KEY=VALUE"
         )
+    if other is not None:
+        if origin:
+            raise UsageError("--origin does not go with --diff")
+        return _diff(recipes[0], overrides, unset, other, as_json)
     loaded = load_recipe(recipes[0], overrides, unset=unset)
     if as_json:
         document: dict[str, Any] = {"path": str(loaded.path), "recipe": loaded.data}
@@ -38,6 +49,25 @@ def command(arguments: tuple[str, ...], unset: tuple[str, ...], origin: bool, as
         print("\n".join(with_origins(loaded)))
     else:
         print(lock_text(loaded).rstrip())
+    return None
+
+
+def _diff(reference: str, overrides: list[str], unset: tuple[str, ...], other: str, as_json: bool) -> None:
+    from titancli.launchers.compare import differences, read_side
+
+    keys, software = differences(read_side(reference, overrides, unset=unset), read_side(other))
+    if as_json:
+        rows = [
+            [{"key": c.key, "here": c.before, "other": c.after} for c in part] for part in (keys, software)
+        ]
+        print_json("config-diff", {"recipe": rows[0], "software": rows[1]})
+        return
+    for change in keys:
+        print(_printable(str(change)))
+    for change in software:
+        print(_printable(f"{change.key} (installed): {change.before or 'none'} -> {change.after or 'none'}"))
+    if not keys and not software:
+        note("nothing differs")
 
 
 def with_origins(loaded: Loaded) -> Iterator[str]:

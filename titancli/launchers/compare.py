@@ -1,0 +1,66 @@
+"""What differs between two recipes or runs, their software included. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titancli.errors import RecipeError
+from titancli.launchers.plan import Change, changes
+from titancli.provenance import file_hash, versions
+from titancli.registry import plugin_files
+from titancli.runs import RunFolder
+
+
+@dataclass(frozen=True)
+class Side:
+    """A recipe's data, and the versions of titan, its libraries and its plugins."""
+
+    data: dict[str, Any]
+    software: dict[str, str]
+
+
+def read_side(reference: str, overrides: Sequence[str] = (), *, unset: Sequence[str] = ()) -> Side:
+    """A run as it was recorded when it was last started, or a recipe under what is installed now.
+
+    A run's resolved recipe is read as it is, so a plugin that is gone does not hinder. With overrides it is
+    a recipe like any other.
+
+    Raises:
+        TitanError: it is not there, or not good.
+    """
+    from titancli.recipe import load_recipe
+
+    path = Path(reference)
+    if not RunFolder.is_run(path) or overrides or unset:
+        return Side(load_recipe(reference, overrides, unset=unset).data, _installed())
+    folder = RunFolder.open(path)
+    attempts = folder.record().get("attempts") or [{}]
+    return Side(_locked(folder), _software(attempts[-1].get("versions", {}), attempts[-1]))
+
+
+def differences(one: Side, other: Side) -> tuple[list[Change], list[Change]]:
+    """Keys of the recipe, and software, that differ."""
+    return changes(one.data, other.data), changes(one.software, other.software)
+
+
+def _locked(folder: RunFolder) -> dict[str, Any]:
+    import tomli
+
+    try:
+        return tomli.loads(folder.recipe_lock.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RecipeError(f"{folder.recipe_lock} is not TOML: {error}") from error
+
+
+def _installed() -> dict[str, str]:
+    files = [{"path": str(file), "sha256": file_hash(file)} for file in plugin_files()]
+    return _software(versions(), {"plugin_files": files})
+
+
+def _software(found: dict[str, str], attempt: dict[str, Any]) -> dict[str, str]:
+    """Versions by distribution; a plugin file's version is the beginning of its hash."""
+    files = attempt.get("plugin_files") or []
+    return {**found, **{Path(file["path"]).name: f"sha256 {file['sha256'][:12]}" for file in files}}
