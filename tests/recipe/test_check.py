@@ -150,6 +150,19 @@ def test_a_missing_plugin_is_told_once_with_how_to_install_it(problem) -> None:
     assert found.hint == "pip install 'titan-no-such-thing>=0.1'"
 
 
+def test_a_missing_plugin_of_titans_own_is_installed_from_the_checkout(
+    problem, monkeypatch, tmp_path
+) -> None:
+    (tmp_path / "titan-no-such-thing").mkdir()
+    (tmp_path / "titan-no-such-thing" / "pyproject.toml").touch()
+    monkeypatch.setattr("titancli.recipe.requires.OWN_PLUGINS", tmp_path)
+    text = BASE + '[requires]\nplugins = ["titan_no.such-thing>=0.1"]\n'
+    assert problem(text).hint == "pip install ./titan-no-such-thing"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert problem(text).hint == f"pip install {tmp_path}/titan-no-such-thing"
+
+
 def test_other_mistakes_are_told_beside_a_missing_plugin(problems) -> None:
     found = problems(BASE + 'stpes = 1\n[requires]\nplugins = ["titan-no-such-thing"]\n')
     assert [p.code for p in found] == ["unknown-key", "requires"]

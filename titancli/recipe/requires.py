@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+from pathlib import Path
+
 from titancli import __version__
 from titancli.recipe.problems import Problems
 from titancli.recipe.tree import Node
+
+OWN_PLUGINS = Path(__file__).resolve().parents[2] / "plugins"
+"""Titan's own plugins, in a checkout; an installed titan has none."""
+
+
+def install_command(requirement: str, *options: str) -> str:
+    """What installs a plugin: from the checkout if it is one of titan's own."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    folder = OWN_PLUGINS / canonicalize_name(Requirement(requirement).name)
+    target = requirement
+    if (folder / "pyproject.toml").is_file():
+        near = os.path.relpath(folder)
+        target = str(folder) if near.startswith("..") else f"./{near}"
+    return " ".join(["pip install", *options, shlex.quote(target)])
 
 
 def check_requires(root: Node, problems: Problems) -> bool:
@@ -57,10 +77,10 @@ def _check_plugin(node: Node, problems: Problems) -> bool:
         version = metadata.version(wanted.name)
     except metadata.PackageNotFoundError:
         message = f"this recipe requires the plugin {node.value}, which is not installed"
-        problems.add("requires", message, location, f"pip install '{node.value}'")
+        problems.add("requires", message, location, install_command(node.value))
         return False
     if wanted.specifier.contains(version, prereleases=True):
         return True
     message = f"this recipe requires the plugin {node.value}; installed is {version}"
-    problems.add("requires", message, location, f"pip install --upgrade '{node.value}'")
+    problems.add("requires", message, location, install_command(node.value, "--upgrade"))
     return False
