@@ -46,7 +46,7 @@ def wheel_of(project: Path, out: Path) -> Path:
 
 
 class Environment:
-    """A virtual environment that sees this one's dependencies, but not its editable titancli."""
+    """A virtual environment that sees this one's dependencies, but not its editable titan and plugins."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -55,8 +55,14 @@ class Environment:
         site = run(
             self.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder
         ).stdout.strip()
-        # A plain path in a .pth file: the .pth files in that folder, the editable ones, are not followed.
-        (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        # Links to all but ours: the metadata of an editable plugin would make it one that is broken here.
+        dependencies = folder / "dependencies"
+        dependencies.mkdir()
+        for entry in Path(sysconfig.get_path("purelib")).iterdir():
+            if not entry.name.startswith("titan") and entry.suffix != ".pth":
+                (dependencies / entry.name).symlink_to(entry)
+        (dependencies / "bin").symlink_to(Path(sys.executable).parent)  # ruff looks for its program there
+        (Path(site) / "dependencies.pth").write_text(f"{dependencies}\n")
         self.cwd = folder / "elsewhere"
         self.cwd.mkdir()
 
