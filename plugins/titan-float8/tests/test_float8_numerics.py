@@ -44,11 +44,11 @@ def test_replicas_gather_in_float8_too(ranks, mesh):
         assert distance(found, one) < 1e-6
 
 
-def test_the_last_rows_of_an_uneven_cut_are_padded(ranks):
+def test_a_group_of_float8_weights_is_sent_as_bytes_and_an_uneven_cut_is_padded(ranks):
     """80 rows over 3 ranks are 27, 27 and 26."""
-    for found, expected, dtypes in ranks(3, float8_cases.float8_alone, GATHER):
+    for found, expected, sent in ranks(3, float8_cases.float8_alone, GATHER):
         assert torch.equal(found, expected)
-        assert dtypes == {"torch.uint8"}
+        assert (sent.dtype, sent.shape) == (torch.uint8, (27, 16))
 
 
 def test_the_gathered_weights_are_those_that_would_be_cast(ranks):
