@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import faulthandler
 import hashlib
 import json
 import logging
@@ -389,6 +390,7 @@ def _log_into(path: Path, place: Place) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+    faulthandler.enable()  # where a crash in native code came from
     print(f"--- {timestamp()} rank {place.rank} of {place.world} on {socket.gethostname()}", flush=True)
 
 

@@ -18,14 +18,14 @@ def leave(logs: Path, error: Exception, rank: int) -> None:
 def test_the_cause_is_the_first_error_that_is_not_about_the_connection(tmp_path: Path) -> None:
     leave(tmp_path, RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"), 0)
     leave(tmp_path, ValueError("bad row"), 1)
-    found = failures.cause(failures.read(tmp_path), [])
+    found = failures.cause(failures.read(tmp_path), [], [])
     assert found is not None
     assert (found.rank, found.step, found.message) == (1, 12, "bad row")
 
 
 def test_a_rank_that_was_killed_is_the_cause_of_the_others_lost_connections(tmp_path: Path) -> None:
     leave(tmp_path, RuntimeError("Connection reset by peer"), 0)
-    found = failures.cause(failures.read(tmp_path), [failures.killed(1, 2, 9, 3)])
+    found = failures.cause(failures.read(tmp_path), [failures.killed(1, 2, 9, 3)], [])
     assert found is not None
     assert (found.rank, found.message) == (1, "killed by SIGKILL")
 
@@ -33,9 +33,17 @@ def test_a_rank_that_was_killed_is_the_cause_of_the_others_lost_connections(tmp_
 def test_when_all_errors_are_about_the_connection_the_first_counts(tmp_path: Path) -> None:
     leave(tmp_path, RuntimeError("gloo: timed out"), 1)
     leave(tmp_path, RuntimeError("Connection reset by peer"), 0)
-    found = failures.cause(failures.read(tmp_path), [])
+    found = failures.cause(failures.read(tmp_path), [], [])
     assert found is not None
     assert found.rank == 1
+
+
+def test_a_rank_that_the_launcher_killed_in_the_end_is_not_the_cause(tmp_path: Path) -> None:
+    leave(tmp_path, RuntimeError("gloo: timed out"), 0)
+    found = failures.cause(failures.read(tmp_path), [], [failures.killed(1, 2, 9, 3)])
+    assert found is not None
+    assert found.rank == 0
+    assert "another one may hang" in failures.block(found, None)
 
 
 def test_reports_of_an_attempt_before_are_passed_over(tmp_path: Path) -> None:
@@ -60,3 +68,17 @@ def test_an_error_with_a_remedy_is_told_without_a_traceback(tmp_path: Path) -> N
     assert "Traceback" not in text
     assert "no tensorboard\n pip install it" in text
     assert failure.exit_code == 4
+
+
+def test_frames_inside_torch_are_left_out_but_for_the_last(tmp_path: Path) -> None:
+    import torch
+
+    try:
+        torch.nn.Linear(2, 3)(torch.zeros(5))
+    except RuntimeError as error:
+        failures.write(tmp_path, error, rank=0, world=1, step=1)
+    [failure] = failures.read(tmp_path)
+    files = [line for line in failure.traceback.splitlines() if line.startswith("  File ")]
+    assert len(files) == 2
+    assert "test_failures.py" in files[0]
+    assert "linear.py" in files[1]

@@ -110,7 +110,7 @@ def _in_place(start: Start) -> int:
                 return EXIT_INTERRUPTED
             if isinstance(error, TitanError) or start.traceback:
                 raise
-            return _say_failure(reports, [], start)
+            return _say_failure(failures.cause(reports, [], []), start)
     return exit_code(outcome)
 
 
@@ -168,10 +168,9 @@ def _under_torchrun(config: Local, start: Start) -> int:
     folder.logs.mkdir(parents=True, exist_ok=True)
     _ends_file(start).unlink(missing_ok=True)
     began, tail = timestamp(), Tail(folder.events)
-    name = "launcher.log" if start.nnodes == 1 else f"launcher-{socket.gethostname()}.log"
     with (
         _watcher(start) as watcher,
-        open(folder.logs / name, "a", encoding="utf-8") as log,
+        open(_launcher_log(start), "a", encoding="utf-8") as log,
         _Signals() as signals,
     ):
         log.write(f"--- {began} {' '.join(command)}\n")
@@ -184,21 +183,34 @@ def _under_torchrun(config: Local, start: Start) -> int:
             env=_environment(start.nproc),
             start_new_session=True,  # Ctrl-C at the terminal reaches the ranks through us, once
         )
-        step = None
         try:
-            while True:
-                ended = agent.poll() is not None
-                for event in tail.poll():
-                    step = event.get("step", step)
-                    watcher(event)
-                if ended:
-                    break
-                signals.hand_on(agent)
-                time.sleep(POLL_SECONDS)
+            step = _follow(agent, tail, watcher, signals)
         finally:
-            watcher.close()
             _end(agent)
     return _result(start, agent.returncode, began, step, signals)
+
+
+def _follow(
+    agent: subprocess.Popen[bytes], tail: Tail, watcher: Console | JsonLines, signals: _Signals
+) -> int | None:
+    """Draw events and hand signals on until the agent has ended; the last step that was told."""
+    step, watched = None, True
+    while True:
+        ended = agent.poll() is not None
+        for event in tail.poll():
+            step = event.get("step", step)
+            try:
+                if watched:
+                    watcher(event)
+            except OSError:  # the terminal or the reader has gone away: no reason to end the run
+                watched = False
+        if ended:
+            break
+        signals.hand_on(agent)
+        time.sleep(POLL_SECONDS)
+    if watched:
+        watcher.close()
+    return step
 
 
 def _result(start: Start, agent_code: int, began: str, step: int | None, signals: _Signals) -> int:
@@ -208,9 +220,9 @@ def _result(start: Start, agent_code: int, began: str, step: int | None, signals
         return exit_code(outcome)
     if agent_code == EXIT_OK:  # rank 0 of another node wrote the outcome, and this node does not see it yet
         return EXIT_OK
-    kills = _killed_ranks(start, None if step is None else step + 1)
+    kills, late_kills = _killed_ranks(start, None if step is None else step + 1)
     reports = failures.read(start.folder.logs, since=began)
-    if signals.ended(reports, kills):
+    if signals.ended(reports, kills + late_kills):
         interrupted = signals.received[0] == signal.SIGINT
         _record_outcome(start, "interrupted" if interrupted else "stopped", signals.received[0], step)
         return EXIT_INTERRUPTED if interrupted else EXIT_STOPPED
@@ -219,7 +231,7 @@ def _result(start: Start, agent_code: int, began: str, step: int | None, signals
         name = signal.Signals(-agent_code).name
         print(f"error: torchrun was killed by {name}; its ranks were told to save and stop", file=sys.stderr)
         return EXIT_FAILED
-    return _say_failure(reports, kills, start)
+    return _say_failure(failures.cause(reports, kills, late_kills), start)
 
 
 class _Signals:
@@ -294,23 +306,25 @@ def _environment(nproc: int) -> dict[str, str]:
 # ----------------------------------------------------------------------------------------------- failures
 
 
-def _killed_ranks(start: Start, step: int | None) -> list[failures.Failure]:
-    """Ranks of this node that a signal ended, in the order in which they did."""
+def _killed_ranks(start: Start, step: int | None) -> tuple[list[failures.Failure], list[failures.Failure]]:
+    """Ranks of this node that a signal ended: by themselves, and after others had failed."""
     try:
-        ends = json.loads(_ends_file(start).read_text())
+        ends = sorted(json.loads(_ends_file(start).read_text()), key=lambda end: end["time"])
     except (OSError, ValueError):
-        return []
-    world = start.nproc * start.nnodes
-    return [
-        failures.killed(end["rank"], world, -end["exit_code"], step)
-        for end in sorted(ends, key=lambda end: end["time"])
-        if end["exit_code"] < 0
-    ]
+        return [], []
+    early: list[failures.Failure] = []
+    late: list[failures.Failure] = []
+    for end in ends:
+        if end["exit_code"] < 0:
+            # When one rank fails torchrun sends the others SIGTERM, and SIGKILL after 30 seconds.
+            own = end["time"] - ends[0]["time"] <= 2 and end["exit_code"] != -signal.SIGTERM
+            world = start.nproc * start.nnodes
+            (early if own else late).append(failures.killed(end["rank"], world, -end["exit_code"], step))
+    return early, late
 
 
-def _say_failure(reports: list[failures.Failure], kills: list[failures.Failure], start: Start) -> int:
+def _say_failure(failure: failures.Failure | None, start: Start) -> int:
     """Print one block: who failed first, when, why, and where the log is."""
-    failure = failures.cause(reports, kills)
     logs = start.folder.logs
     if failure is None:
         print(f"error: the ranks could not be started\nlog: {_launcher_log(start)}", file=sys.stderr)

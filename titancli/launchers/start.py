@@ -7,8 +7,10 @@ puts its files into a folder of its own, and rank 0 makes the run folder of its 
 from __future__ import annotations
 
 import json
+import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +70,9 @@ def start(
             run failed for a reason that a user can put right.
     """
     check_world(plan.loaded, processes.world)
-    record = new_record(plan, new_attempt(plan, plugin_files, asdict(processes) | {"world": processes.world}))
+    environment = dict(plan.loaded.recipe.env)
+    launch = asdict(processes) | {"world": processes.world, "env": environment}
+    record = new_record(plan, new_attempt(plan, plugin_files, launch))
     runtime: dict[str, Any] = {
         "checkpoint": plan.checkpoint,
         "plugin_files": plugin_files,
@@ -76,8 +80,15 @@ def start(
         "traceback": traceback,
         **asdict(processes),
     }
+    with _environment(environment):
+        return _launch(plan, record, runtime, announce)
+
+
+def _launch(
+    plan: Plan, record: dict[str, Any], runtime: dict[str, Any], announce: Callable[[RunFolder], None]
+) -> int:
     launcher = plan.loaded.recipe.launcher
-    if processes.nnodes > 1:
+    if runtime["nnodes"] > 1:
         announce(plan.folder)
         with tempfile.TemporaryDirectory(prefix="titan-") as own:
             lock_file = Path(own) / LOCK_NAME
@@ -93,6 +104,18 @@ def start(
         return build(launcher, run_folder=folder.path, lock_file=folder.recipe_lock, **runtime)
     finally:
         hold.release()
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """The recipe's `[env]`, for this process and all that it starts; whatever launcher starts them."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def make_folder(plan: Plan) -> RunFolder:

@@ -17,7 +17,7 @@ from pathlib import Path
 from titancli.errors import EXIT_FAILED, TitanError
 from titancli.runs import timestamp, write_atomically
 
-PASSED_THROUGH = ("titancli/worker.py", "torch/nn/modules/module.py")
+PASSED_THROUGH = ("titancli/worker.py", "/torch/")
 
 
 @dataclass(frozen=True)
@@ -101,13 +101,14 @@ def killed(rank: int, world: int, number: int, step: int | None) -> Failure:
     )
 
 
-def cause(reports: list[Failure], kills: list[Failure]) -> Failure | None:
+def cause(reports: list[Failure], kills: list[Failure], late_kills: list[Failure]) -> Failure | None:
     """Which rank failed first.
 
     An error that is not about communication, else a rank that was killed, else the first error there is.
+    `late_kills` came when others had failed already: the launcher's own, as a rule.
     """
     own = [failure for failure in reports if not failure.communication]
-    return next(iter(own + kills + reports), None)
+    return next(iter(own + kills + reports + late_kills), None)
 
 
 def block(failure: Failure, log: Path | None) -> str:
@@ -117,6 +118,10 @@ def block(failure: Failure, log: Path | None) -> str:
     lines = [f"{who} failed {when}: {_words(failure)}"]
     if failure.hint:
         lines.append(f" {failure.hint}")
+    if failure.communication:
+        lines.append(
+            " no rank says more: another one may hang, or be out of reach; see the logs of all ranks"
+        )
     if not failure.expected:
         lines += ["", failure.traceback.rstrip(), ""]
     if log is not None:
@@ -132,10 +137,15 @@ def _words(failure: Failure) -> str:
 
 
 def _own_traceback(error: BaseException) -> str:
-    """The traceback without the frames that every error passes through."""
+    """The traceback without the frames that errors only pass through: the worker's, and torch's but the last.
+
+    The whole of it is in the rank's log.
+    """
     told = traceback.TracebackException.from_exception(error)
-    frames = [frame for frame in told.stack if not frame.filename.endswith(PASSED_THROUGH)]
-    told.stack = traceback.StackSummary.from_list(frames or told.stack)
+    frames = [frame for frame in told.stack if not any(part in frame.filename for part in PASSED_THROUGH)]
+    if told.stack and told.stack[-1] not in frames:
+        frames.append(told.stack[-1])
+    told.stack = traceback.StackSummary.from_list(frames)
     return "".join(told.format())
 
 
