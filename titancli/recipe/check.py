@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from titancli.errors import PluginError, RecipeError, TitanError
+from titancli.recipe.env import check_env
 from titancli.recipe.problems import Problems
 from titancli.recipe.scan import KeyPath, match_key
 from titancli.recipe.schema import Degrees, Recipe
@@ -35,6 +36,8 @@ def check_recipe(recipe: Recipe, root: Node, registry: Registry, problems: Probl
     found = [*_core_checks(recipe, root), *_component_checks(recipe)]
     for path, message, hint in found:
         _add(problems, root, path, message, hint)
+    for path, message, hint in check_env(recipe.env):
+        _add(problems, root, path, message, hint, show_value=False)
     for key, message in registry.checks(recipe):
         _add(problems, root, _path(key), message, None)
 
@@ -124,9 +127,14 @@ def _path(key: str) -> KeyPath:
     return tuple(found[0]) if found else ()
 
 
-def _add(problems: Problems, root: Node, path: KeyPath, message: str, hint: str | None) -> None:
+def _add(
+    problems: Problems, root: Node, path: KeyPath, message: str, hint: str | None, *, show_value: bool = True
+) -> None:
     """Report at the key, or at the nearest table above it that the recipe has."""
     node, reached = root.follow(path)
-    location = node.origin.location("value" if reached == path else "key")
+    location = node.origin.location("value" if reached == path and show_value else "key")
+    if location is not None and not show_value:
+        shown = location.source[: location.column - 1 + location.length]
+        location = dataclasses.replace(location, source=f"{shown} = …")
     text = message if reached == path and location else f"{dotted(path)}: {message}" if path else message
     problems.add("check", text, location, hint)

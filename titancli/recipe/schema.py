@@ -203,6 +203,9 @@ class Recipe:
     weights: Path | None = None
     """A Hugging Face folder, or a titan checkpoint, to take the first weights from."""
     requires: Requires = field(default_factory=Requires)
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables of the workers, e.g. `NCCL_DEBUG = "INFO"`. Names that look like secrets are
+    refused, since the lock file keeps them."""
     model: Annotated[Component, Slot("model")]
     tokenizer: Annotated[Component, Slot("tokenizer")]
     dataset: Annotated[Component, Slot("dataset")]
