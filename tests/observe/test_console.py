@@ -73,11 +73,23 @@ def test_no_terminal_gets_plain_lines() -> None:
     assert len(lines) == 3
 
 
-def test_a_long_status_line_is_cut_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_narrow_terminal_gets_what_matters_most(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     stream = io.StringIO()
     Console(stream, live=True)(step(1, loss=3.0, grad_norm=1.0, lr=1e-3, tokens_per_second=1e5))
-    assert len(stream.getvalue().removeprefix("\r\x1b[K")) == 39
+    assert stream.getvalue() == "\r\x1b[Kstep 1/100  loss 3.0000  ETA —"
+    monkeypatch.setenv("COLUMNS", "10")
+    Console(stream, live=True)(step(1, loss=3.0))
+    assert stream.getvalue().endswith("\r\x1b[Kstep 1/10")
+
+
+def test_a_terminal_of_eighty_columns_shows_how_long_it_takes() -> None:
+    event = step(
+        10, loss=3.2, grad_norm=0.87, lr=3e-4, tokens_per_second=21345.0, memory_gib=1.2, eta_seconds=42.0
+    )
+    assert status_line(event, 79) == (
+        "step 10/100  loss 3.2000  grad norm 0.870  21.3k tokens/s  MFU —  ETA 0:42"
+    )
 
 
 def test_a_terminal_without_a_dash_gets_a_question_mark() -> None:

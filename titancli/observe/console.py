@@ -25,7 +25,7 @@ class Console:
     def __call__(self, event: dict[str, Any]) -> None:
         kind = event["event"]
         if kind == "step":
-            self._show_step(status_line(event))
+            self._show_step(event)
         elif kind == "run_start":
             self._line(start_line(event))
         elif kind == "checkpoint":
@@ -35,12 +35,12 @@ class Console:
         elif kind == "run_end":
             self.close()
 
-    def _show_step(self, text: str) -> None:
+    def _show_step(self, event: dict[str, Any]) -> None:
         if not self._live:
-            self._line(text)
+            self._line(status_line(event))
             return
         # One column is left free: a terminal that wraps at the last one would scroll.
-        self._status = text[: shutil.get_terminal_size().columns - 1]
+        self._status = status_line(event, shutil.get_terminal_size().columns - 1)
         self._write(f"\r\x1b[K{self._status}")
 
     def _line(self, text: str) -> None:
@@ -87,26 +87,31 @@ def start_line(event: dict[str, Any]) -> str:
     return f"training on {event.get('device')}, {ranks}{mesh}{origin}"
 
 
-def status_line(event: dict[str, Any]) -> str:
-    """E.g. `step 120/1000  loss 3.2141  grad norm 0.872  lr 3.00e-04  21.3k tokens/s  MFU —  ETA 0:42`."""
+def status_line(event: dict[str, Any], width: int | None = None) -> str:
+    """E.g. `step 120/1000  loss 3.2141  grad norm 0.872  lr 3.00e-04  21.3k tokens/s  MFU —  ETA 0:42`.
+
+    What matters least is left out where it is longer than `width`.
+    """
     metrics = {name: _number(value) for name, value in event["metrics"].items()}
-    parts = [f"step {event['step']}/{event['steps']}"]
+    parts = {"step": f"step {event['step']}/{event['steps']}"}
     for name, label, form in (
         ("loss", "loss", ".4f"),
         ("grad_norm", "grad norm", ".3f"),
         ("lr", "lr", ".2e"),
     ):
         if metrics.get(name) is not None:
-            parts.append(f"{label} {metrics[name]:{form}}")
+            parts[name] = f"{label} {metrics[name]:{form}}"
     if (rate := metrics.get("tokens_per_second")) is not None:
-        parts.append(f"{_short(rate)} tokens/s")
-    mfu = metrics.get("mfu")
-    parts.append(f"MFU {f'{mfu:.1%}' if mfu is not None else UNKNOWN}")
-    if (memory := metrics.get("memory_gib")) is not None:
-        parts.append(f"{memory:.1f} GiB")
-    eta = metrics.get("eta_seconds")
-    parts.append(f"ETA {duration(eta) if eta is not None else UNKNOWN}")
-    return "  ".join(parts)
+        parts["rate"] = f"{_short(rate)} tokens/s"
+    mfu, memory, eta = (metrics.get(name) for name in ("mfu", "memory_gib", "eta_seconds"))
+    parts["mfu"] = f"MFU {mfu:.1%}" if mfu is not None else f"MFU {UNKNOWN}"
+    if memory is not None:
+        parts["memory"] = f"{memory:.1f} GiB"
+    parts["eta"] = f"ETA {duration(eta) if eta is not None else UNKNOWN}"
+    for name in ("lr", "memory", "grad_norm", "mfu", "rate"):
+        if width is not None and len("  ".join(parts.values())) > width:
+            parts.pop(name, None)
+    return "  ".join(parts.values())[:width]
 
 
 def duration(seconds: float) -> str:
