@@ -25,9 +25,11 @@ skip = ["output"]
 enable_fsdp_float8_all_gather = true
 precompute_float8_dynamic_scale_for_fsdp = true
 
+[lr_scheduler]
+total_steps = 5
+
 [checkpoint]
 enable = true
-interval = 3
 """
 
 
