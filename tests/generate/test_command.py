@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.cli.conftest import Titan
+from tests.cli.test_torch_free import probe
 from tests.generate.models import make_checkpoint
 from titancli.data import HFTokenizer
 from titancli.generate.source import encode, find_source
@@ -211,6 +212,9 @@ def test_json_is_one_document(generated: Generated, checkpoint: Path) -> None:
         "max_new_tokens": 12,
         "seed": 0,
         "stop": ["~~"],
+        "samples": 2,
+        "batch_size": 16,
+        "bos": False,
     }
     [row] = document["prompts"]
     assert (row["prompt"], row["tokens"], len(row["completions"])) == ("x", 1, 2)
@@ -219,6 +223,15 @@ def test_json_is_one_document(generated: Generated, checkpoint: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["run", "--prompts", "none.txt"], ["run", "a", "--stop", ""]]
+)
+def test_what_needs_no_model_imports_no_torch(tmp_path: Path, arguments: list[str]) -> None:
+    found = probe(tmp_path, "generate", *arguments)
+    assert not {"torch", "transformers", "numpy", "pydantic"} & set(found["seen"])
+    assert found["code"] == {"--help": 0, "run": 5 if "none.txt" in arguments else 2}[arguments[0]]
 
 
 @pytest.mark.parametrize(

@@ -151,27 +151,14 @@ def _generate(
         raise
     seconds = time.monotonic() - loaded
     tokens = sum(completion.tokens for completion in made)
+    speed = tokens / seconds
     if as_json:
-        print_json(
-            "generation",
-            {
-                "source": str(source.folder),
-                "model": source.name,
-                "device": place.type,
-                "dtype": dtype,
-                "settings": {
-                    **asdict(request.sampling),
-                    "max_new_tokens": request.max_new_tokens,
-                    "seed": request.seed,
-                    "stop": list(request.stop),
-                },
-                "prompts": _rows(texts, prompts, made, request.samples),
-                "tokens": tokens,
-                "seconds": seconds,
-                "tokens_per_second": tokens / seconds,
-            },
-        )
-    note(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.4g} tokens/s; {_ends(made)}")
+        facts = {"source": str(source.folder), "model": source.name, "device": place.type, "dtype": dtype}
+        settings = {**asdict(request.sampling), **rest, "bos": source.bos if bos is None else bos}
+        rows = _rows(texts, prompts, made, request.samples)
+        timing = {"tokens": tokens, "seconds": seconds, "tokens_per_second": speed}
+        print_json("generation", {**facts, "settings": settings, "prompts": rows, **timing})
+    note(f"{tokens} tokens in {seconds:.1f} s, {speed:.4g} tokens/s; {_ends(made)}")
     return EXIT_OK
 
 
