@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from titancli.checkpoint import newest_good, read_manifest
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
+from titancli.launchers.fit import check_weights
 from titancli.provenance import file_hash, provenance
 from titancli.runs import RunFolder, timestamp
 
 if TYPE_CHECKING:
     from titancli.recipe import Loaded
-    from titancli.recipe.schema import Degrees
 
 GUARDED = ("model", "tokenizer", "dataset")
 """Sections that a resumed run may not change: its weights and its position would mean something else."""
@@ -190,10 +190,11 @@ def _choose_checkpoint(
 
 
 def require_inputs(loaded: Loaded, *, weights: bool) -> None:
-    """Refuse a recipe whose tokenizer, dataset or `weights` is a path to nothing.
+    """Refuse a recipe whose tokenizer, dataset or `weights` is a path to nothing, or to another model.
 
     Raises:
         EnvironmentProblem: names every one of them.
+        RecipeError: the weights are those of a model of other sizes.
     """
     recipe = loaded.recipe
     named = [
@@ -206,6 +207,8 @@ def require_inputs(loaded: Loaded, *, weights: bool) -> None:
     missing = [f"{key}: {path} does not exist" for key, path in named if not path.exists()]
     if missing:
         raise EnvironmentProblem("\n".join(missing), hint="relative paths start where the command is run")
+    if weights:
+        check_weights(loaded)
 
 
 def _paths(recipe: Any, name: str) -> list[tuple[str, Path]]:
@@ -305,13 +308,3 @@ def new_attempt(plan: Plan, plugin_files: list[Path], launch: dict[str, Any]) ->
         **launch,
         "outcome": None,
     }
-
-
-def check_world(loaded: Loaded, world: int) -> tuple[Degrees, int]:
-    """The mesh on this many ranks, and the micro-batches of a step.
-
-    Raises:
-        RecipeError: the degrees or the batch do not fit the ranks.
-    """
-    degrees = loaded.recipe.degrees(world)
-    return degrees, loaded.recipe.accumulation(degrees)

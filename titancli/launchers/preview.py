@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from titancli.launchers import Local
+from titancli.launchers.fit import check_world
 from titancli.launchers.local import Start, in_place, torchrun_command
-from titancli.launchers.plan import Plan, check_world
+from titancli.launchers.plan import Plan
 from titancli.launchers.start import Processes
 from titancli.recipe.schema import Recipe
 from titancli.registry.component import build, component_info

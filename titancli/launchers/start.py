@@ -17,7 +17,8 @@ from typing import Any
 
 from titancli.errors import EnvironmentProblem
 from titancli.launchers.devices import visible_gpus
-from titancli.launchers.plan import Plan, check_world, new_attempt, new_record
+from titancli.launchers.fit import check_devices, check_world
+from titancli.launchers.plan import Plan, new_attempt, new_record
 from titancli.registry.component import build
 from titancli.runs import LOCK_NAME, RECORD_NAME, RunFolder
 
@@ -69,6 +70,7 @@ def start(
         TitanError: the recipe does not fit the processes, the folder is in use or cannot be written, or the
             run failed for a reason that a user can put right.
     """
+    check_devices(plan.loaded, visible_gpus())
     check_world(plan.loaded, processes.world)
     environment = dict(plan.loaded.recipe.env)
     launch = asdict(processes) | {"world": processes.world, "env": environment}

@@ -1,0 +1,71 @@
+"""What only shows when a run starts is told at the recipe's own line, before anything is made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Titan
+from titancli.launchers import start
+
+LOSS = """
+from titancli import component, hookimpl
+
+@component("loss", "gpu_only", target="cli_gpu:build", device="cuda")
+class GpuOnly:
+    "Needs a GPU."
+
+@hookimpl
+def titan_components():
+    return [GpuOnly]
+"""
+RECIPE = 'extends = "titan:llama3_debug"\nweights = "w"\n[mesh]\ndp_replicate = 3\ndp_shard = 1\n'
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "visible_gpus", lambda: 0)
+
+
+def exp(text: str) -> None:
+    Path("exp.toml").write_text(text)
+
+
+def test_degrees_that_do_not_make_the_ranks(titan: Titan) -> None:
+    exp(RECIPE.replace('weights = "w"\n', ""))
+    done = titan("train", "exp.toml", "--run-dir", "r", "--nproc", "2")
+    assert done.code == 3 and " --> exp.toml:" in done.err and "does not make 2 ranks" in done.err
+    assert not Path("r").exists()
+
+
+def test_a_batch_that_does_not_divide_over_the_ranks(titan: Titan) -> None:
+    done = titan("train", "llama3_debug", "training.global_batch_size=8", "--nproc", "2", "--run-dir", "r")
+    assert done.code == 3 and "training.global_batch_size=8" in done.err
+    assert "take 16, or another local_batch_size" in done.err and not Path("r").exists()
+
+
+def test_a_component_that_needs_a_gpu(titan: Titan) -> None:
+    Path("cli_gpu.py").write_text(LOSS)
+    exp('extends = "titan:llama3_debug"\n[loss]\ntype = "gpu_only"\n')
+    assert titan("validate", "exp.toml", "-p", "./cli_gpu.py").code == 0
+    done = titan("train", "exp.toml", "--run-dir", "r", "-p", "./cli_gpu.py")
+    assert done.code == 3 and " --> exp.toml:3:" in done.err
+    assert "the loss gpu_only needs a GPU" in done.err and not Path("r").exists()
+
+
+def test_weights_of_a_model_of_other_sizes(titan: Titan) -> None:
+    Path("w").mkdir()
+    Path("w/config.json").write_text(json.dumps({"hidden_size": 4096, "vocab_size": 2048}))
+    exp(RECIPE)
+    done = titan("train", "exp.toml", "--run-dir", "r")
+    assert done.code == 3 and " --> exp.toml:2:" in done.err
+    assert "dim is 4096 there and 256 here" in done.err and "vocab_size" not in done.err
+
+
+def test_a_checkpoint_of_another_model(titan: Titan) -> None:
+    Path("w").mkdir()
+    Path("w/recipe.lock.toml").write_text('[model]\ntype = "lab/other"\ndim = 256\n')
+    exp(RECIPE)
+    assert "type is lab/other there and titan/llama3 here" in titan("train", "exp.toml").err

@@ -1,0 +1,103 @@
+"""Whether a recipe fits what it is started on: ranks, devices, the weights that it begins from. Torch-free.
+
+A recipe alone cannot tell; so these are asked when a run starts, and answered at the recipe's own lines.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from titancli.errors import Problem, RecipeError
+from titancli.recipe import Loaded
+from titancli.recipe.check import components
+from titancli.recipe.schema import Degrees
+from titancli.recipe.tree import dotted
+from titancli.registry.component import component_info
+
+SIZES = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "vocab_size": "vocab_size",
+}
+"""What `config.json` calls the sizes that every decoder has, and what a model's config does."""
+
+
+def check_world(loaded: Loaded, world: int) -> tuple[Degrees, int]:
+    """The mesh on this many ranks, and the micro-batches of a step.
+
+    Raises:
+        RecipeError: the degrees or the batch do not fit the ranks.
+    """
+    try:
+        degrees = loaded.recipe.degrees(world)
+    except RecipeError as error:
+        written = [
+            key for key in loaded.origins if key.startswith("mesh.") and loaded.origins[key].location()
+        ]
+        raise _problem(loaded, written[-1] if written else "mesh", error.message, error.hint) from error
+    try:
+        return degrees, loaded.recipe.accumulation(degrees)
+    except RecipeError as error:
+        key = "training.global_batch_size"
+        raise _problem(loaded, key, error.message, error.problems[0].hint) from error
+
+
+def check_devices(loaded: Loaded, gpus: int) -> None:
+    """Refuse components that need a GPU where there is none.
+
+    Raises:
+        RecipeError: names every one of them.
+    """
+    problems: list[Problem] = []
+    for path, config in components(loaded.recipe) if not gpus else ():
+        info = component_info(config)
+        if info.device == "cuda":
+            message = f"the {info.kind} {info.name} needs a GPU, and none is visible here"
+            problems += _problem(loaded, dotted((*path, "type")), message, None).problems
+    if problems:
+        raise RecipeError(problems)
+
+
+def check_weights(loaded: Loaded) -> None:
+    """Refuse weights of a model of other sizes; what is no folder of weights is told where it is read.
+
+    Raises:
+        RecipeError: says which sizes differ.
+    """
+    folder, model = loaded.recipe.weights, loaded.data["model"]
+    found = _sizes(folder) if folder is not None else {}
+    wrong = [
+        f"{key} is {found[key]} there and {model[key]} here"
+        for key in found
+        if key in model and found[key] != model[key]
+    ]
+    if wrong:
+        message = f"{folder} holds weights of another model: {'; '.join(wrong)}"
+        raise _problem(loaded, "weights", message, "give the [model] of these weights, or other weights")
+
+
+def _sizes(folder: Path) -> dict[str, Any]:
+    """The sizes of a model that lies in a Hugging Face folder or in a checkpoint; those that are told."""
+    import tomli
+
+    try:
+        if (folder / "config.json").is_file():
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            return {
+                ours: config[theirs] for theirs, ours in SIZES.items() if isinstance(config.get(theirs), int)
+            }
+        if (folder / "recipe.lock.toml").is_file():
+            table = tomli.loads((folder / "recipe.lock.toml").read_text(encoding="utf-8"))["model"]
+            return {key: table[key] for key in ("type", *SIZES.values()) if key in table}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}  # a folder that cannot be read is told, and why, when its weights are
+    return {}
+
+
+def _problem(loaded: Loaded, key: str, message: str, hint: str | None) -> RecipeError:
+    """The error at the line of a key, where the recipe has it."""
+    origin = loaded.origins.get(key)
+    return RecipeError([Problem("check", message, origin.location() if origin else None, hint)])
