@@ -59,13 +59,12 @@ class Stop:
         def handle(number: int, frame: Any) -> None:
             name = signal.Signals(number).name
             if leave and name == "SIGINT" and self.requested == "SIGINT":
-                os.write(2, b"\ninterrupted again: leaving at once\n")
+                _tell("interrupted again: leaving at once")
                 leave()
                 os._exit(EXIT_INTERRUPTED)
             if leave and self.requested is None:
                 again = "; Ctrl-C again leaves at once" if name == "SIGINT" else ""
-                # Not through Python's streams: the signal may have come in the middle of a write.
-                os.write(2, f"\n{name}: stopping after this step, with a checkpoint{again}\n".encode())
+                _tell(f"{name}: stopping after this step, with a checkpoint{again}")
             self.requested = self.requested or name
 
         before = {number: signal.signal(number, handle) for number in SIGNALS}
@@ -74,6 +73,13 @@ class Stop:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _tell(words: str) -> None:
+    """Not through Python's streams: the signal may have come in the middle of a write."""
+    # What is below the cursor of a terminal is the live panel, which will be drawn again.
+    before = b"\r\x1b[J" if os.isatty(2) else b"\n"
+    os.write(2, before + words.encode() + b"\n")
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ from titancli.errors import (
 from titancli.launchers import Local
 from titancli.observe import failures
 from titancli.observe.console import Console, JsonLines
-from titancli.observe.events import Tail
+from titancli.observe.events import EventLog, Listener, Tail
+from titancli.observe.panel import Panel, watcher_for
 from titancli.runs import RunFolder, timestamp
 
 POLL_SECONDS = 0.1
@@ -101,24 +102,23 @@ def _in_place(start: Start) -> int:
             )
         except BaseException as error:
             watcher.close()
-            reports = failures.read(start.folder.logs, since=began)
-            interrupted = isinstance(error, KeyboardInterrupt)
-            during = reports[-1].step if reports else None
-            done = during - 1 if during else None
-            _record_outcome(start, "interrupted" if interrupted else "failed", None, done)
-            if interrupted:
+            failure = failures.cause(failures.read(start.folder.logs, since=began), [], [])
+            done = failure.step - 1 if failure and failure.step else None
+            if isinstance(error, KeyboardInterrupt):
+                _record_outcome(start, watcher, "interrupted", signal.SIGINT, done)
                 return EXIT_INTERRUPTED
+            _record_outcome(start, watcher, "failed", None, done, failures.words(error))
             if isinstance(error, TitanError) or start.traceback:
                 raise
-            return _say_failure(failures.cause(reports, [], []), start)
+            return _say_failure(failure, start)
     return exit_code(outcome)
 
 
 @contextmanager
-def _watcher(start: Start) -> Iterator[Console | JsonLines]:
+def _watcher(start: Start) -> Iterator[Panel | Console | JsonLines]:
     """What draws the events. Under `--json` they alone go to stdout; all else that is printed, to stderr."""
     if not start.json_events:
-        yield Console(sys.stderr)
+        yield watcher_for(sys.stderr)
         return
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as stream:
@@ -187,11 +187,11 @@ def _under_torchrun(config: Local, start: Start) -> int:
             step = _follow(agent, tail, watcher, signals)
         finally:
             _end(agent)
-    return _result(start, agent.returncode, began, step, signals)
+        return _result(start, watcher, agent.returncode, began, step, signals)
 
 
 def _follow(
-    agent: subprocess.Popen[bytes], tail: Tail, watcher: Console | JsonLines, signals: _Signals
+    agent: subprocess.Popen[bytes], tail: Tail, watcher: Panel | Console | JsonLines, signals: _Signals
 ) -> int | None:
     """Draw events and hand signals on until the agent has ended; the last step that was told."""
     step, watched = None, True
@@ -213,7 +213,9 @@ def _follow(
     return step
 
 
-def _result(start: Start, agent_code: int, began: str, step: int | None, signals: _Signals) -> int:
+def _result(
+    start: Start, watcher: Listener, agent_code: int, began: str, step: int | None, signals: _Signals
+) -> int:
     """The exit code, from what the ranks left behind."""
     outcome = start.folder.outcome() if start.folder.record_file.exists() else None
     if outcome is not None and agent_code in (EXIT_OK, -signal.SIGKILL):
@@ -224,14 +226,17 @@ def _result(start: Start, agent_code: int, began: str, step: int | None, signals
     reports = failures.read(start.folder.logs, since=began)
     if signals.ended(reports, kills + late_kills):
         interrupted = signals.received[0] == signal.SIGINT
-        _record_outcome(start, "interrupted" if interrupted else "stopped", signals.received[0], step)
+        why = "interrupted" if interrupted else "stopped"
+        _record_outcome(start, watcher, why, signals.received[0], step)
         return EXIT_INTERRUPTED if interrupted else EXIT_STOPPED
-    _record_outcome(start, "failed", None, step)
+    failure = failures.cause(reports, kills, late_kills)
+    error = f"rank {failure.rank}: {failure.words}" if failure else "the ranks could not be started"
+    _record_outcome(start, watcher, "failed", None, step, error)
     if agent_code < 0 and not reports:
         name = signal.Signals(-agent_code).name
         print(f"error: torchrun was killed by {name}; its ranks were told to save and stop", file=sys.stderr)
         return EXIT_FAILED
-    return _say_failure(failures.cause(reports, kills, late_kills), start)
+    return _say_failure(failure, start)
 
 
 class _Signals:
@@ -340,13 +345,19 @@ def _launcher_log(start: Start) -> Path:
     return start.folder.logs / name
 
 
-def _record_outcome(start: Start, why: str, number: int | None, step: int | None) -> None:
-    """Write the outcome that no worker could write."""
-    if not start.folder.record_file.exists():
+def _record_outcome(
+    start: Start, watcher: Listener, why: str, number: int | None, step: int | None, error: str | None = None
+) -> None:
+    """Write the outcome that no worker could write, and tell it as the run's last event."""
+    folder = start.folder
+    if not folder.record_file.exists() or folder.outcome() is not None:
         return
     name = signal.Signals(number).name if number is not None else None
     outcome: dict[str, Any] = {"why": why, "signal": name, "step": step, "checkpoint": None, "metrics": {}}
+    if error is not None:
+        outcome["error"] = error
     try:
-        start.folder.update_attempt(outcome=outcome, ended=timestamp())
-    except TitanError as error:  # a full disk must not hide why the run failed
-        print(f"error: {error}", file=sys.stderr)
+        folder.update_attempt(outcome=outcome, ended=timestamp())
+        EventLog(folder.events, (watcher,)).write("run_end", **outcome)
+    except (OSError, TitanError) as second:  # a full disk must not hide why the run failed
+        print(f"error: {second}", file=sys.stderr)

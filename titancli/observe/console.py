@@ -1,4 +1,4 @@
-"""What people see of a run: one line that updates on a terminal, plain lines otherwise. Torch-free.
+"""What is seen of a run without the panel: plain lines, or one that updates, or JSON Lines. Torch-free.
 
 It draws events (see `titancli.observe.events`), so it works the same inside the worker and, for runs of
 several ranks, in the command that reads their event log.
@@ -92,7 +92,7 @@ def status_line(event: dict[str, Any], width: int | None = None) -> str:
 
     What matters least is left out where it is longer than `width`.
     """
-    metrics = {name: _number(value) for name, value in event["metrics"].items()}
+    metrics = {name: number(value) for name, value in event["metrics"].items()}
     parts = {"step": f"step {event['step']}/{event['steps']}"}
     for name, label, form in (
         ("loss", "loss", ".4f"),
@@ -102,7 +102,7 @@ def status_line(event: dict[str, Any], width: int | None = None) -> str:
         if metrics.get(name) is not None:
             parts[name] = f"{label} {metrics[name]:{form}}"
     if (rate := metrics.get("tokens_per_second")) is not None:
-        parts["rate"] = f"{_short(rate)} tokens/s"
+        parts["rate"] = f"{short(rate)} tokens/s"
     mfu, memory, eta = (metrics.get(name) for name in ("mfu", "memory_gib", "eta_seconds"))
     parts["mfu"] = f"MFU {mfu:.1%}" if mfu is not None else f"MFU {UNKNOWN}"
     if memory is not None:
@@ -123,12 +123,13 @@ def duration(seconds: float) -> str:
     return f"{days}d {clock}" if days else clock
 
 
-def _number(value: Any) -> float | None:
+def number(value: Any) -> float | None:
     """A metric of an event; NaN and Infinity come as text."""
     return float(value) if value is not None else None
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
+    """`21.3k`, `1.23M`."""
     for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= factor:
             return f"{value / factor:.3g}{unit}" if value / factor < 100 else f"{value / factor:.0f}{unit}"

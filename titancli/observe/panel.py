@@ -1,0 +1,237 @@
+"""The live panel: what people see of a run at a terminal. Torch-free; rich is imported when it first draws.
+
+It draws events (see `titancli.observe.events`), as `Console` does, so it works in place and under torchrun.
+The cursor rests on an empty line above the panel: whatever else is printed, by anyone, stands there and not
+inside, and drawing again begins by erasing all that is below the cursor, so a resized terminal leaves nothing
+behind.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from titancli.observe.console import UNKNOWN, Console, duration, number, short, start_line, status_line
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+SECONDS = 0.25
+"""Between two drawings of a step, at least."""
+WIDTH = 100
+SMALLEST = (60, 9)
+"""Columns and lines under which one status line takes the panel's place."""
+BLOCKS = "▁▂▃▄▅▆▇█"
+ERASE = "\r\x1b[J"
+
+
+def watcher_for(stream: TextIO) -> Panel | Console:
+    """What draws a run on `stream`: the panel on a terminal that can show it, else lines."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("CI") or os.environ.get("TERM", "dumb") == "dumb"
+    if plain or not stream.isatty():
+        return Console(stream, live=False)
+    if (stream.encoding or "").lower().replace("-", "") != "utf8":
+        return Console(stream, live=True)
+    return Panel(stream)
+
+
+class Panel:
+    """Draws events as one panel below everything that is printed. Any thread may call it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._title = "training"
+        self._step: dict[str, Any] | None = None
+        self._losses: deque[float] = deque(maxlen=512)
+        self._saved: tuple[str, float] | None = None
+        self._drawn_at = float("-inf")
+        self._standing = False
+        self._mutex = threading.RLock()
+        self._streams: dict[str, Above] = {}
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        with self._mutex:
+            if kind == "run_start":
+                self._title = start_line(event)
+                self.above(f"{self._title}\n")
+            elif kind == "step":
+                self._step = event
+                if (loss := number(event["metrics"].get("loss"))) is not None:
+                    self._losses.append(loss)
+                if time.monotonic() - self._drawn_at >= SECONDS:
+                    self._draw()
+            elif kind == "checkpoint":
+                self._saved = Path(event["path"]).name, time.monotonic()
+                self._draw()
+            elif kind == "log":
+                self.above(f"{event['level']}: {event['message']}\n")
+            elif kind == "run_end":
+                self.close()
+
+    def above(self, text: str) -> None:
+        """Print whole lines above the panel."""
+        with self._mutex:
+            self._write(f"{ERASE if self._standing else ''}{text}")
+            if self._standing:
+                self._draw()
+
+    def close(self) -> None:
+        """Leave the last panel standing and go below it."""
+        with self._mutex:
+            for name, above in self._streams.items():
+                if getattr(sys, name) is above:
+                    setattr(sys, name, above.stream)
+            ended, self._streams = list(self._streams.values()), {}
+            for above in ended:
+                above.finish()
+            if self._standing:
+                self._write(f"{ERASE}{chr(10).join(self._lines())}\n")
+            self._standing, self._step = False, None
+
+    # ---------------------------------------------------------------------------------------- drawing
+
+    def _draw(self) -> None:
+        if self._step is None:
+            return
+        if not self._standing:
+            self._take_streams()
+        lines = ["", *self._lines()]
+        self._write(f"{ERASE}{chr(10).join(lines)}\r\x1b[{len(lines) - 1}A")
+        self._standing = True
+        self._drawn_at = time.monotonic()
+
+    def _take_streams(self) -> None:
+        """What else this process prints to the terminal goes above the panel."""
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if stream is not None and stream.isatty():
+                self._streams[name] = Above(self, stream)
+                setattr(sys, name, self._streams[name])
+
+    def _lines(self) -> list[str]:
+        """The panel as the terminal is now; one column is left free, or a terminal might wrap at the last."""
+        if self._step is None:
+            return []
+        columns, rows = shutil.get_terminal_size()
+        if columns < SMALLEST[0] or rows < SMALLEST[1]:
+            return [status_line(self._step, columns - 1)]
+        from rich.console import Console as Rich
+
+        width = min(columns - 1, WIDTH)
+        rich = Rich(file=self._stream, width=width, force_terminal=True, highlight=False)
+        with rich.capture() as captured:
+            rich.print(self._panel(self._step, width))
+        return captured.get().rstrip("\n").split("\n")
+
+    def _panel(self, event: dict[str, Any], width: int) -> RenderableType:
+        from rich.panel import Panel as Box
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        step, steps = event["step"], event["steps"]
+        metrics = {name: number(value) for name, value in event["metrics"].items()}
+        eta = metrics.get("eta_seconds")
+        progress = Table.grid(padding=(0, 2), expand=True)
+        progress.add_column(ratio=1)
+        progress.add_row(
+            ProgressBar(total=max(steps, 1), completed=step),
+            Text(f"{step / max(steps, 1):.0%}"),
+            Text(f"ETA {duration(eta) if eta is not None else UNKNOWN}", style="bold"),
+        )
+        loss = Text.assemble(
+            "loss ",
+            (_form(metrics.get("loss"), ".4f"), "bold cyan"),
+            "  ",
+            (sparkline(self._losses, width - 54), "cyan"),
+        )
+        table = Table.grid(padding=(0, 3), expand=True)
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True, justify="right")
+        table.add_row(
+            loss,
+            f"grad norm {_form(metrics.get('grad_norm'), '.3f')}",
+            f"lr {_form(metrics.get('lr'), '.2e')}",
+        )
+        rate = metrics.get("tokens_per_second")
+        table.add_row(
+            Text(f"{short(rate) if rate is not None else UNKNOWN} tokens/s"),
+            f"MFU {_form(metrics.get('mfu'), '.1%')}",
+            f"{_form(metrics.get('memory_gib'), '.1f')} GiB",
+        )
+        body = Table.grid(expand=True)
+        body.add_row(progress)
+        body.add_row(table)
+        return Box(
+            body,
+            title=Text(f" step {step:,}/{steps:,} "),
+            title_align="left",
+            subtitle=Text(f" {self._checkpoint()} "),
+            subtitle_align="right",
+            border_style="dim",
+            width=width,
+        )
+
+    def _checkpoint(self) -> str:
+        if self._saved is None:
+            return "no checkpoint yet"
+        name, when = self._saved
+        return f"saved {name}, {duration(time.monotonic() - when)} ago"
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):  # the terminal is gone; the run is not
+            self._stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
+class Above:
+    """Stands for `sys.stdout` or `sys.stderr` while the panel is drawn: whole lines go above it."""
+
+    def __init__(self, panel: Panel, stream: TextIO) -> None:
+        self.stream = stream
+        self._panel = panel
+        self._partial = ""
+
+    def write(self, text: str) -> int:
+        *whole, self._partial = (self._partial + text).split("\n")
+        if whole:
+            self._panel.above("\n".join(whole) + "\n")
+        return len(text)
+
+    def finish(self) -> None:
+        """Print what has no end of line yet."""
+        if self._partial:
+            self._panel.above(f"{self._partial}\n")
+            self._partial = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def sparkline(values: deque[float], width: int) -> str:
+    """Values as blocks of eight heights, at most `width` of them, each the mean of its share; `×` for NaN."""
+    if not values or width < 1:
+        return ""
+    data = list(values)
+    count = min(width, len(data))
+    edges = [round(i * len(data) / count) for i in range(count + 1)]
+    means = [sum(data[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    finite = [mean for mean in means if mean - mean == 0]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[round((mean - low) * scale)] if mean - mean == 0 else "×" for mean in means)
+
+
+def _form(value: float | None, form: str) -> str:
+    return UNKNOWN if value is None else format(value, form)
