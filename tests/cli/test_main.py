@@ -94,9 +94,10 @@ def test_a_plugin_file_stands_before_or_after_the_command(titan: Titan, tmp_path
 
 
 def test_common_options_are_split_off() -> None:
-    rest, found = split_common(["-pno:a", "train", "-p", "b/c.py", "r", "--traceback", "--", "-p", "x"])
+    words = ["-pno:a", "train", "-p", "b/c.py", "r", "--traceback", "--color", "never", "-q", "--", "-p", "x"]
+    rest, found = split_common(words)
     assert rest == ["train", "r", "--", "-p", "x"]
-    assert found == Common((Path("b/c.py").absolute(),), ("a",), True, False)
+    assert found == Common((Path("b/c.py").absolute(),), ("a",), color="never", verbosity=-1, traceback=True)
 
 
 @pytest.mark.parametrize(

@@ -320,7 +320,7 @@ def test_a_broken_plugin_stops_a_recipe_that_names_it_with_its_own_traceback(wri
 
 
 def test_a_class_that_cannot_be_bound_is_the_plugins_mistake(write) -> None:
-    @component("loss", "odd", target="x:y")
+    @component("loss", "odd", target="tests.recipe.components:unused")
     class Odd:
         field: Plugin
 
@@ -339,7 +339,9 @@ class Fussy:
 
 
 def test_what_a_config_says_of_its_own_values_is_told_at_the_component(write) -> None:
-    registry = registry_of(("titan-fussy", component("loss", "fussy", target="x:y")(Fussy)))
+    registry = registry_of(
+        ("titan-fussy", component("loss", "fussy", target="tests.recipe.components:unused")(Fussy))
+    )
     path = write(BASE + '[loss]\ntype = "fussy"\nrate = 6\n')
     with pytest.raises(RecipeError) as caught:
         load_recipe(path, registry=registry)
@@ -351,7 +353,7 @@ def test_what_a_config_says_of_its_own_values_is_told_at_the_component(write) ->
 
 
 def test_a_bad_value_in_a_flavor_is_told_at_the_flavor_with_the_value(write) -> None:
-    @component("loss", "rows", target="x:y")
+    @component("loss", "rows", target="tests.recipe.components:unused")
     class Rows:
         flavors: ClassVar[dict[str, dict[str, Any]]] = {"bad": {"rate": "high"}}
         rate: float = 1.0

@@ -100,7 +100,7 @@ def test_all_checks_are_told_together_each_at_its_key(problems) -> None:
 
 
 def test_the_check_of_a_component_in_a_slot_of_another_is_asked_too(write) -> None:
-    @component("optimizer", "inner", target="x:y")
+    @component("optimizer", "inner", target="tests.recipe.components:unused")
     class Inner:
         rate: float = 1.0
 
@@ -124,7 +124,7 @@ def test_the_checks_of_plugins_are_asked(load, registry, monkeypatch: pytest.Mon
 
 
 def test_a_check_that_breaks_is_the_plugins_mistake(write) -> None:
-    @component("loss", "bad", target="x:y")
+    @component("loss", "bad", target="tests.recipe.components:unused")
     class Bad:
         def check(self, recipe: object) -> Iterator[tuple[str, str]]:
             yield "x", str(1 / 0)

@@ -13,7 +13,7 @@ from titancli import hookimpl
 from titancli.registry import hookspecs, kinds
 from titancli.registry.component import component_info, load_target
 from titancli.registry.describe import describe, summary
-from titancli.registry.plugins import load_plugins
+from titancli.registry.discover import load_plugins
 
 TEXT = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text(encoding="utf-8")
 

@@ -11,8 +11,8 @@ import pytest
 from tests.registry.distributions import Site, loss
 from titancli import component
 from titancli.errors import PluginError
+from titancli.registry.discover import load_plugins
 from titancli.registry.lookup import Registry
-from titancli.registry.plugins import load_plugins
 
 
 def make(kind: str, name: str) -> type:

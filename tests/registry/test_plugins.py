@@ -10,8 +10,9 @@ import pytest
 
 from tests.registry.distributions import Site, loss
 from titancli.errors import PluginError, UsageError
+from titancli.registry.discover import load_plugins
 from titancli.registry.lookup import Registry
-from titancli.registry.plugins import PluginStatus, load_plugins
+from titancli.registry.plugins import PluginStatus
 
 
 def status(registry: Registry, name: str) -> PluginStatus:

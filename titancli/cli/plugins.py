@@ -27,6 +27,7 @@ def command(name: str | None, as_json: bool) -> None:
     registry = current()
     registry.commands(BUILTIN)  # asked for everything, a plugin shows all its faults
     registry.recipe_folders()
+    registry.check_targets()
     plugins = registry.plugins
     if name is not None:
         plugins = [_named(name, plugins)]

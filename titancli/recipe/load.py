@@ -57,7 +57,7 @@ def load_recipe(
 
     Raises:
         RecipeError: everything that is wrong, with places.
-        PluginError: a plugin that the recipe needs is broken.
+        PluginError: a plugin that the recipe needs is broken, or lacks the code that it names.
     """
     if registry is None:
         from titancli.registry import current
@@ -79,6 +79,7 @@ def load_recipe(
     _check_unset(recipe, absent, problems)
     check_recipe(recipe, resolved.root, registry, problems)
     problems.raise_any()
+    registry.refuse_missing_code(recipe)
 
     data = resolved_data(recipe, resolved.root, registry)
     return Loaded(recipe, data, _origins(data, resolved.root), path)

@@ -35,7 +35,7 @@ def current() -> Registry:
     """
     global _current
     if _current is None:
-        from titancli.registry.plugins import load_plugins
+        from titancli.registry.discover import load_plugins
 
         _current = load_plugins(files=_files, blocked=_blocked, checks=_checks)
     return _current

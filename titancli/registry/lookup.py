@@ -12,6 +12,7 @@ from titancli.errors import PluginError
 from titancli.registry.component import component_info
 from titancli.registry.kinds import KINDS
 from titancli.registry.plugins import LEFT_OUT, Plugin, PluginStatus
+from titancli.registry.targets import missing
 
 if TYPE_CHECKING:
     import click
@@ -100,6 +101,11 @@ class Registry:
         """Every plugin's state; loads all of them."""
         return [plugin.status() for plugin in self._plugins.values()]
 
+    def check_targets(self) -> None:
+        """Look for the code that components name; what lacks some is broken from here on."""
+        for plugin in self._loaded():
+            plugin.check_targets()
+
     def recipe_folders(self) -> list[tuple[str, Path]]:
         """The folders of recipes that plugins offer, with the plugin's name."""
         folders = []
@@ -143,6 +149,22 @@ class Registry:
             if was_ok and plugin.state != "ok" and self._uses(recipe, plugin):
                 raise PluginError(f"the titan_checks of plugin {plugin.name!r} failed:\n{plugin.error}")
         return found
+
+    def refuse_missing_code(self, recipe: Recipe) -> None:
+        """Look, without importing it, for the code that a recipe's components name.
+
+        Raises:
+            PluginError: some is not there.
+        """
+        for config in _configs(recipe) if self._checks else ():
+            if not hasattr(config, "__component__"):  # a section of titan's own
+                continue
+            info = component_info(config)
+            for why in filter(None, map(missing, filter(None, (info.target, info.hf)))):
+                raise PluginError(
+                    f"{info.kind} {self.full_name(config)}: {why}",
+                    hint="this is a mistake in the plugin that offers it",
+                )
 
     # ----------------------------------------------------------------------------------------- helpers
 

@@ -1,38 +1,30 @@
-"""Finding plugins and loading them, one at a time and each on its own, so that none can harm another.
+"""One plugin: loaded on its own, so that it can harm no other.
 
-Plugins are entry points of the group `titancli`, and files named with `-p`. Every plugin has a pluggy
-manager of its own: what a hook returns is known to be that plugin's, and so is what it raises. A plugin is
-loaded when it is first asked for something; a full name such as `titan/llama3` loads that one plugin only.
+Every plugin has a pluggy manager of its own: what a hook returns is known to be that plugin's, and so is what
+it raises. A plugin is loaded when it is first asked for something; a full name such as `titan/llama3` loads
+that one plugin only.
 """
 
 from __future__ import annotations
 
 import contextlib
-import difflib
-import importlib.util
-import os
+import importlib
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import pluggy
 
-from titancli.errors import EnvironmentProblem, UsageError
 from titancli.registry import hookspecs
-from titancli.registry.component import ComponentInfo
-
-if TYPE_CHECKING:
-    from titancli.registry.lookup import Registry
+from titancli.registry.component import ComponentInfo, component_info
+from titancli.registry.targets import missing
 
 GROUP = "titancli"
 BUILTIN = "titan"
-ALLOW_LIST = "TITAN_PLUGINS"
 
 State = Literal["ok", "broken", "blocked", "unlisted", "missing"]
 LEFT_OUT = ("blocked", "unlisted", "missing")
@@ -81,6 +73,8 @@ class Plugin:
         self._torch = False
         self._hooks: pluggy.PluginManager | None = None
         self._components: dict[tuple[str, str], type] | None = None
+        self._doubled: set[tuple[str, str]] = set()
+        """Names that two classes have; neither is offered."""
 
     @classmethod
     def of(cls, name: str, components: Sequence[type]) -> Plugin:
@@ -111,6 +105,7 @@ class Plugin:
             self._components = {}
             for config in self.call_list("titan_components"):
                 self._add(self._components, config)
+            self._log()
         return self
 
     @property
@@ -121,7 +116,7 @@ class Plugin:
     def components(self) -> dict[tuple[str, str], type]:
         """What it offers, by kind and name; the good ones, where some are bad."""
         self.load()
-        return dict(self._components or {})
+        return {key: cls for key, cls in (self._components or {}).items() if key not in self._doubled}
 
     def call(self, hook: str, **arguments: Any) -> list[Any]:
         """What the plugin's implementations of a hook return; empty where it has none or is broken."""
@@ -141,6 +136,14 @@ class Plugin:
             else:
                 self.fail(f"{hook} returned {result!r}, which is no list")
         return elements
+
+    def check_targets(self) -> None:
+        """Look, without importing anything, for the code that the components name."""
+        for (kind, name), config in self.components.items():
+            info = component_info(config)
+            for target in filter(None, (info.target, info.hf)):
+                if why := missing(target):
+                    self.fail(f"{kind}/{name}: {why}")
 
     def status(self) -> PluginStatus:
         offered = tuple(f"{kind}/{name}" for kind, name in self.components)
@@ -177,14 +180,21 @@ class Plugin:
             self.fail(f"titan_components returned {config!r}, which is no class made by @component")
             return
         key = (info.kind, info.name)
-        other = found.get(key)
-        if other is not None and other is not config:
+        other = found.setdefault(key, config)
+        if other is not config:
             self.fail(
                 f"titan_components returned two components {info.kind}/{info.name}: "
                 f"{_path_of(other)} and {_path_of(config)}"
             )
-            return
-        found[key] = config
+            self._doubled.add(key)
+
+    def _log(self) -> None:
+        if "logging" in sys.modules:  # `-v` has imported it; nobody else is to wait for that
+            import logging
+
+            count, milliseconds = len(self._components or {}), 1000 * self._seconds
+            words = "plugin %s: %s, components: %d, %.0f ms"
+            logging.getLogger(__name__).debug(words, self.name, self.state, count, milliseconds)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -194,135 +204,13 @@ class Plugin:
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 yield
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit, and the panics of extension modules
             self.fail(own_traceback(error))
         finally:
             self._seconds += time.perf_counter() - began
             self._torch = self._torch or (without_torch and "torch" in sys.modules)
-
-
-def load_plugins(*, files: Iterable[Path] = (), blocked: Iterable[str] = (), checks: bool = True) -> Registry:
-    """The registry of everything that is installed, and of `files`; without the names in `blocked`.
-
-    `checks`: whether it asks the plugins' `titan_checks`. The environment variable `TITAN_PLUGINS`, a
-    comma-separated list, is an allow-list of installed plugins.
-
-    Raises:
-        UsageError: see `titancli.registry.current`.
-        EnvironmentProblem: titan itself is not installed.
-    """
-    from titancli.registry.lookup import Registry
-
-    plugins = _installed()
-    if BUILTIN not in plugins:
-        raise EnvironmentProblem(
-            "titan is not installed: its own entry point is missing",
-            hint="pip install titancli, or pip install -e . in a checkout",
-        )
-    _apply_allow_list(plugins)
-    for file in files:
-        plugin = _from_file(Path(file))
-        if plugin.name in plugins and plugins[plugin.name].state not in LEFT_OUT:
-            raise UsageError(
-                f"-p {file}: a plugin named {plugin.name!r} is there already", hint="rename the file"
-            )
-        plugins[plugin.name] = plugin
-    for name in blocked:
-        _block(plugins, name)
-    return Registry([plugins[name] for name in sorted(plugins)], checks=checks)
-
-
-def _installed() -> dict[str, Plugin]:
-    by_name: dict[str, list[metadata.EntryPoint]] = {}
-    for entry in metadata.entry_points(group=GROUP):
-        by_name.setdefault(entry.name, []).append(entry)
-    return {name: _from_entries(name, by_name[name]) for name in sorted(by_name)}
-
-
-def _from_entries(name: str, entries: list[metadata.EntryPoint]) -> Plugin:
-    if name == BUILTIN:  # no other distribution may take the name, nor break titan by trying
-        entries = [entry for entry in entries if _distribution(entry)[0] == GROUP] or entries
-    if len(entries) > 1:
-        owners = " and ".join(sorted(" ".join(filter(None, _distribution(entry))) for entry in entries))
-        why = f"two distributions offer a plugin named {name!r}: {owners}; uninstall one of them"
-        return Plugin.unusable(name, "broken", why)
-    distribution, version = _distribution(entries[0])
-    return Plugin(name, entries[0].load, distribution=distribution, version=version)
-
-
-def _distribution(entry: metadata.EntryPoint) -> tuple[str, str | None]:
-    return (entry.dist.name, entry.dist.version) if entry.dist else ("an unknown distribution", None)
-
-
-def _apply_allow_list(plugins: dict[str, Plugin]) -> None:
-    text = os.environ.get(ALLOW_LIST)
-    if text is None:
-        return
-    allowed = {name.strip() for name in text.split(",")} - {""}
-    for name in set(plugins) - allowed - {BUILTIN}:
-        plugins[name].leave_out("unlisted", f"{ALLOW_LIST} does not list it")
-    for name in allowed - set(plugins):
-        plugins[name] = Plugin.unusable(name, "missing", f"{ALLOW_LIST} lists it, but it is not installed")
-
-
-def _block(plugins: dict[str, Plugin], name: str) -> None:
-    if name == BUILTIN:
-        raise UsageError(
-            f"-p no:{name}: the built-in components cannot be blocked",
-            hint="choose another component by its full name, plugin/name",
-        )
-    if name not in plugins:
-        near = difflib.get_close_matches(name, plugins, 1)
-        raise UsageError(
-            f"-p no:{name}: no plugin of this name is installed",
-            hint=f"did you mean 'no:{near[0]}'?" if near else "`titan plugins` lists them",
-        )
-    plugins[name].leave_out("blocked", f"-p no:{name} blocks it")
-
-
-# ---------------------------------------------------------------------------------------- plugin files
-
-
-def _from_file(file: Path) -> Plugin:
-    """A plugin in one file. Its name is the file's stem, and is the module's name as well."""
-    file = file.absolute()
-    name = file.stem
-    if file.suffix != ".py" or not name.isidentifier():
-        raise UsageError(
-            f"-p {file}: a plugin file is named like a Python module", hint="for example my_loss.py"
-        )
-    if not file.is_file():
-        raise UsageError(f"-p {file}: there is no such file")
-    taken = _module_of(name)
-    if taken is not None and taken.resolve() != file.resolve():
-        raise UsageError(
-            f"-p {file}: {name!r} is already the name of a module ({taken})", hint="rename the file"
-        )
-    return Plugin(name, lambda: _run_file(name, file), file=file)
-
-
-def _module_of(name: str) -> Path | None:
-    """Where a module of this name would come from, if there is one."""
-    module = sys.modules.get(name)
-    spec = module.__spec__ if module is not None else importlib.util.find_spec(name)
-    if module is None and spec is None:
-        return None
-    return Path((spec and spec.origin) or getattr(module, "__file__", None) or "built-in")
-
-
-def _run_file(name: str, file: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"cannot read {file} as a Python module")
-    module = importlib.util.module_from_spec(spec)
-    # Before it runs: dataclasses and targets such as "my_loss:build" look the module up by name.
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        sys.modules.pop(name, None)
-        raise
-    return module
 
 
 # ---------------------------------------------------------------------------------------------- faults

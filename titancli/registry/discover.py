@@ -1,0 +1,170 @@
+"""Finding plugins: entry points of the group `titancli`, and files named with `-p`."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from titancli import __version__
+from titancli.errors import EnvironmentProblem, UsageError
+from titancli.registry.lookup import Registry
+from titancli.registry.plugins import BUILTIN, GROUP, LEFT_OUT, Plugin
+
+ALLOW_LIST = "TITAN_PLUGINS"
+REQUIRES_TITAN = re.compile(rf"Requires-Dist: *{GROUP}(\[[^]]*\])? *\(?(?P<specifier>[^;)]*)\)?")
+"""A distribution's requirement: how a plugin says which versions of titan's API it is written for."""
+
+
+def load_plugins(*, files: Iterable[Path] = (), blocked: Iterable[str] = (), checks: bool = True) -> Registry:
+    """The registry of everything that is installed, and of `files`; without the names in `blocked`.
+
+    `checks`: whether it asks the plugins' `titan_checks`. The environment variable `TITAN_PLUGINS`, a
+    comma-separated list, is an allow-list of installed plugins.
+
+    Raises:
+        UsageError: see `titancli.registry.current`.
+        EnvironmentProblem: titan itself is not installed.
+    """
+    plugins = _installed()
+    if BUILTIN not in plugins:
+        raise EnvironmentProblem(
+            "titan is not installed: its own entry point is missing",
+            hint="pip install titancli, or pip install -e . in a checkout",
+        )
+    _apply_allow_list(plugins)
+    for file in files:
+        plugin = _from_file(Path(file))
+        if plugin.name in plugins and plugins[plugin.name].state not in LEFT_OUT:
+            raise UsageError(
+                f"-p {file}: a plugin named {plugin.name!r} is there already", hint="rename the file"
+            )
+        plugins[plugin.name] = plugin
+    for name in blocked:
+        _block(plugins, name)
+    return Registry([plugins[name] for name in sorted(plugins)], checks=checks)
+
+
+def _installed() -> dict[str, Plugin]:
+    by_name: dict[str, list[metadata.EntryPoint]] = {}
+    for entry in metadata.entry_points(group=GROUP):
+        by_name.setdefault(entry.name, []).append(entry)
+    return {name: _from_entries(name, by_name[name]) for name in sorted(by_name)}
+
+
+def _from_entries(name: str, entries: list[metadata.EntryPoint]) -> Plugin:
+    if name == BUILTIN:  # no other distribution may take the name, nor break titan by trying
+        entries = [entry for entry in entries if _distribution(entry)[0] == GROUP] or entries
+    if len(entries) > 1:
+        owners = " and ".join(sorted(" ".join(filter(None, _distribution(entry))) for entry in entries))
+        why = f"two distributions offer a plugin named {name!r}: {owners}; uninstall one of them"
+        return Plugin.unusable(name, "broken", why)
+    (entry,) = entries
+    distribution, version = _distribution(entry)
+    load = functools.partial(_load_entry, entry)
+    return Plugin(name, load, distribution=distribution, version=version)
+
+
+def _load_entry(entry: metadata.EntryPoint) -> Any:
+    """Import what an entry point names, if it was written for this version of titan."""
+    text = (entry.dist and entry.dist.read_text("METADATA")) or ""
+    for line in text.partition("\n\n")[0].splitlines():  # email.parser would take as long as the import
+        needs = REQUIRES_TITAN.match(line)
+        if needs and needs["specifier"].strip() and not _satisfied(needs["specifier"].strip()):
+            raise ImportError(
+                f"it needs {GROUP} {needs['specifier'].strip()}, and this is {GROUP} {__version__}: "
+                f"install another version of {entry.dist and entry.dist.name}, or of {GROUP}"
+            )
+    return entry.load()
+
+
+def _satisfied(specifier: str) -> bool:
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+    try:
+        return SpecifierSet(specifier).contains(__version__, prereleases=True)
+    except InvalidSpecifier:
+        return True  # no installer has understood it either
+
+
+def _distribution(entry: metadata.EntryPoint) -> tuple[str, str | None]:
+    return (entry.dist.name, entry.dist.version) if entry.dist else ("an unknown distribution", None)
+
+
+def _apply_allow_list(plugins: dict[str, Plugin]) -> None:
+    text = os.environ.get(ALLOW_LIST)
+    if text is None:
+        return
+    allowed = {name.strip() for name in text.split(",")} - {""}
+    for name in set(plugins) - allowed - {BUILTIN}:
+        plugins[name].leave_out("unlisted", f"{ALLOW_LIST} does not list it")
+    for name in allowed - set(plugins):
+        plugins[name] = Plugin.unusable(name, "missing", f"{ALLOW_LIST} lists it, but it is not installed")
+
+
+def _block(plugins: dict[str, Plugin], name: str) -> None:
+    if name == BUILTIN:
+        raise UsageError(
+            f"-p no:{name}: the built-in components cannot be blocked",
+            hint="choose another component by its full name, plugin/name",
+        )
+    if name not in plugins:
+        near = difflib.get_close_matches(name, plugins, 1)
+        raise UsageError(
+            f"-p no:{name}: no plugin of this name is installed",
+            hint=f"did you mean 'no:{near[0]}'?" if near else "`titan plugins` lists them",
+        )
+    plugins[name].leave_out("blocked", f"-p no:{name} blocks it")
+
+
+# ---------------------------------------------------------------------------------------- plugin files
+
+
+def _from_file(file: Path) -> Plugin:
+    """A plugin in one file. Its name is the file's stem, and is the module's name as well."""
+    file = file.absolute()
+    name = file.stem
+    if file.suffix != ".py" or not name.isidentifier():
+        raise UsageError(
+            f"-p {file}: a plugin file is named like a Python module", hint="for example my_loss.py"
+        )
+    if not file.is_file():
+        raise UsageError(f"-p {file}: there is no such file")
+    taken = _module_of(name)
+    if taken is not None and taken.resolve() != file.resolve():
+        raise UsageError(
+            f"-p {file}: {name!r} is already the name of a module ({taken})", hint="rename the file"
+        )
+    return Plugin(name, lambda: _run_file(name, file), file=file)
+
+
+def _module_of(name: str) -> Path | None:
+    """Where a module of this name would come from, if there is one."""
+    module = sys.modules.get(name)
+    spec = module.__spec__ if module is not None else importlib.util.find_spec(name)
+    if module is None and spec is None:
+        return None
+    return Path((spec and spec.origin) or getattr(module, "__file__", None) or "built-in")
+
+
+def _run_file(name: str, file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot read {file} as a Python module")
+    module = importlib.util.module_from_spec(spec)
+    # Before it runs: dataclasses and targets such as "my_loss:build" look the module up by name.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    return module
