@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.run.conftest import Finished, losses
+from titancli.observe.events import read_events
 from titancli.runs import RunFolder
 
 Train = Callable[..., Finished]
@@ -196,6 +197,9 @@ def test_a_bug_in_a_plugin_is_one_block_with_its_own_traceback(train: Train, her
     outcome = RunFolder(here / "r").outcome()
     assert outcome is not None
     assert (outcome["why"], outcome["step"]) == ("failed", 2)
+    assert outcome["error"] == "ValueError: a row of 13 tokens"
+    last = read_events(here / "r/events.jsonl")[-1]
+    assert (last["event"], last["why"], last["error"]) == ("run_end", "failed", outcome["error"])
 
 
 def test_an_error_with_a_remedy_is_told_in_words_alone(train: Train) -> None:

@@ -8,7 +8,7 @@ Every line has `v` (the format), `event`, `time` (UTC) and what the event brings
 | step | step, steps, metrics |
 | checkpoint | step, path |
 | log | level, message |
-| run_end | why, signal, step, checkpoint, metrics |
+| run_end | why, signal, step, checkpoint, metrics; error, where it failed |
 
 A resumed or restarted run appends. Numbers that JSON cannot hold are the strings NaN, Infinity, -Infinity.
 """

@@ -40,6 +40,11 @@ class Failure:
     traceback: str
     time: str
 
+    @property
+    def words(self) -> str:
+        """The error in one line."""
+        return _one_line(self.type, self.message, expected=self.expected)
+
 
 def error_file(logs: Path, rank: int) -> Path:
     return logs / f"rank-{rank}.error.json"
@@ -115,7 +120,7 @@ def block(failure: Failure, log: Path | None) -> str:
     """What the user sees of a failure."""
     when = f"at step {failure.step}" if failure.step is not None else "before the first step"
     who = f"rank {failure.rank} of {failure.world} on {failure.host}" if failure.world > 1 else "the run"
-    lines = [f"{who} failed {when}: {_words(failure)}"]
+    lines = [f"{who} failed {when}: {failure.message if failure.expected else failure.words}"]
     if failure.hint:
         lines.append(f" {failure.hint}")
     if failure.communication:
@@ -129,11 +134,15 @@ def block(failure: Failure, log: Path | None) -> str:
     return "\n".join(lines)
 
 
-def _words(failure: Failure) -> str:
-    if failure.expected:
-        return failure.message
-    first_line = failure.message.strip().partition("\n")[0]
-    return f"{failure.type}: {first_line}" if first_line else failure.type
+def words(error: BaseException) -> str:
+    """An error in one line."""
+    message = error.message if isinstance(error, TitanError) else str(error)
+    return _one_line(type(error).__name__, message, expected=isinstance(error, TitanError))
+
+
+def _one_line(type_name: str, message: str, *, expected: bool) -> str:
+    first_line = message.strip().partition("\n")[0]
+    return first_line if expected else f"{type_name}: {first_line}" if first_line else type_name
 
 
 def _own_traceback(error: BaseException) -> str:
