@@ -5,11 +5,12 @@ from __future__ import annotations
 import datetime
 import math
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import tomli
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from titancli.recipe.scan import KeyPath, match_key, scan
@@ -86,18 +87,32 @@ def lines(draw: st.DrawFn) -> str:
     return f"{indent}{opening}{draw(BLANK)}{key}{draw(BLANK)}{closing}{comment}"
 
 
-@st.composite
-def documents(draw: st.DrawFn) -> str:
+def document(lines: Iterable[str]) -> str:
     """A valid TOML document: lines that would make it invalid are left out."""
     text = ""
-    for line in draw(st.lists(lines(), max_size=12)):
+    for line in lines:
         longer = f"{text}{line}\n"
         try:
             tomli.loads(longer)
         except tomli.TOMLDecodeError:
             continue
         text = longer
+    return text
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> str:
+    text = document(draw(st.lists(lines(), max_size=12)))
     return text if draw(st.booleans()) else text.removesuffix("\n")
+
+
+@st.composite
+def four_documents(draw: st.DrawFn) -> list[str]:
+    """The same lines in four orders, each of which leaves out others; drawing lines is what takes time."""
+    drawn = draw(st.lists(lines(), max_size=12))
+    half = len(drawn) // 2
+    orders = [drawn, drawn[::-1], drawn[half:] + drawn[:half], drawn[1::2] + drawn[::2]]
+    return [document(order) for order in orders[:2]] + [document(order)[:-1] for order in orders[2:]]
 
 
 # ----------------------------------------------------------------------------------------- the tests
@@ -121,9 +136,27 @@ def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
-@settings(deadline=None, max_examples=150)
-@given(documents())
-def test_every_key_and_value_is_found_where_it_stands(text: str) -> None:
+MANY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@settings(MANY, max_examples=500)
+@given(four_documents())
+def test_every_key_and_value_of_2000_documents_is_found_where_it_stands(texts: list[str]) -> None:
+    for text in texts:
+        agree(text)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@settings(MANY, max_examples=5_000)
+@given(four_documents())
+def test_every_key_and_value_of_20000_documents_is_found_where_it_stands(texts: list[str]) -> None:
+    for text in texts:
+        agree(text)
+
+
+def agree(text: str) -> None:
+    """The scanner finds every key and value that tomli reads, and nothing else."""
     found = scan(text)
     expected = paths_of(tomli.loads(text))
     assert set(found.keys) | set(found.values) <= set(expected)
