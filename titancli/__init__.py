@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "component": "titancli.registry.component",
+    "Command": "titancli.registry.command",
     "Component": "titancli.registry.component",
     "Slot": "titancli.registry.component",
     "hookimpl": "titancli.registry.hookspecs",
@@ -24,7 +25,7 @@ _WHERE = {
     "Engine": "titancli.engine",
 }
 
-__all__ = ["__version__", *sorted(_WHERE)]  # noqa: PLE0604
+__all__ = ["__version__", *sorted(_WHERE)]
 
 if TYPE_CHECKING:
     from titancli.data.batch import Batch as Batch
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from titancli.observe.metrics import report as report
     from titancli.recipe import load_recipe as load_recipe
     from titancli.recipe.schema import Recipe as Recipe
+    from titancli.registry.command import Command as Command
     from titancli.registry.component import Component as Component
     from titancli.registry.component import Slot as Slot
     from titancli.registry.component import component as component

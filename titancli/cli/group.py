@@ -10,6 +10,7 @@ import click
 
 from titancli.cli.output import note
 from titancli.errors import PluginError
+from titancli.registry.command import Command
 
 
 class Entry(NamedTuple):
@@ -55,7 +56,7 @@ class Titan(click.Group):
                 f"the command {name!r} is offered by more than one plugin: {', '.join(plugins)}",
                 hint=f"block one: -p no:{plugins[-1]}",
             )
-        return offers[0][1] if offers else None
+        return _load(*offers[0]) if offers else None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -78,7 +79,7 @@ class Titan(click.Group):
             sections.setdefault(entry.section, []).append((entry.name, entry.help))
         for name, offers in sorted(_from_plugins().items()):
             plugins = ", ".join(plugin for plugin, _ in offers)
-            told = f"{offers[0][1].get_short_help_str(limit=60)} ({plugins})".strip()
+            told = f"{_help(offers[0][1])} ({plugins})".strip()
             sections.setdefault(FROM_PLUGINS, []).append((name, told))
         width = max(len(name) for rows in sections.values() for name, _ in rows)
         for section, rows in sections.items():
@@ -86,11 +87,39 @@ class Titan(click.Group):
                 formatter.write_dl([(name.ljust(width), told) for name, told in rows])
 
 
-def _from_plugins() -> dict[str, list[tuple[str, click.Command]]]:
+def _help(command: Command | click.Command) -> str:
+    return command.help if isinstance(command, Command) else command.get_short_help_str(limit=60)
+
+
+def _load(plugin: str, command: Command | click.Command) -> click.Command:
+    """The click command.
+
+    Raises:
+        PluginError: the code that a plugin names cannot be imported, or is no click command.
+    """
+    if isinstance(command, click.Command):
+        return command
+    from titancli.registry.component import load_target
+    from titancli.registry.plugins import own_traceback
+
+    try:
+        loaded = load_target(command.target)
+    except PluginError as error:
+        trace = own_traceback(error.__cause__ or error)
+        raise PluginError(f"the command {command.name!r} of plugin {plugin!r} is broken:\n{trace}") from error
+    if isinstance(loaded, click.Command):
+        return loaded
+    raise PluginError(
+        f"the command {command.name!r} of plugin {plugin!r} is {loaded!r}, which is no click command",
+        hint="this is a mistake in the plugin that offers it",
+    )
+
+
+def _from_plugins() -> dict[str, list[tuple[str, Command | click.Command]]]:
     """Commands by name, each with the plugins that offer it."""
     from titancli.registry import current
 
-    offers: dict[str, list[tuple[str, click.Command]]] = {}
+    offers: dict[str, list[tuple[str, Command | click.Command]]] = {}
     for plugin, command in current().commands(BUILTIN):
         offers.setdefault(str(command.name), []).append((plugin, command))
     return offers

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import click
 
     from titancli.recipe.schema import Recipe
+    from titancli.registry.command import Command
 
 hookspec = pluggy.HookspecMarker("titancli")
 hookimpl = pluggy.HookimplMarker("titancli")
@@ -27,8 +28,8 @@ def titan_recipes() -> Path:  # type: ignore[empty-body]
 
 
 @hookspec
-def titan_commands() -> list[click.Command]:  # type: ignore[empty-body]
-    """Further click commands of `titan`."""
+def titan_commands() -> list[Command | click.Command]:  # type: ignore[empty-body]
+    """Further commands of `titan`; a `titancli.Command` names a click command, imported when it runs."""
 
 
 @hookspec

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titancli.errors import PluginError
+from titancli.registry.command import Command
 from titancli.registry.component import component_info
 from titancli.registry.kinds import KINDS
 from titancli.registry.plugins import LEFT_OUT, Plugin, PluginStatus
@@ -117,15 +118,15 @@ class Registry:
                     plugin.fail(f"titan_recipes returned {str(folder)!r}, which is no folder")
         return folders
 
-    def commands(self, reserved: Collection[str] = ()) -> list[tuple[str, click.Command]]:
+    def commands(self, reserved: Collection[str] = ()) -> list[tuple[str, Command | click.Command]]:
         """The commands that plugins offer, with the plugin's name; none of them may have a reserved name."""
         import click
 
-        commands: list[tuple[str, click.Command]] = []
+        commands: list[tuple[str, Command | click.Command]] = []
         for plugin in self._plugins.values():
             for command in plugin.call_list("titan_commands"):
-                if not isinstance(command, click.Command) or not command.name:
-                    plugin.fail(f"titan_commands returned {command!r}, which is no named click command")
+                if not isinstance(command, (Command, click.Command)) or not command.name:
+                    plugin.fail(f"titan_commands returned {command!r}, which is no named command")
                 elif command.name in reserved:
                     plugin.fail(f"titan_commands returned {command.name!r}, which is titan's own command")
                 else:

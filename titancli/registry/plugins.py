@@ -20,6 +20,7 @@ from typing import Any, Literal
 import pluggy
 
 from titancli.registry import hookspecs
+from titancli.registry.command import Command
 from titancli.registry.component import ComponentInfo, component_info
 from titancli.registry.targets import missing
 
@@ -144,6 +145,9 @@ class Plugin:
             for target in filter(None, (info.target, info.hf)):
                 if why := missing(target):
                     self.fail(f"{kind}/{name}: {why}")
+        for command in self.call_list("titan_commands"):
+            if isinstance(command, Command) and (why := missing(command.target)):
+                self.fail(f"command {command.name}: {why}")
 
     def status(self) -> PluginStatus:
         offered = tuple(f"{kind}/{name}" for kind, name in self.components)

@@ -80,6 +80,7 @@ def _faults(
         yield from (f"{label}: {fault}" for fault in _component(cls, configs.get(label)))
     yield from _recipes(name)
     current().commands()
+    current().check_targets()
     after = next(plugin for plugin in current().plugins if plugin.name == name)
     if after.error:
         yield after.error
