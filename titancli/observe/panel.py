@@ -8,6 +8,7 @@ behind.
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import shutil
@@ -126,10 +127,11 @@ class Panel:
         from rich.console import Console as Rich
 
         width = min(columns - 1, WIDTH)
-        rich = Rich(file=self._stream, width=width, force_terminal=True, highlight=False)
-        with rich.capture() as captured:
-            rich.print(self._panel(self._step, width))
-        return captured.get().rstrip("\n").split("\n")
+        drawn = io.StringIO()
+        Rich(file=drawn, width=width, force_terminal=True, highlight=False).print(
+            self._panel(self._step, width)
+        )
+        return drawn.getvalue().rstrip("\n").split("\n")
 
     def _panel(self, event: dict[str, Any], width: int) -> RenderableType:
         from rich.panel import Panel as Box
