@@ -24,6 +24,7 @@ FLOORS = [
     {"loops"},
     {"worker"},
     {"launchers"},
+    {"doctor"},
     {"cli", "testing"},
     {"__main__", "builtin"},
 ]

@@ -34,6 +34,7 @@ COMMANDS = [
     Entry("Plugins", "list-components", "components", "List what a recipe can name."),
     Entry("Plugins", "show", "show", "Show a component's fields."),
     Entry("Plugins", "plugins", "plugins", "List the plugins and their state, or show one."),
+    Entry("Plugins", "doctor", "doctor", "Look at the installation, the machine and the plugins."),
     Entry("Plugins", "new-plugin", "new_plugin", "Write the package of a new plugin."),
 ]
 BUILTIN = {entry.name: entry for entry in COMMANDS}

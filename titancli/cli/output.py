@@ -57,6 +57,13 @@ def error_line(message: str, *, hint: str | None = None) -> None:
         print(f" {hint}", file=sys.stderr)
 
 
+def mark(state: str) -> str:
+    """`ok`, `warning` or `error` in its colour, padded to one width."""
+    colors = {"ok": 32, "warning": 33, "error": 31}
+    word = f"{state:<7}"
+    return f"\x1b[{colors[state]}m{word}\x1b[0m" if colored(sys.stdout) else word
+
+
 def be_quiet(quiet: bool) -> None:
     """Whether notes are left out (`-q`)."""
     global _quiet

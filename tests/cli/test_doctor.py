@@ -1,0 +1,109 @@
+"""`titan doctor` says what it found, what to do, and whether a run is possible."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Titan
+from titancli import doctor
+
+
+@pytest.fixture(autouse=True)
+def quick_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the other process would say of torch, without starting it."""
+    told = {
+        "version": "2.13.0",
+        "cuda": None,
+        "devices": [],
+        "backends": ["gloo"],
+        "nccl": None,
+        "threads": 1,
+    }
+    monkeypatch.setattr(doctor, "_ask_torch", lambda: (told, ""))
+
+
+def findings(titan: Titan, *arguments: str) -> tuple[int, dict[str, dict]]:
+    done = titan("doctor", "--json", *arguments)
+    document = json.loads(done.out)
+    assert document["schema"] == "titan.doctor"
+    return done.code, {finding["name"]: finding for finding in document["findings"]}
+
+
+def test_a_machine_that_is_well(titan: Titan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    done = titan("doctor")
+    assert done.code == 0, done.out
+    assert "torch: 2.13.0 (CPU only), backends gloo, 1 CPU threads" in done.out
+    assert "NCCL_DEBUG=INFO" in done.out and "secret" not in done.out
+    assert "plugin titan: " in done.out
+
+
+def test_another_titan_on_the_path_is_named(
+    titan: Titan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "titan"
+    other.write_text("#!/bin/sh\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    _, found = findings(titan)
+    assert found["titan"]["state"] == "warning" and str(other) in found["titan"]["found"]
+    monkeypatch.setenv("PATH", "")
+    _, found = findings(titan)
+    assert "no titan on the PATH" in found["titan"]["found"] and "-m titancli" in found["titan"]["hint"]
+
+
+def test_a_broken_plugin_exits_4(titan: Titan, tmp_path: Path) -> None:
+    file = tmp_path / "cli_sick.py"
+    file.write_text("1 / 0\n")
+    code, found = findings(titan, "-p", str(file))
+    assert code == 4
+    assert found["plugin cli_sick"]["state"] == "error"
+    assert "ZeroDivisionError" in found["plugin cli_sick"]["found"]
+
+
+def test_a_torch_that_cannot_be_imported_exits_5(titan: Titan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_ask_torch", lambda: (None, "ImportError: libcudart.so.12"))
+    code, found = findings(titan)
+    assert code == 5
+    assert found["torch"]["state"] == "error" and "libcudart" in found["torch"]["found"]
+
+
+def test_gpus_that_torch_cannot_use_are_told(titan: Titan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "visible_gpus", lambda: 2)
+    _, found = findings(titan)
+    assert found["gpus"]["state"] == "warning" and "2 installed" in found["gpus"]["found"]
+
+
+def test_a_disk_that_is_nearly_full_is_told(titan: Titan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "ENOUGH_DISK", 1 << 60)
+    _, found = findings(titan)
+    assert found["runs"]["state"] == "warning" and "GiB free" in found["runs"]["found"]
+
+
+def test_a_folder_that_cannot_be_written_exits_5(titan: Titan, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refuse)
+    code, found = findings(titan)
+    assert code == 5
+    assert "cannot be written: Permission denied" in found["runs"]["found"]
+
+
+def test_what_torch_is_asked_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    told, why = doctor._ask_torch()
+    assert why == "" and told is not None
+    assert set(told) == {"version", "cuda", "devices", "backends", "nccl", "threads"}
+
+
+def test_a_torch_that_dies_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(doctor, "ASK_TORCH", "import os; os.abort()")
+    assert doctor._ask_torch() == (None, "exit code -6")
+    monkeypatch.setattr(doctor, "ASK_TORCH", "import no_torch_here")
+    assert doctor._ask_torch()[1] == "ModuleNotFoundError: No module named 'no_torch_here'"

@@ -1,0 +1,182 @@
+"""What `titan doctor` looks at: the installation, the machine, and the plugins. Torch-free.
+
+torch is asked in a process of its own: one that cannot be imported, or that crashes, is a finding.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from titancli.errors import ExitCode
+from titancli.launchers.devices import visible_gpus
+from titancli.provenance import versions
+from titancli.registry import current
+from titancli.runs import runs_root
+
+State = Literal["ok", "warning", "error"]
+ENOUGH_DISK = 10 << 30
+VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "CUDA_", "OMP_", "MASTER_", "TITAN_", "HF_H", "PYTORCH_")
+"""Beginnings of names of environment variables that change what a run does. Tokens are not among them."""
+ASK_TORCH = """
+import json, torch, torch.distributed as dist
+print(json.dumps({
+    "version": torch.__version__,
+    "cuda": torch.version.cuda or torch.version.hip,
+    "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    "backends": [name for name in ("nccl", "gloo") if getattr(dist, f"is_{name}_available")()],
+    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None,
+    "threads": torch.get_num_threads(),
+}))
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    name: str
+    state: State
+    found: str
+    hint: str | None = None
+    """What to do."""
+    exit_code: ExitCode = ExitCode.OK
+    """What the command exits with because of it."""
+
+
+def findings() -> Iterator[Finding]:
+    """Everything, in the order that it is told."""
+    checks: tuple[Callable[[], Iterator[Finding]], ...] = (
+        _python,
+        _command,
+        _packages,
+        _torch_and_gpus,
+        _environment,
+        _memory,
+        _disk,
+        _plugins,
+    )
+    for check in checks:
+        yield from check()
+
+
+def _python() -> Iterator[Finding]:
+    yield Finding("python", "ok", f"{platform.python_version()}, {sys.executable}, {platform.platform()}")
+
+
+def _command() -> Iterator[Finding]:
+    """Which `titan` a shell finds: often that of another environment."""
+    found, ours = shutil.which("titan"), Path(sys.executable).parent / "titan"
+    if found is None:
+        hint = f"add {ours.parent} to PATH, or write {sys.executable} -m titancli"
+        yield Finding("titan", "warning", "no titan on the PATH", hint)
+    elif ours.exists() and not os.path.samefile(found, ours):
+        hint = f"this is the one of {ours.parent}; activate that environment, or put it first on the PATH"
+        yield Finding("titan", "warning", f"the PATH finds another one: {found}", hint)
+    else:
+        yield Finding("titan", "ok", found)
+
+
+def _packages() -> Iterator[Finding]:
+    yield Finding("packages", "ok", ", ".join(f"{name} {v}" for name, v in versions().items()))
+
+
+def _torch_and_gpus() -> Iterator[Finding]:
+    gpus = visible_gpus()
+    torch, why = _ask_torch()
+    if torch is None:
+        hint = "reinstall torch for this machine"
+        yield Finding("torch", "error", f"cannot be imported: {why}", hint, ExitCode.ENVIRONMENT)
+        return
+    build = f"CUDA {torch['cuda']}" if torch["cuda"] else "CPU only"
+    nccl = f", NCCL {torch['nccl']}" if torch["nccl"] else ""
+    yield Finding(
+        "torch",
+        "ok",
+        f"{torch['version']} ({build}{nccl}), backends {', '.join(torch['backends']) or 'none'}, "
+        f"{torch['threads']} CPU threads",
+    )
+    if gpus and not torch["devices"]:
+        hint = "install a torch that is built for CUDA, or look at the driver with nvidia-smi"
+        yield Finding("gpus", "warning", f"{gpus} installed, and torch can use none", hint)
+    elif torch["devices"]:
+        yield Finding("gpus", "ok", f"{len(torch['devices'])}: {', '.join(sorted(set(torch['devices'])))}")
+    else:
+        yield Finding("gpus", "ok", "none; runs are on the CPU")
+
+
+def _ask_torch() -> tuple[dict[str, Any] | None, str]:
+    command = [sys.executable, "-c", ASK_TORCH]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        return None, "no answer in two minutes"
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return None, last
+    return json.loads(done.stdout.splitlines()[-1]), ""
+
+
+def _environment() -> Iterator[Finding]:
+    kept = {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
+    text = ", ".join(f"{name}={value}" for name, value in kept.items())
+    yield Finding("environment", "ok", text or "nothing is set that changes a run")
+
+
+def _memory() -> Iterator[Finding]:
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):  # not every system tells
+        return
+    yield Finding("memory", "ok", f"{_gib(total)}, {os.cpu_count()} CPUs")
+
+
+def _disk() -> Iterator[Finding]:
+    """Where runs go: whether it can be written, and how much is free."""
+    runs = runs_root()
+    folder = next(path for path in (runs, *runs.parents) if path.is_dir())
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            free = shutil.disk_usage(folder).free
+    except OSError as error:
+        hint = "run in another folder, or set TITAN_RUNS"
+        words = f"{folder} cannot be written: {error.strerror}"
+        yield Finding("runs", "error", words, hint, ExitCode.ENVIRONMENT)
+        return
+    if free < ENOUGH_DISK:
+        hint = "set TITAN_RUNS to a larger disk, or keep fewer checkpoints (checkpoint.keep_latest_k)"
+        yield Finding("runs", "warning", f"{runs}: {_gib(free)} free", hint)
+    else:
+        yield Finding("runs", "ok", f"{runs}: {_gib(free)} free")
+
+
+def _plugins() -> Iterator[Finding]:
+    registry = current()
+    registry.check_targets()
+    for plugin in registry.plugins:
+        name = f"plugin {plugin.name}"
+        loaded = f"{plugin.version or plugin.file or '-'}, {1000 * plugin.seconds:.0f} ms"
+        if plugin.state == "broken":
+            cause = (plugin.error or "").strip().splitlines()[-1]
+            hint = f"titan plugins {plugin.name} shows more; -p no:{plugin.name} leaves it out"
+            yield Finding(name, "error", f"broken: {cause}", hint, ExitCode.PLUGIN)
+        elif plugin.state == "missing":
+            yield Finding(name, "warning", plugin.error or "missing", "install it, or change TITAN_PLUGINS")
+        elif plugin.torch:
+            hint = "its menu imports torch, and every command waits for it; tell its author"
+            yield Finding(name, "warning", loaded, hint)
+        else:
+            yield Finding(name, "ok", loaded if plugin.state == "ok" else plugin.error or plugin.state)
+
+
+def _gib(count: int) -> str:
+    return f"{count / (1 << 30):.1f} GiB"
