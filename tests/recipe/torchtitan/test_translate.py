@@ -15,6 +15,7 @@ from tests.recipe.torchtitan.reference import FIELDS
 from titancli.errors import RecipeError
 from titancli.recipe import Loaded, load_recipe
 from titancli.recipe.check import NOT_BUILT
+from titancli.recipe.requires import install_command
 from titancli.recipe.torchtitan import Translation, translate
 from titancli.recipe.torchtitan import fields as ours
 
@@ -111,7 +112,7 @@ def test_float8_that_is_not_installed_is_told_and_the_rest_is_good(
         "precompute_float8_dynamic_scale_for_fsdp",
         "filter_fqns",
     }
-    assert any("pip install titan-float8" in line for line in found.lines("x"))
+    assert any(install_command("titan-float8") in line for line in found.lines("x"))
 
 
 def test_a_converter_section_that_nothing_names_has_no_effect(told: Told) -> None:

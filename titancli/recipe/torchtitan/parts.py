@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from titancli.errors import PluginError
+from titancli.recipe.requires import install_command
 from titancli.recipe.torchtitan.fields import FLOAT8, GROUPED_FLOAT8, GROUPED_MX, MX
 from titancli.recipe.torchtitan.job import Job
 
@@ -234,8 +235,8 @@ def converters(job: Job, registry: Registry) -> None:
 def _float8(job: Job, registry: Registry) -> None:
     config = _installed(registry, "converter", "float8_linear")
     if config is None:
-        why = "no installed plugin offers float8_linear: pip install titan-float8, and translate again"
-        job.lose("model.converters", why)
+        install = install_command("titan-float8")
+        job.lose("model.converters", f"no installed plugin offers float8_linear: {install}, and translate again")
         _lose_section(job, FLOAT8, "float8_linear is not installed")
         return
     table: dict[str, Any] = {
