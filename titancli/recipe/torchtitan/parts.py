@@ -236,7 +236,9 @@ def _float8(job: Job, registry: Registry) -> None:
     config = _installed(registry, "converter", "float8_linear")
     if config is None:
         install = install_command("titan-float8")
-        job.lose("model.converters", f"no installed plugin offers float8_linear: {install}, and translate again")
+        job.lose(
+            "model.converters", f"no installed plugin offers float8_linear: {install}, and translate again"
+        )
         _lose_section(job, FLOAT8, "float8_linear is not installed")
         return
     table: dict[str, Any] = {
