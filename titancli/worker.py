@@ -243,7 +243,7 @@ class Rank:
         if self.is_main:
             events = EventLog(self.folder.events, listeners)
             self._stack.callback(events.close)
-            self._stack.enter_context(_warnings_as_events(events))
+            self._stack.enter_context(_logs_as_events(events))
             if self.place.restart:
                 logger.warning("a rank failed; all ranks were started anew (restart %d)", self.place.restart)
             own = [EventLogger(events, recipe.training.steps)]
@@ -326,16 +326,19 @@ def _settings(recipe: Recipe) -> Iterator[None]:
 
 
 @contextmanager
-def _warnings_as_events(events: EventLog) -> Iterator[None]:
+def _logs_as_events(events: EventLog) -> Iterator[None]:
     titan = logging.getLogger("titancli")
     handler = LogHandler(events)
     titan.addHandler(handler)
     propagate, titan.propagate = titan.propagate, False
+    level = titan.level
+    titan.setLevel(min(level or logging.INFO, logging.INFO))
     try:
         yield
     finally:
         titan.removeHandler(handler)
         titan.propagate = propagate
+        titan.setLevel(level)
 
 
 def _leave_process_group(error_type: Any, error: Any, trace: Any) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from titancli.engine.engine import Engine, EngineSettings
 from titancli.engine.seeds import generator_for
 from titancli.errors import EnvironmentProblem, RecipeError
+from titancli.models.blocks.kernels import prefer_fast_kernels
 from titancli.optimizers.schedule import lr_factor
 from titancli.parallel.mesh import Mesh
 from titancli.recipe.schema import Recipe, Training
@@ -53,6 +54,7 @@ def build_engine(recipe: Recipe, *, device: torch.device | None, frozen: bool) -
         compile=recipe.compile,
     )
     model = parallelize(model)
+    prefer_fast_kernels(model, device, precision(training).param, training.seq_len)
     hf = component_info(recipe.model).hf
     engine = Engine(
         model=model,

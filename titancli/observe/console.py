@@ -31,7 +31,7 @@ class Console:
         elif kind == "checkpoint":
             self._line(f"saved {Path(event['path']).name}")
         elif kind == "log":
-            self._line(f"{event['level']}: {event['message']}")
+            self._line(log_line(event))
         elif kind == "run_end":
             self.close()
 
@@ -85,6 +85,11 @@ def start_line(event: dict[str, Any]) -> str:
     ranks = f"{world} rank{'s' if world != 1 else ''}"
     origin = f", from {Path(event['checkpoint']).name}" if event.get("checkpoint") else ""
     return f"training on {event.get('device')}, {ranks}{mesh}{origin}"
+
+
+def log_line(event: dict[str, Any]) -> str:
+    """What titan has to say of a run; only what is more than a notice says how grave it is."""
+    return event["message"] if event["level"] == "info" else f"{event['level']}: {event['message']}"
 
 
 def status_line(event: dict[str, Any], width: int | None = None) -> str:

@@ -92,10 +92,10 @@ class EventLogger:
 
 
 class LogHandler(logging.Handler):
-    """Makes warnings of titan's own loggers events, so that they reach people through a launcher as well."""
+    """Makes what titan's own loggers say events, so that it reaches people through a launcher as well."""
 
     def __init__(self, log: EventLog) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.INFO)
         self._log = log
 
     def emit(self, record: logging.LogRecord) -> None:

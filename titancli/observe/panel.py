@@ -19,7 +19,16 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from titancli.observe.console import UNKNOWN, Console, duration, number, short, start_line, status_line
+from titancli.observe.console import (
+    UNKNOWN,
+    Console,
+    duration,
+    log_line,
+    number,
+    short,
+    start_line,
+    status_line,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -73,7 +82,7 @@ class Panel:
                 self._saved = Path(event["path"]).name, time.monotonic()
                 self._draw()
             elif kind == "log":
-                self.above(f"{event['level']}: {event['message']}\n")
+                self.above(f"{log_line(event)}\n")
             elif kind == "run_end":
                 self.close()
 

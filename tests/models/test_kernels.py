@@ -1,0 +1,62 @@
+"""Which attention kernels are taken."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend
+from torch.nn.functional import scaled_dot_product_attention
+
+from titancli.models.blocks import kernels
+from titancli.models.blocks.attention import Attention
+
+
+def test_cudnn_leads_from_hopper_on_and_flash_before() -> None:
+    assert kernels.order((9, 0))[:2] == [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+    assert kernels.order((12, 0))[0] == SDPBackend.CUDNN_ATTENTION
+    assert kernels.order((8, 9))[:2] == [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+
+
+def test_a_cpu_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        kernels.prefer_fast_kernels(Attention(8, 2, 1, 4), torch.device("cpu"), torch.float32, 16)
+    assert kernels.logger.name not in {record.name for record in caplog.records}
+    assert kernels._preference is None
+
+
+def test_a_gpu_is_given_the_order_once_and_the_choice_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a stand-in for the GPU: what it would run on is asked of torch, which has none here."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(kernels, "can_use_cudnn_attention", lambda params: False)
+    monkeypatch.setattr(kernels, "can_use_flash_attention", lambda params: params.enable_gqa)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda shape, device, **rest: empty(shape, **rest))
+    monkeypatch.setattr(kernels, "_preference", None)
+    before = torch._C._get_sdp_priority_order()
+    try:
+        with caplog.at_level(logging.INFO):
+            for _ in range(2):
+                kernels.prefer_fast_kernels(
+                    nn.Sequential(Attention(8, 2, 1, 4)), SimpleNamespace(type="cuda"), torch.bfloat16, 16
+                )
+        assert torch._C._get_sdp_priority_order()[0] == int(SDPBackend.CUDNN_ATTENTION)
+        q = torch.randn(1, 2, 4, 8)
+        attend = torch.compile(scaled_dot_product_attention, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(attend(q, q, q), scaled_dot_product_attention(q, q, q))
+    finally:
+        kernels._preference.__exit__(None, None, None)
+    assert torch._C._get_sdp_priority_order() == before
+    said = [record.getMessage() for record in caplog.records if record.name == kernels.logger.name]
+    assert said == ["attention runs on flash attention"] * 2
+
+
+def test_what_no_fast_kernel_can_do_falls_to_plain_products() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    params = kernels.SDPAParams(q, q, q, None, 0.0, True, False)
+    assert kernels.first_usable(kernels.order((9, 0)), params) == SDPBackend.MATH

@@ -1,0 +1,71 @@
+"""Which of torch's attention kernels a GPU runs: cuDNN's where they lead, else flash attention."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_cudnn_attention,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+)
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from titancli.models.blocks.attention import Attention
+
+logger = logging.getLogger(__name__)
+
+HOPPER = (9, 0)
+NAMES = {
+    SDPBackend.CUDNN_ATTENTION: "cuDNN",
+    SDPBackend.FLASH_ATTENTION: "flash attention",
+    SDPBackend.EFFICIENT_ATTENTION: "memory-efficient attention",
+    SDPBackend.MATH: "plain matrix products",
+}
+
+# Kept for the life of the process: closed, or collected, it would put torch's own order back.
+_preference: AbstractContextManager[Any] | None = None
+
+
+def order(capability: tuple[int, int]) -> list[SDPBackend]:
+    """The backends, best first: cuDNN's lead from Hopper on, flash attention before."""
+    first, second = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
+    if capability < HOPPER:
+        first, second = second, first
+    return [first, second, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def prefer_fast_kernels(model: nn.Module, device: torch.device, dtype: torch.dtype, seq_len: int) -> None:
+    """On a GPU let attention try the fastest kernels first, and log what this model's rows will run on.
+
+    The order is the process's and is set before anything is traced, so compiled blocks follow it as well.
+    Elsewhere nothing is done: a CPU has one fast kernel.
+    """
+    global _preference
+    attention = next((module for module in model.modules() if isinstance(module, Attention)), None)
+    if device.type != "cuda" or attention is None:
+        return
+    backends = order(torch.cuda.get_device_capability(device))
+    if _preference is None:
+        _preference = sdpa_kernel(backends, set_priority=True)
+        _preference.__enter__()
+    heads, kv_heads = (w.shape[0] // attention.head_dim for w in (attention.wq.weight, attention.wk.weight))
+    shapes = [(1, count, seq_len, attention.head_dim) for count in (heads, kv_heads, kv_heads)]
+    q, k, v = (torch.empty(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes)
+    params = SDPAParams(q, k, v, None, 0.0, True, heads != kv_heads)
+    logger.info("attention runs on %s", NAMES[first_usable(backends, params)])
+
+
+def first_usable(backends: list[SDPBackend], params: SDPAParams) -> SDPBackend:
+    """The backend that torch will take for such an input."""
+    usable = {
+        SDPBackend.CUDNN_ATTENTION: can_use_cudnn_attention,
+        SDPBackend.FLASH_ATTENTION: can_use_flash_attention,
+        SDPBackend.EFFICIENT_ATTENTION: can_use_efficient_attention,
+    }
+    return next((b for b in backends if b in usable and usable[b](params)), SDPBackend.MATH)
