@@ -26,7 +26,7 @@ def pretrain(engine: Engine, data: Loader, observers: Observers, run: Run) -> No
         if not batches:
             break
         metrics = engine.forward_backward(batches)
-        metrics |= engine.optim_step()
+        metrics |= engine.optim_step() | {"data_wait": run.data_wait}
         observers.step_end(engine.step, metrics)
         run.step_done(engine.step)
         if run.checkpoint_due(engine.step):

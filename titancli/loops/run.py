@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -54,6 +56,8 @@ class Run:
     why: str = "finished"
     """How it ended: finished, stopped, interrupted or data_ended."""
     signal: str | None = None
+    data_wait: float = 0.0
+    """Seconds that the last `take` waited for data."""
     saved_step: int | None = None
     """The step of the newest checkpoint."""
     _steps_here: int = field(default=0, repr=False)
@@ -68,11 +72,9 @@ class Run:
 
     def take(self, data: Source, count: int) -> list[Batch]:
         """The micro-batches of one step; fewer, or none, at the end of the data. As many on every rank."""
-        batches: list[Batch] = []
-        for batch in data:
-            batches.append(batch)
-            if len(batches) == count:
-                return batches
+        began = time.perf_counter()
+        batches = list(itertools.islice(data, count))
+        self.data_wait = time.perf_counter() - began
         if not batches:
             self.why = "data_ended"
         return batches
