@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from titancli.cli.common import split_overrides
+from titancli.cli.completion import RecipeOrOverride
 from titancli.cli.output import note, print_json
 from titancli.errors import UsageError
 from titancli.recipe import Loaded, load_recipe, lock_text
@@ -17,7 +18,9 @@ COMMENT_COLUMN = 40
 
 
 @click.command("config", short_help="Print a recipe with everything filled in.")
-@click.argument("arguments", metavar="RECIPE [KEY=VALUE]...", nargs=-1, required=True)
+@click.argument(
+    "arguments", metavar="RECIPE [KEY=VALUE]...", nargs=-1, required=True, type=RecipeOrOverride()
+)
 @click.option("--unset", metavar="KEY", multiple=True, help="Return a key to its default.")
 @click.option("--origin", is_flag=True, help="Say where each value came from.")
 @click.option("--diff", "other", metavar="OTHER", help="Say what differs in OTHER, a recipe or a run.")

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from titancli.cli.completion import PluginName
 from titancli.cli.group import BUILTIN
 from titancli.cli.output import print_json, table
 from titancli.errors import PluginError
@@ -16,7 +17,7 @@ from titancli.registry.plugins import PluginStatus
 
 
 @click.command("plugins", short_help="List the plugins and their state, or show one.")
-@click.argument("name", required=False)
+@click.argument("name", required=False, type=PluginName())
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(name: str | None, as_json: bool) -> None:
     """List the plugins and their state, or show one.

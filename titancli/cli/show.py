@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from titancli.cli.completion import ComponentName
 from titancli.cli.group import note_broken
 from titancli.cli.output import print_json
 from titancli.errors import PluginError
@@ -20,7 +21,7 @@ from titancli.registry.kinds import KINDS
 
 
 @click.command("show", short_help="Show a component's fields.")
-@click.argument("name", metavar="KIND/NAME")
+@click.argument("name", metavar="KIND/NAME", type=ComponentName())
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(name: str, as_json: bool) -> None:
     """Show a component's fields: type, default, meaning, and flavors.

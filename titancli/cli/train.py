@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from titancli.cli.common import Common, split_overrides
+from titancli.cli.completion import RecipeOrOverride
 from titancli.cli.output import note, print_json
 from titancli.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
 
@@ -33,7 +34,9 @@ class NumberOrAuto(click.ParamType):
 
 
 @click.command("train", short_help="Train a model from a recipe, or continue a run.")
-@click.argument("arguments", metavar="RECIPE [KEY=VALUE]...", nargs=-1, required=True)
+@click.argument(
+    "arguments", metavar="RECIPE [KEY=VALUE]...", nargs=-1, required=True, type=RecipeOrOverride()
+)
 @click.option("--run-dir", type=click.Path(path_type=Path), metavar="DIR", help="The run folder.")
 @click.option("--resume", is_flag=True, help="Continue the run from its newest good checkpoint.")
 @click.option(

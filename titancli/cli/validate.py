@@ -9,6 +9,7 @@ from typing import Any, Literal
 import click
 
 from titancli.cli.common import split_overrides
+from titancli.cli.completion import RecipeOrOverride
 from titancli.cli.failures import tell
 from titancli.cli.group import note_broken
 from titancli.cli.output import note, print_json
@@ -19,7 +20,9 @@ Format = Literal["text", "json", "github"]
 
 
 @click.command("validate", short_help="Check recipes without running them.")
-@click.argument("arguments", metavar="RECIPE... [KEY=VALUE]...", nargs=-1, required=True)
+@click.argument(
+    "arguments", metavar="RECIPE... [KEY=VALUE]...", nargs=-1, required=True, type=RecipeOrOverride()
+)
 @click.option("--unset", metavar="KEY", multiple=True, help="Return a key to its default.")
 @click.option(
     "--format",

@@ -1,0 +1,101 @@
+"""What a shell completes: recipes, overrides, KIND/NAME, plugins. Switched on as click has it:
+
+    eval "$(_TITAN_COMPLETE=bash_source titan)"
+
+Nothing that goes wrong here is told: a shell in the middle of a line is no place for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from titancli.errors import TitanError
+
+
+class RecipeOrOverride(click.ParamType):
+    """RECIPE, then KEY=VALUE."""
+
+    name = "recipe"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        given = [str(word) for word in ctx.params.get(param.name or "") or ()]
+        try:
+            return _override(given, incomplete) if given else _recipe(incomplete)
+        except TitanError:
+            return []
+
+
+class ComponentName(click.ParamType):
+    """KIND/NAME."""
+
+    name = "component"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        from titancli.registry import current
+        from titancli.registry.component import component_info
+        from titancli.registry.describe import summary
+
+        found = []
+        for full, config in current().components():
+            label = f"{component_info(config).kind}/{full.rpartition('/')[2]}"
+            if incomplete in ("", label[: len(incomplete)]):
+                found.append(CompletionItem(label, help=summary(config)))
+        return found
+
+
+class PluginName(click.ParamType):
+    """The name of a plugin."""
+
+    name = "plugin"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        from titancli.registry import current
+
+        return _beginning(incomplete, (plugin.name for plugin in current().plugins))
+
+
+def _recipe(incomplete: str) -> list[CompletionItem]:
+    """Names of recipes, and files: the shell completes paths itself."""
+    from titancli.registry import current
+    from titancli.registry.plugins import BUILTIN
+
+    folders = current().recipe_folders()
+    names = [
+        file.stem if plugin == BUILTIN else f"{plugin}:{file.stem}"
+        for plugin, folder in folders
+        for file in sorted(folder.glob("*.toml"))
+    ]
+    return [*_beginning(incomplete, names), CompletionItem(incomplete, type="file")]
+
+
+def _override(given: list[str], incomplete: str) -> list[CompletionItem]:
+    from titancli.recipe import load_recipe
+    from titancli.recipe.keys import override_keys
+    from titancli.registry import current
+
+    recipe, *overrides = given
+    try:
+        data: dict[str, Any] = load_recipe(recipe, [word for word in overrides if "=" in word]).data
+    except TitanError:  # half of a line need not be right
+        data = {}
+    keys = override_keys(data, current())
+    if given[-1] == "=" and len(given) > 1:  # bash makes three words of KEY=VALUE
+        return _beginning(incomplete, keys.get(given[-2], []))
+    key, equals, value = incomplete.partition("=")
+    if equals:
+        return [CompletionItem(f"{key}={choice}") for choice in keys.get(key, []) if choice.startswith(value)]
+    return _beginning(incomplete, (f"{key}=" for key in keys))
+
+
+def _beginning(incomplete: str, words: Iterable[str]) -> list[CompletionItem]:
+    return [CompletionItem(word) for word in words if word.startswith(incomplete)]
