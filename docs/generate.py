@@ -1,0 +1,156 @@
+"""Writes what docs/ says of titan's own components and fields: `python docs/generate.py`.
+
+`components.md` is written whole, from titan's own menu; other plugins describe themselves. In
+`coming-from-torchtitan.md` the table between the two marks is written. A test compares both.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from titancli import builtin
+from titancli.recipe.check import NOT_BUILT
+from titancli.recipe.hints import arms, bare, fields_of, recipe_slots
+from titancli.recipe.schema import Recipe
+from titancli.recipe.torchtitan.fields import FIELDS, Field
+from titancli.recipe.torchtitan.job import has_key
+from titancli.registry.component import component_info
+from titancli.registry.describe import FieldText, describe, plain, summary
+from titancli.registry.kinds import KINDS
+
+DOCS = Path(__file__).parent
+BEGIN, END = "<!-- generated: the table -->", "<!-- end of the table -->"
+HEAD = """\
+# Components and sections
+
+<!-- Written by docs/generate.py: change the docstrings, not this page. -->
+
+Everything that titan itself offers to a recipe, with each field's type, default and meaning. `titan show
+NAME` prints the same for one component, also of a plugin; `titan list-components` lists what is installed.
+"""
+PARTS = {
+    "model.name": "`model.type`",
+    "model.flavor": "`model.flavor`; the attention mask is `dataset.document_mask`",
+    "model.hf_assets_path": "`tokenizer.path`",
+    "model.tokenizer_path": "`tokenizer.path`",
+    "model.converters": "one `[[converters]]` each",
+    "optimizer.name": "`optimizer.type`",
+    "training.dataset": "`dataset.type`, and its keys",
+    "training.dataset_path": "`dataset.path`",
+    "training.global_batch_size": "`training.global_batch_size`; left out for -1",
+    "lr_scheduler.warmup_steps": "`lr_scheduler.warmup_steps`",
+    "lr_scheduler.decay_ratio": "`lr_scheduler.decay_ratio`",
+    "checkpoint.initial_load_path": "`weights`, if it is a Hugging Face folder",
+    "checkpoint.initial_load_in_hf": "`weights`",
+    "activation_checkpoint.mode": "`activation_checkpoint.mode`",
+    "activation_checkpoint.selective_ac_option": "`activation_checkpoint.selective_ac_option`; default `op`",
+    "compile.components": "the blocks are compiled, or nothing",
+    "metrics.enable_tensorboard": '`[[loggers]]` with `type = "tensorboard"`',
+    "metrics.enable_wandb": '`[[loggers]]` with `type = "wandb"`, if a plugin offers it',
+    "quantize.linear.float8": '`[[converters]]` with `type = "float8_linear"` (plugin titan-float8)',
+    "quantize": "`[[converters]]`, if a plugin offers it",
+}
+"""What the fields become that `titancli/recipe/torchtitan/parts.py` reads."""
+
+
+def components_page() -> str:
+    return "\n".join([HEAD, *_components(), *_sections()])
+
+
+def _components() -> Iterator[str]:
+    for kind in KINDS.values():
+        default = f" A recipe that names none gets `{kind.default}`." if kind.default else ""
+        yield f"## {kind.name}\n\n{kind.summary[:1].upper()}{kind.summary[1:]}.{default}\n"
+        for config in builtin.titan_components():
+            if component_info(config).kind == kind.name:
+                yield from _component(config)
+
+
+def _component(config: type) -> Iterator[str]:
+    yield f"### {component_info(config).kind}/{component_info(config).name}\n"
+    yield f"{inspect.cleandoc(config.__doc__ or '')}\n"
+    yield from _table(describe(config))
+    if flavors := getattr(config, "flavors", {}):
+        yield f"Flavors: {', '.join(f'`{name}`' for name in flavors)}.\n"
+
+
+def _sections() -> Iterator[str]:
+    yield "## Sections of titan itself\n"
+    top = []
+    for field in describe(Recipe):
+        hint = fields_of(Recipe).get(field.name)
+        if hint is not None and field.name not in recipe_slots() and not _section(hint):
+            top.append(field)
+    yield "### At the top\n"
+    yield from _table(top)
+    for name, hint in fields_of(Recipe).items():
+        if section := _section(hint):
+            yield f"### [{name}]\n"
+            if words := summary(section):
+                yield f"{words}\n"
+            yield from _table(describe(section))
+
+
+def _section(hint: Any) -> type | None:
+    found = [arm for arm in map(bare, arms(hint)) if hasattr(arm, "__pydantic_config__")]
+    return found[0] if found else None
+
+
+def _table(fields: list[FieldText]) -> Iterator[str]:
+    if fields:
+        rows = [f"| `{f.name}` | {_cell(f.type)} | {_default(f)} | {_cell(f.doc)} |" for f in fields]
+        yield "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def _default(field: FieldText) -> str:
+    if field.required:
+        return "required"
+    return "" if field.default is None else f"`{json.dumps(plain(field.default), ensure_ascii=False)}`"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def torchtitan_table() -> str:
+    rows = [f"| `{field.name}` | {_shown(field.default)} | {_became(field)} |" for field in FIELDS.values()]
+    return "\n".join(["| torchtitan 0.2.2 | default | titan |", "|---|---|---|", *rows])
+
+
+def _became(field: Field) -> str:
+    if field.to is not None and not has_key(field.to):
+        return f"none: {_cell(field.why)}"
+    if field.to is not None:
+        if field.to.removeprefix("mesh.") in NOT_BUILT:
+            return f"`{field.to}`, once titan has {NOT_BUILT[field.to.removeprefix('mesh.')]}"
+        default = ", always written: titan's default is another" if field.always else ""
+        return f"`{field.to}`{default}"
+    for name in (field.name, field.name.rpartition(".")[0], field.name.partition(".")[0]):
+        if not field.why and name in PARTS:
+            return PARTS[name]
+    return f"none: {_cell(field.why)}"
+
+
+def _shown(value: Any) -> str:
+    return "" if value is None else f"`{json.dumps(value)}`"
+
+
+def torchtitan_page(text: str) -> str:
+    """The page with its table anew."""
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    return f"{before}{BEGIN}\n\n{torchtitan_table()}\n\n{END}{after}"
+
+
+def main() -> None:
+    (DOCS / "components.md").write_text(components_page(), encoding="utf-8")
+    page = DOCS / "coming-from-torchtitan.md"
+    page.write_text(torchtitan_page(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""What docs/generate.py writes is current; `python docs/generate.py` makes it so."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", DOCS / "generate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_component_reference_is_current(generate: ModuleType) -> None:
+    assert (DOCS / "components.md").read_text(encoding="utf-8") == generate.components_page(), (
+        "run: python docs/generate.py"
+    )
+
+
+def test_the_torchtitan_table_is_current(generate: ModuleType) -> None:
+    text = (DOCS / "coming-from-torchtitan.md").read_text(encoding="utf-8")
+    assert text == generate.torchtitan_page(text), "run: python docs/generate.py"
+    assert text.count("\n| `") >= 149

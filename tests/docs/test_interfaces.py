@@ -1,0 +1,80 @@
+"""docs/interfaces.md says what is so: exit codes, and the keys of every JSON document."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import titancli
+from titancli import errors
+from titancli.cli import main
+from titancli.observe import events
+
+TEXT = (Path(__file__).parents[2] / "docs" / "interfaces.md").read_text(encoding="utf-8")
+DOCUMENTS = dict(re.findall(r"### titan\.([\w-]+)\n(.*?)(?=\n###? |\Z)", TEXT, re.DOTALL))
+LATER = {"generation"}
+"""Needs a trained model; its own tests read it."""
+
+
+def test_every_exit_code_is_told() -> None:
+    told = dict(re.findall(r"^\| (\d+) \| `(EXIT_\w+)` \|", TEXT, re.MULTILINE))
+    codes = {str(value): name for name, value in vars(errors).items() if name.startswith("EXIT_")}
+    assert told == codes
+
+
+def test_every_document_is_told() -> None:
+    sources = "".join(file.read_text() for file in (Path(titancli.__file__).parent).rglob("*.py"))
+    assert set(DOCUMENTS) == set(re.findall(r'print_json\(\s*"([\w-]+)"', sources))
+
+
+def test_every_event_is_told() -> None:
+    section = TEXT.partition("## Events")[2]
+    written = set(re.findall(r'\.write\(\s*"(\w+)"', Path(events.__file__).read_text()))
+    assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == written
+
+
+@pytest.mark.parametrize("name", [name for name in DOCUMENTS if name not in LATER])
+def test_a_document_has_the_keys_that_are_told(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    body = DOCUMENTS[name]
+    (command,) = re.findall(r"^`titan (.*)`$", body, re.MULTILINE)
+    told = {
+        key for row in re.findall(r"^\| (`.*?) \|", body, re.MULTILINE) for key in re.findall("`(.*?)`", row)
+    }
+    main(shlex.split(command))
+    document = json.loads(capsys.readouterr().out)
+    assert (document.pop("schema"), document.pop("version")) == (f"titan.{name}", 1)
+    for key in keys(document):
+        assert any(key == known or key.startswith(f"{known}.") for known in told), f"{key} is not told"
+    roots = {re.split(r"[.\[]", key)[0] for key in told}
+    assert roots == set(document)
+
+
+def keys(value: Any, at: str = "") -> Iterator[str]:
+    """The dotted keys of everything in a document that is no table and no array of tables."""
+    if isinstance(value, dict) and value:
+        for key, below in value.items():
+            yield from keys(below, f"{at}.{key}" if at else key)
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        for below in value:
+            yield from keys(below, f"{at}[]")
+    elif value not in ([], {}):
+        yield at
+
+
+def test_the_problems_of_a_recipe_have_the_keys_that_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["validate", "llama3_debug", "training.stepz=1", "--format", "json"]) == 3
+    (problem,) = json.loads(capsys.readouterr().out)["recipes"][0]["problems"]
+    told = set(re.findall(r"`recipes\[\]\.problems\[\]\.(\w+)`", DOCUMENTS["validation"]))
+    assert set(problem) == told
