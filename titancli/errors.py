@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What `titan` exits with. They are part of the interface: see docs/exit-codes.md."""
+    """What `titan` exits with. They are part of the interface: see docs/interfaces.md."""
 
     OK = 0
     FAILED = 1

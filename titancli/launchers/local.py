@@ -335,7 +335,8 @@ def _say_failure(failure: failures.Failure | None, start: Start) -> int:
         print(f"error: the ranks could not be started\nlog: {_launcher_log(start)}", file=sys.stderr)
         return EXIT_FAILED
     several = start.nproc * start.nnodes > 1
-    log = logs / f"rank-{failure.rank}.log" if several else None
+    # The only rank of a run has no log of its own: what it printed, the user has seen.
+    log = logs / f"rank-{failure.rank}.log" if several else failures.error_file(logs, failure.rank)
     print(f"error: {failures.block(failure, log)}", file=sys.stderr)
     return failure.exit_code
 

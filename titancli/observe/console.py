@@ -15,15 +15,18 @@ UNKNOWN = "—"
 
 
 class Console:
-    """Draws events on a text stream."""
+    """Draws events on a text stream; if `quiet`, warnings alone."""
 
-    def __init__(self, stream: TextIO, *, live: bool | None = None) -> None:
+    def __init__(self, stream: TextIO, *, live: bool | None = None, quiet: bool = False) -> None:
         self._stream = stream
+        self._quiet = quiet
         self._live = stream.isatty() if live is None else live
         self._status = ""
 
     def __call__(self, event: dict[str, Any]) -> None:
         kind = event["event"]
+        if self._quiet and kind != "log":
+            return
         if kind == "step":
             self._show_step(event)
         elif kind == "run_start":

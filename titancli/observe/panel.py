@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import logging
 import os
 import shutil
 import sys
@@ -43,7 +44,12 @@ ERASE = "\r\x1b[J"
 
 
 def watcher_for(stream: TextIO) -> Panel | Console:
-    """What draws a run on `stream`: the panel on a terminal that can show it, else lines."""
+    """What draws a run on `stream`: the panel on a terminal that can show it, else lines.
+
+    Under `titan -q`, which sets the level of titan's logger to WARNING, it draws warnings alone.
+    """
+    if logging.getLogger("titancli").level == logging.WARNING:
+        return Console(stream, live=False, quiet=True)
     plain = os.environ.get("NO_COLOR") or os.environ.get("CI") or os.environ.get("TERM", "dumb") == "dumb"
     if plain or not stream.isatty():
         return Console(stream, live=False)
