@@ -1,0 +1,115 @@
+"""Every command and snippet of README.md and docs/ does what the page says: all of them are run.
+
+What is too long or needs what a test has not is left out by a comment in the page, with its reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+import tomli
+
+from tests.docs.markdown import PAGES, Block, blocks, commands
+from titancli.cli.group import BUILTIN, titan
+from titancli.recipe import load_recipe
+
+BASE = 'extends = "titan:llama3_debug"\n'
+COMMON = {"-p", "-v", "-q", "--verbose", "--quiet", "--traceback", "--version", "--color", "--help"}
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def of(page: Path, *languages: str) -> list[Block]:
+    return [block for block in blocks(page) if block.language in languages and block.mark != "not run"]
+
+
+@each_page
+def test_a_block_says_what_it_is(page: Path) -> None:
+    for block in blocks(page):
+        known = ("sh", "console", "toml", "python", "json", "")
+        assert block.language in known, f"{page.name}:{block.line}"
+        if block.language == "":
+            commands = [line for line in block.text.splitlines() if line.startswith("titan ")]
+            assert commands == [], f"{page.name}:{block.line}: a block of commands begins with ```sh"
+        if block.mark == "not run":
+            assert len(block.value.split()) >= 3, f"{page.name}:{block.line}: say why it is not run"
+
+
+@each_page
+def test_a_recipe_is_a_good_one(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("base.toml", "data.toml"):  # what samples of `extends` name
+        Path(name).write_text(BASE)
+    for block in blocks(page):
+        if block.mark == "file" and block.language == "toml":
+            Path(block.value).write_text(block.text)
+    for block in of(page, "toml"):
+        whole = block.mark != "one line at a time"
+        for text in [block.text] if whole else [line for line in block.text.splitlines() if line.strip()]:
+            if "[project" in text or "[job]" in text:  # a pyproject.toml, a job config of torchtitan
+                tomli.loads(text)
+                continue
+            data = tomli.loads(text)
+            full = "extends" in data or {"model", "tokenizer", "dataset"} <= set(data)
+            Path("snippet.toml").write_text(text if full else BASE + text)
+            load_recipe("./snippet.toml")
+
+
+@each_page
+def test_python_compiles_and_json_is_json(page: Path) -> None:
+    for block in of(page, "python"):
+        compile(block.text, f"{page.name}:{block.line}", "exec")
+    for block in of(page, "json"):
+        json.loads(block.text)
+
+
+@each_page
+def test_a_command_and_its_options_are_there(page: Path) -> None:
+    for command in commands(page):
+        words = shlex.split(command.partition("  #")[0].replace("…", "").replace("'", ""), comments=True)
+        name = words[1] if len(words) > 1 else ""
+        if name.startswith("-") or not re.fullmatch(r"[a-z][a-z-]*", name):
+            continue  # titan's own options, or a word in capitals
+        if name == "mycommand":
+            continue
+        assert name in BUILTIN, f"{page.name}: {command}"
+        found = titan.get_command(click.Context(titan), name)
+        assert found is not None
+        options = {option for parameter in found.params for option in parameter.opts} | COMMON
+        for word in words[2:]:
+            if re.match(r"-[-a-z]", word):
+                assert word.partition("=")[0] in options, f"{page.name}: {command}: no {word}"
+
+
+@pytest.mark.e2e
+@each_page
+def test_every_command_runs(page: Path, tmp_path: Path) -> None:
+    scripts = Path(sys.executable).parent
+    environment = {**os.environ, "PATH": f"{scripts}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    for block in blocks(page):
+        if block.mark == "file":
+            (tmp_path / block.value).write_text(block.text)
+        elif block in of(page, "sh", "console"):
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", _script(block)],
+                cwd=tmp_path,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=240,
+            )
+            expected = int(block.value) if block.mark == "fails" else 0
+            assert done.returncode == expected, f"{page.name}:{block.line}\n{block.text}\n{done.stderr}"
+
+
+def _script(block: Block) -> str:
+    if block.language == "sh":
+        return block.text
+    return "\n".join(line[2:] for line in block.text.splitlines() if line.startswith("$ "))
