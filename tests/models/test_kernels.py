@@ -35,12 +35,11 @@ def test_a_gpu_is_given_the_order_once_and_the_choice_is_logged(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(kernels, "can_use_cudnn_attention", lambda params: False)
     monkeypatch.setattr(kernels, "can_use_flash_attention", lambda params: params.enable_gqa)
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda shape, device, **rest: empty(shape, **rest))
     monkeypatch.setattr(kernels, "_preference", None)
-    before = torch._C._get_sdp_priority_order()
+    empty, before = torch.empty, torch._C._get_sdp_priority_order()
     try:
-        with caplog.at_level(logging.INFO):
+        with caplog.at_level(logging.INFO), monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", lambda shape, device, **rest: empty(shape, **rest))
             for _ in range(2):
                 kernels.prefer_fast_kernels(
                     nn.Sequential(Attention(8, 2, 1, 4)), SimpleNamespace(type="cuda"), torch.bfloat16, 16

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from titancli.errors import TitanError
-from titancli.optimizers import AdamW
+from titancli.optimizers import AdamW, adamw
 from titancli.optimizers.adamw import MixedAdamW, build
 
 
@@ -61,6 +61,29 @@ def test_bfloat16_stays_close_to_float32(parameter, state):
     for (_, a), b in zip(ours, reference, strict=True):
         assert a.dtype == parameter
         torch.testing.assert_close(a.detach().float(), b, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("state", ["float32", "bfloat16"])
+def test_the_compiled_step_equals_ours_and_is_not_compiled_again(monkeypatch, state):
+    """On a GPU inductor makes a kernel of the graph; that the graph is right is seen on the CPU."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    step = torch.compile(adamw._update_, dynamic=True, fullgraph=True, backend=backend)
+    monkeypatch.setattr(adamw, "_compiled_update", lambda: step)
+    ours, theirs = named_parameters(), named_parameters()
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.3}
+    settings["state_dtype"] = getattr(torch, state)
+    eager = MixedAdamW([p for _, p in theirs], **settings, fused=True)
+    assert not eager._in_one_kernel([p for _, p in theirs])  # not on a CPU
+    compiled = MixedAdamW([p for _, p in ours], **settings, fused=True)
+    monkeypatch.setattr(compiled, "_in_one_kernel", lambda tensors: True)
+    for a, b in zip(train(compiled, ours), train(eager, theirs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    assert len(graphs) == 2  # one for matrices, one for vectors; none for another step or size
 
 
 def test_exempt_parameters_do_not_decay():
