@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -41,7 +42,9 @@ def batches() -> Any:
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def titan(*, bf16: bool, compile: bool) -> None:
+@contextmanager
+def engine(*, bf16: bool, compile: bool) -> Iterator[Callable[[Any, Any], Any]]:
+    """Titan's optimizer step, `(tokens, targets) -> metrics`, on one gloo rank."""
     import torch
     import torch.distributed as dist
 
@@ -52,16 +55,20 @@ def titan(*, bf16: bool, compile: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(os.path.join(folder, "store"), 1)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        engine = Engine.build(recipe(bf16=bf16, compile=compile))
-        stream = batches()
+        built = Engine.build(recipe(bf16=bf16, compile=compile))
 
-        def step() -> None:
-            tokens, targets = next(stream)
-            engine.forward_backward(Batch({"tokens": tokens, "targets": targets}))
-            engine.optim_step()
+        def step(tokens: Any, targets: Any) -> Any:
+            metrics = built.forward_backward(Batch({"tokens": tokens, "targets": targets}))
+            return metrics | built.optim_step()
 
-        side.serve(step)
+        yield step
         dist.destroy_process_group()
+
+
+def titan(*, bf16: bool, compile: bool) -> None:
+    stream = batches()
+    with engine(bf16=bf16, compile=compile) as step:
+        side.serve(lambda: step(*next(stream)) and None)
 
 
 def recipe(*, bf16: bool, compile: bool) -> Any:
