@@ -13,7 +13,7 @@ import torch
 
 from tests.cli.conftest import Titan
 from tests.cli.test_torch_free import probe
-from tests.generate.models import make_checkpoint
+from tests.generate.models import make_checkpoint, make_tokenizer
 from titancli.data import HFTokenizer
 from titancli.generate.source import encode, find_source
 from titancli.models.llama3 import Llama3Model
@@ -282,6 +282,16 @@ def test_a_tokenizer_of_another_model(titan: Titan, hf_folder: Path, tmp_path: P
     assert "the prompt has the token" in done.err and "only 200 tokens" in done.err
     done = titan("generate", hf_folder, "x", "--tokenizer", "nothing")
     assert (done.code, "unknown tokenizer 'nothing'" in done.err) == (4, True)
+
+
+def test_a_tokenizer_that_has_moved_is_named_anew(titan: Titan, tmp_path: Path) -> None:
+    make_tokenizer(tmp_path / "old")
+    make_checkpoint(tmp_path / "step-1", "model.vocab_size=259", "tokenizer.type=hf", "tokenizer.path=old")
+    (tmp_path / "old").rename(tmp_path / "new")
+    done = titan("generate", "step-1", "x", *SHORT)
+    assert done.code == 5
+    assert "old does not exist" in done.err and "--tokenizer FOLDER" in done.err
+    assert titan("generate", "step-1", "x", "--tokenizer", "new", *SHORT).code == 0
 
 
 def test_a_gpu_that_is_not_there(titan: Titan, checkpoint: Path) -> None:

@@ -82,7 +82,7 @@ def find_source(src: Path, *, tokenizer: str | None, component: str | None, say:
 def _from_checkpoint(src: Path, tokenizer: str | None, say: Say) -> Source:
     folder = find_checkpoint(src, say)
     config, own = recipe_of(folder)
-    built = _tokenizer(tokenizer) if tokenizer is not None or own is None else build(own)
+    built = _tokenizer(tokenizer) if tokenizer is not None or own is None else _recipes_tokenizer(own)
     # Looking for the newest good one has read every file already.
     reader = CheckpointReader(folder, prefix="model.", verify=folder == src.absolute())
     check_parameters(reader, config, folder)
@@ -98,6 +98,13 @@ def _from_hf(src: Path, tokenizer: str | None, component: str | None) -> Source:
     reader.check(parameter_shapes(config))
     eos_ids = frozenset({built.eos_id, *_eos_ids(src)})
     return Source(src, config, built, eos_ids, getattr(built, "adds_bos", False), reader.parameter)
+
+
+def _recipes_tokenizer(config: Any) -> Tokenizer:
+    try:
+        return build(config)
+    except EnvironmentProblem as error:  # its files have moved since the run, and a lock file stays as it is
+        raise EnvironmentProblem(error.message, hint="say where it is: --tokenizer FOLDER") from error
 
 
 def _tokenizer(name: str | None) -> Tokenizer:

@@ -40,7 +40,13 @@ class LayerCache:
     def select(self, rows: Tensor) -> None:
         """See `KVCache.select`."""
         if self._keys is not None and self._values is not None:
-            self._keys, self._values = self._keys[rows], self._values[rows]
+            self._keys, self._values = self._selected(self._keys, rows), self._selected(self._values, rows)
+
+    def _selected(self, whole: Tensor, rows: Tensor) -> Tensor:
+        """Only what is filled is copied."""
+        kept = whole.new_empty(len(rows), *whole.shape[1:])
+        kept[:, : self._used] = whole[:, : self._used][rows]
+        return kept
 
 
 class KVCache:
