@@ -88,6 +88,12 @@ def test_a_command_and_its_options_are_there(page: Path) -> None:
                 assert word.partition("=")[0] in options, f"{page.name}: {command}: no {word}"
 
 
+@each_page
+def test_a_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
 @pytest.mark.e2e
 @each_page
 def test_every_command_runs(page: Path, tmp_path: Path) -> None:

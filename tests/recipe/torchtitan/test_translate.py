@@ -87,6 +87,8 @@ def test_torchtitans_defaults_hold_where_titan_has_others(told: Told, load: Call
     assert recipe.activation_checkpoint.selective_ac_option == "2"
     assert recipe.model.dim == 256 and recipe.dataset.path.endswith("/tests/assets/c4_test")
     found, _ = told("[training]\n")
+    assert not any(remark.line is None for remark in found.lost)
+    found, _ = told("[checkpoint]\nenable = true\n")
     assert {remark.name for remark in found.lost if remark.line is None} == {
         "checkpoint.last_save_model_only"
     }
@@ -193,7 +195,9 @@ def test_defaults_that_are_left_out_are_titans_own(load: Callable[..., Loaded]) 
 @pytest.mark.parametrize(
     ("text", "name", "words"),
     [
-        ("[training]\nstepz = 3\n", "training.stepz", "did you mean 'training.steps'?"),
+        ("[training]\nstepz = 3\n", "training.stepz", "did you mean 'steps'?"),
+        ("[optimizer]\nstate_dtype = 1\n", "optimizer.state_dtype", "no such field; a custom"),
+        ("[quantize.linear.fp8]\nemulate = true\n", "quantize.linear.fp8.emulate", "did you mean 'quantize."),
         ('[training]\nsteps = "3"\n', "training.steps", "torchtitan wants int here"),
         ("[training]\nbatch_size = 3\nlocal_batch_size = 4\n", "training.local_batch_size", "says the same"),
         ('[optimizer]\nname = "Adam"\n', "optimizer.name", "adamw stands in"),

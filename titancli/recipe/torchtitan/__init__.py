@@ -80,7 +80,8 @@ def _field(job: Job, field: Field) -> None:
         _carry(job, field, entry)
     elif field.why:
         value = job.value(field.name)
-        if value != field.titan:
+        saves_nothing = field.name.startswith("checkpoint.") and not job.value("checkpoint.enable")
+        if value != field.titan and not (entry is None and saves_nothing):
             job.lose(field.name, field.why)
         elif entry is not None:
             job.ignore(field.name)

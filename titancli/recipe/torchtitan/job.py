@@ -62,8 +62,7 @@ class Job:
         name = RENAMED.get(written, written)
         field = FIELDS.get(name) or GONE.get(name)
         if field is None:
-            known = [known for known in FIELDS if known.rpartition(".")[0] == written.rpartition(".")[0]]
-            near = nearest(written, known or FIELDS)
+            near = _nearest(written)
             text = "torchtitan 0.2.2 has no such field" + (
                 f": {near}" if near else "; a custom config module's?"
             )
@@ -116,6 +115,13 @@ class Job:
         if entry is not None:
             return Remark(entry.name, entry.line, entry.value, text)
         return Remark(name, None, self.value(name), text)
+
+
+def _nearest(written: str) -> str | None:
+    """The hint that names a field of the same section, or one of the same name in a section like it."""
+    section, _, name = written.rpartition(".")
+    names = [known.rpartition(".")[2] for known in FIELDS if known.rpartition(".")[0] == section]
+    return nearest(name, names) if names else nearest(written, FIELDS)
 
 
 def has_key(key: str) -> bool:
