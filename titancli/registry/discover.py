@@ -87,12 +87,21 @@ def _load_entry(entry: metadata.EntryPoint) -> Any:
 
 
 def _satisfied(specifier: str) -> bool:
+    at_least = re.fullmatch(r">= *(\d+(?:\.\d+)*)", specifier)
+    if at_least and _numbers(at_least[1]) <= _numbers(__version__):
+        return True  # what nearly all of them write; packaging takes 10 ms to import
     from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
     try:
         return SpecifierSet(specifier).contains(__version__, prereleases=True)
     except InvalidSpecifier:
         return True  # no installer has understood it either
+
+
+def _numbers(version: str) -> list[int]:
+    """The leading numbers of a version."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return [int(part) for part in found[0].split(".")] if found else []
 
 
 def _distribution(entry: metadata.EntryPoint) -> tuple[str, str | None]:
