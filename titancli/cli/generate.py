@@ -207,7 +207,8 @@ class _Show:
             self._done += 1
         sys.stdout.flush()
         total = self._prompts * self._samples
-        if not self._single and sys.stderr.isatty():
+        hidden = self._as_json or not sys.stdout.isatty()  # else the text itself is the progress
+        if not self._single and hidden and sys.stderr.isatty():
             end = "\n" if self._done == total else ""
             print(f"\r\x1b[K{self._done}/{total} completions", end=end, file=sys.stderr, flush=True)
 
