@@ -2,9 +2,8 @@
 
     python benchmarks/panel.py [--rounds N]
 
-What is compared: rounds of 20 training steps of the debug model on 8 rows of 32 tokens, a step so small that
-hundreds would pass in the time of a real one, each followed by its event (`metrics.log_freq = 1`, the most there
-can be). The panel draws on a pseudo-terminal that is read as it is written, at most four times a second.
+What is compared: rounds of 20 training steps of the debug model on 8 rows of 32 tokens, each followed by its
+event (`metrics.log_freq = 1`, the most there can be). The panel draws on a pseudo-terminal that is read as it is written, at most four times a second.
 
 Prints one table: CPU-seconds a step and their ratio to no watcher's in the same rounds, then what one drawing
 takes.
@@ -37,7 +36,7 @@ def terminal() -> TextIO:
 
     threading.Thread(target=drain, daemon=True).start()
     os.environ.update(TERM="xterm-256color", COLUMNS="100", LINES="30")
-    return open(near, "w", encoding="utf-8")  # noqa: SIM115 - open as long as the process
+    return open(near, "w", encoding="utf-8")
 
 
 def watcher(kind: str) -> Callable[[dict[str, Any]], None]:

@@ -67,8 +67,12 @@ def engine(*, bf16: bool, compile: bool) -> Iterator[Callable[[Any, Any], Any]]:
 
 def titan(*, bf16: bool, compile: bool) -> None:
     stream = batches()
-    with engine(bf16=bf16, compile=compile) as step:
-        side.serve(lambda: step(*next(stream)) and None)
+    with engine(bf16=bf16, compile=compile) as step_on:
+
+        def step() -> None:
+            step_on(*next(stream))
+
+        side.serve(step)
 
 
 def recipe(*, bf16: bool, compile: bool) -> Any:

@@ -5,8 +5,8 @@
 
 What is compared: whole optimizer steps (forward, backward, clipping to 1, AdamW) on random tokens, rows of
 8192, everything compiled. Each variant is a process of its own, started afresh, one after the other: one GPU
-holds one. A variant that does not fit is tried again with half the rows, down to one, and else reported as out
-of memory.
+holds one. A variant that does not fit is tried again with half the rows, down to one, and else reported as
+out of memory.
 
 - titan bf16: the recipe `llama3_1b`, `llama3_3b`, `llama3_8b` as it is shipped (fp32 weights and gradients,
   bf16 products and moments, chunked loss), on a process group of one rank.
@@ -23,8 +23,8 @@ of memory.
 tokens/s is over all measured steps, the device synchronised before and after. Memory is the allocator's peak.
 MFU = flops_per_token x tokens/s / peak, where flops_per_token = 6 x matrix weights + 12 x layers x heads x
 head_dim x sequence (titan's `model.flops_per_token`, the same for all variants of a model; causality is not
-discounted, recomputation not counted), and peak is the device's dense bf16 rate (`titancli/observe/peaks.py`),
-for float8 as well. Raw numbers go to `benchmarks/results/` as JSON.
+discounted, recomputation not counted), and peak is the device's dense bf16 rate
+(`titancli/observe/peaks.py`), for float8 as well. Raw numbers go to `benchmarks/results/` as JSON.
 """
 
 from __future__ import annotations
