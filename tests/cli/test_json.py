@@ -1,0 +1,78 @@
+"""Every `--json` prints one document with a schema, whatever plugins say meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Titan
+from titancli.cli.group import COMMANDS
+
+LOUD = """
+import warnings
+
+from titancli import hookimpl
+
+print("a banner")
+warnings.warn("this plugin is old")
+
+
+@hookimpl
+def titan_components():
+    print("{}")
+    raise ValueError("broken as well")
+"""
+DOCUMENTS = {
+    "list-components": (["list-components", "--json"], "titan.components"),
+    "list-recipes": (["list-recipes", "--json"], "titan.recipes"),
+    "show": (["show", "adamw", "--json"], "titan.component"),
+    "plugins": (["plugins", "--json"], "titan.plugins"),
+    "config": (["config", "llama3_debug", "--json", "--origin"], "titan.config"),
+    "validate": (["validate", "llama3_debug", "--format", "json"], "titan.validation"),
+    "train": (["train", "llama3_debug", "--dry-run", "--json"], "titan.plan"),
+    "doctor": (["doctor", "--json"], "titan.doctor"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:this plugin is old")
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_stdout_is_one_document(titan: Titan, tmp_path: Path, name: str) -> None:
+    arguments, schema = DOCUMENTS[name]
+    file = tmp_path / "cli_loud.py"
+    file.write_text(LOUD)
+    done = titan(*arguments, "-p", str(file))
+    document = json.loads(done.out)
+    assert next(iter(document)) == "schema"
+    assert (document["schema"], document["version"]) == (schema, 1)
+
+
+@pytest.mark.parametrize("entry", COMMANDS, ids=lambda entry: entry.name)
+def test_a_command_that_can_print_json_is_among_these(titan: Titan, entry) -> None:
+    offered = "--json" in titan(entry.name, "--help").out
+    elsewhere = {"generate"}  # it needs a model: tests/generate
+    assert not offered or entry.name in DOCUMENTS or entry.name in elsewhere
+
+
+def test_color_is_always_or_never(titan: Titan, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.setenv(name, "")
+    assert "\x1b[1;31m" in titan("trian", "--color", "always").err
+    assert os.environ["FORCE_COLOR"] == "1"  # for what the command starts
+    assert "\x1b[" not in titan("trian", "--color=never").err
+    assert titan("trian", "--color", "blue").code == 2
+
+
+def test_v_tells_what_is_loaded(titan: Titan) -> None:
+    assert "plugin titan: ok, components: " in titan("list-components", "loss", "-v").err
+    assert "plugin titan" not in titan("list-components", "loss").err
+
+
+def test_q_keeps_notes_to_itself(titan: Titan, tmp_path: Path) -> None:
+    file = tmp_path / "cli_sick.py"
+    file.write_text("1 / 0\n")
+    assert "cli_sick" in titan("list-components", "-p", str(file)).err
+    assert titan("list-components", "-q", "-p", str(file)).err == ""
+    assert "error" in titan("trian", "-q").err
