@@ -185,6 +185,8 @@ def built(compile: bool = True, **fields: Any) -> Any:
         ((9, 0), None, False),
         ((9, 0), "6.4", True),
         ((9, 4), "6.4", False),
+        ((11, 0), "6.4", True),
+        ((12, 0), "6.4", False),
     ],
 )
 def test_emulation_is_on_where_the_hardware_has_no_float8(monkeypatch, capability, hip, emulated):
@@ -241,6 +243,18 @@ def test_a_gathered_weight_computes_like_the_tensor_it_wraps():
     assert torch.equal(weight * 2, inner * 2)
     assert isinstance(weight.detach(), GatheredWeight)
     assert isinstance(weight[:5], GatheredWeight)
+
+
+@pytest.mark.parametrize(
+    ("shards", "float8"), [(1, True), (16, True), (24, True), (25, False), (48, True), (49, False)]
+)
+def test_a_weight_too_thin_for_the_ranks_is_gathered_as_it_is(shards, float8):
+    """48 rows over 25 ranks are 2 for each of the first 24, and none for the last."""
+    model = nn.Sequential(nn.Linear(32, 48))
+    config = Float8Linear(enable_fsdp_float8_all_gather=True)
+    build(config, mesh=Degrees(dp_shard=shards), compile=False).convert(model)
+    assert isinstance(model[0], TorchaoLinear)
+    assert isinstance(model[0].weight.detach(), GatheredWeight) is float8
 
 
 def test_plain_shares_memory():

@@ -53,23 +53,29 @@ def build(config: Config, *, mesh: Degrees, compile: bool) -> Float8:
     if compile and config.recipe != "tensorwise":
         # Fused code may recompute a scale in other precision than forward had, and then overflow to NaN:
         # pytorch issue 150859, torchtitan pull request 1108.
-        torch._inductor.config.emulate_precision_casts = True
-    return Float8(config, tp=mesh.tp, emulate=emulate)
+        from torch._inductor import config as inductor
+
+        inductor.emulate_precision_casts = True
+    return Float8(config, mesh, emulate=emulate)
 
 
 def has_float8() -> bool:
     """Whether the current GPU multiplies float8 matrices."""
     if not torch.cuda.is_available():
         return False
-    return torch.cuda.get_device_capability() >= ((9, 4) if torch.version.hip else (8, 9))
+    capability = torch.cuda.get_device_capability()
+    if torch.version.hip:  # gfx942, gfx950 and gfx12 have it; gfx90a and gfx11 have not
+        return (9, 4) <= capability < (10, 0) or capability >= (12, 0)
+    return capability >= (8, 9)
 
 
 class Float8:
     """A Converter (see `titancli.registry.kinds`)."""
 
-    def __init__(self, config: Config, *, tp: int, emulate: bool) -> None:
+    def __init__(self, config: Config, mesh: Degrees, *, emulate: bool) -> None:
         self.config = config
-        self.tp = tp
+        self.tp = mesh.tp
+        self.shards = mesh.dp_shard * mesh.cp
         self.torchao = replace(
             Float8LinearConfig.from_recipe_name(config.recipe),
             enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
@@ -100,7 +106,7 @@ class Float8:
         )
         if self.config.enable_fsdp_float8_all_gather:
             for name in chosen:
-                _send_bytes(model.get_submodule(name))
+                _gather(model.get_submodule(name), self.shards)
 
     def _unfit(self, linear: nn.Linear, split: str | None) -> str | None:
         """Why a layer cannot be converted; None if it can."""
@@ -174,8 +180,10 @@ def _families(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
 
 
-def _send_bytes(linear: Any) -> None:
-    """Exchange torchao's weight class for ours."""
-    weight = linear.weight
-    ours = GatheredWeight(plain(weight.detach()), weight._linear_mm_config, weight._dtype)
-    linear.weight = nn.Parameter(ours, requires_grad=weight.requires_grad)
+def _gather(linear: Any, shards: int) -> None:
+    """Exchange torchao's weight class for ours; for none where a rank would hold no row to make a scale of."""
+    weight, rows = linear.weight, linear.out_features
+    tensor = plain(weight.detach())
+    if -(-rows // shards) * (shards - 1) < rows:
+        tensor = GatheredWeight(tensor, weight._linear_mm_config, weight._dtype)
+    linear.weight = nn.Parameter(tensor, requires_grad=weight.requires_grad)
