@@ -181,7 +181,7 @@ def _families(names: Iterable[str]) -> list[str]:
 
 
 def _gather(linear: Any, shards: int) -> None:
-    """Exchange torchao's weight class for ours; for none where a rank would hold no row to make a scale of."""
+    """Exchange torchao's weight class for ours, or for none where a rank would hold no row to scale."""
     weight, rows = linear.weight, linear.out_features
     tensor = plain(weight.detach())
     if -(-rows // shards) * (shards - 1) < rows:
