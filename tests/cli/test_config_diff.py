@@ -35,7 +35,7 @@ def test_keys_that_differ_are_told_with_both_values(titan: Titan) -> None:
 def test_a_run_is_compared_as_it_was_recorded(titan: Titan, run: Path) -> None:
     lines = titan("config", "llama3_debug", "--diff", run).out.splitlines()
     assert "training.steps: 100 -> 70" in lines
-    assert "gone.type: (not set) -> 'lab/gone'" in lines  # though no such plugin is installed
+    assert 'gone.type: (not set) -> "lab/gone"' in lines  # though no such plugin is installed
     assert any(line.startswith("torch (installed): ") and line.endswith(" -> 0.1") for line in lines)
     assert "titan-lab (installed): none -> 1.0" in lines
     assert "mine.py (installed): none -> sha256 abababababab" in lines

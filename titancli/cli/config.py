@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -66,7 +67,7 @@ def _diff(reference: str, overrides: list[str], unset: tuple[str, ...], other: s
         print_json("config-diff", {"recipe": rows[0], "software": rows[1]})
         return
     for change in keys:
-        print(_printable(str(change)))
+        print(_printable(f"{change.key}: {_shown(change.before)} -> {_shown(change.after)}"))
     for change in software:
         print(_printable(f"{change.key} (installed): {change.before or 'none'} -> {change.after or 'none'}"))
     if not keys and not software:
@@ -102,6 +103,10 @@ def _table(data: Mapping[str, Any], at: tuple[str | int, ...], origins: Mapping[
 
 def _is_tables(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def _shown(value: Any) -> str:
+    return "(not set)" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def _printable(text: str) -> str:

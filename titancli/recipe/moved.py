@@ -5,7 +5,7 @@ from __future__ import annotations
 from titancli.recipe.scan import KeyPath
 
 MOVED = {
-    "job": "description stands at the top; the output folder is --run-dir",
+    "job": "a torchtitan job config is translated: titan new-recipe OUT.toml --from-torchtitan FILE",
     "job.description": "write description = … at the top",
     "job.dump_folder": "the run folder is the command's --run-dir",
     "model.tokenizer_path": "write path = … in [tokenizer]",
