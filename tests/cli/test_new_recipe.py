@@ -95,3 +95,8 @@ def test_a_base_or_a_job_that_is_not_there_leaves_no_file(titan: Titan) -> None:
     assert titan("new-recipe", "exp.toml", "--from", "nothing").code == 3
     assert titan("new-recipe", "exp.toml", "--from-torchtitan", "nothing.toml").code == 3
     assert not Path("exp.toml").exists()
+
+
+def test_a_folder_that_is_not_there_is_named(titan: Titan) -> None:
+    done = titan("new-recipe", "no/exp.toml", "--from", "llama3_debug")
+    assert done.code == 5 and "there is no folder no" in done.err and "mkdir -p no" in done.err

@@ -11,7 +11,7 @@ import click
 
 from titancli.cli.failures import tell
 from titancli.cli.output import note
-from titancli.errors import EXIT_OK, TitanError, UsageError
+from titancli.errors import EXIT_OK, EnvironmentProblem, TitanError, UsageError
 from titancli.recipe import find_recipe, load_recipe
 from titancli.registry import current
 
@@ -43,6 +43,8 @@ def command(file: Path, base: str | None, job: Path | None) -> int:
         raise UsageError(f"{file}: the name of a recipe ends in .toml")
     if file.exists():
         raise UsageError(f"{file} exists", hint="give another name, or remove it")
+    if not file.absolute().parent.is_dir():
+        raise EnvironmentProblem(f"there is no folder {file.parent}", hint=f"mkdir -p {_path(file.parent)}")
     if job is not None:
         return _translate(file, job)
     return _extend(file, str(base))
