@@ -165,6 +165,16 @@ def test_a_run_folder_in_use_is_refused(train: Train, here: Path) -> None:
     assert RunFolder(here / "r").record()["attempts"][1:] == []
 
 
+def test_a_dry_run_tells_what_is_missing_and_a_run_refuses_it(train: Train) -> None:
+    words = ("tiny.toml", "tokenizer.type=hf", "tokenizer.path=./assets")
+    done = train(*words, "--dry-run")
+    assert done.code == 0
+    assert "missing     tokenizer.path: " in done.out
+    refused = train(*words)
+    assert refused.code == 5
+    assert "does not exist" in refused.err
+
+
 def test_a_dry_run_tells_the_plan_and_leaves_nothing(train: Train, here: Path) -> None:
     before = sorted(here.rglob("*"))
     done = train("tiny.toml", "--dry-run", "--nproc", "2", "training.global_batch_size=8")

@@ -52,6 +52,8 @@ class Request:
     step: int | None = None
     allow_drift: bool = False
     plugin_files: Sequence[Path] = ()
+    dry_run: bool = False
+    """Nothing will be started: files that the recipe names and are not there are told, not refused."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class Plan:
     drift: list[Change] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What the user should know, one line each."""
+    missing: list[str] = field(default_factory=list)
+    """Files that the recipe names and are not there (dry runs only), one line each."""
 
     @property
     def finished(self) -> bool:
@@ -107,10 +111,15 @@ def _begin(request: Request, run_dir: Path | None) -> Plan:
     from titancli.recipe import load_recipe, lock_text
 
     loaded = load_recipe(request.reference, request.overrides, unset=request.unset)
-    require_inputs(loaded, weights=True)
-    folder = RunFolder.choose(loaded.recipe.name, run_dir)
-    text = lock_text(loaded)
-    return Plan(folder=folder, loaded=loaded, lock_text=text, new=True, named_by_titan=run_dir is None)
+    missing = require_inputs(loaded, weights=True, dry_run=request.dry_run)
+    return Plan(
+        folder=RunFolder.choose(loaded.recipe.name, run_dir),
+        loaded=loaded,
+        lock_text=lock_text(loaded),
+        new=True,
+        named_by_titan=run_dir is None,
+        missing=missing,
+    )
 
 
 def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
@@ -134,7 +143,7 @@ def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
         )
     checkpoint, more = _choose_checkpoint(folder, request.step, required=required)
     start_step = read_manifest(checkpoint).step if checkpoint is not None else 0
-    require_inputs(loaded, weights=checkpoint is None)
+    missing = require_inputs(loaded, weights=checkpoint is None, dry_run=request.dry_run)
     return Plan(
         folder=folder,
         loaded=loaded,
@@ -144,6 +153,7 @@ def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
         start_step=start_step,
         drift=drift,
         notes=notes + more,
+        missing=missing,
     )
 
 
@@ -189,8 +199,11 @@ def _choose_checkpoint(
     return path_or_none, notes
 
 
-def require_inputs(loaded: Loaded, *, weights: bool) -> None:
+def require_inputs(loaded: Loaded, *, weights: bool, dry_run: bool = False) -> list[str]:
     """Refuse a recipe whose tokenizer, dataset or `weights` is a path to nothing, or to another model.
+
+    Returns:
+        What is missing, a line each; anything only in a dry run.
 
     Raises:
         EnvironmentProblem: names every one of them.
@@ -205,10 +218,11 @@ def require_inputs(loaded: Loaded, *, weights: bool) -> None:
     if weights and recipe.weights is not None:
         named.append(("weights", recipe.weights))
     missing = [f"{key}: {path} does not exist" for key, path in named if not path.exists()]
-    if missing:
+    if missing and not dry_run:
         raise EnvironmentProblem("\n".join(missing), hint="relative paths start where the command is run")
-    if weights:
+    if weights and (recipe.weights is None or recipe.weights.exists()):
         check_weights(loaded)
+    return missing
 
 
 def _paths(recipe: Any, name: str) -> list[tuple[str, Path]]:

@@ -38,6 +38,7 @@ def preview(plan: Plan, processes: Processes, plugin_files: list[Path]) -> dict[
         "checkpoint": str(plan.checkpoint) if plan.checkpoint else None,
         "start_step": plan.start_step,
         "drift": [str(change) for change in plan.drift],
+        "missing": plan.missing,
         "model": component_info(recipe.model).name,
         "parameters": parameters,
         "weights_and_gradients_bytes_per_rank": 2 * parameters * BYTES[training.dtype] // shards,
@@ -102,4 +103,5 @@ def as_text(facts: dict[str, Any]) -> str:
         "started by": facts["command"] or "this process",
     }
     lines = [f"{label:<12}{text}" for label, text in rows.items()]
-    return "\n".join(lines + [f"{'changed':<12}{change}" for change in facts["drift"]])
+    lines += [f"{'changed':<12}{change}" for change in facts["drift"]]
+    return "\n".join(lines + [f"{'missing':<12}{file}" for file in facts["missing"]])
