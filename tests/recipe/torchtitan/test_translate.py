@@ -183,6 +183,23 @@ def test_every_field_is_carried_or_told(told: Told, name: str) -> None:
         assert name in {*found.moved, *names(found.lost + found.changed + found.idle)}
 
 
+NO_RECIPES = {
+    ("model.name", "other"),
+    ("model.flavor", "other"),
+    ("training.dataset", "other"),
+    ("activation_checkpoint.selective_ac_option", "other"),
+    ("training.global_batch_size", 3),
+}
+"""Values that mean nothing in torchtitan either."""
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_recipe_with_any_one_field_is_a_good_one(load: Callable[..., Loaded], name: str) -> None:
+    for value in FIELDS[name]:
+        if value is not None and [name, value] not in map(list, NO_RECIPES):
+            load(job_with(name, value))
+
+
 def test_defaults_that_are_left_out_are_titans_own(load: Callable[..., Loaded]) -> None:
     data = load("[training]\n").data
     for field in ours.FIELDS.values():
