@@ -3,7 +3,8 @@
     python benchmarks/panel.py [--rounds N]
 
 What is compared: rounds of 20 training steps of the debug model on 8 rows of 32 tokens, each followed by its
-event (`metrics.log_freq = 1`, the most there can be). The panel draws on a pseudo-terminal that is read as it is written, at most four times a second.
+event (`metrics.log_freq = 1`, the most there can be). The panel draws on a pseudo-terminal that is read as it
+is written, at most four times a second.
 
 Prints one table: CPU-seconds a step and their ratio to no watcher's in the same rounds, then what one drawing
 takes.
