@@ -55,6 +55,7 @@ class Llama3:
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     norm_eps: Annotated[float, Gt(0)] = 1e-5
+    """Added to the mean square inside the norms."""
     tied: bool = False
     """Whether the output uses the embedding's weight."""
 

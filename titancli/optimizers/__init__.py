@@ -17,9 +17,13 @@ class AdamW:
     lr: Annotated[float, Ge(0)] = 8e-4
     """Peak learning rate."""
     beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
+    """How much of the mean of gradients is kept."""
     beta2: Annotated[float, Ge(0), Lt(1)] = 0.95
+    """How much of the mean of their squares is kept."""
     eps: Annotated[float, Gt(0)] = 1e-8
+    """Added to the root of that mean."""
     weight_decay: Annotated[float, Ge(0)] = 0.1
+    """Decoupled: times the learning rate."""
     no_decay: list[str] = field(default_factory=list)
     """Patterns of parameter names that do not decay, e.g. `["*norm.weight", "tok_embeddings.weight"]`."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"

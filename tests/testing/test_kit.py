@@ -1,0 +1,80 @@
+"""`run_cli` and `recipe`, and that importing the kit costs nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titancli.errors import EnvironmentProblem, UsageError
+from titancli.recipe import load_recipe
+from titancli.registry.kinds import KINDS
+from titancli.testing import recipe, run_cli
+from titancli.testing.protocols import told
+from titancli.testing.scaffold import KINDS_WITH_TEMPLATE, new_plugin
+
+
+def test_a_command_runs_where_it_is_told_to(tmp_path: Path) -> None:
+    done = run_cli("new-plugin", "titan-here", "--kind", "loss", cwd=tmp_path)
+    assert done.code == 0 and "titan-here/pyproject.toml" in done.stdout
+    assert "next: pip install -e titan-here" in done.stderr
+    assert (tmp_path / "titan-here" / "pyproject.toml").is_file()
+
+
+def test_a_command_leaves_the_environment_as_it_was() -> None:
+    before = dict(os.environ)
+    assert run_cli("list-components", "--color", "always").code == 0
+    assert dict(os.environ) == before
+
+
+def test_a_command_that_fails_says_so() -> None:
+    done = run_cli("validate", "nowhere.toml")
+    assert (done.code, done.stdout) == (3, "") and "nowhere.toml" in done.stderr
+
+
+def test_the_recipe_is_good_and_takes_what_is_laid_over_it(tmp_path: Path) -> None:
+    found = load_recipe(recipe(tmp_path, "[training]\nsteps = 7")).recipe
+    assert (found.training.steps, found.training.seq_len) == (7, 32)
+
+
+def test_the_kit_imports_neither_torch_nor_pytest() -> None:
+    code = "import sys, titancli.testing; print({'torch', 'pytest', 'pydantic'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_nothing_is_loaded_into_pytest() -> None:
+    from importlib import metadata
+
+    assert not [p for p in metadata.entry_points(group="pytest11") if p.value.startswith("titancli")]
+
+
+def test_there_are_seven_templates() -> None:
+    people_write = {"model", "dataset", "tokenizer", "loss", "optimizer", "converter", "logger"}
+    assert set(KINDS_WITH_TEMPLATE) == people_write
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kinds_protocol_can_be_printed(kind: str) -> None:
+    text = told(kind)
+    assert f"class {kind.capitalize()}Builder(Protocol)" in text and KINDS[kind].summary in text
+
+
+@pytest.mark.parametrize(
+    "name", ["Titan-Lab", "titan_-lab", "9lab", "titan", "class", "titan-9", "../x", "a b"]
+)
+def test_a_name_that_cannot_be_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError):
+        new_plugin(name, "loss", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_is_there_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(EnvironmentProblem, match="is there already"):
+        new_plugin("titan-mine", "loss", tmp_path / "mine")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
