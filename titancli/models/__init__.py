@@ -120,6 +120,14 @@ class Llama3:
             yield "head_dim", "rotary embedding needs an even head_dim"
         if self.n_heads % kv_heads:
             yield "n_kv_heads", f"n_heads {self.n_heads} is not divisible by n_kv_heads {kv_heads}"
+        tp, pp = recipe.mesh.tp, recipe.mesh.pp
+        if tp > 1 and (self.n_heads % tp or kv_heads % tp):
+            yield (
+                "n_heads",
+                f"n_heads {self.n_heads} and n_kv_heads {kv_heads} must be divisible by mesh.tp {tp}",
+            )
+        if pp > self.n_layers:
+            yield "n_layers", f"{pp} pipeline stages (mesh.pp) are more than {self.n_layers} layers"
         if recipe.training.seq_len > self.max_seq_len:
             yield (
                 "max_seq_len",

@@ -60,6 +60,9 @@ def _mesh(recipe: Recipe) -> Iterator[tuple[KeyPath, str, str | None]]:
     for name, words in NOT_BUILT.items():
         if getattr(mesh, name) != 1:
             yield ("mesh", name), f"{words} ({name}) is not built yet", f"write {name} = 1"
+    if mesh.cp > 1 and recipe.training.seq_len % mesh.cp:
+        message = f"rows of training.seq_len {recipe.training.seq_len} cannot be cut into {mesh.cp} (mesh.cp)"
+        yield ("mesh", "cp"), message, None
     if len(free) > 1:
         yield ("mesh", free[-1]), f"only one degree may be -1, not {' and '.join(free)}", None
         return
