@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,13 @@ def test_a_kind_without_a_template_has_its_protocol_printed(made: Environment) -
     assert "class LauncherBuilder(Protocol)" in done.stdout
     assert "Starts the workers" in done.stdout
     assert not (made.cwd / "titan-new-launcher").exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_its_readme_says_to_type_is_right(made: Environment, kind: str) -> None:
+    lines = (made.cwd / f"titan-new-{kind}" / "README.md").read_text().splitlines()
+    (show,) = (shlex.split(line) for line in lines if line.startswith("titan show"))
+    (train,) = (shlex.split(line) for line in lines if line.startswith("titan train"))
+    assert made.titan(*show[1:]).returncode == 0
+    done = made.titan("validate", *train[2:])
+    assert done.returncode == 0, done.stderr

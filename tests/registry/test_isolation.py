@@ -139,3 +139,38 @@ def test_a_requirement_that_is_met_is_none() -> None:
         found = REQUIRES_TITAN.match(f"Requires-Dist: {line}")
         assert found and _satisfied(found["specifier"].strip())
     assert REQUIRES_TITAN.match("Requires-Dist: titancli") is not None
+
+
+SAME_NAME = '''
+from titancli import component, hookimpl
+
+
+@component("optimizer", "adamw", target="same_name:build")
+class AdamW:
+    """Another one of the name."""
+
+
+@hookimpl
+def titan_components():
+    return [AdamW]
+
+
+def build(config, *, named_parameters):
+    return None
+'''
+
+
+def test_a_plugin_installed_later_does_not_change_an_old_run(tmp_path: Path) -> None:
+    site, file = tmp_path / "site", recipe(tmp_path, '[optimizer]\ntype = "adamw"')
+    site.mkdir()
+    lock = tmp_path / "recipe.lock.toml"
+    lock.write_text(titan(site, "config", file).stdout)
+    (site / "same_name.py").write_text(SAME_NAME)
+    info = site / "same_name-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: same-name\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[titancli]\nsame-name = same_name\n")
+    ambiguous = titan(site, "validate", file)
+    assert ambiguous.returncode == 3
+    assert "'same-name/adamw' or 'titan/adamw'" in ambiguous.stderr and "-p no:" in ambiguous.stderr
+    assert titan(site, "config", lock).stdout == lock.read_text()
