@@ -172,5 +172,5 @@ def test_a_plugin_installed_later_does_not_change_an_old_run(tmp_path: Path) -> 
     (info / "entry_points.txt").write_text("[titancli]\nsame-name = same_name\n")
     ambiguous = titan(site, "validate", file)
     assert ambiguous.returncode == 3
-    assert "'same-name/adamw' or 'titan/adamw'" in ambiguous.stderr and "-p no:" in ambiguous.stderr
+    assert "'same-name/adamw' or 'titan/adamw'" in ambiguous.stderr and "-p no:same-name" in ambiguous.stderr
     assert titan(site, "config", lock).stdout == lock.read_text()

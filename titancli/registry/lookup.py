@@ -12,7 +12,7 @@ from titancli.errors import PluginError
 from titancli.registry.command import Command
 from titancli.registry.component import component_info
 from titancli.registry.kinds import KINDS
-from titancli.registry.plugins import LEFT_OUT, Plugin, PluginStatus
+from titancli.registry.plugins import BUILTIN, LEFT_OUT, Plugin, PluginStatus
 from titancli.registry.targets import missing
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Registry:
             full = " or ".join(f"'{plugin}/{bare}'" for plugin in found)
             raise PluginError(
                 f"{kind} {bare!r} is offered by more than one plugin: {', '.join(found)}",
-                hint=f"write {full}, or block one: -p no:{next(reversed(found))}",
+                hint=f"write {full}, or block one: -p no:{[name for name in found if name != BUILTIN][-1]}",
             )
         if not found:
             raise self._unknown(kind, name, list(self._loaded()))
