@@ -75,13 +75,12 @@ def _from_entries(name: str, entries: list[metadata.EntryPoint]) -> Plugin:
 
 def _load_entry(entry: metadata.EntryPoint) -> Any:
     """Import what an entry point names, if it was written for this version of titan."""
-    text = (entry.dist and entry.dist.read_text("METADATA")) or ""
-    for line in text.partition("\n\n")[0].splitlines():  # email.parser would take as long as the import
+    for line in _headers(entry).splitlines():
         needs = REQUIRES_TITAN.match(line)
         if needs and needs["specifier"].strip() and not _satisfied(needs["specifier"].strip()):
             raise ImportError(
                 f"it needs {GROUP} {needs['specifier'].strip()}, and this is {GROUP} {__version__}: "
-                f"install another version of {entry.dist and entry.dist.name}, or of {GROUP}"
+                f"install another version of {_distribution(entry)[0]}, or of {GROUP}"
             )
     return entry.load()
 
@@ -105,7 +104,18 @@ def _numbers(version: str) -> list[int]:
 
 
 def _distribution(entry: metadata.EntryPoint) -> tuple[str, str | None]:
-    return (entry.dist.name, entry.dist.version) if entry.dist else ("an unknown distribution", None)
+    """Name and version of the distribution that brings an entry point."""
+    headers = _headers(entry)
+    found = {key: re.search(rf"^{key}: *(.+)$", headers, re.MULTILINE) for key in ("Name", "Version")}
+    name, version = found["Name"], found["Version"]
+    return (name[1].strip() if name else "an unknown distribution"), (version[1].strip() if version else None)
+
+
+def _headers(entry: metadata.EntryPoint) -> str:
+    """The headers of a distribution's metadata, as text: its parser takes as long as importing a plugin."""
+    dist = entry.dist
+    text = (dist.read_text("METADATA") or dist.read_text("PKG-INFO")) if dist else None
+    return (text or "").partition("\n\n")[0]
 
 
 def _apply_allow_list(plugins: dict[str, Plugin]) -> None:
