@@ -43,6 +43,8 @@ def probe(folder: Path, *arguments: str) -> dict:
         ["list-components"],
         ["show", "model/llama3"],
         ["plugins"],
+        ["new-plugin", "titan-new", "--kind", "loss"],
+        ["new-plugin", "titan-new", "--kind", "loop"],
     ],
     ids=" ".join,
 )
