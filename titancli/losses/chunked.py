@@ -22,6 +22,8 @@ from torch.autograd.function import once_differentiable
 CHUNK_BYTES = {"cpu": 64 * 2**20}
 """The fp32 logits of one chunk take at most this, by device type."""
 CHUNK_BYTES_GPU = 512 * 2**20
+PARTS = 8
+"""Of the vocabulary, when the weight's gradient is summed in another dtype than it is made in."""
 
 
 def linear_token_loss(
@@ -134,7 +136,9 @@ class _Gradients:
         if grad.dtype == torch.float32:
             self.weight.addmm_(grad.t(), self._hidden[rows])
         else:
-            self.weight.add_(grad.t() @ self._hidden[rows])
+            # In parts: the product, of another dtype than the sum, would be a second copy of the weight.
+            for total, part in zip(self.weight.chunk(PARTS), grad.chunk(PARTS, dim=1), strict=True):
+                total.add_(part.t() @ self._hidden[rows])
 
     def values(self) -> tuple[Tensor | None, Tensor | None]:
         return self.hidden, None if self.weight is None else self.weight.to(self._weight.dtype)
