@@ -125,3 +125,15 @@ def test_a_config_that_llama3_cannot_express_is_refused():
     for change in ({"attention_bias": True}, {"hidden_act": "gelu"}, {"rope_scaling": {"rope_type": "yarn"}}):
         with pytest.raises(TitanError, match="llama3 does not have"):
             LlamaHF.from_config_json({**good, **change})
+
+
+def test_a_compiled_block_takes_rows_of_another_length():
+    """The second length makes the compiler take the length for a variable."""
+    ours, _ = pair("grouped")
+    compiled, _ = pair("grouped")
+    for block in compiled.layers.values():
+        block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
+    for length in (8, 12, 20):
+        tokens = torch.randint(0, 128, (2, length))
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(tokens), ours(tokens), rtol=1e-5, atol=1e-5)

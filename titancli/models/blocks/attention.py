@@ -34,6 +34,8 @@ class Attention(nn.Module):
     def __init__(self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int) -> None:
         super().__init__()
         self.head_dim = head_dim
+        # Known before any shape is: compiled for changing shapes, a comparison of these would be symbolic.
+        self.grouped = n_heads != n_kv_heads
         self.wq = nn.Linear(dim, n_heads * head_dim, bias=False)
         self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
         self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
@@ -59,7 +61,7 @@ class Attention(nn.Module):
             k.transpose(1, 2),
             v.transpose(1, 2),
             attn_mask=mask,
-            is_causal=mask is None and length > 1,
-            enable_gqa=q.shape[2] != k.shape[2],
+            is_causal=mask is None and (cache is None or length > 1),
+            enable_gqa=self.grouped,
         )
         return self.wo(out.transpose(1, 2).reshape(rows, length, -1))
