@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from pathlib import Path
@@ -25,10 +26,8 @@ def visible_gpus() -> int:
 
 
 def _installed() -> int:
-    try:
+    with contextlib.suppress(OSError):  # no NVIDIA driver, or a container that hides /proc/driver
         return sum(1 for _ in NVIDIA.iterdir())
-    except OSError:
-        pass  # no NVIDIA driver, or a container that hides /proc/driver
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
