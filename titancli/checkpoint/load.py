@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from titancli.checkpoint.layout import TensorLayout, read_layout
 from titancli.checkpoint.manifest import Manifest, faults, read_manifest
-from titancli.checkpoint.save import quiet, raise_failure
-from titancli.checkpoint.storage import Reader, load_planner
+from titancli.checkpoint.save import raise_failure
+from titancli.checkpoint.storage import Reader, load_planner, several_ranks
 from titancli.checkpoint.tensors import TORCH_DTYPE, TensorFiles
 from titancli.errors import EnvironmentProblem, TitanError
 
@@ -61,16 +60,15 @@ def fill(
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Read tensors that are known to be in the checkpoint, cast to the dtypes they have; collective."""
-    together = dist.is_available() and dist.is_initialized()
+    together = several_ranks(group)
     try:
-        with nullcontext() if together else quiet():
-            dcp.load(
-                dict(tensors),
-                storage_reader=Reader(folder, layouts),
-                planner=load_planner(),
-                process_group=group,
-                no_dist=not together,
-            )
+        dcp.load(
+            dict(tensors),
+            storage_reader=Reader(folder, layouts),
+            planner=load_planner(),
+            process_group=group,
+            no_dist=not together,
+        )
     except CheckpointException as error:
         raise_failure(error, f"loading {folder}")
 
@@ -80,7 +78,7 @@ def _open_together(
 ) -> tuple[Manifest, dict[str, TensorLayout]]:
     """Open a checkpoint on all ranks, or raise the first rank's error on all of them."""
     ranks, rank = 1, 0
-    if dist.is_available() and dist.is_initialized():
+    if several_ranks(group):
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     opened: tuple[Manifest, dict[str, TensorLayout]] | None = None
     failure: TitanError | None = None

@@ -8,8 +8,7 @@ import platform
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,9 +37,12 @@ from titancli.checkpoint.manifest import (
     remove,
     steps,
 )
-from titancli.checkpoint.storage import SavePlannerOf, Writer, plan_of
+from titancli.checkpoint.storage import SavePlannerOf, Writer, plan_of, several_ranks
 from titancli.checkpoint.tensorfile import Digest
 from titancli.errors import EnvironmentProblem, TitanError
+
+# DCP says so at each save and load of a rank that is alone.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def save_checkpoint(
@@ -192,29 +194,20 @@ class Draft:
 
 def run_save(planner: SavePlannerOf, draft: Draft, group: dist.ProcessGroup | None) -> None:
     """The collective part of a save; see `save_checkpoint`."""
-    together = dist.is_available() and dist.is_initialized()
+    together = several_ranks(group)
     draft.ranks = dist.get_world_size(group) if together else 1
     rank = dist.get_rank(group) if together else 0
     try:
-        with nullcontext() if together else quiet():
-            dcp.save(
-                {},
-                storage_writer=Writer(rank, draft.open, draft.complete, draft.explain),
-                planner=planner,
-                process_group=group,
-                no_dist=not together,
-            )
+        dcp.save(
+            {},
+            storage_writer=Writer(rank, draft.open, draft.complete, draft.explain),
+            planner=planner,
+            process_group=group,
+            no_dist=not together,
+        )
     except CheckpointException as error:
         draft.discard()
         raise_failure(error, f"saving {draft.folder}")
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Without DCP's warning that there is no process group. Not for threads: filters are the process's."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 def raise_failure(error: CheckpointException, doing: str) -> NoReturn:
