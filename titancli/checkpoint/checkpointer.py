@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from titancli.checkpoint.manifest import remove, steps
 from titancli.checkpoint.save import Draft, mesh_of, run_save
-from titancli.checkpoint.storage import SavePlannerOf, plan_of
+from titancli.checkpoint.storage import SavePlannerOf, plan_of, several_ranks
 from titancli.errors import TitanError
 from titancli.recipe.schema import Checkpoint
 
@@ -44,10 +44,7 @@ class Checkpointer:
         self._folder, self._section = folder, section
         self._lock_text, self._run_id, self._on_saved = lock_text, run_id, on_saved
         self._group: dist.ProcessGroup | None = None
-        self._main = True
-        if section.enable and dist.is_available() and dist.is_initialized():
-            self._group = dist.new_group(backend="gloo", timeout=PLANNING_TIMEOUT)
-            self._main = dist.get_rank() == 0
+        self._main = not several_ranks(None) or dist.get_rank() == 0
         self._staging = Staging(pinned=section.async_mode == "async_with_pinned_mem")
         self._writing: Writing | None = None
         self._saved: int | None = None
@@ -67,6 +64,9 @@ class Checkpointer:
         self.wait()
         if not self._section.enable or step == self._saved:
             return
+        if self._group is None and several_ranks(None):
+            # Not before the first save: the limits of all groups are tightened after the first step.
+            self._group = dist.new_group(backend="gloo", timeout=PLANNING_TIMEOUT)
         path = self._folder / f"step-{step}"
         draft = Draft(path, dict(state), self._lock_text, self._run_id, mesh_of(tensors))
         planner = plan_of(tensors)
