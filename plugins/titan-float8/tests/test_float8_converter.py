@@ -155,6 +155,14 @@ def test_settings_that_do_not_go_together_are_refused(fields, key, message):
     assert message in problem.message + str(problem.hint)
 
 
+def test_a_model_that_float8_cannot_multiply_is_refused_before_it_is_built():
+    converters = "converters=[{type = 'float8_linear'}]"
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("llama3_debug", [converters, "model.dim=264", "model.n_heads=4"])
+    (problem,) = caught.value.problems
+    assert "model.dim = 264" in problem.message
+
+
 def test_a_good_one_is_bound():
     (config,) = recipe(enable_fsdp_float8_all_gather=True, skip=["output"]).recipe.converters
     assert config == Float8Linear(enable_fsdp_float8_all_gather=True, skip=["output"])

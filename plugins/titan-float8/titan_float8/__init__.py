@@ -34,6 +34,12 @@ class Float8Linear:
     no float8 (CPUs, and GPUs before compute capability 8.9)."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        width = getattr(recipe.model, "dim", None)
+        if isinstance(width, int) and width % 16:
+            yield (
+                "",
+                f"every linear layer has a side of model.dim = {width}, and float8 needs multiples of 16",
+            )
         if self.enable_fsdp_float8_all_gather and self.recipe != "tensorwise":
             yield (
                 "enable_fsdp_float8_all_gather",
