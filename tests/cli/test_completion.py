@@ -36,6 +36,7 @@ def completed(folder: Path, line: str) -> list[str]:
         ("titan train llama3_debug loss=cross_entropy_", {"loss=cross_entropy_full"}),
         ("titan train llama3_debug compile.enable = t", {"true"}),
         ("titan plugins tit", {"titan"}),
+        ("titan new-recipe mine.toml --from llama3_d", {"llama3_debug"}),
     ],
 )
 def test_words_are_completed(tmp_path: Path, line: str, expected: set[str]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from titancli.cli.completion import RecipeOrOverride
 from titancli.cli.failures import tell
 from titancli.cli.output import note
 from titancli.errors import EXIT_OK, EnvironmentProblem, TitanError, UsageError
@@ -20,7 +21,13 @@ SCHEMA_NAME = "titan.schema.json"
 
 @click.command("new-recipe", short_help="Write a recipe file to begin with.")
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--from", "base", metavar="RECIPE", help="Extend this recipe; its keys are listed as comments.")
+@click.option(
+    "--from",
+    "base",
+    type=RecipeOrOverride(),
+    metavar="RECIPE",
+    help="Extend this recipe; its keys are listed as comments.",
+)
 @click.option(
     "--from-torchtitan",
     "job",
