@@ -138,6 +138,16 @@ def test_its_state_goes_through_state_dict() -> None:
     assert all(torch.equal(p, o) for (_, p), (_, o) in zip(parameters, others, strict=True))
 
 
+def test_a_tied_model_needs_no_other_exclusions() -> None:
+    from titan_muon import Muon
+    from titan_muon.optimizer import build
+
+    shapes = {"tok_embeddings.weight": (5, 4), "layers.0.wq.weight": (4, 4), "norm.weight": (4,)}
+    parameters = [(name, nn.Parameter(torch.ones(shape))) for name, shape in shapes.items()]
+    groups = build(Muon(), named_parameters=parameters).param_groups
+    assert [len(group["params"]) for group in groups] == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("shapes", "exclude", "words"),
     [([(3,)], [], "no matrix for muon"), ([(4, 3)], ["wq"], "'wq' matches no parameter")],

@@ -13,6 +13,8 @@ from titancli import Component, Slot, component, hookimpl
 if TYPE_CHECKING:
     from titancli import Recipe
 
+EXCLUDED = ("tok_embeddings.weight", "output.weight")
+
 
 @component("optimizer", "muon", target="titan_muon.optimizer:build")
 class Muon:
@@ -33,7 +35,7 @@ class Muon:
     """Newton-Schulz iterations."""
     adjust_lr: Literal["original", "match_rms_adamw"] = "original"
     """Times the root of max(1, rows / columns), or to the size of AdamW's updates."""
-    exclude: list[str] = field(default_factory=lambda: ["tok_embeddings.weight", "output.weight"])
+    exclude: list[str] = field(default_factory=lambda: list(EXCLUDED))
     """Patterns of names of matrices that the other optimizer gets; their rows are no directions."""
     fallback: Annotated[Component, Slot("optimizer")] | None = None
     """The other optimizer, for vectors and for what is excluded; None: adamw as it is by default."""

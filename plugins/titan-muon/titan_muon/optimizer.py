@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_muon import Muon
+from titan_muon import EXCLUDED, Muon
 from titan_muon.sharded import ShardedMuon
 from titancli import TitanError
 from titancli.optimizers import AdamW
@@ -23,6 +23,8 @@ def build(config: Muon, *, named_parameters: list[tuple[str, nn.Parameter]]) -> 
         TitanError: a pattern of `exclude` matches nothing, or no matrix is left for Muon.
     """
     for pattern in config.exclude:
+        if pattern in EXCLUDED:  # by default; and a model with tied weights has no output.weight
+            continue
         if not any(fnmatchcase(name, pattern) for name, _ in named_parameters):
             raise TitanError(
                 f"optimizer.exclude: {pattern!r} matches no parameter",
