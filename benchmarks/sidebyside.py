@@ -11,6 +11,7 @@ which prepares everything, gives its step to `serve`, and may return numbers of 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -171,10 +172,8 @@ def machine(*packages: str) -> str:
 
 
 def _processor() -> str:
-    try:
+    with contextlib.suppress(OSError):  # Linux alone has it
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()
