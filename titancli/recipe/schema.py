@@ -120,6 +120,29 @@ class Mesh:
         return Degrees(**degrees, ep=self.ep)
 
 
+Schedule = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
+
+
+@section
+class Pipeline:
+    """How a model is cut into stages (mesh.pp), and the order in which they work."""
+
+    schedule: Schedule = "1F1B"
+    """The last five give each rank several stages; the last three split backward in two."""
+    microbatch_size: Annotated[int, Gt(0)] = 1
+    """Rows that pass through the stages together."""
+    layers_per_stage: Annotated[int, Gt(0)] | None = None
+    """Layers of one stage; None: as many as make one stage a rank, or two for the schedules of several."""
+    first_stage_less_layers: Annotated[int, Ge(0)] = 1
+    """By how many layers the first stage is lighter, for the embedding's sake."""
+    last_stage_less_layers: Annotated[int, Ge(0)] = 1
+    """By how many layers the last stage is lighter, for the output's sake."""
+    module_fqns_per_model_part: list[list[str]] | None = None
+    """The modules of every stage by name, instead: `[["tok_embeddings", "layers.0"], …]`."""
+
+
 @section
 class ActivationCheckpoint:
     """Which activations are recomputed in backward instead of kept."""
@@ -211,6 +234,7 @@ class Recipe:
     dataset: Annotated[Component, Slot("dataset")]
     converters: list[Annotated[Component, Slot("converter")]] = field(default_factory=list)
     mesh: Mesh = field(default_factory=Mesh)
+    pipeline: Pipeline = field(default_factory=Pipeline)
     parallelize: Annotated[Component, Slot("parallelize")]
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
