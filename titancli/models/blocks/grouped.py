@@ -1,0 +1,77 @@
+"""Products of groups of rows with one matrix each, as torch operators.
+
+torch's `grouped_mm` has no shapes for float32 on meta and fake tensors, so it cannot be traced, planned or
+counted there; its backward refuses gradients that are not contiguous. These operators call it, and have
+shapes for every dtype, gradients, and a count of their operations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grouped_mm
+from torch.utils.flop_counter import register_flop_formula
+
+
+@torch.library.custom_op("titancli::grouped_linear", mutates_args=())
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Each group of rows times its own matrix, as `linear` has it.
+
+    Args:
+        x: [N, in], group after group.
+        weight: [E, out, in].
+        ends: [E] int32, where each group ends in x; a group may be empty.
+
+    Returns:
+        [N, out].
+    """
+    if not len(x):  # an empty tensor may have strides that grouped_mm refuses
+        return x.new_empty(0, weight.shape[1])
+    return grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=ends)
+
+
+@torch.library.custom_op("titancli::grouped_outer", mutates_args=())
+def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """Each group's sum of outer products of its rows: [N, out], [N, in] -> [E, out, in]; 0 for empty ones."""
+    if not len(left):
+        return left.new_zeros(len(ends), left.shape[1], right.shape[1])
+    return grouped_mm(left.contiguous().t(), right.contiguous(), offs=ends)
+
+
+@grouped_linear.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@grouped_outer.register_fake
+def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x, weight, ends = ctx.saved_tensors
+    for_x, for_weight, _ = ctx.needs_input_grad
+    return (
+        grouped_linear(grad, weight.transpose(1, 2), ends) if for_x else None,
+        grouped_outer(grad, x, ends) if for_weight else None,
+        None,
+    )
+
+
+grouped_linear.register_autograd(_backward, setup_context=_keep)
+
+
+@register_flop_formula(torch.ops.titancli.grouped_linear)
+def _linear_flops(x: Any, weight: Any, ends: Any, *, out_shape: Any = None, **rest: Any) -> int:
+    return 2 * x[0] * weight[1] * weight[2]
+
+
+@register_flop_formula(torch.ops.titancli.grouped_outer)
+def _outer_flops(left: Any, right: Any, ends: Any, *, out_shape: Any = None, **rest: Any) -> int:
+    return 2 * left[0] * left[1] * right[1]

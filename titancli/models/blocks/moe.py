@@ -1,0 +1,212 @@
+"""Mixture of experts: a router, the experts it chooses from, and a bias that evens out its choices.
+
+Source: the sparsely gated layer (arXiv 1701.06538), shared experts and limited groups (DeepSeek-V2, arXiv
+2405.04434), balancing without a loss (arXiv 2408.15664). Single-device code: `Experts.forward` is where
+`titancli.parallel.expert` sends tokens to the ranks that have their experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from titancli.models.blocks.feed_forward import FeedForward
+from titancli.models.blocks.grouped import grouped_linear
+
+if TYPE_CHECKING:
+    from titancli.models.menu.moe import MoE as MoEConfig
+
+
+class Routes(NamedTuple):
+    """Where N tokens go."""
+
+    experts: Tensor
+    """[N, top_k] int64."""
+    scores: Tensor
+    """[N, top_k] fp32."""
+    counts: Tensor
+    """[E] int64: how many of them each expert gets."""
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token, and what each of them counts for."""
+
+    def __init__(self, dim: int, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.gate = nn.Linear(dim, config.num_experts, bias=config.gate_bias)
+        self.force_load_balance = False
+        """Whether experts are dealt out in turn, so that all get the same number: for measuring only."""
+
+    def forward(self, x: Tensor, expert_bias: Tensor | None) -> Routes:
+        """Routes of tokens [N, dim]; `expert_bias` [E] has a say in the choice, none in the scores."""
+        config = self.config
+        logits = self.gate(x).float()
+        scores = logits.softmax(-1) if config.score_func == "softmax" else logits.sigmoid()
+        experts = self._choose(scores.detach(), expert_bias)
+        chosen = scores.gather(1, experts)
+        if config.route_norm:
+            chosen = chosen / chosen.sum(-1, keepdim=True).clamp(min=1e-20)
+        flat = experts.flatten()
+        # Not bincount: that has no shape before it has run.
+        counts = flat.new_zeros(config.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+        return Routes(experts, chosen * config.route_scale, counts)
+
+    def _choose(self, scores: Tensor, expert_bias: Tensor | None) -> Tensor:
+        config = self.config
+        if self.force_load_balance:
+            slots = torch.arange(len(scores) * config.top_k, device=scores.device)
+            return (slots % config.num_experts).view(-1, config.top_k)
+        if expert_bias is not None:
+            scores = scores + expert_bias
+        if config.num_expert_groups is not None and config.num_limited_groups is not None:
+            grouped = scores.view(len(scores), config.num_expert_groups, -1)
+            best = grouped.topk(2, dim=-1).values.sum(-1).topk(config.num_limited_groups, dim=-1).indices
+            closed = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, False)
+            scores = grouped.masked_fill(closed[..., None], float("-inf")).flatten(1)
+        return scores.topk(config.top_k, dim=-1).indices
+
+
+class Experts(nn.Module):
+    """SwiGLU experts, their matrices stacked: `w2(silu(w1 x) * w3 x)`."""
+
+    def __init__(self, dim: int, hidden_dim: int, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
+        self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
+        self.w3 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """What the experts make of tokens.
+
+        Args:
+            x: [N, dim], all tokens of the first expert, then all of the second, …
+            counts: [E] integers, how many each expert has.
+
+        Returns:
+            [N, dim], in the same order.
+        """
+        return self.compute(x, counts, dict(self.named_parameters(recurse=False)))
+
+    def compute(self, x: Tensor, counts: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        """`forward` with the weights of some of the experts, by their names here; `counts` is of those."""
+        ends = counts.cumsum(0).int()
+        gate = grouped_linear(x, weights["w1"], ends)
+        up = grouped_linear(x, weights["w3"], ends)
+        return grouped_linear(silu(gate) * up, weights["w2"], ends)
+
+
+class MoE(nn.Module):
+    """A feed-forward layer of experts."""
+
+    expert_bias: Tensor | None
+
+    def __init__(
+        self,
+        dim: int,
+        config: MoEConfig,
+        experts: Callable[[int, int, int], Experts] = Experts,
+    ) -> None:
+        """`experts` makes them out of dim, hidden_dim and num_experts."""
+        super().__init__()
+        self.config = config
+        self.router = Router(dim, config)
+        self.experts = experts(dim, config.hidden_dim, config.num_experts)
+        shared = config.num_shared_experts
+        self.shared_experts = FeedForward(dim, shared * config.hidden_dim) if shared else None
+        balanced = config.load_balance_coeff is not None
+        # A buffer: it moves without gradients, and is no parameter that an optimizer might decay.
+        self.register_buffer("expert_bias", torch.zeros(config.num_experts) if balanced else None)
+        self.counts: Tensor | None = None
+        """[E] int64: tokens of each expert since `balance`; None where none were trained on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, dim] -> [B, S, dim]."""
+        tokens = x.flatten(0, -2)
+        routes = self.router(tokens, self.expert_bias)
+        self._count(routes)
+        out = self._routed(tokens, routes).view_as(x)
+        return out if self.shared_experts is None else out + self.shared_experts(x)
+
+    def _routed(self, tokens: Tensor, routes: Routes) -> Tensor:
+        top_k = self.config.top_k
+        order = routes.experts.flatten().argsort(stable=True)
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        scores = routes.scores.to(tokens.dtype)
+        visitors = Rearrange.apply(tokens, order, place, top_k)
+        if self.config.score_before_experts:
+            visitors = visitors * scores.flatten()[order][:, None]
+        out = self.experts(visitors, routes.counts)
+        by_token = Rearrange.apply(out, place, order, 1).view(len(tokens), top_k, -1)
+        if self.config.score_before_experts:
+            return by_token.sum(1)
+        return torch.bmm(scores[:, None], by_token)[:, 0]
+
+    def compile_in_place(self, compiled: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Let `compiled` make the costly parts faster. What is left orders tokens, and may send them away."""
+        self.router.forward = compiled(self.router.forward)  # type: ignore[method-assign]
+        self.experts.compute = compiled(self.experts.compute)  # type: ignore[method-assign]
+        if self.shared_experts is not None:
+            self.shared_experts.forward = compiled(self.shared_experts.forward)  # type: ignore[method-assign]
+
+    # ---------------------------------------------------------------------------------------- balancing
+
+    def _count(self, routes: Routes) -> None:
+        """Count the tokens when their gradient comes back: once also where forward is run again for it, and
+        never in an evaluation."""
+        counts = routes.counts  # alone: a hook that held the scores would keep them, and their graph, alive
+        if routes.scores.requires_grad:
+            routes.scores.register_hook(lambda _: self._add(counts))
+
+    def _add(self, counts: Tensor) -> None:
+        self.counts = counts.clone() if self.counts is None else self.counts.add_(counts)
+
+    @torch.no_grad()
+    def balance(self, counts: Tensor) -> None:
+        """Make experts that were chosen too often less likely, and the others more.
+
+        Args:
+            counts: [E], how many tokens each had in the step, on all ranks together.
+        """
+        if self.expert_bias is not None and self.config.load_balance_coeff is not None:
+            counts = counts.float()
+            self.expert_bias += self.config.load_balance_coeff * (counts.mean() - counts).sign()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """The bias stays fp32: its steps are too small for less."""
+        super()._apply(fn, recurse)
+        if self.expert_bias is not None:
+            self.expert_bias = self.expert_bias.float()
+        return self
+
+
+class Rearrange(torch.autograd.Function):
+    """Rows in another order, each `copies` times: [N, dim] -> [N · copies, dim].
+
+    Row i of the result is row `order[i] // copies`; `place` is the inverse of `order`. Both ways are plain
+    look-ups, so no two ranks or runs add up in another order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.copies = copies
+        return x.index_select(0, order if copies == 1 else order // copies)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (place,) = ctx.saved_tensors
+        back = grad.index_select(0, place)
+        if ctx.copies > 1:
+            back = back.view(-1, ctx.copies, back.shape[1]).sum(1)
+        return back, None, None, None
+
+
+def moe_layers(model: nn.Module) -> dict[str, MoE]:
+    """A model's mixture-of-experts layers by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}

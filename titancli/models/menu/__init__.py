@@ -1,0 +1,1 @@
+"""The families' configs: torch-free, and one file a family. `titancli.models` has them all by name."""

@@ -1,0 +1,64 @@
+"""What a mixture-of-experts layer is made of, as data. The fields are named as torchtitan's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt
+
+from titancli.registry.component import section
+
+
+@section
+class MoE:
+    """Experts of which each token visits a few, chosen by a router."""
+
+    num_experts: Annotated[int, Gt(0)] = 8
+    """Routed experts."""
+    top_k: Annotated[int, Gt(0)] = 1
+    """Experts that a token visits."""
+    hidden_dim: Annotated[int, Gt(0)]
+    """Width inside an expert."""
+    num_shared_experts: Annotated[int, Ge(0)] = 0
+    """Experts that every token visits, as one feed-forward of so many times the width."""
+    score_func: Literal["softmax", "sigmoid"] = "sigmoid"
+    """What makes scores of the router's outputs."""
+    route_norm: bool = False
+    """Whether the scores of the chosen experts are divided by their sum."""
+    route_scale: Annotated[float, Gt(0)] = 1.0
+    """What the scores are multiplied by in the end."""
+    score_before_experts: bool = True
+    """Whether scores multiply what goes into the experts, or what comes out of them."""
+    gate_bias: bool = False
+    """Whether the router's matrix has a bias."""
+    num_expert_groups: Annotated[int, Gt(0)] | None = None
+    """Groups that the experts are divided into; None: a token may choose any experts."""
+    num_limited_groups: Annotated[int, Gt(0)] | None = None
+    """Groups that a token may choose its experts from: those with the best two together."""
+    load_balance_coeff: Annotated[float, Gt(0)] | None = None
+    """Step of the bias that evens out how often experts are chosen, without a loss; None: no such bias."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Fields that do not fit each other, with what is wrong."""
+        if self.hidden_dim % 8:
+            yield "hidden_dim", f"hidden_dim {self.hidden_dim} is no multiple of 8, as grouped products need"
+        if self.top_k > self.num_experts:
+            yield "top_k", f"top_k {self.top_k} is more than num_experts {self.num_experts}"
+        groups, limited = self.num_expert_groups, self.num_limited_groups
+        if (groups is None) != (limited is None):
+            yield "num_expert_groups", "num_expert_groups and num_limited_groups go together"
+        elif groups is not None and limited is not None:
+            size = self.num_experts // groups
+            if self.num_experts % groups or size < 2:
+                yield (
+                    "num_expert_groups",
+                    f"num_experts {self.num_experts} cannot be divided into {groups} groups of two or more",
+                )
+            elif limited > groups:
+                yield "num_limited_groups", f"num_limited_groups {limited} is more than the {groups} groups"
+            elif limited * size < self.top_k:
+                yield (
+                    "num_limited_groups",
+                    f"{limited} groups have {limited * size} experts, fewer than top_k {self.top_k}",
+                )
