@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Gt
 
+from titancli.models.shape import Decoder, block, grouped_query, swiglu
 from titancli.registry.component import component, section
 
 if TYPE_CHECKING:
@@ -112,6 +113,13 @@ class Llama3:
         ),
     }
 
+    def shape(self) -> Decoder:
+        """The sizes of it all; see `titancli.models.shape`."""
+        head_dim = self.head_dim or self.dim // self.n_heads
+        attention = grouped_query(self.dim, self.n_heads, self.n_kv_heads or self.n_heads, head_dim)
+        one = block(self.dim, attention, swiglu(self.dim, self.hidden_dim))
+        return Decoder(self.dim, self.vocab_size, (one,) * self.n_layers, tied=self.tied)
+
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         kv_heads = self.n_kv_heads or self.n_heads
         if self.head_dim is None and self.dim % self.n_heads:
@@ -120,14 +128,6 @@ class Llama3:
             yield "head_dim", "rotary embedding needs an even head_dim"
         if self.n_heads % kv_heads:
             yield "n_kv_heads", f"n_heads {self.n_heads} is not divisible by n_kv_heads {kv_heads}"
-        tp, pp = recipe.mesh.tp, recipe.mesh.pp
-        if tp > 1 and (self.n_heads % tp or kv_heads % tp):
-            yield (
-                "n_heads",
-                f"n_heads {self.n_heads} and n_kv_heads {kv_heads} must be divisible by mesh.tp {tp}",
-            )
-        if pp > self.n_layers:
-            yield "n_layers", f"{pp} pipeline stages (mesh.pp) are more than {self.n_layers} layers"
         if recipe.training.seq_len > self.max_seq_len:
             yield (
                 "max_seq_len",
