@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from titancli import builtin
-from titancli.recipe.check import NOT_BUILT
 from titancli.recipe.hints import arms, bare, fields_of, recipe_slots
 from titancli.recipe.schema import Recipe
 from titancli.recipe.torchtitan.fields import FIELDS, Field
@@ -125,8 +124,6 @@ def _became(field: Field) -> str:
     if field.to is not None and not has_key(field.to):
         return f"none: {_cell(field.why)}"
     if field.to is not None:
-        if field.to.removeprefix("mesh.") in NOT_BUILT:
-            return f"`{field.to}`, once titan has {NOT_BUILT[field.to.removeprefix('mesh.')]}"
         default = ", always written: titan's default is another" if field.always else ""
         return f"`{field.to}`{default}"
     for name in (field.name, field.name.rpartition(".")[0], field.name.partition(".")[0]):

@@ -15,14 +15,6 @@ from titancli.recipe import load_recipe
 from titancli.registry.component import component
 
 
-@pytest.mark.parametrize("degree", ["pp", "cp", "tp", "ep"])
-@pytest.mark.parametrize("value", [2, -1])
-def test_a_degree_that_is_not_built_is_refused_by_name(problems, degree: str, value: int) -> None:
-    found = problems(BASE, f"mesh.{degree}={value}", "mesh.dp_shard=1")
-    assert [p.code for p in found] == ["check"]
-    assert f"({degree}) is not built yet" in found[0].message
-
-
 def test_a_run_shorter_than_the_default_warm_up_is_told_at_what_made_it_short(problem) -> None:
     text = BASE.replace("warmup_steps = 0", "")
     assert problem(text, "training.steps=5").location.source == "training.steps=5"
@@ -91,11 +83,11 @@ def test_what_just_fits_is_taken(load, overrides: list[str]) -> None:
 
 
 def test_all_checks_are_told_together_each_at_its_key(problems) -> None:
-    found = problems(BASE + "seq_len = 8192\n[mesh]\ntp = 2\npp = 2\n")
+    found = problems(BASE + "seq_len = 8191\n[mesh]\ntp = 2\nep = 2\n")
     assert [(p.location.line, p.message.partition(" ")[0]) for p in found] == [
         (4, "model.dim:"),
-        (20, "tensor"),
-        (21, "pipeline"),
+        (20, "mesh.tp"),
+        (21, "mesh.ep"),
     ]
 
 

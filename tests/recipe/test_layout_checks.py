@@ -1,23 +1,235 @@
-"""A layout that a model cannot be cut into is told with the degree, before anything is made."""
+"""A layout that a model cannot be cut into is told with degrees that fit, before anything is made."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from titancli.errors import RecipeError
-from titancli.recipe import load_recipe
+from tests.recipe.components import TARGET, registry_of
+from titancli.errors import Problem, RecipeError
+from titancli.launchers.fit import check_world
+from titancli.recipe import Loaded, load_recipe
+from titancli.recipe.fitting import near
+from titancli.registry.component import Component, component
+
+
+@component("model", "decoder_of_any_size", target=TARGET)
+class Sizes:
+    n_layers: int = 8
+    n_heads: int = 32
+    n_kv_heads: int = 8
+    hidden_dim: int = 96
+    vocab_size: int = 384
+    tied: bool = False
+    n_experts: int | None = None
+
+
+@component("parallelize", "plan", target=TARGET)
+class Plan:
+    reshard_after_forward: str = "default"
+    context_parallel: str = "allgather"
+
+
+RECIPE = """\
+[model]
+type = "decoder_of_any_size"
+[tokenizer]
+type = "chars"
+[dataset]
+type = "lines"
+[parallelize]
+type = "plan"
+[lr_scheduler]
+warmup_steps = 0
+[mesh]
+dp_shard = 2
+[training]
+steps = 9
+seq_len = 256
+"""
+
+
+@pytest.fixture
+def loaded(tmp_path: Any) -> Any:
+    def load(*overrides: str) -> Loaded:
+        (tmp_path / "r.toml").write_text(RECIPE)
+        registry = registry_of(("sizes", Sizes), ("sizes", Plan))
+        return load_recipe(tmp_path / "r.toml", overrides, registry=registry)
+
+    return load
+
+
+@pytest.fixture
+def told(loaded: Any) -> Any:
+    def problems(*overrides: str) -> list[Problem]:
+        with pytest.raises(RecipeError) as caught:
+            loaded(*overrides)
+        assert all(problem.location for problem in caught.value.problems)
+        return caught.value.problems
+
+    return problems
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("overrides", "message", "hint"),
     [
-        ("mesh.tp=3", "n_heads 16 and n_kv_heads 16 must be divisible by mesh.tp 3"),
-        ("mesh.pp=7", "7 pipeline stages (mesh.pp) are more than 6 layers"),
-        ("mesh.cp=3", "rows of training.seq_len 256 cannot be cut into 3 (mesh.cp)"),
+        (
+            ["mesh.tp=3"],
+            "mesh.tp = 3 does not divide n_heads 32 and n_kv_heads 8 and training.seq_len 256",
+            "1, 2, 4 or 8 can",
+        ),
+        (["mesh.tp=16"], "mesh.tp = 16 does not divide n_kv_heads 8", "1, 2, 4 or 8 can"),
+        (["mesh.tp=2", "model.hidden_dim=97"], "does not divide hidden_dim 97", "1 can"),
+        (["mesh.tp=4", "model.vocab_size=386"], "does not divide vocab_size 386", "1 or 2 can"),
+        (
+            ["mesh.tp=4", "mesh.cp=4", "training.seq_len=40"],
+            "mesh.tp = 4 does not divide training.seq_len / mesh.cp 10",
+            "1 or 2 can",
+        ),
+        (["mesh.cp=3"], "mesh.cp = 3 does not divide half of training.seq_len 128", "1, 2, 4 or 8 can"),
+        (["mesh.cp=2", "training.seq_len=33"], "mesh.cp needs an even training.seq_len, not 33", None),
+        (
+            ["mesh.cp=8", "mesh.tp=2", "parallelize.context_parallel=ulysses"],
+            "mesh.cp = 8 does not divide n_kv_heads / mesh.tp 4",
+            "1, 2 or 4 can",
+        ),
+        (["mesh.ep=2"], "mesh.ep = 2: the model has no experts", "write ep = 1"),
+        (["mesh.ep=3", "model.n_experts=8"], "mesh.ep = 3 does not divide n_experts 8", "1 or 2 can"),
+        (
+            ["mesh.ep=8", "model.n_experts=8", "mesh.tp=2"],
+            "mesh.ep = 8 does not divide the ranks that it takes its own from, dp_shard 2 x cp 1 x tp 2 = 4",
+            "1, 2 or 4 can",
+        ),
+        (["mesh.pp=16"], "8 layers cannot fill 16 stages", "10 at most"),
+        (["mesh.pp=2", "model.tied=true"], "tied weights cannot be cut into pipeline stages", "write pp = 1"),
+        (
+            ["mesh.pp=2", "pipeline.layers_per_stage=1"],
+            "10 stages are not what 1F1B runs on 2 pipeline ranks",
+            "make 2 stages",
+        ),
+        (
+            ["mesh.pp=2", "pipeline.microbatch_size=3"],
+            "pipeline.microbatch_size = 3 does not divide a rank's 8 rows",
+            "1, 2, 4 or 8 can",
+        ),
+        (
+            ["mesh.pp=4", "training.local_batch_size=3"],
+            "1F1B over 4 stages needs 4 micro-batches or more, not 3",
+            "more rows",
+        ),
+        (
+            ["mesh.pp=4", "training.local_batch_size=11", "pipeline.schedule=Interleaved1F1B"],
+            "runs rounds of equal length; 11 micro-batches make none",
+            "10 or 12 micro-batches fit",
+        ),
+        (
+            ["mesh.pp=2", "pipeline.schedule=DualPipeV", "parallelize.reshard_after_forward=always"],
+            "DualPipeV would lose gradients of parameters that are freed after forward",
+            'write "default" or "never"',
+        ),
+        (
+            ["mesh.pp=2", "pipeline.schedule=ZBVZeroBubble", "compile.enable=true"],
+            "which compiled blocks cannot",
+            "GPipe, 1F1B, Interleaved1F1B, LoopedBFS",
+        ),
+        (
+            ["mesh.pp=2", 'pipeline.module_fqns_per_model_part=[["tok_embeddings"], ["norm", "output"]]'],
+            "no part has layers.0, layers.1, layers.2, layers.3, layers.4 and 3 more",
+            "every module belongs to one part",
+        ),
     ],
 )
-def test_a_degree_that_does_not_divide_is_told(override: str, said: str) -> None:
+def test_what_does_not_fit_is_told_with_what_does(
+    told: Any, overrides: list[str], message: str, hint: str | None
+) -> None:
+    (problem,) = told(*overrides)
+    assert message in problem.message
+    assert (problem.hint is None) if hint is None else hint in problem.hint
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["mesh.tp=8", "mesh.cp=4", "mesh.pp=2"],
+        ["mesh.cp=2", "mesh.tp=4", "parallelize.context_parallel=ulysses", "training.seq_len=264"],
+        ["mesh.ep=4", "mesh.tp=2", "model.n_experts=8"],
+        ["mesh.pp=4", "pipeline.schedule=GPipe", "training.local_batch_size=1"],
+        ["mesh.pp=2", "pipeline.schedule=DualPipeV", "parallelize.reshard_after_forward=never"],
+        ["mesh.pp=2", "compile.enable=true"],
+        ["model.tied=true", "mesh.tp=2"],
+        ["mesh.pp=2", "training.global_batch_size=16", "training.local_batch_size=1"],
+    ],
+)
+def test_what_just_fits_is_taken(loaded: Any, overrides: list[str]) -> None:
+    loaded(*overrides)
+
+
+def test_all_degrees_are_told_at_once(told: Any) -> None:
+    found = told("mesh.tp=3", "mesh.cp=5", "mesh.ep=2", "mesh.pp=16")
+    assert [problem.message.partition(" ")[0] for problem in found] == ["mesh.tp", "mesh.cp", "mesh.ep", "8"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "message"),
+    [
+        (["mesh.tp=-1", "mesh.dp_shard=1"], 3, "mesh.tp = 3 does not divide n_heads 32"),
+        (["mesh.cp=-1", "mesh.dp_shard=1"], 3, "mesh.cp = 3 does not divide half of training.seq_len"),
+        (["mesh.pp=-1", "mesh.dp_shard=1"], 16, "8 layers cannot fill 16 stages"),
+        (["mesh.dp_shard=-1", "mesh.ep=4", "model.n_experts=8"], 6, "takes its own from, dp_shard 6"),
+        (
+            ["mesh.dp_shard=-1", "mesh.pp=4", "training.local_batch_size=1", "training.global_batch_size=12"],
+            16,
+            "1F1B over 4 stages needs 4 micro-batches or more, not 3",
+        ),
+    ],
+)
+def test_a_free_degree_is_checked_once_the_ranks_are_known(
+    loaded: Any, overrides: list[str], world: int, message: str
+) -> None:
+    recipe = loaded(*overrides)
     with pytest.raises(RecipeError) as caught:
-        load_recipe("llama3_debug", [override])
-    assert any(said in problem.message for problem in caught.value.problems)
-    assert all(problem.location for problem in caught.value.problems)
+        check_world(recipe, world)
+    (problem,) = caught.value.problems
+    assert message in problem.message and problem.location
+
+
+def test_the_checks_of_components_see_the_degrees_too(tmp_path: Any) -> None:
+    @component("model", "picky", target=TARGET)
+    class Picky:
+        def check(self, recipe: Component) -> Any:
+            if recipe.mesh.tp > 2:
+                yield "", f"no more than 2, not {recipe.mesh.tp}"
+
+    (tmp_path / "r.toml").write_text(RECIPE.replace("decoder_of_any_size", "picky"))
+    registry = registry_of(("sizes", Picky), ("sizes", Plan))
+    recipe = load_recipe(tmp_path / "r.toml", ["mesh.tp=-1"], registry=registry)
+    check_world(recipe, 4)
+    with pytest.raises(RecipeError, match="no more than 2, not 4"):
+        check_world(recipe, 8)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "hint"),
+    [
+        (["mesh.dp_shard=4", "mesh.tp=4"], 8, "start 16 ranks, or write mesh.dp_shard = 2"),
+        (
+            ["mesh.dp_shard=-1", "mesh.tp=8", "mesh.pp=2"],
+            24,
+            "start a multiple of 16 ranks, or write mesh.pp = 1 or 3",
+        ),
+        (["mesh.dp_shard=1", "mesh.tp=1"], 8, "start 1 ranks, or write one degree = -1"),
+    ],
+)
+def test_degrees_that_do_not_make_the_ranks_come_with_some_that_do(
+    loaded: Any, overrides: list[str], world: int, hint: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        check_world(loaded(*overrides), world)
+    assert caught.value.problems[0].hint == hint
+
+
+def test_numbers_near_a_wrong_one() -> None:
+    assert near(3, [1, 2, 4]) == "1, 2 or 4"
+    assert near(9, [1, 2, 4, 8, 16, 32, 64]) == "4, 8, 16 or 32"
+    assert near(9, [1]) == "1"

@@ -11,7 +11,8 @@ from typing import Any
 
 from titancli.errors import Problem, RecipeError
 from titancli.recipe import Loaded
-from titancli.recipe.check import components
+from titancli.recipe.check import component_checks, components
+from titancli.recipe.layout import check_layout, on
 from titancli.recipe.schema import Degrees
 from titancli.recipe.tree import dotted
 from titancli.registry.component import component_info
@@ -29,20 +30,20 @@ def check_world(loaded: Loaded, world: int) -> tuple[Degrees, int]:
     """The mesh on this many ranks, and the micro-batches of a step.
 
     Raises:
-        RecipeError: the degrees or the batch do not fit the ranks.
+        RecipeError: the degrees or the batch do not fit the ranks, or the model the degrees.
     """
+    recipe = loaded.recipe
     try:
-        degrees = loaded.recipe.degrees(world)
+        degrees = recipe.degrees(world)
     except RecipeError as error:
-        written = [
-            key for key in loaded.origins if key.startswith("mesh.") and loaded.origins[key].location()
-        ]
-        raise _problem(loaded, written[-1] if written else "mesh", error.message, error.hint) from error
-    try:
-        return degrees, loaded.recipe.accumulation(degrees)
-    except RecipeError as error:
-        key = "training.global_batch_size"
-        raise _problem(loaded, key, error.message, error.problems[0].hint) from error
+        raise _problem(loaded, "mesh", error.message, error.hint) from error
+    known = on(recipe, degrees)
+    found = [*check_layout(known), *component_checks(known)]
+    if found:
+        raise RecipeError(
+            [p for path, words, hint in found for p in _problem(loaded, dotted(path), words, hint).problems]
+        )
+    return degrees, recipe.accumulation(degrees)
 
 
 def check_devices(loaded: Loaded, gpus: int) -> None:
@@ -98,6 +99,10 @@ def _sizes(folder: Path) -> dict[str, Any]:
 
 
 def _problem(loaded: Loaded, key: str, message: str, hint: str | None) -> RecipeError:
-    """The error at the line of a key, where the recipe has it."""
-    origin = loaded.origins.get(key)
-    return RecipeError([Problem("check", message, origin.location() if origin else None, hint)])
+    """The error at the line of a key, or else of what is written beside it, or of the degrees."""
+    sections = (f"{key.partition('.')[0]}.", "mesh.")
+    beside = [
+        other for section in sections for other in reversed(loaded.origins) if other.startswith(section)
+    ]
+    places = (loaded.origins[k].location() for k in (key, *beside) if k in loaded.origins)
+    return RecipeError([Problem("check", message, next(filter(None, places), None), hint)])

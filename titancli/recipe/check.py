@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from titancli.errors import PluginError, RecipeError, TitanError
+from titancli.errors import PluginError, TitanError
 from titancli.recipe.env import check_env
+from titancli.recipe.layout import Finding, check_layout
 from titancli.recipe.problems import Problems
 from titancli.recipe.scan import KeyPath, match_key
-from titancli.recipe.schema import Degrees, Recipe
+from titancli.recipe.schema import Recipe
 from titancli.recipe.tree import Node, dotted
 
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
-
-NOT_BUILT = {
-    "pp": "pipeline parallelism",
-    "cp": "context parallelism",
-    "tp": "tensor parallelism",
-    "ep": "expert parallelism",
-}
-"""Degrees of the mesh that no layout of this version uses."""
 
 
 def check_recipe(recipe: Recipe, root: Node, registry: Registry, problems: Problems) -> None:
@@ -33,7 +25,7 @@ def check_recipe(recipe: Recipe, root: Node, registry: Registry, problems: Probl
     Raises:
         PluginError: a check of a component or of a plugin that the recipe uses is broken.
     """
-    found = [*_core_checks(recipe, root), *_component_checks(recipe)]
+    found = [*_core_checks(recipe, root), *component_checks(recipe)]
     for path, message, hint in found:
         _add(problems, root, path, message, hint)
     for path, message, hint in check_env(recipe.env):
@@ -42,39 +34,24 @@ def check_recipe(recipe: Recipe, root: Node, registry: Registry, problems: Probl
         _add(problems, root, _path(key), message, None)
 
 
-def _core_checks(recipe: Recipe, root: Node) -> Iterator[tuple[KeyPath, str, str | None]]:
+def _core_checks(recipe: Recipe, root: Node) -> Iterator[Finding]:
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", recipe.name, re.ASCII):
         message = f"name {recipe.name!r} cannot begin the name of a run folder"
         yield ("name",), message, "use letters, digits, '_', '-' and '.', beginning with a letter or digit"
-    option = recipe.activation_checkpoint.selective_ac_option
-    if option != "op" and not re.fullmatch(r"[1-9]\d*", option):
-        message = f"selective_ac_option must be 'op' or the text of a number of layers, not {option!r}"
-        yield ("activation_checkpoint", "selective_ac_option"), message, None
-    yield from _mesh(recipe)
+    yield from _activation_checkpoint(recipe)
+    yield from check_layout(recipe)
     yield from _schedule(recipe, root)
 
 
-def _mesh(recipe: Recipe) -> Iterator[tuple[KeyPath, str, str | None]]:
-    mesh = recipe.mesh
-    free = [f.name for f in dataclasses.fields(mesh) if getattr(mesh, f.name) == -1]
-    for name, words in NOT_BUILT.items():
-        if getattr(mesh, name) != 1:
-            yield ("mesh", name), f"{words} ({name}) is not built yet", f"write {name} = 1"
-    if mesh.cp > 1 and recipe.training.seq_len % mesh.cp:
-        message = f"rows of training.seq_len {recipe.training.seq_len} cannot be cut into {mesh.cp} (mesh.cp)"
-        yield ("mesh", "cp"), message, None
-    if len(free) > 1:
-        yield ("mesh", free[-1]), f"only one degree may be -1, not {' and '.join(free)}", None
-        return
-    # A free degree may become any number; the batch must divide by what is known at least.
-    known = [degree for degree in (mesh.dp_replicate, mesh.dp_shard) if degree != -1]
-    try:
-        recipe.accumulation(Degrees(dp_shard=math.prod(known)))
-    except RecipeError as error:
-        yield ("training", "global_batch_size"), error.message, error.problems[0].hint
+def _activation_checkpoint(recipe: Recipe) -> Iterator[Finding]:
+    section = recipe.activation_checkpoint
+    option = section.selective_ac_option
+    if option != "op" and not re.fullmatch(r"[1-9]\d*", option):
+        message = f"selective_ac_option must be 'op' or the text of a number of layers, not {option!r}"
+        yield ("activation_checkpoint", "selective_ac_option"), message, None
 
 
-def _schedule(recipe: Recipe, root: Node) -> Iterator[tuple[KeyPath, str, str | None]]:
+def _schedule(recipe: Recipe, root: Node) -> Iterator[Finding]:
     schedule = recipe.lr_scheduler
     of = "training.steps" if schedule.total_steps is None else "lr_scheduler.total_steps"
     total = schedule.total_steps or recipe.training.steps
@@ -94,7 +71,7 @@ def _schedule(recipe: Recipe, root: Node) -> Iterator[tuple[KeyPath, str, str | 
             yield ("lr_scheduler", "decay_ratio"), message, hint
 
 
-def _component_checks(recipe: Recipe) -> Iterator[tuple[KeyPath, str, None]]:
+def component_checks(recipe: Recipe) -> Iterator[Finding]:
     """What the configs' own `check(recipe)` methods say."""
     for path, config in components(recipe):
         check = getattr(config, "check", None)

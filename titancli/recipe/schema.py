@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le
 
 from titancli.errors import RecipeError
+from titancli.recipe.fitting import nearest_degrees
 from titancli.registry.component import Component, Slot, section
 
 
@@ -91,7 +92,7 @@ class Mesh:
     """Ranks that a row is cut over."""
     tp: Degree = 1
     """Ranks that a layer's matrices are cut over."""
-    ep: Degree = 1
+    ep: Annotated[int, Ge(1)] = 1
     """Ranks that experts are spread over; taken from dp_shard * cp * tp."""
 
     def resolve(self, world: int) -> Degrees:
@@ -109,11 +110,11 @@ class Mesh:
         for degree in degrees.values():
             fixed *= 1 if degree == -1 else degree
         if world % fixed or (not free and fixed != world):
+            start = f"start a multiple of {fixed} ranks" if free else f"start {fixed} ranks"
+            other = nearest_degrees(degrees, world) or (None if free else "one degree = -1")
             raise RecipeError(
                 f"mesh: {text} does not make {world} rank{'s' if world > 1 else ''}",
-                hint=f"start a multiple of {fixed} ranks"
-                if free
-                else f"start {fixed} ranks, or set one to -1",
+                hint=f"{start}, or write {other}" if other else start,
             )
         if free:
             degrees[free[0]] = world // fixed

@@ -14,7 +14,6 @@ from tests.recipe.torchtitan import jobs
 from tests.recipe.torchtitan.reference import FIELDS
 from titancli.errors import RecipeError
 from titancli.recipe import Loaded, load_recipe
-from titancli.recipe.check import NOT_BUILT
 from titancli.recipe.requires import install_command
 from titancli.recipe.torchtitan import Translation, translate
 from titancli.recipe.torchtitan import fields as ours
@@ -136,7 +135,7 @@ def test_a_model_that_is_not_installed_is_a_reason_and_the_rest_is_translated(
     with pytest.raises(RecipeError) as caught:
         load(text)
     assert [problem.code for problem in caught.value.problems] == ["unknown-component"]
-    recipe = load(text, "model=llama3", "model.flavor=debugmodel").recipe
+    recipe = load(text, "model=llama3", "model.flavor=debugmodel", "mesh.ep=1").recipe
     assert recipe.training.steps == tomli.loads(text)["training"]["steps"]
 
 
@@ -240,16 +239,17 @@ def test_what_cannot_be_carried_has_a_reason(told: Told, text: str, name: str, w
     assert words in reason
 
 
-@pytest.mark.parametrize(
-    ("degree", "name"), [("tp", "tensor"), ("pp", "pipeline"), ("cp", "context"), ("ep", "expert")]
-)
-def test_a_degree_is_carried_once_it_is_built(told: Told, degree: str, name: str) -> None:
-    field = f"parallelism.{name}_parallel_degree"
-    found, data = told(job_with(field, 2))
-    if degree in NOT_BUILT:
-        assert "is not built yet" in next(remark.text for remark in found.lost if remark.name == field)
-    else:
-        assert data["mesh"][degree] == 2
+@pytest.mark.parametrize(("degree", "name"), [("tp", "tensor"), ("pp", "pipeline"), ("cp", "context")])
+def test_a_degree_is_carried(told: Told, degree: str, name: str) -> None:
+    _, data = told(job_with(f"parallelism.{name}_parallel_degree", 2))
+    assert data["mesh"][degree] == 2
+
+
+def test_experts_are_spread_where_a_model_has_some(told: Told) -> None:
+    found, data = told(jobs.DEEPSEEK)
+    assert data["mesh"]["ep"] == 8
+    found, data = told(job_with("parallelism.expert_parallel_degree", 2))
+    assert data["mesh"]["ep"] == 1 and "parallelism.expert_parallel_degree" in names(found.lost)
 
 
 def test_weights_of_hugging_face_are_carried(load: Callable[..., Loaded]) -> None:

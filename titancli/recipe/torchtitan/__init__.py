@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titancli.errors import RecipeError
-from titancli.recipe.check import NOT_BUILT
 from titancli.recipe.problems import Problems
 from titancli.recipe.read import read_file
 from titancli.recipe.schema import Recipe
@@ -89,17 +88,13 @@ def _field(job: Job, field: Field) -> None:
 
 def _carry(job: Job, field: Field, entry: Entry | None) -> None:
     key = str(field.to)
-    section, _, degree = key.partition(".")
     if entry is None:
         if field.always:
             job.put(key, field.default)
-    elif entry.value == field.default and (not has_key(key) or degree in NOT_BUILT):
+    elif entry.value == field.default and not has_key(key):
         job.ignore(field.name)
     elif not has_key(key):
         job.lose(field.name, field.why or f"this titan has no {key}")
-    elif section == "mesh" and degree in NOT_BUILT:
-        ranks = "its ranks become data-parallel ones, so mind training.global_batch_size"
-        job.lose(field.name, f"{NOT_BUILT[degree]} is not built yet; {ranks}")
     elif _overruled(job, key):
         job.take(field.name)
     else:

@@ -145,6 +145,17 @@ def schedule(job: Job, registry: Registry) -> None:
         job.put("lr_scheduler.decay_ratio", ratio, "lr_scheduler.decay_ratio")
 
 
+def experts(job: Job, registry: Registry) -> None:
+    name = "parallelism.expert_parallel_degree"
+    model = job.recipe["model"]
+    config = _installed(registry, "model", model["type"])
+    if job.value(name) > 1 and config is not None:
+        flavor = getattr(config, "flavors", {}).get(model["flavor"], {})
+        if not any(key in flavor for key in ("moe", "n_experts")):
+            job.put("mesh.ep", 1)
+            job.lose(name, "the model has no experts, and torchtitan pays no heed to it either")
+
+
 def batch(job: Job, registry: Registry) -> None:
     total = job.value("training.global_batch_size")
     if total > 0:
@@ -314,6 +325,7 @@ PARTS: list[Callable[[Job, Any], None]] = [
     converters,
     optimizer,
     schedule,
+    experts,
     batch,
     weights,
     activation_checkpoint,

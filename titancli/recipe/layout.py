@@ -1,0 +1,159 @@
+"""What is wrong with the degrees of a recipe: one answer for `validate`, `plan` and `train`. Torch-free.
+
+A degree of -1 is not known until the ranks are: what depends on it is told once a recipe is `on` some ranks.
+Of a model those sizes are read that its config names as every decoder does: `n_layers`, `n_heads`,
+`n_kv_heads`, `hidden_dim`, `vocab_size`, `n_experts`, and `tied`. What a config does not have is not checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from titancli.errors import RecipeError
+from titancli.recipe.fitting import divisors, near
+from titancli.recipe.scan import KeyPath
+from titancli.recipe.schema import Degrees, Mesh, Recipe
+from titancli.recipe.stages import AFTER, BEFORE, SCHEDULES, StageError, check_microbatches, cut
+
+Finding = tuple[KeyPath, str, str | None]
+"""Where, what is wrong, and what to write instead."""
+
+
+def on(recipe: Recipe, degrees: Degrees) -> Recipe:
+    """The recipe with every degree known."""
+    return dataclasses.replace(recipe, mesh=Mesh(**dataclasses.asdict(degrees)))
+
+
+def check_layout(recipe: Recipe) -> Iterator[Finding]:
+    """Everything that is wrong, as far as the degrees are known."""
+    mesh = recipe.mesh
+    free = [f.name for f in dataclasses.fields(mesh) if getattr(mesh, f.name) == -1]
+    if len(free) > 1:
+        yield ("mesh", free[-1]), f"only one degree may be -1, not {' and '.join(free)}", None
+    else:
+        yield from _batch(recipe)
+    yield from _tensor(recipe)
+    yield from _context(recipe)
+    yield from _experts(recipe)
+    if mesh.pp > 1:
+        yield from _pipeline(recipe)
+        yield from _beside_a_pipeline(recipe)
+
+
+def _batch(recipe: Recipe) -> Iterator[Finding]:
+    # A free degree may become any number; the batch must divide by what is known at least.
+    known = [degree for degree in (recipe.mesh.dp_replicate, recipe.mesh.dp_shard) if degree != -1]
+    try:
+        recipe.accumulation(Degrees(dp_shard=math.prod(known)))
+    except RecipeError as error:
+        yield ("training", "global_batch_size"), error.message, error.problems[0].hint
+
+
+def _tensor(recipe: Recipe) -> Iterator[Finding]:
+    names = ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
+    sizes = {name: size for name in names if isinstance(size := getattr(recipe.model, name, None), int)}
+    cp, seq_len = recipe.mesh.cp, recipe.training.seq_len
+    if cp != -1 and seq_len % cp == 0:  # sequence parallel: between the blocks a row is cut over the ranks
+        sizes["training.seq_len" if cp == 1 else "training.seq_len / mesh.cp"] = seq_len // cp
+    yield from _divides(recipe, "tp", sizes)
+
+
+def _context(recipe: Recipe) -> Iterator[Finding]:
+    how = getattr(recipe.parallelize, "context_parallel", None)
+    tp = max(recipe.mesh.tp, 1)
+    seq_len = recipe.training.seq_len
+    if how != "ulysses":
+        # Each rank has a piece from the front and one from the back of a row, so that causal work is even.
+        if seq_len % 2:
+            if recipe.mesh.cp > 1:
+                yield ("training", "seq_len"), f"mesh.cp needs an even training.seq_len, not {seq_len}", None
+            return
+        yield from _divides(recipe, "cp", {"half of training.seq_len": seq_len // 2})
+        return
+    sizes = {"training.seq_len": seq_len}
+    for name in ("n_heads", "n_kv_heads"):
+        heads = getattr(recipe.model, name, None)
+        if isinstance(heads, int) and heads % tp == 0:
+            sizes[name if tp == 1 else f"{name} / mesh.tp"] = heads // tp
+    yield from _divides(recipe, "cp", sizes)
+
+
+def _divides(recipe: Recipe, name: str, sizes: dict[str, int]) -> Iterator[Finding]:
+    degree = getattr(recipe.mesh, name)
+    wrong = [f"{what} {size}" for what, size in sizes.items() if size % degree]
+    if degree > 1 and wrong:
+        message = f"mesh.{name} = {degree} does not divide {' and '.join(wrong)}"
+        yield ("mesh", name), message, f"{near(degree, divisors(*sizes.values()))} can"
+
+
+def _experts(recipe: Recipe) -> Iterator[Finding]:
+    mesh = recipe.mesh
+    experts = getattr(recipe.model, "n_experts", None)
+    if mesh.ep > 1 and experts is None:
+        yield ("mesh", "ep"), f"mesh.ep = {mesh.ep}: the model has no experts", "write ep = 1"
+        return
+    sizes = {} if experts is None else {"n_experts": experts}
+    among = {name: getattr(mesh, name) for name in ("dp_shard", "cp", "tp")}
+    if -1 not in among.values():
+        product = " x ".join(f"{name} {degree}" for name, degree in among.items())
+        sizes[f"the ranks that it takes its own from, {product} ="] = math.prod(among.values())
+    yield from _divides(recipe, "ep", sizes)
+
+
+def _pipeline(recipe: Recipe) -> Iterator[Finding]:
+    n_layers = getattr(recipe.model, "n_layers", None)
+    before, after = getattr(recipe.model, "stage_ends", (BEFORE, AFTER))
+    section, pp = recipe.pipeline, recipe.mesh.pp
+    stages = None
+    try:
+        if n_layers is not None:
+            stages = len(cut(section, pp, n_layers, before=before, after=after))
+    except StageError as error:
+        yield _at(error)
+    rows = _rows(recipe)
+    if rows is None:
+        return
+    if rows % section.microbatch_size:
+        fitting = near(section.microbatch_size, divisors(rows))
+        message = f"pipeline.microbatch_size = {section.microbatch_size} does not divide a rank's {rows} rows"
+        yield ("pipeline", "microbatch_size"), message, f"{fitting} can"
+    elif stages is not None:
+        try:
+            check_microbatches(section.schedule, pp, stages, rows // section.microbatch_size)
+        except StageError as error:
+            yield _at(error)
+
+
+def _rows(recipe: Recipe) -> int | None:
+    """What a rank feeds to the pipeline in one step; None while that is not known, or does not fit."""
+    mesh, training = recipe.mesh, recipe.training
+    if training.global_batch_size is None:
+        return training.local_batch_size
+    if -1 in (mesh.dp_replicate, mesh.dp_shard):
+        return None
+    rows, rest = divmod(training.global_batch_size, mesh.dp_replicate * mesh.dp_shard)
+    return None if rest or rows % training.local_batch_size else rows
+
+
+def _beside_a_pipeline(recipe: Recipe) -> Iterator[Finding]:
+    """What does not go together with stages, or with the schedule."""
+    if getattr(recipe.model, "tied", False):
+        message = "tied weights cannot be cut into pipeline stages: the first and the last would share one"
+        yield ("mesh", "pp"), message, "write pp = 1, or model.tied = false"
+    schedule = recipe.pipeline.schedule
+    if not SCHEDULES[schedule].splits_backward:
+        return
+    if getattr(recipe.parallelize, "reshard_after_forward", None) == "always":
+        message = f"{schedule} would lose gradients of parameters that are freed after forward"
+        yield ("parallelize", "reshard_after_forward"), message, 'write "default" or "never"'
+    if recipe.compile.enable:
+        message = f"{schedule} makes gradients of inputs and of weights apart, which compiled blocks cannot"
+        others = [name for name, kind in SCHEDULES.items() if not kind.splits_backward]
+        yield ("compile", "enable"), message, f"write false, or take {', '.join(others)}"
+
+
+def _at(error: StageError) -> Finding:
+    section, _, key = error.key.partition(".")
+    return (section, key), error.message, error.hint
