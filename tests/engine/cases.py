@@ -14,11 +14,19 @@ from titancli.losses import CrossEntropy
 from titancli.models import Llama3
 from titancli.optimizers import AdamW
 from titancli.parallel import Decoder
-from titancli.recipe.schema import ActivationCheckpoint, Compile, LRScheduler, Mesh, Recipe, Training
+from titancli.recipe.schema import (
+    ActivationCheckpoint,
+    Compile,
+    LRScheduler,
+    Mesh,
+    Pipeline,
+    Recipe,
+    Training,
+)
 
 ROWS, LENGTH, VOCABULARY = 8, 16, 64
 MODEL: dict[str, Any] = dict(
-    dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=VOCABULARY
+    dim=32, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=VOCABULARY
 )
 
 
@@ -33,12 +41,17 @@ class Layout:
     dtype: str = "float32"
     reshard: str = "default"
     loss: Any = CrossEntropy()  # noqa: RUF009 - a frozen config
+    pipeline: dict[str, Any] = field(default_factory=dict)
+    context_parallel: str = "allgather"
+    model: dict[str, Any] = field(default_factory=dict)
+    """Other sizes than MODEL's."""
+    converters: list[Any] = field(default_factory=list)
+    documents: bool = False
+    """Whether rows hold several documents that do not see each other."""
 
 
 def recipe(layout: Layout, **training: Any) -> Recipe:
-    dp = 1
-    for degree in layout.mesh.values():
-        dp *= max(degree, 1)
+    dp = layout.mesh.get("dp_replicate", 1) * layout.mesh.get("dp_shard", 1)
     settings = dict(
         steps=10,
         seq_len=LENGTH,
@@ -50,11 +63,13 @@ def recipe(layout: Layout, **training: Any) -> Recipe:
         max_norm=0.5,
     )
     return Recipe(
-        model=Llama3(**MODEL, tied=layout.tied),
+        model=Llama3(**{**MODEL, **layout.model}, tied=layout.tied),
         tokenizer=None,
         dataset=None,
-        mesh=Mesh(**layout.mesh),
-        parallelize=Decoder(reshard_after_forward=layout.reshard),
+        converters=layout.converters,
+        mesh=Mesh(**{"dp_shard": 1, **layout.mesh}),
+        pipeline=Pipeline(first_stage_less_layers=0, last_stage_less_layers=0, **layout.pipeline),
+        parallelize=Decoder(reshard_after_forward=layout.reshard, context_parallel=layout.context_parallel),
         activation_checkpoint=ActivationCheckpoint(**layout.activation_checkpoint),
         compile=Compile(enable=layout.compile is not None, backend=layout.compile or "inductor"),
         optimizer=AdamW(lr=1e-2, eps=1e-4),
@@ -66,20 +81,27 @@ def recipe(layout: Layout, **training: Any) -> Recipe:
     )
 
 
-def whole_batch(step: int = 0) -> Batch:
+def whole_batch(step: int = 0, documents: bool = False) -> Batch:
     """All rows of a step. Targets are unevenly many, so that an average of averages would be wrong."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
     targets = tokens[:, 1:].clone()
     for row in range(ROWS):
         targets[row, : 2 * row] = -100
-    return Batch({"tokens": tokens[:, :-1].contiguous(), "targets": targets})
+    batch = {"tokens": tokens[:, :-1].contiguous(), "targets": targets}
+    if documents:
+        starts = torch.rand(ROWS, LENGTH, generator=generator) < 0.2
+        starts[:, 0] = True
+        places = torch.arange(LENGTH).expand(ROWS, LENGTH)
+        batch["document_ids"] = starts.cumsum(1).int()
+        batch["positions"] = places - torch.where(starts, places, 0).cummax(1).values
+    return Batch(batch)
 
 
-def my_batches(engine: Engine, step: int = 0) -> list[Batch]:
+def my_batches(engine: Engine, step: int = 0, documents: bool = False) -> list[Batch]:
     """This rank's micro-batches: the same rows of the step on any layout, all ranks together."""
     settings, dp = engine.settings, engine.mesh.degrees.dp
-    pieces = whole_batch(step).split(ROWS // dp // settings.accumulation)
+    pieces = whole_batch(step, documents).split(ROWS // dp // settings.accumulation)
     return [pieces[k * dp + engine.mesh.dp_rank] for k in range(settings.accumulation)]
 
 

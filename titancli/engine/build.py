@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titancli.engine.engine import Engine, EngineSettings
+from titancli.engine.runners import WholeModel
 from titancli.engine.seeds import generator_for
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.models.blocks.kernels import prefer_fast_kernels
@@ -42,6 +43,7 @@ def build_engine(recipe: Recipe, *, device: torch.device | None, frozen: bool) -
     with torch.device("meta"):
         model = build(recipe.model, seq_len=training.seq_len)
     model = model.to(getattr(torch, training.dtype))
+    flops, count = model.flops_per_token(training.seq_len), sum(p.numel() for p in model.parameters())
     converters = [build(c, mesh=degrees, compile=recipe.compile.enable) for c in recipe.converters]
     for converter in converters:
         converter.convert(model)
@@ -53,11 +55,13 @@ def build_engine(recipe: Recipe, *, device: torch.device | None, frozen: bool) -
         activation_checkpoint=recipe.activation_checkpoint,
         compile=recipe.compile,
     )
-    model = parallelize(model)
-    prefer_fast_kernels(model, device, precision(training).param, training.seq_len)
+    parts = [parallelize(model)]
+    for part in parts:
+        prefer_fast_kernels(part, device, precision(training).param, training.seq_len)
     hf = component_info(recipe.model).hf
     engine = Engine(
-        model=model,
+        parts=parts,
+        runner=WholeModel(parts[0], accumulate=training.accumulate),
         mesh=mesh,
         device=device,
         loss=build(recipe.loss),
@@ -65,6 +69,8 @@ def build_engine(recipe: Recipe, *, device: torch.device | None, frozen: bool) -
         settings=_settings(recipe, recipe.accumulation(degrees)),
         converters=converters,
         hf_form=load_target(hf)(recipe.model) if hf else None,
+        flops_per_token=flops,
+        parameter_count=count,
     )
     materialise(engine, recipe)
     if not frozen:
@@ -108,10 +114,11 @@ def _factor(section: Any, training_steps: int, step: int) -> float:
 
 def materialise(engine: Engine, recipe: Recipe) -> None:
     """Give the meta model memory, and values: the recipe's weights, or initial ones."""
-    allocate(engine.model, engine.device)
-    if recipe.weights is None:
-        engine.model.init_weights(generator_for(recipe.training.seed, engine.device))
-    else:
+    for part in engine.parts:
+        allocate(part, engine.device)
+        if recipe.weights is None:
+            part.init_weights(generator_for(recipe.training.seed, engine.device))
+    if recipe.weights is not None:
         load_weights(engine, recipe)
 
 

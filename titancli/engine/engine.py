@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from titancli.data.batch import Batch
 from titancli.engine.gradients import divide_and_clip
+from titancli.engine.runners import Runner, Sums
 from titancli.engine.seeds import seed_step
 from titancli.engine.state import load_state, optimizer_tensors
 from titancli.errors import TitanError
-from titancli.losses.result import LossResult
 
 if TYPE_CHECKING:
     from titancli.parallel.mesh import Mesh
@@ -50,7 +50,9 @@ class Engine:
     Built by `Engine.build`. An engine without an optimizer is frozen: `forward` and `evaluate` only.
     """
 
-    model: Any
+    parts: list[Any]
+    """The model, cut: whole, or under a pipeline the stages that this rank has, in their order."""
+    runner: Runner
     mesh: Mesh
     device: torch.device
     loss: Loss
@@ -58,12 +60,27 @@ class Engine:
     settings: EngineSettings
     converters: Sequence[Converter] = ()
     hf_form: HFForm | None = None
+    flops_per_token: float = 0.0
+    """Forward and backward of the whole model, for rows of the recipe's seq_len."""
+    parameter_count: int = 0
+    """Of the whole model; a tied one counts once."""
     step: int = 0
     """Optimizer steps done."""
     tokens_seen: int = 0
     """Input tokens of all steps, over all ranks."""
     _weight: Tensor | None = field(default=None, repr=False)
     _step_tokens: int = 0
+
+    @property
+    def model(self) -> Any:
+        """The whole model.
+
+        Raises:
+            TitanError: it is cut into pipeline stages.
+        """
+        if self.mesh.degrees.pp > 1:
+            raise TitanError("this rank has only some stages of the model: mesh.pp is not 1")
+        return self.parts[0]
 
     @classmethod
     def build(cls, recipe: Recipe, *, device: torch.device | None = None, frozen: bool = False) -> Engine:
@@ -81,14 +98,14 @@ class Engine:
     def forward(self, batch: Batch) -> Tensor:
         """log p(targets), [B, S] fp32, 0 where there is no target; no gradients."""
         with self._no_gradients():
-            return self._run(batch.to(self.device), _LogProbs())
+            return self.runner.forward(batch.to(self.device), _LogProbs())
 
     def evaluate(self, batches: Batch | Sequence[Batch], loss: Loss | None = None) -> Metrics:
         """The loss over all ranks and batches, without gradients: `loss` and `weight`."""
         total = torch.zeros(2, dtype=torch.float32, device=self.device)
         with self._no_gradients():
             for batch in _listed(batches):
-                result = self._run(batch.to(self.device), loss or self.loss)
+                result = self.runner.forward(batch.to(self.device), loss or self.loss)
                 total += torch.stack((result.sum.float(), result.weight.float()))
         dist.all_reduce(total, group=self.mesh.dp_group)
         return {"loss": _quotient(total[0], total[1]), "weight": total[1]}
@@ -108,20 +125,12 @@ class Engine:
             seed_step(self.settings.seed, self.step, self.mesh.dp_rank)
             optimizer.zero_grad(set_to_none=True)
             self._weight = torch.zeros((), dtype=torch.float32, device=self.device)
-        sums: dict[str, Tensor] = {}
-        for number, batch in enumerate(batches, start=1):
-            self._reduce_after(last=number == len(batches))
-            result: LossResult = self._run(batch.to(self.device), loss or self.loss)
-            result.sum.backward()
-            scalars = {"loss": result.sum, "weight": result.weight, **result.metrics}
-            for name, value in scalars.items():
-                value = value.detach().float()
-                sums[name] = sums[name] + value if name in sums else value
+        sums = self.runner.forward_backward([batch.to(self.device) for batch in batches], loss or self.loss)
         tokens = sum(_tokens(batch) for batch in batches) * self.mesh.degrees.dp
         self._step_tokens += tokens
         return {**self._reduce_metrics(sums), "tokens": tokens}
 
-    def _reduce_metrics(self, sums: dict[str, Tensor]) -> Metrics:
+    def _reduce_metrics(self, sums: Sums) -> Metrics:
         worst = _quotient(sums["loss"], sums["weight"])
         total = torch.stack(list(sums.values()))
         dist.all_reduce(total, group=self.mesh.dp_group)
@@ -154,7 +163,8 @@ class Engine:
             group["lr"] = group["initial_lr"] * factor if lr is None else lr
         optimizer.step()
         for converter in self.converters:
-            converter.after_step(self.model)
+            for part in self.parts:
+                converter.after_step(part)
         self.step += 1
         self.tokens_seen += self._step_tokens
         self.clear_gradients()
@@ -207,7 +217,7 @@ class Engine:
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Parameters by the names of the plain model on one device."""
-        return list(self.model.named_parameters())
+        return [named for part in self.parts for named in part.named_parameters()]
 
     def plain_parameters(self) -> list[tuple[str, Tensor]]:
         """The same, detached and without the converters' tensor classes: what is saved, and loaded into."""
@@ -220,23 +230,10 @@ class Engine:
         return found
 
     @property
-    def flops_per_token(self) -> float:
-        """Forward and backward, for rows of the recipe's seq_len."""
-        return self.model.flops_per_token(self.settings.seq_len)
-
-    @property
-    def parameter_count(self) -> int:
-        return sum(p.numel() for _, p in self.named_parameters())
-
-    @property
     def status(self) -> dict[str, int]:
         return {"step": self.step, "tokens_seen": self.tokens_seen}
 
     # ------------------------------------------------------------------------------------------ helpers
-
-    def _run(self, batch: Batch, loss: Any) -> Any:
-        inputs = {name: batch[name] for name in self.model.inputs if name in batch}
-        return self.model(**inputs, batch=batch, loss=loss)
 
     @contextmanager
     def _no_gradients(self) -> Iterator[None]:
@@ -244,15 +241,9 @@ class Engine:
         with torch.no_grad():
             yield
         # Backward frees what forward gathered; without one, the next step would use weights gone stale.
-        for module in self.model.modules():
+        for module in (module for part in self.parts for module in part.modules()):
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-    def _reduce_after(self, *, last: bool) -> None:
-        """Say which collectives the next backward ends with; a call's last one always ends reduced."""
-        self.model.set_requires_gradient_sync(last or self.settings.accumulate == "sharded")
-        # Replicas need the sum once: shards are reduced at each micro-batch, replicas at the last.
-        self.model.set_requires_all_reduce(last)
 
     def _trained(self, verb: str) -> torch.optim.Optimizer:
         if self.optimizer is None:

@@ -60,7 +60,8 @@ def load_state(engine: Engine, folder: Path, *, optimizer: bool) -> dict[str, An
         tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
     state = load_checkpoint(folder, tensors)
     for converter in engine.converters:
-        converter.after_step(engine.model)
+        for part in engine.parts:
+            converter.after_step(part)
     if optimizer:
         counters = state.get("engine")
         if counters is None:

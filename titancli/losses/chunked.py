@@ -8,6 +8,10 @@ Two functions for two kinds of loss:
   backward: one more matrix product, never the full logits.
 
 The softmax is computed in place, in fp32; the weight's gradient is summed in fp32 whatever the dtype.
+
+With a group the vocabulary is cut over its ranks: each has some rows of the weight, and for each chunk they
+exchange the maximum, the sum and the target's logit of every row. The log-probabilities are then the same on
+all ranks, and so must be what is made of them; the gradient of the hidden states is a part of a sum.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from titancli.parallel.collectives import Group, all_reduce
+
 CHUNK_BYTES = {"cpu": 64 * 2**20}
 """The fp32 logits of one chunk take at most this, by device type."""
 CHUNK_BYTES_GPU = 512 * 2**20
@@ -27,45 +33,54 @@ PARTS = 8
 
 
 def linear_token_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor
+    hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, group: Group | None = None
 ) -> tuple[Tensor, Tensor]:
     """−Σ w·log softmax(hidden · weightᵀ)[target].
 
     Args:
         hidden: [..., D], any float dtype.
-        weight: [V, D], the same dtype.
+        weight: [V, D], the same dtype; with a group this rank's rows of it.
         targets: [...] int64; negative is no target.
         token_weights: [...]; 0 where there is no target.
+        group: the ranks that the vocabulary is cut over, evenly.
 
     Returns:
         The sum (fp32 scalar, with gradient), and the log-probabilities [...] (fp32, without; 0 where there is
         no target).
     """
     total, log_probs = _TokenLoss.apply(
-        hidden.flatten(0, -2), weight, targets.flatten(), token_weights.flatten().float()
+        hidden.flatten(0, -2), weight, targets.flatten(), token_weights.flatten().float(), group
     )
     return total, log_probs.view(targets.shape)
 
 
-def linear_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def linear_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, group: Group | None = None) -> Tensor:
     """log softmax(hidden · weightᵀ)[target], [...] fp32, 0 where there is no target; arguments as above."""
-    return _LogProbs.apply(hidden.flatten(0, -2), weight, targets.flatten()).view(targets.shape)
+    return _LogProbs.apply(hidden.flatten(0, -2), weight, targets.flatten(), group).view(targets.shape)
 
 
 class _TokenLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor) -> Any:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        token_weights: Tensor,
+        group: Group | None,
+    ) -> Any:
         log_probs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         gradients = _Gradients(hidden, weight, wants_hidden, wants_weight)
         for rows in _chunks(hidden, weight):
             logits = (hidden[rows] @ weight.t()).float()
-            log_probs[rows], exponentials, total = _softmax_(logits, targets[rows])
+            picks = _Picks(targets[rows], weight, group)
+            log_probs[rows], exponentials, total = _softmax_(logits, picks)
             if wants_hidden or wants_weight:
                 # d(−w·log p)/d logits = w · (softmax − one-hot)
                 w = token_weights[rows]
                 exponentials.mul_((w / total)[:, None])
-                exponentials.scatter_add_(1, targets[rows].clamp(min=0)[:, None], -w[:, None])
+                picks.add_(exponentials, -w)
                 gradients.add(rows, exponentials)
         ctx.gradients = gradients
         ctx.mark_non_differentiable(log_probs)
@@ -77,21 +92,24 @@ class _TokenLoss(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("the gradients of a chunked loss can be used once only")
         gradients, ctx.gradients = ctx.gradients, None
-        return *gradients.times(scale), None, None
+        return *gradients.times(scale), None, None, None
 
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, group: Group | None) -> Tensor:
         log_probs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         normalisers = torch.empty_like(log_probs)
         for rows in _chunks(hidden, weight):
             logits = (hidden[rows] @ weight.t()).float()
-            picked = logits.gather(1, targets[rows].clamp(min=0)[:, None])[:, 0]
-            peak = logits.amax(dim=1)
-            normalisers[rows] = logits.sub_(peak[:, None]).exp_().sum(dim=1).log_().add_(peak)
+            picks = _Picks(targets[rows], weight, group)
+            picked = picks.of(logits)
+            peak = _over(group, "max", logits.amax(dim=1))
+            total = _over(group, "sum", logits.sub_(peak[:, None]).exp_().sum(dim=1))
+            normalisers[rows] = total.log_().add_(peak)
             log_probs[rows] = (picked - normalisers[rows]).masked_fill_(targets[rows] < 0, 0.0)
         ctx.save_for_backward(hidden, weight, targets, normalisers)
+        ctx.group = group
         return log_probs
 
     @staticmethod
@@ -104,18 +122,48 @@ class _LogProbs(torch.autograd.Function):
             # d(log p)/d logits = one-hot − softmax
             softmax = (hidden[rows] @ weight.t()).float().sub_(normalisers[rows][:, None]).exp_()
             softmax.mul_(-grad[rows][:, None])
-            softmax.scatter_add_(1, targets[rows].clamp(min=0)[:, None], grad[rows][:, None])
+            _Picks(targets[rows], weight, ctx.group).add_(softmax, grad[rows])
             gradients.add(rows, softmax)
-        return *gradients.values(), None
+        return *gradients.values(), None, None
 
 
-def _softmax_(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+class _Picks:
+    """The targets' columns among this rank's part of the vocabulary."""
+
+    def __init__(self, targets: Tensor, weight: Tensor, group: Group | None) -> None:
+        columns = weight.shape[0]
+        self.group = group
+        self.none = targets < 0
+        self.columns = targets if group is None else targets - group.rank * columns
+        self.elsewhere = (self.columns < 0) | (self.columns >= columns)
+        """No target, or another rank's."""
+        self.columns = self.columns.clamp(0, columns - 1)[:, None]
+
+    def of(self, logits: Tensor) -> Tensor:
+        """The targets' logits; anything where there is no target."""
+        found = logits.gather(1, self.columns)[:, 0]
+        return (
+            found if self.group is None else _over(self.group, "sum", found.masked_fill_(self.elsewhere, 0.0))
+        )
+
+    def add_(self, logits: Tensor, values: Tensor) -> None:
+        """Add `values` to the targets' columns."""
+        logits.scatter_add_(1, self.columns, values.masked_fill(self.elsewhere, 0.0)[:, None])
+
+
+def _softmax_(logits: Tensor, picks: _Picks) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities of the targets, and exp(logits − max) in place with its sums."""
-    peak = logits.amax(dim=1)
-    picked = logits.gather(1, targets.clamp(min=0)[:, None])[:, 0] - peak
+    picked = picks.of(logits)
+    peak = _over(picks.group, "max", logits.amax(dim=1))
     exponentials = logits.sub_(peak[:, None]).exp_()
-    total = exponentials.sum(dim=1)
-    return picked.sub_(total.log()).masked_fill_(targets < 0, 0.0), exponentials, total
+    total = _over(picks.group, "sum", exponentials.sum(dim=1))
+    log_probs = picked.sub_(peak).sub_(total.log())
+    return log_probs.masked_fill_(picks.none, 0.0), exponentials, total
+
+
+def _over(group: Group | None, op: str, x: Tensor) -> Tensor:
+    """x over the ranks of the group: its sum or its maximum."""
+    return x if group is None else all_reduce(x, op, group)
 
 
 class _Gradients:

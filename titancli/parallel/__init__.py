@@ -9,7 +9,7 @@ from titancli.registry.component import component
 
 @component("parallelize", "decoder", target="titancli.parallel.decoder:build")
 class Decoder:
-    """The plan for decoders: tensor, context and expert parallel, activation checkpointing, compile, FSDP2."""
+    """The plan for decoders: tensor, context, expert parallel, activation checkpointing, compile, FSDP2."""
 
     reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Whether gathered parameters are freed after forward (least memory) or kept for backward (least

@@ -1,6 +1,6 @@
 """The `decoder` plan: what a model says can be split, split.
 
-In order: activation checkpointing, compile, FSDP2.
+In order: tensor parallel, activation checkpointing, compile, FSDP2.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from titancli.parallel import Decoder
 from titancli.parallel.activation_checkpoint import apply_activation_checkpoint
 from titancli.parallel.fsdp import shard
 from titancli.parallel.mesh import Mesh
+from titancli.parallel.tensor import on_local_parameters, tensor_parallel
 from titancli.recipe.schema import ActivationCheckpoint, Compile
 from titancli.registry.kinds import Precision
 
@@ -33,9 +34,14 @@ def build(
 
     def parallelize(model: nn.Module) -> nn.Module:
         layers: nn.ModuleDict = model.layers  # type: ignore[assignment]
+        if mesh.tp is not None:
+            tensor_parallel(model, mesh.tp)
         apply_activation_checkpoint(layers, activation_checkpoint)
         if compile.enable:
             compile_blocks(layers, compile.backend)
+            if mesh.tp is not None:
+                for block in layers.values():
+                    on_local_parameters(block, mesh.tp)
         shard(model, mesh.fsdp, precision=precision, reshard_after_forward=config.reshard_after_forward)
         return model
 

@@ -1,7 +1,8 @@
 """The output projection, with the loss inside its forward.
 
 Inside, FSDP2 has gathered the weight and will reduce its gradient; outside, it is a sharded DTensor that
-plain operations cannot use.
+plain operations cannot use. Here too the parts come together again: of a vocabulary that is cut over ranks
+(tensor parallel), and of rows that are (context parallel).
 """
 
 from __future__ import annotations
@@ -12,33 +13,69 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from titancli.losses.chunked import linear_log_probs, linear_token_loss
+from titancli.parallel.collectives import Group, gather, gather_same, sum_same
+from titancli.parallel.tensor import SEQUENCE, local
 
 if TYPE_CHECKING:
     from titancli.data.batch import Batch
     from titancli.losses.result import LossResult
+    from titancli.parallel.context import RowCut
     from titancli.registry.kinds import Loss
 
 
 class Output(nn.Linear):
-    """Hidden states to logits, or straight to a loss."""
+    """Hidden states to logits, or straight to a loss.
+
+    The batch is whole on every rank that has a part of its rows or of the vocabulary, and so is the loss.
+    """
+
+    tensor_group: Group | None = None
+    """The ranks that have the other rows of the weight; hidden states come cut along the sequence."""
+    row_cut: RowCut | None = None
+    """How rows are cut over ranks: hidden states are those of this rank's part."""
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size, bias=False)
+
+    def tensor_parallel(self, group: Group, style: str | None) -> None:
+        """Called by the `decoder` plan; the style is "vocab"."""
+        self.tensor_group = group
 
     def forward(  # type: ignore[override]
         self, hidden: Tensor, batch: Batch | None = None, loss: Loss | None = None
     ) -> Tensor | LossResult:
         """[B, S, dim] -> logits [B, S, V], or a LossResult when a loss is given."""
+        if self.tensor_group is not None:
+            hidden = gather(hidden, SEQUENCE, self.tensor_group)
         if loss is None:
-            return linear(hidden, self.weight)
+            return self._logits(hidden)
         if batch is None:
             raise TypeError("a loss needs the batch that it is the loss of")
         if loss.output == "model":
-            return loss(linear(hidden, self.weight), batch)
+            return loss(self._logits(hidden), batch)
+        weight, targets = local(self.weight), self._my_part(batch["targets"])
         token_weights = getattr(loss, "token_weights", None)
         weights = None if token_weights is None else token_weights(batch)
         if weights is None:
-            return loss(linear_log_probs(hidden, self.weight, batch["targets"]), batch)
+            log_probs = linear_log_probs(hidden, weight, targets, self.tensor_group)
+            return loss(self._whole_rows(log_probs), batch)
         # The loss says what its parts weigh; its sum is known with its gradient already.
-        total, log_probs = linear_token_loss(hidden, self.weight, batch["targets"], weights)
-        return loss(log_probs, batch)._replace(sum=total)
+        total, log_probs = linear_token_loss(
+            hidden, weight, targets, self._my_part(weights), self.tensor_group
+        )
+        if self.row_cut is not None:
+            total = sum_same(total, self.row_cut.group)
+        return loss(self._whole_rows(log_probs), batch)._replace(sum=total)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits = linear(hidden, local(self.weight))
+        if self.tensor_group is not None:
+            logits = gather_same(logits, logits.ndim - 1, self.tensor_group)
+        return self._whole_rows(logits)
+
+    def _my_part(self, x: Tensor) -> Tensor:
+        return x if self.row_cut is None else self.row_cut.cut(x, 1)
+
+    def _whole_rows(self, x: Tensor) -> Tensor:
+        """[B, S / cp, …] -> [B, S, …], in document order."""
+        return x if self.row_cut is None else self.row_cut.join(x, 1)

@@ -1,0 +1,66 @@
+"""How batches go through a model: whole on this rank, here, or in stages (`titancli.engine.pipelined`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from titancli.data.batch import Batch
+    from titancli.losses.result import LossResult
+    from titancli.parallel.context import RowCut
+
+Sums = dict[str, Tensor]
+"""`loss`, `weight`, and what the loss reports: fp32 scalars, summed over this rank's micro-batches."""
+
+
+class Runner(Protocol):
+    """Collective: every rank calls with as many batches of the same shapes."""
+
+    def forward(self, batch: Batch, loss: Any) -> Any:
+        """What the loss makes of the batch, on every rank that has a part of it; the caller has turned
+        gradients off."""
+
+    def forward_backward(self, batches: Sequence[Batch], loss: Any) -> Sums:
+        """Add the gradients of the loss's sum over all batches, reduced when the call ends."""
+        ...
+
+
+class WholeModel:
+    """All layers on this rank: micro-batches one after the other."""
+
+    def __init__(self, model: Any, *, accumulate: str, row_cut: RowCut | None = None) -> None:
+        self._model, self._accumulate, self._row_cut = model, accumulate, row_cut
+
+    def forward(self, batch: Batch, loss: Any) -> Any:
+        return self._model(**inputs_of(self._model, batch, self._row_cut), batch=batch, loss=loss)
+
+    def forward_backward(self, batches: Sequence[Batch], loss: Any) -> Sums:
+        sums: Sums = {}
+        for number, batch in enumerate(batches, start=1):
+            self._reduce_after(last=number == len(batches))
+            result: LossResult = self.forward(batch, loss)
+            result.sum.backward()
+            add_up(sums, result)
+        return sums
+
+    def _reduce_after(self, *, last: bool) -> None:
+        """Say which collectives the next backward ends with; a call's last one always ends reduced."""
+        self._model.set_requires_gradient_sync(last or self._accumulate == "sharded")
+        # Replicas need the sum once: shards are reduced at each micro-batch, replicas at the last.
+        self._model.set_requires_all_reduce(last)
+
+
+def inputs_of(model: Any, batch: Batch, row_cut: RowCut | None) -> dict[str, Tensor]:
+    """What the model's forward takes of a batch; under context parallel this rank's part of the rows."""
+    inputs = {name: batch[name] for name in model.inputs if name in batch}
+    return inputs if row_cut is None else row_cut.inputs(inputs, model.sequence_dim)
+
+
+def add_up(sums: Sums, result: LossResult) -> None:
+    """Add a micro-batch's numbers to those before it."""
+    for name, value in {"loss": result.sum, "weight": result.weight, **result.metrics}.items():
+        value = value.detach().float()
+        sums[name] = sums[name] + value if name in sums else value

@@ -1,0 +1,176 @@
+"""Tensor parallel with sequence parallel, from a model's `tensor_plan`.
+
+Parameters become DTensors, so that FSDP2, the gradient norm, optimizers and checkpoints know what each rank
+has of them. The forwards compute on local tensors with collectives in the open
+(`titancli.parallel.collectives`): that compiles block by block, which torch's own `parallelize_module` with
+sequence parallel does not.
+
+What runs between the blocks is cut along the sequence. A *region* is a module that has a "row" matrix: it
+gathers the sequence when it is entered, works on its own heads or columns, and leaves with a sum over the
+ranks, of which each keeps its part of the sequence. Source: Megatron-LM (arXiv 1909.08053, 2205.05198).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.nn.functional import embedding, linear, rms_norm
+
+from titancli.errors import TitanError
+from titancli.parallel.collectives import Group, gather, reduce_scatter
+
+SEQUENCE = 1
+"""The dimension of [B, S, dim] that is cut between the blocks."""
+
+PLACEMENT: dict[str, Placement] = {
+    "column": Shard(0),
+    "row": Shard(1),
+    "vocab": Shard(0),
+    "norm": Replicate(),
+    "replicate": Replicate(),
+}
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter that may be cut, for computing on local tensors.
+
+    A whole parameter meets other tokens or other heads on each rank, so its gradient there is part of a sum.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    partial_where_whole = [Partial() if p.is_replicate() else p for p in parameter.placements]
+    return parameter.to_local(grad_placements=partial_where_whole)
+
+
+def on_local_parameters(block: nn.Module, mesh: DeviceMesh) -> None:
+    """Have a block's forward find its parameters local already.
+
+    For compiled forwards: under activation checkpointing torch would save a DTensor's mesh among a graph's
+    tensors, and fail. The forward must not be run again in backward outside of the compiled code.
+    """
+    block.forward = partial(_with_local_parameters, block, mesh, block.forward)
+
+
+def _with_local_parameters(
+    block: nn.Module, mesh: DeviceMesh, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    # Looked up at each call: FSDP2 puts other objects in their place. Experts lie on another mesh.
+    cut: list[tuple[nn.Module, str, Any]] = [
+        (module, name, parameter)
+        for module in block.modules()
+        for name, parameter in module._parameters.items()
+        if isinstance(parameter, DTensor) and parameter.device_mesh == mesh
+    ]
+    try:
+        for module, name, parameter in cut:
+            # No nn.Parameter, but what autograd leads from here to the DTensor.
+            module._parameters[name] = local(parameter)  # type: ignore[assignment]
+        return forward(*args, **kwargs)
+    finally:
+        for module, name, parameter in cut:
+            module._parameters[name] = parameter
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut a model on meta in place: its parameters by its plan, and its forwards to match.
+
+    Raises:
+        TitanError: a parameter has no style in the plan, or a module of a class that cannot be cut.
+    """
+    group = Group.of(mesh.get_group())
+    styles = dict(_styles(model))
+    _distribute(model, mesh, styles)
+    for path, module in model.named_modules():
+        own = {
+            name: styles[f"{path}.{name}" if path else name]
+            for name, _ in module.named_parameters(recurse=False)
+            if (f"{path}.{name}" if path else name) in styles
+        }
+        if own:
+            _prepare(path, module, own, group)
+        if any(
+            styles.get(f"{path}.{child}.weight" if path else f"{child}.weight") == "row"
+            for child, _ in module.named_children()
+        ):
+            module.forward = partial(_region, module.forward, group)
+
+
+def _styles(model: nn.Module) -> Iterator[tuple[str, str]]:
+    plan: Mapping[str, str] = model.tensor_plan  # type: ignore[assignment]
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        style = next((style for pattern, style in plan.items() if fnmatchcase(name, pattern)), None)
+        if style is None:
+            raise TitanError(f"the model's tensor_plan has no style for {name}")
+        if style != "expert":  # cut over another mesh
+            yield name, style
+
+
+def _distribute(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str]) -> None:
+    done: dict[int, nn.Parameter] = {}  # a tied parameter stays one
+    for path, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            style = styles.get(f"{path}.{name}" if path else name)
+            if style is None:
+                continue
+            if id(parameter) not in done:
+                # A row matrix's bias is whole: it is added once, after the sum.
+                place = Replicate() if style == "row" and parameter.ndim == 1 else PLACEMENT[style]
+                cut = distribute_tensor(parameter.detach(), mesh, [place], src_data_rank=None)
+                done[id(parameter)] = nn.Parameter(cut, requires_grad=parameter.requires_grad)
+            setattr(module, name, done[id(parameter)])
+
+
+def _prepare(path: str, module: Any, styles: Mapping[str, str], group: Group) -> None:
+    """Give a module the forward that computes on its local parameters."""
+    style = styles.get("weight")
+    if hasattr(module, "tensor_parallel"):
+        # The output, a converter's linear, a router, …: it knows best what its parts are worth.
+        module.tensor_parallel(group, style)
+    elif type(module) is nn.Embedding and style == "vocab":
+        _set_forward(module, _vocab_embedding, group)
+    elif type(module) is nn.Linear:
+        _set_forward(module, _linear, group.rank == 0 or style != "row")
+    elif type(module) is nn.RMSNorm:
+        _set_forward(module, _rms_norm)
+    elif not getattr(module, "takes_local_parameters", False):
+        raise TitanError(
+            f"{path or 'the model'} ({type(module).__name__}) has parameters in the tensor_plan, and is no "
+            "Linear, RMSNorm or Embedding",
+            hint="let it compute with titancli.parallel.tensor.local(parameter), and say so with "
+            "takes_local_parameters = True",
+        )
+
+
+def _set_forward(module: Any, forward: Callable[..., Tensor], *settings: Any) -> None:
+    module.forward = partial(forward, module, *settings)
+
+
+def _region(forward: Callable[..., Tensor], group: Group, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return reduce_scatter(forward(gather(x, SEQUENCE, group), *args, **kwargs), SEQUENCE, group)
+
+
+def _linear(module: nn.Linear, adds_bias: bool, x: Tensor) -> Tensor:
+    bias = local(module.bias) if module.bias is not None else None
+    if bias is not None and not adds_bias:
+        bias = bias * 0  # keeps its place in the graph: its gradient here is zero, not missing
+    return linear(x, local(module.weight), bias)
+
+
+def _rms_norm(module: nn.RMSNorm, x: Tensor) -> Tensor:
+    return rms_norm(x, module.normalized_shape, local(module.weight), module.eps)
+
+
+def _vocab_embedding(module: nn.Embedding, group: Group, tokens: Tensor) -> Tensor:
+    """[B, S] -> this rank's part of the sequence, [B, S / tp, dim]."""
+    weight = local(module.weight)
+    ids = tokens - group.rank * weight.shape[0]
+    mine = (ids >= 0) & (ids < weight.shape[0])
+    found = embedding(ids.clamp(0, weight.shape[0] - 1), weight)
+    return reduce_scatter(torch.where(mine[..., None], found, 0.0), SEQUENCE, group)
