@@ -18,6 +18,7 @@ from titancli.checkpoint.manifest import LOCK, MANIFEST, Manifest, newest_good, 
 from titancli.checkpoint.save import Draft, run_save
 from titancli.checkpoint.storage import SavePlannerOf, plan_of
 from titancli.errors import EnvironmentProblem, PluginError, TitanError, UsageError
+from titancli.models.blocks.state import named_state
 from titancli.registry.component import build, component_info, load_target
 from titancli.registry.kinds import HFForm
 
@@ -203,8 +204,10 @@ def _by_type(components: Iterable[tuple[str, type]], model_type: str) -> type:
     for name, cls in components:
         hf = component_info(cls).hf
         if hf is not None:
-            offered.append(reads := load_target(hf).model_type)  # type: ignore[attr-defined]
-            if reads == model_type:
+            form: Any = load_target(hf)
+            reads = getattr(form, "model_types", None) or (form.model_type,)
+            offered += reads
+            if model_type in reads:
                 found[name] = cls
     if len(found) == 1:
         return next(iter(found.values()))
@@ -252,10 +255,10 @@ def hf_form(model: Any) -> HFForm:
 
 
 def parameter_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a model's parameters, tied ones once."""
+    """Names and shapes of a model's parameters, tied ones once, and of its other state."""
     with torch.device("meta"):
         built = build(model, seq_len=VERIFY_SHAPE[1])
-    return {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
+    return {name: tuple(tensor.shape) for name, tensor in named_state(built)}
 
 
 def check_parameters(reader: CheckpointReader, model: Any, folder: Path) -> None:
@@ -310,9 +313,9 @@ def logit_difference(
         EnvironmentProblem: transformers cannot load the folder.
     """
     ours = build(model, seq_len=VERIFY_SHAPE[1])
-    for name, parameter in ours.named_parameters():
+    for name, tensor in named_state(ours):
         value = reader.read(name)
-        put(parameter, value.to(dtype) if dtype else value)
+        put(tensor, value.to(dtype) if dtype else value)
     tokens = torch.randint(0, model.vocab_size, VERIFY_SHAPE, generator=torch.Generator().manual_seed(0))
     logits = ours.float().eval()(tokens=tokens)
     del ours

@@ -245,7 +245,10 @@ class HFReader:
 
     def dtype(self, name: str) -> torch.dtype:
         """Our parameter's dtype in the folder."""
-        return TORCH_DTYPE[self._places[self.form.sources(name)[0]][1].dtype]
+        sources = self.form.sources(name)
+        if not sources:  # the form makes it of nothing
+            return self.form.from_hf(name, []).dtype
+        return TORCH_DTYPE[self._places[sources[0]][1].dtype]
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """See to it that the folder holds a model of these parameters, by its headers alone.

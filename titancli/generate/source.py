@@ -24,6 +24,7 @@ from titancli.checkpoint.load import CheckpointReader
 from titancli.checkpoint.manifest import MANIFEST
 from titancli.engine.build import allocate
 from titancli.errors import EnvironmentProblem, PluginError, UsageError
+from titancli.models.blocks.state import named_state
 from titancli.registry.component import build, component_info
 from titancli.registry.kinds import Tokenizer
 from titancli.runs import RunFolder
@@ -205,8 +206,8 @@ def load_model(source: Source, *, seq_len: int, device: torch.device, dtype: tor
     model = model.to(dtype).eval()
     try:
         allocate(model, device)
-        for name, parameter in model.named_parameters():
-            put(parameter, source.read(name))
+        for name, tensor in named_state(model):
+            put(tensor, source.read(name))
     except torch.OutOfMemoryError as error:
         size = sum(p.numel() for p in model.parameters()) * dtype.itemsize / 2**30
         raise EnvironmentProblem(

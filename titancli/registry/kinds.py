@@ -108,7 +108,8 @@ class HFForm(Protocol):
         ...
 
     def sources(self, name: str) -> list[str]:
-        """The Hugging Face names that one parameter of ours is made of, in the order `from_hf` takes them."""
+        """The Hugging Face names that one parameter of ours is made of, in the order `from_hf` takes them;
+        none where a Hugging Face folder has nothing of it, and `from_hf` knows what it begins with."""
         ...
 
     def from_hf(self, name: str, tensors: list[Tensor]) -> Tensor:
@@ -128,7 +129,8 @@ class HFBuilder(Protocol):
     """The `hf=` target: a class whose instances are HFForms."""
 
     model_type: str
-    """`model_type` in the `config.json` that this form reads and writes."""
+    """`model_type` in the `config.json` that this form reads and writes. A class that reads several has
+    `model_types: tuple[str, ...]` as well, and each of its instances the one that it writes."""
 
     def __call__(self, config: Any) -> HFForm: ...
 
