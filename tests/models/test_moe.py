@@ -137,13 +137,15 @@ def test_tokens_are_counted_once_and_only_where_they_are_trained_on():
     assert torch.equal(chosen.counts, expected)
     with torch.no_grad():
         moe(tokens())
-    assert moe.counts is None
+    assert not moe.token_counts().any()
     moe(tokens()).square().sum().backward()
-    assert torch.equal(moe.counts, expected)
+    assert torch.equal(moe.token_counts(), expected)
     out = checkpoint(moe, tokens().requires_grad_(), use_reentrant=False)
     out.square().sum().backward()
-    assert torch.equal(moe.counts, 2 * expected)
-    assert int(moe.counts.sum()) == 2 * 18 * 2
+    assert torch.equal(moe.token_counts(), 2 * expected)
+    assert int(moe.token_counts().sum()) == 2 * 18 * 2
+    moe.forget_counts()
+    assert not moe.token_counts().any()
 
 
 def test_balancing_moves_the_bias_against_what_was_chosen_too_often():
@@ -180,7 +182,7 @@ def test_the_bias_is_state_without_being_a_parameter_and_stays_fp32():
 
 def test_forced_balance_deals_the_experts_out_in_turn():
     moe = layer(**ROUTINGS["groups"])
-    moe.router.force_load_balance = True
+    moe.force_load_balance()
     counts = moe.router(tokens(2, 8).flatten(0, 1), moe.expert_bias).counts
     assert counts.tolist() == [6] * EXPERTS
     moe(tokens(2, 8)).sum().backward()
@@ -198,7 +200,7 @@ def test_the_parts_of_a_layer_compile_and_rows_of_another_length_too():
         expected.square().sum().backward()
         assert_close(x.grad, y.grad)
     assert [name for name, _ in compiled.named_parameters()] == [name for name, _ in moe.named_parameters()]
-    assert torch.equal(compiled.counts, moe.counts)
+    assert torch.equal(compiled.token_counts(), moe.token_counts())
 
 
 def test_the_layers_of_a_model_are_found_by_name():

@@ -40,7 +40,6 @@ class Router(nn.Module):
         self.config = config
         self.gate = nn.Linear(dim, config.num_experts, bias=config.gate_bias)
         self.force_load_balance = False
-        """Whether experts are dealt out in turn, so that all get the same number: for measuring only."""
 
     def forward(self, x: Tensor, expert_bias: Tensor | None) -> Routes:
         """Routes of tokens [N, dim]; `expert_bias` [E] has a say in the choice, none in the scores."""
@@ -77,6 +76,7 @@ class Experts(nn.Module):
     def __init__(self, dim: int, hidden_dim: int, num_experts: int) -> None:
         super().__init__()
         self.num_experts = num_experts
+        self.force_load_balance = False
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
@@ -122,8 +122,7 @@ class MoE(nn.Module):
         balanced = config.load_balance_coeff is not None
         # A buffer: it moves without gradients, and is no parameter that an optimizer might decay.
         self.register_buffer("expert_bias", torch.zeros(config.num_experts) if balanced else None)
-        self.counts: Tensor | None = None
-        """[E] int64: tokens of each expert since `balance`; None where none were trained on."""
+        self._counts: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, dim] -> [B, S, dim]."""
@@ -147,6 +146,11 @@ class MoE(nn.Module):
             return by_token.sum(1)
         return torch.bmm(scores[:, None], by_token)[:, 0]
 
+    def force_load_balance(self) -> None:
+        """Deal the experts out in turn instead of choosing, so that all get as many tokens and every number
+        of them is known beforehand: for measuring and for dry runs, not for training."""
+        self.router.force_load_balance = self.experts.force_load_balance = True
+
     def compile_in_place(self, compiled: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Let `compiled` make the costly parts faster. What is left orders tokens, and may send them away."""
         self.router.forward = compiled(self.router.forward)  # type: ignore[method-assign]
@@ -164,7 +168,23 @@ class MoE(nn.Module):
             routes.scores.register_hook(lambda _: self._add(counts))
 
     def _add(self, counts: Tensor) -> None:
-        self.counts = counts.clone() if self.counts is None else self.counts.add_(counts)
+        self._counts = counts.clone() if self._counts is None else self._counts.add_(counts)
+
+    def token_counts(self) -> Tensor:
+        """[E] int64: tokens that each expert was trained on here since `forget_counts`."""
+        if self._counts is None:
+            device = self.experts.w1.device
+            return torch.zeros(self.config.num_experts, dtype=torch.int64, device=device)
+        return self._counts
+
+    def forget_counts(self) -> None:
+        """Begin to count anew."""
+        self._counts = None
+
+    def clear_bias(self) -> None:
+        """Begin to balance anew."""
+        if self.expert_bias is not None:
+            self.expert_bias.zero_()
 
     @torch.no_grad()
     def balance(self, counts: Tensor) -> None:
