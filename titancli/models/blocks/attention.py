@@ -56,12 +56,26 @@ class Attention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.append(k, v)
+        # A token that comes alone may see all that the cache holds; else no shape decides what is masked.
+        out = self.attend(q, k, v, mask, causal=cache is None or length > 1)
+        return self.wo(out.reshape(rows, length, -1))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = True) -> Tensor:
+        """q [B, S, heads, head_dim], k and v [B, T, kv heads, head_dim] -> [B, S, heads, head_dim].
+
+        A plan may put a method in its place that brings rows or heads together and calls this one with them
+        (`titancli.parallel.context`); so all that it needs comes in, save for what heads do not differ in.
+
+        Args:
+            mask: [B or 1, 1, S, T], or an `attn_bias` of torch's; None: `causal` says.
+            causal: without a mask, whether a token sees those before it and itself alone; S is T then.
+        """
         out = scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
             attn_mask=mask,
-            is_causal=mask is None and (cache is None or length > 1),
+            is_causal=mask is None and causal,
             enable_gqa=self.grouped,
         )
-        return self.wo(out.transpose(1, 2).reshape(rows, length, -1))
+        return out.transpose(1, 2)
