@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 
 def total_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
@@ -23,7 +23,7 @@ def total_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
             cut = tuple(
                 gradient.device_mesh.get_group(dim)
                 for dim, placement in enumerate(gradient.placements)
-                if isinstance(placement, Shard)
+                if not placement.is_replicate()  # _StridedShard, of FSDP2 over TP, is no Shard
             )
             groups[cut].append(gradient.to_local())
         elif gradient is not None:
