@@ -57,6 +57,19 @@ def test_the_global_batch_divides_by_what_is_known(load, overrides: list[str], g
         (["lr_scheduler.warmup_steps=600", "lr_scheduler.decay_ratio=0.5"], "overlap"),
         (["activation_checkpoint.selective_ac_option=0"], None),
         (['activation_checkpoint.selective_ac_option="0"'], "selective_ac_option must be"),
+        (["activation_checkpoint.mode=memory_budget"], "no block is compiled"),
+        (
+            [
+                "activation_checkpoint.mode=memory_budget",
+                "compile.enable=true",
+                'compile.components=["loss"]',
+            ],
+            "no block is compiled",
+        ),
+        (
+            ["activation_checkpoint.mode=memory_budget", "compile.enable=true", "compile.backend=eager"],
+            "keeps all activations",
+        ),
         (["name=a/b"], "cannot begin the name of a run folder"),
         (["name=.."], "cannot begin the name of a run folder"),
         (["name="], "cannot begin the name of a run folder"),
@@ -75,6 +88,7 @@ def test_what_does_not_fit_together_is_refused(problem, overrides: list[str], me
         ["lr_scheduler.warmup_steps=1000"],
         ["lr_scheduler.warmup_steps=500", "lr_scheduler.decay_ratio=0.5"],
         ['activation_checkpoint.selective_ac_option="2"'],
+        ["activation_checkpoint.mode=memory_budget", "compile.enable=true"],
         ["name=Llama-3.1_8b"],
     ],
 )

@@ -34,8 +34,8 @@ def apply_activation_checkpoint(layers: nn.ModuleDict, section: ActivationCheckp
     Raises:
         RecipeError: selective_ac_option is neither "op" nor a positive number.
     """
-    if section.mode == "none":
-        return
+    if section.mode in ("none", "memory_budget"):
+        return  # within a budget it is the compiler that chooses: titancli.parallel.compile
     option = section.selective_ac_option
     if section.mode == "full":
         every, context = 1, None

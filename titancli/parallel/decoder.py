@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from titancli.errors import RecipeError
 from titancli.parallel import Decoder
 from titancli.parallel.activation_checkpoint import apply_activation_checkpoint
+from titancli.parallel.compile import compile_model
 from titancli.parallel.fsdp import shard
 from titancli.parallel.mesh import Mesh
 from titancli.parallel.tensor import on_local_parameters, tensor_parallel
@@ -38,7 +38,7 @@ def build(
             tensor_parallel(model, mesh.tp)
         apply_activation_checkpoint(layers, activation_checkpoint)
         if compile.enable:
-            compile_blocks(layers, compile.backend)
+            compile_model(model, compile, activation_checkpoint)
             if mesh.tp is not None:
                 for block in layers.values():
                     on_local_parameters(block, mesh.tp)
@@ -46,19 +46,3 @@ def build(
         return model
 
     return parallelize
-
-
-def compile_blocks(layers: nn.ModuleDict, backend: str) -> None:
-    """Compile each block's forward in place; blocks of one shape share the compiled code.
-
-    Raises:
-        RecipeError: torch has no such backend.
-    """
-    known = torch._dynamo.list_backends(exclude_tags=())
-    if backend not in known:
-        raise RecipeError(
-            f"compile.backend = {backend!r} is not one of torch's", hint=", ".join(sorted(known))
-        )
-    for block in layers.values():
-        # The forward, not the module: FSDP2's hooks stay outside of the compiled code.
-        block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
 
 
+KEEPS_ALL = {"eager", "eager_noexcept", "eager_debug", "pre_dispatch_eager", "ts"}
+"""torch's backends that leave autograd to choose what backward needs."""
+
+
 def check_recipe(recipe: Recipe, root: Node, registry: Registry, problems: Problems) -> None:
     """Report what titan, the components and the plugins find wrong.
 
@@ -49,6 +53,17 @@ def _activation_checkpoint(recipe: Recipe) -> Iterator[Finding]:
     if option != "op" and not re.fullmatch(r"[1-9]\d*", option):
         message = f"selective_ac_option must be 'op' or the text of a number of layers, not {option!r}"
         yield ("activation_checkpoint", "selective_ac_option"), message, None
+    if section.mode != "memory_budget":
+        return
+    if not recipe.compile.enable or "model" not in recipe.compile.components:
+        message = (
+            "within a memory_budget it is the compiler that chooses what to keep, and no block is compiled"
+        )
+        hint = 'write compile.enable = true, or mode = "selective"'
+        yield ("activation_checkpoint", "mode"), message, hint
+    elif recipe.compile.backend in KEEPS_ALL:
+        message = f"the backend {recipe.compile.backend!r} keeps all activations, whatever the memory_budget"
+        yield ("compile", "backend"), message, 'write "inductor"'
 
 
 def _schedule(recipe: Recipe, root: Node) -> Iterator[Finding]:

@@ -148,9 +148,13 @@ class Pipeline:
 class ActivationCheckpoint:
     """Which activations are recomputed in backward instead of kept."""
 
-    mode: Literal["none", "full", "selective"] = "selective"
+    mode: Literal["none", "full", "selective", "memory_budget"] = "selective"
+    """`"memory_budget"`: the compiler chooses, so it needs compile.enable."""
     selective_ac_option: str = "op"
     """`"op"`: keep the results of matrix products and attention; `"2"`: recompute every second layer."""
+    memory_budget: Annotated[float, Ge(0), Le(1)] = 0.5
+    """Under that mode, how much of its activations a block may keep: 0 is as little as with `"full"`, 1 what
+    is fastest."""
 
 
 @section
@@ -158,6 +162,8 @@ class Compile:
     """torch.compile, block by block."""
 
     enable: bool = False
+    components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model"])
+    """`"model"`: each block; `"loss"`: what the loss does with a chunk of logits."""
     backend: str = "inductor"
 
 

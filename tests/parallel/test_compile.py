@@ -1,0 +1,82 @@
+"""Compiled blocks: the same numbers, and as many activations kept as the recipe allows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from titancli.errors import RecipeError
+from titancli.models import Llama3
+from titancli.models.llama3 import Llama3Model, build
+from titancli.parallel.compile import compile_model, within_budget
+from titancli.recipe.schema import ActivationCheckpoint, Compile
+
+MODEL = Llama3(dim=64, n_layers=2, n_heads=4, hidden_dim=192, vocab_size=128)
+BACKEND = "aot_eager_decomp_partition"
+"""Runs inductor's partitioner, and then the graphs as they are."""
+
+
+def model() -> Llama3Model:
+    torch._dynamo.reset()
+    made = build(MODEL, seq_len=32)
+    made.init_weights(lambda name: torch.Generator().manual_seed(len(name)))
+    return made
+
+
+def step(made: Llama3Model) -> tuple[dict[str, Tensor], int]:
+    """Gradients by name, and the bytes that backward needed of activations."""
+    tokens = torch.randint(0, 128, (2, 32), generator=torch.Generator().manual_seed(3))
+    own = {p.untyped_storage().data_ptr() for p in made.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        out = made(tokens)
+    out.square().sum().backward()
+    return {name: p.grad for name, p in made.named_parameters()}, sum(kept.values())
+
+
+def test_a_smaller_budget_keeps_less_and_changes_no_gradient() -> None:
+    reference, _ = step(model())
+    kept = []
+    for budget in (0.0, 0.5, 1.0):
+        made = model()
+        section = ActivationCheckpoint(mode="memory_budget", memory_budget=budget)
+        compile_model(made, Compile(enable=True, backend=BACKEND), section)
+        gradients, bytes_kept = step(made)
+        for name, expected in reference.items():
+            assert (gradients[name] - expected).norm() <= 1e-5 * expected.norm(), (budget, name)
+        kept.append(bytes_kept)
+    assert 2 * kept[0] < kept[1] and 1.5 * kept[1] < kept[2], kept
+
+
+def test_a_budget_holds_for_its_own_graphs_only() -> None:
+    seen = []
+
+    @torch._dynamo.register_backend(name="titan_tests_budget")
+    def backend(graph, inputs):
+        seen.append(torch._functorch.config.activation_memory_budget)
+        return graph.forward
+
+    def double(x: Tensor) -> Tensor:
+        return 2 * x
+
+    before = torch._functorch.config.activation_memory_budget
+    torch.compile(double, backend=within_budget("titan_tests_budget", 0.25))(torch.ones(3))
+    assert seen == [0.25] and torch._functorch.config.activation_memory_budget == before
+
+
+def test_blocks_share_compiled_code_under_a_budget() -> None:
+    assert within_budget("inductor", 0.5) is within_budget("inductor", 0.5)
+
+
+def test_an_unknown_backend_is_told_with_those_that_there_are() -> None:
+    with pytest.raises(RecipeError, match="'indcutor' is not one of torch's") as caught:
+        compile_model(model(), Compile(enable=True, backend="indcutor"), ActivationCheckpoint())
+    assert "inductor" in str(caught.value.hint)
