@@ -31,7 +31,10 @@ class Attention(nn.Module):
     that comes alone sees all that the cache holds.
     """
 
-    def __init__(self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int) -> None:
+    def __init__(
+        self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int, *, qk_norm_eps: float | None = None
+    ) -> None:
+        """With `qk_norm_eps` every head's query and key are normed (RMS), with weights that heads share."""
         super().__init__()
         self.head_dim = head_dim
         # Known before any shape is: compiled for changing shapes, a comparison of these would be symbolic.
@@ -40,6 +43,9 @@ class Attention(nn.Module):
         self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
         self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
         self.wo = nn.Linear(n_heads * head_dim, dim, bias=False)
+        normed = qk_norm_eps is not None
+        self.q_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if normed else None
+        self.k_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if normed else None
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None = None
@@ -53,6 +59,8 @@ class Attention(nn.Module):
         q = self.wq(x).view(rows, length, -1, self.head_dim)
         k = self.wk(x).view(rows, length, -1, self.head_dim)
         v = self.wv(x).view(rows, length, -1, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.append(k, v)
