@@ -1,0 +1,58 @@
+"""What the ranks run for the same-answer suite: three optimizer steps, and all that came of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.engine.cases import Layout, my_batches, recipe, whole
+from titancli.engine import Engine
+
+STEPS = 3
+LR = 0.5
+
+
+def run(layout: Layout, optimizer: str) -> dict[str, torch.Tensor]:
+    """Losses, gradient norms, and every gradient and updated weight after each step, by name.
+
+    Tensors come from the first rank of each pipeline stage; numbers from all.
+    """
+    engine = Engine.build(recipe(layout))
+    lr = use_sgd(engine) if optimizer == "sgd" else None
+    degrees = engine.mesh.degrees
+    first = dist.get_rank() % (degrees.dp * degrees.cp * degrees.tp) == 0
+    result: dict[str, torch.Tensor] = {}
+    for step in range(STEPS):
+        metrics = engine.forward_backward(my_batches(engine, step, layout.documents))
+        result[f"loss {step}"] = metrics["loss"].clone()
+        tensors = {f"gradient {step} {n}": whole(p.grad) / engine._weight for n, p in trained(engine)}
+        result[f"norm {step}"] = engine.optim_step(lr)["grad_norm"].clone()
+        tensors |= {f"weight {step} {n}": whole(p) for n, p in trained(engine)}
+        result |= tensors if first else {}
+    return result
+
+
+def trained(engine: Engine) -> list[tuple[str, Any]]:
+    return [(name, p) for name, p in engine.named_parameters() if p.requires_grad]
+
+
+def use_sgd(engine: Engine) -> float:
+    """Plain SGD: a weight then moves by its gradient and nothing else. Returns the learning rate."""
+    engine.optimizer = torch.optim.SGD([p for _, p in trained(engine)], lr=LR, foreach=False)
+    for group in engine.optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return LR
+
+
+def run_divided_by_ranks(layout: Layout, optimizer: str) -> dict[str, torch.Tensor]:
+    """The same with FSDP2's own averaging left on: what the suite must notice."""
+    from torch.distributed.fsdp import FSDPModule
+
+    kept = FSDPModule.set_gradient_divide_factor
+    FSDPModule.set_gradient_divide_factor = lambda self, factor: None  # type: ignore[method-assign]
+    try:
+        return run(layout, optimizer)
+    finally:
+        FSDPModule.set_gradient_divide_factor = kept  # type: ignore[method-assign]

@@ -1,0 +1,172 @@
+"""The same weights and data give the same losses, gradients and weights on every layout.
+
+Each layout does three optimizer steps and is compared with one rank, tensor by tensor. The reference itself
+is compared with a plain loop, without titan's engine.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from tests.engine import cases
+from tests.engine.cases import Layout
+from tests.ranks import runs
+from tests.ranks.comparison import Row, difference
+from tests.ranks.conftest import ROWS
+from titancli.losses import CrossEntropyFull
+
+pytestmark = pytest.mark.ranks
+
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    ranks: int
+    layout: Layout
+    optimizer: str = "sgd"
+    tolerance: float = TOLERANCE
+
+
+def case(ranks: int, optimizer: str = "sgd", tolerance: float = TOLERANCE, **layout: Any) -> Case:
+    """Degrees by their own names (`tp=2`), everything else as in `Layout`."""
+    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+    mesh = {name: layout.pop(name) for name in names if name in layout}
+    return Case(ranks, Layout(mesh=mesh, **layout), optimizer, tolerance)
+
+
+FULL_AC = {"mode": "full"}
+BY_OP = {"mode": "selective", "selective_ac_option": "op"}
+SECOND = {"mode": "selective", "selective_ac_option": "2"}
+MANY_HEADS = {"n_kv_heads": 4}
+
+DATA = {
+    "accumulation": case(1, micro_batches=4),
+    "DDP2": case(2, dp_replicate=2),
+    "FSDP2": case(2, "adam", dp_shard=2),
+    "FSDP4": case(4, dp_shard=4),
+    "HSDP2x2": case(4, "adam", dp_replicate=2, dp_shard=2),
+    "FSDP2, accumulation": case(2, dp_shard=2, micro_batches=2),
+    "FSDP2, accumulation unsharded": case(2, dp_shard=2, micro_batches=2, accumulate="unsharded"),
+    "HSDP2x2, accumulation": case(4, dp_replicate=2, dp_shard=2, micro_batches=2),
+    "HSDP2x2, accumulation unsharded": case(
+        4, dp_replicate=2, dp_shard=2, micro_batches=2, accumulate="unsharded"
+    ),
+    "FSDP2, always reshard": case(2, dp_shard=2, reshard="always"),
+    "FSDP2, never reshard": case(2, dp_shard=2, reshard="never"),
+    "FSDP2, AC full": case(2, dp_shard=2, activation_checkpoint=FULL_AC),
+    "FSDP2, AC by op": case(2, dp_shard=2, activation_checkpoint=BY_OP),
+    "FSDP2, AC every 2nd": case(2, dp_shard=2, activation_checkpoint=SECOND),
+    "FSDP2, compiled": case(2, "adam", dp_shard=2, compile="aot_eager"),
+    "FSDP2, compiled, AC by op": case(2, dp_shard=2, compile="aot_eager", activation_checkpoint=BY_OP),
+    "FSDP2, full logits": case(2, dp_shard=2, loss=CrossEntropyFull()),
+    "FSDP2, documents": case(2, dp_shard=2, documents=True),
+    "FSDP2, tied": case(2, "adam", dp_shard=2, tied=True),
+    "FSDP2, bf16": case(2, dp_shard=2, dtype="bfloat16", tolerance=0.05),
+}
+TENSOR = {
+    "TP2": case(2, "adam", tp=2),
+    "TP4": case(4, tp=4, model=MANY_HEADS),
+    "FSDP2xTP2": case(4, "adam", dp_shard=2, tp=2),
+    "DDP2xTP2": case(4, dp_replicate=2, tp=2),
+    "TP2, accumulation": case(2, tp=2, micro_batches=2),
+    "FSDP2xTP2, accumulation": case(4, dp_shard=2, tp=2, micro_batches=2),
+    "TP2, tied": case(2, tp=2, tied=True),
+    "FSDP2xTP2, tied": case(4, dp_shard=2, tp=2, tied=True),
+    "TP2, AC by op": case(2, tp=2, activation_checkpoint=BY_OP),
+    "TP2, documents": case(2, tp=2, documents=True),
+    "TP2, full logits": case(2, tp=2, loss=CrossEntropyFull()),
+    "TP2, compiled": case(2, tp=2, compile="aot_eager"),
+    "FSDP2xTP2, compiled, AC full": case(
+        4, dp_shard=2, tp=2, compile="aot_eager", activation_checkpoint=FULL_AC
+    ),
+    "TP2, bf16": case(2, tp=2, dtype="bfloat16", tolerance=0.05),
+}
+LAYOUTS: dict[str, Case] = {**DATA, **TENSOR}
+
+
+def reference_layout(layout: Layout) -> Layout:
+    """The same model and numerics on one rank, in one micro-batch, eager, without recomputation."""
+    return Layout(
+        model=layout.model,
+        tied=layout.tied,
+        documents=layout.documents,
+        converters=layout.converters,
+    )
+
+
+@pytest.fixture(scope="module")
+def one_rank(ranks):
+    """`one_rank(case)`: the run on one rank that a case is compared with; each is run once."""
+    known: dict[str, dict[str, torch.Tensor]] = {}
+
+    def run(case: Case) -> dict[str, torch.Tensor]:
+        layout = reference_layout(case.layout)
+        key = f"{layout} {case.optimizer}"
+        if key not in known:
+            known[key] = ranks(1, runs.run, layout, case.optimizer)[0]
+        return known[key]
+
+    return run
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_gives_the_answer_of_one_rank(ranks, one_rank, name):
+    this = LAYOUTS[name]
+    reference = one_rank(this)
+    began = time.perf_counter()
+    results = ranks(this.ranks, runs.run, this.layout, this.optimizer)
+    seconds = time.perf_counter() - began
+    found = difference(results, reference)
+    ROWS.append(Row(name, this.ranks, this.optimizer, found, this.tolerance, seconds))
+    assert found.largest <= this.tolerance, f"{found.worst}: {found}"
+
+
+def test_a_wrong_scale_is_noticed(ranks, one_rank):
+    """FSDP2's own averaging, left on, halves the gradients on two ranks."""
+    this = LAYOUTS["FSDP2"]
+    found = difference(
+        ranks(2, runs.run_divided_by_ranks, this.layout, "sgd"), one_rank(replace(this, optimizer="sgd"))
+    )
+    assert found.gradient == pytest.approx(0.5, abs=0.01)
+    assert found.largest > 1000 * TOLERANCE
+
+
+def test_one_rank_gives_the_answer_of_a_plain_loop(ranks, one_rank):
+    from titancli.models.llama3 import Llama3Model
+
+    weights = ranks(1, cases.initial_weights, Layout())[0]
+    model = Llama3Model(cases.recipe(Layout()).model)
+    model.load_state_dict(weights)
+    optimizer = torch.optim.SGD(model.parameters(), lr=runs.LR)
+    expected: dict[str, torch.Tensor] = {}
+    for step in range(runs.STEPS):
+        batch = cases.whole_batch(step)
+        logits = model(batch["tokens"]).flatten(0, 1)
+        loss = cross_entropy(logits, batch["targets"].flatten(), ignore_index=-100)
+        loss.backward()
+        expected[f"loss {step}"] = loss.detach()
+        expected |= {f"gradient {step} {n}": p.grad.clone() for n, p in model.named_parameters()}
+        expected[f"norm {step}"] = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected |= {f"weight {step} {n}": p.detach().clone() for n, p in model.named_parameters()}
+    assert difference([one_rank(Case(1, Layout()))], expected).largest <= TOLERANCE
+
+
+def test_tied_weights_are_one(one_rank):
+    assert not any("output.weight" in name for name in one_rank(LAYOUTS["FSDP2, tied"]))
+
+
+@pytest.mark.parametrize("name", ["FSDP2", "HSDP2x2", "TP2", "FSDP2xTP2"])
+def test_initial_values_do_not_depend_on_the_layout(ranks, name):
+    reference = ranks(1, cases.initial_weights, Layout())[0]
+    for result in ranks(LAYOUTS[name].ranks, cases.initial_weights, LAYOUTS[name].layout):
+        for key, value in reference.items():
+            assert torch.equal(result[key], value), key
