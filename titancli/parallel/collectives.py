@@ -1,8 +1,8 @@
 """Collectives that autograd and torch.compile see through, for code that works on local tensors.
 
 Whether a gradient is summed over the ranks or cut follows from who uses the result. Ranks that compute
-different things with a gathered tensor each have a part of its gradient, which is summed; ranks that compute the
-same have the whole of it, which is cut.
+different things with a gathered tensor each have a part of its gradient: they are summed. Ranks that compute
+the same have the whole of it each: it is cut.
 """
 
 from __future__ import annotations
