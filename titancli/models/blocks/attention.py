@@ -65,10 +65,12 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)
         # A token that comes alone may see all that the cache holds; else no shape decides what is masked.
-        out = self.attend(q, k, v, mask, causal=cache is None or length > 1)
+        out = self.core_attention(q, k, v, mask, causal=cache is None or length > 1)
         return self.wo(out.reshape(rows, length, -1))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = True) -> Tensor:
+    def core_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = True
+    ) -> Tensor:
         """q [B, S, heads, head_dim], k and v [B, T, kv heads, head_dim] -> [B, S, heads, head_dim].
 
         A plan may put a method in its place that brings rows or heads together and calls this one with them
