@@ -24,6 +24,9 @@ KEPT = {
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    # What has come over the network does not travel again.
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops._c10d_functional.all_to_all_single.default,
     _aten.max.default,  # the scale of a float8 operand: one number for a pass over all of it
 }
 
