@@ -6,6 +6,7 @@ In order: mesh, model on meta, converters, the parallelize plan, materialise (in
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,8 +35,14 @@ class MixedPrecision:
     reduce: torch.dtype
 
 
-def build_engine(recipe: Recipe, *, device: torch.device | None, frozen: bool) -> Engine:
-    """See `Engine.build`."""
+def build_engine(
+    recipe: Recipe,
+    *,
+    device: torch.device | None,
+    frozen: bool,
+    fill: Callable[[Engine, Recipe], None] | None = None,
+) -> Engine:
+    """See `Engine.build`. `fill` takes the place of `materialise`: a dry run gives the model no memory."""
     device = device or default_device()
     training = recipe.training
     degrees = recipe.degrees(dist.get_world_size())
@@ -72,7 +79,7 @@ def build_engine(recipe: Recipe, *, device: torch.device | None, frozen: bool) -
         flops_per_token=flops,
         parameter_count=count,
     )
-    materialise(engine, recipe)
+    (fill or materialise)(engine, recipe)
     if not frozen:
         engine.optimizer = build(recipe.optimizer, named_parameters=engine.named_parameters())
         for group in engine.optimizer.param_groups:
