@@ -44,7 +44,7 @@ def test_checkpointing_by_op_keeps_what_was_reduced(ranks):
         )
     )
     regions = 2 * 4  # attention and feed-forward of four blocks
-    # Forward reduces each region and the embedding; backward reduces the gradient of each gather, the head's too.
+    # Forward reduces each region and the embedding; backward each gather's gradient, the head's too.
     assert none["reduce_scatter_tensor"] == by_op["reduce_scatter_tensor"] == 2 * regions + 2
     # What the second region of a block makes is needed by nothing in its own backward.
     assert full["reduce_scatter_tensor"] == none["reduce_scatter_tensor"] + regions // 2
