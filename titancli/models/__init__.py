@@ -1,4 +1,4 @@
-"""The model families. This file is the menu; each family is one file beside it."""
+"""The model families. This file is the menu, with `menu/`; each family's code is one file beside it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Gt
 
+from titancli.models.menu.decoder import size_problems
+from titancli.models.menu.qwen3 import Qwen3
 from titancli.models.shape import Decoder, block, grouped_query, swiglu
 from titancli.registry.component import component, section
 
@@ -121,18 +123,7 @@ class Llama3:
         return Decoder(self.dim, self.vocab_size, (one,) * self.n_layers, tied=self.tied)
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        kv_heads = self.n_kv_heads or self.n_heads
-        if self.head_dim is None and self.dim % self.n_heads:
-            yield "n_heads", f"dim {self.dim} is not divisible by n_heads {self.n_heads}; give head_dim"
-        elif (self.head_dim or self.dim // self.n_heads) % 2:
-            yield "head_dim", "rotary embedding needs an even head_dim"
-        if self.n_heads % kv_heads:
-            yield "n_kv_heads", f"n_heads {self.n_heads} is not divisible by n_kv_heads {kv_heads}"
-        if recipe.training.seq_len > self.max_seq_len:
-            yield (
-                "max_seq_len",
-                (f"training.seq_len {recipe.training.seq_len} is beyond the model's {self.max_seq_len}"),
-            )
+        yield from size_problems(self, recipe)
 
 
-COMPONENTS: list[type] = [Llama3]
+COMPONENTS: list[type] = [Llama3, Qwen3]

@@ -177,7 +177,7 @@ def mixture(
     name: str = "moe",
 ) -> Experts:
     """`titancli.models.blocks.moe`, as the child `name` of a block; `shared` experts are one of so many times
-    the width. Tensor parallelism cuts none of it: each rank works on its own part of the sequence."""
+    the width. Tensor parallelism cuts these alone: of the others each rank has its own part of the sequence."""
     parameters = [Parameter(f"{name}.router.gate.weight", (experts, dim), "replicate")]
     if gate_bias:
         parameters.append(Parameter(f"{name}.router.gate.bias", (experts,), "replicate"))
@@ -187,10 +187,7 @@ def mixture(
         Parameter(f"{name}.experts.w3", (experts, hidden, dim), "expert"),
     ]
     if shared:
-        parameters += [
-            replace(p, style="replicate")
-            for p in swiglu(dim, shared * hidden, f"{name}.shared_experts").parameters
-        ]
+        parameters += swiglu(dim, shared * hidden, f"{name}.shared_experts").parameters
     return Experts(experts, top_k, hidden, tuple(parameters), shared * hidden)
 
 

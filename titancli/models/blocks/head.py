@@ -33,6 +33,8 @@ class Output(nn.Linear):
     """The ranks that have the other rows of the weight; hidden states come cut along the sequence."""
     row_cut: RowCut | None = None
     """How rows are cut over ranks: hidden states are those of this rank's part."""
+    loss_backend: str | None = None
+    """What compiles the loss's arithmetic, if anything does."""
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size, bias=False)
@@ -57,11 +59,11 @@ class Output(nn.Linear):
         token_weights = getattr(loss, "token_weights", None)
         weights = None if token_weights is None else token_weights(batch)
         if weights is None:
-            log_probs = linear_log_probs(hidden, weight, targets, self.tensor_group)
+            log_probs = linear_log_probs(hidden, weight, targets, self.tensor_group, self.loss_backend)
             return loss(self._whole_rows(log_probs), batch)
         # The loss says what its parts weigh; its sum is known with its gradient already.
         total, log_probs = linear_token_loss(
-            hidden, weight, targets, self._my_part(weights), self.tensor_group
+            hidden, weight, targets, self._my_part(weights), self.tensor_group, self.loss_backend
         )
         if self.row_cut is not None:
             total = sum_same(total, self.row_cut.group)

@@ -1,0 +1,93 @@
+"""What the Hugging Face forms of decoders share: tables of names, stacked experts, checks of config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from titancli.errors import EnvironmentProblem
+
+TOP = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+LAYER = {
+    "attention_norm.weight": "input_layernorm.weight",
+    "attention.wq.weight": "self_attn.q_proj.weight",
+    "attention.wk.weight": "self_attn.k_proj.weight",
+    "attention.wv.weight": "self_attn.v_proj.weight",
+    "attention.wo.weight": "self_attn.o_proj.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "feed_forward.w1.weight": "mlp.gate_proj.weight",
+    "feed_forward.w2.weight": "mlp.down_proj.weight",
+    "feed_forward.w3.weight": "mlp.up_proj.weight",
+}
+
+
+class DecoderHF:
+    """A form in which names differ and values do not, save that experts are stacked here and apart there."""
+
+    top: ClassVar[Mapping[str, str]] = TOP
+    layer: ClassVar[Mapping[str, str]] = LAYER
+    """Names within a block."""
+    expert: ClassVar[Mapping[str, str]] = {}
+    """Names within a block of stacked weights, to a name with `{}` for the expert's number."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def sources(self, name: str) -> list[str]:
+        if name in self.top:
+            return [self.top[name]]
+        _, layer, rest = name.split(".", 2)
+        if rest in self.expert:
+            rests = [self.expert[rest].format(e) for e in range(self.config.moe.num_experts)]
+        else:
+            rests = [self.layer[rest]]
+        return [f"model.layers.{layer}.{hf_rest}" for hf_rest in rests]
+
+    def to_hf(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        pieces = tensor.unbind() if self._stacked(name) else (tensor,)
+        return list(zip(self.sources(name), pieces, strict=True))
+
+    def from_hf(self, name: str, tensors: list[Tensor]) -> Tensor:
+        return torch.stack(tensors) if self._stacked(name) else tensors[0]
+
+    def ignored(self, hf_name: str) -> bool:
+        tied_copy = self.config.tied and hf_name == "lm_head.weight"
+        return tied_copy or hf_name.endswith("rotary_emb.inv_freq")
+
+    def _stacked(self, name: str) -> bool:
+        return name not in self.top and name.split(".", 2)[2] in self.expert
+
+
+def refuse_others(config_json: Mapping[str, Any], model: str, expected: Mapping[str, Any]) -> None:
+    """See to it that the keys that a `config.json` has are as the model needs them.
+
+    Raises:
+        EnvironmentProblem: some are not, or the weights are quantised; names them all.
+    """
+    wrong = [f"{k} = {config_json[k]!r}" for k, good in expected.items() if config_json.get(k, good) != good]
+    if config_json.get("quantization_config"):
+        method = config_json["quantization_config"].get("quant_method", "unknown")
+        wrong.append(f"weights quantised by {method!r}")
+    if wrong:
+        raise EnvironmentProblem(f"config.json has {', '.join(wrong)}, which the model {model} does not have")
+
+
+def rope_of(config_json: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The kind of rotary embedding, `"default"` for the plain one, and its parameters.
+
+    transformers 4 writes `rope_scaling` and `rope_theta`, 5 both into `rope_parameters`.
+    """
+    rope = config_json.get("rope_parameters") or config_json.get("rope_scaling") or {}
+    return rope.get("rope_type", rope.get("type", "default")), rope
+
+
+def theta_of(config_json: Mapping[str, Any], default: float = 10000.0) -> float:
+    """The base of the rotary frequencies."""
+    return float(config_json.get("rope_theta") or rope_of(config_json)[1].get("rope_theta", default))

@@ -1,0 +1,130 @@
+"""Qwen 3's configs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from annotated_types import Gt
+
+from titancli.models.menu.decoder import size_problems
+from titancli.models.menu.moe import MoE
+from titancli.models.shape import Decoder, block, grouped_query, mixture, swiglu
+from titancli.registry.component import component
+
+if TYPE_CHECKING:
+    from titancli.recipe.schema import Recipe
+
+_DENSE = {"n_kv_heads": 8, "head_dim": 128, "vocab_size": 151936}
+_ROUTING = {
+    "top_k": 8,
+    "score_func": "softmax",
+    "route_norm": True,
+    "score_before_experts": False,
+    "load_balance_coeff": 1e-3,
+}
+
+
+@component("model", "qwen3", target="titancli.models.qwen3:build", hf="titancli.models.qwen3:Qwen3HF")
+class Qwen3:
+    """Qwen 3, dense and mixture of experts: grouped-query attention with normed queries and keys."""
+
+    dim: Annotated[int, Gt(0)]
+    """Width of the residual stream."""
+    n_layers: Annotated[int, Gt(0)]
+    """Blocks."""
+    n_heads: Annotated[int, Gt(0)]
+    """Query heads."""
+    n_kv_heads: Annotated[int, Gt(0)] | None = None
+    """Key and value heads; None: n_heads."""
+    head_dim: Annotated[int, Gt(0)] = 128
+    """Width of a head."""
+    hidden_dim: Annotated[int, Gt(0)] | None = None
+    """Width inside the feed-forward block of a dense model."""
+    moe: MoE | None = None
+    """The experts that stand for the feed-forward block; None: a dense model."""
+    vocab_size: Annotated[int, Gt(0)]
+    """Rows of the embedding and of the output."""
+    max_seq_len: Annotated[int, Gt(0)] = 4096
+    """The longest row it is meant for."""
+    rope_theta: Annotated[float, Gt(0)] = 1000000.0
+    """Base of the rotary frequencies."""
+    norm_eps: Annotated[float, Gt(0)] = 1e-6
+    """Added to the mean square inside the norms."""
+    tied: bool = False
+    """Whether the output uses the embedding's weight."""
+
+    flavors: ClassVar[dict[str, dict[str, Any]]] = {
+        "debugmodel": dict(
+            dim=256, n_layers=8, n_heads=16, n_kv_heads=8, hidden_dim=3072, vocab_size=2048, tied=True
+        ),
+        "0.6B": dict(_DENSE, dim=1024, n_layers=28, n_heads=16, hidden_dim=3072, tied=True),
+        "1.7B": dict(_DENSE, dim=2048, n_layers=28, n_heads=16, hidden_dim=6144, tied=True),
+        "4B": dict(_DENSE, dim=2560, n_layers=36, n_heads=32, hidden_dim=9728, tied=True),
+        "8B": dict(_DENSE, dim=4096, n_layers=36, n_heads=32, hidden_dim=12288),
+        "14B": dict(_DENSE, dim=5120, n_layers=40, n_heads=40, hidden_dim=17408),
+        "32B": dict(_DENSE, dim=5120, n_layers=64, n_heads=64, hidden_dim=25600),
+        "debugmodel_moe": dict(
+            dim=256,
+            n_layers=8,
+            n_heads=16,
+            n_kv_heads=8,
+            vocab_size=2048,
+            moe=dict(_ROUTING, num_experts=64, hidden_dim=768),
+        ),
+        "30B-A3B": dict(
+            dim=2048,
+            n_layers=48,
+            n_heads=32,
+            n_kv_heads=4,
+            vocab_size=151936,
+            max_seq_len=262144,
+            moe=dict(_ROUTING, num_experts=128, hidden_dim=768),
+        ),
+        "235B-A22B": dict(
+            dim=4096,
+            n_layers=94,
+            n_heads=64,
+            n_kv_heads=4,
+            vocab_size=151936,
+            rope_theta=5000000.0,
+            moe=dict(_ROUTING, num_experts=128, hidden_dim=1536),
+        ),
+    }
+
+    def shape(self) -> Decoder:
+        """The sizes of it all; see `titancli.models.shape`."""
+        kv_heads = self.n_kv_heads or self.n_heads
+        attention = grouped_query(self.dim, self.n_heads, kv_heads, self.head_dim, qk_norm=True)
+        moe = self.moe
+        one = block(
+            self.dim,
+            attention,
+            swiglu(self.dim, self.hidden_dim or 0)
+            if moe is None
+            else mixture(
+                self.dim,
+                moe.hidden_dim,
+                moe.num_experts,
+                moe.top_k,
+                shared=moe.num_shared_experts,
+                gate_bias=moe.gate_bias,
+            ),
+        )
+        return Decoder(self.dim, self.vocab_size, (one,) * self.n_layers, tied=self.tied)
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        yield from size_problems(self, recipe)
+        if (self.hidden_dim is None) == (self.moe is None):
+            yield (
+                "hidden_dim",
+                "a dense model has hidden_dim, one of experts has moe.hidden_dim; give one of them",
+            )
+        if self.moe is not None:
+            for key, message in self.moe.problems():
+                yield f"moe.{key}", message
+
+    @property
+    def n_experts(self) -> int | None:
+        """What mesh.ep must divide."""
+        return self.moe.num_experts if self.moe else None

@@ -1,0 +1,190 @@
+"""Qwen 3, dense and mixture of experts: the model, and its Hugging Face form.
+
+Source: Qwen3 Technical Report (arXiv 2505.09388). What it has beside Llama 3 is a norm of every head's query
+and key, a head_dim apart from dim, and experts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from titancli.errors import EnvironmentProblem
+from titancli.models import Qwen3
+from titancli.models.blocks.attention import Attention
+from titancli.models.blocks.decoder import Block, Decoder
+from titancli.models.blocks.feed_forward import FeedForward
+from titancli.models.blocks.hf import LAYER, DecoderHF, refuse_others, rope_of, theta_of
+from titancli.models.blocks.moe import MoE
+from titancli.models.blocks.rope import inverse_frequencies
+
+logger = logging.getLogger(__name__)
+
+_BIAS = "moe.expert_bias"
+
+
+def build(config: Qwen3, *, seq_len: int) -> Decoder:
+    """The model on the current device, without initial values."""
+
+    def block(number: int) -> Block:
+        attention = Attention(
+            config.dim,
+            config.n_heads,
+            config.n_kv_heads or config.n_heads,
+            config.head_dim,
+            qk_norm_eps=config.norm_eps,
+        )
+        if config.moe is not None:
+            return Block(config.dim, config.norm_eps, attention, MoE(config.dim, config.moe))
+        return Block(config.dim, config.norm_eps, attention, FeedForward(config.dim, config.hidden_dim or 0))
+
+    def frequencies() -> Tensor:
+        return inverse_frequencies(config.head_dim, config.rope_theta, None)
+
+    return Decoder(config, block, frequencies)
+
+
+class Qwen3HF(DecoderHF):
+    """transformers' Qwen3ForCausalLM and Qwen3MoeForCausalLM, whose files have every expert apart."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3", "qwen3_moe")
+    layer: ClassVar = {
+        **LAYER,
+        "attention.q_norm.weight": "self_attn.q_norm.weight",
+        "attention.k_norm.weight": "self_attn.k_norm.weight",
+        "moe.router.gate.weight": "mlp.gate.weight",
+    }
+    expert: ClassVar = {
+        "moe.experts.w1": "mlp.experts.{}.gate_proj.weight",
+        "moe.experts.w2": "mlp.experts.{}.down_proj.weight",
+        "moe.experts.w3": "mlp.experts.{}.up_proj.weight",
+    }
+
+    def __init__(self, config: Qwen3) -> None:
+        super().__init__(config)
+        self._told = False
+
+    @property
+    def model_type(self) -> str:
+        return "qwen3" if self.config.moe is None else "qwen3_moe"
+
+    def sources(self, name: str) -> list[str]:
+        return [] if name.endswith(_BIAS) else super().sources(name)
+
+    def to_hf(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        if not name.endswith(_BIAS):
+            return super().to_hf(name, tensor)
+        if not self._told and not tensor.is_meta and bool(tensor.any()):
+            self._told = True
+            logger.warning(
+                "the biases that balanced the experts have no place in a Hugging Face folder: without them, "
+                "tokens that were on the border between two experts may go to the other one"
+            )
+        return []
+
+    def from_hf(self, name: str, tensors: list[Tensor]) -> Tensor:
+        if name.endswith(_BIAS):
+            return torch.zeros(self.config.moe.num_experts)
+        return super().from_hf(name, tensors)
+
+    def config_json(self) -> dict[str, Any]:
+        config = self.config
+        common = {
+            "model_type": self.model_type,
+            "hidden_size": config.dim,
+            "num_hidden_layers": config.n_layers,
+            "num_attention_heads": config.n_heads,
+            "num_key_value_heads": config.n_kv_heads or config.n_heads,
+            "head_dim": config.head_dim,
+            "vocab_size": config.vocab_size,
+            "max_position_embeddings": config.max_seq_len,
+            "rms_norm_eps": config.norm_eps,
+            "rope_theta": config.rope_theta,
+            "rope_scaling": None,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "tie_word_embeddings": config.tied,
+        }
+        if config.moe is None:
+            return {
+                "architectures": ["Qwen3ForCausalLM"],
+                **common,
+                "intermediate_size": config.hidden_dim,
+            }
+        return {"architectures": ["Qwen3MoeForCausalLM"], **common, **_experts_json(config)}
+
+    @staticmethod
+    def from_config_json(config_json: dict[str, Any]) -> dict[str, Any]:
+        """The keys of [model].
+
+        Raises:
+            EnvironmentProblem: biases, sliding windows, dense layers between those of experts, a stretched
+                RoPE, or quantised weights.
+        """
+        kind, _ = rope_of(config_json)
+        plain = {**config_json, "rope_type": kind}
+        plain["mlp_only_layers"] = config_json.get("mlp_only_layers") or []
+        expected = {
+            "attention_bias": False,
+            "hidden_act": "silu",
+            "use_sliding_window": False,
+            "rope_type": "default",
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+        refuse_others(plain, "qwen3", expected)
+        dense = config_json["model_type"] == "qwen3"
+        head_dim = 128 if dense else config_json["hidden_size"] // config_json["num_attention_heads"]
+        keys = {
+            "dim": config_json["hidden_size"],
+            "n_layers": config_json["num_hidden_layers"],
+            "n_heads": config_json["num_attention_heads"],
+            "n_kv_heads": config_json.get("num_key_value_heads") or config_json["num_attention_heads"],
+            "head_dim": config_json.get("head_dim") or head_dim,
+            "vocab_size": config_json["vocab_size"],
+            "max_seq_len": config_json.get("max_position_embeddings", 32768),
+            "rope_theta": theta_of(config_json),
+            "norm_eps": config_json.get("rms_norm_eps", 1e-6),
+            "tied": bool(config_json.get("tie_word_embeddings", False)),
+        }
+        if dense:
+            return {**keys, "hidden_dim": config_json["intermediate_size"]}
+        experts = config_json.get("num_experts") or config_json["num_local_experts"]
+        routing = {
+            "num_experts": experts,
+            "top_k": config_json["num_experts_per_tok"],
+            "hidden_dim": config_json["moe_intermediate_size"],
+            "route_norm": bool(config_json.get("norm_topk_prob", False)),
+        }
+        return {**keys, "moe": {**Qwen3.flavors["30B-A3B"]["moe"], **routing}}
+
+
+def _experts_json(config: Qwen3) -> dict[str, Any]:
+    moe = config.moe
+    if moe is None:
+        return {}
+    only = {
+        "score_func": "softmax",
+        "route_scale": 1.0,
+        "score_before_experts": False,
+        "gate_bias": False,
+        "num_shared_experts": 0,
+        "num_expert_groups": None,
+    }
+    wrong = [f"moe.{k} = {getattr(moe, k)!r}" for k, good in only.items() if getattr(moe, k) != good]
+    if wrong:
+        raise EnvironmentProblem(f"transformers' Qwen3-MoE has no {', '.join(wrong)}")
+    return {
+        "moe_intermediate_size": moe.hidden_dim,
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "norm_topk_prob": moe.route_norm,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "output_router_logits": False,
+    }
