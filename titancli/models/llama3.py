@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 class Llama3Model(nn.Module):
     inputs = ("tokens", "positions", "document_ids")
-    sequence_dim = {"tokens": 1, "positions": 1, "document_ids": 1}  # noqa: RUF012
+    sequence_dim = {"tokens": 1, "positions": 1}  # noqa: RUF012
     tensor_plan = {  # noqa: RUF012
         "tok_embeddings.weight": "vocab",
         "layers.*.attention.w[qkv].weight": "column",
@@ -85,6 +85,9 @@ class Llama3Model(nn.Module):
     ) -> Tensor | LossResult:
         """Logits [B, S, V], or a LossResult when a loss is given; with a cache the last token's, [B, 1, V].
 
+        A pipeline stage lacks modules (None): it is given the hidden states of the stage before it instead of
+        tokens, with positions, and returns hidden states if it is not the last.
+
         Args:
             tokens: [B, S] int64.
             positions: [B, S] int64; None counts from 0 in every row.
@@ -100,10 +103,12 @@ class Llama3Model(nn.Module):
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         cos, sin = rotation(positions, self._rope_frequencies(tokens.device))
         mask = None if document_ids is None else document_mask(document_ids)
-        hidden = self.tok_embeddings(tokens)
+        hidden = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for block in self.layers.values():
             hidden = block(hidden, cos, sin, mask)
-        return self.output(self.norm(hidden), batch, loss)
+        if self.norm is not None:
+            hidden = self.norm(hidden)
+        return hidden if self.output is None else self.output(hidden, batch, loss)
 
     def new_cache(self, length: int, padding: Tensor | None = None) -> KVCache:
         """An empty cache for `forward(tokens, cache=…)`; see `KVCache`."""
