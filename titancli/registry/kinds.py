@@ -64,10 +64,10 @@ class Model(Protocol):
     last one, [B, 1, V].
 
     Under a pipeline a rank has stages of the model: copies in which the children of other stages are None and
-    `layers` holds the stage's own blocks. Forward leaves out what is None. A stage that is not the first finds
-    in place of the first of `inputs` the hidden states of the stage before it, [B, S, dim] (`dim` being the
-    config's), and always `positions`; one that is not the last is given no loss, and returns its hidden states.
-    No parameter may belong to the model itself, only to its children.
+    `layers` holds the stage's own blocks. Forward leaves out what is None. A stage that is not the first
+    finds in place of the first of `inputs` the hidden states of the stage before it, [B, S, dim] (`dim` being
+    the config's), and always `positions`; one that is not the last is given no loss, and returns its hidden
+    states. No parameter may belong to the model itself, only to its children.
     """
 
     inputs: tuple[str, ...]

@@ -54,14 +54,18 @@ class Block(nn.Module):
         self.attention = attention
         self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
         # Under names that say which it is: patterns for one should not match the other.
-        self.add_module("moe" if isinstance(feed_forward, MoE) else "feed_forward", feed_forward)
+        self.moe = feed_forward if isinstance(feed_forward, MoE) else None
+        self.feed_forward = feed_forward if isinstance(feed_forward, FeedForward) else None
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None = None
     ) -> Tensor:
         """[B, S, dim] -> [B, S, dim]."""
         x, normed = self.attention_branch(x, cos, sin, mask, cache)
-        return x + (self.moe if hasattr(self, "moe") else self.feed_forward)(normed)
+        for branch in (self.moe, self.feed_forward):
+            if branch is not None:
+                x = x + branch(normed)
+        return x
 
     def attention_branch(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None
@@ -122,6 +126,9 @@ class Decoder(nn.Module):
     ) -> Tensor | LossResult:
         """Logits [B, S, V], or a LossResult when a loss is given; with a cache the last token's, [B, 1, V].
 
+        A pipeline stage lacks modules (None): it is given the hidden states of the stage before it instead of
+        tokens, with positions, and returns hidden states if it is not the last.
+
         Args:
             tokens: [B, S] int64.
             positions: [B, S] int64; None counts from 0 in every row.
@@ -137,10 +144,12 @@ class Decoder(nn.Module):
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         cos, sin = rotation(positions, self._rope_frequencies(tokens.device))
         mask = None if document_ids is None else document_mask(document_ids)
-        hidden = self.tok_embeddings(tokens)
+        hidden = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for block in self.layers.values():
             hidden = block(hidden, cos, sin, mask)
-        return self.output(self.norm(hidden), batch, loss)
+        if self.norm is not None:
+            hidden = self.norm(hidden)
+        return hidden if self.output is None else self.output(hidden, batch, loss)
 
     def new_cache(self, length: int, padding: Tensor | None = None) -> KVCache:
         """An empty cache for `forward(tokens, cache=…)`; see `KVCache`."""
