@@ -158,3 +158,31 @@ def test_the_head_takes_each_kind_of_loss():
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_arithmetic_equals_eager(backend, dtype, monkeypatch):
+    monkeypatch.setitem(chunked.CHUNK_BYTES, "cpu", 4 * VOCABULARY * 5)  # the last chunk is smaller
+    results = []
+    for compiler in (None, backend):
+        hidden, weight, targets = problem(dtype=dtype)
+        coefficients = torch.rand(13, generator=torch.Generator().manual_seed(1)) * (targets >= 0)
+        total, _ = linear_token_loss(hidden, weight, targets, coefficients, backend=compiler)
+        log_probs = linear_log_probs(hidden, weight, targets, backend=compiler)
+        (total + (log_probs * coefficients).sum() * 2).backward()
+        results.append((total.detach(), log_probs.detach(), hidden.grad, weight.grad))
+    for result, expected in zip(results[1], results[0], strict=True):
+        close(result, expected, dtype)
+
+
+def test_the_output_compiles_its_loss_with_the_backend_that_it_is_given(monkeypatch):
+    from titancli.losses.cross_entropy import CrossEntropy
+
+    asked = []
+    monkeypatch.setattr(chunked.chunk, "compiled", lambda function, name: asked.append(name) or function)
+    output = Output(DIM, VOCABULARY)
+    output.loss_backend = "inductor"
+    targets = torch.randint(0, VOCABULARY, (2, 5))
+    output(torch.randn(2, 5, DIM), Batch({"tokens": targets, "targets": targets}), CrossEntropy())
+    assert asked == ["inductor"]

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from titancli.parallel.collectives import Group, all_reduce
+from titancli.losses import chunk
+from titancli.parallel.collectives import Group
 
 CHUNK_BYTES = {"cpu": 64 * 2**20}
 """The fp32 logits of one chunk take at most this, by device type."""
@@ -33,7 +34,12 @@ PARTS = 8
 
 
 def linear_token_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, group: Group | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    token_weights: Tensor,
+    group: Group | None = None,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """−Σ w·log softmax(hidden · weightᵀ)[target].
 
@@ -43,20 +49,24 @@ def linear_token_loss(
         targets: [...] int64; negative is no target.
         token_weights: [...]; 0 where there is no target.
         group: the ranks that the vocabulary is cut over, evenly.
+        backend: of torch.compile, for what is done with each chunk's logits; None: nothing is compiled.
 
     Returns:
         The sum (fp32 scalar, with gradient), and the log-probabilities [...] (fp32, without; 0 where there is
         no target).
     """
     total, log_probs = _TokenLoss.apply(
-        hidden.flatten(0, -2), weight, targets.flatten(), token_weights.flatten().float(), group
+        hidden.flatten(0, -2), weight, targets.flatten(), token_weights.flatten().float(), group, backend
     )
     return total, log_probs.view(targets.shape)
 
 
-def linear_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, group: Group | None = None) -> Tensor:
+def linear_log_probs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, group: Group | None = None, backend: str | None = None
+) -> Tensor:
     """log softmax(hidden · weightᵀ)[target], [...] fp32, 0 where there is no target; arguments as above."""
-    return _LogProbs.apply(hidden.flatten(0, -2), weight, targets.flatten(), group).view(targets.shape)
+    found = _LogProbs.apply(hidden.flatten(0, -2), weight, targets.flatten(), group, backend)
+    return found.view(targets.shape)
 
 
 class _TokenLoss(torch.autograd.Function):
@@ -68,20 +78,20 @@ class _TokenLoss(torch.autograd.Function):
         targets: Tensor,
         token_weights: Tensor,
         group: Group | None,
+        backend: str | None,
     ) -> Any:
         log_probs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         gradients = _Gradients(hidden, weight, wants_hidden, wants_weight)
+        token_loss = chunk.compiled(chunk.token_loss, backend)
         for rows in _chunks(hidden, weight):
-            logits = (hidden[rows] @ weight.t()).float()
-            picks = _Picks(targets[rows], weight, group)
-            log_probs[rows], exponentials, total = _softmax_(logits, picks)
-            if wants_hidden or wants_weight:
-                # d(−w·log p)/d logits = w · (softmax − one-hot)
-                w = token_weights[rows]
-                exponentials.mul_((w / total)[:, None])
-                picks.add_(exponentials, -w)
-                gradients.add(rows, exponentials)
+            logits = hidden[rows] @ weight.t()
+            log_probs[rows], gradient = token_loss(
+                logits, targets[rows], token_weights[rows], group, wants_hidden or wants_weight
+            )
+            del logits
+            if gradient is not None:
+                gradients.add(rows, gradient)
         ctx.gradients = gradients
         ctx.mark_non_differentiable(log_probs)
         return -(log_probs * token_weights).sum(), log_probs
@@ -92,24 +102,21 @@ class _TokenLoss(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("the gradients of a chunked loss can be used once only")
         gradients, ctx.gradients = ctx.gradients, None
-        return *gradients.times(scale), None, None, None
+        return *gradients.times(scale), None, None, None, None
 
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, group: Group | None) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, group: Group | None, backend: str | None
+    ) -> Tensor:
         log_probs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         normalisers = torch.empty_like(log_probs)
+        of_chunk = chunk.compiled(chunk.log_probs, backend)
         for rows in _chunks(hidden, weight):
-            logits = (hidden[rows] @ weight.t()).float()
-            picks = _Picks(targets[rows], weight, group)
-            picked = picks.of(logits)
-            peak = _over(group, "max", logits.amax(dim=1))
-            total = _over(group, "sum", logits.sub_(peak[:, None]).exp_().sum(dim=1))
-            normalisers[rows] = total.log_().add_(peak)
-            log_probs[rows] = (picked - normalisers[rows]).masked_fill_(targets[rows] < 0, 0.0)
+            log_probs[rows], normalisers[rows] = of_chunk(hidden[rows] @ weight.t(), targets[rows], group)
         ctx.save_for_backward(hidden, weight, targets, normalisers)
-        ctx.group = group
+        ctx.group, ctx.backend = group, backend
         return log_probs
 
     @staticmethod
@@ -118,52 +125,11 @@ class _LogProbs(torch.autograd.Function):
         hidden, weight, targets, normalisers = ctx.saved_tensors
         gradients = _Gradients(hidden, weight, *ctx.needs_input_grad[:2])
         grad = grad.masked_fill(targets < 0, 0.0)
+        of_chunk = chunk.compiled(chunk.log_probs_gradient, ctx.backend)
         for rows in _chunks(hidden, weight):
-            # d(log p)/d logits = one-hot − softmax
-            softmax = (hidden[rows] @ weight.t()).float().sub_(normalisers[rows][:, None]).exp_()
-            softmax.mul_(-grad[rows][:, None])
-            _Picks(targets[rows], weight, ctx.group).add_(softmax, grad[rows])
-            gradients.add(rows, softmax)
-        return *gradients.values(), None, None
-
-
-class _Picks:
-    """The targets' columns among this rank's part of the vocabulary."""
-
-    def __init__(self, targets: Tensor, weight: Tensor, group: Group | None) -> None:
-        columns = weight.shape[0]
-        self.group = group
-        self.none = targets < 0
-        self.columns = targets if group is None else targets - group.rank * columns
-        self.elsewhere = (self.columns < 0) | (self.columns >= columns)
-        """No target, or another rank's."""
-        self.columns = self.columns.clamp(0, columns - 1)[:, None]
-
-    def of(self, logits: Tensor) -> Tensor:
-        """The targets' logits; anything where there is no target."""
-        found = logits.gather(1, self.columns)[:, 0]
-        return (
-            found if self.group is None else _over(self.group, "sum", found.masked_fill_(self.elsewhere, 0.0))
-        )
-
-    def add_(self, logits: Tensor, values: Tensor) -> None:
-        """Add `values` to the targets' columns."""
-        logits.scatter_add_(1, self.columns, values.masked_fill(self.elsewhere, 0.0)[:, None])
-
-
-def _softmax_(logits: Tensor, picks: _Picks) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of the targets, and exp(logits − max) in place with its sums."""
-    picked = picks.of(logits)
-    peak = _over(picks.group, "max", logits.amax(dim=1))
-    exponentials = logits.sub_(peak[:, None]).exp_()
-    total = _over(picks.group, "sum", exponentials.sum(dim=1))
-    log_probs = picked.sub_(peak).sub_(total.log())
-    return log_probs.masked_fill_(picks.none, 0.0), exponentials, total
-
-
-def _over(group: Group | None, op: str, x: Tensor) -> Tensor:
-    """x over the ranks of the group: its sum or its maximum."""
-    return x if group is None else all_reduce(x, op, group)
+            logits = hidden[rows] @ weight.t()
+            gradients.add(rows, of_chunk(logits, normalisers[rows], targets[rows], grad[rows], ctx.group))
+        return *gradients.values(), None, None, None
 
 
 class _Gradients:

@@ -1,0 +1,93 @@
+"""What the chunked losses do with the logits of one chunk: plain functions, which may be compiled.
+
+In place wherever a chunk's logits are still needed for something else: they are the largest tensor there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from titancli.parallel.collectives import Group, all_reduce
+
+
+def token_loss(
+    logits: Tensor, targets: Tensor, token_weights: Tensor, group: Group | None, wants_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities of the targets, [rows] fp32, and the gradient of −Σ w·log p by the logits.
+
+    Args:
+        logits: [rows, V]; fp32 ones are overwritten.
+        targets: [rows] int64; negative is no target.
+        token_weights: [rows] fp32.
+        group: the ranks that the vocabulary is cut over.
+    """
+    logits = logits.float()
+    picks = _Picks(targets, logits.shape[1], group)
+    picked = picks.of(logits)
+    peak = _over(group, "max", logits.amax(dim=1))
+    exponentials = logits.sub_(peak[:, None]).exp_()
+    total = _over(group, "sum", exponentials.sum(dim=1))
+    log_probs = picked.sub_(peak).sub_(total.log()).masked_fill_(picks.none, 0.0)
+    if not wants_gradient:
+        return log_probs, None
+    # d(−w·log p)/d logits = w · (softmax − one-hot)
+    exponentials.mul_((token_weights / total)[:, None])
+    return log_probs, picks.add(exponentials, -token_weights)
+
+
+def log_probs(logits: Tensor, targets: Tensor, group: Group | None) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the targets, and the log-sum-exp of every row; both [rows] fp32."""
+    logits = logits.float()
+    picks = _Picks(targets, logits.shape[1], group)
+    picked = picks.of(logits)
+    peak = _over(group, "max", logits.amax(dim=1))
+    total = _over(group, "sum", logits.sub_(peak[:, None]).exp_().sum(dim=1))
+    normalisers = total.log_().add_(peak)
+    return (picked - normalisers).masked_fill_(picks.none, 0.0), normalisers
+
+
+def log_probs_gradient(
+    logits: Tensor, normalisers: Tensor, targets: Tensor, grad: Tensor, group: Group | None
+) -> Tensor:
+    """The gradient with respect to the logits, [rows, V] fp32, from that of the log-probabilities."""
+    # d(log p)/d logits = one-hot − softmax
+    softmax = logits.float().sub_(normalisers[:, None]).exp_().mul_(-grad[:, None])
+    return _Picks(targets, softmax.shape[1], group).add(softmax, grad)
+
+
+@lru_cache
+def compiled(function: Callable, backend: str | None) -> Callable:
+    """The function, compiled once for a backend; None leaves it as it is."""
+    return function if backend is None else torch.compile(function, backend=backend, fullgraph=True)
+
+
+class _Picks:
+    """The targets' columns among this rank's part of the vocabulary."""
+
+    def __init__(self, targets: Tensor, columns: int, group: Group | None) -> None:
+        self.group = group
+        self.none = targets < 0
+        own = targets if group is None else targets - group.rank * columns
+        self.elsewhere = (own < 0) | (own >= columns)
+        """No target, or another rank's."""
+        self.columns = own.clamp(0, columns - 1)[:, None]
+
+    def of(self, logits: Tensor) -> Tensor:
+        """The targets' logits; anything where there is no target."""
+        found = logits.gather(1, self.columns)[:, 0]
+        if self.group is None:
+            return found
+        return _over(self.group, "sum", found.masked_fill_(self.elsewhere, 0.0))
+
+    def add(self, logits: Tensor, values: Tensor) -> Tensor:
+        """The logits with `values` added, in place, to the targets' columns."""
+        return logits.scatter_add_(1, self.columns, values.masked_fill(self.elsewhere, 0.0)[:, None])
+
+
+def _over(group: Group | None, op: str, x: Tensor) -> Tensor:
+    """x over the ranks of the group: its sum or its maximum."""
+    return x if group is None else all_reduce(x, op, group)
