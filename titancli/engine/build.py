@@ -19,11 +19,12 @@ from torch import nn
 from titancli.engine.engine import Engine, EngineSettings
 from titancli.engine.runners import WholeModel
 from titancli.engine.seeds import generator_for
-from titancli.errors import EnvironmentProblem, RecipeError
+from titancli.errors import EnvironmentProblem, RecipeError, TitanError
 from titancli.models.blocks.kernels import prefer_fast_kernels
 from titancli.optimizers.schedule import lr_factor
+from titancli.parallel.context import RowCut
 from titancli.parallel.mesh import Mesh
-from titancli.recipe.schema import Recipe, Training
+from titancli.recipe.schema import Degrees, Recipe, Training
 from titancli.registry.component import build, component_info, load_target
 
 
@@ -68,7 +69,7 @@ def build_engine(
     hf = component_info(recipe.model).hf
     engine = Engine(
         parts=parts,
-        runner=WholeModel(parts[0], accumulate=training.accumulate),
+        runner=WholeModel(parts[0], accumulate=training.accumulate, row_cut=row_cut_of(parts[0], degrees)),
         mesh=mesh,
         device=device,
         loss=build(recipe.loss),
@@ -85,6 +86,20 @@ def build_engine(
         for group in engine.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
     return engine
+
+
+def row_cut_of(part: Any, degrees: Degrees) -> RowCut | None:
+    """How the plan cut rows over the ranks of mesh.cp.
+
+    Raises:
+        TitanError: it did not.
+    """
+    found: RowCut | None = getattr(part, "row_cut", None)
+    if degrees.cp > 1 and found is None:
+        raise TitanError(
+            f"mesh.cp = {degrees.cp}, and the parallelize plan has cut no rows", hint="write mesh.cp = 1"
+        )
+    return found
 
 
 def default_device() -> torch.device:

@@ -1,6 +1,6 @@
 """The `decoder` plan: what a model says can be split, split.
 
-In order: tensor parallel, activation checkpointing, compile, FSDP2.
+In order: tensor parallel, context parallel, activation checkpointing, compile, FSDP2.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import nn
 from titancli.parallel import Decoder
 from titancli.parallel.activation_checkpoint import apply_activation_checkpoint
 from titancli.parallel.compile import compile_model
+from titancli.parallel.context import context_parallel
 from titancli.parallel.fsdp import shard
 from titancli.parallel.mesh import Mesh
 from titancli.parallel.tensor import on_local_parameters, tensor_parallel
@@ -36,6 +37,7 @@ def build(
         layers: nn.ModuleDict = model.layers  # type: ignore[assignment]
         if mesh.tp is not None:
             tensor_parallel(model, mesh.tp)
+        context_parallel(model, mesh, config.context_parallel, device=device, dtype=precision.param)
         apply_activation_checkpoint(layers, activation_checkpoint)
         if compile.enable:
             compile_model(model, compile, activation_checkpoint)

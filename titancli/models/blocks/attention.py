@@ -31,6 +31,9 @@ class Attention(nn.Module):
     that comes alone sees all that the cache holds.
     """
 
+    is_plain_softmax = True
+    """Whether `core_attention` is softmax(q·kᵀ/√head_dim)·v and no more, so that keys can come in blocks."""
+
     def __init__(
         self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int, *, qk_norm_eps: float | None = None
     ) -> None:

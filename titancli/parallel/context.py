@@ -1,0 +1,223 @@
+"""Context parallel: the ranks of a group have parts of the same rows, and attention still sees all of them.
+
+Everything but attention works on single tokens and does not notice. Two ways to cut a row:
+
+- head-tail, for "allgather" and "ring": a row is 2 · cp pieces, and rank r has pieces r and 2 · cp - 1 - r,
+  so that causal attention is the same work for all;
+- contiguous, for "ulysses": the exchange gives each rank whole rows, where the work is even already.
+
+Sources: keys and values gathered, Llama 3 (arXiv 2407.21783, section 3.3.2); heads exchanged for sequence,
+DeepSpeed Ulysses (arXiv 2309.14509); the ring is in `titancli.parallel.ring`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+
+from titancli.errors import RecipeError, TitanError
+from titancli.parallel.collectives import Group, all_to_all, gather, gather_same
+from titancli.parallel.mesh import Mesh
+from titancli.parallel.ring import ring_attention, runs_here
+
+SEQUENCE = 1
+"""Of [B, S, heads, head_dim]."""
+
+
+class RowCut:
+    """Which part of every row this rank has."""
+
+    def __init__(self, group: Group, *, head_tail: bool) -> None:
+        self.group = group
+        self.pieces = 2 * group.size if head_tail else group.size
+        self.mine = self._of(group.rank)
+        """The numbers of this rank's pieces, in the order in which it has them."""
+
+    def _of(self, rank: int) -> tuple[int, ...]:
+        return (rank,) if self.pieces == self.group.size else (rank, self.pieces - 1 - rank)
+
+    def cut(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part of whole rows.
+
+        Raises:
+            TitanError: the rows cannot be cut into equal pieces.
+        """
+        if x.shape[dim] % self.pieces:
+            raise TitanError(
+                f"a row of {x.shape[dim]} cannot be cut into {self.pieces} equal pieces",
+                hint=f"under mesh.cp = {self.group.size} rows must be a multiple of {self.pieces} long",
+            )
+        pieces = x.chunk(self.pieces, dim)
+        return torch.cat([pieces[number] for number in self.mine], dim)
+
+    def join(self, x: Tensor, dim: int) -> Tensor:
+        """The parts of all ranks, in document order; every rank goes on to compute the same with them, and
+        backward keeps this rank's part of the gradient."""
+        return self._in_order(gather_same(x, 0, self.group), dim)
+
+    def gathered(self, x: Tensor, dim: int) -> Tensor:
+        """As `join`, where each rank goes on to compute something else: backward sums over the ranks."""
+        return self._in_order(gather(x, 0, self.group), dim)
+
+    def _in_order(self, stacked: Tensor, dim: int) -> Tensor:
+        found: dict[int, Tensor] = {}
+        for rank, part in enumerate(stacked.chunk(self.group.size)):
+            numbers = self._of(rank)
+            found |= dict(zip(numbers, part.chunk(len(numbers), dim), strict=True))
+        return torch.cat([found[number] for number in range(self.pieces)], dim)
+
+    def inputs(self, inputs: Mapping[str, Tensor], sequence_dim: Mapping[str, int]) -> dict[str, Tensor]:
+        """What a model's forward takes, its rows cut; with `positions`, which a part of a row must know.
+
+        Args:
+            inputs: by name; rows come first.
+            sequence_dim: which dimension of an input runs along the sequence; others stay whole.
+
+        Raises:
+            TitanError: the model takes no positions, or the rows cannot be cut.
+        """
+        inputs = dict(inputs)
+        if "positions" not in inputs:
+            if "positions" not in sequence_dim:
+                raise TitanError("under mesh.cp a model needs `positions` among its sequence_dim")
+            some = next(name for name in inputs if name in sequence_dim)
+            counted = torch.arange(inputs[some].shape[sequence_dim[some]], device=inputs[some].device)
+            inputs["positions"] = counted.expand(inputs[some].shape[0], -1)
+        cut = {name: self.cut(x, sequence_dim[name]) for name, x in inputs.items() if name in sequence_dim}
+        return {**inputs, **cut}
+
+
+def context_parallel(model: Any, mesh: Mesh, how: str, *, device: torch.device, dtype: torch.dtype) -> None:
+    """Have a model compute on this rank's part of its rows; in place.
+
+    The plan sets `model.row_cut`, by which the engine cuts what goes in, and the output's, which joins what
+    comes out. Attention is found by its method `core_attention(q, k, v, mask, causal)`.
+
+    Args:
+        how: "allgather", "ulysses" or "ring".
+        dtype: what attention computes in.
+
+    Raises:
+        RecipeError: the ring has no kernel here.
+        TitanError: no module has such a method, or has heads that cannot be exchanged.
+    """
+    if mesh.cp_group is None:
+        return
+    if how == "ring" and not runs_here(device, dtype):
+        raise RecipeError(
+            f'parallelize.context_parallel = "ring" has no kernel for {dtype} on {device.type}',
+            hint='write "allgather", or training.mixed_precision_param = "bfloat16"',
+        )
+    row_cut = RowCut(Group.of(mesh.cp_group), head_tail=how != "ulysses")
+    found = [module for module in model.modules() if hasattr(module, "core_attention")]
+    if not found:
+        raise TitanError(
+            f"mesh.cp = {row_cut.group.size}: no module of the model has a method `core_attention`",
+            hint="see docs/plugins.md: what a model says can be split",
+        )
+    _replace(found, how, row_cut)
+    model.row_cut = row_cut
+    if getattr(model, "output", None) is not None:  # under a pipeline the last stage alone has one
+        model.output.row_cut = row_cut
+
+
+def _replace(modules: Iterable[nn.Module], how: str, row_cut: RowCut) -> None:
+    for module in modules:
+        core: Callable[..., Tensor] = module.core_attention  # type: ignore[assignment]
+        if how == "ring":
+            if not getattr(module, "is_plain_softmax", False):
+                raise TitanError(
+                    f"the ring computes attention itself, and {type(module).__name__} does not say that its "
+                    "own is plain softmax attention (is_plain_softmax = True)",
+                    hint='write parallelize.context_parallel = "allgather"',
+                )
+            module.core_attention = partial(_ring, row_cut)  # type: ignore[assignment]
+        else:
+            over_rows = _allgather if how == "allgather" else _ulysses
+            module.core_attention = partial(over_rows, core, row_cut)  # type: ignore[assignment]
+
+
+def _allgather(
+    core: Callable[..., Tensor],
+    row_cut: RowCut,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool = True,
+) -> Tensor:
+    """Each piece of this rank's queries against all keys up to the piece's end."""
+    _only_causal(mask, causal)
+    keys_and_values = row_cut.gathered(torch.cat((k, v), -1), SEQUENCE)
+    k, v = keys_and_values.split((k.shape[-1], v.shape[-1]), -1)
+    parts = q.chunk(len(row_cut.mine), SEQUENCE)
+    out = []
+    for number, part in zip(row_cut.mine, parts, strict=True):
+        length = part.shape[SEQUENCE]
+        end = (number + 1) * length
+        if mask is not None:
+            seen: Tensor | None = mask[:, :, end - length : end, :end]
+        else:
+            seen = None if number == 0 else _lower_right(length, end, q.device)
+        out.append(core(part, k[:, :end], v[:, :end], seen))
+    return torch.cat(out, SEQUENCE)
+
+
+def _lower_right(queries: int, keys: int, device: torch.device) -> Tensor:
+    """The mask of queries that are the last of the keys."""
+    if device.type == "cuda":
+        return causal_lower_right(queries, keys)  # flash attention has it built in
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+def _ulysses(
+    core: Callable[..., Tensor],
+    row_cut: RowCut,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool = True,
+) -> Tensor:
+    """Whole rows of some heads, for a part of the rows of all heads."""
+    _only_causal(mask, causal)
+    ranks, (rows, length) = row_cut.group.size, q.shape[:2]
+    for x in (q, k):
+        if x.shape[2] % ranks:
+            raise TitanError(
+                f"{x.shape[2]} heads cannot be exchanged among the {ranks} ranks of mesh.cp",
+                hint='write parallelize.context_parallel = "allgather"',
+            )
+    # One exchange for all three: for every rank its heads of each, side by side.
+    dealt = [x.unflatten(2, (ranks, -1)).movedim(2, 0) for x in (q, k, v)]
+    together = torch.cat([x.flatten(3) for x in dealt], -1)
+    received = all_to_all(together.flatten(0, 1), row_cut.group).view(ranks, rows, length, -1)
+    whole = received.movedim(0, 1).flatten(1, 2)
+    pieces = whole.split([x.shape[3] * x.shape[4] for x in dealt], -1)
+    q, k, v = (piece.unflatten(-1, tuple(x.shape[3:])) for piece, x in zip(pieces, dealt, strict=True))
+    out = core(q, k, v, mask)
+    sent = out.unflatten(SEQUENCE, (ranks, length)).movedim(1, 0)
+    back = all_to_all(sent.flatten(0, 1), row_cut.group).view(sent.shape)
+    return back.movedim(0, 2).flatten(2, 3)
+
+
+def _ring(
+    row_cut: RowCut, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = True
+) -> Tensor:
+    _only_causal(mask, causal)
+    if mask is not None:
+        raise TitanError(
+            'parallelize.context_parallel = "ring" cannot keep attention within documents',
+            hint='write "allgather" or "ulysses", or data without a document mask',
+        )
+    return ring_attention(q, k, v, row_cut.group)
+
+
+def _only_causal(mask: Tensor | None, causal: bool) -> None:
+    if mask is None and not causal:
+        raise TitanError("under mesh.cp a model cannot generate with a cache")
