@@ -26,6 +26,7 @@ COMMANDS = [
     Entry("Run", "train", "train", "Train a model from a recipe, or continue a run."),
     Entry("Run", "generate", "generate", "Continue a prompt with a trained model."),
     Entry("Run", "convert-checkpoint", "convert", "Turn a checkpoint into a Hugging Face folder, or back."),
+    Entry("Runs", "checkpoint", "checkpoint", "List, show and verify checkpoints."),
     Entry("Recipes", "validate", "validate", "Check recipes without running them."),
     Entry("Recipes", "config", "config", "Print a recipe with everything filled in."),
     Entry("Recipes", "list-recipes", "recipes", "List the recipes that can be named."),

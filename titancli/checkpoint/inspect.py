@@ -1,0 +1,123 @@
+"""What lies in a folder of checkpoints, and what is wrong with it: `titan checkpoint`. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from titancli.checkpoint.layout import TensorLayout, read_layout
+from titancli.checkpoint.manifest import MANIFEST, STEP_NAME, Manifest, faults, read_manifest
+from titancli.checkpoint.tensorfile import ITEM_SIZE, read_header
+from titancli.errors import EnvironmentProblem
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint, good or not."""
+
+    path: Path
+    manifest: Manifest | None
+    """None: it cannot be read."""
+    faults: list[str]
+    """One phrase for each file that is not as it should be; empty: it is good, as far as it was looked at."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files but the manifest."""
+        return sum(digest.size for digest in self.manifest.files.values()) if self.manifest else 0
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return dict(self.manifest.layout.get("mesh") or {}) if self.manifest else {}
+
+    @property
+    def ranks(self) -> int | None:
+        """How many wrote it."""
+        return self.manifest.layout.get("ranks") if self.manifest else None
+
+
+def look_at(path: Path, *, checksums: bool) -> Found:
+    """A checkpoint and what is wrong with it: of its files' names and sizes, or of every byte as well."""
+    try:
+        manifest = read_manifest(path)
+    except EnvironmentProblem as error:
+        return Found(path, None, [error.message])
+    found = faults(path, manifest, checksums=checksums)
+    if checksums and not found:
+        found = _contradictions(path, manifest)
+    return Found(path, manifest, found)
+
+
+def folders(path: Path) -> list[Path]:
+    """The checkpoints that a path names: itself, those of a run, or those of a folder; oldest step first.
+
+    Raises:
+        EnvironmentProblem: there is no such folder, or it is neither of these.
+    """
+    path = path.absolute()
+    if (path / MANIFEST).is_file() or STEP_NAME.match(path.name):
+        if not path.is_dir():
+            raise EnvironmentProblem(f"there is no checkpoint {path}")
+        return [path]
+    parent = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    try:
+        below = [entry for entry in parent.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
+    except OSError as error:
+        raise EnvironmentProblem(f"{parent} cannot be read: {error.strerror}") from error
+    found = [entry for entry in below if STEP_NAME.match(entry.name) or (entry / MANIFEST).is_file()]
+    if not found and parent is path:
+        raise EnvironmentProblem(
+            f"{path} is neither a run nor a checkpoint", hint="name RUN, or RUN/checkpoints/step-100"
+        )
+    return sorted(found, key=_order)
+
+
+def _order(path: Path) -> tuple[int, str]:
+    match = STEP_NAME.match(path.name)
+    return (int(match[1]) if match else -1), path.name
+
+
+def layout_of(path: Path) -> dict[str, TensorLayout]:
+    """A checkpoint's tensors by name.
+
+    Raises:
+        EnvironmentProblem: it is no checkpoint, or its metadata.json is not the one that was written.
+    """
+    manifest = read_manifest(path)
+    if found := faults(path, manifest, only={"metadata.json"}):
+        raise EnvironmentProblem(
+            f"checkpoint {path} is damaged: {'; '.join(found)}", hint=f"titan checkpoint verify {path}"
+        )
+    return read_layout(path)
+
+
+def nbytes(tensor: TensorLayout) -> int:
+    return math.prod(tensor.shape) * ITEM_SIZE[tensor.dtype]
+
+
+def _contradictions(path: Path, manifest: Manifest) -> list[str]:
+    """Where metadata.json and the data files, each undamaged, do not say the same."""
+    try:
+        return list(_between(path, manifest, read_layout(path)))
+    except EnvironmentProblem as error:
+        return [error.message]
+
+
+def _between(path: Path, manifest: Manifest, layouts: dict[str, TensorLayout]) -> Iterator[str]:
+    pieces: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {}
+    for layout in layouts.values():
+        for chunk in layout.chunks:
+            if math.prod(chunk.shape):
+                pieces.setdefault(chunk.file, []).append((chunk.key, layout.dtype, chunk.shape))
+    for file, expected in pieces.items():
+        if file not in manifest.files:
+            yield f"metadata.json names {file}, which the manifest does not"
+            continue
+        header = read_header(path / file)
+        for key, dtype, shape in expected:
+            entry = header.get(key)
+            if entry is None or (entry.dtype, entry.shape) != (dtype, shape):
+                yield f"{file} does not hold {key!r} as {dtype} {list(shape)}"
+                break

@@ -1,0 +1,217 @@
+"""`titan checkpoint list|show|verify`: what a run has saved, what is in it, and whether it is whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from titancli.cli.output import note, print_json, table
+from titancli.errors import EXIT_ENVIRONMENT, EXIT_OK, EnvironmentProblem
+
+if TYPE_CHECKING:
+    from titancli.checkpoint.inspect import Found
+    from titancli.checkpoint.layout import TensorLayout
+
+FOLDER = click.Path(path_type=Path, file_okay=False)
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+
+
+@click.group("checkpoint", short_help="List, show and verify checkpoints.")
+def command() -> None:
+    """List, show and verify checkpoints.
+
+    None of them imports torch or changes a file.
+    """
+
+
+@command.command("list", short_help="The checkpoints of a run.")
+@click.argument("run", type=FOLDER)
+@JSON
+def list_(run: Path, as_json: bool) -> None:
+    """The checkpoints of RUN, oldest step first.
+
+    One is `good` when its files are all there and of their sizes; `titan checkpoint verify` reads them, too.
+    """
+    from titancli.checkpoint.inspect import folders, look_at
+
+    found = [look_at(path, checksums=False) for path in folders(run)]
+    if not found:
+        note(f"{run} has no checkpoint")
+    if as_json:
+        print_json("checkpoints", {"checkpoints": [_document(one) for one in found]})
+    else:
+        table(("checkpoint", "step", "saved", "size", "written by", "state"), [_row(one) for one in found])
+
+
+@command.command("show", short_help="What is in a checkpoint.")
+@click.argument("path", type=FOLDER)
+@click.option("--layout", "pieces", is_flag=True, help="Say for each tensor where its pieces lie.")
+@JSON
+def show(path: Path, pieces: bool, as_json: bool) -> None:
+    """What is in a checkpoint: where it comes from, and its tensors by name.
+
+    PATH is a checkpoint, or a run for its last one. Sizes are what the tensors take on the disk.
+    """
+    from titancli.checkpoint.inspect import folders, layout_of, look_at
+
+    if not (paths := folders(path)):
+        raise EnvironmentProblem(f"{path} has no checkpoint")
+    found = look_at(paths[-1], checksums=False)
+    tensors = layout_of(found.path)
+    if as_json:
+        print_json("checkpoint", {"checkpoint": _facts(found), "tensors": _tensors(tensors)})
+        return
+    _print_facts(found, tensors)
+    _print_tensors(tensors, pieces)
+
+
+@command.command("verify", short_help="Read checkpoints and compare every checksum.")
+@click.argument("paths", nargs=-1, required=True, type=FOLDER)
+@JSON
+def verify(paths: tuple[Path, ...], as_json: bool) -> int:
+    """Read every file of checkpoints, and compare sizes and checksums; a line for each checkpoint.
+
+    A PATH is a checkpoint, or a run for all that it has. The exit code is 5 when one of them is damaged.
+    """
+    from titancli.checkpoint.inspect import folders, look_at
+
+    chosen = [folder for path in paths for folder in folders(path)]
+    if not chosen:
+        raise EnvironmentProblem(f"there is no checkpoint in {' or in '.join(map(str, paths))}")
+    found = []
+    for folder in chosen:
+        found.append(look_at(folder, checksums=True))
+        if not as_json:
+            print(_verdict(found[-1]), flush=True)
+    if as_json:
+        print_json(
+            "verification",
+            {"ok": not any(one.faults for one in found), "checkpoints": [_document(one) for one in found]},
+        )
+    return EXIT_ENVIRONMENT if any(one.faults for one in found) else EXIT_OK
+
+
+# ------------------------------------------------------------------------------------------------ words
+
+
+def _verdict(found: Found) -> str:
+    if found.faults:
+        return f"bad:  {found.path}: {'; '.join(found.faults)}"
+    from titancli.checkpoint.disk import size_text
+
+    count = len(found.manifest.files) + 1 if found.manifest else 0
+    return f"good: {found.path} ({count} files, {size_text(found.size)})"
+
+
+def _row(found: Found) -> tuple[str, ...]:
+    from titancli.checkpoint.disk import size_text
+
+    manifest = found.manifest
+    state = "; ".join(found.faults) or "good"
+    if manifest is None:
+        return found.path.name, "-", "-", "-", "-", state
+    size, writers = size_text(found.size), _writers(found)
+    return found.path.name, str(manifest.step), manifest.created, size, writers, state
+
+
+def _writers(found: Found) -> str:
+    """E.g. `8 ranks (dp_shard 4, tp 2)`."""
+    mesh = ", ".join(f"{name} {degree}" for name, degree in found.mesh.items() if degree > 1)
+    ranks = f"{found.ranks} rank{'' if found.ranks == 1 else 's'}"
+    return f"{ranks} ({mesh})" if mesh else ranks
+
+
+def _print_facts(found: Found, tensors: dict[str, TensorLayout]) -> None:
+    from titancli.checkpoint.disk import size_text
+
+    manifest = found.manifest
+    if manifest is None:
+        return
+    versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    facts = {
+        "step": manifest.step,
+        "saved": manifest.created,
+        "by run": manifest.run_id,
+        "with": versions,
+        "written by": _writers(found),
+        "files": f"{len(manifest.files) + 1}, {size_text(found.size)}",
+        "tensors": len(tensors),
+        "state": ", ".join(manifest.state) or "none: weights alone",
+        "looks": "; ".join(found.faults) or "good (sizes; `titan checkpoint verify` reads the checksums)",
+    }
+    print(found.path)
+    for name, value in facts.items():
+        print(f"  {name:<11} {value}")
+    print()
+
+
+def _print_tensors(tensors: dict[str, TensorLayout], pieces: bool) -> None:
+    from titancli.checkpoint.disk import size_text
+    from titancli.checkpoint.inspect import nbytes
+
+    rows = []
+    for name, tensor in tensors.items():
+        parts = f"{len(tensor.chunks)} piece{'' if len(tensor.chunks) == 1 else 's'}"
+        rows.append((name, tensor.dtype, _shape(tensor.shape), size_text(nbytes(tensor)), parts))
+        if pieces:
+            rows += [
+                ("", "", _shape(chunk.shape), f"at {_shape(chunk.offsets)}", chunk.file)
+                for chunk in tensor.chunks
+            ]
+    table(("tensor", "dtype", "shape", "size", "pieces"), rows)
+
+
+def _shape(sizes: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, sizes))}]"
+
+
+# -------------------------------------------------------------------------------------------- documents
+
+
+def _document(found: Found) -> dict[str, Any]:
+    manifest = found.manifest
+    return {
+        "path": str(found.path),
+        "step": manifest.step if manifest else None,
+        "created": manifest.created if manifest else None,
+        "run_id": manifest.run_id if manifest else None,
+        "bytes": found.size if manifest else None,
+        "ranks": found.ranks,
+        "mesh": found.mesh,
+        "good": not found.faults,
+        "faults": found.faults,
+    }
+
+
+def _facts(found: Found) -> dict[str, Any]:
+    manifest = found.manifest
+    if manifest is None:
+        raise EnvironmentProblem("; ".join(found.faults))
+    return {
+        **_document(found),
+        "serial": manifest.serial,
+        "versions": manifest.versions,
+        "lock_xxh3_64": manifest.lock_xxh3_64,
+        "files": [{"name": name, "bytes": digest.size} for name, digest in manifest.files.items()],
+        "state": manifest.state,
+    }
+
+
+def _tensors(tensors: dict[str, TensorLayout]) -> list[dict[str, Any]]:
+    from titancli.checkpoint.inspect import nbytes
+
+    return [
+        {
+            "name": name,
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "bytes": nbytes(tensor),
+            "chunks": [
+                {"offsets": list(chunk.offsets), "shape": list(chunk.shape), "file": chunk.file}
+                for chunk in tensor.chunks
+            ],
+        }
+        for name, tensor in tensors.items()
+    ]
