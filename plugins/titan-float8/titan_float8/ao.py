@@ -31,28 +31,30 @@ def _without_noise() -> Iterator[None]:
 
 
 with _without_noise():
-    from torchao.float8 import (
-        Float8LinearConfig,
-        convert_to_float8_training,
-        precompute_float8_dynamic_scale_for_fsdp,
-    )
+    from torchao.float8 import CastConfig, Float8LinearConfig, precompute_float8_dynamic_scale_for_fsdp
+    from torchao.float8.config import ScalingGranularity, ScalingType
     from torchao.float8.float8_linear import Float8Linear
-    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
     from torchao.float8.float8_training_tensor import (
         Float8TrainingTensor,
         GemmInputRole,
+        LinearMMConfig,
         hp_tensor_and_scale_to_float8,
     )
+    from torchao.float8.float8_utils import amax_to_scale, tensor_to_amax
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 __all__ = [
+    "CastConfig",
     "Float8Linear",
     "Float8LinearConfig",
     "Float8TrainingTensor",
     "GemmInputRole",
+    "LinearMMConfig",
+    "ScalingGranularity",
+    "ScalingType",
     "WeightWithDynamicFloat8CastTensor",
-    "convert_to_float8_training",
+    "amax_to_scale",
     "hp_tensor_and_scale_to_float8",
-    "hp_tensor_to_float8_dynamic",
     "precompute_float8_dynamic_scale_for_fsdp",
+    "tensor_to_amax",
 ]

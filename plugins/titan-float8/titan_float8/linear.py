@@ -17,9 +17,9 @@ from titan_float8.ao import (
     Float8Linear,
     Float8LinearConfig,
     WeightWithDynamicFloat8CastTensor,
-    convert_to_float8_training,
     precompute_float8_dynamic_scale_for_fsdp,
 )
+from titan_float8.layer import CUTS, Linear
 from titan_float8.weight import GatheredWeight, plain
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.recipe.problems import nearest
@@ -86,7 +86,8 @@ class Float8:
         """Swap every linear layer that may be swapped and is not skipped.
 
         Raises:
-            RecipeError: a name of `skip` matches no linear layer, or nothing is left to convert.
+            RecipeError: a name of `skip` matches no linear layer, nothing is left to convert, or a layer that
+                tensor parallelism does not cut.
         """
         linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
         rest = _without(linears, self.config.skip)
@@ -101,12 +102,13 @@ class Float8:
             )
         if left:
             logger.warning("float8_linear leaves these layers as they are: %s", _listed(left))
-        convert_to_float8_training(
-            model, config=self.torchao, module_filter_fn=lambda _, name: name in chosen
-        )
-        if self.config.enable_fsdp_float8_all_gather:
-            for name in chosen:
-                _gather(model.get_submodule(name), self.shards)
+        if self.tp > 1:
+            _refuse_uncut({name: _split(name, plan) for name in sorted(chosen)})
+        for name in chosen:
+            linear = Linear.from_float(linears[name], config=self.torchao)
+            if self.config.enable_fsdp_float8_all_gather:
+                self._gather(linear, _split(name, plan))
+            model.set_submodule(name, linear)
 
     def _unfit(self, linear: nn.Linear, split: str | None) -> str | None:
         """Why a layer cannot be converted; None if it can."""
@@ -114,13 +116,24 @@ class Float8:
             already = isinstance(linear, Float8Linear)
             own = f"its class {type(linear).__name__} has its own forward"
             return "float8 already" if already else own
-        rows, columns = linear.out_features, linear.in_features
-        # What the hardware sees is a rank's part under tensor parallelism.
-        rows //= self.tp if split == "column" else 1
-        columns //= self.tp if split == "row" else 1
+        rows, columns = self._local_shape(linear, split)
         if rows % MULTIPLE or columns % MULTIPLE:
             return f"[{rows}, {columns}] is not divisible by {MULTIPLE}"
         return None
+
+    def _local_shape(self, linear: nn.Linear, split: str | None) -> tuple[int, int]:
+        """What a rank has of a matrix under tensor parallelism, and what its hardware sees."""
+        rows = linear.out_features // (self.tp if split == "column" else 1)
+        return rows, linear.in_features // (self.tp if split == "row" else 1)
+
+    def _gather(self, linear: Linear, split: str | None) -> None:
+        """Exchange torchao's weight class for ours, or for none where a rank would hold no row to scale."""
+        weight: Any = linear.weight
+        rows, _ = self._local_shape(linear, split)
+        tensor = plain(weight.detach())
+        if -(-rows // self.shards) * (self.shards - 1) < rows:
+            tensor = GatheredWeight(tensor, weight._linear_mm_config, weight._dtype)
+        linear.weight = nn.Parameter(tensor, requires_grad=weight.requires_grad)
 
     def after_step(self, model: nn.Module) -> None:
         """Make the scales of the weights, new as they are, for the gathers to come."""
@@ -168,6 +181,21 @@ def _split(name: str, plan: Mapping[str, str]) -> str | None:
     return next(styles, None)
 
 
+def _refuse_uncut(styles: Mapping[str, str | None]) -> None:
+    """
+    Raises:
+        RecipeError: a layer is whole on each rank under tensor parallelism.
+    """
+    whole = [name for name, style in styles.items() if style not in (None, *CUTS)]
+    if whole:
+        names = _families(whole)
+        raise RecipeError(
+            f"float8_linear: under mesh.tp each rank has the whole of {', '.join(names)}, and only a part "
+            "of the sum that its output's gradient is; cast in parts, that is not what one rank casts",
+            hint=f"add {', '.join(map(repr, names))} to skip",
+        )
+
+
 def _listed(reasons: Mapping[str, str]) -> str:
     """`names (reason); …`, with layers that differ by their number told as one."""
     by_reason: dict[str, list[str]] = {}
@@ -178,12 +206,3 @@ def _listed(reasons: Mapping[str, str]) -> str:
 
 def _families(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
-
-
-def _gather(linear: Any, shards: int) -> None:
-    """Exchange torchao's weight class for ours, or for none where a rank would hold no row to scale."""
-    weight, rows = linear.weight, linear.out_features
-    tensor = plain(weight.detach())
-    if -(-rows // shards) * (shards - 1) < rows:
-        tensor = GatheredWeight(tensor, weight._linear_mm_config, weight._dtype)
-    linear.weight = nn.Parameter(tensor, requires_grad=weight.requires_grad)

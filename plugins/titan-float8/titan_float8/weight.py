@@ -19,9 +19,11 @@ from titan_float8.ao import (
     Float8TrainingTensor,
     GemmInputRole,
     WeightWithDynamicFloat8CastTensor,
+    amax_to_scale,
     hp_tensor_and_scale_to_float8,
-    hp_tensor_to_float8_dynamic,
+    tensor_to_amax,
 )
+from titancli.parallel.collectives import Group, all_reduce
 
 _aten = torch.ops.aten
 _STAYS_A_WEIGHT = {
@@ -43,27 +45,42 @@ _STAYS_A_WEIGHT = {
 class GatheredWeight(WeightWithDynamicFloat8CastTensor):
     """A weight shard in its own dtype; computes like a plain tensor, and is sent as float8."""
 
+    _group: Group | None = None
+    """The ranks that hold the other parts of the weight under tensor parallelism."""
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
         settings = None
 
         def unwrap(weight: GatheredWeight) -> Tensor:
             nonlocal settings
-            settings = (weight._linear_mm_config, weight._dtype)
+            settings = weight
             return weight._tensor
 
         args, kwargs = tree_map_only(GatheredWeight, unwrap, (args, kwargs or {}))
         out = func(*args, **kwargs)
         if func not in _STAYS_A_WEIGHT or settings is None:
             return out
-        return tree_map_only(Tensor, lambda tensor: GatheredWeight(tensor, *settings), out)
+        return tree_map_only(Tensor, settings._around, out)
+
+    def _around(self, tensor: Tensor) -> GatheredWeight:
+        """Another tensor as a weight of the same kind."""
+        weight = GatheredWeight(tensor, self._linear_mm_config, self._dtype)
+        weight._group = self._group
+        return weight
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        inner, settings = super().__tensor_flatten__()
+        return inner, {**settings, "group": self._group}
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], settings: Any, size: Any, stride: Any
     ) -> GatheredWeight:
         scale = inner.get("_precomputed_scale")
-        return GatheredWeight(inner["_tensor"], settings["mm_config"], settings["dtype"], scale)
+        weight = GatheredWeight(inner["_tensor"], settings["mm_config"], settings["dtype"], scale)
+        weight._group = settings["group"]
+        return weight
 
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, size: torch.Size, stride: tuple[int, ...], module: nn.Module, policy: Any
@@ -71,27 +88,23 @@ class GatheredWeight(WeightWithDynamicFloat8CastTensor):
         """This rank's shard as bytes, padded to the size that all ranks send, and its scale.
 
         Args:
-            mesh: the ranks that the weight is cut over.
-            size: of the whole weight.
+            mesh: the ranks that FSDP2 has cut the weight over.
+            size: of what it has cut: the weight, or this rank's part of it under tensor parallelism.
         """
         shard = self._tensor
         missing = -(-size[0] // mesh.size()) - shard.shape[0]
         if missing:
             # Zeros change no maximum, so the scale is that of the weight.
             shard = torch.cat((shard, shard.new_zeros(missing, *size[1:])))
-        if self._precomputed_scale is not None:
-            cast = hp_tensor_and_scale_to_float8(
-                shard, self._precomputed_scale, self._dtype, self._linear_mm_config, GemmInputRole.WEIGHT
-            )
-        else:
-            cast = hp_tensor_to_float8_dynamic(
-                shard,
-                self._dtype,
-                self._linear_mm_config,
-                reduce_amax=True,
-                gemm_input_role=GemmInputRole.WEIGHT,
-                device_mesh=mesh,
-            )
+        scale = self._precomputed_scale
+        if scale is None:
+            largest = tensor_to_amax(shard, reduce_amax=True, device_mesh=mesh)
+            if self._group is not None:
+                largest = all_reduce(largest, "max", self._group)
+            scale = amax_to_scale(largest, self._dtype)
+        cast = hp_tensor_and_scale_to_float8(
+            shard, scale, self._dtype, self._linear_mm_config, GemmInputRole.WEIGHT
+        )
         return (cast._data.view(torch.uint8),), (cast._scale,)
 
     def fsdp_post_all_gather(
@@ -117,3 +130,10 @@ class GatheredWeight(WeightWithDynamicFloat8CastTensor):
 def plain(tensor: Tensor) -> Tensor:
     """The tensor that a weight wraps, in the same memory; any other tensor as it is."""
     return tensor._tensor if isinstance(tensor, WeightWithDynamicFloat8CastTensor) else tensor
+
+
+def whole_over(weight: Tensor, group: Group) -> None:
+    """Have a weight that is gathered in float8 take its scale over the ranks of `group` too; in place."""
+    part = weight._local_tensor if isinstance(weight, DTensor) else weight
+    if isinstance(part, GatheredWeight):
+        part._group = group
