@@ -68,12 +68,18 @@ class Model(Protocol):
     finds in place of the first of `inputs` the hidden states of the stage before it, [B, S, dim] (`dim` being
     the config's), and always `positions`; one that is not the last is given no loss, and returns its hidden
     states. No parameter may belong to the model itself, only to its children.
+
+    Under context parallel a plan puts another method in place of each attention's
+    `core_attention(q, k, v, mask, causal=True)`, which calls the module's own one with whole keys and values,
+    or with whole rows of some heads; and it sets `row_cut` on the model and on its output.
     """
 
     inputs: tuple[str, ...]
     """The batch's tensors that forward takes, e.g. `("tokens", "positions", "document_ids")`."""
     sequence_dim: Mapping[str, int]
-    """Which dimension of each input runs along the sequence."""
+    """Which dimension runs along the sequence, of each input that context parallel may cut: every rank then
+    computes on its own part of a row. Not that of `document_ids`: a mask is made of those of the whole row, for
+    attention sees keys of every part. `positions` must be here, since a part does not begin at 0."""
     layers: nn.ModuleDict
     """The blocks, keyed by absolute index: `"0"`, `"1"`, …"""
     output: nn.Module

@@ -79,7 +79,7 @@ class Decoder(nn.Module):
     """A decoder of blocks; a family gives the blocks and the rotary frequencies."""
 
     inputs = ("tokens", "positions", "document_ids")
-    sequence_dim: ClassVar = {"tokens": 1, "positions": 1, "document_ids": 1}
+    sequence_dim: ClassVar = {"tokens": 1, "positions": 1}
     tensor_plan: ClassVar = {
         "tok_embeddings.weight": "vocab",
         "layers.*.attention.w[qkv].weight": "column",
