@@ -45,6 +45,8 @@ class Layout:
     context_parallel: str = "allgather"
     model: dict[str, Any] = field(default_factory=dict)
     """Other sizes than MODEL's."""
+    config: Any = None
+    """Another model's config, in place of Llama 3's."""
     converters: list[Any] = field(default_factory=list)
     documents: bool = False
     """Whether rows hold several documents that do not see each other."""
@@ -63,7 +65,7 @@ def recipe(layout: Layout, **training: Any) -> Recipe:
         max_norm=0.5,
     )
     return Recipe(
-        model=Llama3(**{**MODEL, **layout.model}, tied=layout.tied),
+        model=layout.config or Llama3(**{**MODEL, **layout.model}, tied=layout.tied),
         tokenizer=None,
         dataset=None,
         converters=layout.converters,

@@ -20,6 +20,7 @@ from titancli.engine.runners import Runner, Sums
 from titancli.engine.seeds import seed_step
 from titancli.engine.state import load_state, optimizer_tensors
 from titancli.errors import TitanError
+from titancli.models.blocks.state import named_state
 
 if TYPE_CHECKING:
     from titancli.parallel.mesh import Mesh
@@ -162,6 +163,7 @@ class Engine:
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor if lr is None else lr
         optimizer.step()
+        self._after_step()
         for converter in self.converters:
             for part in self.parts:
                 converter.after_step(part)
@@ -170,9 +172,24 @@ class Engine:
         self.clear_gradients()
         return {"grad_norm": norm, "lr": optimizer.param_groups[0]["lr"]}
 
+    def _after_step(self) -> None:
+        """Let the model move what moves without gradients, by the tokens that all ranks' experts had."""
+        counts = {name: count for part in self.parts for name, count in token_counts(part).items()}
+        if not counts:
+            return
+        total = torch.cat(list(counts.values()))
+        for group in self.mesh.token_groups:
+            dist.all_reduce(total, group=group)
+        sums = dict(zip(counts, total.split([len(count) for count in counts.values()]), strict=True))
+        for part in self.parts:
+            part.after_step({name: sums[name] for name in token_counts(part)})
+
     def clear_gradients(self) -> None:
         """Forget what `forward_backward` has added since the last step."""
         self._trained("clear_gradients").zero_grad(set_to_none=True)
+        for part in self.parts:
+            if token_counts(part):
+                part.forget_token_counts()
         self._weight = None
         self._step_tokens = 0
 
@@ -220,10 +237,11 @@ class Engine:
         return [named for part in self.parts for named in part.named_parameters()]
 
     def plain_parameters(self) -> list[tuple[str, Tensor]]:
-        """The same, detached and without the converters' tensor classes: what is saved, and loaded into."""
+        """The same and what else is state, detached and without the converters' tensor classes: what is
+        saved, and loaded into."""
         found = []
-        for name, parameter in self.named_parameters():
-            tensor: Tensor = parameter.detach()
+        for name, live in (named for part in self.parts for named in named_state(part)):
+            tensor = live.detach()
             for converter in reversed(self.converters):
                 tensor = converter.plain(name, tensor)
             found.append((name, tensor))
@@ -258,6 +276,11 @@ class _LogProbs:
 
     def __call__(self, out: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         return out
+
+
+def token_counts(part: Any) -> dict[str, Tensor]:
+    """How many tokens each expert had, by layer, where a model has experts that it balances."""
+    return part.token_counts() if hasattr(part, "token_counts") else {}
 
 
 def _listed(batches: Batch | Sequence[Batch]) -> list[Batch]:

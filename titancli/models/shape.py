@@ -177,7 +177,7 @@ def mixture(
     name: str = "moe",
 ) -> Experts:
     """`titancli.models.blocks.moe`, as the child `name` of a block; `shared` experts are one of so many times
-    the width. Tensor parallelism cuts these alone: of the others each rank has its own part of the sequence."""
+    the width. Tensor parallelism cuts these alone: to the others each rank brings its own part of the row."""
     parameters = [Parameter(f"{name}.router.gate.weight", (experts, dim), "replicate")]
     if gate_bias:
         parameters.append(Parameter(f"{name}.router.gate.bias", (experts,), "replicate"))

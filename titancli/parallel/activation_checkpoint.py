@@ -15,10 +15,11 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titancli.errors import RecipeError
+from titancli.models.blocks.grouped import grouped_linear
 from titancli.recipe.schema import ActivationCheckpoint
 
 _aten = torch.ops.aten
-MATRIX_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default}
+MATRIX_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, grouped_linear._opoverload}
 KEPT = {
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,

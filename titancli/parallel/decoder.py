@@ -13,8 +13,9 @@ from torch import nn
 
 from titancli.parallel import Decoder
 from titancli.parallel.activation_checkpoint import apply_activation_checkpoint
-from titancli.parallel.compile import compile_model
+from titancli.parallel.compile import compile_model, compile_parts, compiled_whole
 from titancli.parallel.context import context_parallel
+from titancli.parallel.expert import expert_parallel
 from titancli.parallel.fsdp import shard
 from titancli.parallel.mesh import Mesh
 from titancli.parallel.tensor import on_local_parameters, tensor_parallel
@@ -33,18 +34,32 @@ def build(
 ) -> Callable[[Any], Any]:
     """A callable that cuts a model on meta in place and returns it."""
 
+    reshard = config.reshard_after_forward
+    if reshard == "default" and mesh.degrees.pp > 1:
+        reshard = "never"  # each micro-batch would gather them again
+
     def parallelize(model: nn.Module) -> nn.Module:
         layers: nn.ModuleDict = model.layers  # type: ignore[assignment]
+        if mesh.ep is not None:
+            expert_parallel(model.experts, mesh.ep)  # type: ignore[arg-type]
         if mesh.tp is not None:
             tensor_parallel(model, mesh.tp)
         context_parallel(model, mesh, config.context_parallel, device=device, dtype=precision.param)
+        if compile.enable:
+            compile_parts(model, compile, activation_checkpoint)
         apply_activation_checkpoint(layers, activation_checkpoint)
         if compile.enable:
             compile_model(model, compile, activation_checkpoint)
             if mesh.tp is not None:
-                for block in layers.values():
+                for block in compiled_whole(model):
                     on_local_parameters(block, mesh.tp)
-        shard(model, mesh.fsdp, precision=precision, reshard_after_forward=config.reshard_after_forward)
+        shard(
+            model,
+            mesh.fsdp,
+            mesh.expert_fsdp,
+            precision=precision,
+            reshard_after_forward=reshard,
+        )
         return model
 
     return parallelize

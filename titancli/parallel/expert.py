@@ -1,8 +1,8 @@
 """Expert parallel: each rank has some of a layer's experts, and tokens travel to the ranks that have theirs.
 
-The parameters become DTensors cut along the experts, which FSDP2 then cuts further over the ranks that are left.
-`Experts.forward` gets a dispatch around it: an all-to-all of counts, one of tokens, the products, and an
-all-to-all back. Source: GShard (arXiv 2006.16668), dropless as in MegaBlocks (arXiv 2211.15841).
+The parameters become DTensors cut along the experts, which FSDP2 then cuts further over the ranks that are
+left. `Experts.forward` gets a dispatch around it: an all-to-all of counts, one of tokens, the products, and
+an all-to-all back. Source: GShard (arXiv 2006.16668), dropless as in MegaBlocks (arXiv 2211.15841).
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def _exchange_counts(
     """How many tokens travel.
 
     Returns:
-        What this rank gets from each rank for each of its experts, [ranks, experts / ranks]; how many it sends
-        to each rank; and how many it gets from each.
+        What this rank gets from each rank for each of its experts, [ranks, experts / ranks]; how many it
+        sends to each rank; and how many it gets from each.
     """
     if layer.force_load_balance:  # known without a look at the device, the same on every rank
         dealt = [(len(x) - expert - 1) // layer.num_experts + 1 for expert in range(layer.num_experts)]

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from titancli.registry.kinds import Precision
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, *, precision: Precision, reshard_after_forward: str) -> None:
-    """Shard in place: each block a group, what stands before the blocks, and what stands after them.
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh,
+    *,
+    precision: Precision,
+    reshard_after_forward: str,
+) -> None:
+    """Shard in place: each block a group, its experts another, what stands before the blocks, and after.
 
     Args:
         mesh: 1-D (shard) or 2-D (replicate, shard).
+        expert_mesh: the same for experts, over what expert parallel leaves of the ranks.
         reshard_after_forward: "always", "never", or "default" (all but the last group).
     """
     # Forward inputs are not cast: they are integers and, for the blocks, rotation angles that must stay fp32.
@@ -23,13 +33,19 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, precision: Precision, reshard_a
         param_dtype=precision.param, reduce_dtype=precision.reduce, cast_forward_inputs=False
     )
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
-    # Freed parameters of one shard would only be cast again, not gathered.
-    alone = reshard_after_forward == "default" and mesh[mesh.mesh_dim_names[-1]].size() == 1  # type: ignore[index]
-    reshard = reshard_after_forward != "never" and not alone
+    reshard = _reshards(mesh, reshard_after_forward)
     names = [name for name, _ in model.named_children()]
     at = names.index("layers")
     front = [getattr(model, name) for name in names[:at]]
     back = [getattr(model, name) for name in names[at + 1 :]]
+    for experts in model.experts.values():  # type: ignore[operator]
+        fully_shard(
+            experts,
+            mesh=expert_mesh,
+            mp_policy=policy,
+            reshard_after_forward=_reshards(expert_mesh, reshard_after_forward),
+            shard_placement_fn=_placement(experts, expert_mesh),
+        )
     for block in model.layers.values():  # type: ignore[operator]
         fully_shard(block, **options, reshard_after_forward=reshard)
     if _share_parameters(front, back):
@@ -38,7 +54,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, precision: Precision, reshard_a
     else:
         for module in front:
             fully_shard(module, **options, reshard_after_forward=reshard)
-        fully_shard(back, **options, reshard_after_forward=reshard_after_forward == "always")
+        if back:  # a pipeline stage may have nothing there
+            fully_shard(back, **options, reshard_after_forward=reshard_after_forward == "always")
     fully_shard(model, **options, reshard_after_forward=reshard)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -46,6 +63,26 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, precision: Precision, reshard_a
             # fails on gloo, the second still divides by the ranks.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _reshards(mesh: DeviceMesh, reshard_after_forward: str) -> bool:
+    # Freed parameters of one shard would only be cast again, not gathered.
+    alone = reshard_after_forward == "default" and _shards(mesh) == 1
+    return reshard_after_forward != "never" and not alone
+
+
+def _shards(mesh: DeviceMesh) -> int:
+    return mesh.size(mesh.ndim - 1)
+
+
+def _placement(experts: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
+    """Cut along the experts where every rank gets one; else along the next dimension, if that is even."""
+    shards = _shards(mesh)
+    parameters = list(experts.parameters())
+    mine = min(p.to_local().shape[0] if isinstance(p, DTensor) else p.shape[0] for p in parameters)
+    even = all(p.ndim > 1 and p.shape[1] % shards == 0 for p in parameters)
+    place = Shard(1) if mine < shards and even else Shard(0)
+    return lambda parameter: place
 
 
 def _share_parameters(front: list[nn.Module], back: list[nn.Module]) -> bool:
