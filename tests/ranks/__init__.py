@@ -24,6 +24,8 @@ def _serve(connection: Any, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
+    from titancli.parallel.mesh import forget_meshes
+
     torch.set_num_threads(1)
     while True:
         try:
@@ -47,6 +49,7 @@ def _serve(connection: Any, rank: int) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+                forget_meshes()
         connection.send(result)
 
 

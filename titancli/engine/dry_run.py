@@ -1,0 +1,180 @@
+"""One step of one rank on as many ranks as are wanted, in this process, without memory and without a device.
+
+The engine is built as it is for a run, on a process group whose collectives do nothing. The model is cut on
+meta first; then its parts, and everything that is made of them, are fake tensors, which have shapes but no
+values. (The other way round tensor parallel fails.) So shapes, dtypes, shards, and every component that takes
+part in a step are those of the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from titancli.data.batch import Batch
+from titancli.engine.blame import blamed
+from titancli.engine.build import allocate, build_engine
+from titancli.engine.meter import Meter
+from titancli.errors import TitanError, UsageError
+from titancli.parallel.mesh import forget_meshes
+from titancli.recipe.schema import Compile
+
+if TYPE_CHECKING:
+    from titancli.engine.engine import Engine
+    from titancli.recipe.schema import Degrees, Recipe
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class RankCheck:
+    """What a step comes to on one rank: bytes of its own parts, as the step has allocated them."""
+
+    rank: int
+    place: dict[str, int]
+    """Of the rank along each degree of the mesh."""
+    parameters: int
+    """Numbers in this rank's parts of the parameters."""
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    peak_bytes: int
+    """The most that was alive at once, with the kernels of a CPU and uncompiled."""
+    seconds: float
+
+
+def dry_run(recipe: Recipe, world: int, ranks: Sequence[int] | None = None) -> list[RankCheck]:
+    """One step of each of these ranks, one after the other; None: the first rank of every pipeline stage.
+
+    Nothing is compiled, no weights are loaded, no data is read; of several micro-batches two are run, under a
+    pipeline all. Numbers that code reads out of tensors are 1, and experts are dealt out in turn.
+
+    Raises:
+        UsageError: there is no such rank.
+        TitanError: what the run would fail of, or what cannot be followed on fake tensors; it names the rank.
+    """
+    degrees = recipe.degrees(world)
+    ranks = first_ranks(degrees) if ranks is None else ranks
+    if wrong := [rank for rank in ranks if not 0 <= rank < world]:
+        raise UsageError(f"there is no rank {wrong[0]} among {world}", hint=f"ranks are 0 to {world - 1}")
+    if dist.is_initialized():
+        raise TitanError("a dry run needs a process without a process group, and this one has one")
+    recipe = dataclasses.replace(recipe, compile=Compile(enable=False))
+    return [_check(recipe, degrees, rank) for rank in ranks]
+
+
+def first_ranks(degrees: Degrees) -> list[int]:
+    """The first rank of each of the pipeline's: all others do the same as one of them, on other numbers."""
+    return [stage * (degrees.world // degrees.pp) for stage in range(degrees.pp)]
+
+
+def place_of(degrees: Degrees, rank: int) -> dict[str, int]:
+    """Where a rank is along each degree of the mesh."""
+    place: dict[str, int] = {}
+    for name in ("tp", "cp", "dp_shard", "dp_replicate", "pp"):
+        rank, place[name] = divmod(rank, getattr(degrees, name))
+    return dict(reversed(place.items()))
+
+
+def _check(recipe: Recipe, degrees: Degrees, rank: int) -> RankCheck:
+    began, place = time.perf_counter(), place_of(degrees, rank)
+    beside = [f"{name} {at}" for name, at in place.items() if getattr(degrees, name) > 1]
+    where = f"rank {rank} of {degrees.world}" + (f" ({', '.join(beside)})" if beside else "")
+    with _process_group(rank, degrees.world), _random_state():
+        try:
+            found = _step(recipe)
+        except Exception as error:
+            raise blamed(error, recipe, where) from error
+    return RankCheck(rank, place, *found, seconds=time.perf_counter() - began)
+
+
+def _step(recipe: Recipe) -> tuple[int, int, int, int, int]:
+    """Numbers of parameters; bytes of parameters, gradients and optimizer state; and of all at the peak."""
+    with ExitStack() as stack:
+        meter = Meter()
+
+        def fill(engine: Engine, recipe: Recipe) -> None:
+            # From here to the end of the step all tensors are fake; what is cut already is on meta.
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(meter)
+            for part in engine.parts:
+                allocate(part, engine.device)
+
+        engine = build_engine(recipe, device=CPU, frozen=False, fill=fill)
+        parameters = [parameter for _, parameter in engine.named_parameters()]
+        engine.forward_backward(_batches(engine, recipe))
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        counted = (sum(local(p).numel() for p in parameters), _bytes(parameters), _bytes(gradients))
+        engine.optim_step()
+        states = engine.optimizer.state.values() if engine.optimizer else ()
+        kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        return *counted, _bytes(kept), meter.peak
+
+
+def _batches(engine: Engine, recipe: Recipe) -> list[Batch]:
+    """Rows of the recipe's sizes. From the second micro-batch on memory is what it is in all others."""
+    training = recipe.training
+    shape = (training.local_batch_size, training.seq_len)
+    count = engine.settings.accumulation
+    if engine.mesh.degrees.pp == 1:
+        count = min(count, 2)
+    names = ["tokens", "targets", "positions"]
+    found = []
+    for _ in range(count):
+        tensors = {name: torch.zeros(shape, dtype=torch.int64, device=CPU) for name in names}
+        if getattr(recipe.dataset, "document_mask", False):
+            tensors["document_ids"] = torch.zeros(shape, dtype=torch.int32, device=CPU)
+        found.append(Batch(tensors))
+    return found
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(local(tensor).numel() * tensor.element_size() for tensor in tensors)
+
+
+@contextmanager
+def _process_group(rank: int, world: int) -> Iterator[None]:
+    """A process group in which every collective is done at once, and changes nothing."""
+    hook = sys.excepthook  # torch puts the rank before every traceback from now on
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # what fails is raised too
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        forget_meshes()
+        log.setLevel(level)
+        sys.excepthook = hook
+
+
+@contextmanager
+def _random_state() -> Iterator[None]:
+    """A step seeds every generator of the process."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

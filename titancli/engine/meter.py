@@ -1,0 +1,91 @@
+"""How many bytes of tensors are alive, and the most that there were: counted, operation by operation."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
+
+Storage = torch.UntypedStorage
+
+
+class Meter(TorchDispatchMode):
+    """Counts the storages of all tensors that are made while it is entered, fake ones as if they were real.
+
+    A number that code reads out of a fake tensor is 1: there is none to read. Entered after a FakeTensorMode.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        """Bytes alive."""
+        self.peak = 0
+        self._sizes: dict[int, int] = {}
+        self._watched: dict[int, weakref.ref[Storage]] = {}
+        self._resize: Callable[..., Any] | None = None
+
+    def __enter__(self) -> Meter:
+        # FSDP2 frees gathered parameters, and takes memory for them again, by resizing: no operation is seen.
+        self._resize = resize = Storage.resize_
+
+        def resized(storage: Storage, size: int) -> Any:
+            result = resize(storage, size)
+            if id(storage) in self._sizes:
+                self._count(id(storage), storage.nbytes())
+            return result
+
+        Storage.resize_ = resized  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        Storage.resize_ = self._resize  # type: ignore[method-assign, assignment]
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return _one(args[0].dtype)
+        out = func(*args, **(kwargs or {}))
+        for value in tree_iter(out):
+            for tensor in _plain(value):
+                self._watch(tensor.untyped_storage())
+        return out
+
+    def _watch(self, storage: Storage) -> None:
+        key = id(storage)
+        if key in self._sizes:
+            return
+
+        def gone(_: weakref.ref[Storage]) -> None:
+            self._watched.pop(key)
+            self.now -= self._sizes.pop(key)
+
+        self._watched[key] = weakref.ref(storage, gone)
+        self._sizes[key] = 0
+        self._count(key, storage.nbytes())
+
+    def _count(self, key: int, size: int) -> None:
+        self.now += size - self._sizes[key]
+        self._sizes[key] = size
+        self.peak = max(self.peak, self.now)
+
+
+def _plain(value: Any) -> Iterator[Tensor]:
+    """The tensors with memory of their own that a tensor, or one of a subclass, is made of."""
+    if is_traceable_wrapper_subclass(value):
+        for name in value.__tensor_flatten__()[0]:
+            yield from _plain(getattr(value, name))
+    elif isinstance(value, Tensor):
+        yield value
+
+
+def _one(dtype: torch.dtype) -> Any:
+    if dtype == torch.bool:
+        return True
+    return 1.0 if dtype.is_floating_point else 1
