@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -99,7 +99,8 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
             styles.get(f"{path}.{child}.weight" if path else f"{child}.weight") == "row"
             for child, _ in module.named_children()
         ):
-            module.forward = partial(_region, module.forward, group)
+            kind: Any = type(module)
+            _make(path, module, _region_of(kind))._tensor_group = group
 
 
 def _styles(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -134,11 +135,11 @@ def _prepare(path: str, module: Any, styles: Mapping[str, str], group: Group) ->
         # The output, a converter's linear, a router, …: it knows best what its parts are worth.
         module.tensor_parallel(group, style)
     elif type(module) is nn.Embedding and style == "vocab":
-        _set_forward(module, _vocab_embedding, group)
+        _make(path, module, _VocabEmbedding)._tensor_group = group
     elif type(module) is nn.Linear:
-        _set_forward(module, _linear, group.rank == 0 or style != "row")
+        _make(path, module, _Linear)._adds_bias = group.rank == 0 or style != "row"
     elif type(module) is nn.RMSNorm:
-        _set_forward(module, _rms_norm)
+        _make(path, module, _RMSNorm)
     elif not getattr(module, "takes_local_parameters", False):
         raise TitanError(
             f"{path or 'the model'} ({type(module).__name__}) has parameters in the tensor_plan, and is no "
@@ -148,29 +149,62 @@ def _prepare(path: str, module: Any, styles: Mapping[str, str], group: Group) ->
         )
 
 
-def _set_forward(module: Any, forward: Callable[..., Tensor], *settings: Any) -> None:
-    module.forward = partial(forward, module, *settings)
+def _make(path: str, module: Any, kind: type[nn.Module]) -> Any:
+    """Give a module a class whose forward is for cut parameters.
+
+    Not a forward to each module: torch.compile knows functions on modules by their identity, so that it would
+    compile each block anew, and give up after eight.
+
+    Raises:
+        TitanError: the module has a forward that its class has not.
+    """
+    if "forward" in vars(module):
+        raise TitanError(
+            f"{path} ({type(module).__name__}) has a forward that its class has not, and tensor parallelism "
+            "changes the class's",
+            hint="let it be a method of a class",
+        )
+    module.__class__ = kind
+    return module
 
 
-def _region(forward: Callable[..., Tensor], group: Group, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return reduce_scatter(forward(gather(x, SEQUENCE, group), *args, **kwargs), SEQUENCE, group)
+@cache
+def _region_of(kind: Any) -> type[nn.Module]:
+    return type(kind.__name__, (_Region, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
-def _linear(module: nn.Linear, adds_bias: bool, x: Tensor) -> Tensor:
-    bias = local(module.bias) if module.bias is not None else None
-    if bias is not None and not adds_bias:
-        bias = bias * 0  # keeps its place in the graph: its gradient here is zero, not missing
-    return linear(x, local(module.weight), bias)
+class _Region(nn.Module):
+    """Enters with a part of the sequence, and leaves with a part of the sum."""
+
+    _tensor_group: Group
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        group = self._tensor_group
+        return reduce_scatter(super().forward(gather(x, SEQUENCE, group), *args, **kwargs), SEQUENCE, group)
 
 
-def _rms_norm(module: nn.RMSNorm, x: Tensor) -> Tensor:
-    return rms_norm(x, module.normalized_shape, local(module.weight), module.eps)
+class _Linear(nn.Linear):
+    _adds_bias: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = local(self.bias) if self.bias is not None else None
+        if bias is not None and not self._adds_bias:
+            bias = bias * 0  # keeps its place in the graph: its gradient here is zero, not missing
+        return linear(x, local(self.weight), bias)
 
 
-def _vocab_embedding(module: nn.Embedding, group: Group, tokens: Tensor) -> Tensor:
-    """[B, S] -> this rank's part of the sequence, [B, S / tp, dim]."""
-    weight = local(module.weight)
-    ids = tokens - group.rank * weight.shape[0]
-    mine = (ids >= 0) & (ids < weight.shape[0])
-    found = embedding(ids.clamp(0, weight.shape[0] - 1), weight)
-    return reduce_scatter(torch.where(mine[..., None], found, 0.0), SEQUENCE, group)
+class _RMSNorm(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.normalized_shape, local(self.weight), self.eps)
+
+
+class _VocabEmbedding(nn.Embedding):
+    _tensor_group: Group
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[B, S] -> this rank's part of the sequence, [B, S / tp, dim]."""
+        weight = local(self.weight)
+        ids = tokens - self._tensor_group.rank * weight.shape[0]
+        mine = (ids >= 0) & (ids < weight.shape[0])
+        found = embedding(ids.clamp(0, weight.shape[0] - 1), weight)
+        return reduce_scatter(torch.where(mine[..., None], found, 0.0), SEQUENCE, self._tensor_group)
