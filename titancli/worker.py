@@ -33,6 +33,7 @@ from titancli.runs import RECORD_NAME, RunFolder, timestamp
 if TYPE_CHECKING:
     import torch
 
+    from titancli.checkpoint.manifest import Verify
     from titancli.observe.observers import Observers
     from titancli.recipe.schema import Recipe
 
@@ -166,7 +167,7 @@ class Rank:
         device = self._join(recipe, hashlib.sha256(lock_text.encode()).hexdigest())
         if lock_file is not None:
             comm.on_rank_zero(lambda: self._prepare(lock_file, lock_text))
-        checkpoint = comm.on_rank_zero(lambda: self._start_from(checkpoint))
+        checkpoint = comm.on_rank_zero(lambda: self._start_from(checkpoint, recipe.checkpoint.verify))
         # Asked of rank 0: on a shared disk the others may not see yet what it wrote.
         record = comm.on_rank_zero(self.folder.record)
         loggers = self._loggers(recipe, listeners)
@@ -227,13 +228,14 @@ class Rank:
         self.folder.write_recipe_lock(lock_text)
         self.folder.write_record(json.loads(lock_file.with_name(RECORD_NAME).read_text(encoding="utf-8")))
 
-    def _start_from(self, checkpoint: Path | None) -> Path | None:
+    def _start_from(self, checkpoint: Path | None, verify: Verify) -> Path | None:
         """Ranks that were started anew go on from the newest checkpoint that the ranks before them wrote."""
         if not self.place.restart:
             return checkpoint
         from titancli.checkpoint import newest_good
 
-        return newest_good(self.folder.checkpoints, rejected=logger.warning) or checkpoint
+        found = newest_good(self.folder.checkpoints, verify=verify, rejected=logger.warning)
+        return found or checkpoint
 
     def _loggers(self, recipe: Recipe, listeners: tuple[Listener, ...]) -> list[Any]:
         """Built before the engine, so that a package that is missing is said at once."""

@@ -95,9 +95,10 @@ def test_without_checksums_only_sizes_are_looked_at(tmp_path: Path):
     save(tmp_path / "step-1", seed=1)
     save(tmp_path / "step-2", seed=2)
     _flip(tmp_path / "step-2" / FILES[0], random.Random(0))
-    assert newest_good(tmp_path, checksums=False) == tmp_path / "step-2"
+    assert newest_good(tmp_path, verify="size") == newest_good(tmp_path, verify="off") == tmp_path / "step-2"
     _grow(tmp_path / "step-2" / FILES[0], random.Random(0))
-    assert newest_good(tmp_path, checksums=False) == tmp_path / "step-1"
+    assert newest_good(tmp_path, verify="size") == tmp_path / "step-1"
+    assert newest_good(tmp_path, verify="off") == tmp_path / "step-2"
 
 
 def test_no_good_checkpoint_is_none(tmp_path: Path):

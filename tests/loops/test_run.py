@@ -47,16 +47,17 @@ class Disk:
         self.run, self.asynchronous = run, asynchronous
         self.full = False
         self.pending: tuple[int, bool] | None = None
+        self.failed = False
         run.checkpoints = self  # type: ignore[assignment]
 
     def save(self, step, tensors, state):
         self.wait()
-        self.pending = (step, self.full)
+        self.pending, self.failed = (step, self.full), self.full and self.asynchronous
         if not self.asynchronous:
             self.wait()
 
     def wait(self):
-        pending, self.pending = self.pending, None
+        pending, self.pending, self.failed = self.pending, None, False
         if pending is not None:
             step, failed = pending
             if failed:
@@ -145,6 +146,26 @@ def test_the_last_step_is_tried_once_more_and_then_is_an_error(asynchronous):
     disk.full = False
     run.finish(engine, Data())
     assert run.saved_step == 4
+
+
+def test_a_save_that_fails_meanwhile_is_told_before_the_next_step_and_once(caplog):
+    run, engine = Run(steps=9, stop=Stop()), Engine(step=4)
+    disk = Disk(run, asynchronous=True)
+    disk.full = True
+    run.save(engine, Data())
+    assert "no room" not in caplog.text
+    assert run.goes_on(4) and run.goes_on(5)
+    assert caplog.text.count("no room for step-4") == 1
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_ends_the_training_where_that_is_wanted(asynchronous):
+    run, engine = Run(steps=9, stop=Stop(), save_or_stop=True), Engine(step=4)
+    disk = Disk(run, asynchronous=asynchronous)
+    disk.full = True
+    with pytest.raises(EnvironmentProblem, match="no room for step-4"):
+        run.save(engine, Data())
+        run.goes_on(4)
 
 
 def test_what_is_saved_is_not_saved_again():

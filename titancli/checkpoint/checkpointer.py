@@ -49,6 +49,11 @@ class Checkpointer:
         self._writing: Writing | None = None
         self._saved: int | None = None
 
+    @property
+    def failed(self) -> bool:
+        """Whether the save under way has failed, as far as this rank knows by now; `wait` says how."""
+        return self._writing is not None and self._writing.done and self._writing.error is not None
+
     def due(self, step: int) -> bool:
         """Whether this step is to be saved by the interval alone."""
         self._announce()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titancli.checkpoint.layout import TensorLayout, read_layout
-from titancli.checkpoint.manifest import MANIFEST, STEP_NAME, Manifest, faults, read_manifest
+from titancli.checkpoint.manifest import MANIFEST, STEP_NAME, Manifest, Verify, faults, read_manifest
 from titancli.checkpoint.tensorfile import ITEM_SIZE, read_header
 from titancli.errors import EnvironmentProblem
 
@@ -38,14 +38,14 @@ class Found:
         return self.manifest.layout.get("ranks") if self.manifest else None
 
 
-def look_at(path: Path, *, checksums: bool) -> Found:
-    """A checkpoint and what is wrong with it: of its files' names and sizes, or of every byte as well."""
+def look_at(path: Path, verify: Verify) -> Found:
+    """A checkpoint and what is wrong with it."""
     try:
         manifest = read_manifest(path)
     except EnvironmentProblem as error:
         return Found(path, None, [error.message])
-    found = faults(path, manifest, checksums=checksums)
-    if checksums and not found:
+    found = faults(path, manifest, verify=verify)
+    if verify == "full" and not found:
         found = _contradictions(path, manifest)
     return Found(path, manifest, found)
 

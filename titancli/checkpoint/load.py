@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titancli.checkpoint.layout import TensorLayout, read_layout
-from titancli.checkpoint.manifest import Manifest, faults, read_manifest
+from titancli.checkpoint.manifest import Manifest, Verify, faults, read_manifest
 from titancli.checkpoint.save import raise_failure
 from titancli.checkpoint.storage import Reader, load_planner, several_ranks
 from titancli.checkpoint.tensors import TORCH_DTYPE, TensorFiles
@@ -25,15 +25,15 @@ def load_checkpoint(
     folder: Path,
     tensors: Mapping[str, Tensor],
     *,
-    verify: bool = True,
+    verify: Verify = "full",
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Fill tensors in place from a checkpoint, whatever layout it was saved under; return its JSON state.
 
     Collective over `group` (the default group when None). Names, shapes and dtypes must be the checkpoint's;
     but when one part alone is asked for (all names begin with `model.`), the rest of the checkpoint is left
-    unread, and values are cast to the dtypes asked for. Each rank reads only what it needs; with `verify` the
-    ranks share the reading of all files for their checksums. Sizes are always checked.
+    unread, and values are cast to the dtypes asked for. Each rank reads only what it needs; where
+    `verify` is "full", the ranks share the reading of all files for their checksums.
 
     Raises:
         EnvironmentProblem: it is no checkpoint, or damaged; names the file.
@@ -74,7 +74,7 @@ def fill(
 
 
 def _open_together(
-    folder: Path, verify: bool, group: dist.ProcessGroup | None
+    folder: Path, verify: Verify, group: dist.ProcessGroup | None
 ) -> tuple[Manifest, dict[str, TensorLayout]]:
     """Open a checkpoint on all ranks, or raise the first rank's error on all of them."""
     ranks, rank = 1, 0
@@ -101,7 +101,7 @@ def _open_together(
 
 
 def open_checkpoint(
-    folder: Path, *, verify: bool = True, share: tuple[int, int] = (0, 1)
+    folder: Path, *, verify: Verify = "full", share: tuple[int, int] = (0, 1)
 ) -> tuple[Manifest, dict[str, TensorLayout]]:
     """Read a checkpoint's manifest and layout, and check its files (`share`: the i-th of n parts of them).
 
@@ -110,7 +110,7 @@ def open_checkpoint(
     """
     manifest = read_manifest(folder)
     largest_first = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
-    found = faults(folder, manifest, checksums=verify, only=set(largest_first[share[0] :: share[1]]))
+    found = faults(folder, manifest, verify=verify, only=set(largest_first[share[0] :: share[1]]))
     if found:
         raise EnvironmentProblem(
             f"checkpoint {folder} is damaged: {'; '.join(found)}", hint="take another checkpoint (--step N)"
@@ -165,7 +165,7 @@ class CheckpointReader:
         EnvironmentProblem: it is no checkpoint, or damaged; names the file.
     """
 
-    def __init__(self, folder: Path, *, verify: bool = True, prefix: str = "") -> None:
+    def __init__(self, folder: Path, *, verify: Verify = "full", prefix: str = "") -> None:
         """`prefix`: only tensors whose name begins so, and named without it (`"model."`)."""
         self.folder = folder
         self.manifest, layouts = open_checkpoint(folder, verify=verify)

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import xxhash
 
@@ -27,6 +27,9 @@ LOCK = "recipe.lock.toml"
 FORMAT = 1
 STEP_NAME = re.compile(r"step-(\d{1,18})\Z")
 REPLACED_NAME = re.compile(r"\.step-(\d{1,18})\.old-[0-9a-f]{8}\Z")
+
+Verify = Literal["full", "size", "off"]
+"""What is looked at before a checkpoint is trusted: every byte, names and sizes, or nothing."""
 
 _FIRST_LINE = re.compile(rb'\{"xxh3_64": "([0-9a-f]{16})",\n')
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
@@ -117,13 +120,14 @@ def _check(manifest: Manifest) -> None:
 
 
 def faults(
-    folder: Path, manifest: Manifest, *, checksums: bool = True, only: Iterable[str] | None = None
+    folder: Path, manifest: Manifest, *, verify: Verify = "full", only: Iterable[str] | None = None
 ) -> list[str]:
     """What is wrong with a checkpoint's files, one phrase a file, each naming it; empty when it is good.
 
-    `checksums=False` looks at names and sizes only. `only` limits the checksums to these files, so that ranks
-    can share the reading.
+    `only` limits the checksums to these files, so that ranks can share the reading.
     """
+    if verify == "off":
+        return []
     try:
         present = {path.name: path.stat().st_size for path in folder.iterdir()}
     except OSError as error:
@@ -138,7 +142,7 @@ def faults(
             continue
         if present[name] != digest.size:
             found.append(f"{name} has {present[name]} bytes, not {digest.size}")
-        elif checksums and name in chosen and file_digest(folder / name) != digest:
+        elif verify == "full" and name in chosen and file_digest(folder / name) != digest:
             found.append(f"{name} is damaged: its checksum does not match")
     return found
 
@@ -177,12 +181,12 @@ def newest(folder: Path) -> Path | None:
 
 
 def newest_good(
-    folder: Path, *, checksums: bool = True, rejected: Callable[[str], None] | None = None
+    folder: Path, *, verify: Verify = "full", rejected: Callable[[str], None] | None = None
 ) -> Path | None:
     """The newest checkpoint whose files are all there and undamaged.
 
     `rejected` is called with one line for each folder that had to be passed over, newest first. Every file of
-    the one returned was read (unless `checksums` is False), so this takes the time of reading a checkpoint.
+    the one returned was read, unless `verify` says less, so this takes the time of reading a checkpoint.
     """
 
     def reject(path: Path, why: str) -> None:
@@ -197,7 +201,7 @@ def newest_good(
             except EnvironmentProblem as error:
                 reject(path, error.message)
     for path, manifest in good.items():
-        if not (found := faults(path, manifest, checksums=checksums)):
+        if not (found := faults(path, manifest, verify=verify)):
             return path
         reject(path, "; ".join(found))
     return None

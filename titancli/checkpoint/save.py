@@ -30,6 +30,7 @@ from titancli.checkpoint.manifest import (
     REPLACED_NAME,
     STEP_NAME,
     Manifest,
+    faults,
     hidden_prefix,
     manifest_bytes,
     read_manifest,
@@ -130,8 +131,12 @@ class Draft:
             if self.lock_text:
                 files[LOCK] = write_file(self.hidden / LOCK, self.lock_text.encode())
             serial = 1 + max((m.serial for m in steps(self.folder.parent).values()), default=0)
-            write_file(self.hidden / MANIFEST, manifest_bytes(self._manifest(files, serial)))
+            manifest = self._manifest(files, serial)
+            write_file(self.hidden / MANIFEST, manifest_bytes(manifest))
             sync_folder(self.hidden)
+            # On a shared disk another rank's file may not be what it wrote; and older ones go after this.
+            if found := faults(self.hidden, manifest, verify="size"):
+                raise EnvironmentProblem(f"{self.folder} is not as it was written: {'; '.join(found)}")
             self._rename(self.hidden)
         except OSError as error:
             raise self.explain(error, sum(digest.size for digest in files.values())) from error

@@ -36,7 +36,7 @@ def list_(run: Path, as_json: bool) -> None:
     """
     from titancli.checkpoint.inspect import folders, look_at
 
-    found = [look_at(path, checksums=False) for path in folders(run)]
+    found = [look_at(path, "size") for path in folders(run)]
     if not found:
         note(f"{run} has no checkpoint")
     if as_json:
@@ -58,7 +58,7 @@ def show(path: Path, pieces: bool, as_json: bool) -> None:
 
     if not (paths := folders(path)):
         raise EnvironmentProblem(f"{path} has no checkpoint")
-    found = look_at(paths[-1], checksums=False)
+    found = look_at(paths[-1], "size")
     tensors = layout_of(found.path)
     if as_json:
         print_json("checkpoint", {"checkpoint": _facts(found), "tensors": _tensors(tensors)})
@@ -82,7 +82,7 @@ def verify(paths: tuple[Path, ...], as_json: bool) -> int:
         raise EnvironmentProblem(f"there is no checkpoint in {' or in '.join(map(str, paths))}")
     found = []
     for folder in chosen:
-        found.append(look_at(folder, checksums=True))
+        found.append(look_at(folder, "full"))
         if not as_json:
             print(_verdict(found[-1]), flush=True)
     if as_json:

@@ -169,7 +169,8 @@ def load_weights(engine: Engine, recipe: Recipe) -> None:
     folder = Path(recipe.weights or "")
     parameters = dict(engine.plain_parameters())
     if (folder / "manifest.json").is_file():
-        load_checkpoint(folder, {f"model.{name}": tensor for name, tensor in parameters.items()})
+        tensors = {f"model.{name}": tensor for name, tensor in parameters.items()}
+        load_checkpoint(folder, tensors, verify=recipe.checkpoint.verify)
         return
     if not (folder / "config.json").is_file():
         raise EnvironmentProblem(

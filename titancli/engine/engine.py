@@ -23,6 +23,7 @@ from titancli.errors import TitanError
 from titancli.models.blocks.state import named_state
 
 if TYPE_CHECKING:
+    from titancli.checkpoint.manifest import Verify
     from titancli.parallel.mesh import Mesh
     from titancli.recipe.schema import Recipe
     from titancli.registry.kinds import Converter, HFForm, Loss
@@ -209,13 +210,13 @@ class Engine:
         tensors, state = self.save_state()
         save_checkpoint(Path(folder), tensors, {"engine": state}, lock_text=lock_text, run_id=run_id)
 
-    def load(self, folder: str | Path, *, optimizer: bool = True) -> dict[str, Any]:
+    def load(self, folder: str | Path, *, optimizer: bool = True, verify: Verify = "full") -> dict[str, Any]:
         """Continue from a checkpoint made on any layout; with optimizer=False take its weights alone.
 
         Returns:
             The checkpoint's state, for what the engine does not own (the data position).
         """
-        return load_state(self, Path(folder), optimizer=optimizer)
+        return load_state(self, Path(folder), optimizer=optimizer, verify=verify)
 
     def weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """Hugging Face names and whole tensors, one at a time; the tensor on rank 0, None elsewhere.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from titancli.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
+    from titancli.checkpoint.manifest import Verify
     from titancli.engine.engine import Engine
 
 
@@ -51,14 +52,14 @@ def initialise_state(optimizer: torch.optim.Optimizer) -> None:
             state["step"].zero_()
 
 
-def load_state(engine: Engine, folder: Path, *, optimizer: bool) -> dict[str, Any]:
+def load_state(engine: Engine, folder: Path, *, optimizer: bool, verify: Verify = "full") -> dict[str, Any]:
     """Fill the engine's tensors from a checkpoint and set its counters."""
     from titancli.checkpoint import load_checkpoint
 
     tensors, _ = engine.save_state()
     if not optimizer:
         tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
-    state = load_checkpoint(folder, tensors)
+    state = load_checkpoint(folder, tensors, verify=verify)
     for converter in engine.converters:
         for part in engine.parts:
             converter.after_step(part)

@@ -85,7 +85,7 @@ def _from_checkpoint(src: Path, tokenizer: str | None, say: Say) -> Source:
     config, own = recipe_of(folder)
     built = _tokenizer(tokenizer) if tokenizer is not None or own is None else _recipes_tokenizer(own)
     # Looking for the newest good one has read every file already.
-    reader = CheckpointReader(folder, prefix="model.", verify=folder == src.absolute())
+    reader = CheckpointReader(folder, prefix="model.", verify="full" if folder == src.absolute() else "size")
     check_parameters(reader, config, folder)
     return Source(folder, config, built, frozenset({built.eos_id}), False, reader.read)
 

@@ -18,6 +18,7 @@ from titancli.provenance import file_hash, provenance
 from titancli.runs import RunFolder, timestamp
 
 if TYPE_CHECKING:
+    from titancli.checkpoint.manifest import Verify
     from titancli.recipe import Loaded
 
 GUARDED = ("model", "tokenizer", "dataset")
@@ -141,7 +142,8 @@ def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
             f"{folder.path} was begun with another {' and '.join(_sections(refused))}:\n{listed}",
             hint="start a new run, or go on all the same with --allow-drift",
         )
-    checkpoint, more = _choose_checkpoint(folder, request.step, required=required)
+    verify = loaded.recipe.checkpoint.verify
+    checkpoint, more = _choose_checkpoint(folder, request.step, verify, required=required)
     start_step = read_manifest(checkpoint).step if checkpoint is not None else 0
     missing = require_inputs(loaded, weights=checkpoint is None, dry_run=request.dry_run)
     return Plan(
@@ -173,7 +175,7 @@ def _run_to_resume(request: Request) -> Path:
 
 
 def _choose_checkpoint(
-    folder: RunFolder, step: int | None, *, required: bool
+    folder: RunFolder, step: int | None, verify: Verify, *, required: bool
 ) -> tuple[Path | None, list[str]]:
     if step is not None:
         path = folder.checkpoints / f"step-{step}"
@@ -187,7 +189,7 @@ def _choose_checkpoint(
             )
         return path, []
     notes: list[str] = []
-    path_or_none = newest_good(folder.checkpoints, rejected=notes.append)
+    path_or_none = newest_good(folder.checkpoints, verify=verify, rejected=notes.append)
     if path_or_none is None and required:
         passed_over = "".join(f"\n  {note}" for note in notes)
         raise EnvironmentProblem(

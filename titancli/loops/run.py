@@ -51,6 +51,8 @@ class Run:
     checkpoints: Checkpointer | None = None
     """None: nothing is saved."""
     gc_freq: int = 50
+    save_or_stop: bool = False
+    """Whether a checkpoint that cannot be written ends the run."""
     on_first_step: Callable[[], None] = lambda: None
     """Called once, after the first step of this process."""
     why: str = "finished"
@@ -63,8 +65,14 @@ class Run:
     _steps_here: int = field(default=0, repr=False)
 
     def goes_on(self, step: int) -> bool:
-        """Whether there is another step to do. All ranks agree on a signal that any of them got."""
-        self.signal = self._agree_on_signal()
+        """Whether there is another step to do. All ranks agree on a signal that any of them got.
+
+        Raises:
+            EnvironmentProblem: a checkpoint could not be written, and the recipe wants that to end the run.
+        """
+        self.signal, failed = self._agree()
+        if failed:  # on some rank; the others' threads are about to hear of it
+            self._settle()
         if self.signal is not None:
             self.why = "interrupted" if self.signal == "SIGINT" else "stopped"
             return False
@@ -91,11 +99,17 @@ class Run:
         return self.checkpoints is not None and self.checkpoints.due(step)
 
     def save(self, engine: Engine, data: Source) -> None:
-        """Save everything that a resume needs. A disk that fails is told, and does not end the training."""
+        """Save everything that a resume needs. A disk that fails is told, and ends the training or not.
+
+        Raises:
+            EnvironmentProblem: as in `goes_on`.
+        """
         self._settle()
         try:
             self._save(engine, data)
         except EnvironmentProblem as error:
+            if self.save_or_stop:
+                raise
             logger.warning("step %d is not saved, training goes on: %s", engine.step, error)
 
     def finish(self, engine: Engine, data: Source) -> None:
@@ -119,6 +133,8 @@ class Run:
             if self.checkpoints is not None:
                 self.checkpoints.wait()
         except EnvironmentProblem as error:
+            if self.save_or_stop:
+                raise
             logger.warning("a checkpoint could not be written, training goes on: %s", error)
 
     def _save(self, engine: Engine, data: Source) -> None:
@@ -126,13 +142,16 @@ class Run:
             tensors, counters = engine.save_state()
             self.checkpoints.save(engine.step, tensors, {"engine": counters, "data": data.state})
 
-    def _agree_on_signal(self) -> str | None:
+    def _agree(self) -> tuple[str | None, bool]:
+        """The signal that some rank got, and whether the save under way has failed on some rank."""
         requested = self.stop.requested
+        failed = self.checkpoints is not None and self.checkpoints.failed
         if dist.get_world_size() == 1:
-            return requested
-        number = torch.tensor(_SIGNALS.index(requested) if requested in _SIGNALS else 0)
-        dist.all_reduce(number, op=dist.ReduceOp.MAX)
-        return _SIGNALS[int(number)]
+            return requested, failed
+        numbers = torch.tensor([_SIGNALS.index(requested) if requested in _SIGNALS else 0, int(failed)])
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        signal, failures = numbers.tolist()
+        return _SIGNALS[signal], bool(failures)
 
 
 # The order is the precedence when ranks got different ones.

@@ -53,12 +53,14 @@ def run(
     engine = Engine.build(recipe, device=device)
     data = _loader(recipe, tokenizer, engine)
     if checkpoint is not None:
-        data.load_state(engine.load(checkpoint)["data"])
+        state = engine.load(checkpoint, verify=recipe.checkpoint.verify)
+        data.load_state(state["data"])
     observers = observers_for(engine)
     this = Run(
         steps=recipe.training.steps,
         stop=stop,
         gc_freq=recipe.training.gc_freq,
+        save_or_stop=recipe.checkpoint.on_error == "stop",
         on_first_step=on_first_step,
         saved_step=engine.step if checkpoint is not None else None,
     )

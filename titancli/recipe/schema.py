@@ -194,6 +194,10 @@ class Checkpoint:
     """How many of this run's checkpoints to keep; 0 keeps all."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Whether training goes on while a checkpoint is written, and whether its copy is in pinned memory."""
+    verify: Literal["full", "size", "off"] = "full"
+    """What is compared before a checkpoint is loaded: every checksum, the files' sizes, or nothing."""
+    on_error: Literal["continue", "stop"] = "continue"
+    """Whether a run goes on when a checkpoint cannot be written; the last one must be."""
 
 
 @section

@@ -1,0 +1,117 @@
+"""`[checkpoint]` of a recipe as a run obeys it: what is verified, what a save that fails means."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.run.conftest import Finished, losses
+from titancli.runs import RunFolder
+from titancli.worker import Place, Rank
+
+Train = Callable[..., Finished]
+
+
+def _damage(checkpoint: Path, name: str = "rank-00000.safetensors") -> None:
+    data = bytearray((checkpoint / name).read_bytes())
+    data[-1] ^= 1
+    (checkpoint / name).write_bytes(data)
+
+
+def test_a_resume_names_the_bad_checkpoint_in_one_line_and_takes_the_last_good_one(
+    train: Train, here: Path
+) -> None:
+    assert train("tiny.toml", "--run-dir", "r").code == 0
+    before = losses(here / "r")
+    _damage(here / "r/checkpoints/step-6")
+    (here / "r/events.jsonl").unlink()
+    done = train("r", "--resume")
+    assert done.code == 0, done.err
+    [line] = [line for line in done.err.splitlines() if "step-6 is passed over" in line]
+    assert "rank-00000.safetensors is damaged" in line
+    assert "from step-4" in done.err
+    assert losses(here / "r") == {step: before[step] for step in (5, 6)}
+    assert train("r", "--resume", "training.steps=7").code == 0  # the bad one was replaced by a good one
+
+
+def test_a_bad_checkpoint_that_was_asked_for_is_refused(train: Train, here: Path) -> None:
+    assert train("tiny.toml", "--run-dir", "r").code == 0
+    _damage(here / "r/checkpoints/step-4")
+    done = train("r", "--resume", "--step", "4")
+    assert done.code == 5
+    assert "rank-00000.safetensors is damaged" in done.err
+    assert "--step N" in done.err
+
+
+@pytest.mark.parametrize("verify", ["size", "off"])
+def test_checksums_are_not_compared_where_the_recipe_says_so(train: Train, here: Path, verify: str) -> None:
+    assert train("tiny.toml", "--run-dir", "r", f"checkpoint.verify={verify}").code == 0
+    _damage(here / "r/checkpoints/step-6")
+    done = train("r", "--resume", "training.steps=7")
+    assert done.code == 0, done.err
+    assert "from step-6" in done.err
+    _damage(here / "r/checkpoints/step-7")
+    with open(here / "r/checkpoints/step-7/rank-00000.safetensors", "ab") as file:
+        file.write(b"\0")
+    done = train("r", "--resume", "training.steps=8")
+    if verify == "size":
+        assert "step-7 is passed over: rank-00000.safetensors has" in done.err
+        assert done.code == 0
+    else:  # what no one looked for is found when the file is read
+        assert done.code == 5
+        assert "rank-00000.safetensors is " in done.err
+
+
+def test_ranks_that_start_anew_pass_over_a_bad_checkpoint_in_one_line(
+    train: Train, here: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert train("tiny.toml", "--run-dir", "r").code == 0
+    folder = RunFolder(here / "r")
+    _damage(folder.checkpoints / "step-6")
+    caplog.clear()
+    with ExitStack() as stack, caplog.at_level(logging.WARNING, logger="titancli"):
+        again = Rank(folder, Place(restart=1), stack)
+        assert again._start_from(None, "full") == folder.checkpoints / "step-4"
+        assert caplog.messages == [
+            "checkpoint step-6 is passed over: rank-00000.safetensors is damaged: its checksum does not match"
+        ]
+        assert again._start_from(None, "size") == folder.checkpoints / "step-6"
+        first = Rank(folder, Place(), stack)
+        assert first._start_from(folder.checkpoints / "step-4", "full") == folder.checkpoints / "step-4"
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("on_error", ["continue", "stop"])
+def test_a_save_that_fails_ends_the_run_or_does_not(
+    train: Train, here: Path, monkeypatch: pytest.MonkeyPatch, mode: str, on_error: str
+) -> None:
+    """The disk says no at the first save, and has room again at the second."""
+    from titancli.checkpoint import save
+
+    calls = []
+
+    def need(folder: Path, needed: int) -> None:
+        calls.append(needed)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(save, "need", need)
+    done = train(
+        "tiny.toml", "--run-dir", "r", f"checkpoint.async_mode={mode}", f"checkpoint.on_error={on_error}"
+    )
+    assert "step-2 cannot be written: No space left on device" in done.err
+    saved = {path.name for path in (here / "r/checkpoints").glob("step-*")}
+    if on_error == "continue":
+        assert done.code == 0, done.err
+        assert saved == {"step-4", "step-6"}
+    else:
+        assert done.code == 5
+        assert saved == set()
+        assert "Traceback" not in done.err
+        assert train("r", "--resume").code == 5  # there is nothing to go on from
+        shutil.rmtree(here / "r")
