@@ -55,6 +55,26 @@ def test_a_component_that_needs_a_gpu(titan: Titan) -> None:
     assert "the loss gpu_only needs a GPU" in done.err and not Path("r").exists()
 
 
+def test_settings_that_need_a_gpu(titan: Titan) -> None:
+    exp(
+        'extends = "titan:llama3_debug"\n[parallelize]\ncpu_offload = true\nasync_tp = true\n'
+        "[compile]\nenable = true\n"
+    )
+    assert titan("validate", "exp.toml").code == 0
+    done = titan("train", "exp.toml", "--run-dir", "r")
+    assert done.code == 3 and " --> exp.toml:3:" in done.err and " --> exp.toml:4:" in done.err
+    assert "cpu_offload moves parameters between the CPU and a GPU, and no GPU is visible here" in done.err
+    assert not Path("r").exists()
+
+
+def test_degrees_that_only_the_ranks_decide(titan: Titan) -> None:
+    exp('extends = "titan:llama3_debug"\n[mesh]\ntp = -1\ndp_shard = 1\n')
+    assert titan("validate", "exp.toml").code == 0
+    done = titan("train", "exp.toml", "--run-dir", "r", "--nproc", "3")
+    assert done.code == 3 and " --> exp.toml:3:" in done.err and not Path("r").exists()
+    assert "mesh.tp = 3 does not divide" in done.err and "1, 2, 4, 8 or 16 can" in done.err
+
+
 def test_weights_of_a_model_of_other_sizes(titan: Titan) -> None:
     Path("w").mkdir()
     Path("w/config.json").write_text(json.dumps({"hidden_size": 4096, "vocab_size": 2048}))

@@ -47,7 +47,7 @@ def check_world(loaded: Loaded, world: int) -> tuple[Degrees, int]:
 
 
 def check_devices(loaded: Loaded, gpus: int) -> None:
-    """Refuse components that need a GPU where there is none.
+    """Refuse components, and settings of components, that need a GPU where there is none.
 
     Raises:
         RecipeError: names every one of them.
@@ -58,6 +58,9 @@ def check_devices(loaded: Loaded, gpus: int) -> None:
         if info.device == "cuda":
             message = f"the {info.kind} {info.name} needs a GPU, and none is visible here"
             problems += _problem(loaded, dotted((*path, "type")), message, None).problems
+        for key, reason in config.needs_gpu() if hasattr(config, "needs_gpu") else ():
+            message = f"{reason}, and no GPU is visible here"
+            problems += _problem(loaded, dotted((*path, key)), message, "leave it out").problems
     if problems:
         raise RecipeError(problems)
 

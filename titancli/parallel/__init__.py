@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
 
 from titancli.registry.component import component
+
+if TYPE_CHECKING:
+    from titancli.recipe.schema import Compile, Recipe
 
 
 @component("parallelize", "decoder", target="titancli.parallel.decoder:build")
@@ -17,7 +21,32 @@ class Decoder:
     a pipeline."""
     context_parallel: Literal["allgather", "ulysses", "ring"] = "allgather"
     """How attention sees the whole row under mesh.cp: gather keys and values, exchange heads for sequence
-    (all-to-all), or pass keys and values around (GPUs only)."""
+    (all-to-all), or pass keys and values around (on a GPU in bfloat16 only)."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in the CPU's memory, and bring each block to the GPU
+    while it computes. Needs GPUs."""
+    async_tp: bool = False
+    """Under mesh.tp, let blocks multiply while they still gather and add up the sequence. Needs GPUs that see
+    each other's memory, and compile.enable with inductor."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        if self.async_tp and not _inductor(recipe.compile):
+            yield "async_tp", "async_tp needs compile.enable, of the blocks and with the backend inductor"
+        documents = getattr(recipe.dataset, "document_mask", False)
+        if self.context_parallel == "ring" and recipe.mesh.cp > 1 and documents:
+            message = "the ring cannot keep attention within documents: dataset.document_mask is true"
+            yield "context_parallel", f'{message}; write "allgather" or "ulysses"'
+
+    def needs_gpu(self) -> Iterator[tuple[str, str]]:
+        """Fields that cannot be had without a GPU, with the reason."""
+        if self.cpu_offload:
+            yield "cpu_offload", "cpu_offload moves parameters between the CPU and a GPU"
+        if self.async_tp:
+            yield "async_tp", "async_tp lets GPUs read each other's memory"
+
+
+def _inductor(section: Compile) -> bool:
+    return section.enable and "model" in section.components and section.backend == "inductor"
 
 
 COMPONENTS: list[type] = [Decoder]

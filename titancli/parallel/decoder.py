@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from titancli.parallel import Decoder
+from titancli.errors import RecipeError
+from titancli.parallel import Decoder, async_tp
 from titancli.parallel.activation_checkpoint import apply_activation_checkpoint
 from titancli.parallel.compile import compile_model, compile_parts, compiled_whole
 from titancli.parallel.context import context_parallel
@@ -32,8 +33,17 @@ def build(
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
 ) -> Callable[[Any], Any]:
-    """A callable that cuts a model on meta in place and returns it."""
+    """A callable that cuts a model on meta in place and returns it.
 
+    Raises:
+        RecipeError: a setting needs a GPU, and the device is none.
+    """
+    for key, reason in config.needs_gpu() if device.type != "cuda" else ():
+        raise RecipeError(
+            f"parallelize.{key} = true: {reason}, and this is a {device.type}", hint="leave it out"
+        )
+    if config.async_tp and mesh.tp is not None:
+        async_tp.enable(mesh.tp)
     reshard = config.reshard_after_forward
     if reshard == "default" and mesh.degrees.pp > 1:
         reshard = "never"  # each micro-batch would gather them again
@@ -59,7 +69,10 @@ def build(
             mesh.expert_fsdp,
             precision=precision,
             reshard_after_forward=reshard,
+            cpu_offload=config.cpu_offload,
         )
+        if config.cpu_offload:
+            model.parameter_device = torch.device("cpu")  # type: ignore[assignment]
         return model
 
     return parallelize

@@ -7,7 +7,13 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from titancli.registry.kinds import Precision
@@ -20,6 +26,7 @@ def shard(
     *,
     precision: Precision,
     reshard_after_forward: str,
+    cpu_offload: bool = False,
 ) -> None:
     """Shard in place: each block a group, its experts another, what stands before the blocks, and after.
 
@@ -27,12 +34,15 @@ def shard(
         mesh: 1-D (shard) or 2-D (replicate, shard).
         expert_mesh: the same for experts, over what expert parallel leaves of the ranks.
         reshard_after_forward: "always", "never", or "default" (all but the last group).
+        cpu_offload: parameters, gradients and optimizer state are in the CPU's memory; parameters must be
+            given theirs there.
     """
     # Forward inputs are not cast: they are integers and, for the blocks, rotation angles that must stay fp32.
     policy = MixedPrecisionPolicy(
         param_dtype=precision.param, reduce_dtype=precision.reduce, cast_forward_inputs=False
     )
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     reshard = _reshards(mesh, reshard_after_forward)
     names = [name for name, _ in model.named_children()]
     at = names.index("layers")
@@ -43,6 +53,7 @@ def shard(
             experts,
             mesh=expert_mesh,
             mp_policy=policy,
+            offload_policy=offload,
             reshard_after_forward=_reshards(expert_mesh, reshard_after_forward),
             shard_placement_fn=_placement(experts, expert_mesh),
         )

@@ -180,3 +180,29 @@ def registry_of(*more: tuple[str, type]) -> Registry:
         if info.name in mine.get(info.kind, [info.name]):
             own.append(("titan", config))
     return Registry(components=[*own, *more])
+
+
+LAYOUT = """\
+[training]
+steps = 1000
+enable_cpu_offload = true
+
+[parallelism]
+tensor_parallel_degree = 2
+enable_async_tensor_parallel = true
+pipeline_parallel_degree = 2
+pipeline_parallel_schedule = "interleaved1f1b"
+pipeline_parallel_microbatch_size = 2
+pipeline_parallel_last_stage_less_layers = 0
+context_parallel_degree = 2
+context_parallel_rotate_method = "alltoall"
+
+[activation_checkpoint]
+mode = "memory_budget"
+memory_budget = 0.25
+
+[compile]
+enable = true
+components = ["model"]
+"""
+"""What a job can say of its layout. torchtitan takes a schedule's name in any case."""

@@ -71,7 +71,7 @@ FIELDS: dict[str, tuple[Any, Any]] = {
     "parallelism.pipeline_parallel_first_stage_less_layers": (1, 3),
     "parallelism.pipeline_parallel_last_stage_less_layers": (1, 3),
     "parallelism.pipeline_parallel_layers_per_stage": (None, 3),
-    "parallelism.pipeline_parallel_schedule": ("1F1B", "other"),
+    "parallelism.pipeline_parallel_schedule": ("1F1B", "GPipe"),
     "parallelism.pipeline_parallel_schedule_csv": ("", "other"),
     "parallelism.pipeline_parallel_microbatch_size": (1, 3),
     "parallelism.pipeline_parallel_expert_parallel_overlap": (True, False),

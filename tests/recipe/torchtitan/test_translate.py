@@ -77,7 +77,7 @@ def test_a_job_of_llama3_8b_becomes_a_recipe(told: Told, load: Callable[..., Loa
     number = jobs.LLAMA3_8B.splitlines().index("enable_profiling = true") + 1
     assert profiling.startswith(f"job.toml:{number}: not carried over: profiling.enable_profiling = true: ")
     assert all(f"# {line}\n" in found.text for line in lines)
-    assert "checkpoint.folder" in names(found.idle) and "compile.components" in names(found.changed)
+    assert "checkpoint.folder" in names(found.idle) and recipe.compile.components == ["model", "loss"]
 
 
 def test_torchtitans_defaults_hold_where_titan_has_others(told: Told, load: Callable[..., Loaded]) -> None:
@@ -230,7 +230,16 @@ def test_defaults_that_are_left_out_are_titans_own(load: Callable[..., Loaded]) 
             "checkpoint.initial_load_in_hf",
             "loads nothing where checkpoint.enable is false",
         ),
-        ("[compile]\nenable = true\ncomponents = ['loss']\n", "compile.components", "blocks or nothing"),
+        (
+            "[parallelism]\npipeline_parallel_schedule = 'Zigzag'\n",
+            "parallelism.pipeline_parallel_schedule",
+            "titan runs GPipe, 1F1B,",
+        ),
+        (
+            "[parallelism]\nenable_async_tensor_parallel = true\n",
+            "parallelism.enable_async_tensor_parallel",
+            "no effect without compile.enable",
+        ),
     ],
 )
 def test_what_cannot_be_carried_has_a_reason(told: Told, text: str, name: str, words: str) -> None:
@@ -243,6 +252,19 @@ def test_what_cannot_be_carried_has_a_reason(told: Told, text: str, name: str, w
 def test_a_degree_is_carried(told: Told, degree: str, name: str) -> None:
     _, data = told(job_with(f"parallelism.{name}_parallel_degree", 2))
     assert data["mesh"][degree] == 2
+
+
+def test_a_layout_is_carried_whole(load: Callable[..., Loaded]) -> None:
+    recipe = load(jobs.LAYOUT).recipe
+    assert (recipe.mesh.pp, recipe.mesh.tp, recipe.mesh.cp) == (2, 2, 2)
+    assert (recipe.pipeline.schedule, recipe.pipeline.microbatch_size) == ("Interleaved1F1B", 2)
+    assert recipe.pipeline.last_stage_less_layers == 0 and recipe.parallelize.context_parallel == "ring"
+    assert recipe.parallelize.async_tp and recipe.parallelize.cpu_offload
+    assert (recipe.activation_checkpoint.mode, recipe.activation_checkpoint.memory_budget) == (
+        "memory_budget",
+        0.25,
+    )
+    assert recipe.compile.components == ["model"]
 
 
 def test_experts_are_spread_where_a_model_has_some(told: Told) -> None:

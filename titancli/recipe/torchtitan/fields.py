@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 _LATER = "this titan has no [{}] section"
-_PIPELINE = "this titan's pipeline, if it has one, is not set up by this field"
 _FAULT = "titan has no TorchFT; `--resume` and the launcher's max_restarts bring a run back"
 _LOADER = "data is read by one thread of each rank"
 
@@ -127,9 +126,7 @@ TRAINING = [
     carried("training.seq_len", int, 2048),
     carried("training.max_norm", float, 1.0),
     carried("training.steps", int, 10000, always=True),
-    told(
-        "training.enable_cpu_offload", bool, False, "parameters stay on the device: CPU offload is not built"
-    ),
+    carried("training.enable_cpu_offload", bool, False, "parallelize.cpu_offload"),
     carried("training.dtype", str, "float32"),
     carried("training.mixed_precision_param", str, "bfloat16"),
     carried("training.mixed_precision_reduce", str, "float32"),
@@ -145,29 +142,38 @@ PARALLELISM = [
     told(
         "parallelism.disable_loss_parallel", bool, False, "under tensor parallelism the loss is parallel too"
     ),
-    told("parallelism.enable_async_tensor_parallel", bool, False, "async tensor parallelism is not built"),
+    part("parallelism.enable_async_tensor_parallel", bool, False),
     carried("parallelism.pipeline_parallel_degree", int, 1, "mesh.pp"),
-    told("parallelism.module_fqns_per_model_part", list, None, _PIPELINE),
-    told("parallelism.pipeline_parallel_first_stage_less_layers", int, 1, _PIPELINE),
-    told("parallelism.pipeline_parallel_last_stage_less_layers", int, 1, _PIPELINE),
-    told("parallelism.pipeline_parallel_layers_per_stage", int, None, _PIPELINE),
-    told("parallelism.pipeline_parallel_schedule", str, "1F1B", _PIPELINE),
-    told("parallelism.pipeline_parallel_schedule_csv", str, "", _PIPELINE),
-    told("parallelism.pipeline_parallel_microbatch_size", int, 1, _PIPELINE),
-    told("parallelism.pipeline_parallel_expert_parallel_overlap", bool, True, _PIPELINE),
+    carried("parallelism.module_fqns_per_model_part", list, None, "pipeline.module_fqns_per_model_part"),
+    carried(
+        "parallelism.pipeline_parallel_first_stage_less_layers", int, 1, "pipeline.first_stage_less_layers"
+    ),
+    carried(
+        "parallelism.pipeline_parallel_last_stage_less_layers", int, 1, "pipeline.last_stage_less_layers"
+    ),
+    carried("parallelism.pipeline_parallel_layers_per_stage", int, None, "pipeline.layers_per_stage"),
+    part("parallelism.pipeline_parallel_schedule", str, "1F1B"),
+    told(
+        "parallelism.pipeline_parallel_schedule_csv",
+        str,
+        "",
+        "titan runs torch's named schedules, not one from a file",
+    ),
+    carried("parallelism.pipeline_parallel_microbatch_size", int, 1, "pipeline.microbatch_size"),
+    told(
+        "parallelism.pipeline_parallel_expert_parallel_overlap",
+        bool,
+        True,
+        "DualPipeV runs as torch has it",
+    ),
     carried("parallelism.context_parallel_degree", int, 1, "mesh.cp"),
     told(
         "parallelism.context_parallel_load_balancer",
         str,
         "headtail",
-        "how rows are balanced is titan's choice",
+        "rows are cut head-tail, so that causal work is even",
     ),
-    told(
-        "parallelism.context_parallel_rotate_method",
-        str,
-        "allgather",
-        "how keys are exchanged is titan's choice",
-    ),
+    part("parallelism.context_parallel_rotate_method", str, "allgather"),
     carried("parallelism.expert_parallel_degree", int, 1, "mesh.ep"),
     told(
         "parallelism.expert_tensor_parallel_degree", int, 1, "experts are not cut over a degree of their own"
@@ -228,8 +234,13 @@ ACTIVATION_CHECKPOINT = [
         "the results of all matrix products are kept alike",
     ),
     told("activation_checkpoint.early_stop", bool, False, "recomputing stops where torch stops it"),
-    told("activation_checkpoint.memory_budget", float, 0.5, "the mode memory_budget is not built"),
-    told("activation_checkpoint.visualize_memory_budget_pareto", bool, False, "memory_budget is not built"),
+    carried("activation_checkpoint.memory_budget", float, 0.5),
+    told(
+        "activation_checkpoint.visualize_memory_budget_pareto",
+        bool,
+        False,
+        "no curve of budgets is drawn",
+    ),
     told("activation_checkpoint.preserve_rng_state", bool, True, "nothing that is recomputed is random"),
     told("activation_checkpoint.determinism_check", str, "default", "torch's default check is used"),
     told("activation_checkpoint.debug", bool, False, "there is no debug output of recomputing"),

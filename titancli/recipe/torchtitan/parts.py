@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from titancli.errors import PluginError
 from titancli.recipe.requires import install_command
+from titancli.recipe.stages import SCHEDULES
 from titancli.recipe.torchtitan.fields import FLOAT8, GROUPED_FLOAT8, GROUPED_MX, MX
 from titancli.recipe.torchtitan.job import Job
 
@@ -195,8 +196,11 @@ def weights(job: Job, registry: Registry) -> None:
 
 def activation_checkpoint(job: Job, registry: Registry) -> None:
     mode, option = (job.value(f"activation_checkpoint.{name}") for name in ("mode", "selective_ac_option"))
-    if mode == "memory_budget":
-        job.lose("activation_checkpoint.mode", "not built; selective, operation by operation, stands in")
+    if mode == "memory_budget" and not (
+        job.value("compile.enable") and "model" in _names(job.value("compile.components"))
+    ):
+        why = "nothing holds to a budget without compile.enable; selective, operation by operation, stands in"
+        job.lose("activation_checkpoint.mode", why)
         mode, option = "selective", "op"
     job.put("activation_checkpoint.mode", mode, "activation_checkpoint.mode")
     if mode == "selective":
@@ -205,15 +209,43 @@ def activation_checkpoint(job: Job, registry: Registry) -> None:
 
 
 def compile_components(job: Job, registry: Registry) -> None:
+    """torchtitan compiles the loss by default too; titan's is computed in chunks, which pays less."""
     name = "compile.components"
-    components = _names(job.value(name))
+    known = [component for component in _names(job.value(name)) if component in ("model", "loss")]
     if not job.written(name):
-        return
-    if "model" not in components and job.value("compile.enable"):
-        job.lose(name, "titan compiles the model's blocks or nothing: compile.enable is false here")
-        job.put("compile.enable", False)
+        if job.value("compile.enable"):
+            job.put(name, known)
+    elif known != _names(job.value(name)):
+        job.put(name, known)
+        job.change(name, "names parts that cannot be compiled: the blocks (model) and the loss can")
     else:
-        job.change(name, "the blocks are compiled; the loss is computed in chunks inside the output layer")
+        job.put(name, known, name)
+
+
+def parallel(job: Job, registry: Registry) -> None:
+    """What is chosen by another word here, or asks for something else besides."""
+    name = "parallelism.pipeline_parallel_schedule"
+    known = {schedule.lower(): schedule for schedule in SCHEDULES}
+    if job.written(name) and job.value(name).lower() in known:
+        job.put("pipeline.schedule", known[job.value(name).lower()], name)
+    elif job.written(name):
+        job.lose(name, f"titan runs {', '.join(SCHEDULES)}")
+    name = "parallelism.context_parallel_rotate_method"
+    if job.value(name) == "alltoall":
+        job.put("parallelize.context_parallel", "ring")
+        job.change(name, 'is parallelize.context_parallel = "ring" here: keys and values go around')
+    elif job.value(name) != "allgather":
+        job.lose(name, "torchtitan knows allgather and alltoall")
+    elif job.written(name):
+        job.put("parallelize.context_parallel", "allgather", name)
+    name = "parallelism.enable_async_tensor_parallel"
+    inductor = job.value("compile.backend") == "inductor" and "model" in _names(
+        job.value("compile.components")
+    )
+    if job.value(name) and not (job.value("compile.enable") and inductor):
+        job.lose(name, "no effect without compile.enable of the model by inductor")
+    elif job.written(name):
+        job.put("parallelize.async_tp", job.value(name), name)
 
 
 def converters(job: Job, registry: Registry) -> None:
@@ -330,5 +362,6 @@ PARTS: list[Callable[[Job, Any], None]] = [
     weights,
     activation_checkpoint,
     compile_components,
+    parallel,
     loggers,
 ]
