@@ -16,7 +16,7 @@ FLOORS = [
     {"errors", "__init__"},
     {"registry"},
     {"recipe"},
-    {"runs", "provenance"},
+    {"runs", "provenance", "process", "stop"},
     {"models", "losses", "optimizers", "converters", "data", "parallel", "checkpoint", "observe", "loggers"},
     {"rl"},
     {"engine"},

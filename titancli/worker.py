@@ -7,28 +7,25 @@ inside the command. Nothing at the top imports torch, so that signals are handle
 from __future__ import annotations
 
 import argparse
-import ctypes
-import faulthandler
 import hashlib
 import json
 import logging
 import os
-import signal
 import socket
 import sys
-import threading
 import traceback
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titancli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from titancli.errors import EXIT_FAILED, EXIT_OK
 from titancli.observe import failures
 from titancli.observe.events import EventLog, EventLogger, Listener, LogHandler, plain
+from titancli.process import die_with_parent, leave_process_group, log_into, quiet, settings_of
 from titancli.runs import RECORD_NAME, RunFolder, timestamp
+from titancli.stop import Stop
 
 if TYPE_CHECKING:
     import torch
@@ -38,49 +35,6 @@ if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
 
 logger = logging.getLogger("titancli.worker")  # its __name__ may be __main__
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-
-
-class Stop:
-    """Turns signals into a wish that the session asks for after each step."""
-
-    def __init__(self) -> None:
-        self.requested: str | None = None
-        """The name of the first signal that came, e.g. `"SIGTERM"`."""
-
-    @contextmanager
-    def listening(self, *, leave: Callable[[], None] | None = None) -> Iterator[Stop]:
-        """Handle the signals. With `leave` this is the only rank: the user is told what happens, and a second
-        SIGINT calls `leave` and ends the process at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield self  # only the main thread may set handlers
-            return
-
-        def handle(number: int, frame: Any) -> None:
-            name = signal.Signals(number).name
-            if leave and name == "SIGINT" and self.requested == "SIGINT":
-                _tell("interrupted again: leaving at once")
-                leave()
-                os._exit(EXIT_INTERRUPTED)
-            if leave and self.requested is None:
-                again = "; Ctrl-C again leaves at once" if name == "SIGINT" else ""
-                _tell(f"{name}: stopping after this step, with a checkpoint{again}")
-            self.requested = self.requested or name
-
-        before = {number: signal.signal(number, handle) for number in SIGNALS}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
-def _tell(words: str) -> None:
-    """Not through Python's streams: the signal may have come in the middle of a write."""
-    # What is below the cursor of a terminal is the live panel, which will be drawn again.
-    before = b"\r\x1b[J" if os.isatty(2) else b"\n"
-    os.write(2, before + words.encode() + b"\n")
 
 
 @dataclass(frozen=True)
@@ -163,7 +117,7 @@ class Rank:
         lock_text = source.read_text(encoding="utf-8")
         loaded = load_recipe(source)
         recipe = loaded.recipe
-        self._stack.enter_context(_settings(recipe))
+        self._stack.enter_context(settings_of(recipe.debug))
         device = self._join(recipe, hashlib.sha256(lock_text.encode()).hexdigest())
         if lock_file is not None:
             comm.on_rank_zero(lambda: self._prepare(lock_file, lock_text))
@@ -217,7 +171,7 @@ class Rank:
             restart=self.place.restart,
             timeout_seconds=recipe.comm.init_timeout_seconds,
         )
-        self._stack.push(_leave_process_group)
+        self._stack.push(leave_process_group)
         comm.require_same("resolved recipes", digest, socket.gethostname())
         return device
 
@@ -291,42 +245,6 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
 
-# ------------------------------------------------------------------------------------------ settings
-
-
-def quiet() -> None:
-    """Keep the noise of libraries out of the way of what a run has to say; set before they are imported."""
-    for name, value in {
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "TRANSFORMERS_VERBOSITY": "error",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }.items():
-        os.environ.setdefault(name, value)
-    for category in (UserWarning, FutureWarning, DeprecationWarning):
-        warnings.filterwarnings("ignore", category=category, module=r"(torch|transformers|datasets)\b")
-
-
-@contextmanager
-def _settings(recipe: Recipe) -> Iterator[None]:
-    """Process-wide settings of a run, put back at its end."""
-    if recipe.debug.deterministic:
-        # cuBLAS reads it when it is first used.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    import torch
-
-    deterministic, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-    if recipe.debug.deterministic:
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(deterministic)
-        torch.backends.cudnn.benchmark = benchmark
-
-
 @contextmanager
 def _logs_as_events(events: EventLog) -> Iterator[None]:
     titan = logging.getLogger("titancli")
@@ -343,23 +261,7 @@ def _logs_as_events(events: EventLog) -> Iterator[None]:
         titan.setLevel(level)
 
 
-def _leave_process_group(error_type: Any, error: Any, trace: Any) -> None:
-    """Other ranks may be stuck in a collective after an error, and destroying would wait for them."""
-    import torch.distributed as dist
-
-    if dist.is_initialized() and (error is None or dist.get_world_size() == 1):
-        dist.destroy_process_group()
-
-
 # ------------------------------------------------------------------------------------ one of several
-
-
-def die_with_parent() -> None:
-    """Get SIGTERM when the parent process dies, so that nothing is orphaned; Linux only."""
-    if sys.platform != "linux":
-        return
-    set_parent_death_signal = 1
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 
 def run_rank(arguments: Sequence[str] | None = None) -> int:
@@ -374,7 +276,7 @@ def run_rank(arguments: Sequence[str] | None = None) -> int:
     with Stop().listening() as stop:
         die_with_parent()
         folder = RunFolder(options.run_dir.absolute())
-        _log_into(folder.logs / f"rank-{place.rank}.log", place)
+        log_into(folder.logs / f"rank-{place.rank}.log", f"rank {place.rank} of {place.world}")
         failures.error_file(folder.logs, place.rank).unlink(missing_ok=True)
         try:
             main(
@@ -392,17 +294,6 @@ def run_rank(arguments: Sequence[str] | None = None) -> int:
             # No tidy exit: threads and collectives may hang, and the launcher is waiting for the cause.
             os._exit(EXIT_FAILED)
     return EXIT_OK
-
-
-def _log_into(path: Path, place: Place) -> None:
-    """Send stdout and stderr of this process, and of the libraries in it, to a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-    faulthandler.enable()  # where a crash in native code came from
-    print(f"--- {timestamp()} rank {place.rank} of {place.world} on {socket.gethostname()}", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ import threading
 
 import pytest
 
-from titancli.worker import Place, Stop
+from titancli.stop import Stop
+from titancli.worker import Place
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])

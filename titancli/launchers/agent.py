@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from titancli.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
-from titancli.worker import die_with_parent
+from titancli.process import die_with_parent
 
 HANDED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 

@@ -1,0 +1,55 @@
+"""Signals that ask a run to stop: heard at any time, heeded after a step. Torch-free."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from titancli.errors import EXIT_INTERRUPTED
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class Stop:
+    """Turns signals into a wish that the session asks for after each step."""
+
+    def __init__(self) -> None:
+        self.requested: str | None = None
+        """The name of the first signal that came, e.g. `"SIGTERM"`."""
+
+    @contextmanager
+    def listening(self, *, leave: Callable[[], None] | None = None) -> Iterator[Stop]:
+        """Handle the signals. With `leave` this is the only rank: the user is told what happens, and a second
+        SIGINT calls `leave` and ends the process at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self  # only the main thread may set handlers
+            return
+
+        def handle(number: int, frame: Any) -> None:
+            name = signal.Signals(number).name
+            if leave and name == "SIGINT" and self.requested == "SIGINT":
+                _tell("interrupted again: leaving at once")
+                leave()
+                os._exit(EXIT_INTERRUPTED)
+            if leave and self.requested is None:
+                again = "; Ctrl-C again leaves at once" if name == "SIGINT" else ""
+                _tell(f"{name}: stopping after this step, with a checkpoint{again}")
+            self.requested = self.requested or name
+
+        before = {number: signal.signal(number, handle) for number in SIGNALS}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _tell(words: str) -> None:
+    """Not through Python's streams: the signal may have come in the middle of a write."""
+    # What is below the cursor of a terminal is the live panel, which will be drawn again.
+    before = b"\r\x1b[J" if os.isatty(2) else b"\n"
+    os.write(2, before + words.encode() + b"\n")
