@@ -54,7 +54,23 @@ def apply_activation_checkpoint(layers: nn.ModuleDict, section: ActivationCheckp
         )
     for number, block in enumerate(layers.values(), start=1):
         if number % every == 0:
-            block.forward = _recomputing(block.forward, context)
+            # By op, torch counts every one, and fails where FSDP2 gathers experts within what is run again.
+            for module, name in parts(block) if context else [(block, "forward")]:
+                setattr(module, name, _recomputing(getattr(module, name), context))
+
+
+def parts(block: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The methods of a block that stand for it where it cannot be taken whole: its `parts()`, or `forward`.
+
+    Between the parts of a block of experts tokens leave, in numbers that no compiler knows.
+    """
+    return block.parts() if hasattr(block, "parts") else [(block, "forward")]  # type: ignore[operator]
+
+
+def runs_again_outside(block: nn.Module, section: ActivationCheckpoint) -> bool:
+    """Whether a block that runs again in backward does so around its compiled parts, not within them."""
+    whole_blocks = section.mode == "full" or section.selective_ac_option != "op"
+    return section.mode in ("full", "selective") and whole_blocks and parts(block) != [(block, "forward")]
 
 
 def _recomputing(forward: Callable[..., Any], context: Callable[[], Any] | None) -> Callable[..., Any]:

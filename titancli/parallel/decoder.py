@@ -13,8 +13,8 @@ from torch import nn
 
 from titancli.errors import RecipeError
 from titancli.parallel import Decoder, async_tp
-from titancli.parallel.activation_checkpoint import apply_activation_checkpoint
-from titancli.parallel.compile import compile_model, compile_parts, compiled_whole
+from titancli.parallel.activation_checkpoint import apply_activation_checkpoint, runs_again_outside
+from titancli.parallel.compile import compile_model
 from titancli.parallel.context import context_parallel
 from titancli.parallel.expert import expert_parallel
 from titancli.parallel.fsdp import shard
@@ -55,14 +55,13 @@ def build(
         if mesh.tp is not None:
             tensor_parallel(model, mesh.tp)
         context_parallel(model, mesh, config.context_parallel, device=device, dtype=precision.param)
-        if compile.enable:
-            compile_parts(model, compile, activation_checkpoint)
         apply_activation_checkpoint(layers, activation_checkpoint)
         if compile.enable:
             compile_model(model, compile, activation_checkpoint)
             if mesh.tp is not None:
-                for block in compiled_whole(model):
-                    on_local_parameters(block, mesh.tp)
+                for block in layers.values():
+                    if not runs_again_outside(block, activation_checkpoint):
+                        on_local_parameters(block, mesh.tp)
         shard(
             model,
             mesh.fsdp,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -67,16 +67,11 @@ class Block(nn.Module):
                 x = x + branch(normed)
         return x
 
-    @property
-    def compiles_in_parts(self) -> bool:
-        """Whether tokens leave for experts halfway, in numbers that a compiler cannot know."""
-        return self.moe is not None
-
-    def compile_in_place(self, compiled: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Let `compiled` make the parts faster."""
-        self.attention_branch = compiled(self.attention_branch)  # type: ignore[method-assign]
-        if self.moe is not None:
-            self.moe.compile_in_place(compiled)
+    def parts(self) -> list[tuple[nn.Module, str]]:
+        """The methods that are compiled, and run again in backward, each for itself."""
+        if self.moe is None:
+            return [(self, "forward")]
+        return [(self, "attention_branch"), *self.moe.parts()]
 
     def attention_branch(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None

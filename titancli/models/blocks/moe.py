@@ -151,12 +151,11 @@ class MoE(nn.Module):
         of them is known beforehand: for measuring and for dry runs, not for training."""
         self.router.force_load_balance = self.experts.force_load_balance = True
 
-    def compile_in_place(self, compiled: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Let `compiled` make the costly parts faster. What is left orders tokens, and may send them away."""
-        self.router.forward = compiled(self.router.forward)  # type: ignore[method-assign]
-        self.experts.compute = compiled(self.experts.compute)  # type: ignore[method-assign]
-        if self.shared_experts is not None:
-            self.shared_experts.forward = compiled(self.shared_experts.forward)  # type: ignore[method-assign]
+    def parts(self) -> list[tuple[nn.Module, str]]:
+        """The methods that cost most, without what is between them: it orders tokens, and may send them
+        away."""
+        found: list[tuple[nn.Module, str]] = [(self.router, "forward"), (self.experts, "compute")]
+        return found if self.shared_experts is None else [*found, (self.shared_experts, "forward")]
 
     # ---------------------------------------------------------------------------------------- balancing
 
