@@ -88,7 +88,21 @@ TENSOR = {
     ),
     "TP2, bf16": case(2, tp=2, dtype="bfloat16", tolerance=0.05),
 }
-LAYOUTS: dict[str, Case] = {**DATA, **TENSOR}
+CONTEXT = {
+    "CP2, allgather": case(2, "adam", cp=2),
+    "CP2, ulysses": case(2, "adam", cp=2, context_parallel="ulysses"),
+    "CP2, ring": case(2, cp=2, context_parallel="ring"),
+    "CP4, allgather": case(4, cp=4),
+    "CP2xFSDP2, allgather": case(4, "adam", cp=2, dp_shard=2),
+    "CP2xFSDP2, ulysses": case(4, cp=2, dp_shard=2, context_parallel="ulysses"),
+    "CP2xFSDP2, accumulation": case(4, cp=2, dp_shard=2, micro_batches=2),
+    "CP2xTP2, allgather": case(4, cp=2, tp=2),
+    "CP2xTP2, compiled, AC by op": case(4, cp=2, tp=2, compile="aot_eager", activation_checkpoint=BY_OP),
+    "CP2, documents": case(2, cp=2, documents=True),
+    "CP2, full logits": case(2, cp=2, loss=CrossEntropyFull()),
+    "CP2, bf16": case(2, cp=2, dtype="bfloat16", tolerance=0.05),
+}
+LAYOUTS: dict[str, Case] = {**DATA, **TENSOR, **CONTEXT}
 
 
 def reference_layout(layout: Layout) -> Layout:
