@@ -55,7 +55,9 @@ LAYOUTS = {
     "EP2, AC full": (2, layout(dp_shard=2, ep=2, activation_checkpoint=FULL)),
     "EP2, AC by op": (2, layout(dp_shard=2, ep=2, activation_checkpoint=BY_OP)),
     "EP2, compiled": (2, layout(dp_shard=2, ep=2, compile="aot_eager")),
-    "EP2, compiled, AC by op": (2, layout(dp_shard=2, ep=2, compile="aot_eager", activation_checkpoint=BY_OP)),
+    "EP2, compiled, AC by op": (
+        2, layout(dp_shard=2, ep=2, compile="aot_eager", activation_checkpoint=BY_OP)
+    ),
     "EP2xTP2, compiled, AC full": (
         4, layout(dp_shard=2, tp=2, ep=2, compile="aot_eager", activation_checkpoint=FULL)
     ),
@@ -131,7 +133,7 @@ def test_every_layout_gives_the_answer_of_one_rank(ranks, one_rank, name):
 
 @pytest.mark.parametrize("config", {id(case.config): case.config for _, case in LAYOUTS.values()}.values())
 def test_no_token_is_torn_between_two_experts(ranks, config):
-    """Else rounding could send it elsewhere on another layout, and the comparison above would mean nothing."""
+    """Else rounding could send it elsewhere on another layout, and the comparison would mean nothing."""
     assert ranks(1, narrowest_choice, Layout(config=config))[0] > 1e-6
 
 
