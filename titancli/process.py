@@ -67,6 +67,14 @@ def log_into(path: Path, who: str) -> None:
     print(f"--- {timestamp()} {who} on {socket.gethostname()}", flush=True)
 
 
+def tell_where_stopped() -> None:
+    """Print the stacks of all threads when SIGTERM comes, even in the middle of a collective that hangs.
+
+    Whoever handles the signal already does so afterwards.
+    """
+    faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
+
+
 def die_with_parent() -> None:
     """Get SIGTERM when the parent process dies, so that nothing is orphaned; Linux only."""
     if sys.platform != "linux":

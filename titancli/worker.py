@@ -23,7 +23,14 @@ from typing import TYPE_CHECKING, Any
 from titancli.errors import EXIT_FAILED, EXIT_OK
 from titancli.observe import failures
 from titancli.observe.events import EventLog, EventLogger, Listener, LogHandler, plain
-from titancli.process import die_with_parent, leave_process_group, log_into, quiet, settings_of
+from titancli.process import (
+    die_with_parent,
+    leave_process_group,
+    log_into,
+    quiet,
+    settings_of,
+    tell_where_stopped,
+)
 from titancli.runs import RECORD_NAME, RunFolder, timestamp
 from titancli.stop import Stop
 
@@ -86,6 +93,8 @@ def main(
             failures.write(
                 rank.folder.logs, error, rank=rank.place.rank, world=rank.place.world, step=rank.current_step
             )
+            if failures.is_communication(error):
+                rank.dump_flight_recorder()
             raise
 
 
@@ -157,6 +166,15 @@ class Rank:
         step = self._observers.step if self._observers else None
         outcome = {"why": "interrupted", "signal": "SIGINT", "step": step, "checkpoint": None}
         self.folder.update_attempt(outcome={**outcome, "metrics": {}}, ended=timestamp())
+
+    def dump_flight_recorder(self) -> None:
+        """Leave the collectives of a rank that waited for another in vain beside its log."""
+        from titancli.observe import comm
+
+        try:
+            comm.dump_flight_recorder(self.folder.logs, self.place.rank)
+        except OSError as error:  # a full disk must not hide why the run failed
+            print(f"cannot write the flight recorder's trace: {error}", file=sys.stderr)
 
     def _join(self, recipe: Recipe, digest: str) -> torch.device:
         """Take a device, meet the other ranks, and make sure that all are there for the same run."""
@@ -277,6 +295,7 @@ def run_rank(arguments: Sequence[str] | None = None) -> int:
         die_with_parent()
         folder = RunFolder(options.run_dir.absolute())
         log_into(folder.logs / f"rank-{place.rank}.log", f"rank {place.rank} of {place.world}")
+        tell_where_stopped()
         failures.error_file(folder.logs, place.rank).unlink(missing_ok=True)
         try:
             main(

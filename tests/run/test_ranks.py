@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -100,6 +101,22 @@ def test_a_rank_that_is_killed_is_named_and_a_restart_goes_on_from_the_checkpoin
     assert "failed at step 5: killed by SIGKILL" in done.err
     assert "Traceback" not in done.err
     assert set(losses(here / "r")) == {1, 2, 3, 4}
+
+
+def test_a_rank_that_hangs_is_told_in_one_block_with_its_stack_and_the_others_collectives(
+    command: Callable[..., Command], here: Path
+) -> None:
+    fault = ("-p", "./faulty.py", "loss=faulty", "loss.fault=hang", "loss.rank=1")
+    layout = ("mesh.tp=2", "mesh.dp_shard=1", "comm.train_timeout_seconds=5", "--nproc", "2")
+    done = command("tiny.toml", *fault, *layout, "--run-dir", "r").wait(150)
+    assert done.code == 1
+    assert "error: rank 0 of 2 on " in done.err and "failed at step 3: RuntimeError" in done.err
+    assert f"rank 1 may hang, or be out of reach; see {here}/r/logs/rank-1.log" in done.err
+    assert done.err.count("Traceback") == 1
+    trace = json.loads((here / "r/logs/flight-recorder-rank-0.json").read_text())
+    assert "gloo:" in trace["entries"][-1]["profiling_name"]
+    assert 'faulty.py", line' in (here / "r/logs/rank-1.log").read_text()  # where it hangs
+    assert workers_of(here / "r") == []
 
 
 def test_a_launcher_that_is_killed_leaves_no_rank_behind(command: Callable[..., Command], here: Path) -> None:

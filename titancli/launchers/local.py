@@ -110,7 +110,7 @@ def _in_place(start: Start) -> int:
             _record_outcome(start, watcher, "failed", None, done, failures.words(error))
             if isinstance(error, TitanError) or start.traceback:
                 raise
-            return _say_failure(failure, start)
+            return _say_failure(failure, start, [])
     return exit_code(outcome)
 
 
@@ -236,7 +236,7 @@ def _result(
         name = signal.Signals(-agent_code).name
         print(f"error: torchrun was killed by {name}; its ranks were told to save and stop", file=sys.stderr)
         return EXIT_FAILED
-    return _say_failure(failure, start)
+    return _say_failure(failure, start, failures.silent(reports, start.nproc * start.nnodes))
 
 
 class _Signals:
@@ -328,7 +328,7 @@ def _killed_ranks(start: Start, step: int | None) -> tuple[list[failures.Failure
     return early, late
 
 
-def _say_failure(failure: failures.Failure | None, start: Start) -> int:
+def _say_failure(failure: failures.Failure | None, start: Start, silent: list[int]) -> int:
     """Print one block: who failed first, when, why, and where the log is."""
     logs = start.folder.logs
     if failure is None:
@@ -337,7 +337,7 @@ def _say_failure(failure: failures.Failure | None, start: Start) -> int:
     several = start.nproc * start.nnodes > 1
     # The only rank of a run has no log of its own: what it printed, the user has seen.
     log = logs / f"rank-{failure.rank}.log" if several else failures.error_file(logs, failure.rank)
-    print(f"error: {failures.block(failure, log)}", file=sys.stderr)
+    print(f"error: {failures.block(failure, log, silent)}", file=sys.stderr)
     return failure.exit_code
 
 

@@ -52,6 +52,22 @@ def start_flight_recorder(logs: Path, entries: int) -> None:
             os.environ[name] = value
 
 
+def dump_flight_recorder(logs: Path, rank: int) -> Path | None:
+    """Write what this rank's flight recorder holds, as JSON; None if it holds nothing.
+
+    NCCL's watchdog writes its own when a collective times out; gloo has none that would.
+    """
+    from torch._C import _distributed_c10d
+
+    dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
+    trace = dump() if dump is not None else b""
+    if b'"entries"' not in trace:
+        return None
+    path = logs / f"flight-recorder-rank-{rank}.json"
+    path.write_bytes(trace)
+    return path
+
+
 def init_process_group(
     device: torch.device, *, rank: int, world: int, restart: int = 0, timeout_seconds: int
 ) -> None:

@@ -63,7 +63,7 @@ def write(logs: Path, error: BaseException, *, rank: int, world: int, step: int 
         hint=error.hint if isinstance(error, TitanError) else None,
         exit_code=error.exit_code if isinstance(error, TitanError) else EXIT_FAILED,
         expected=expected,
-        communication=not expected and _is_communication(error),
+        communication=not expected and is_communication(error),
         traceback=_own_traceback(error),
         time=timestamp(),
     )
@@ -116,22 +116,32 @@ def cause(reports: list[Failure], kills: list[Failure], late_kills: list[Failure
     return next(iter(own + kills + reports + late_kills), None)
 
 
-def block(failure: Failure, log: Path | None) -> str:
-    """What the user sees of a failure."""
+def silent(reports: list[Failure], world: int) -> list[int]:
+    """Ranks that left no report."""
+    return sorted(set(range(world)) - {failure.rank for failure in reports})
+
+
+def block(failure: Failure, log: Path | None, silent: list[int] | None = None) -> str:
+    """What the user sees of a failure. Ranks that are `silent` left no report."""
     when = f"at step {failure.step}" if failure.step is not None else "before the first step"
     who = f"rank {failure.rank} of {failure.world} on {failure.host}" if failure.world > 1 else "the run"
     lines = [f"{who} failed {when}: {failure.message if failure.expected else failure.words}"]
     if failure.hint:
         lines.append(f" {failure.hint}")
     if failure.communication:
-        lines.append(
-            " no rank says more: another one may hang, or be out of reach; see the logs of all ranks"
-        )
+        lines.append(f" no rank says more: {_others(silent or [], log)}")
     if not failure.expected:
         lines += ["", failure.traceback.rstrip(), ""]
     if log is not None:
         lines.append(f"log: {log}")
     return "\n".join(lines)
+
+
+def _others(silent: list[int], log: Path | None) -> str:
+    if not silent or log is None:
+        return "another rank may hang, or be out of reach; see the logs of all ranks"
+    who = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent[:8]))}"
+    return f"{who} may hang, or be out of reach; see {log.with_name(f'rank-{silent[0]}.log')}"
 
 
 def words(error: BaseException) -> str:
@@ -158,7 +168,8 @@ def _own_traceback(error: BaseException) -> str:
     return "".join(told.format())
 
 
-def _is_communication(error: BaseException) -> bool:
+def is_communication(error: BaseException) -> bool:
+    """Whether it may be no more than the echo of another rank's end."""
     if type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError"):
         return True
     text = str(error).lower()
