@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,22 +18,43 @@ from titancli.engine import Engine
 from titancli.engine.dry_run import dry_run, first_ranks, local, place_of
 from titancli.errors import PluginError, RecipeError, TitanError, UsageError
 from titancli.models import Llama3
+from titancli.models.menu.moe import MoE
+from titancli.models.menu.qwen3 import Qwen3
 from titancli.recipe import load_recipe
 from titancli.recipe.schema import Degrees, Recipe
 from titancli.registry.component import component
 
-LAYOUTS = {
-    "one": (1, Layout()),
-    "fsdp-2": (2, Layout({"dp_shard": 2})),
-    "uneven shards": (3, Layout({"dp_shard": -1}, model={"hidden_dim": 47})),
-    "hsdp-2x2": (4, Layout({"dp_replicate": 2, "dp_shard": 2}, micro_batches=2)),
-    "fsdp-2 x tp-2": (4, Layout({"dp_shard": 2, "tp": 2})),
+EXPERTS = Qwen3(
+    dim=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    vocab_size=cases.VOCABULARY,
+    moe=MoE(num_experts=8, top_k=2, hidden_dim=16, load_balance_coeff=1e-3),
+)
+
+
+def recipe(layout: Layout, model: Any = None, **training: Any) -> Recipe:
+    found = cases.recipe(layout, **training)
+    return replace(found, model=model) if model else found
+
+
+RECIPES = {
+    "one": (1, recipe(Layout())),
+    "fsdp-2": (2, recipe(Layout({"dp_shard": 2}))),
+    "hsdp-2x2": (4, recipe(Layout({"dp_replicate": 2, "dp_shard": 2}, micro_batches=2))),
+    "fsdp-2 x tp-2": (4, recipe(Layout({"dp_shard": 2, "tp": 2}))),
+    "cp-2": (2, recipe(Layout({"cp": 2}))),
+    "cp-2 x tp-2, heads exchanged": (4, recipe(Layout({"cp": 2, "tp": 2}, context_parallel="ulysses"))),
+    "ep-2 x fsdp-2": (4, recipe(Layout({"dp_shard": 4, "ep": 2}), EXPERTS)),
+    "ep-4 over tp-2": (4, recipe(Layout({"dp_shard": 2, "tp": 2, "ep": 4}), EXPERTS)),
 }
 
 
-def held(layout: Layout) -> tuple[int, int, int, int]:
+def held(recipe: Recipe) -> tuple[int, int, int, int]:
     """What a real rank has after a step."""
-    engine = Engine.build(cases.recipe(layout))
+    engine = Engine.build(recipe)
     parameters = [p for _, p in engine.named_parameters()]
     engine.forward_backward(cases.my_batches(engine))
     gradients = sum(local(p.grad).nbytes for p in parameters)
@@ -47,30 +69,29 @@ def held(layout: Layout) -> tuple[int, int, int, int]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", [name for name, (world, _) in LAYOUTS.items() if world != 3])
+@pytest.mark.parametrize("name", RECIPES)
 def test_every_rank_has_what_a_real_one_has(ranks, name):
-    world, layout = LAYOUTS[name]
-    real = ranks(world, held, layout)
-    for check in dry_run(cases.recipe(layout), world, range(world)):
+    world, recipe = RECIPES[name]
+    real = ranks(world, held, recipe)
+    for check in dry_run(recipe, world, range(world)).ranks:
         assert (
             check.parameters, check.parameter_bytes, check.gradient_bytes, check.optimizer_bytes
         ) == real[check.rank]  # fmt: skip
         assert check.peak_bytes > check.parameter_bytes + check.gradient_bytes
 
 
-def test_rows_that_several_ranks_share_unevenly():
-    layout = LAYOUTS["uneven shards"][1]
-    checks = dry_run(cases.recipe(layout, global_batch_size=None, local_batch_size=1), 3, range(3))
-    sizes = [check.parameters for check in checks]
+def test_parameters_that_ranks_share_unevenly():
+    model = Llama3(**{**cases.MODEL, "hidden_dim": 47})
+    one_row = recipe(Layout({"dp_shard": -1}), model, global_batch_size=None, local_batch_size=1)
+    sizes = [check.parameters for check in dry_run(one_row, 3, range(3)).ranks]
     assert sizes[0] > sizes[2]
-    one = dry_run(cases.recipe(layout, global_batch_size=None, local_batch_size=1), 1)
-    assert sum(sizes) == one[0].parameters
+    assert sum(sizes) == model.shape().size
 
 
 def test_nothing_is_left_behind():
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     hook = sys.excepthook
-    dry_run(cases.recipe(Layout({"dp_shard": 2})), 2)
+    dry_run(recipe(Layout({"dp_shard": 2})), 2)
     assert not dist.is_initialized() and not torch.cuda.is_initialized()
     assert sys.excepthook is hook
     assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
@@ -80,19 +101,27 @@ def test_nothing_is_left_behind():
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 def test_every_optimizer_steps(implementation, state_dtype):
-    recipe = cases.recipe(Layout({"dp_shard": 4}))
-    optimizer = replace(recipe.optimizer, implementation=implementation, state_dtype=state_dtype)
-    (check,) = dry_run(replace(recipe, optimizer=optimizer), 4)
+    plain = recipe(Layout({"dp_shard": 4}))
+    optimizer = replace(plain.optimizer, implementation=implementation, state_dtype=state_dtype)
+    (check,) = dry_run(replace(plain, optimizer=optimizer), 4).ranks
     size = 2 if state_dtype == "bfloat16" else 4
     assert check.optimizer_bytes == pytest.approx(2 * size * check.parameters, rel=0.02)
 
 
-def test_documents_and_checkpointing_and_compile():
-    recipe = cases.recipe(
-        Layout({"dp_shard": 2}, compile="inductor", activation_checkpoint={"mode": "selective"})
-    )
-    full = cases.recipe(Layout({"dp_shard": 2}, activation_checkpoint={"mode": "none"}))
-    assert dry_run(recipe, 2)[0].peak_bytes < dry_run(full, 2)[0].peak_bytes
+def test_checkpointed_activations_are_not_alive():
+    peaks = [
+        dry_run(recipe(Layout(activation_checkpoint={"mode": mode})), 1).ranks[0].peak_bytes
+        for mode in ("full", "selective", "none")
+    ]
+    assert peaks == sorted(peaks) and peaks[0] < 0.8 * peaks[2]
+
+
+def test_what_needs_a_gpu_or_minutes_is_left_out_and_told():
+    compiled = recipe(Layout({"tp": 2}, compile="inductor"))
+    plan = replace(compiled.parallelize, cpu_offload=True, async_tp=True)
+    found = dry_run(replace(compiled, parallelize=plan), 2)
+    assert found.left_out == ["compile", "parallelize.cpu_offload", "parallelize.async_tp"]
+    assert dry_run(recipe(Layout()), 1).left_out == []
 
 
 def test_which_ranks_are_tried():
@@ -104,7 +133,7 @@ def test_which_ranks_are_tried():
 
 def test_a_rank_that_does_not_exist():
     with pytest.raises(UsageError, match="no rank 2 among 2"):
-        dry_run(cases.recipe(Layout({"dp_shard": 2})), 2, [0, 2])
+        dry_run(recipe(Layout({"dp_shard": 2})), 2, [0, 2])
 
 
 def test_a_process_that_has_a_group_already():
@@ -113,7 +142,7 @@ def test_a_process_that_has_a_group_already():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         with pytest.raises(TitanError, match="process group"):
-            dry_run(cases.recipe(Layout({"dp_shard": 2})), 2)
+            dry_run(recipe(Layout({"dp_shard": 2})), 2)
     finally:
         dist.destroy_process_group()
 
@@ -121,17 +150,17 @@ def test_a_process_that_has_a_group_already():
 def test_405b_wide_on_512_ranks():
     """The widths of 405B on the ranks that it is trained on; fewer layers, since all are alike."""
     overrides = ["model.n_layers=3", "mesh.tp=8", "training.seq_len=8192", "activation_checkpoint.mode=full"]
-    recipe = load_recipe("llama3_405b", overrides).recipe
-    first, last = dry_run(recipe, 512, [0, 511])
+    wide = load_recipe("llama3_405b", overrides).recipe
+    first, last = dry_run(wide, 512, [0, 511]).ranks
     assert last.place == {"pp": 0, "dp_replicate": 0, "dp_shard": 63, "cp": 0, "tp": 7}
-    share = recipe.model.shape().size / 512
+    share = wide.model.shape().size / 512
     assert last.parameters < share < first.parameters < 1.01 * share  # 128,256 / 8 rows over 64 ranks
 
 
 @pytest.mark.slow  # a minute: 126 layers, operation by operation
 def test_405b_on_512_ranks():
     overrides = ["mesh.tp=8", "training.seq_len=8192", "activation_checkpoint.mode=full"]
-    (check,) = dry_run(load_recipe("llama3_405b", overrides).recipe, 512)
+    (check,) = dry_run(load_recipe("llama3_405b", overrides).recipe, 512).ranks
     assert check.parameters == pytest.approx(405.85e9 / 512, rel=0.001)
 
 
@@ -146,11 +175,11 @@ class Faulty(Llama3):
 
 
 def faulty(fault: str, **mesh: int) -> Recipe:
-    return replace(cases.recipe(Layout({"dp_shard": 2, **mesh})), model=Faulty(**cases.MODEL, fault=fault))
+    return recipe(Layout({"dp_shard": 2, **mesh}), Faulty(**cases.MODEL, fault=fault))
 
 
 def test_the_faulty_model_without_a_fault_passes():
-    assert len(dry_run(faulty("none", tp=2), 4)) == 1
+    assert len(dry_run(faulty("none", tp=2), 4).ranks) == 1
 
 
 def test_a_missing_style_of_a_tensor_plan():
@@ -187,6 +216,6 @@ def test_a_component_that_cannot_be_loaded():
     class Absent:
         """Not there."""
 
-    recipe = replace(cases.recipe(Layout()), optimizer=Absent())
+    lacking = replace(recipe(Layout()), optimizer=Absent())
     with pytest.raises(PluginError, match=r"no_such_module.*on rank 0 of 1"):
-        dry_run(recipe, 1)
+        dry_run(lacking, 1)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from titancli.engine.blame import blamed
 from titancli.engine.build import allocate, build_engine
 from titancli.engine.meter import Meter
 from titancli.errors import TitanError, UsageError
+from titancli.models.blocks.moe import moe_layers
 from titancli.parallel.mesh import forget_meshes
 from titancli.recipe.schema import Compile
 
@@ -58,7 +59,17 @@ class RankCheck:
     seconds: float
 
 
-def dry_run(recipe: Recipe, world: int, ranks: Sequence[int] | None = None) -> list[RankCheck]:
+@dataclass(frozen=True)
+class DryRun:
+    """What was tried."""
+
+    world: int
+    ranks: list[RankCheck]
+    left_out: list[str]
+    """Settings of the recipe that a dry run does without, in words."""
+
+
+def dry_run(recipe: Recipe, world: int, ranks: Sequence[int] | None = None) -> DryRun:
     """One step of each of these ranks, one after the other; None: the first rank of every pipeline stage.
 
     Nothing is compiled, no weights are loaded, no data is read; of several micro-batches two are run, under a
@@ -74,8 +85,23 @@ def dry_run(recipe: Recipe, world: int, ranks: Sequence[int] | None = None) -> l
         raise UsageError(f"there is no rank {wrong[0]} among {world}", hint=f"ranks are 0 to {world - 1}")
     if dist.is_initialized():
         raise TitanError("a dry run needs a process without a process group, and this one has one")
-    recipe = dataclasses.replace(recipe, compile=Compile(enable=False))
-    return [_check(recipe, degrees, rank) for rank in ranks]
+    recipe, left_out = on_a_cpu(recipe)
+    return DryRun(world, [_check(recipe, degrees, rank) for rank in ranks], left_out)
+
+
+def on_a_cpu(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """The recipe without what needs a GPU, or minutes; and what that is."""
+    left_out = []
+    if recipe.compile.enable:
+        budget = recipe.activation_checkpoint.mode == "memory_budget"
+        left_out.append("compile" + (", and so the memory_budget of activations" if budget else ""))
+        recipe = dataclasses.replace(recipe, compile=Compile(enable=False))
+    needs_gpu = getattr(recipe.parallelize, "needs_gpu", None)
+    if fields := [key for key, _ in needs_gpu()] if needs_gpu else []:
+        left_out += [f"parallelize.{key}" for key in fields]
+        plan: Any = dataclasses.replace(recipe.parallelize, **dict.fromkeys(fields, False))
+        recipe = dataclasses.replace(recipe, parallelize=plan)
+    return recipe, left_out
 
 
 def first_ranks(degrees: Degrees) -> list[int]:
@@ -114,6 +140,8 @@ def _step(recipe: Recipe) -> tuple[int, int, int, int, int]:
             stack.enter_context(meter)
             for part in engine.parts:
                 allocate(part, engine.device)
+                for experts in moe_layers(part).values():
+                    experts.force_load_balance()
 
         engine = build_engine(recipe, device=CPU, frozen=False, fill=fill)
         parameters = [parameter for _, parameter in engine.named_parameters()]

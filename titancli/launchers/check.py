@@ -1,0 +1,65 @@
+"""`titan plan --check`: a step of one rank of each pipeline stage, without memory. Imports torch late."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from titancli.recipe.schema import Recipe
+
+GIB = 2**30
+
+
+def check(recipe: Recipe, world: int, ranks: Sequence[int] | None = None) -> dict[str, Any]:
+    """What `titancli.engine.dry_run` finds, as plain JSON, with the seconds and the memory that it took.
+
+    Raises:
+        TitanError: a step fails; it names the rank.
+    """
+    from titancli.process import quiet
+
+    quiet()
+    began = time.perf_counter()
+    from titancli.engine.dry_run import dry_run
+
+    found = asdict(dry_run(recipe, world, ranks))
+    return {**found, "seconds": time.perf_counter() - began, "peak_rss_bytes": _peak_rss()}
+
+
+def _peak_rss() -> int | None:
+    """The most memory that this process has had; None where that cannot be asked."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def as_text(facts: dict[str, Any]) -> str:
+    """The facts for people."""
+    ranks, of = facts["ranks"], f"{facts['world']:,} rank{'s' if facts['world'] > 1 else ''}"
+    took = f"{facts['seconds']:.1f} s"
+    if facts["peak_rss_bytes"]:
+        took += f" and {facts['peak_rss_bytes'] / GIB:.2f} GiB of memory"
+    names = ("parameter", "gradient", "optimizer", "peak")
+    lines = [
+        f"check: {len(ranks)} of {of} did a step without a fault, in {took}",
+        f"  {'rank':<16}" + "".join(f"{name:>14}" for name in ("parameters", "gradients", *names[2:])),
+    ]
+    staged = any(rank["place"]["pp"] for rank in ranks)
+    for rank in ranks:
+        who = f"{rank['rank']} (pp {rank['place']['pp']})" if staged else str(rank["rank"])
+        cells = "".join(f"{rank[f'{name}_bytes'] / GIB:>10.3f} GiB" for name in names)
+        lines.append(f"  {who:<16}{cells}")
+    lines.append(
+        "  as the step has allocated it; the peak is of blocks that are not compiled, on a CPU's kernels"
+    )
+    if facts["left_out"]:
+        lines.append(f"  left out: {'; '.join(facts['left_out'])}")
+    return "\n".join(lines)
