@@ -155,7 +155,7 @@ def titan_components():
     return [AdamW]
 
 
-def build(config, *, named_parameters):
+def build(config, *, named_parameters, model_names):
     return None
 '''
 

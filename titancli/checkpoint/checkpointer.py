@@ -38,11 +38,14 @@ class Checkpointer:
         *,
         lock_text: str,
         run_id: str,
+        mesh: Mapping[str, int] | None = None,
         on_saved: Callable[[int, Path], None] = lambda step, path: None,
     ) -> None:
-        """`on_saved(step, path)` is called on every rank, in the caller's thread, when a save is complete."""
+        """`mesh`: the degrees that manifests tell. `on_saved(step, path)` is called on every rank, in the
+        caller's thread, when a save is complete."""
         self._folder, self._section = folder, section
         self._lock_text, self._run_id, self._on_saved = lock_text, run_id, on_saved
+        self._mesh = mesh
         self._group: dist.ProcessGroup | None = None
         self._main = not several_ranks(None) or dist.get_rank() == 0
         self._staging = Staging(pinned=section.async_mode == "async_with_pinned_mem")
@@ -73,7 +76,8 @@ class Checkpointer:
             # Not before the first save: the limits of all groups are tightened after the first step.
             self._group = dist.new_group(backend="gloo", timeout=PLANNING_TIMEOUT)
         path = self._folder / f"step-{step}"
-        draft = Draft(path, dict(state), self._lock_text, self._run_id, mesh_of(tensors))
+        degrees = mesh_of(tensors) if self._mesh is None else dict(self._mesh)
+        draft = Draft(path, dict(state), self._lock_text, self._run_id, degrees)
         planner = plan_of(tensors)
         work: Callable[[], None] = lambda: self._write(planner, draft)  # noqa: E731
         if self._section.async_mode == "disabled":

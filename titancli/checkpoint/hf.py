@@ -333,17 +333,24 @@ def read_hf(folder: Path, form: HFForm) -> HFReader:
 
 @torch.no_grad()
 def load_hf_weights(
-    folder: Path, form: HFForm, parameters: Mapping[str, Tensor], *, progress: Progress = no_progress
+    folder: Path,
+    form: HFForm,
+    parameters: Mapping[str, Tensor],
+    *,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    progress: Progress = no_progress,
 ) -> None:
     """Fill parameters in place, one tensor at a time; each rank cuts its own part out of it.
 
-    Values are cast to the parameters' dtypes. No rank talks to another.
+    Values are cast to the parameters' dtypes. No rank talks to another. `shapes` are those of the whole
+    model, where `parameters` are only some of it.
 
     Raises:
         EnvironmentProblem: the folder does not hold this model; names everything that is wrong.
     """
     reader = read_hf(folder, form)
-    reader.check({name: tuple(parameter.shape) for name, parameter in parameters.items()})
+    own = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    reader.check(own if shapes is None else shapes)
     for done, (name, parameter) in enumerate(parameters.items(), start=1):
         put(parameter, reader.parameter(name))
         progress(name, done, len(parameters))

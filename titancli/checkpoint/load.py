@@ -30,7 +30,8 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Fill tensors in place from a checkpoint, whatever layout it was saved under; return its JSON state.
 
-    Collective over `group` (the default group when None). Names, shapes and dtypes must be the checkpoint's;
+    Collective over `group` (the default group when None); a rank gives what it has. Names, shapes and dtypes
+    of all ranks together must be the checkpoint's;
     but when one part alone is asked for (all names begin with `model.`), the rest of the checkpoint is left
     unread, and values are cast to the dtypes asked for. Each rank reads only what it needs; where
     `verify` is "full", the ranks share the reading of all files for their checksums.
@@ -40,10 +41,11 @@ def load_checkpoint(
         TitanError: names, shapes or dtypes differ; names them all.
     """
     manifest, layouts = _open_together(folder, verify, group)
-    parts = {name.partition(".")[0] for name in tensors}
+    asked = _asked_together(tensors, group)
+    parts = {name.partition(".")[0] for name in asked}
     there = {name: layout for name, layout in layouts.items() if name.partition(".")[0] in parts}
     strict = len(there) == len(layouts)
-    wanted = {n: (tuple(tensor.shape), tensor.dtype if strict else None) for n, tensor in tensors.items()}
+    wanted = {name: (shape, dtype if strict else None) for name, (shape, dtype) in asked.items()}
     if found := differences(there, wanted):
         raise TitanError(
             f"checkpoint {folder} does not fit this recipe: {found}",
@@ -71,6 +73,18 @@ def fill(
         )
     except CheckpointException as error:
         raise_failure(error, f"loading {folder}")
+
+
+def _asked_together(
+    tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of what any rank asks for: under a pipeline each asks for its own stages alone."""
+    mine = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    if not several_ranks(group):
+        return mine
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, mine, group=group)
+    return {name: asked for rank in gathered for name, asked in rank.items()}
 
 
 def _open_together(

@@ -53,21 +53,24 @@ def save_checkpoint(
     *,
     lock_text: str,
     run_id: str,
+    mesh: Mapping[str, int] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Save tensors and a JSON state as `folder`, which is then whole, or else as it was before.
 
-    Collective over `group` (the default group when None; one process needs none). Every rank gives the same
-    names; a DTensor is written in the pieces that the ranks hold, each piece once; of a plain tensor one
-    rank's copy. The state and the texts are rank 0's. An older `folder` of the same run is replaced, and is
-    deleted only after the new one has its name.
+    Collective over `group` (the default group when None; one process needs none). Every rank gives what it
+    has, which under a pipeline are its stages' names; a DTensor is written in the pieces that the ranks hold,
+    each piece once; of a plain tensor one rank's copy. The state and the texts are rank 0's, and so is
+    `mesh`, the degrees that the manifest tells (None: those of the largest mesh of a tensor). An older
+    `folder` of the same run is replaced, and is deleted only after the new one has its name.
 
     Raises:
         EnvironmentProblem: the disk is full or cannot be written, on any rank; raised on all of them. Nothing
             half-written is left.
         TitanError: a state that is not JSON, an entry that is no tensor.
     """
-    run_save(plan_of(tensors), Draft(folder, dict(state), lock_text, run_id, mesh_of(tensors)), group)
+    degrees = mesh_of(tensors) if mesh is None else dict(mesh)
+    run_save(plan_of(tensors), Draft(folder, dict(state), lock_text, run_id, degrees), group)
 
 
 def mesh_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:

@@ -17,14 +17,19 @@ import torch.distributed as dist
 from torch import nn
 
 from titancli.engine.engine import Engine, EngineSettings
-from titancli.engine.runners import WholeModel
+from titancli.engine.pipelined import PipelinedModel
+from titancli.engine.runners import Runner, WholeModel
 from titancli.engine.seeds import generator_for
-from titancli.errors import EnvironmentProblem, RecipeError, TitanError
+from titancli.engine.state import parameter_names, parameter_shapes
+from titancli.errors import EnvironmentProblem, Problem, RecipeError, TitanError
 from titancli.models.blocks.kernels import prefer_fast_kernels
 from titancli.optimizers.schedule import lr_factor
 from titancli.parallel.context import RowCut
 from titancli.parallel.mesh import Mesh
+from titancli.parallel.pipeline import Placement, split
+from titancli.recipe.layout import check_layout, on
 from titancli.recipe.schema import Degrees, Recipe, Training
+from titancli.recipe.tree import dotted
 from titancli.registry.component import build, component_info, load_target
 
 
@@ -63,15 +68,20 @@ def build_engine(
         activation_checkpoint=recipe.activation_checkpoint,
         compile=recipe.compile,
     )
-    parts = [parallelize(model)]
+    models, placement = [model], None
+    if degrees.pp > 1:
+        refuse_unfit(recipe, degrees)
+        models, placement = split(model, recipe.pipeline, degrees.pp, mesh.pp_rank)
+    parts = [parallelize(model) for model in models]
     for part in parts:
         prefer_fast_kernels(part, device, precision(training).param, training.seq_len)
     hf = component_info(recipe.model).hf
     engine = Engine(
         parts=parts,
-        runner=WholeModel(parts[0], accumulate=training.accumulate, row_cut=row_cut_of(parts[0], degrees)),
+        runner=runner_of(recipe, parts, placement, mesh, device),
         mesh=mesh,
         device=device,
+        placement=placement,
         loss=build(recipe.loss),
         optimizer=None,
         settings=_settings(recipe, recipe.accumulation(degrees)),
@@ -82,10 +92,54 @@ def build_engine(
     )
     (fill or materialise)(engine, recipe)
     if not frozen:
-        engine.optimizer = build(recipe.optimizer, named_parameters=engine.named_parameters())
+        engine.optimizer = build(
+            recipe.optimizer,
+            named_parameters=engine.named_parameters(),
+            model_names=parameter_names(engine),
+        )
         for group in engine.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
     return engine
+
+
+def refuse_unfit(recipe: Recipe, degrees: Degrees) -> None:
+    """What `validate` says of a recipe, said here too: some of it would spoil a pipeline's gradients.
+
+    Raises:
+        RecipeError: with everything that is wrong.
+    """
+    problems = [
+        Problem("check", f"{dotted(path)}: {message}", None, hint)
+        for path, message, hint in check_layout(on(recipe, degrees))
+    ]
+    if problems:
+        raise RecipeError(problems)
+
+
+def runner_of(
+    recipe: Recipe, parts: list[Any], placement: Placement | None, mesh: Mesh, device: torch.device
+) -> Runner:
+    """How batches go through the parts.
+
+    Raises:
+        RecipeError: a pipeline must know the width of the model, and its config has no `dim`.
+    """
+    row_cut = row_cut_of(parts[0], mesh.degrees)
+    if placement is None:
+        return WholeModel(parts[0], accumulate=recipe.training.accumulate, row_cut=row_cut)
+    width = getattr(recipe.model, "dim", None)
+    if width is None:
+        raise RecipeError("mesh.pp: the model's config has no `dim`, the width of what passes between stages")
+    return PipelinedModel(
+        parts,
+        placement,
+        recipe.pipeline,
+        mesh,
+        width=width,
+        dtype=precision(recipe.training).param,
+        device=device,
+        row_cut=row_cut,
+    )
 
 
 def row_cut_of(part: Any, degrees: Degrees) -> RowCut | None:
@@ -137,15 +191,19 @@ def _factor(section: Any, training_steps: int, step: int) -> float:
 def materialise(engine: Engine, recipe: Recipe) -> None:
     """Give the meta model memory, and values: the recipe's weights, or initial ones."""
     for part in engine.parts:
-        allocate(part, engine.device)
+        home = getattr(part, "parameter_device", engine.device)
+        allocate(part, home, engine.device)
         if recipe.weights is None:
-            part.init_weights(generator_for(recipe.training.seed, engine.device))
+            part.init_weights(generator_for(recipe.training.seed, home))
     if recipe.weights is not None:
         load_weights(engine, recipe)
 
 
-def allocate(model: nn.Module, device: torch.device) -> None:
-    """Give the meta parameters memory. `to_empty` alone would turn a tied weight into two."""
+def allocate(model: nn.Module, device: torch.device, buffers: torch.device | None = None) -> None:
+    """Give the meta parameters memory, and the buffers theirs, on the same device where none is given.
+
+    `to_empty` alone would turn a tied weight into two.
+    """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -154,6 +212,9 @@ def allocate(model: nn.Module, device: torch.device) -> None:
     for (first, name), *others in places.values():
         for module, other in others:
             setattr(module, other, getattr(first, name))
+    for module in model.modules() if buffers is not None and buffers != device else ():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=buffers))
 
 
 def load_weights(engine: Engine, recipe: Recipe) -> None:
@@ -186,4 +247,4 @@ def load_weights(engine: Engine, recipe: Recipe) -> None:
         raise EnvironmentProblem(
             f"weights: {folder} holds a {model_type!r} model, and this recipe trains a {expected!r} one"
         )
-    load_hf_weights(folder, engine.hf_form, parameters)
+    load_hf_weights(folder, engine.hf_form, parameters, shapes=parameter_shapes(engine))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,19 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from titancli.data.batch import Batch
 from titancli.engine.gradients import divide_and_clip
 from titancli.engine.runners import Runner, Sums
 from titancli.engine.seeds import seed_step
-from titancli.engine.state import load_state, optimizer_tensors
+from titancli.engine.state import load_state, optimizer_tensors, whole_tensors
 from titancli.errors import TitanError
 from titancli.models.blocks.state import named_state
 
 if TYPE_CHECKING:
     from titancli.checkpoint.manifest import Verify
     from titancli.parallel.mesh import Mesh
+    from titancli.parallel.pipeline import Placement
     from titancli.recipe.schema import Recipe
     from titancli.registry.kinds import Converter, HFForm, Loss
 
@@ -62,6 +62,8 @@ class Engine:
     settings: EngineSettings
     converters: Sequence[Converter] = ()
     hf_form: HFForm | None = None
+    placement: Placement | None = None
+    """Where the stages of a pipeline are; None where there is none."""
     flops_per_token: float = 0.0
     """Forward and backward of the whole model, for rows of the recipe's seq_len."""
     parameter_count: int = 0
@@ -159,7 +161,7 @@ class Engine:
         if self._weight is None:
             raise TitanError("optim_step without gradients", hint="call forward_backward first")
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = divide_and_clip(parameters, self._weight, self.settings.max_norm)
+        norm = divide_and_clip(parameters, self._weight, self.settings.max_norm, self.mesh.pp_group)
         factor = self.settings.lr_factor(self.step)
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor if lr is None else lr
@@ -208,7 +210,14 @@ class Engine:
         from titancli.checkpoint import save_checkpoint
 
         tensors, state = self.save_state()
-        save_checkpoint(Path(folder), tensors, {"engine": state}, lock_text=lock_text, run_id=run_id)
+        save_checkpoint(
+            Path(folder),
+            tensors,
+            {"engine": state},
+            lock_text=lock_text,
+            run_id=run_id,
+            mesh=asdict(self.mesh.degrees),
+        )
 
     def load(self, folder: str | Path, *, optimizer: bool = True, verify: Verify = "full") -> dict[str, Any]:
         """Continue from a checkpoint made on any layout; with optimizer=False take its weights alone.
@@ -228,8 +237,7 @@ class Engine:
         """
         if self.hf_form is None:
             raise TitanError("this model declares no Hugging Face form, so its weights have no names there")
-        for name, tensor in self.plain_parameters():
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, whole in whole_tensors(self):
             for hf_name, value in self.hf_form.to_hf(name, whole):
                 yield hf_name, value if dist.get_rank() == 0 else None
 

@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
-def total_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+def total_norm(
+    parameters: Iterable[nn.Parameter], device: torch.device, stages: dist.ProcessGroup | None = None
+) -> Tensor:
     """The 2-norm of all gradients, fp32 scalar, the same on every rank.
 
-    Squares are added up over the mesh dimensions that a gradient is cut along, each mesh for itself.
+    Squares are added up over the mesh dimensions that a gradient is cut along, each mesh for itself, and over
+    `stages`, the ranks that have the other stages of a pipeline.
     """
     groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
@@ -28,18 +31,26 @@ def total_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
             groups[cut].append(gradient.to_local())
         elif gradient is not None:
             groups[()].append(gradient)
-    squares = []
+    squares = [torch.zeros((), device=device)]
     for process_groups, gradients in groups.items():
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-        square = torch.stack(norms).square_().sum()
+        square = torch.stack(norms).square_().sum().to(device)  # from the CPU, where offloaded
         for group in process_groups:
             dist.all_reduce(square, group=group)
         squares.append(square)
-    return torch.stack(squares).sum().sqrt_()
+    total = torch.stack(squares).sum()
+    if stages is not None:
+        dist.all_reduce(total, group=stages)
+    return total.sqrt_()
 
 
 @torch.no_grad()
-def divide_and_clip(parameters: list[nn.Parameter], weight: Tensor, max_norm: float) -> Tensor:
+def divide_and_clip(
+    parameters: list[nn.Parameter],
+    weight: Tensor,
+    max_norm: float,
+    stages: dist.ProcessGroup | None = None,
+) -> Tensor:
     """Divide gradients by `weight`, and clip the quotient to `max_norm` (0: never), in one pass over them.
 
     Nothing is read to the host.
@@ -48,12 +59,13 @@ def divide_and_clip(parameters: list[nn.Parameter], weight: Tensor, max_norm: fl
         The norm of the divided gradients before clipping, fp32 scalar.
     """
     weight = weight.clamp(min=torch.finfo(torch.float32).tiny)
-    norm = total_norm(parameters) / weight
+    norm = total_norm(parameters, weight.device, stages) / weight
     factor = 1.0 / weight
     if max_norm > 0:
         factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
     gradients = [
         p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None
     ]
-    torch._foreach_mul_(gradients, factor)
+    if gradients:
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
     return norm

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from titancli.errors import EnvironmentProblem
 
@@ -72,3 +74,68 @@ def load_state(engine: Engine, folder: Path, *, optimizer: bool, verify: Verify 
             )
         engine.step, engine.tokens_seen = counters["step"], counters["tokens_seen"]
     return state
+
+
+# ---------------------------------------------------------------------------------- over a pipeline's stages
+
+
+class Known(NamedTuple):
+    """What every rank of a pipeline knows of a tensor that one of them has."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    holder: int
+    """The rank of the pipeline that has it."""
+
+
+def all_known(engine: Engine, named: Iterable[tuple[str, Tensor]]) -> list[Known]:
+    """What all ranks of the pipeline have, in the order of the stages. Collective.
+
+    Args:
+        named: of this rank's stages, in their order.
+    """
+    rank = engine.mesh.pp_rank
+    mine = [Known(name, tuple(tensor.shape), tensor.dtype, rank) for name, tensor in named]
+    if engine.placement is None:
+        return mine
+    stage_of: dict[str, int] = {}
+    for stage, part in zip(engine.placement.mine, engine.parts, strict=True):
+        stage_of |= dict.fromkeys(
+            [name for name, _ in (*part.named_parameters(), *part.named_buffers())], stage
+        )
+    gathered: list[Any] = [None] * dist.get_world_size(engine.mesh.pp_group)
+    dist.all_gather_object(gathered, [(stage_of[known.name], known) for known in mine], engine.mesh.pp_group)
+    found = sorted((entry for entries in gathered for entry in entries), key=lambda entry: entry[0])
+    return [known for _, known in found]
+
+
+def parameter_names(engine: Engine) -> list[str]:
+    """Of the whole model. Collective."""
+    return [known.name for known in all_known(engine, engine.named_parameters())]
+
+
+def parameter_shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
+    """Of everything of the whole model that is saved. Collective."""
+    return {known.name: known.shape for known in all_known(engine, engine.plain_parameters())}
+
+
+def whole_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of the whole model, whole, one at a time. Collective.
+
+    Away from rank 0 a tensor of another stage is on meta.
+    """
+    mine = dict(engine.plain_parameters())
+    group, rank = engine.mesh.pp_group, engine.mesh.pp_rank
+    to_rank_0 = dist.get_rank() == 0 or (group is not None and 0 in dist.get_process_group_ranks(group))
+    for known in all_known(engine, mine.items()):
+        whole = torch.empty(known.shape, dtype=known.dtype, device="meta")
+        if known.holder == rank:
+            tensor = mine[known.name]
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if rank > 0 and to_rank_0:
+                dist.send(whole.contiguous(), dst=0, group=group)
+        elif dist.get_rank() == 0:
+            whole = torch.empty(known.shape, dtype=known.dtype, device=engine.device)
+            dist.recv(whole, group=group, group_src=known.holder)
+        yield known.name, whole

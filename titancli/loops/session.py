@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +72,12 @@ def run(
             observers.checkpoint_saved(step, path)
 
         this.checkpoints = Checkpointer(
-            run_folder / "checkpoints", recipe.checkpoint, lock_text=lock_text, run_id=run_id, on_saved=saved
+            run_folder / "checkpoints",
+            recipe.checkpoint,
+            lock_text=lock_text,
+            run_id=run_id,
+            mesh=asdict(engine.mesh.degrees),
+            on_saved=saved,
         )
     loop = build(recipe.loop, engine=engine, data=data, tokenizer=tokenizer, observers=observers, run=this)
     # What stands now stays; garbage is collected between steps, at times that are the same on all ranks.

@@ -100,8 +100,11 @@ class _TokenLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor, _: Tensor | None) -> Any:
         if ctx.gradients is None:
-            raise RuntimeError("the gradients of a chunked loss can be used once only")
-        gradients, ctx.gradients = ctx.gradients, None
+            raise RuntimeError("the gradients of a chunked loss can be used once only, without retain_graph")
+        gradients = ctx.gradients
+        # Pipeline schedules that split backward come twice: for the hidden states, and for the weight.
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.gradients = None
         return *gradients.times(scale), None, None, None, None
 
 
@@ -139,6 +142,8 @@ class _Gradients:
         self._hidden, self._weight = hidden, weight
         self.hidden = torch.empty_like(hidden) if wants_hidden else None
         self.weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        self._scale: Tensor | None = None
+        """What they have been multiplied by."""
 
     def add(self, rows: slice, grad_logits: Tensor) -> None:
         """grad_logits: [rows, V] fp32."""
@@ -158,6 +163,10 @@ class _Gradients:
         return self.hidden, None if self.weight is None else self.weight.to(self._weight.dtype)
 
     def times(self, scale: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        if self._scale is not None:  # in use since the first time: a copy
+            ratio = torch.where(scale == self._scale, 1.0, scale / self._scale)
+            return tuple(None if value is None else value * ratio for value in self.values())  # type: ignore
+        self._scale = scale
         for gradient in (self.hidden, self.weight):
             if gradient is not None:
                 gradient.mul_(scale)

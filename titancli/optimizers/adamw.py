@@ -15,17 +15,23 @@ from titancli.errors import RecipeError
 from titancli.optimizers import AdamW
 
 
-def build(config: AdamW, *, named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+def build(
+    config: AdamW,
+    *,
+    named_parameters: list[tuple[str, nn.Parameter]],
+    model_names: Sequence[str] | None = None,
+) -> torch.optim.Optimizer:
     """An optimizer with one group that decays and, where `no_decay` names some, one that does not.
 
     Raises:
-        RecipeError: a pattern of `no_decay` matches no parameter.
+        RecipeError: a pattern of `no_decay` matches no parameter of the whole model.
     """
+    model_names = [name for name, _ in named_parameters] if model_names is None else model_names
     for pattern in config.no_decay:
-        if not any(fnmatchcase(name, pattern) for name, _ in named_parameters):
+        if not any(fnmatchcase(name, pattern) for name in model_names):
             raise RecipeError(
                 f"optimizer.no_decay: {pattern!r} matches no parameter",
-                hint=f"names look like {named_parameters[0][0]!r} and {named_parameters[-1][0]!r}",
+                hint=f"names look like {model_names[0]!r} and {model_names[-1]!r}",
             )
     decaying: list[nn.Parameter] = []
     exempt: list[nn.Parameter] = []

@@ -7,7 +7,7 @@ else of the recipe.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -283,8 +283,11 @@ class LossBuilder(Protocol):
 
 class OptimizerBuilder(Protocol):
     def __call__(
-        self, config: Any, *, named_parameters: list[tuple[str, nn.Parameter]]
-    ) -> torch.optim.Optimizer: ...
+        self, config: Any, *, named_parameters: list[tuple[str, nn.Parameter]], model_names: Sequence[str]
+    ) -> torch.optim.Optimizer:
+        """`named_parameters` are those of this rank, under a pipeline its stages'; `model_names` are the names
+        of all, to check patterns against."""
+        ...
 
 
 # -------------------------------------------------------------------------------------- around a run

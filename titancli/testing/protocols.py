@@ -92,7 +92,8 @@ def _runtime(kind: str, folder: Path) -> dict[str, Any]:
     if kind == "optimizer":
         from torch import nn
 
-        return {"named_parameters": list(nn.Linear(4, 3).named_parameters())}
+        named = list(nn.Linear(4, 3).named_parameters())
+        return {"named_parameters": named, "model_names": [name for name, _ in named]}
     return {"run_folder": folder, "is_main": True} if kind == "logger" else {}
 
 

@@ -1,0 +1,279 @@
+"""How batches go through a model that is cut into pipeline stages.
+
+Training is torch's schedules over torch's stages, with shapes that are told and never exchanged. What runs
+without gradients needs no schedule: each micro-batch goes through the stages in their order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from titancli.data.batch import Batch
+from titancli.engine.runners import Sums, add_up, inputs_of
+from titancli.errors import TitanError
+from titancli.losses.result import LossResult
+from titancli.recipe.stages import StageError, check_microbatches
+
+if TYPE_CHECKING:
+    from titancli.parallel.context import RowCut
+    from titancli.parallel.mesh import Mesh
+    from titancli.parallel.pipeline import Placement
+    from titancli.recipe.schema import Pipeline
+
+SHORT = {
+    "1F1B": "GPipe",
+    "Interleaved1F1B": "LoopedBFS",
+    "InterleavedZeroBubble": "LoopedBFS",
+    "DualPipeV": "ZBVZeroBubble",
+}
+"""What runs a step of too few micro-batches, such as the last one before the data ends: the schedule of the
+same placement that takes any number of them. Only the order of the work differs."""
+
+KEPT_SCHEDULES = 2
+"""Each holds the buffers of its micro-batches. Two: a full step and a short one."""
+
+
+class Stage(PipelineStage):
+    """torch's stage; its module is called with what it takes of its micro-batch."""
+
+    def __init__(self, runner: PipelinedModel, part: Any, index: int, hidden: torch.Size, rows: int) -> None:
+        self._runner = runner
+        count = len(runner.placement)
+        # With requires_grad: it says whether what is received is to get a gradient.
+        states = torch.empty(hidden, dtype=runner.dtype, device="meta", requires_grad=True)
+        total = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
+        super().__init__(
+            part,
+            index,
+            count,
+            runner.device,
+            input_args=() if index == 0 else (states,),
+            output_args=(total if index == count - 1 else states,),
+            group=runner.group,
+        )
+
+    def forward_maybe_with_nosync(self, *received: Tensor, **tensors: Any) -> Tensor:
+        return self._runner.forward_backward_part(self.submod, received, tensors["batch"])
+
+
+class PipelinedModel:
+    """The stages of this rank: a Runner whose micro-batches are `pipeline.microbatch_size` rows.
+
+    Results and sums of the last stage are handed to every rank of the pipeline.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Any],
+        placement: Placement,
+        section: Pipeline,
+        mesh: Mesh,
+        *,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        row_cut: RowCut | None = None,
+    ) -> None:
+        """
+        Args:
+            parts: this rank's stages, in the order of `placement.mine`.
+            width: of the hidden states.
+            dtype: what hidden states are computed in.
+        """
+        self.placement, self.device, self.dtype = placement, device, dtype
+        self.group: Any = mesh.pp_group
+        self._parts = dict(zip(placement.mine, parts, strict=True))
+        self._section, self._width, self._row_cut = section, width, row_cut
+        self._cut = mesh.degrees.cp * mesh.degrees.tp
+        self._schedules: OrderedDict[Any, Any] = OrderedDict()
+        self._loss: Any = None
+        self._unit = 1
+        self._sums: Sums = {}
+        self._names: tuple[Any, list[str]] | None = None
+        """What a loss reports, and the loss: asked of the last stage once."""
+
+    @property
+    def _has_last(self) -> bool:
+        return self.placement.rank == self.placement.last
+
+    # ----------------------------------------------------------------------------------------- training
+
+    def forward_backward(self, batches: Sequence[Batch], loss: Any) -> Sums:
+        whole = self._prepared(_joined(batches))
+        rows = self._section.microbatch_size
+        if whole.rows % rows or rows % whole.unit:
+            raise TitanError(
+                f"{whole.rows} rows (units of {whole.unit}) do not make micro-batches of {rows}",
+                hint="change pipeline.microbatch_size",
+            )
+        schedule = self._schedule(whole.rows // rows, self._hidden(whole, rows), rows)
+        self._loss, self._unit, self._sums = loss, whole.unit, {}
+        tensors = dict(whole)
+        # The target is not looked at: the stage has made the loss.
+        schedule.step(batch=tensors, target=next(iter(tensors.values())), return_outputs=False)
+        sums, self._sums, self._loss = self._sums, {}, None
+        return self._everywhere(sums, loss)
+
+    def forward_backward_part(
+        self, part: Any, received: tuple[Tensor, ...], tensors: dict[str, Tensor]
+    ) -> Tensor:
+        """One micro-batch through one stage of a schedule: hidden states, or the sum of the loss."""
+        made = self._run(part, Batch(tensors, unit=self._unit), self._loss, *received)
+        if not isinstance(made, LossResult):
+            return made
+        add_up(self._sums, made)
+        return made.sum
+
+    def _schedule(self, count: int, hidden: torch.Size, rows: int) -> Any:
+        """torch's schedule for so many micro-batches of hidden states of one shape."""
+        key = (count, hidden)
+        if key not in self._schedules:
+            while len(self._schedules) >= KEPT_SCHEDULES:
+                self._schedules.popitem(last=False)
+            stages = [Stage(self, part, index, hidden, rows) for index, part in self._parts.items()]
+            kind = get_schedule_class(self._schedule_name(count))
+            several: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+            self._schedules[key] = kind(several, count, loss_fn=_the_loss_itself, scale_grads=False)
+        self._schedules.move_to_end(key)
+        return self._schedules[key]
+
+    def _schedule_name(self, count: int) -> str:
+        name = self._section.schedule
+        try:
+            check_microbatches(name, dist.get_world_size(self.group), len(self.placement), count)
+        except StageError:
+            return SHORT[name]
+        return name
+
+    def _everywhere(self, sums: Sums, loss: Any) -> Sums:
+        """The last stage's sums on every rank of the pipeline."""
+        if self._names is None or self._names[0] is not loss:
+            self._names = (loss, self._tell(list(sums)))
+        names = self._names[1]
+        if self._has_last and list(sums) != names:
+            raise TitanError(f"the loss reports {', '.join(sums)}, and before it was {', '.join(names)}")
+        values = torch.empty(len(names), dtype=torch.float32, device=self.device)
+        if self._has_last:
+            torch.stack(list(sums.values()), out=values)
+        dist.broadcast(values, group=self.group, group_src=self.placement.last)
+        return dict(zip(names, values.unbind(), strict=True))
+
+    # ---------------------------------------------------------------------------------- without gradients
+
+    def forward(self, batch: Batch, loss: Any) -> Any:
+        batch = self._prepared(batch)
+        rows = math.gcd(self._section.microbatch_size, batch.rows)
+        if rows % batch.unit:
+            rows = batch.unit
+        sends: list[tuple[Any, Tensor]] = []
+        results = [self._through(piece, loss, sends) for piece in batch.split(rows)]
+        for work, _ in sends:
+            work.wait()
+        return self._spread(results)
+
+    def _through(self, batch: Batch, loss: Any, sends: list[tuple[Any, Tensor]]) -> Any:
+        """One micro-batch through this rank's stages; the result where the last one is.
+
+        All ranks of a pair send and receive in the order of the stages, so none waits for one that waits.
+        """
+        holders, me = self.placement.holders, self.placement.rank
+        made: Any = None
+        for stage, part in self._parts.items():
+            received = () if stage == 0 else (made,)
+            if stage > 0 and holders[stage - 1] != me:
+                hidden = torch.empty(self._hidden(batch, batch.rows), dtype=self.dtype, device=self.device)
+                dist.recv(hidden, group=self.group, group_src=holders[stage - 1])
+                received = (hidden,)
+            made = self._run(part, batch, loss, *received)
+            if stage + 1 < len(holders) and holders[stage + 1] != me:
+                sends.append((dist.isend(made, group=self.group, group_dst=holders[stage + 1]), made))
+        return made
+
+    def _spread(self, results: list[Any]) -> Any:
+        """What the last stage made of all micro-batches, on every rank of the pipeline."""
+        described, values = None, None
+        if self._has_last:
+            described, values = _described(results)
+        names, shape, dtype = self._tell(described)
+        if values is None:
+            values = torch.empty(shape, dtype=dtype, device=self.device)
+        dist.broadcast(values, group=self.group, group_src=self.placement.last)
+        if names is None:
+            return values
+        total, weight, *others = values.unbind()
+        return LossResult(total, weight, dict(zip(names[2:], others, strict=True)))
+
+    # ------------------------------------------------------------------------------------------ helpers
+
+    def _run(self, part: Any, batch: Batch, loss: Any, *received: Tensor) -> Any:
+        inputs = inputs_of(part, batch, self._row_cut)
+        if received:
+            inputs[part.inputs[0]] = received[0]
+        if part.output is not None:
+            return part(**inputs, batch=batch, loss=loss)
+        return part(**inputs).contiguous()
+
+    def _prepared(self, batch: Batch) -> Batch:
+        """With positions, which a later stage cannot count: it sees no tokens, and maybe a part of a row."""
+        part = next(iter(self._parts.values()))
+        if "positions" in batch or "positions" not in part.inputs:
+            return batch
+        counted = torch.arange(self._length(batch), device=self.device)
+        return Batch({**batch, "positions": counted.expand(batch.rows, -1)}, unit=batch.unit)
+
+    def _length(self, batch: Batch) -> int:
+        part = next(iter(self._parts.values()))
+        first = part.inputs[0]
+        return batch[first].shape[part.sequence_dim[first]]
+
+    def _hidden(self, batch: Batch, rows: int) -> torch.Size:
+        """The shape of what passes from stage to stage."""
+        return torch.Size((rows, self._length(batch) // self._cut, self._width))
+
+    def _tell(self, value: Any) -> Any:
+        """The last stage's picklable value on every rank of the pipeline; over gloo."""
+        told = [value]
+        dist.broadcast_object_list(
+            told, group=self.group, group_src=self.placement.last, device=torch.device("cpu")
+        )
+        return told[0]
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    """All rows of a call."""
+    first = batches[0]
+    if len(batches) == 1:
+        return first
+    shapes = {str({name: tuple(x.shape[1:]) for name, x in batch.items()}) for batch in batches}
+    if len(shapes) > 1:
+        raise TitanError(f"under a pipeline the batches of a call have one shape, not {', '.join(shapes)}")
+    return Batch({name: torch.cat([b[name] for b in batches]) for name in first}, unit=first.unit)
+
+
+def _described(results: list[Any]) -> tuple[tuple[list[str] | None, tuple[int, ...], torch.dtype], Tensor]:
+    """The results of all micro-batches as one tensor, and what the other ranks must know of it."""
+    if all(isinstance(result, LossResult) for result in results):
+        sums: Sums = {}
+        for result in results:
+            add_up(sums, result)
+        values = torch.stack(list(sums.values()))
+        return (list(sums), tuple(values.shape), values.dtype), values
+    if all(isinstance(result, Tensor) for result in results):
+        values = torch.cat(results).contiguous()
+        return (None, tuple(values.shape), values.dtype), values
+    raise TitanError(
+        f"under a pipeline a loss makes a LossResult or a tensor, not {type(results[0]).__name__}"
+    )
+
+
+def _the_loss_itself(output: Tensor, target: Any) -> Tensor:
+    return output
