@@ -101,7 +101,7 @@ def told(loaded: Any) -> Any:
             "mesh.ep = 8 does not divide the ranks that it takes its own from, dp_shard 2 x cp 1 x tp 2 = 4",
             "1, 2 or 4 can",
         ),
-        (["mesh.pp=16"], "8 layers cannot fill 16 stages", "10 at most"),
+        (["mesh.pp=16"], "8 layers cannot fill 16 stages", "10 stages at most"),
         (["mesh.pp=2", "model.tied=true"], "tied weights cannot be cut into pipeline stages", "write pp = 1"),
         (
             ["mesh.pp=2", "pipeline.layers_per_stage=1"],
