@@ -16,26 +16,35 @@ from titancli.optimizers import AdamW
 from titancli.registry.component import build as build_component
 
 
-def build(config: Muon, *, named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+def build(
+    config: Muon,
+    *,
+    named_parameters: list[tuple[str, nn.Parameter]],
+    model_names: Sequence[str] | None = None,
+) -> torch.optim.Optimizer:
     """Muon for the matrices, and the fallback for the rest where there is any.
 
     Raises:
         TitanError: a pattern of `exclude` matches nothing, or no matrix is left for Muon.
     """
+    model_names = [name for name, _ in named_parameters] if model_names is None else model_names
     for pattern in config.exclude:
         if pattern in EXCLUDED:  # by default; and a model with tied weights has no output.weight
             continue
-        if not any(fnmatchcase(name, pattern) for name, _ in named_parameters):
+        if not any(fnmatchcase(name, pattern) for name in model_names):
             raise TitanError(
                 f"optimizer.exclude: {pattern!r} matches no parameter",
-                hint=f"names look like {named_parameters[0][0]!r}; an empty list excludes nothing",
+                hint=f"names look like {model_names[0]!r}; an empty list excludes nothing",
             )
     matrices: list[tuple[str, nn.Parameter]] = []
     others: list[tuple[str, nn.Parameter]] = []
     for name, parameter in named_parameters:
         excluded = any(fnmatchcase(name, pattern) for pattern in config.exclude)
         (matrices if parameter.ndim == 2 and not excluded else others).append((name, parameter))
+    fallback = AdamW() if config.fallback is None else config.fallback
     if not matrices:
+        if len(named_parameters) < len(model_names):  # other pipeline stages have some
+            return build_component(fallback, named_parameters=others, model_names=model_names)
         raise TitanError(
             "the model has no matrix for muon", hint="shorten optimizer.exclude, or take optimizer=adamw"
         )
@@ -50,8 +59,8 @@ def build(config: Muon, *, named_parameters: list[tuple[str, nn.Parameter]]) -> 
     )
     if not others:
         return muon
-    fallback = AdamW() if config.fallback is None else config.fallback
-    return Together([muon, build_component(fallback, named_parameters=others)])
+    rest = build_component(fallback, named_parameters=others, model_names=model_names)
+    return Together([muon, rest])
 
 
 class Together(torch.optim.Optimizer):
