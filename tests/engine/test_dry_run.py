@@ -46,7 +46,10 @@ RECIPES = {
     "hsdp-2x2": (4, recipe(Layout({"dp_replicate": 2, "dp_shard": 2}, micro_batches=2))),
     "fsdp-2 x tp-2": (4, recipe(Layout({"dp_shard": 2, "tp": 2}))),
     "cp-2": (2, recipe(Layout({"cp": 2}))),
-    "cp-2 x tp-2, heads exchanged": (4, recipe(Layout({"cp": 2, "tp": 2}, context_parallel="ulysses"))),
+    "cp-2 x tp-2, heads exchanged": (
+        4,
+        recipe(Layout({"cp": 2, "tp": 2}, context_parallel="ulysses", model={"n_kv_heads": 4})),
+    ),
     "ep-2 x fsdp-2": (4, recipe(Layout({"dp_shard": 4, "ep": 2}), EXPERTS)),
     "ep-4 over tp-2": (4, recipe(Layout({"dp_shard": 2, "tp": 2, "ep": 4}), EXPERTS)),
 }
