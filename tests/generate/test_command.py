@@ -16,7 +16,7 @@ from tests.cli.test_torch_free import probe
 from tests.generate.models import make_checkpoint, make_tokenizer
 from titancli.data import HFTokenizer
 from titancli.generate.source import encode, find_source
-from titancli.models.llama3 import Llama3Model
+from titancli.models.blocks.decoder import Decoder
 from titancli.registry.component import build
 
 Generated = Callable[..., dict[str, Any]]
@@ -304,7 +304,7 @@ def test_a_gpu_that_is_not_there(titan: Titan, checkpoint: Path) -> None:
 def test_a_model_without_a_cache_is_named(
     titan: Titan, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(Llama3Model, "new_cache")
+    monkeypatch.delattr(Decoder, "new_cache")
     done = titan("generate", checkpoint, "x")
     assert (done.code, "llama3 cannot generate: it has no new_cache" in done.err) == (4, True)
 

@@ -27,25 +27,32 @@ logger = logging.getLogger(__name__)
 _BIAS = "moe.expert_bias"
 
 
-def build(config: Qwen3, *, seq_len: int) -> Decoder:
+class Qwen3Model(Decoder):
+    """Dense, or with experts in every block."""
+
+    def __init__(self, config: Qwen3) -> None:
+        def block(number: int) -> Block:
+            attention = Attention(
+                config.dim,
+                config.n_heads,
+                config.n_kv_heads or config.n_heads,
+                config.head_dim,
+                qk_norm_eps=config.norm_eps,
+            )
+            if config.moe is not None:
+                return Block(config.dim, config.norm_eps, attention, MoE(config.dim, config.moe))
+            dense = FeedForward(config.dim, config.hidden_dim or 0)
+            return Block(config.dim, config.norm_eps, attention, dense)
+
+        def frequencies() -> Tensor:
+            return inverse_frequencies(config.head_dim, config.rope_theta, None)
+
+        super().__init__(config, block, frequencies)
+
+
+def build(config: Qwen3, *, seq_len: int) -> Qwen3Model:
     """The model on the current device, without initial values."""
-
-    def block(number: int) -> Block:
-        attention = Attention(
-            config.dim,
-            config.n_heads,
-            config.n_kv_heads or config.n_heads,
-            config.head_dim,
-            qk_norm_eps=config.norm_eps,
-        )
-        if config.moe is not None:
-            return Block(config.dim, config.norm_eps, attention, MoE(config.dim, config.moe))
-        return Block(config.dim, config.norm_eps, attention, FeedForward(config.dim, config.hidden_dim or 0))
-
-    def frequencies() -> Tensor:
-        return inverse_frequencies(config.head_dim, config.rope_theta, None)
-
-    return Decoder(config, block, frequencies)
+    return Qwen3Model(config)
 
 
 class Qwen3HF(DecoderHF):
