@@ -335,6 +335,33 @@ def test_all_blocks_share_one_compiled_graph(ranks, how):
     assert ranks(2, _graphs, this) == [1, 1]
 
 
+def _sends(mode: dict[str, Any]) -> int:
+    from titancli.parallel import ring
+
+    kept, count = ring._send, 0
+
+    def counted(*args: Any) -> Tensor:
+        nonlocal count
+        count += 1
+        return kept(*args)
+
+    ring._send = counted  # type: ignore[assignment]
+    try:
+        cases.gradients(layout("ring", cp=2, activation_checkpoint=mode))
+    finally:
+        ring._send = kept
+    return count
+
+
+@pytest.mark.ranks
+def test_checkpointing_by_op_keeps_what_the_ring_gave(ranks):
+    """Forward sends keys and values once; backward once, and their gradients to the other rank and home."""
+    layers = cases.MODEL["n_layers"]
+    assert ranks(2, _sends, {"mode": "none"}) == [4 * layers] * 2
+    assert ranks(2, _sends, BY_OP) == [4 * layers] * 2
+    assert ranks(2, _sends, FULL) == [5 * layers] * 2
+
+
 # ----------------------------------------------------------------------------------------------- on GPUs
 
 
@@ -345,8 +372,8 @@ def test_the_gpus_flash_kernel_tells_the_log_sum_exp_and_takes_it_back(causal):
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = ((2, 4, 128, 64), (2, 2, 128, 64), (2, 2, 128, 64), (2, 4, 128, 64))
     q, k, v, grad = (torch.randn(s, device="cuda", generator=generator).bfloat16() for s in shapes)
-    out, lse, seeds = _flash(q, k, v, causal=causal)
-    grads = _flash_backward(_Queries(grad, q, out, lse), k, v, seeds, causal=causal)
+    out, lse = _flash(q, k, v, causal=causal)
+    grads = _flash_backward(_Queries(grad, q, out, lse), k, v, causal=causal)
     exact = [x.float().requires_grad_() for x in (q, k, v)]
     keys, values = (x.repeat_interleave(2, 1) for x in exact[1:])
     scores = exact[0] @ keys.transpose(-1, -2) / 8

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from titancli.errors import RecipeError
 from titancli.models.blocks.grouped import grouped_linear
+from titancli.parallel.ring import ring_forward
 from titancli.recipe.schema import ActivationCheckpoint
 
 _aten = torch.ops.aten
@@ -25,6 +26,7 @@ KEPT = {
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    ring_forward._opoverload,
     # What has come over the network does not travel again.
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_to_all_single.default,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
 
 from titancli.errors import TitanError
 from titancli.parallel.collectives import Group
@@ -51,65 +51,105 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
             hint='write parallelize.context_parallel = "allgather"',
         )
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return _Ring.apply(q, k, v, group.name, group.size, group.rank).transpose(1, 2)
+    return ring_forward(q, k, v, group.name, group.size, group.rank)[0].transpose(1, 2)
 
 
-class _Ring(torch.autograd.Function):
-    """On [B, heads, S / cp, head_dim]."""
+# One operator and not its parts, so that checkpointing by op keeps the result and not that of every step.
+@torch.library.custom_op("titancli::ring_forward", mutates_args=())
+def ring_forward(q: Tensor, k: Tensor, v: Tensor, name: str, size: int, rank: int) -> tuple[Tensor, Tensor]:
+    """On [B, heads, S / cp, head_dim]: the output, and the log-sum-exp [B, heads, S / cp] fp32."""
+    travelling, q_tail = torch.stack((k, v)), q.chunk(2, 2)[1]
+    coming = _send(travelling, name, size, rank)
+    out, lse = _flash(q, k, v, causal=True)
+    (head, tail), (head_lse, tail_lse) = out.float().chunk(2, 2), lse.chunk(2, 2)
+    for step in range(1, size):
+        travelling = _collective.wait_tensor(coming)
+        if step < size - 1:  # under way while this rank computes
+            coming = _send(travelling, name, size, rank)
+        if step <= rank:  # of a rank before this one
+            out, lse = _flash(q, *travelling.chunk(2, 3)[0].unbind(), causal=False)
+            (early, late), (early_lse, late_lse) = out.chunk(2, 2), lse.chunk(2, 2)
+            head, head_lse = _merge(head, head_lse, early, early_lse)
+        else:
+            late, late_lse = _flash(q_tail, *travelling.unbind(), causal=False)
+        tail, tail_lse = _merge(tail, tail_lse, late, late_lse)
+    out, lse = torch.cat((head, tail), 2).to(q.dtype), torch.cat((head_lse, tail_lse), 2)
+    return out.contiguous(), lse.contiguous()
 
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, name: str, size: int, rank: int) -> Tensor:
-        travelling, q_tail = torch.stack((k, v)), q.chunk(2, 2)[1]
-        coming = _send(travelling, name, size, rank)
-        out, lse, seeds = _flash(q, k, v, causal=True)
-        (head, tail), (head_lse, tail_lse) = out.float().chunk(2, 2), lse.chunk(2, 2)
-        for step in range(1, size):
-            travelling = _collective.wait_tensor(coming)
-            if step < size - 1:  # under way while this rank computes
-                coming = _send(travelling, name, size, rank)
-            if step <= rank:  # of a rank before this one
-                out, lse, _ = _flash(q, *travelling.chunk(2, 3)[0].unbind(), causal=False)
-                (early, late), (early_lse, late_lse) = out.chunk(2, 2), lse.chunk(2, 2)
-                head, head_lse = _merge(head, head_lse, early, early_lse)
-            else:
-                late, late_lse, _ = _flash(q_tail, *travelling.unbind(), causal=False)
-            tail, tail_lse = _merge(tail, tail_lse, late, late_lse)
-        out, lse = torch.cat((head, tail), 2).to(q.dtype), torch.cat((head_lse, tail_lse), 2)
-        ctx.save_for_backward(q, k, v, out, lse, *seeds)
-        ctx.group = (name, size, rank)
-        return out
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        q, k, v, out, lse, *seeds = ctx.saved_tensors
-        name, size, rank = ctx.group
-        whole = _Queries(grad, q, out, lse)
-        tails = _Queries(*(x.chunk(2, 2)[1].contiguous() for x in whole))
-        travelling = torch.stack((k, v))
-        coming = _send(travelling, name, size, rank)
-        grad_q, *grads = _flash_backward(whole, k, v, seeds, causal=True)
-        grad_q, summed = grad_q.float(), torch.stack(grads).float()
-        for step in range(1, size):
-            travelling = _collective.wait_tensor(coming)
-            if step < size - 1:
-                coming = _send(travelling, name, size, rank)
-            # The gradients of keys and values go with them, each rank adding its own.
-            arriving = _send(summed, name, size, rank)
-            if step <= rank:
-                k, v = travelling.chunk(2, 3)[0].unbind()
-                part_q, *grads = _flash_backward(whole, k, v, seeds, causal=False)
-                part = torch.stack(grads)
-                part = torch.cat((part, torch.zeros_like(part)), 3)
-            else:
-                k, v = travelling.unbind()
-                part_q, *grads = _flash_backward(tails, k, v, seeds, causal=False)
-                part_q = torch.cat((torch.zeros_like(part_q), part_q), 2)
-                part = torch.stack(grads)
-            grad_q, summed = grad_q + part_q, _collective.wait_tensor(arriving) + part
-        summed = _collective.wait_tensor(_send(summed, name, size, rank))  # home again
-        grad_k, grad_v = summed.to(k.dtype).unbind()
-        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
+@torch.library.custom_op("titancli::ring_backward", mutates_args=())
+def ring_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, name: str, size: int, rank: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v."""
+    whole = _Queries(grad, q, out, lse)
+    tails = _Queries(*(x.chunk(2, 2)[1].contiguous() for x in whole))
+    travelling = torch.stack((k, v))
+    coming = _send(travelling, name, size, rank)
+    grad_q, *grads = _flash_backward(whole, k, v, causal=True)
+    grad_q, summed = grad_q.float(), torch.stack(grads).float()
+    for step in range(1, size):
+        travelling = _collective.wait_tensor(coming)
+        if step < size - 1:
+            coming = _send(travelling, name, size, rank)
+        # The gradients of keys and values go with them, each rank adding its own.
+        arriving = _send(summed, name, size, rank)
+        if step <= rank:
+            part_q, *grads = _flash_backward(whole, *travelling.chunk(2, 3)[0].unbind(), causal=False)
+            part = torch.stack(grads)
+            part = torch.cat((part, torch.zeros_like(part)), 3)
+        else:
+            part_q, *grads = _flash_backward(tails, *travelling.unbind(), causal=False)
+            part_q = torch.cat((torch.zeros_like(part_q), part_q), 2)
+            part = torch.stack(grads)
+        grad_q, summed = grad_q + part_q, _collective.wait_tensor(arriving) + part
+    summed = _collective.wait_tensor(_send(summed, name, size, rank))  # home again
+    grad_k, grad_v = summed.to(k.dtype).unbind()
+    return grad_q.to(q.dtype).contiguous(), grad_k.contiguous(), grad_v.clone()
+
+
+@ring_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, name: str, size: int, rank: int) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@ring_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, name: str, size: int, rank: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *group = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.group = group
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    return *ring_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.group), None, None, None
+
+
+ring_forward.register_autograd(_backward, setup_context=_keep)
+
+
+def _pairs(q: Any, size: int) -> int:
+    """Of queries and keys over all heads; a rank's own make a square, as torch counts causal attention."""
+    batch, heads, length, _ = q
+    return batch * heads * length * length * (size + 1) // 2
+
+
+@register_flop_formula(torch.ops.titancli.ring_forward)
+def _forward_flops(q: Any, k: Any, v: Any, name: str, size: int, *rest: Any, **more: Any) -> int:
+    return 2 * 2 * _pairs(q, size) * q[3]
+
+
+@register_flop_formula(torch.ops.titancli.ring_backward)
+def _backward_flops(
+    grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, name: str, size: int, *rest: Any, **more: Any
+) -> int:
+    return 5 * 2 * _pairs(q, size) * q[3]
 
 
 def _send(x: Tensor, name: str, size: int, rank: int) -> Tensor:
@@ -125,13 +165,12 @@ def _merge(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, 
     return a * (a_lse - lse).exp()[..., None] + b * (b_lse - lse).exp()[..., None], lse
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Output, log-sum-exp [B, heads, S] fp32, and what backward wants to be given back."""
+def _flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Output, and log-sum-exp [B, heads, S] fp32."""
     if q.device.type == "cpu":
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-        return out, lse, []
-    found = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
-    return found[0], found[1], [found[6], found[7]]
+        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
+    return out, lse
 
 
 class _Queries(NamedTuple):
@@ -143,12 +182,12 @@ class _Queries(NamedTuple):
     lse: Tensor
 
 
-def _flash_backward(
-    of: _Queries, k: Tensor, v: Tensor, seeds: list[Tensor], *, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_backward(of: _Queries, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v for these keys."""
     given = (of.grad, of.q, k, v, of.out, of.lse)
     if of.q.device.type == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal)
     lengths = (None, None, of.q.shape[2], k.shape[2])  # none: rows of one length
-    return _aten._scaled_dot_product_flash_attention_backward(*given, *lengths, 0.0, causal, *seeds)
+    # The state of a random generator, of which nothing is read without dropout.
+    state = torch.empty(2, dtype=torch.uint64, device=of.q.device)
+    return _aten._scaled_dot_product_flash_attention_backward(*given, *lengths, 0.0, causal, state, state)
