@@ -14,10 +14,12 @@ from titancli import component, hookimpl
 class Faulty:
     """Cross-entropy with a fault."""
 
-    fault: Literal["none", "error", "advice", "kill", "hang"] = "none"
+    fault: Literal["none", "error", "advice", "kill", "hang", "not_finite", "spike"] = "none"
     rank: int = 0
     call: int = 3
     """The call, from 1, at which it goes wrong."""
+    until: int | None = None
+    """The last call with wrong numbers; None: there is only one."""
     sleep: float = 0.0
     """Seconds that each call takes longer."""
 
@@ -46,6 +48,17 @@ def build(config: Faulty) -> Any:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if config.fault == "hang":
                     time.sleep(3600)
-            return super().__call__(out, batch)
+            result = super().__call__(out, batch)
+            if self.goes_wrong():
+                result = result._replace(sum=result.sum * (100 if config.fault == "spike" else float("nan")))
+            return result
 
-    return Loss()
+        def goes_wrong(self) -> bool:
+            here = int(os.environ.get("RANK", "0")) == config.rank
+            last = config.until or config.call
+            return here and config.fault in ("not_finite", "spike") and config.call <= self.calls <= last
+
+    loss = Loss()
+    if config.fault in ("not_finite", "spike"):
+        loss.token_weights = None  # or the head would make the sum by itself
+    return loss

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titancli.engine.engine import Engine, EngineSettings
+from titancli.engine.guard import Guard
 from titancli.engine.pipelined import PipelinedModel
 from titancli.engine.runners import Runner, WholeModel
 from titancli.engine.seeds import generator_for
@@ -99,6 +100,8 @@ def build_engine(
         )
         for group in engine.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
+        if recipe.stability.skip_nonfinite or recipe.stability.sigma > 0:
+            engine.guard = Guard(recipe.stability, device)
     return engine
 
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from titancli.data.batch import Batch
 from titancli.engine.gradients import divide_and_clip
+from titancli.engine.guard import Guard, step_unless
 from titancli.engine.runners import Runner, Sums
 from titancli.engine.seeds import seed_step
 from titancli.engine.state import load_state, optimizer_tensors, whole_tensors
@@ -68,11 +69,15 @@ class Engine:
     """Forward and backward of the whole model, for rows of the recipe's seq_len."""
     parameter_count: int = 0
     """Of the whole model; a tied one counts once."""
+    guard: Guard | None = None
+    """Which steps are not applied; None: all are."""
     step: int = 0
-    """Optimizer steps done."""
+    """Optimizer steps done, those that were skipped for their numbers included."""
     tokens_seen: int = 0
     """Input tokens of all steps, over all ranks."""
     _weight: Tensor | None = field(default=None, repr=False)
+    _loss: Tensor | None = field(default=None, repr=False)
+    """The sum that is to be divided by the weight, of all calls since the last step."""
     _step_tokens: int = 0
 
     @property
@@ -129,6 +134,7 @@ class Engine:
             seed_step(self.settings.seed, self.step, self.mesh.dp_rank)
             optimizer.zero_grad(set_to_none=True)
             self._weight = torch.zeros((), dtype=torch.float32, device=self.device)
+            self._loss = torch.zeros_like(self._weight)
         sums = self.runner.forward_backward([batch.to(self.device) for batch in batches], loss or self.loss)
         tokens = sum(_tokens(batch) for batch in batches) * self.mesh.degrees.dp
         self._step_tokens += tokens
@@ -142,17 +148,21 @@ class Engine:
         totals = dict(zip(sums, total.unbind(), strict=True))
         weight = totals.pop("weight")
         self._weight = self._weight + weight  # type: ignore[operator]
+        self._loss = self._loss + totals["loss"]  # type: ignore[operator]
         averages = {name: _quotient(value, weight) for name, value in totals.items()}
         return {**averages, "loss_max": worst}
 
     def optim_step(self, lr: float | None = None) -> Metrics:
         """Divide the gradients by the loss's total weight, clip, step, and advance the schedule.
 
+        Where the guard finds the step's numbers wrong, weights and the optimizer's state stay as they are;
+        all else goes on as after any other step.
+
         Args:
             lr: the learning rate of this step; None: the recipe's peak times its schedule.
 
         Returns:
-            `grad_norm` (before clipping) and `lr`.
+            `grad_norm` (before clipping), `lr` and, with a guard, `skipped_steps`, of the run so far.
 
         Raises:
             TitanError: no gradients have been made since the last step.
@@ -165,17 +175,28 @@ class Engine:
         factor = self.settings.lr_factor(self.step)
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor if lr is None else lr
-        optimizer.step()
-        self._after_step()
+        wrong = self._judge(norm)
+        if wrong is None:
+            optimizer.step()
+        else:
+            step_unless(wrong, optimizer)
+        self._after_step(wrong)
         for converter in self.converters:
             for part in self.parts:
                 converter.after_step(part)
         self.step += 1
         self.tokens_seen += self._step_tokens
         self.clear_gradients()
-        return {"grad_norm": norm, "lr": optimizer.param_groups[0]["lr"]}
+        skipped = {"skipped_steps": self.guard.skipped} if self.guard else {}
+        return {"grad_norm": norm, "lr": optimizer.param_groups[0]["lr"], **skipped}
 
-    def _after_step(self) -> None:
+    def _judge(self, norm: Tensor) -> Tensor | None:
+        """1.0 where the step must not be applied; None where nobody asks."""
+        if self.guard is None or self._loss is None or self._weight is None:
+            return None
+        return self.guard.judge(self.step + 1, norm, _quotient(self._loss, self._weight))
+
+    def _after_step(self, wrong: Tensor | None) -> None:
         """Let the model move what moves without gradients, by the tokens that all ranks' experts had."""
         counts = {name: count for part in self.parts for name, count in token_counts(part).items()}
         if not counts:
@@ -183,6 +204,8 @@ class Engine:
         total = torch.cat(list(counts.values()))
         for group in self.mesh.token_groups:
             dist.all_reduce(total, group=group)
+        if wrong is not None:  # counts of nothing move nothing
+            total = torch.where(wrong > 0, torch.zeros_like(total), total)
         sums = dict(zip(counts, total.split([len(count) for count in counts.values()]), strict=True))
         for part in self.parts:
             part.after_step({name: sums[name] for name in token_counts(part)})
@@ -193,7 +216,7 @@ class Engine:
         for part in self.parts:
             if token_counts(part):
                 part.forget_token_counts()
-        self._weight = None
+        self._weight = self._loss = None
         self._step_tokens = 0
 
     # -------------------------------------------------------------------------------------------- state
@@ -203,7 +226,8 @@ class Engine:
         tensors = {f"model.{name}": tensor for name, tensor in self.plain_parameters()}
         if self.optimizer is not None:
             tensors |= optimizer_tensors(self.optimizer, self.named_parameters())
-        return tensors, {"step": self.step, "tokens_seen": self.tokens_seen}
+        guard = {"guard": self.guard.state()} if self.guard else {}
+        return tensors, {"step": self.step, "tokens_seen": self.tokens_seen, **guard}
 
     def save(self, folder: str | Path, *, lock_text: str = "", run_id: str = "") -> None:
         """Write a checkpoint of this engine, whole or not at all."""

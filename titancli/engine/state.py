@@ -73,6 +73,8 @@ def load_state(engine: Engine, folder: Path, *, optimizer: bool, verify: Verify 
                 hint=f"start a new run from it with weights={folder}",
             )
         engine.step, engine.tokens_seen = counters["step"], counters["tokens_seen"]
+        if engine.guard is not None and "guard" in counters:
+            engine.guard.load_state(counters["guard"])
     return state
 
 

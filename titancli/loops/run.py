@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from titancli.checkpoint import Checkpointer
     from titancli.data.batch import Batch
     from titancli.engine import Engine
+    from titancli.errors import TitanError
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,14 @@ class Stop(Protocol):
 
     requested: str | None
     """The signal's name, e.g. "SIGTERM"."""
+
+
+class Watch(Protocol):
+    """What tells of steps that were skipped; see `titancli.engine.guard.Guard`."""
+
+    def too_many(self) -> bool: ...
+
+    def verdict(self, saved: str | None) -> TitanError: ...
 
 
 class Source(Protocol):
@@ -53,10 +62,12 @@ class Run:
     gc_freq: int = 50
     save_or_stop: bool = False
     """Whether a checkpoint that cannot be written ends the run."""
+    guard: Watch | None = None
+    """Asked before each step whether too many were skipped."""
     on_first_step: Callable[[], None] = lambda: None
     """Called once, after the first step of this process."""
     why: str = "finished"
-    """How it ended: finished, stopped, interrupted or data_ended."""
+    """How it ended: finished, stopped, interrupted, data_ended or skipped (too many steps in a row)."""
     signal: str | None = None
     data_wait: float = 0.0
     """Seconds that the last `take` waited for data."""
@@ -70,9 +81,12 @@ class Run:
         Raises:
             EnvironmentProblem: a checkpoint could not be written, and the recipe wants that to end the run.
         """
-        self.signal, failed = self._agree()
+        self.signal, failed, too_many = self._agree()
         if failed:  # on some rank; the others' threads are about to hear of it
             self._settle()
+        if too_many:
+            self.why = "skipped"
+            return False
         if self.signal is not None:
             self.why = "interrupted" if self.signal == "SIGINT" else "stopped"
             return False
@@ -117,11 +131,14 @@ class Run:
 
         Raises:
             EnvironmentProblem: it cannot be saved.
+            TitanError: it is saved, and the run ended because too many steps in a row were skipped.
         """
         self._settle()
         if self.checkpoints is not None and self.saved_step != engine.step and engine.step > 0:
             self._save(engine, data)
             self.checkpoints.wait()
+        if self.guard is not None and self.why == "skipped":
+            raise self.guard.verdict(f"checkpoints/step-{self.saved_step}" if self.checkpoints else None)
 
     def saved(self, step: int) -> None:
         """A checkpoint is complete."""
@@ -142,16 +159,19 @@ class Run:
             tensors, counters = engine.save_state()
             self.checkpoints.save(engine.step, tensors, {"engine": counters, "data": data.state})
 
-    def _agree(self) -> tuple[str | None, bool]:
-        """The signal that some rank got, and whether the save under way has failed on some rank."""
+    def _agree(self) -> tuple[str | None, bool, bool]:
+        """The signal that some rank got, and whether some rank knows of a save that failed, or of too many
+        steps that were skipped."""
         requested = self.stop.requested
         failed = self.checkpoints is not None and self.checkpoints.failed
+        too_many = self.guard is not None and self.guard.too_many()
         if dist.get_world_size() == 1:
-            return requested, failed
-        numbers = torch.tensor([_SIGNALS.index(requested) if requested in _SIGNALS else 0, int(failed)])
+            return requested, failed, too_many
+        number = _SIGNALS.index(requested) if requested in _SIGNALS else 0
+        numbers = torch.tensor([number, int(failed), int(too_many)])
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
-        signal, failures = numbers.tolist()
-        return _SIGNALS[signal], bool(failures)
+        agreed = numbers.tolist()
+        return _SIGNALS[agreed[0]], bool(agreed[1]), bool(agreed[2])
 
 
 # The order is the precedence when ranks got different ones.

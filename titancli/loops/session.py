@@ -62,6 +62,7 @@ def run(
         stop=stop,
         gc_freq=recipe.training.gc_freq,
         save_or_stop=recipe.checkpoint.on_error == "stop",
+        guard=engine.guard,
         on_first_step=on_first_step,
         saved_step=engine.step if checkpoint is not None else None,
     )

@@ -109,6 +109,8 @@ def status_line(event: dict[str, Any], width: int | None = None) -> str:
     ):
         if metrics.get(name) is not None:
             parts[name] = f"{label} {metrics[name]:{form}}"
+    if skipped := metrics.get("skipped_steps"):
+        parts["skipped"] = f"{skipped:.0f} skipped"
     if (rate := metrics.get("tokens_per_second")) is not None:
         parts["rate"] = f"{short(rate)} tokens/s"
     mfu, memory, eta = (metrics.get(name) for name in ("mfu", "memory_gib", "eta_seconds"))

@@ -185,12 +185,13 @@ class Panel:
             f"MFU {_form(metrics.get('mfu'), '.1%')}",
             f"{_form(metrics.get('memory_gib'), '.1f')} GiB",
         )
+        skipped = f", {metrics['skipped_steps']:.0f} skipped" if metrics.get("skipped_steps") else ""
         body = Table.grid(expand=True)
         body.add_row(progress)
         body.add_row(table)
         return Box(
             body,
-            title=Text(f" step {step:,}/{steps:,} "),
+            title=Text(f" step {step:,}/{steps:,}{skipped} "),
             title_align="left",
             subtitle=Text(f" {self._checkpoint()} "),
             subtitle_align="right",

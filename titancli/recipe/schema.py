@@ -201,6 +201,21 @@ class Checkpoint:
 
 
 @section
+class Stability:
+    """Which steps are skipped because their numbers went wrong: weights and optimizer stay as they were."""
+
+    skip_nonfinite: bool = True
+    """Skip a step whose loss or gradient norm is NaN or infinite."""
+    sigma: Annotated[float, Ge(0)] = 6.0
+    """Skip a step whose loss or gradient norm is so many standard deviations above the mean of the last
+    `window` steps that were applied; one deviation is taken to be a tenth of the mean at least. 0: never."""
+    window: Annotated[int, Ge(2)] = 128
+    """Nothing is a spike before so many steps were applied."""
+    max_skips: Annotated[int, Gt(0)] = 10
+    """So many skipped steps in a row end the run, with a checkpoint of the weights before them."""
+
+
+@section
 class Metrics:
     """What is measured, how often."""
 
@@ -255,6 +270,7 @@ class Recipe:
     loss: Annotated[Component, Slot("loss")]
     training: Training
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    stability: Stability = field(default_factory=Stability)
     metrics: Metrics = field(default_factory=Metrics)
     comm: Comm = field(default_factory=Comm)
     debug: Debug = field(default_factory=Debug)
