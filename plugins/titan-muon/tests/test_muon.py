@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import muon_cases
 import pytest
 import torch
 from torch import nn
 
+from tests.engine.cases import Layout
 from titancli import TitanError
+from titancli.models import Qwen3
+from titancli.models.menu.moe import MoE
 from titancli.testing import check_plugin, recipe, run_cli
 
 FALLBACK = """
@@ -36,18 +40,40 @@ def test_the_plugin_is_sound() -> None:
 @pytest.mark.parametrize("options", [{}, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw"}], ids=str)
 def test_a_step_is_that_of_torch(options: dict) -> None:
     found = muon_cases.stepped(None, **options)
-    parameters = [nn.Parameter(value) for value in muon_cases.values(0)]
-    optimizer = torch.optim.Muon(parameters, lr=0.1, **options)
+    # Torch takes matrices only: of a stack, one after the other.
+    parameters = [[nn.Parameter(matrix) for matrix in matrices(value)] for value in muon_cases.values(0)]
+    optimizer = torch.optim.Muon([p for stack in parameters for p in stack], lr=0.1, **options)
     for step in range(1, 4):
-        for parameter, gradient in zip(parameters, muon_cases.values(step), strict=True):
-            parameter.grad = gradient
+        for stack, gradients in zip(parameters, muon_cases.values(step), strict=True):
+            for parameter, gradient in zip(stack, matrices(gradients), strict=True):
+                parameter.grad = gradient
         optimizer.step()
-    expected = parameters + [optimizer.state[p]["momentum_buffer"] for p in parameters]
-    torch.testing.assert_close(found, [t.detach() for t in expected], rtol=1e-6, atol=1e-6)
+    expected = [[p.detach() for p in stack] for stack in parameters]
+    expected += [[optimizer.state[p]["momentum_buffer"] for p in stack] for stack in parameters]
+    stacked = [torch.stack(some).view_as(ours) for some, ours in zip(expected, found, strict=True)]
+    torch.testing.assert_close(found, stacked, rtol=1e-6, atol=1e-6)
+
+
+def matrices(value: torch.Tensor) -> list[torch.Tensor]:
+    return list(value.clone().unbind(0)) if value.ndim == 3 else [value]
+
+
+LAYOUTS = [("rows", 2), ("rows", 3), ("columns", 2), ("replicated", 4)]
+LAYOUTS += [(cut, 4) for cut in ("column", "row", "whole", "twice", "mixed")]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("cut", "world"), [("rows", 2), ("rows", 3), ("columns", 2), ("replicated", 4)])
+@pytest.mark.parametrize(("cut", "world"), [("rows", 2), ("mixed", 4)])
+def test_each_matrix_is_orthogonalised_once(ranks, cut: str, world: int) -> None:
+    count = sum(len(matrices(value)) for value in muon_cases.values(0))
+    replicas = 0
+    if cut == "mixed":  # what is whole on two ranks is done by both
+        replicas = sum(len(matrices(value)) for value in muon_cases.values(0)[2::3])
+    assert sum(ranks(world, muon_cases.orthogonalisations, cut)) == count + replicas
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("cut", "world"), LAYOUTS)
 def test_a_step_on_cut_matrices_is_that_on_whole_ones(ranks, cut: str, world: int) -> None:
     expected = muon_cases.stepped(None)
     for found in ranks(world, muon_cases.stepped, cut):
@@ -78,6 +104,42 @@ def test_two_ranks_train_as_one_does(ranks, tmp_path: Path) -> None:
     # Gradients differ in their last bits, and iterations in bfloat16 make more of it.
     assert distance(two[0], one) < 0.02
     assert distance(two[1], two[0]) == 0
+
+
+SIZES: dict[str, Any] = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, vocab_size=64)
+SIGMOID: dict[str, Any] = dict(hidden_dim=16, load_balance_coeff=None)
+EXPERTS = Qwen3(**SIZES, moe=MoE(num_experts=4, top_k=2, **SIGMOID))
+FEW = Qwen3(**SIZES, moe=MoE(num_experts=2, top_k=1, **SIGMOID))
+MESHES = {
+    "TP2": (2, Layout({"tp": 2})),
+    "FSDP2xTP2": (4, Layout({"dp_shard": 2, "tp": 2})),
+    "EP2xFSDP2": (4, Layout({"dp_shard": 4, "ep": 2}, config=EXPERTS)),
+    "EP2xTP2": (4, Layout({"dp_shard": 2, "tp": 2, "ep": 2}, config=EXPERTS)),
+    "EP2xFSDP2, hidden cut": (4, Layout({"dp_shard": 4, "ep": 2}, config=FEW)),
+    "PP2xFSDP2": (4, Layout({"dp_shard": 2, "pp": 2})),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", MESHES)
+def test_an_engine_steps_as_if_its_matrices_were_whole(ranks, name: str) -> None:
+    """Given the same gradients: what differs in these by rounding alone, bfloat16 iterations blow up."""
+    world, layout = MESHES[name]
+    found = ranks(world, muon_cases.steps_of_an_engine, layout)
+    names = {name for result in found for name in result}
+    assert len(names) == (16 if layout.config else 28)
+    for result in found:
+        assert all(torch.equal(stepped, whole) for stepped, whole in result.values())
+
+
+@pytest.mark.ranks
+def test_a_pipeline_stage_without_a_matrix_for_muon_steps_too(ranks) -> None:
+    blocks = [f"layers.{i}" for i in range(4)]
+    cut = {"module_fqns_per_model_part": [["tok_embeddings"], [*blocks, "norm", "output"]]}
+    first, second = ranks(2, muon_cases.steps_of_an_engine, Layout({"pp": 2}, pipeline=cut))
+    assert first == {}
+    assert len(second) == 28
+    assert all(torch.equal(stepped, whole) for stepped, whole in second.values())
 
 
 @pytest.mark.ranks

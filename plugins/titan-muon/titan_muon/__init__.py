@@ -13,7 +13,7 @@ from titancli import Component, Slot, component, hookimpl
 if TYPE_CHECKING:
     from titancli import Recipe
 
-EXCLUDED = ("tok_embeddings.weight", "output.weight")
+EXCLUDED = ("tok_embeddings.weight", "output.weight", "*bias")
 
 
 @component("optimizer", "muon", target="titan_muon.optimizer:build")

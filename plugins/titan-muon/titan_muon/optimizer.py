@@ -40,7 +40,7 @@ def build(
     others: list[tuple[str, nn.Parameter]] = []
     for name, parameter in named_parameters:
         excluded = any(fnmatchcase(name, pattern) for pattern in config.exclude)
-        (matrices if parameter.ndim == 2 and not excluded else others).append((name, parameter))
+        (matrices if parameter.ndim in (2, 3) and not excluded else others).append((name, parameter))
     fallback = AdamW() if config.fallback is None else config.fallback
     if not matrices:
         if len(named_parameters) < len(model_names):  # other pipeline stages have some

@@ -1,27 +1,36 @@
-"""`torch.optim.Muon` for sharded matrices.
+"""`torch.optim.Muon` for matrices that are cut, and for experts, which are many matrices in one tensor.
 
-Muon makes an update from a whole matrix, and a rank under FSDP2 holds some of its rows. Momentum is
-elementwise and stays cut. Then as many matrices as there are ranks are made whole at once, each on a rank of
-its own: one all-to-all brings their rows together, each rank orthogonalises one, and a second all-to-all
-takes the rows back. So each matrix is orthogonalised once, and not once a rank.
+Muon makes an update from a whole matrix, and a rank holds a part of it. Momentum is elementwise and stays
+cut. Then as many matrices as there are ranks are made whole at once, each on a rank of its own: all-to-alls
+bring their parts together, one for each dimension of the mesh that cuts them, each rank orthogonalises one,
+and the same all-to-alls take the parts back. So each matrix is orthogonalised once, and not once a rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from titan_muon.cuts import Cut, cuts_of
 
 
-class ShardedMuon(torch.optim.Muon):
-    """The same as torch's on whole matrices, and the same again on sharded ones.
+class ShardedMuon(torch.optim.Optimizer):
+    """The same as torch's on whole matrices, and the same again on cut ones.
 
-    The arguments are torch's. The state of a parameter is its `momentum_buffer`, cut as the parameter is.
+    Parameters are matrices, or stacks of them, [experts, rows, columns]. The options are those of
+    `torch.optim.Muon`. The state of a parameter is its `momentum_buffer`, cut as the parameter is.
     """
+
+    def __init__(self, params: Iterable[nn.Parameter], **options: Any) -> None:
+        # Torch's checks and defaults; it does not take stacks itself.
+        defaults = torch.optim.Muon([nn.Parameter(torch.empty(1, 1))], **options).defaults
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -32,33 +41,39 @@ class ShardedMuon(torch.optim.Muon):
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             # The largest first, so that those that are worked on at the same time cost about the same.
-            parameters.sort(key=lambda parameter: -parameter.numel())
-            for parameter, update in self._updates(parameters, group):
-                weight = _local(parameter)
+            parameters.sort(key=lambda parameter: -math.prod(parameter.shape[-2:]))
+            for weight, update in self._updates(parameters, group):
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 weight.add_(update, alpha=-group["lr"])
         return loss
 
     def _updates(
         self, parameters: list[nn.Parameter], group: dict[str, Any]
-    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter with this rank's part of its update, fp32."""
-        rowwise: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's part of each matrix, with its part of the update, fp32."""
+        together: dict[tuple[dist.ProcessGroup, ...], list[tuple[nn.Parameter, list[Cut]]]] = {}
         for parameter in parameters:
-            ranks = _ranks_that_share_rows(parameter)
-            if ranks is not None:
-                rowwise.setdefault(ranks, []).append(parameter)
-            elif isinstance(parameter, DTensor):
-                yield parameter, self._from_full_tensor(parameter, group)
+            cuts = cuts_of(parameter)
+            if cuts is not None:
+                together.setdefault(tuple(cut.ranks for cut in cuts), []).append((parameter, cuts))
             else:
-                yield parameter, orthogonal(self._direction(parameter, group), group)
-        for ranks, together in rowwise.items():
-            count = dist.get_world_size(ranks)
-            for at in range(0, len(together), count):
-                some = together[at : at + count]
-                directions = [self._direction(parameter, group) for parameter in some]
-                rows = [parameter.shape[0] for parameter in some]
-                yield from zip(some, one_a_rank(directions, rows, ranks, group), strict=True)
+                yield from zip(
+                    _matrices(_local(parameter)), self._from_full_tensor(parameter, group), strict=True
+                )
+        for ranks, some in together.items():
+            at_once = math.prod(dist.get_world_size(group) for group in ranks)
+            for batch in _batches(self._parts(some, group), at_once):
+                weights, directions, cuts_of_each = zip(*batch, strict=True)
+                yield from zip(weights, orthogonalised(directions, cuts_of_each, group), strict=True)
+
+    def _parts(
+        self, parameters: list[tuple[nn.Parameter, list[Cut]]], group: dict[str, Any]
+    ) -> Iterator[tuple[Tensor, Tensor, list[Cut]]]:
+        """Of each matrix: this rank's part, what of the direction belongs to it, and how both are cut."""
+        for parameter, cuts in parameters:
+            weights, directions = _matrices(_local(parameter)), _matrices(self._direction(parameter, group))
+            for weight, direction in zip(weights, directions, strict=True):
+                yield weight, direction, cuts
 
     def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         """This rank's part of what is to be made orthogonal; advances the momentum."""
@@ -70,44 +85,82 @@ class ShardedMuon(torch.optim.Muon):
         buffer.lerp_(gradient, 1 - group["momentum"])
         return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 
-    def _from_full_tensor(self, parameter: DTensor, group: dict[str, Any]) -> Tensor:
-        """The update of a matrix that is cut in some other way: every rank makes it whole for itself."""
+    def _from_full_tensor(self, parameter: Any, group: dict[str, Any]) -> list[Tensor]:
+        """Updates of a parameter that is cut in some other way: every rank makes it whole for itself."""
         mesh, placements = parameter.device_mesh, parameter.placements
         part = self._direction(parameter, group)
         shape, stride = parameter.shape, parameter.stride()
         direction = DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
-        update = orthogonal(direction.full_tensor(), group)
-        return distribute_tensor(update, mesh, placements, src_data_rank=None).to_local()
+        whole = [orthogonal(matrix, group) for matrix in _matrices(direction.full_tensor())]
+        update = torch.stack(whole).view(shape)
+        return _matrices(distribute_tensor(update, mesh, placements, src_data_rank=None).to_local())
 
 
-def one_a_rank(
-    directions: list[Tensor], rows: list[int], ranks: dist.ProcessGroup, group: dict[str, Any]
+def orthogonalised(
+    parts: tuple[Tensor, ...], cuts: tuple[list[Cut], ...], group: dict[str, Any]
 ) -> list[Tensor]:
-    """Orthogonalise at most as many matrices as there are ranks, the i-th on rank i.
+    """This rank's parts of the updates, fp32, of matrices that the same ranks have cut.
+
+    Collective over the ranks of all cuts. Matrices are dealt to the ranks of the first cut, each of which
+    then has a larger part of fewer; and so on, until each rank has whole ones.
 
     Args:
-        directions: this rank's rows of each matrix.
-        rows: of each whole matrix.
-        ranks: hold the rows of each matrix, one after the other.
-
-    Returns:
-        This rank's rows of each update.
+        parts: this rank's part of each matrix.
+        cuts: of each matrix, the last first; the i-th of all has the same ranks.
     """
+    if not parts:
+        return []
+    if not cuts[0]:
+        return [orthogonal(part, group) for part in parts]
+    ranks = cuts[0][0].ranks
     count, me = dist.get_world_size(ranks), dist.get_rank(ranks)
-    sizes = [direction.numel() for direction in directions]
-    sizes += [0] * (count - len(sizes))
+    dealt = [list(range(rank, len(parts), count)) for rank in range(count)]
     # torch.optim.Muon computes in bfloat16, so that nothing is lost by sending that.
-    sent = torch.cat([direction.to(torch.bfloat16).flatten() for direction in directions])
-    mine = me < len(directions)
-    columns = directions[me].shape[1] if mine else 0
-    pieces = [(_rows_of(rank, rows[me], count) if mine else 0) * columns for rank in range(count)]
-    whole = sent.new_empty(sum(pieces))
-    dist.all_to_all_single(whole, sent, pieces, sizes, group=ranks)
-    update = orthogonal(whole.view(rows[me], columns), group) if mine else whole.float()
-    back = torch.empty(sum(sizes), dtype=update.dtype, device=update.device)
-    dist.all_to_all_single(back, update.flatten(), sizes, pieces, group=ranks)
-    parts = back.split(sizes)[: len(directions)]
-    return [part.view_as(direction) for part, direction in zip(parts, directions, strict=True)]
+    sent = [[parts[i].to(torch.bfloat16) for i in dealt[rank]] for rank in range(count)]
+    empty = parts[0].new_empty(0)
+    shapes = [[_shape(parts[i], cuts[i][0], rank) for i in dealt[me]] for rank in range(count)]
+    received = _exchange(sent, shapes, ranks, empty.to(torch.bfloat16))
+    mine = tuple(
+        torch.cat([received[rank][k] for rank in range(count)], cuts[i][0].dim)
+        for k, i in enumerate(dealt[me])
+    )
+    done = orthogonalised(mine, tuple(cuts[i][1:] for i in dealt[me]), group)
+    pieces = [
+        update.split(cuts[i][0].sizes, cuts[i][0].dim) for update, i in zip(done, dealt[me], strict=True)
+    ]
+    back = _exchange(
+        [[piece[rank] for piece in pieces] for rank in range(count)],
+        [[parts[i].shape for i in dealt[rank]] for rank in range(count)],
+        ranks,
+        empty.float(),
+    )
+    updates: dict[int, Tensor] = {}
+    for rank in range(count):
+        updates.update(zip(dealt[rank], back[rank], strict=True))
+    return [updates[i] for i in range(len(parts))]
+
+
+def _shape(part: Tensor, cut: Cut, rank: int) -> torch.Size:
+    """Of another rank's part of the same matrix."""
+    shape = list(part.shape)
+    shape[cut.dim] = cut.sizes[rank]
+    return torch.Size(shape)
+
+
+def _exchange(
+    to_ranks: list[list[Tensor]],
+    from_ranks: list[list[torch.Size]],
+    ranks: dist.ProcessGroup,
+    empty: Tensor,
+) -> list[list[Tensor]]:
+    """Send each rank its tensors, and get of each rank tensors of the given shapes; all like `empty`."""
+    sent = torch.cat([empty, *(tensor.flatten() for tensors in to_ranks for tensor in tensors)])
+    sizes = [sum(tensor.numel() for tensor in tensors) for tensors in to_ranks]
+    lengths = [[shape.numel() for shape in shapes] for shapes in from_ranks]
+    received = empty.new_empty(sum(map(sum, lengths)))
+    dist.all_to_all_single(received, sent, [sum(some) for some in lengths], sizes, group=ranks)
+    pieces = iter(received.split([length for some in lengths for length in some]))
+    return [[next(pieces).view(shape) for shape in shapes] for shapes in from_ranks]
 
 
 def orthogonal(direction: Tensor, group: dict[str, Any]) -> Tensor:
@@ -119,20 +172,21 @@ def orthogonal(direction: Tensor, group: dict[str, Any]) -> Tensor:
     return update.detach().neg_()
 
 
-def _ranks_that_share_rows(parameter: nn.Parameter) -> dist.ProcessGroup | None:
-    """The ranks that hold its rows, where it is cut in just that way; None where it is not."""
-    if not isinstance(parameter, DTensor):
-        return None
-    cut = [dim for dim, placement in enumerate(parameter.placements) if not isinstance(placement, Replicate)]
-    if len(cut) != 1 or parameter.placements[cut[0]] != Shard(0):
-        return None
-    return parameter.device_mesh.get_group(cut[0])
+def _batches(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    """Lists of `size` items, the last one shorter."""
+    batch = []
+    for item in items:
+        batch.append(item)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
-def _rows_of(rank: int, rows: int, ranks: int) -> int:
-    """How many rows a rank holds: equal pieces, rounded up, so that the last ranks may hold fewer or none."""
-    piece = -(-rows // ranks)
-    return max(0, min(piece, rows - rank * piece))
+def _matrices(tensor: Tensor) -> list[Tensor]:
+    """The matrix, or those of a stack, in the same memory."""
+    return list(tensor.unbind(0)) if tensor.ndim == 3 else [tensor]
 
 
 def _local(tensor: Tensor) -> Tensor:
