@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ SIZES: dict[str, Any] = dict(
 )
 ROUTING: dict[str, Any] = dict(score_func="softmax", route_norm=True, score_before_experts=False)
 EIGHT = Qwen3(**SIZES, moe=MoE(num_experts=8, top_k=3, hidden_dim=16, load_balance_coeff=1e-2, **ROUTING))
+DEEP = replace(EIGHT, n_layers=4)
 TWO = Qwen3(**SIZES, moe=MoE(num_experts=2, top_k=1, hidden_dim=16, score_func="softmax"))
 SHARED = Qwen3(**SIZES, moe=MoE(num_experts=4, top_k=1, hidden_dim=16, num_shared_experts=1, gate_bias=True))
 
@@ -34,6 +36,7 @@ def layout(config: Qwen3 = EIGHT, micro_batches: int = 1, **options: Any) -> Lay
     return Layout(mesh=mesh, config=config, micro_batches=micro_batches, **options)
 
 
+ZBV = {"schedule": "ZBVZeroBubble"}
 FULL = {"mode": "full"}
 BY_OP = {"mode": "selective", "selective_ac_option": "op"}
 LAYOUTS = {
@@ -52,6 +55,8 @@ LAYOUTS = {
     "FSDP4, two experts a rank": (4, layout(dp_shard=4)),
     "EP2xFSDP2, hidden cut": (4, layout(TWO, dp_shard=4, ep=2)),
     "shared, EP2xTP2": (4, layout(SHARED, dp_shard=2, tp=2, ep=2)),
+    "PP2xEP2": (4, layout(DEEP, pp=2, dp_shard=2, ep=2)),
+    "PP2xEP2, backward in two": (4, layout(DEEP, pp=2, dp_shard=2, ep=2, pipeline=ZBV)),
     "EP2, AC full": (2, layout(dp_shard=2, ep=2, activation_checkpoint=FULL)),
     "EP2, AC by op": (2, layout(dp_shard=2, ep=2, activation_checkpoint=BY_OP)),
     "EP2, compiled": (2, layout(dp_shard=2, ep=2, compile="aot_eager")),
@@ -70,16 +75,17 @@ LAYOUTS = {
 def run(layout: Layout, optimizer: str) -> dict[str, torch.Tensor]:
     """The suite's run, with the biases after each step and how many tokens each expert had in it."""
     seen: dict[str, torch.Tensor] = {}
-    step = itertools.count()
+    steps: Counter[str] = Counter()
     kept = Decoder.after_step
 
     def watched(model: Decoder, counts: Mapping[str, torch.Tensor]) -> None:
         kept(model, counts)
-        number = next(step)
         for name, layer in moe_layers(model).items():
-            seen[f"routes {number} {name}"] = counts[name].float()
+            step = steps[name]
+            steps[name] += 1
+            seen[f"routes {step} {name}"] = counts[name].float()
             if layer.expert_bias is not None:
-                seen[f"weight {number} {name}.expert_bias"] = layer.expert_bias.clone()
+                seen[f"weight {step} {name}.expert_bias"] = layer.expert_bias.clone()
 
     Decoder.after_step = watched  # type: ignore[method-assign]
     try:
@@ -124,8 +130,8 @@ def test_every_layout_gives_the_answer_of_one_rank(ranks, one_rank, name):
     world, this = LAYOUTS[name]
     reference = one_rank(this.config)
     results = ranks(world, run, this, "sgd")
-    for result in results:
-        for key in [key for key in reference if key.startswith("routes")]:
+    for result in results:  # of its own stages, under a pipeline
+        for key in [key for key in result if key.startswith("routes")]:
             assert torch.equal(result.pop(key), reference[key]), f"{key}: tokens went elsewhere"
     found = difference(results, {k: v for k, v in reference.items() if not k.startswith("routes")})
     assert found.largest <= 1e-5, f"{found.worst}: {found}"
