@@ -18,6 +18,7 @@ FLOORS = [
     {"recipe"},
     {"runs", "provenance", "process", "stop"},
     {"models", "losses", "optimizers", "converters", "data", "parallel", "checkpoint", "observe", "loggers"},
+    {"planning"},
     {"rl"},
     {"engine"},
     {"generate"},
@@ -71,6 +72,10 @@ MENUS = [
     "titancli.recipe",
     "titancli.registry.kinds",
     "titancli.cli",
+    "titancli.cli.plan",
+    "titancli.planning.estimate",
+    "titancli.planning.verdict",
+    "titancli.planning.drawing",
     "titancli.runs",
 ]
 HEAVY = {"torch", "transformers", "datasets", "numpy", "rich", "pydantic", "safetensors", "tokenizers"}

@@ -33,6 +33,7 @@ DOCUMENTS = {
     "config": (["config", "llama3_debug", "--json", "--origin"], "titan.config"),
     "validate": (["validate", "llama3_debug", "--format", "json"], "titan.validation"),
     "train": (["train", "llama3_debug", "--dry-run", "--json"], "titan.plan"),
+    "plan": (["plan", "llama3_debug", "--json"], "titan.estimate"),
     "doctor": (["doctor", "--json"], "titan.doctor"),
 }
 

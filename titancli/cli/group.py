@@ -25,6 +25,7 @@ class Entry(NamedTuple):
 COMMANDS = [
     Entry("Run", "train", "train", "Train a model from a recipe, or continue a run."),
     Entry("Run", "generate", "generate", "Continue a prompt with a trained model."),
+    Entry("Run", "plan", "plan", "Say what a recipe takes on so many devices, and whether it fits."),
     Entry("Run", "convert-checkpoint", "convert", "Turn a checkpoint into a Hugging Face folder, or back."),
     Entry("Runs", "checkpoint", "checkpoint", "List, show and verify checkpoints."),
     Entry("Recipes", "validate", "validate", "Check recipes without running them."),

@@ -1,8 +1,10 @@
-"""Peak bf16 throughput of devices, for model FLOPs utilisation: dense, as their makers say."""
+"""What devices can do at most, as their makers say: bf16 throughput (dense) for model FLOPs utilisation, and
+for plans memory and links as well."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -44,3 +46,48 @@ def device_peak(device: torch.device) -> float | None:
     import torch
 
     return peak_flops(torch.cuda.get_device_name(device))
+
+
+# ------------------------------------------------------------------------------- what a plan is made for
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device and how it is connected, in bytes and seconds. None: nobody tells, nothing is guessed."""
+
+    name: str
+    flops: float | None = None
+    """Peak bf16 operations a second, dense."""
+    memory: float | None = None
+    """Bytes of memory, as the driver reports them."""
+    memory_rate: float | None = None
+    """Bytes a second between it and the memory."""
+    link_rate: float | None = None
+    """Bytes a second to the other devices of the node, each way."""
+    network_rate: float | None = None
+    """Bytes a second to other nodes, each way, for each device."""
+    node: int = 8
+    """Devices of one node."""
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.name != "cpu"
+
+
+def _sxm(name: str, gib: float, memory: float, link: float, network: float) -> Device:
+    rates = (rate * 1e9 for rate in (memory, link, network))
+    return Device(name, peak_flops(name), gib * 2**30, *rates)
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        # NVIDIA's data sheets of the SXM parts and of the DGX systems: memory, NVLink (half of the sum of
+        # both ways), and the one ConnectX of 200 or 400 Gb/s that each GPU has.
+        _sxm("A100", 79.2, 2039, 300, 25),
+        _sxm("H100", 79.2, 3350, 450, 50),
+        _sxm("H200", 139.8, 4800, 450, 50),
+        _sxm("B200", 178.4, 8000, 900, 50),
+        Device("cpu"),
+    )
+}

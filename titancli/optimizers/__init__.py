@@ -31,5 +31,9 @@ class AdamW:
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """What the two moments are stored in."""
 
+    def state_bytes(self, stored: int) -> float:
+        """For `titan plan`: bytes of state of each number of a parameter that is stored in `stored` bytes."""
+        return 2.0 * {"float32": 4, "bfloat16": 2}[self.state_dtype]
+
 
 COMPONENTS: list[type] = [AdamW]

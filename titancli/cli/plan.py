@@ -1,0 +1,100 @@
+"""`titan plan`: what a recipe takes on so many devices, and whether it fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from titancli.cli.common import split_overrides
+from titancli.cli.completion import RecipeOrOverride
+from titancli.cli.output import print_json
+from titancli.errors import UsageError
+from titancli.launchers.fit import check_world
+from titancli.observe.peaks import DEVICES
+from titancli.recipe import Loaded, load_recipe
+
+NODE = 8
+"""Ranks to begin with where neither the command nor the mesh says how many there are."""
+
+
+@click.command("plan", short_help="Say what a recipe takes on so many devices, and whether it fits.")
+@click.argument(
+    "arguments", metavar="RECIPE [KEY=VALUE]...", nargs=-1, required=True, type=RecipeOrOverride()
+)
+@click.option("--unset", metavar="KEY", multiple=True, help="Return a key to its default.")
+@click.option(
+    "--world-size",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Ranks in all.  [default: what the mesh says, or a node of 8]",
+)
+@click.option("--gpu", type=click.Choice(sorted(DEVICES)), default="H100", show_default=True)
+@click.option("--check", is_flag=True, help="Also do a step of one rank of each stage, without memory.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def command(
+    arguments: tuple[str, ...],
+    unset: tuple[str, ...],
+    world_size: int | None,
+    gpu: str,
+    check: bool,
+    as_json: bool,
+) -> int:
+    """Say what a recipe takes on so many devices: memory, traffic, time at best, and whether it fits.
+
+    Everything is computed, without a GPU and without torch. docs/plan.md says how.
+    """
+    recipes, overrides = split_overrides(arguments)
+    if len(recipes) != 1:
+        raise UsageError(
+            "plan needs one recipe" if not recipes else f"plan takes one recipe, not {len(recipes)}"
+        )
+    loaded = load_recipe(recipes[0], overrides, unset=unset)
+    world = world_size or _ranks(loaded, gpu)
+    told = _told(loaded, world, gpu)
+    if check:
+        from titancli.launchers import check as dry_run
+
+        told["check"] = dry_run.check(loaded.recipe, world)
+    if as_json:
+        print_json("estimate", told)
+    else:
+        from titancli.planning.drawing import as_text
+
+        print(as_text(told))
+        if check:
+            print(dry_run.as_text(told["check"]))
+    return 0
+
+
+def _told(loaded: Loaded, world: int, gpu: str) -> dict[str, Any]:
+    """The document.
+
+    Raises:
+        RecipeError: everything about the recipe that does not fit this many ranks.
+    """
+    from titancli.planning.estimate import as_data, estimate, shape_of
+    from titancli.planning.verdict import as_data as verdict_data
+
+    degrees, _ = check_world(loaded, world)
+    recipe, device = loaded.recipe, DEVICES[gpu]
+    shape = shape_of(recipe)
+    found = estimate(recipe, shape, degrees, device) if shape is not None else None
+    return {
+        **as_data(recipe, degrees, device, found),
+        "verdict": verdict_data(recipe, found),
+        "check": None,
+    }
+
+
+def _ranks(loaded: Loaded, gpu: str) -> int:
+    """As many as the mesh asks for; where a degree takes what is left, a node full of them."""
+    fixed, free = 1, False
+    for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
+        degree = getattr(loaded.recipe.mesh, name)
+        free = free or degree == -1
+        fixed *= max(1, degree)
+    if not free:
+        return fixed
+    node = 1 if gpu == "cpu" else NODE
+    return fixed * max(1, node // fixed)

@@ -1,0 +1,151 @@
+"""A plan for people: the mesh drawn, and figures in columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+GIB = 2**30
+WIDTH = 8
+"""Ranks of one row of the drawing."""
+ROWS = 3
+"""Rows drawn at the beginning; the last one follows."""
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+INDENT = " " * 14
+
+
+def as_text(told: dict[str, Any]) -> str:
+    """The document of `titan plan --json` as text."""
+    lines = [_row("model", _model(told)), *_mesh(told)]
+    if told["memory"]:
+        lines += [_row("flops", f"{told['compute']['flops_per_token']:.4g} a token, forward and backward")]
+        lines += [*_memory(told), *_collectives(told), *_pipeline(told), *_speed(told)]
+    lines += [_row("note" if not i else "", note) for i, note in enumerate(told["notes"])]
+    if told["memory"]:
+        lines += _verdict(told)
+    return "\n".join(lines)
+
+
+def _row(label: str, text: str) -> str:
+    return f"{label:<14}{text}".rstrip()
+
+
+def _model(told: dict[str, Any]) -> str:
+    numbers = told["parameters"]
+    if not numbers:
+        return str(told["model"])
+    return f"{told['model']}, {numbers['model']:,} parameters; {numbers['rank']:,} on a rank"
+
+
+# ---------------------------------------------------------------------------------------------- mesh
+
+
+def _mesh(told: dict[str, Any]) -> list[str]:
+    """Ranks in order, the innermost dimension along a row."""
+    mesh, world = told["mesh"], told["world"]
+    degrees = [(name, mesh[name]) for name in DIMENSIONS if mesh[name] > 1]
+    title = " x ".join(f"{name} {degree}" for name, degree in degrees) or "one device"
+    if mesh["ep"] > 1:
+        title += f", experts over ep {mesh['ep']}"
+    device = "CPU" if told["gpu"] == "cpu" else told["gpu"]
+    lines = [_row("mesh", f"{world:,} x {device}: {title}")]
+    if not degrees:
+        return lines
+    *outer, (inner, length) = degrees
+    rows = world // length
+    shown = list(range(rows)) if rows <= ROWS + 1 else [*range(ROWS), None, rows - 1]
+    for row in shown:
+        if row is None:
+            lines.append(f"{INDENT}…")
+            continue
+        place, left = [], row
+        for name, degree in reversed(outer):
+            left, at = divmod(left, degree)
+            place.append(f"{name} {at}")
+        where = ", ".join(reversed(place))
+        lines.append(f"{INDENT}{where:<{_widest(outer)}}[{_ranks(row * length, length)}] {inner}".rstrip())
+    return lines
+
+
+def _widest(outer: list[tuple[str, int]]) -> int:
+    return sum(len(f"{name} {degree - 1}, ") for name, degree in outer)
+
+
+def _ranks(first: int, count: int) -> str:
+    if count <= WIDTH:
+        return " ".join(str(first + i) for i in range(count))
+    return f"{first} {first + 1} {first + 2} … {first + count - 1}"
+
+
+# ------------------------------------------------------------------------------------------- figures
+
+
+def _memory(told: dict[str, Any]) -> list[str]:
+    memory = told["memory"]
+    of = f" of {_gib(memory['limit_bytes'])} that tensors can have" if memory["limit_bytes"] else ""
+    lines = [
+        _row("memory", f"{_gib(memory['peak_bytes'])} on a rank{of}, at its most in: {memory['moment']}")
+    ]
+    lines += [f"{INDENT}{kind:<16}{_gib(size):>12}" for kind, size in memory["classes"].items() if size]
+    if len(memory["ranks"]) > 1:
+        each = " ".join(f"{rank['peak_bytes'] / GIB:.1f}" for rank in memory["ranks"])
+        lines.append(f"{INDENT}GiB on the ranks of the pipeline: {each}")
+    return lines
+
+
+def _collectives(told: dict[str, Any]) -> list[str]:
+    lines = []
+    for number, one in enumerate(told["collectives"]):
+        took = "" if one["seconds"] is None else f"  {1000 * one['seconds']:>9,.1f} ms"
+        name = f"{one['over']}: {one['name']} over {one['ranks']}"
+        text = f"{name:<44}{_gib(one['bytes']):>12} a step{took} ({one['link']})"
+        lines.append(_row("sent by a rank" if not number else "", text))
+    return lines
+
+
+def _pipeline(told: dict[str, Any]) -> list[str]:
+    one = told["pipeline"]
+    if not one:
+        return []
+    text = f"{one['schedule']}, {one['stages']} stages, {one['microbatches']} micro-batches a step"
+    return [_row("pipeline", f"{text}; a rank waits {one['bubble']:.1%} of the time")]
+
+
+def _speed(told: dict[str, Any]) -> list[str]:
+    one = told["speed"]
+    if not one:
+        return [_row("speed", "not estimated: no maker tells what this device can do")]
+    parts = {
+        "arithmetic": one["arithmetic"],
+        "collectives in between": one["waiting"],
+        "collectives beside": one["beside"],
+        "optimizer": one["optimizer"],
+    }
+    shares = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in parts.items() if seconds)
+    return [
+        _row("speed", f"at most {one['tokens_per_second']:,.0f} tokens/s on a rank, {one['mfu']:.0%} MFU"),
+        f"{INDENT}a step of {one['step']:.3g} s or more: {shares}",
+    ]
+
+
+def _verdict(told: dict[str, Any]) -> list[str]:
+    verdict, memory = told["verdict"], told["memory"]
+    if verdict["fits"] is None:
+        return [_row("verdict", "fits where there is that much memory for each rank")]
+    if verdict["fits"]:
+        left = memory["limit_bytes"] - memory["peak_bytes"]
+        return [_row("verdict", f"fits, with {_gib(left)} to spare")]
+    over = memory["peak_bytes"] - memory["limit_bytes"]
+    lines = [_row("verdict", f"does not fit: {_gib(over)} too much")]
+    change = verdict["change"]
+    if change is None:
+        return [*lines, f"{INDENT}no change that was tried makes it fit: more ranks, or a smaller model"]
+    cost = ""
+    if change["slower"] is not None:
+        share = change["slower"]
+        cost = f", {abs(share):.1%} {'slower' if share >= 0 else 'faster'}"
+    lines.append(f"{INDENT}cheapest of what was tried: {_gib(change['peak_bytes'])}{cost}")
+    return [*lines, f"{INDENT}  {' '.join(change['overrides'])}"]
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:,.2f} GiB" if size >= GIB / 100 else f"{size / 2**20:,.2f} MiB"

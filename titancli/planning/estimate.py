@@ -1,0 +1,116 @@
+"""All that `titan plan` says of a recipe on so many ranks, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from titancli.models.shape import Decoder
+from titancli.observe.peaks import Device
+from titancli.planning.job import Job, assumed, make_job
+from titancli.planning.memory import RankMemory, rank_memory
+from titancli.planning.pipeline import bubble
+from titancli.planning.roofline import Speed, speed
+from titancli.planning.traffic import Flow, flows
+from titancli.recipe.schema import Degrees, Recipe
+from titancli.registry.component import component_info
+
+RESERVE = 2 * 2**30
+"""Bytes of a GPU that no tensor gets: CUDA's context, NCCL's buffers, what the allocator cannot use."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of a described model; `rank` is the one that needs most memory."""
+
+    job: Job
+    ranks: list[RankMemory]
+    """Of every rank of the pipeline."""
+    flows: list[Flow]
+    speed: Speed | None
+
+    @property
+    def worst(self) -> RankMemory:
+        return max(self.ranks, key=lambda rank: rank.total)
+
+    @property
+    def limit(self) -> float | None:
+        """Bytes that tensors may take; None where nobody tells."""
+        memory = self.job.device.memory
+        return None if memory is None else memory - RESERVE
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.limit is None else self.worst.total <= self.limit
+
+
+def estimate(recipe: Recipe, shape: Decoder, degrees: Degrees, device: Device) -> Estimate:
+    """Of a recipe that `check_world` has found to fit its ranks."""
+    job = make_job(recipe, shape, degrees, device)
+    ranks = [rank_memory(job, rank) for rank in range(degrees.pp)]
+    worst = max(ranks, key=lambda rank: rank.total)
+    return Estimate(job, ranks, flows(job, worst.pp_rank), speed(job))
+
+
+def shape_of(recipe: Recipe) -> Decoder | None:
+    """What the model's config says of its sizes; None where it does not say."""
+    tell = getattr(recipe.model, "shape", None)
+    return tell() if callable(tell) else None
+
+
+def as_data(recipe: Recipe, degrees: Degrees, device: Device, found: Estimate | None) -> dict[str, Any]:
+    """The document of `titan plan --json`, without what would make it fit."""
+    told = {
+        "recipe": recipe.name,
+        "model": component_info(recipe.model).name,
+        "gpu": device.name,
+        "world": degrees.world,
+        "mesh": asdict(degrees),
+        "notes": assumed(recipe, described=found is not None),
+        "parameters": None,
+        "memory": None,
+        "compute": None,
+        "collectives": [],
+        "pipeline": None,
+        "speed": None,
+    }
+    if found is None:
+        return told
+    job = found.job
+    flops = job.shape.flops_per_token(job.seq_len)
+    return told | {
+        "parameters": {"model": job.shape.size, "rank": round(found.worst.parameters)},
+        "memory": _memory(found),
+        "compute": {"flops_per_token": flops, "flops_per_step": flops * job.tokens_per_step},
+        "collectives": [
+            {"name": f.name, "over": f.over, "ranks": f.ranks, "bytes": round(f.size), "link": f.link}
+            | {"seconds": f.seconds}
+            for f in found.flows
+        ],
+        "pipeline": _pipeline(job),
+        "speed": None if found.speed is None else asdict(found.speed),
+    }
+
+
+def _memory(found: Estimate) -> dict[str, Any]:
+    return {
+        "limit_bytes": None if found.limit is None else round(found.limit),
+        "peak_bytes": round(found.worst.total),
+        "moment": found.worst.moment,
+        "classes": {kind: round(size) for kind, size in found.worst.classes.items()},
+        "ranks": [
+            {"pp_rank": rank.pp_rank, "peak_bytes": round(rank.total), "moment": rank.moment}
+            for rank in found.ranks
+        ],
+    }
+
+
+def _pipeline(job: Job) -> dict[str, Any] | None:
+    if job.degrees.pp == 1:
+        return None
+    return {
+        "schedule": job.pipeline.schedule,
+        "stages": job.stages,
+        "microbatches": job.passes,
+        "bubble": bubble(job),
+    }

@@ -1,0 +1,217 @@
+"""What the sums are made of: a recipe on so many ranks of one device, as numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from titancli.models.shape import Attention, Decoder
+from titancli.observe.peaks import Device
+from titancli.planning.kernels import Engine
+from titancli.recipe.schema import Degrees, Pipeline, Recipe
+from titancli.recipe.stages import cut, stages_of
+from titancli.registry.component import component_info
+
+BYTES = {"float32": 4, "bfloat16": 2}
+MOMENTS = 2
+"""Numbers that an optimizer keeps of each parameter, where it does not say: Adam's."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank's share of a run. Sizes of numbers are bytes."""
+
+    shape: Decoder
+    degrees: Degrees
+    device: Device
+    rows: int
+    """That pass through the model together."""
+    local_rows: int
+    """That a rank has at hand."""
+    passes: int
+    """Forward and backward passes of one optimizer step, of `rows` rows each."""
+    seq_len: int
+    stored: int
+    """Of a parameter."""
+    compute: int
+    reduce: int
+    """Of a gradient while it is summed over ranks."""
+    recompute: str
+    """What activation checkpointing recomputes: "none", "op", "full", every n-th block ("2"), or what the
+    compiler makes of a budget ("budget 0.5")."""
+    compiled: bool
+    reshard: str
+    unsharded: bool
+    """Gradients are summed over ranks once a step, and are whole until then."""
+    context: str
+    """How attention sees whole rows: "allgather" of keys and values, "ulysses" (heads for sequence),
+    "ring"."""
+    offloaded: bool
+    """Parameters, gradients and optimizer state are in the CPU's memory."""
+    full_logits: bool
+    """The loss is computed on all logits at once."""
+    optimizer_state: float
+    """Of a parameter, in all."""
+    optimizer_extra: float
+    """That a step takes, for each number of the largest parameter or, with `optimizer_extra_all`, of all."""
+    optimizer_extra_all: bool
+    pipeline: Pipeline
+
+    # ------------------------------------------------------------------------------------- tokens
+
+    @property
+    def engine(self) -> Engine:
+        if not self.device.is_gpu:
+            return "cpu"
+        return "compiled" if self.compiled else "gpu"
+
+    @property
+    def row_tokens(self) -> float:
+        """Of one row on this rank."""
+        return self.seq_len / self.degrees.cp
+
+    @property
+    def tokens(self) -> float:
+        """That this rank's share of the matrices works on in one pass."""
+        return self.rows * self.row_tokens
+
+    @property
+    def stream_tokens(self) -> float:
+        """Of the residual stream: tensor parallelism cuts it along the sequence."""
+        return self.tokens / self.degrees.tp
+
+    @property
+    def stream(self) -> float:
+        """Bytes of the residual stream."""
+        return self.stream_tokens * self.shape.dim * self.compute
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Of all ranks."""
+        return self.rows * self.passes * self.seq_len * self.degrees.dp
+
+    def seen(self, attention: Attention) -> float:
+        """Keys that a query attends to, on average over a row."""
+        window = min(attention.window or self.seq_len, self.seq_len)
+        return window - (window - 1) * window / (2 * self.seq_len)
+
+    # ------------------------------------------------------------------------------------- blocks
+
+    def recomputed(self, number: int) -> str:
+        """What is recomputed of a block: "none", "op" or "full"."""
+        if self.recompute.isdigit():
+            return "none" if (number + 1) % int(self.recompute) else "full"
+        return self.recompute
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks that a dense parameter is sharded over."""
+        return self.degrees.dp_shard * self.degrees.cp
+
+    @property
+    def expert_fsdp(self) -> int:
+        """Ranks that an expert's parameter is sharded over, beside those that have other experts."""
+        return self.fsdp * self.degrees.tp // self.degrees.ep
+
+    @property
+    def stages(self) -> int:
+        return len(self._parts())
+
+    def stage_modules(self, rank: int) -> list[list[str]]:
+        """The module names of each stage that a rank of the pipeline has."""
+        parts = self._parts()
+        if self.degrees.pp == 1:
+            return parts
+        schedule = self.pipeline.schedule
+        return [parts[stage] for stage in stages_of(schedule, self.degrees.pp, rank, len(parts))]
+
+    def _parts(self) -> list[list[str]]:
+        layers = len(self.shape.blocks)
+        if self.degrees.pp == 1:
+            return [["tok_embeddings", *(f"layers.{i}" for i in range(layers)), "norm", "output"]]
+        return cut(self.pipeline, self.degrees.pp, layers)
+
+
+def make_job(recipe: Recipe, shape: Decoder, degrees: Degrees, device: Device) -> Job:
+    """The numbers of a checked recipe."""
+    training, section = recipe.training, recipe.activation_checkpoint
+    accumulation = recipe.accumulation(degrees)
+    rows, passes = training.local_batch_size, accumulation
+    if degrees.pp > 1:
+        rows = recipe.pipeline.microbatch_size
+        passes = training.local_batch_size * accumulation // rows
+    recompute = section.selective_ac_option if section.mode == "selective" else section.mode
+    if section.mode == "memory_budget":
+        recompute = f"budget {section.memory_budget}"
+    parallelize: Any = recipe.parallelize
+    stored, reduce = BYTES[training.dtype], BYTES[training.mixed_precision_reduce]
+    state, extra, extra_all = _optimizer(recipe.optimizer, stored, device)
+    return Job(
+        shape=shape,
+        degrees=degrees,
+        device=device,
+        rows=rows,
+        local_rows=training.local_batch_size,
+        passes=passes,
+        seq_len=training.seq_len,
+        stored=stored,
+        compute=BYTES[training.mixed_precision_param],
+        reduce=reduce,
+        recompute=recompute,
+        compiled=recipe.compile.enable,
+        reshard=getattr(parallelize, "reshard_after_forward", "default"),
+        unsharded=degrees.pp > 1 or (training.accumulate == "unsharded" and accumulation > 1),
+        context=getattr(parallelize, "context_parallel", "allgather"),
+        offloaded=device.is_gpu and getattr(parallelize, "cpu_offload", False),
+        full_logits=_is(recipe.loss, "cross_entropy_full"),
+        optimizer_state=state,
+        optimizer_extra=extra,
+        optimizer_extra_all=extra_all,
+        pipeline=recipe.pipeline,
+    )
+
+
+def assumed(recipe: Recipe, *, described: bool) -> list[str]:
+    """What nobody tells, and what is taken instead; a sentence each."""
+    found = []
+    if not described:
+        name = component_info(recipe.model).name
+        found.append(
+            f"the config of the model {name} does not say its sizes (it has no `shape()`): "
+            "memory, traffic and speed are not estimated"
+        )
+    if recipe.converters:
+        names = ", ".join(component_info(config).name for config in recipe.converters)
+        found.append(f"computed as if the converters ({names}) were not there")
+    if not callable(getattr(recipe.optimizer, "state_bytes", None)):
+        name = component_info(recipe.optimizer).name
+        found.append(
+            f"the optimizer {name} does not say what it keeps: two fp32 numbers per parameter are taken"
+        )
+    if not (_is(recipe.loss, "cross_entropy") or _is(recipe.loss, "cross_entropy_full")):
+        found.append(f"the loss {component_info(recipe.loss).name} is taken to be computed in chunks")
+    if not _is(recipe.parallelize, "decoder"):
+        name = component_info(recipe.parallelize).name
+        found.append(f"the plan {name} is taken to cut the model as titan's decoder does")
+    return found
+
+
+def _optimizer(config: Any, stored: int, device: Device) -> tuple[float, float, bool]:
+    """Bytes of state for each number of a parameter; what a step takes beside that, and of how many
+    numbers."""
+    told = getattr(config, "state_bytes", None)
+    state = told(stored) if callable(told) else MOMENTS * 4.0
+    if not _is(config, "adamw"):
+        return state, 0.0, False
+    if config.state_dtype == "float32" and stored == 4:
+        extra = {"fused": 0.0, "foreach": 4.0, "for-loop": 8.0}[config.implementation]
+        return state, extra, config.implementation == "foreach"
+    if device.is_gpu and config.implementation == "fused":
+        return state, 0.0, False
+    copies = 2 * (config.state_dtype == "bfloat16") + 2 * (stored == 2)  # of moments; of gradient and weight
+    return state, 4.0 * (2 + copies), False
+
+
+def _is(config: Any, name: str) -> bool:
+    """Whether it is titan's own component of that name."""
+    return component_info(config).name == name and type(config).__module__.startswith("titancli.")

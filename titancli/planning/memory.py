@@ -1,0 +1,298 @@
+"""The memory of one rank through a step: what is always there, and what forward, loss, backward and
+optimizer add.
+
+The order of things is that of FSDP2 (`torch.distributed.fsdp`): a group's parameters are gathered before it
+runs (into one flat buffer, then copied to their places; the flat one goes when the next group's arrives),
+gathered again in backward while the group above still works, and its gradients are copied into a buffer of
+the reduce dtype whose predecessor is freed just before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from titancli.models.shape import Parameter
+from titancli.planning.blocks import BlockMemory, block_memory
+from titancli.planning.head import HeadMemory, embedding_peak, head_memory
+from titancli.planning.job import Job
+from titancli.planning.ledger import CLASSES
+from titancli.planning.pipeline import in_flight
+from titancli.planning.shards import Group, Stage, group, groups, reshards, stages
+
+INTEGERS = 3 * 8
+"""Bytes of each token's entries in a batch: tokens, targets, positions."""
+
+
+@dataclass
+class Tally:
+    """What is taken at the moment by class, and the worst moment so far."""
+
+    now: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CLASSES, 0.0))
+    peak: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CLASSES, 0.0))
+    moment: str = ""
+
+    def add(self, kind: str, size: float) -> None:
+        self.now[kind] += size
+
+    def look(self, moment: str, **more: float) -> None:
+        """Compare this moment, with what is taken for its length only, to the worst one."""
+        if sum(self.now.values()) + sum(more.values()) > sum(self.peak.values()):
+            self.peak = {kind: size + more.get(kind, 0.0) for kind, size in self.now.items()}
+            self.moment = moment
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The worst moment of one rank."""
+
+    pp_rank: int
+    parameters: float
+    """Numbers at rest on it."""
+    classes: dict[str, float]
+    """Bytes by class."""
+    moment: str
+
+    @property
+    def total(self) -> float:
+        return sum(self.classes.values())
+
+
+def numbers_at_rest(job: Job, pp_rank: int) -> float:
+    """Numbers of parameters that lie on a rank."""
+    return sum(
+        g.own
+        for stage in stages(job, pp_rank)
+        for part in (stage.front, stage.back, *(job.shape.blocks[i].parameters for i in stage.blocks))
+        for g in groups("", part, job)
+    )
+
+
+def rank_memory(job: Job, pp_rank: int = 0) -> RankMemory:
+    """The worst moment of an optimizer step, the first one (which has no optimizer state yet) aside."""
+    return _Step(job, pp_rank).run()
+
+
+class _Step:
+    def __init__(self, job: Job, pp_rank: int) -> None:
+        self.job, self.pp_rank = job, pp_rank
+        self.stages = stages(job, pp_rank)
+        self.tally = Tally()
+        self._groups: dict[object, Group] = {}
+        self._blocks: dict[object, BlockMemory] = {}
+        self.reshards = reshards(job, job.fsdp)
+        self.in_flight = in_flight(job, pp_rank)
+
+    # ---------------------------------------------------------------------------------------- parts
+
+    def group(self, number: int) -> Group:
+        block = self.job.shape.blocks[number]
+        if block not in self._groups:
+            self._groups[block] = group("block", block.parameters, self.job)
+        return self._groups[block]
+
+    def block(self, number: int) -> BlockMemory:
+        key = (self.job.shape.blocks[number], self.job.recomputed(number))
+        if key not in self._blocks:
+            self._blocks[key] = block_memory(key[0], self.job, key[1])
+        return self._blocks[key]
+
+    def end(self, parameters: tuple[Parameter, ...]) -> Group | None:
+        return group("end", parameters, self.job) if parameters else None
+
+    def of(self, stage: Stage) -> Iterator[Group]:
+        for end in (stage.front, stage.back):
+            if end:
+                yield group("end", end, self.job)
+        yield from map(self.group, stage.blocks)
+
+    # ----------------------------------------------------------------------------------------- step
+
+    def run(self) -> RankMemory:
+        job, tally = self.job, self.tally
+        every = [g for stage in self.stages for g in self.of(stage)]
+        own = sum(g.own for g in every)
+        largest = max(g.largest for g in every)
+        at_rest = 0.0 if job.offloaded else own
+        tally.add("parameters", at_rest * job.stored)
+        tally.add("optimizer", at_rest * job.optimizer_state)
+        tally.add("activations", job.local_rows * job.seq_len * INTEGERS + self._angles())
+        self._accumulated(every)
+        self._between_stages()
+        for stage in range(len(self.stages)):
+            self._pass(stage)
+        if job.unsharded:
+            self._reduce_at_the_end(every)
+        extra = job.optimizer_extra * (own if job.optimizer_extra_all else largest)
+        tally.now["activations"] -= self._held
+        tally.now["communication"] = 0.0
+        tally.now["gradients"] = at_rest * job.stored
+        tally.look("optimizer step", optimizer=0.0 if job.offloaded else extra)
+        return RankMemory(self.pp_rank, own, tally.peak, tally.moment)
+
+    def _angles(self) -> float:
+        widths = [block.attention.head_dim for block in self.job.shape.blocks]
+        return self.job.tokens * max(widths) * 4  # cosine and sine, fp32, of half a head
+
+    def _accumulated(self, every: list[Group]) -> None:
+        """Gradients that are there from earlier passes of the same step."""
+        job = self.job
+        if job.unsharded:
+            size = job.reduce if job.reduce != job.compute else job.compute
+            self.tally.add("gradients", sum(g.whole for g in every) * size)
+        elif job.passes > 1 and not job.offloaded:
+            replicas = job.reduce if job.degrees.dp_replicate > 1 else 0
+            self.tally.add("gradients", sum(g.own for g in every) * (job.stored + replicas))
+
+    def _between_stages(self) -> None:
+        """What other micro-batches hold, and the buffers that they arrive in."""
+        self._held = 0.0
+        if self.job.degrees.pp == 1:
+            return
+        stream, buffers = self.job.stream, 0.0
+        for number, stage in enumerate(self.stages):
+            others = self.in_flight[number]
+            kept = sum(self.block(i).kept for i in stage.blocks) + 2 * stream
+            self._held += others * kept
+            buffers += self.job.passes * stream * ((not stage.front) + (not stage.has_head))
+        # One micro-batch is followed in `_pass`: the last one that its stage has taken in.
+        self.tally.add("activations", self._held)
+        self.tally.add("communication", buffers)
+
+    def _reduce_at_the_end(self, every: list[Group]) -> None:
+        for g in every:
+            self.tally.look("reduction", communication=g.padded * self.job.reduce)
+
+    # ---------------------------------------------------------------------------------------- a pass
+
+    def _pass(self, number: int) -> None:
+        """Forward and backward of one micro-batch through one stage, on top of what is there."""
+        stage, before = self.stages[number], dict(self.tally.now)
+        if self.job.degrees.pp > 1:
+            # The micro-batch that is followed here is one of those that are counted as held.
+            kept = sum(self.block(i).kept for i in stage.blocks) + 2 * self.job.stream
+            self.tally.add("activations", -min(1, self.in_flight[number]) * kept)
+        if not self.reshards:
+            others = [g for i, s in enumerate(self.stages) if i != number for g in self.of(s)]
+            self.tally.add("communication", sum(g.whole for g in others) * self.job.compute)
+        head = None
+        if stage.has_head:
+            head = head_memory(self.job)
+        self._forward(stage, head)
+        self._backward(stage, head)
+        gradients = self.tally.now["gradients"]
+        self.tally.now = before
+        if not self.job.unsharded and self.job.passes == 1:
+            self.tally.now["gradients"] = gradients
+
+    def _forward(self, stage: Stage, head: HeadMemory | None) -> None:
+        job, tally = self.job, self.tally
+        flat, front, back = 0.0, self.end(stage.front), self.end(stage.back)
+        if front:
+            flat = self._gather(front, flat)
+            tally.look("embedding", activations=embedding_peak(job))
+            if not job.shape.tied:
+                self._freed(front)
+        for number in stage.blocks:
+            flat = self._gather(self.group(number), flat, activations=job.stream)
+            block = self.block(number)
+            tally.look(f"forward, block {number}", activations=block.forward_peak)
+            tally.add("activations", block.kept)
+            self._freed(self.group(number))
+        if head:
+            if back:
+                flat = self._gather(back, flat, activations=job.stream)
+            tally.look("loss", **head.forward_peak)
+            for kind, size in head.kept.items():
+                tally.add(kind, size)
+            if job.reshard == "always" and back:
+                self._freed(back)
+        tally.add("communication", -flat)
+
+    def _gather(self, g: Group, flat: float, **more: float) -> float:
+        """Gather a group in forward; returns the flat buffer that stays for now."""
+        job, tally = self.job, self.tally
+        whole = g.whole * job.compute
+        if g.ranks == 1:
+            tally.add("communication", whole)
+            tally.look("gather", communication=g.largest * job.compute, **more)
+            return 0.0
+        padded = g.padded * job.compute
+        cast = g.own * job.compute if job.stored != job.compute else 0.0
+        tally.add("communication", padded)
+        tally.look("gather", communication=cast, **more)
+        tally.add("communication", whole)
+        tally.look("gather", **more)
+        tally.add("communication", -flat)
+        return padded
+
+    def _freed(self, g: Group) -> None:
+        if self.reshards:
+            self.tally.add("communication", -g.whole * self.job.compute)
+
+    def _backward(self, stage: Stage, head: HeadMemory | None) -> None:
+        job, tally = self.job, self.tally
+        front, back = self.end(stage.front), self.end(stage.back)
+        order = [*reversed(stage.blocks)]
+        ahead = self._prefetch(self.group(order[0])) if order else 0.0
+        waiting = 0.0
+        if head:
+            for kind, size in head.kept.items():
+                tally.add(kind, -size)
+            tally.look("loss, backward", **head.backward_peak)
+            if back:
+                waiting = self._reduce(back, waiting, activations=job.stream, dw=head.gradients)
+            else:  # tied: the embedding's gradient is added to it
+                tally.add("gradients", head.gradients)
+        for place, number in enumerate(order):
+            block, g = self.block(number), self.group(number)
+            self._arrive(g, ahead)
+            below = order[place + 1] if place + 1 < len(order) else None
+            ahead = 0.0
+            if below is not None:
+                ahead = self._prefetch(self.group(below))
+            elif front and not job.shape.tied:
+                ahead = self._prefetch(front)
+            tally.add("activations", -block.kept)
+            tally.look(f"backward, block {number}", **block.backward_peak)
+            waiting = self._reduce(g, waiting, activations=job.stream, dw=block.gradients)
+        if front:
+            if not job.shape.tied:
+                self._arrive(front, ahead)
+            dw = front.whole * job.compute
+            tally.look("embedding, backward", gradients=dw, activations=embedding_peak(job, backward=True))
+            if job.shape.tied and head:
+                tally.add("gradients", -head.gradients)
+            waiting = self._reduce(front, waiting, dw=dw)
+        tally.add("communication", -waiting)
+
+    def _prefetch(self, g: Group) -> float:
+        if not self.reshards or g.ranks == 1:
+            return 0.0
+        self.tally.add("communication", g.padded * self.job.compute)
+        return g.padded * self.job.compute
+
+    def _arrive(self, g: Group, flat: float) -> None:
+        """A group that was freed after forward is there again."""
+        if self.reshards:
+            self.tally.add("communication", g.whole * self.job.compute)
+            self.tally.look("gather in backward", activations=self.job.stream)
+        self.tally.add("communication", -flat)
+
+    def _reduce(self, g: Group, waiting: float, *, dw: float, **more: float) -> float:
+        """After a group's backward: its parameters go, its gradients are summed over ranks; returns the
+        buffer that stays until the next group's turn."""
+        job, tally = self.job, self.tally
+        if job.unsharded:
+            return 0.0
+        tally.add("communication", -g.whole * job.compute - waiting)
+        buffer, own = g.padded * job.reduce, g.own * job.reduce
+        tally.add("communication", buffer)
+        tally.look("reduction", gradients=dw, **more)
+        alone = own if g.ranks == 1 else 0.0
+        tally.look("reduction", gradients=own, communication=alone, **more)
+        cast = g.own * job.stored if job.stored != job.reduce else 0.0
+        tally.look("reduction", gradients=own + cast, **more)
+        if job.passes == 1 and not job.offloaded:
+            tally.add("gradients", g.own * job.stored)
+        return buffer

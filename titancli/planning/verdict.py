@@ -1,0 +1,163 @@
+"""What would make a recipe fit: changes are tried one by one, then together, and the fastest that fits is
+named.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from titancli.errors import RecipeError
+from titancli.planning.estimate import Estimate, estimate
+from titancli.recipe.layout import check_layout, on
+from titancli.recipe.schema import Degrees, Recipe
+
+MOST = 64
+"""Changes that are computed through, at most: the command answers within two seconds."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Overrides that make a recipe another."""
+
+    overrides: tuple[str, ...]
+    apply: Callable[[Recipe], Recipe]
+    group: str
+    """Of two changes of one group only one is made."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What fits."""
+
+    overrides: list[str]
+    peak: float
+    """Bytes."""
+    tokens_per_second: float | None
+    slower: float | None
+    """By what share than the recipe as it is would be, if it fitted."""
+
+
+def remedy(recipe: Recipe, found: Estimate) -> Remedy | None:
+    """The change that costs the least tokens a second of those that are tried; None where none of them
+    helps."""
+    degrees, tried = found.job.degrees, 0
+    changes = list(_changes(recipe, found))
+    for together in (1, 2, 3):
+        fitting: list[Remedy] = []
+        for chosen in combinations(changes, together):
+            if len({change.group for change in chosen}) < together:
+                continue
+            if tried == MOST:
+                break
+            tried += 1
+            other = _with(recipe, degrees, found, chosen)
+            if other is not None and other.fits:
+                fitting.append(_remedy(found, other, chosen))
+        if fitting:
+            return max(fitting, key=lambda r: (r.tokens_per_second or 0.0, -r.peak))
+    return None
+
+
+def _remedy(found: Estimate, other: Estimate, chosen: tuple[Change, ...]) -> Remedy:
+    overrides = [override for change in chosen for override in change.overrides]
+    if found.speed is None or other.speed is None:
+        return Remedy(overrides, other.worst.total, None, None)
+    rate = other.speed.tokens_per_second
+    return Remedy(overrides, other.worst.total, rate, 1 - rate / found.speed.tokens_per_second)
+
+
+def _with(recipe: Recipe, degrees: Degrees, found: Estimate, chosen: tuple[Change, ...]) -> Estimate | None:
+    """None where the changed recipe is no good one."""
+    changed = on(recipe, degrees)
+    for change in chosen:
+        changed = change.apply(changed)
+    try:
+        now = changed.degrees(degrees.world)
+        if next(check_layout(on(changed, now)), None) is not None:
+            return None
+        return estimate(changed, found.job.shape, now, found.job.device)
+    except RecipeError:
+        return None
+
+
+# ------------------------------------------------------------------------------------------ candidates
+
+
+def _changes(recipe: Recipe, found: Estimate) -> Iterator[Change]:
+    """The cheap ones first."""
+    job, degrees = found.job, found.job.degrees
+    if hasattr(recipe.optimizer, "state_dtype") and recipe.optimizer.state_dtype != "bfloat16":
+        yield _field("optimizer", "state_dtype", "bfloat16")
+    if recipe.activation_checkpoint.mode == "none":
+        yield _section("activation_checkpoint", "recompute", mode="selective", selective_ac_option="op")
+    if recipe.activation_checkpoint.mode != "full":
+        yield _section("activation_checkpoint", "recompute", mode="full")
+    if hasattr(recipe.parallelize, "reshard_after_forward") and job.reshard != "always" and degrees.pp == 1:
+        yield _field("parallelize", "reshard_after_forward", "always")
+    yield from _fewer_rows(recipe, degrees)
+    yield from _meshes(degrees)
+
+
+def _fewer_rows(recipe: Recipe, degrees: Degrees) -> Iterator[Change]:
+    """At a time; the rows of a step stay, so more passes make it."""
+    rows = recipe.training.local_batch_size
+    whole = rows * degrees.dp * recipe.accumulation(degrees)
+    while rows % 2 == 0 and degrees.pp == 1:
+        rows //= 2
+        yield _section("training", "rows", local_batch_size=rows, global_batch_size=whole)
+
+
+def _meshes(degrees: Degrees) -> Iterator[Change]:
+    """Ranks taken from data parallelism, for a cut that leaves less on each."""
+    for copies in range(degrees.dp_replicate - 1, 0, -1):
+        if degrees.dp_replicate % copies == 0:
+            shards = degrees.dp_shard * degrees.dp_replicate // copies
+            yield _section("mesh", "mesh", dp_replicate=copies, dp_shard=shards)
+    for name, most in (("tp", 8), ("cp", 8), ("pp", 16)):
+        degree = getattr(degrees, name)
+        while degree * 2 <= most:
+            degree *= 2
+            taken = degree // getattr(degrees, name)
+            if degrees.dp_shard % taken:
+                break
+            yield _section("mesh", "mesh", **{name: degree, "dp_shard": degrees.dp_shard // taken})
+
+
+def _section(name: str, group: str, **values: Any) -> Change:
+    """Fields of a core section."""
+
+    def apply(recipe: Recipe) -> Recipe:
+        section = dataclasses.replace(getattr(recipe, name), **values)
+        return dataclasses.replace(recipe, **{name: section})
+
+    return Change(tuple(f"{name}.{key}={value}" for key, value in values.items()), apply, group)
+
+
+def _field(slot: str, key: str, value: Any) -> Change:
+    """A field of a component."""
+
+    def apply(recipe: Recipe) -> Recipe:
+        config = dataclasses.replace(getattr(recipe, slot), **{key: value})
+        return dataclasses.replace(recipe, **{slot: config})
+
+    return Change((f"{slot}.{key}={value}",), apply, f"{slot}.{key}")
+
+
+def as_data(recipe: Recipe, found: Estimate | None) -> dict[str, Any] | None:
+    """The verdict as plain JSON; None where nothing was estimated."""
+    if found is None:
+        return None
+    change = remedy(recipe, found) if found.fits is False else None
+    told = None
+    if change is not None:
+        told = {
+            "overrides": change.overrides,
+            "peak_bytes": round(change.peak),
+            "tokens_per_second": change.tokens_per_second,
+            "slower": change.slower,
+        }
+    return {"fits": found.fits, "change": told}
