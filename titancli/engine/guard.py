@@ -2,8 +2,8 @@
 
 A step is judged by two numbers that all ranks share, its gradient norm and its loss. It is skipped where one
 of them is not finite, or lies above what the last steps lead to expect: their mean plus `sigma` standard
-deviations. (That it helps to leave out the data of a spike is the experience of PaLM, arXiv 2204.02311.) Nothing
-is read to the host for it: what the host tells the user, it hears of later.
+deviations. (That it helps to leave out the data of a spike is the experience of PaLM, arXiv 2204.02311.)
+Nothing is read to the host for it: what the host tells the user, it hears of later.
 """
 
 from __future__ import annotations
