@@ -124,14 +124,29 @@ def told(loaded: Any) -> Any:
             "10 or 12 micro-batches fit",
         ),
         (
-            ["mesh.pp=2", "pipeline.schedule=DualPipeV", "parallelize.reshard_after_forward=always"],
+            [
+                "mesh.pp=2",
+                "pipeline.schedule=DualPipeV",
+                "parallelize.reshard_after_forward=always",
+                "activation_checkpoint.mode=none",
+            ],
             "DualPipeV would lose gradients of parameters that are freed after forward",
             'write "default" or "never"',
         ),
         (
-            ["mesh.pp=2", "pipeline.schedule=ZBVZeroBubble", "compile.enable=true"],
+            [
+                "mesh.pp=2",
+                "pipeline.schedule=ZBVZeroBubble",
+                "compile.enable=true",
+                "activation_checkpoint.mode=none",
+            ],
             "which compiled blocks cannot",
             "GPipe, 1F1B, Interleaved1F1B, LoopedBFS",
+        ),
+        (
+            ["mesh.pp=2", "pipeline.schedule=InterleavedZeroBubble"],  # selective by default
+            "blocks would be recomputed for every one",
+            'write "none", or take GPipe, 1F1B, Interleaved1F1B, LoopedBFS',
         ),
         (
             ["mesh.pp=2", 'pipeline.module_fqns_per_model_part=[["tok_embeddings"], ["norm", "output"]]'],
@@ -155,7 +170,12 @@ def test_what_does_not_fit_is_told_with_what_does(
         ["mesh.cp=2", "mesh.tp=4", "parallelize.context_parallel=ulysses", "training.seq_len=264"],
         ["mesh.ep=4", "mesh.tp=2", "model.n_experts=8"],
         ["mesh.pp=4", "pipeline.schedule=GPipe", "training.local_batch_size=1"],
-        ["mesh.pp=2", "pipeline.schedule=DualPipeV", "parallelize.reshard_after_forward=never"],
+        [
+            "mesh.pp=2",
+            "pipeline.schedule=DualPipeV",
+            "parallelize.reshard_after_forward=never",
+            "activation_checkpoint.mode=none",
+        ],
         ["mesh.pp=2", "compile.enable=true"],
         ["model.tied=true", "mesh.tp=2"],
         ["mesh.pp=2", "training.global_batch_size=16", "training.local_batch_size=1"],

@@ -148,10 +148,16 @@ def _beside_a_pipeline(recipe: Recipe) -> Iterator[Finding]:
     if getattr(recipe.parallelize, "reshard_after_forward", None) == "always":
         message = f"{schedule} would lose gradients of parameters that are freed after forward"
         yield ("parallelize", "reshard_after_forward"), message, 'write "default" or "never"'
+    others = ", ".join(name for name, kind in SCHEDULES.items() if not kind.splits_backward)
     if recipe.compile.enable:
         message = f"{schedule} makes gradients of inputs and of weights apart, which compiled blocks cannot"
-        others = [name for name, kind in SCHEDULES.items() if not kind.splits_backward]
-        yield ("compile", "enable"), message, f"write false, or take {', '.join(others)}"
+        yield ("compile", "enable"), message, f"write false, or take {others}"
+    if recipe.activation_checkpoint.mode != "none":
+        # By operations torch refuses to recompute twice; in full each block is computed ten times more.
+        message = (
+            f"{schedule} makes weights' gradients apart, and blocks would be recomputed for every one"
+        )
+        yield ("activation_checkpoint", "mode"), message, f'write "none", or take {others}'
 
 
 def _at(error: StageError) -> Finding:
