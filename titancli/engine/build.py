@@ -21,7 +21,7 @@ from titancli.engine.guard import Guard
 from titancli.engine.pipelined import PipelinedModel
 from titancli.engine.runners import Runner, WholeModel
 from titancli.engine.seeds import generator_for
-from titancli.engine.state import parameter_names, parameter_shapes
+from titancli.engine.state import parameter_shapes
 from titancli.errors import EnvironmentProblem, Problem, RecipeError, TitanError
 from titancli.models.blocks.kernels import prefer_fast_kernels
 from titancli.optimizers.schedule import lr_factor
@@ -61,6 +61,7 @@ def build_engine(
     converters = [build(c, mesh=degrees, compile=recipe.compile.enable) for c in recipe.converters]
     for converter in converters:
         converter.convert(model)
+    names = [name for name, _ in model.named_parameters()]
     parallelize = build(
         recipe.parallelize,
         mesh=mesh,
@@ -96,7 +97,7 @@ def build_engine(
         engine.optimizer = build(
             recipe.optimizer,
             named_parameters=engine.named_parameters(),
-            model_names=parameter_names(engine),
+            model_names=names,
         )
         for group in engine.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])

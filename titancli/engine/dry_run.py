@@ -30,6 +30,7 @@ from titancli.data.batch import Batch
 from titancli.engine.blame import blamed
 from titancli.engine.build import allocate, build_engine
 from titancli.engine.meter import Meter
+from titancli.engine.pipelined import PipelinedModel
 from titancli.errors import TitanError, UsageError
 from titancli.models.blocks.moe import moe_layers
 from titancli.parallel.mesh import forget_meshes
@@ -142,6 +143,9 @@ def _step(recipe: Recipe) -> tuple[int, int, int, int, int]:
                 allocate(part, engine.device)
                 for experts in moe_layers(part).values():
                     experts.force_load_balance()
+            if isinstance(engine.runner, PipelinedModel):
+                # What the last stage would tell the others does not come; these every loss has.
+                engine.runner.tell = lambda value: value or ["loss", "weight"]  # type: ignore[method-assign]
 
         engine = build_engine(recipe, device=CPU, frozen=False, fill=fill)
         parameters = [parameter for _, parameter in engine.named_parameters()]

@@ -157,7 +157,7 @@ class PipelinedModel:
     def _everywhere(self, sums: Sums, loss: Any) -> Sums:
         """The last stage's sums on every rank of the pipeline."""
         if self._names is None or self._names[0] is not loss:
-            self._names = (loss, self._tell(list(sums)))
+            self._names = (loss, self.tell(list(sums)))
         names = self._names[1]
         if self._has_last and list(sums) != names:
             raise TitanError(f"the loss reports {', '.join(sums)}, and before it was {', '.join(names)}")
@@ -203,7 +203,7 @@ class PipelinedModel:
         described, values = None, None
         if self._has_last:
             described, values = _described(results)
-        names, shape, dtype = self._tell(described)
+        names, shape, dtype = self.tell(described)
         if values is None:
             values = torch.empty(shape, dtype=dtype, device=self.device)
         dist.broadcast(values, group=self.group, group_src=self.placement.last)
@@ -239,7 +239,7 @@ class PipelinedModel:
         """The shape of what passes from stage to stage."""
         return torch.Size((rows, self._length(batch) // self._cut, self._width))
 
-    def _tell(self, value: Any) -> Any:
+    def tell(self, value: Any) -> Any:
         """The last stage's picklable value on every rank of the pipeline; over gloo."""
         told = [value]
         dist.broadcast_object_list(

@@ -112,11 +112,6 @@ def all_known(engine: Engine, named: Iterable[tuple[str, Tensor]]) -> list[Known
     return [known for _, known in found]
 
 
-def parameter_names(engine: Engine) -> list[str]:
-    """Of the whole model. Collective."""
-    return [known.name for known in all_known(engine, engine.named_parameters())]
-
-
 def parameter_shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
     """Of everything of the whole model that is saved. Collective."""
     return {known.name: known.shape for known in all_known(engine, engine.plain_parameters())}
