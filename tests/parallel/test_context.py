@@ -29,6 +29,7 @@ from titancli.registry.component import component
 WAYS = ("allgather", "ulysses", "ring")
 HEADS = {"n_kv_heads": 4}
 FULL = {"mode": "full"}
+MICRO = {"microbatch_size": 2}
 BY_OP = {"mode": "selective", "selective_ac_option": "op"}
 
 
@@ -51,7 +52,7 @@ class Squared:
 
 
 def layout(how: str, **options: Any) -> Layout:
-    names = ("dp_replicate", "dp_shard", "cp", "tp")
+    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     mesh = {name: options.pop(name) for name in names if name in options}
     return Layout(mesh=mesh, context_parallel=how, **options)
 
@@ -75,6 +76,12 @@ LAYOUTS: dict[str, tuple[int, Layout]] = {
     "log-probs": (2, layout("allgather", cp=2, loss=SquaredConfig())),
     "CP2xTP2, log-probs": (4, layout("allgather", cp=2, tp=2, loss=SquaredConfig())),
     "tied": (2, layout("ring", cp=2, tied=True)),
+    "PP2xCP2": (4, layout("allgather", pp=2, cp=2, pipeline=MICRO)),
+    "PP2xCP2, documents": (4, layout("ulysses", pp=2, cp=2, pipeline=MICRO, documents=True)),
+    "PP2xCP2, ZBVZeroBubble": (
+        4,
+        layout("ring", pp=2, cp=2, pipeline={**MICRO, "schedule": "ZBVZeroBubble"}),
+    ),
 }
 """The suite in tests/ranks has the plain ones."""
 

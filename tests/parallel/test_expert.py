@@ -50,6 +50,8 @@ LAYOUTS = {
     "TP2": (2, layout(tp=2)),
     "EP2 of TP2": (2, layout(tp=2, ep=2)),
     "EP2xTP2": (4, layout(dp_shard=2, tp=2, ep=2)),
+    "EP2 of CP2xTP2": (4, layout(cp=2, tp=2, ep=2, context_parallel="ring")),
+    "EP2 of FSDP2xCP2": (4, layout(dp_shard=2, cp=2, ep=2, context_parallel="ulysses")),
     "EP4 of FSDP2xTP2": (4, layout(dp_shard=2, tp=2, ep=4)),
     "EP2 of CP2": (2, layout(cp=2, ep=2)),
     "FSDP4, two experts a rank": (4, layout(dp_shard=4)),
