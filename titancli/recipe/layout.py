@@ -154,9 +154,7 @@ def _beside_a_pipeline(recipe: Recipe) -> Iterator[Finding]:
         yield ("compile", "enable"), message, f"write false, or take {others}"
     if recipe.activation_checkpoint.mode != "none":
         # By operations torch refuses to recompute twice; in full each block is computed ten times more.
-        message = (
-            f"{schedule} makes weights' gradients apart, and blocks would be recomputed for every one"
-        )
+        message = f"{schedule} makes weights' gradients apart, and blocks would be recomputed for every one"
         yield ("activation_checkpoint", "mode"), message, f'write "none", or take {others}'
 
 
