@@ -31,6 +31,7 @@ from titancli.engine.blame import blamed
 from titancli.engine.build import allocate, build_engine
 from titancli.engine.meter import Meter
 from titancli.engine.pipelined import PipelinedModel
+from titancli.engine.state import initialise_state
 from titancli.errors import TitanError, UsageError
 from titancli.models.blocks.moe import moe_layers
 from titancli.parallel.mesh import forget_meshes
@@ -148,6 +149,8 @@ def _step(recipe: Recipe) -> tuple[int, int, int, int, int]:
                 engine.runner.tell = lambda value: value or ["loss", "weight"]  # type: ignore[method-assign]
 
         engine = build_engine(recipe, device=CPU, frozen=False, fill=fill)
+        if engine.optimizer is not None:
+            initialise_state(engine.optimizer)  # the peak is that of every step but the first
         parameters = [parameter for _, parameter in engine.named_parameters()]
         engine.forward_backward(_batches(engine, recipe))
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

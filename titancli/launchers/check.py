@@ -23,10 +23,26 @@ def check(recipe: Recipe, world: int, ranks: Sequence[int] | None = None) -> dic
 
     quiet()
     began = time.perf_counter()
-    from titancli.engine.dry_run import dry_run
+    from titancli.engine.dry_run import dry_run, on_a_cpu
 
     found = asdict(dry_run(recipe, world, ranks))
+    computed = _computed(on_a_cpu(recipe)[0], world)
+    for rank in found["ranks"]:
+        rank["computed_peak_bytes"] = computed[rank["place"]["pp"]] if computed else None
     return {**found, "seconds": time.perf_counter() - began, "peak_rss_bytes": _peak_rss()}
+
+
+def _computed(recipe: Recipe, world: int) -> list[int] | None:
+    """The peak that `titan plan` computes for such a step, by rank of the pipeline; None where the model does
+    not say its sizes."""
+    from titancli.observe.peaks import DEVICES
+    from titancli.planning.estimate import estimate, shape_of
+
+    shape = shape_of(recipe)
+    if shape is None:
+        return None
+    found = estimate(recipe, shape, recipe.degrees(world), DEVICES["cpu"])
+    return [round(rank.total) for rank in found.ranks]
 
 
 def _peak_rss() -> int | None:
@@ -47,18 +63,20 @@ def as_text(facts: dict[str, Any]) -> str:
     took = f"{facts['seconds']:.1f} s"
     if facts["peak_rss_bytes"]:
         took += f" and {facts['peak_rss_bytes'] / GIB:.2f} GiB of memory"
-    names = ("parameter", "gradient", "optimizer", "peak")
+    names = ("parameter", "gradient", "optimizer", "peak", "computed_peak")
     lines = [
         f"check: {len(ranks)} of {of} did a step without a fault, in {took}",
-        f"  {'rank':<16}" + "".join(f"{name:>14}" for name in ("parameters", "gradients", *names[2:])),
+        f"  {'rank':<16}"
+        + "".join(f"{name:>14}" for name in ("parameters", "gradients", "optimizer", "peak", "computed")),
     ]
     staged = any(rank["place"]["pp"] for rank in ranks)
     for rank in ranks:
         who = f"{rank['rank']} (pp {rank['place']['pp']})" if staged else str(rank["rank"])
-        cells = "".join(f"{rank[f'{name}_bytes'] / GIB:>10.3f} GiB" for name in names)
-        lines.append(f"  {who:<16}{cells}")
+        sizes = [rank[f"{name}_bytes"] for name in names]
+        cells = [f"{size / GIB:>10.3f} GiB" if size is not None else f"{'-':>14}" for size in sizes]
+        lines.append(f"  {who:<16}{''.join(cells)}")
     lines.append(
-        "  as the step has allocated it; the peak is of blocks that are not compiled, on a CPU's kernels"
+        "  what the step has allocated, and the peak that is computed for it: uncompiled, on a CPU's kernels"
     )
     if facts["left_out"]:
         lines.append(f"  left out: {'; '.join(facts['left_out'])}")
