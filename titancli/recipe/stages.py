@@ -112,7 +112,8 @@ def layer_counts(n_layers: int, stages: int, first_less: int = 1, last_less: int
         return [n_layers]
     total = n_layers + first_less + last_less
     if total < stages:
-        raise StageError("mesh.pp", f"{n_layers} layers cannot fill {stages} stages", f"{total} stages at most")
+        message = f"{n_layers} layers cannot fill {stages} stages"
+        raise StageError("mesh.pp", message, f"{total} stages at most")
     share, rest = divmod(total, stages)
     counts = [share + (i < rest) for i in range(stages)]
     for at, end, less in ((0, "first", first_less), (-1, "last", last_less)):
