@@ -20,6 +20,7 @@ from tests.ranks import runs
 from tests.ranks.comparison import Row, difference
 from tests.ranks.conftest import ROWS
 from titancli.losses import CrossEntropyFull
+from titancli.recipe.stages import SCHEDULES
 
 pytestmark = pytest.mark.ranks
 
@@ -102,7 +103,34 @@ CONTEXT = {
     "CP2, full logits": case(2, cp=2, loss=CrossEntropyFull()),
     "CP2, bf16": case(2, cp=2, dtype="bfloat16", tolerance=0.05),
 }
-LAYOUTS: dict[str, Case] = {**DATA, **TENSOR, **CONTEXT}
+MORE_LAYERS = {"n_layers": 8}
+PIPELINE = {
+    **{f"PP2, {name}": case(2, "adam", pp=2, pipeline={"schedule": name}) for name in SCHEDULES},
+    **{f"PP2xFSDP2, {name}": case(4, pp=2, dp_shard=2, pipeline={"schedule": name}) for name in SCHEDULES},
+    "PP4": case(4, "adam", pp=4),
+    "PP4, Interleaved1F1B": case(4, pp=4, model=MORE_LAYERS, pipeline={"schedule": "Interleaved1F1B"}),
+    "PP4, DualPipeV": case(4, pp=4, model=MORE_LAYERS, pipeline={"schedule": "DualPipeV"}),
+    "PP2xDDP2": case(4, pp=2, dp_replicate=2),
+    "PP2xDDP2, ZBVZeroBubble": case(4, pp=2, dp_replicate=2, pipeline={"schedule": "ZBVZeroBubble"}),
+    "PP2xTP2": case(4, "adam", pp=2, tp=2),
+    "PP2xTP2, ZBVZeroBubble": case(4, pp=2, tp=2, pipeline={"schedule": "ZBVZeroBubble"}),
+    "PP2xCP2": case(4, pp=2, cp=2),
+    "PP2xCP2, InterleavedZeroBubble": case(
+        4, pp=2, cp=2, documents=True, pipeline={"schedule": "InterleavedZeroBubble"}
+    ),
+    "PP2xFSDP2, accumulation": case(4, pp=2, dp_shard=2, micro_batches=2),
+    "PP2xFSDP2, always reshard": case(4, pp=2, dp_shard=2, reshard="always"),
+    "PP2, two rows at a time, documents": case(2, pp=2, documents=True, pipeline={"microbatch_size": 2}),
+    "PP2, AC by op": case(2, pp=2, activation_checkpoint=BY_OP),
+    "PP2xFSDP2, compiled, AC full": case(
+        4, pp=2, dp_shard=2, compile="aot_eager", activation_checkpoint=FULL_AC
+    ),
+    "PP2, bf16": case(2, pp=2, dtype="bfloat16", tolerance=0.05),
+    "PP2xFSDP2, DualPipeV, bf16": case(
+        4, pp=2, dp_shard=2, dtype="bfloat16", tolerance=0.05, pipeline={"schedule": "DualPipeV"}
+    ),
+}
+LAYOUTS: dict[str, Case] = {**DATA, **TENSOR, **CONTEXT, **PIPELINE}
 
 
 def reference_layout(layout: Layout) -> Layout:
@@ -178,9 +206,10 @@ def test_tied_weights_are_one(one_rank):
     assert not any("output.weight" in name for name in one_rank(LAYOUTS["FSDP2, tied"]))
 
 
-@pytest.mark.parametrize("name", ["FSDP2", "HSDP2x2", "TP2", "FSDP2xTP2"])
+@pytest.mark.parametrize("name", ["FSDP2", "HSDP2x2", "TP2", "FSDP2xTP2", "PP2, ZBVZeroBubble", "PP4"])
 def test_initial_values_do_not_depend_on_the_layout(ranks, name):
     reference = ranks(1, cases.initial_weights, Layout())[0]
-    for result in ranks(LAYOUTS[name].ranks, cases.initial_weights, LAYOUTS[name].layout):
-        for key, value in reference.items():
-            assert torch.equal(result[key], value), key
+    results = ranks(LAYOUTS[name].ranks, cases.initial_weights, LAYOUTS[name].layout)
+    assert set().union(*results) == reference.keys()
+    for key, value in ((key, value) for result in results for key, value in result.items()):
+        assert torch.equal(value, reference[key]), key
