@@ -72,6 +72,12 @@ class Model(Protocol):
     Under context parallel a plan puts another method in place of each attention's
     `core_attention(q, k, v, mask, causal=True)`, which calls the module's own one with whole keys and values,
     or with whole rows of some heads; and it sets `row_cut` on the model and on its output.
+
+    A model whose state moves outside of gradients, by how many tokens its experts had, keeps that state in
+    persistent buffers and has `token_counts() -> dict[str, Tensor]` (what this rank has trained on since the
+    last step), `forget_token_counts()`, and `after_step(counts)`, which is called after each optimizer step
+    with the counts summed over all ranks that had other tokens. A block whose forward cannot be compiled
+    whole has `parts() -> list[tuple[nn.Module, str]]`: the methods, by module and name, that can be.
     """
 
     inputs: tuple[str, ...]
@@ -83,10 +89,12 @@ class Model(Protocol):
     layers: nn.ModuleDict
     """The blocks, keyed by absolute index: `"0"`, `"1"`, …"""
     output: nn.Module
-    tensor_plan: Mapping[str, Literal["column", "row", "vocab", "norm", "replicate"]]
-    """Parameter-name pattern (fnmatch) to how it is cut under tensor parallelism."""
+    tensor_plan: Mapping[str, Literal["column", "row", "vocab", "norm", "replicate", "expert"]]
+    """Parameter-name pattern (fnmatch) to how it is cut under tensor parallelism; "expert": not by it, but
+    over mesh.ep."""
     experts: Mapping[str, nn.Module]
-    """Expert modules by name; empty for a dense model."""
+    """The `titancli.models.blocks.moe.Experts` that this part of the model has, by name; empty for a dense
+    model. Expert parallel spreads them over ranks, and FSDP2 takes each for a group of its own."""
 
     def init_weights(self, generator_for: Callable[[str], torch.Generator]) -> None:
         """Fill every parameter in place, each from `generator_for(name)`, drawn whole and then cut."""
