@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.engine import cases
 from tests.engine.cases import Layout
 from titancli.errors import TitanError
+from titancli.parallel.collectives import Group, gather_same
+from titancli.parallel.tensor import SEQUENCE, local, on_local_parameters, tensor_parallel
 
 pytestmark = pytest.mark.ranks
 
@@ -42,10 +47,6 @@ class Block(nn.Module):
 
 
 def cut_one_with_a_forward_of_its_own() -> str:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from titancli.parallel.tensor import tensor_parallel
-
     with pytest.raises(TitanError) as caught:
         tensor_parallel(Block(), init_device_mesh("cpu", (2,)))
     return str(caught.value)
@@ -54,3 +55,122 @@ def cut_one_with_a_forward_of_its_own() -> str:
 def test_a_forward_that_would_be_passed_by_is_told(ranks):
     for said in ranks(2, cut_one_with_a_forward_of_its_own):
         assert "layers.0 (Linear) has a forward that its class has not" in said
+
+
+# ------------------------------------------------------------------------------------------- biases, errors
+
+
+class Biased(nn.Module):
+    """A region with a bias before it and one after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(8)
+        self.inner = Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(x))
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+class Small(nn.Module):
+    tensor_plan = {  # noqa: RUF012
+        "embedding.weight": "vocab",
+        "layers.*.inner.up.*": "column",
+        "layers.*.inner.down.*": "row",
+        "layers.*norm.weight": "norm",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.layers = nn.ModuleDict({str(n): Biased() for n in range(2)})
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+def biased(compiled: bool) -> dict[str, Tensor]:
+    """Output and gradients: of one process, or of the ranks together."""
+    torch.manual_seed(0)
+    model, tokens, weights = Small(), torch.randint(0, 16, (3, 8)), torch.randn(3, 8, 8)
+    world = torch.distributed.get_world_size()
+    if world > 1:
+        mesh = init_device_mesh("cpu", (world,))
+        values = model.state_dict()
+        tensor_parallel(model, mesh)
+        for name, parameter in model.named_parameters():
+            part = torch.distributed.tensor.distribute_tensor(values[name], mesh, parameter.placements)
+            parameter.data.to_local().copy_(part.to_local())
+        if compiled:
+            torch._dynamo.reset()
+            for layer in model.layers.values():
+                layer.forward = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
+                on_local_parameters(layer, mesh)
+    out = model(tokens)
+    if world > 1:
+        out = gather_same(out, SEQUENCE, Group.of(torch.distributed.group.WORLD))
+    (out * weights).sum().backward()
+    found: dict[str, Any] = {"out": out.detach()} | {name: p.grad for name, p in model.named_parameters()}
+    return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in found.items()}
+
+
+@pytest.mark.parametrize(("world", "compiled"), [(2, False), (4, False), (2, True)])
+def test_biases_are_added_once(ranks, world, compiled):
+    expected = ranks(1, biased, False)[0]
+    assert expected["layers.0.inner.down.bias"].norm() > 1
+    for found in ranks(world, biased, compiled):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert (found[name] - value).norm() <= 1e-5 * value.norm(), name
+
+
+class Scale(nn.Module):
+    """A module that the plan does not know."""
+
+    takes_local_parameters = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * local(self.weight)
+
+
+class Knows(Scale):
+    takes_local_parameters = True
+
+
+def cut_others() -> list[str]:
+    mesh, said = init_device_mesh("cpu", (2,)), []
+    for module, plan in ((Scale(), {"*": "norm"}), (Scale(), {"b.*": "norm"}), (Knows(), {"*": "norm"})):
+        model = nn.ModuleDict({"a": module})
+        model.tensor_plan = plan  # type: ignore[assignment]
+        try:
+            tensor_parallel(model, mesh)
+            said.append(str(module(torch.ones(4)).sum().item()))
+        except TitanError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_cannot_be_cut_is_told(ranks):
+    for unknown, no_style, known in ranks(2, cut_others):
+        assert (
+            "a (Scale) has parameters in the tensor_plan, and is no Linear, RMSNorm or Embedding" in unknown
+        )
+        assert "takes_local_parameters = True" in unknown
+        assert "the model's tensor_plan has no style for a.weight" in no_style
+        assert known == "4.0"
