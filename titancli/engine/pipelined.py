@@ -64,6 +64,10 @@ class Stage(PipelineStage):
     def forward_maybe_with_nosync(self, *received: Tensor, **tensors: Any) -> Tensor:
         return self._runner.forward_backward_part(self.submod, received, tensors["batch"])
 
+    def _post_metadata_inference_cleanup(self) -> None:
+        """torch clears gradients here, when a schedule runs for the first time: of what it has tried out to
+        learn the shapes. They were told, and the gradients are those of the calls before."""
+
 
 class PipelinedModel:
     """The stages of this rank: a Runner whose micro-batches are `pipeline.microbatch_size` rows.
