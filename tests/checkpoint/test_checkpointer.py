@@ -38,6 +38,11 @@ def test_a_checkpoint_is_due_at_the_interval(tmp_path: Path):
     assert [step for step in range(1, 10) if checkpointer.due(step)] == [3, 6, 9]
 
 
+def test_the_first_step_is_due_as_well_where_that_is_wanted(tmp_path: Path):
+    checkpointer = make(tmp_path, interval=3, enable_first_step_checkpoint=True)
+    assert [step for step in range(1, 8) if checkpointer.due(step)] == [1, 3, 6]
+
+
 def test_nothing_is_saved_where_checkpoints_are_off(tmp_path: Path):
     checkpointer = make(tmp_path, enable=False, interval=1)
     assert not checkpointer.due(1)

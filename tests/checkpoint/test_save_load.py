@@ -16,8 +16,9 @@ from titancli.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
+from titancli.checkpoint.exclude import Exclusion
 from titancli.checkpoint.manifest import hidden_prefix
-from titancli.errors import EnvironmentProblem, TitanError
+from titancli.errors import EnvironmentProblem, RecipeError, TitanError
 
 
 def test_everything_comes_back_bit_for_bit(tmp_path: Path):
@@ -104,6 +105,37 @@ def test_weights_alone_leave_the_optimizer_unread_and_are_cast(tmp_path: Path):
     assert weights["model.a"].tolist() == [1, 2]
     with pytest.raises(TitanError, match=r"this model has not: model\.a"):
         load_checkpoint(tmp_path / "step-1", {"model.b": torch.zeros(2)})
+
+
+def test_what_is_excluded_is_left_as_it_is_whatever_its_shape(tmp_path: Path):
+    tensors = save(tmp_path / "step-1")
+    mine = zeros(tensors) | {"model.norm.weight": torch.ones(9)}
+    exclude = Exclusion(("optimizer", "model.norm.*"))
+    load_checkpoint(tmp_path / "step-1", mine, exclude=exclude)
+    assert torch.equal(mine["model.norm.weight"], torch.ones(9))
+    assert not mine["optimizer.layers.0.weight.exp_avg"].any()
+    assert torch.equal(mine["model.layers.0.weight"], tensors["model.layers.0.weight"])
+    assert [exclude.has(name) for name in ("optimizer", "model", "data", "optimizers.x")] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+def test_an_exclusion_of_what_is_not_there_is_told(tmp_path: Path):
+    tensors = save(tmp_path / "step-1")
+    with pytest.raises(RecipeError, match=r"'model\.head\.\*' is nothing that the checkpoint has"):
+        load_checkpoint(tmp_path / "step-1", zeros(tensors), exclude=Exclusion(("data", "model.head.*")))
+
+
+def test_a_checkpoint_that_was_saved_under_an_exclusion_is_loaded_whole(tmp_path: Path):
+    save(tmp_path / "step-1")
+    assert Exclusion.once(["data"], tmp_path / "step-1").patterns == ("data",)
+    assert Exclusion.once(["data"], tmp_path / "missing").patterns == ("data",)
+    (tmp_path / "step-1/recipe.lock.toml").write_text('[checkpoint]\nexclude_from_loading = ["data"]\n')
+    assert Exclusion.once(["data"], tmp_path / "step-1").patterns == ()
+    assert Exclusion.once(["step"], tmp_path / "step-1").patterns == ("step",)
 
 
 def test_what_is_no_tensor_is_refused(tmp_path: Path):

@@ -58,9 +58,10 @@ class Checkpointer:
         return self._writing is not None and self._writing.done and self._writing.error is not None
 
     def due(self, step: int) -> bool:
-        """Whether this step is to be saved by the interval alone."""
+        """Whether this step is to be saved by the interval alone, or because it is the first."""
         self._announce()
-        return self._section.enable and step % self._section.interval == 0
+        first = step == 1 and self._section.enable_first_step_checkpoint
+        return self._section.enable and (first or step % self._section.interval == 0)
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Save a step, once; a step that this process saved last is not saved again.
@@ -72,13 +73,9 @@ class Checkpointer:
         self.wait()
         if not self._section.enable or step == self._saved:
             return
-        if self._group is None and several_ranks(None):
-            # Not before the first save: the limits of all groups are tightened after the first step.
-            self._group = dist.new_group(backend="gloo", timeout=PLANNING_TIMEOUT)
+        self._meet()
         path = self._folder / f"step-{step}"
-        degrees = mesh_of(tensors) if self._mesh is None else dict(self._mesh)
-        draft = Draft(path, dict(state), self._lock_text, self._run_id, degrees)
-        planner = plan_of(tensors)
+        draft, planner = self._draft(path, tensors, state), plan_of(tensors)
         work: Callable[[], None] = lambda: self._write(planner, draft)  # noqa: E731
         if self._section.async_mode == "disabled":
             work()
@@ -87,6 +84,39 @@ class Checkpointer:
         else:
             planner = self._staging.copy(planner)
             self._writing = Writing(step, path, work)
+
+    def save_apart(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Save tensors without a state under a name of their own, now; nothing is purged.
+
+        Raises:
+            TitanError: this save failed, or the one before it.
+        """
+        self.wait()
+        self._meet()
+        run_save(plan_of(tensors), self._draft(path, tensors, {}), self._group)
+
+    def on_main(self, function: Callable[[], None]) -> None:
+        """Call on rank 0, for as long as it takes; a TitanError there is raised on every rank."""
+        self._meet()
+        told: list[TitanError | None] = [None]
+        if self._main:
+            try:
+                function()
+            except TitanError as error:
+                told[0] = error
+        if several_ranks(None):
+            dist.broadcast_object_list(told, src=0, group=self._group)
+        if told[0] is not None:
+            raise told[0]
+
+    def _meet(self) -> None:
+        if self._group is None and several_ranks(None):
+            # Not before the first save: the limits of all groups are tightened after the first step.
+            self._group = dist.new_group(backend="gloo", timeout=PLANNING_TIMEOUT)
+
+    def _draft(self, path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Draft:
+        degrees = mesh_of(tensors) if self._mesh is None else dict(self._mesh)
+        return Draft(path, dict(state), self._lock_text, self._run_id, degrees)
 
     def wait(self) -> None:
         """Wait for the save that is under way, if any.

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from titancli.checkpoint.exclude import NOTHING, Exclusion
 from titancli.checkpoint.layout import TensorLayout, read_layout
 from titancli.checkpoint.manifest import Manifest, Verify, faults, read_manifest
 from titancli.checkpoint.save import raise_failure
@@ -26,6 +27,7 @@ def load_checkpoint(
     tensors: Mapping[str, Tensor],
     *,
     verify: Verify = "full",
+    exclude: Exclusion = NOTHING,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Fill tensors in place from a checkpoint, whatever layout it was saved under; return its JSON state.
@@ -36,15 +38,20 @@ def load_checkpoint(
     unread, and values are cast to the dtypes asked for. Each rank reads only what it needs; where
     `verify` is "full", the ranks share the reading of all files for their checksums.
 
+    What `exclude` has is left as it is.
+
     Raises:
         EnvironmentProblem: it is no checkpoint, or damaged; names the file.
-        TitanError: names, shapes or dtypes differ; names them all.
+        TitanError: names, shapes or dtypes differ; names them all. Or `exclude` names what is not there.
     """
     manifest, layouts = _open_together(folder, verify, group)
+    exclude.check(layouts)
+    layouts = {name: layout for name, layout in layouts.items() if not exclude.has(name)}
+    tensors = {name: tensor for name, tensor in tensors.items() if not exclude.has(name)}
     asked = _asked_together(tensors, group)
     parts = {name.partition(".")[0] for name in asked}
     there = {name: layout for name, layout in layouts.items() if name.partition(".")[0] in parts}
-    strict = len(there) == len(layouts)
+    strict = parts != {"model"}
     wanted = {name: (shape, dtype if strict else None) for name, (shape, dtype) in asked.items()}
     if found := differences(there, wanted):
         raise TitanError(

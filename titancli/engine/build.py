@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from titancli.checkpoint.exclude import Exclusion
 from titancli.engine.engine import Engine, EngineSettings
 from titancli.engine.guard import Guard
 from titancli.engine.pipelined import PipelinedModel
@@ -193,13 +194,17 @@ def _factor(section: Any, training_steps: int, step: int) -> float:
 
 
 def materialise(engine: Engine, recipe: Recipe) -> None:
-    """Give the meta model memory, and values: the recipe's weights, or initial ones."""
+    """Give the meta model memory, and values: the recipe's weights, or initial ones.
+
+    Weights that come along with all other state are read with it, see `titancli.loops.session`.
+    """
+    whole = recipe.weights is not None and recipe.checkpoint.initial_load_model_only
     for part in engine.parts:
         home = getattr(part, "parameter_device", engine.device)
         allocate(part, home, engine.device)
-        if recipe.weights is None:
+        if not whole or recipe.checkpoint.exclude_from_loading:
             part.init_weights(generator_for(recipe.training.seed, home))
-    if recipe.weights is not None:
+    if whole:
         load_weights(engine, recipe)
 
 
@@ -235,13 +240,19 @@ def load_weights(engine: Engine, recipe: Recipe) -> None:
     parameters = dict(engine.plain_parameters())
     if (folder / "manifest.json").is_file():
         tensors = {f"model.{name}": tensor for name, tensor in parameters.items()}
-        load_checkpoint(folder, tensors, verify=recipe.checkpoint.verify)
+        exclude = Exclusion.once(recipe.checkpoint.exclude_from_loading, folder)
+        load_checkpoint(folder, tensors, verify=recipe.checkpoint.verify, exclude=exclude)
         return
     if not (folder / "config.json").is_file():
         raise EnvironmentProblem(
             f"weights: {folder} is neither a Hugging Face folder (config.json and *.safetensors) "
             "nor a checkpoint (manifest.json)",
             hint="name a folder such as ./Llama-3.1-8B, or RUN/checkpoints/step-N",
+        )
+    if recipe.checkpoint.exclude_from_loading:
+        raise RecipeError(
+            f"checkpoint.exclude_from_loading: a Hugging Face folder such as {folder} is read whole",
+            hint="make a checkpoint of it first: titan convert-checkpoint FOLDER OUT --to titan",
         )
     if engine.hf_form is None:
         raise RecipeError(f"weights: the model cannot be read from a Hugging Face folder, such as {folder}")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from titancli.checkpoint.exclude import NOTHING, Exclusion
 from titancli.data.batch import Batch
 from titancli.engine.gradients import divide_and_clip
 from titancli.engine.guard import Guard, step_unless
@@ -243,13 +244,20 @@ class Engine:
             mesh=asdict(self.mesh.degrees),
         )
 
-    def load(self, folder: str | Path, *, optimizer: bool = True, verify: Verify = "full") -> dict[str, Any]:
+    def load(
+        self,
+        folder: str | Path,
+        *,
+        optimizer: bool = True,
+        verify: Verify = "full",
+        exclude: Exclusion = NOTHING,
+    ) -> dict[str, Any]:
         """Continue from a checkpoint made on any layout; with optimizer=False take its weights alone.
 
         Returns:
             The checkpoint's state, for what the engine does not own (the data position).
         """
-        return load_state(self, Path(folder), optimizer=optimizer, verify=verify)
+        return load_state(self, Path(folder), optimizer=optimizer, verify=verify, exclude=exclude)
 
     def weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """Hugging Face names and whole tensors, one at a time; the tensor on rank 0, None elsewhere.

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titancli.checkpoint.exclude import NOTHING, Exclusion
 from titancli.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
@@ -54,14 +55,21 @@ def initialise_state(optimizer: torch.optim.Optimizer) -> None:
             state["step"].zero_()
 
 
-def load_state(engine: Engine, folder: Path, *, optimizer: bool, verify: Verify = "full") -> dict[str, Any]:
+def load_state(
+    engine: Engine,
+    folder: Path,
+    *,
+    optimizer: bool,
+    verify: Verify = "full",
+    exclude: Exclusion = NOTHING,
+) -> dict[str, Any]:
     """Fill the engine's tensors from a checkpoint and set its counters."""
     from titancli.checkpoint import load_checkpoint
 
     tensors, _ = engine.save_state()
     if not optimizer:
         tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
-    state = load_checkpoint(folder, tensors, verify=verify)
+    state = load_checkpoint(folder, tensors, verify=verify, exclude=exclude)
     for converter in engine.converters:
         for part in engine.parts:
             converter.after_step(part)
@@ -72,8 +80,9 @@ def load_state(engine: Engine, folder: Path, *, optimizer: bool, verify: Verify 
                 f"{folder} holds weights but no training state, so a run cannot be continued from it",
                 hint=f"start a new run from it with weights={folder}",
             )
-        engine.step, engine.tokens_seen = counters["step"], counters["tokens_seen"]
-        if engine.guard is not None and "guard" in counters:
+        if not exclude.has("step"):
+            engine.step, engine.tokens_seen = counters["step"], counters["tokens_seen"]
+        if engine.guard is not None and "guard" in counters and not exclude.has("guard"):
             engine.guard.load_state(counters["guard"])
     return state
 

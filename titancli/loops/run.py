@@ -126,6 +126,16 @@ class Run:
                 raise
             logger.warning("step %d is not saved, training goes on: %s", engine.step, error)
 
+    def save_seed(self, engine: Engine, data: Source) -> None:
+        """Save what the run begins with, and wait until it is on the disk.
+
+        Raises:
+            EnvironmentProblem: it cannot be saved.
+        """
+        self._save(engine, data)
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+
     def finish(self, engine: Engine, data: Source) -> None:
         """Save the last step, if it has not been, and wait until it is on the disk.
 

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from titancli.checkpoint.exclude import Exclusion
+from titancli.checkpoint.manifest import read_manifest
 from titancli.data.loader import Loader
 from titancli.engine import Engine
 from titancli.errors import EnvironmentProblem
+from titancli.loops.exports import export
 from titancli.loops.run import Run, Stop
 from titancli.registry.component import build
 
@@ -53,9 +56,11 @@ def run(
     check_vocabulary(recipe, tokenizer)
     engine = Engine.build(recipe, device=device)
     data = _loader(recipe, tokenizer, engine)
-    if checkpoint is not None:
-        state = engine.load(checkpoint, verify=recipe.checkpoint.verify)
-        data.load_state(state["data"])
+    if (start := checkpoint or _taken_over(recipe)) is not None:
+        exclude = Exclusion.once(recipe.checkpoint.exclude_from_loading, start)
+        state = engine.load(start, verify=recipe.checkpoint.verify, exclude=exclude)
+        if not exclude.has("data"):
+            data.load_state(state["data"])
     observers = observers_for(engine)
     this = Run(
         steps=recipe.training.steps,
@@ -86,13 +91,30 @@ def run(
     gc.freeze()
     gc.disable()
     try:
-        loop()
+        if recipe.checkpoint.create_seed_checkpoint:
+            this.save_seed(engine, data)
+        else:
+            loop()
+        if this.checkpoints is not None and this.why in ("finished", "data_ended") and engine.step:
+            export(recipe.checkpoint, engine, this.checkpoints, run_folder)
     finally:
         gc.enable()
         gc.unfreeze()
         data.close()
-    checkpoint_name = f"checkpoints/step-{this.saved_step}" if this.saved_step else None
+    checkpoint_name = f"checkpoints/step-{this.saved_step}" if this.saved_step is not None else None
     return {"why": this.why, "signal": this.signal, "step": engine.step, "checkpoint": checkpoint_name}
+
+
+def _taken_over(recipe: Recipe) -> Path | None:
+    """The checkpoint whose whole state a new run begins with, if any.
+
+    Raises:
+        EnvironmentProblem: `weights` names no checkpoint.
+    """
+    if recipe.weights is None or recipe.checkpoint.initial_load_model_only:
+        return None
+    read_manifest(recipe.weights)
+    return recipe.weights
 
 
 def check_vocabulary(recipe: Recipe, tokenizer: Any) -> None:

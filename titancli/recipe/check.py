@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 from titancli.errors import PluginError, TitanError
 from titancli.recipe.env import check_env
 from titancli.recipe.layout import Finding, check_layout
-from titancli.recipe.problems import Problems
+from titancli.recipe.problems import Problems, did_you_mean, nearest_name
+from titancli.recipe.saved import PARTS, TORCHTITAN
 from titancli.recipe.scan import KeyPath, match_key
 from titancli.recipe.schema import Recipe
 from titancli.recipe.tree import Node, dotted
+from titancli.registry.component import component_info
 
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
@@ -43,6 +45,7 @@ def _core_checks(recipe: Recipe, root: Node) -> Iterator[Finding]:
         message = f"name {recipe.name!r} cannot begin the name of a run folder"
         yield ("name",), message, "use letters, digits, '_', '-' and '.', beginning with a letter or digit"
     yield from _activation_checkpoint(recipe)
+    yield from _checkpoint(recipe)
     yield from check_layout(recipe)
     yield from _schedule(recipe, root)
 
@@ -64,6 +67,30 @@ def _activation_checkpoint(recipe: Recipe) -> Iterator[Finding]:
     elif recipe.compile.backend in KEEPS_ALL:
         message = f"the backend {recipe.compile.backend!r} keeps all activations, whatever the memory_budget"
         yield ("compile", "backend"), message, 'write "inductor"'
+
+
+def _checkpoint(recipe: Recipe) -> Iterator[Finding]:
+    section = recipe.checkpoint
+    saving = ["enable_first_step_checkpoint", "create_seed_checkpoint"]
+    exports = ["last_save_model_only", "last_save_in_hf"]
+    if not section.enable:
+        for name in [*saving, *exports]:
+            if getattr(section, name):
+                yield ("checkpoint", name), "nothing is saved where checkpoint.enable is false", None
+    if section.export_dtype != "float32" and not any(getattr(section, name) for name in exports):
+        message = f"nothing is exported, in {section.export_dtype} or else"
+        yield ("checkpoint", "export_dtype"), message, "write last_save_in_hf = true, for one"
+    if section.last_save_in_hf and component_info(recipe.model).hf is None:
+        message = f"the model {component_info(recipe.model).name} has no Hugging Face form"
+        yield ("checkpoint", "last_save_in_hf"), message, "write last_save_model_only = true"
+    if not section.initial_load_model_only and recipe.weights is None:
+        message = "there is no checkpoint to take over"
+        yield ("checkpoint", "initial_load_model_only"), message, 'write weights = "RUN/checkpoints/step-N"'
+    for name in section.exclude_from_loading:
+        if "." not in name and name not in PARTS:
+            hint = did_you_mean(TORCHTITAN.get(name) or nearest_name(name, PARTS))
+            message = f"a checkpoint has no part {name!r}"
+            yield ("checkpoint", "exclude_from_loading"), message, hint or f"its parts are {', '.join(PARTS)}"
 
 
 def _schedule(recipe: Recipe, root: Node) -> Iterator[Finding]:

@@ -198,6 +198,21 @@ class Checkpoint:
     """What is compared before a checkpoint is loaded: every checksum, the files' sizes, or nothing."""
     on_error: Literal["continue", "stop"] = "continue"
     """Whether a run goes on when a checkpoint cannot be written; the last one must be."""
+    enable_first_step_checkpoint: bool = False
+    """Save after the first step too: a disk that says no is known early."""
+    create_seed_checkpoint: bool = False
+    """Save what the run begins with as step-0, and do no step."""
+    initial_load_model_only: bool = True
+    """false: a new run takes over all of the state of the checkpoint that `weights` names."""
+    exclude_from_loading: list[str] = field(default_factory=list)
+    """What to leave out of a checkpoint: `"optimizer"`, `"data"`, `"step"`, `"guard"`, or tensors, as in
+    `"model.output.*"`. Once: a checkpoint that was saved under the same list is loaded whole."""
+    last_save_model_only: bool = False
+    """At the end save the weights alone as well, in RUN/exports/step-N."""
+    last_save_in_hf: bool = False
+    """At the end write a Hugging Face folder as well, RUN/exports/step-N-hf."""
+    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """What these two are stored in."""
 
 
 @section

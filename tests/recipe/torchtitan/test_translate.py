@@ -274,6 +274,35 @@ def test_experts_are_spread_where_a_model_has_some(told: Told) -> None:
     assert data["mesh"]["ep"] == 1 and "parallelism.expert_parallel_degree" in names(found.lost)
 
 
+def test_what_is_left_out_of_a_checkpoint_has_its_name_here(told: Told) -> None:
+    job = "[checkpoint]\nenable = true\nexclude_from_loading = "
+    for written in ('"optimizer, dataloader,lr_scheduler"', '["optimizer", "dataloader", "lr_scheduler"]'):
+        found, data = told(f"{job}{written}\n")
+        assert data["checkpoint"]["exclude_from_loading"] == ["optimizer", "data", "step"]
+        assert "checkpoint.exclude_from_loading" in found.moved
+    found, data = told(f'{job}["mine"]\n')
+    assert "no part 'mine'" in found.lost[0].text
+
+
+def test_the_weights_at_the_end_are_saved_beside_the_state(load: Callable[..., Loaded], told: Told) -> None:
+    job = "[checkpoint]\nenable = true\nexport_dtype = 'bfloat16'\n"
+    section = load(f"{job}last_save_model_only = true\n").recipe.checkpoint
+    assert (section.last_save_model_only, section.export_dtype) == (True, "bfloat16")
+    section = load(f"{job}last_save_in_hf = true\n").recipe.checkpoint
+    assert (section.last_save_model_only, section.last_save_in_hf) == (False, True)
+    found, data = told(job)
+    assert "last_save_model_only" not in data["checkpoint"]
+    assert {"checkpoint.last_save_model_only", "checkpoint.export_dtype"} <= names(found.lost)
+
+
+def test_a_job_that_only_loads_saves_nothing(load: Callable[..., Loaded]) -> None:
+    job = "[checkpoint]\nenable = true\nload_only = true\ncreate_seed_checkpoint = true\n"
+    assert not load(job).recipe.checkpoint.enable
+    job = "[checkpoint]\nenable = true\ncreate_seed_checkpoint = true\nenable_first_step_checkpoint = true\n"
+    section = load(job).recipe.checkpoint
+    assert section.create_seed_checkpoint and section.enable_first_step_checkpoint
+
+
 def test_weights_of_hugging_face_are_carried(load: Callable[..., Loaded]) -> None:
     job = '[model]\nhf_assets_path = "./assets/m"\n[checkpoint]\nenable = true\ninitial_load_in_hf = true\n'
     assert str(load(job).recipe.weights).endswith("/assets/m")

@@ -198,31 +198,16 @@ CHECKPOINT = [
     told(
         "checkpoint.initial_load_in_hf_quantized", bool, False, "quantised Hugging Face folders are not read"
     ),
-    told(
-        "checkpoint.last_save_model_only",
-        bool,
-        True,
-        "the last checkpoint holds all state like every other; `titan convert-checkpoint` exports the model",
-        titan=False,
-    ),
-    told("checkpoint.last_save_in_hf", bool, False, "export it: titan convert-checkpoint RUN OUT --to hf"),
-    told("checkpoint.export_dtype", str, "float32", "export it with titan convert-checkpoint … --dtype"),
+    part("checkpoint.last_save_model_only", bool, True),
+    part("checkpoint.last_save_in_hf", bool, False),
+    part("checkpoint.export_dtype", str, "float32"),
     carried("checkpoint.async_mode", str, "disabled"),
     carried("checkpoint.keep_latest_k", int, 10),
     told("checkpoint.load_step", int, -1, "said when a run is continued: titan train RUN --resume --step N"),
-    told("checkpoint.exclude_from_loading", (list, str), [], "a resumed run takes all of its state"),
-    told(
-        "checkpoint.enable_first_step_checkpoint", bool, False, "checkpoints are saved each `interval` steps"
-    ),
-    told(
-        "checkpoint.create_seed_checkpoint",
-        bool,
-        False,
-        "not needed: initial values follow from training.seed on every layout",
-    ),
-    told(
-        "checkpoint.load_only", bool, False, "with weights = … and checkpoint.enable = false nothing is saved"
-    ),
+    part("checkpoint.exclude_from_loading", (list, str), []),
+    part("checkpoint.enable_first_step_checkpoint", bool, False),
+    part("checkpoint.create_seed_checkpoint", bool, False),
+    part("checkpoint.load_only", bool, False),
 ]
 ACTIVATION_CHECKPOINT = [
     part("activation_checkpoint.mode", str, "selective"),

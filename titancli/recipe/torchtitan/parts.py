@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from titancli.errors import PluginError
 from titancli.recipe.requires import install_command
 from titancli.recipe.stages import SCHEDULES
+from titancli.recipe.torchtitan.checkpoint import checkpoint
 from titancli.recipe.torchtitan.fields import FLOAT8, GROUPED_FLOAT8, GROUPED_MX, MX
 from titancli.recipe.torchtitan.job import Job
 
@@ -360,6 +361,7 @@ PARTS: list[Callable[[Job, Any], None]] = [
     experts,
     batch,
     weights,
+    checkpoint,
     activation_checkpoint,
     compile_components,
     parallel,

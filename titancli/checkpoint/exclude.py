@@ -1,0 +1,64 @@
+"""`checkpoint.exclude_from_loading`: what of a checkpoint is left where it is. Torch-free."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from titancli.checkpoint.manifest import LOCK
+from titancli.errors import RecipeError
+from titancli.recipe.saved import PARTS
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Parts by name, and patterns of tensors' names, such as `model.output.*`."""
+
+    patterns: tuple[str, ...] = ()
+
+    @classmethod
+    def once(cls, patterns: Sequence[str], checkpoint: Path) -> Exclusion:
+        """What to leave out of this checkpoint: nothing, where it was saved under the same exclusion.
+
+        So a run that leaves something out does it when it takes over a checkpoint, and not again each time
+        that it is resumed.
+        """
+        try:
+            lock = tomllib.loads((checkpoint / LOCK).read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # weights alone have no lock file
+            lock = {}
+        section = lock.get("checkpoint")
+        before = section.get("exclude_from_loading") if isinstance(section, dict) else None
+        return cls(() if before == list(patterns) else tuple(patterns))
+
+    def has(self, name: str) -> bool:
+        """Whether a part, or a tensor, is left out."""
+        return any(
+            fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
+            for pattern in self.patterns
+            if pattern in PARTS or "." in pattern
+        )
+
+    def check(self, names: Iterable[str]) -> None:
+        """See to it that each pattern means something.
+
+        Args:
+            names: of the checkpoint's tensors.
+
+        Raises:
+            RecipeError: one means nothing.
+        """
+        names = list(names)
+        for pattern in self.patterns:
+            if pattern not in PARTS and not any(Exclusion((pattern,)).has(name) for name in names):
+                looks = f"; tensors look like {names[0]!r} and {names[-1]!r}" if names else ""
+                raise RecipeError(
+                    f"checkpoint.exclude_from_loading: {pattern!r} is nothing that the checkpoint has",
+                    hint=f"its parts are {', '.join(PARTS)}{looks}",
+                )
+
+
+NOTHING = Exclusion()

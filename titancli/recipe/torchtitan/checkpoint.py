@@ -1,0 +1,80 @@
+"""What becomes of torchtitan's `[checkpoint]` fields that say something together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from titancli.recipe.saved import PARTS, TORCHTITAN
+
+if TYPE_CHECKING:
+    from titancli.recipe.torchtitan.job import Job
+    from titancli.registry.lookup import Registry
+
+OFF = "no effect: checkpoint.enable is false"
+WANTS_ENABLE = ("exclude_from_loading", "enable_first_step_checkpoint", "create_seed_checkpoint", "load_only")
+EXPORTS = ("last_save_model_only", "last_save_in_hf", "export_dtype")
+
+
+def checkpoint(job: Job, registry: Registry) -> None:
+    if not job.value("checkpoint.enable"):
+        for name in (*WANTS_ENABLE, *EXPORTS):
+            if job.written(f"checkpoint.{name}"):
+                job.lose(f"checkpoint.{name}", OFF)
+        return
+    _left_out(job)
+    if job.value("checkpoint.load_only"):
+        job.put("checkpoint.enable", False)
+        job.change(
+            "checkpoint.load_only", "checkpoint.enable = false: nothing is saved, and what is there loads"
+        )
+        for name in ("enable_first_step_checkpoint", "create_seed_checkpoint", *EXPORTS):
+            if job.written(f"checkpoint.{name}"):
+                job.lose(f"checkpoint.{name}", "no effect: load_only saves nothing")
+        return
+    job.take("checkpoint.load_only")
+    for name in ("enable_first_step_checkpoint", "create_seed_checkpoint"):
+        if job.written(f"checkpoint.{name}"):
+            job.put(f"checkpoint.{name}", job.value(f"checkpoint.{name}"), f"checkpoint.{name}")
+    _exports(job)
+
+
+def _left_out(job: Job) -> None:
+    """Its parts by our names; torchtitan takes them as one text too."""
+    value = job.value("checkpoint.exclude_from_loading")
+    names = value.split(",") if isinstance(value, str) else value
+    names = [TORCHTITAN.get(name.strip(), name.strip()) for name in names if name.strip()]
+    if unknown := [name for name in names if name not in PARTS]:
+        why = f"a checkpoint of titan has no part {unknown[0]!r}, but {', '.join(PARTS)}, and tensors by name"
+        job.lose("checkpoint.exclude_from_loading", why)
+    elif names:
+        job.put("checkpoint.exclude_from_loading", names, "checkpoint.exclude_from_loading")
+    else:
+        job.take("checkpoint.exclude_from_loading")
+
+
+def _exports(job: Job) -> None:
+    """There the last checkpoint is the weights alone, here they are saved beside it."""
+    weights, in_hf, dtype = (job.value(f"checkpoint.{name}") for name in EXPORTS)
+    beside = "beside the last checkpoint, which holds all state like every other"
+    if not job.written("checkpoint.last_save_model_only") and not in_hf:
+        job.lose("checkpoint.last_save_model_only", "the last checkpoint holds all state like every other; "
+                 "last_save_model_only = true saves the weights beside it")  # fmt: skip
+        weights = False
+    elif weights and not in_hf:
+        job.put("checkpoint.last_save_model_only", True)
+        job.change("checkpoint.last_save_model_only", beside)
+    else:
+        job.take("checkpoint.last_save_model_only")
+    if in_hf:
+        job.put("checkpoint.last_save_in_hf", True)
+        job.change("checkpoint.last_save_in_hf", beside)
+    else:
+        job.take("checkpoint.last_save_in_hf")
+    if not job.written("checkpoint.export_dtype"):
+        return
+    if weights or in_hf:
+        job.put("checkpoint.export_dtype", dtype, "checkpoint.export_dtype")
+    elif dtype == "float32":
+        job.take("checkpoint.export_dtype")
+    else:
+        job.lose("checkpoint.export_dtype", "no effect: no weights are saved alone")
