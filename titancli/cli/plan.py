@@ -31,6 +31,13 @@ NODE = 8
 )
 @click.option("--gpu", type=click.Choice(sorted(DEVICES)), default="H100", show_default=True)
 @click.option("--check", is_flag=True, help="Also do a step of one rank of each stage, without memory.")
+@click.option(
+    "--check-rank",
+    metavar="R",
+    type=click.IntRange(min=0),
+    multiple=True,
+    help="Check this rank instead; may be given again.  [default: the first of each pipeline stage]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
     arguments: tuple[str, ...],
@@ -38,6 +45,7 @@ def command(
     world_size: int | None,
     gpu: str,
     check: bool,
+    check_rank: tuple[int, ...],
     as_json: bool,
 ) -> int:
     """Say what a recipe takes on so many devices: memory, traffic, time at best, and whether it fits.
@@ -52,17 +60,17 @@ def command(
     loaded = load_recipe(recipes[0], overrides, unset=unset)
     world = world_size or _ranks(loaded, gpu)
     told = _told(loaded, world, gpu)
-    if check:
+    if check or check_rank:
         from titancli.launchers import check as dry_run
 
-        told["check"] = dry_run.check(loaded.recipe, world)
+        told["check"] = dry_run.check(loaded.recipe, world, check_rank or None)
     if as_json:
         print_json("estimate", told)
     else:
         from titancli.planning.drawing import as_text
 
         print(as_text(told))
-        if check:
+        if told["check"]:
             print(dry_run.as_text(told["check"]))
     return 0
 
