@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
+from tests.engine import cases
 from tests.engine.cases import Layout, recipe
 from titancli.engine.build import MixedPrecision, allocate
 from titancli.errors import RecipeError
-from titancli.parallel import Decoder
+from titancli.parallel import Decoder, fsdp
 from titancli.parallel.decoder import build
 from titancli.parallel.fsdp import shard
 from titancli.recipe.schema import ActivationCheckpoint, Compile
@@ -43,8 +45,6 @@ def test_a_plan_that_needs_a_gpu_says_so_without_one(field: str) -> None:
     ],
 )
 def test_async_tp_needs_blocks_compiled_by_inductor(compile: Compile, told: bool) -> None:
-    from dataclasses import replace
-
     found = list(Decoder(async_tp=True).check(replace(recipe(Layout()), compile=compile)))
     assert bool(found) == told
 
@@ -74,6 +74,24 @@ def policies() -> dict[bool, set[type]]:
 def test_every_group_is_offloaded(ranks: Any) -> None:
     (found,) = ranks(1, policies)
     assert found == {False: {OffloadPolicy}, True: {CPUOffloadPolicy}}
+
+
+def trained(offload: bool) -> dict[str, torch.Tensor]:
+    """Weights after some steps. Between a CPU and itself nothing moves, so its memory need not be pinned, and
+    all of FSDP2's and the engine's code for offloading runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdp, "CPUOffloadPolicy", lambda: CPUOffloadPolicy(pin_memory=False))
+        patch.setattr(Decoder, "needs_gpu", lambda self: iter(()))
+        made = cases.recipe(Layout({"dp_shard": 2}))
+        plan = replace(made.parallelize, cpu_offload=offload)
+        patch.setattr(cases, "recipe", lambda layout: replace(made, parallelize=plan))
+        return cases.training(Layout({"dp_shard": 2}))
+
+
+@pytest.mark.ranks
+def test_offloading_changes_no_weight(ranks: Any) -> None:
+    kept, offloaded = ranks(2, trained, False)[0], ranks(2, trained, True)[0]
+    assert all(torch.equal(kept[name], offloaded[name]) for name in kept)
 
 
 def test_buffers_can_have_another_place_than_parameters() -> None:
