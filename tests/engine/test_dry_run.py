@@ -22,6 +22,7 @@ from titancli.models.menu.moe import MoE
 from titancli.models.menu.qwen3 import Qwen3
 from titancli.recipe import load_recipe
 from titancli.recipe.schema import Degrees, Recipe
+from titancli.recipe.stages import SCHEDULES
 from titancli.registry.component import component
 
 EXPERTS = Qwen3(
@@ -46,11 +47,17 @@ RECIPES = {
     "hsdp-2x2": (4, recipe(Layout({"dp_replicate": 2, "dp_shard": 2}, micro_batches=2))),
     "fsdp-2 x tp-2": (4, recipe(Layout({"dp_shard": 2, "tp": 2}))),
     "cp-2": (2, recipe(Layout({"cp": 2}))),
+    "cp-2, ring": (2, recipe(Layout({"cp": 2}, context_parallel="ring"))),
     "cp-2 x tp-2, heads exchanged": (
         4,
         recipe(Layout({"cp": 2, "tp": 2}, context_parallel="ulysses", model={"n_kv_heads": 4})),
     ),
     "ep-2 x fsdp-2": (4, recipe(Layout({"dp_shard": 4, "ep": 2}), EXPERTS)),
+    "pp-2": (2, recipe(Layout({"pp": 2}, pipeline={"schedule": "1F1B"}))),
+    "pp-2 x fsdp-2, two stages each": (
+        4,
+        recipe(Layout({"pp": 2, "dp_shard": 2}, pipeline={"schedule": "ZBVZeroBubble"})),
+    ),
     "ep-4 over tp-2": (4, recipe(Layout({"dp_shard": 2, "tp": 2, "ep": 4}), EXPERTS)),
 }
 
@@ -89,6 +96,17 @@ def test_parameters_that_ranks_share_unevenly():
     sizes = [check.parameters for check in dry_run(one_row, 3, range(3)).ranks]
     assert sizes[0] > sizes[2]
     assert sum(sizes) == model.shape().size
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_beside_every_other_degree(schedule):
+    mesh = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}
+    cut = recipe(Layout(mesh, pipeline={"schedule": schedule}), local_batch_size=4, global_batch_size=16)
+    first, second = dry_run(cut, 32).ranks
+    assert (first.rank, second.rank) == (0, 16)
+    assert 8 * 4 * (first.parameters + second.parameters) == pytest.approx(
+        8 * cut.model.shape().size, rel=0.05
+    )
 
 
 def test_nothing_is_left_behind():
