@@ -132,6 +132,7 @@ def whole_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     Away from rank 0 a tensor of another stage is on meta.
     """
     mine = dict(engine.plain_parameters())
+    home = getattr(engine.parts[0], "parameter_device", engine.device)
     group, rank = engine.mesh.pp_group, engine.mesh.pp_rank
     to_rank_0 = dist.get_rank() == 0 or (group is not None and 0 in dist.get_process_group_ranks(group))
     for known in all_known(engine, mine.items()):
@@ -140,8 +141,8 @@ def whole_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
             tensor = mine[known.name]
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if rank > 0 and to_rank_0:
-                dist.send(whole.contiguous(), dst=0, group=group)
+                dist.send(whole.to(home).contiguous(), dst=0, group=group)
         elif dist.get_rank() == 0:
-            whole = torch.empty(known.shape, dtype=known.dtype, device=engine.device)
+            whole = torch.empty(known.shape, dtype=known.dtype, device=home)
             dist.recv(whole, group=group, group_src=known.holder)
         yield known.name, whole
