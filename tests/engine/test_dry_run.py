@@ -22,7 +22,6 @@ from titancli.models.menu.moe import MoE
 from titancli.models.menu.qwen3 import Qwen3
 from titancli.recipe import load_recipe
 from titancli.recipe.schema import Degrees, Recipe
-from titancli.recipe.stages import SCHEDULES
 from titancli.registry.component import component
 
 EXPERTS = Qwen3(
@@ -98,15 +97,13 @@ def test_parameters_that_ranks_share_unevenly():
     assert sum(sizes) == model.shape().size
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble", "DualPipeV"])
 def test_every_schedule_beside_every_other_degree(schedule):
     mesh = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}
     cut = recipe(Layout(mesh, pipeline={"schedule": schedule}), local_batch_size=4, global_batch_size=16)
     first, second = dry_run(cut, 32).ranks
     assert (first.rank, second.rank) == (0, 16)
-    assert 8 * 4 * (first.parameters + second.parameters) == pytest.approx(
-        8 * cut.model.shape().size, rel=0.05
-    )
+    assert 8 * (first.parameters + second.parameters) == pytest.approx(cut.model.shape().size, rel=0.05)
 
 
 def test_nothing_is_left_behind():
