@@ -25,6 +25,7 @@ from titancli.engine.seeds import generator_for
 from titancli.engine.state import parameter_shapes
 from titancli.errors import EnvironmentProblem, Problem, RecipeError, TitanError
 from titancli.models.blocks.kernels import prefer_fast_kernels
+from titancli.models.blocks.moe import moe_layers
 from titancli.optimizers.schedule import lr_factor
 from titancli.parallel.context import RowCut
 from titancli.parallel.mesh import Mesh
@@ -58,6 +59,9 @@ def build_engine(
     with torch.device("meta"):
         model = build(recipe.model, seq_len=training.seq_len)
     model = model.to(getattr(torch, training.dtype))
+    if recipe.debug.moe_force_load_balance:
+        for layer in moe_layers(model).values():
+            layer.force_load_balance()
     flops, count = model.flops_per_token(training.seq_len), sum(p.numel() for p in model.parameters())
     converters = [build(c, mesh=degrees, compile=recipe.compile.enable) for c in recipe.converters]
     for converter in converters:

@@ -89,6 +89,9 @@ def _divides(recipe: Recipe, name: str, sizes: dict[str, int]) -> Iterator[Findi
 
 
 def _experts(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.debug.moe_force_load_balance and not getattr(recipe.model, "n_experts", None):
+        message = "moe_force_load_balance: the model has no experts"
+        yield ("debug", "moe_force_load_balance"), message, "write false"
     mesh = recipe.mesh
     experts = getattr(recipe.model, "n_experts", None)
     if mesh.ep > 1 and experts is None:

@@ -163,8 +163,8 @@ class Compile:
 
     enable: bool = False
     components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model"])
-    """`"model"`: each block; `"loss"`: what the loss does with a chunk of logits, which on a CPU is slower than
-    without (fp32: by 10 to 30 %)."""
+    """`"model"`: each block; `"loss"`: what the loss does with a chunk of logits, which on a CPU is slower
+    than without (fp32: by 10 to 30 %)."""
     backend: str = "inductor"
 
 
@@ -254,6 +254,8 @@ class Comm:
 class Debug:
     deterministic: bool = False
     """Deterministic algorithms only; bitwise resume on a GPU needs it."""
+    moe_force_load_balance: bool = False
+    """Experts are dealt out to tokens in turn instead of chosen: for measuring speed with an even load."""
 
 
 @section

@@ -289,7 +289,7 @@ DEBUG = [
     told(
         "debug.deterministic_warn_only", bool, False, "debug.deterministic raises where torch has no such op"
     ),
-    told("debug.moe_force_load_balance", bool, False, "tokens go where the router sends them"),
+    carried("debug.moe_force_load_balance", bool, False),
 ]
 FIELDS: dict[str, Field] = {
     field.name: field

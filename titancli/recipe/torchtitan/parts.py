@@ -148,14 +148,21 @@ def schedule(job: Job, registry: Registry) -> None:
 
 
 def experts(job: Job, registry: Registry) -> None:
-    name = "parallelism.expert_parallel_degree"
+    degree, balance = "parallelism.expert_parallel_degree", "debug.moe_force_load_balance"
     model = job.recipe["model"]
     config = _installed(registry, "model", model["type"])
-    if job.value(name) > 1 and config is not None:
-        flavor = getattr(config, "flavors", {}).get(model["flavor"], {})
-        if not any(key in flavor for key in ("moe", "n_experts")):
-            job.put("mesh.ep", 1)
-            job.lose(name, "the model has no experts, and torchtitan pays no heed to it either")
+    if config is None:
+        return
+    flavor = getattr(config, "flavors", {}).get(model["flavor"], {})
+    if any(key in flavor for key in ("moe", "n_experts")):
+        return
+    why = "the model has no experts, and torchtitan pays no heed to it either"
+    if job.value(degree) > 1:
+        job.put("mesh.ep", 1)
+        job.lose(degree, why)
+    if job.value(balance):
+        job.put("debug.moe_force_load_balance", False)
+        job.lose(balance, why)
 
 
 def batch(job: Job, registry: Registry) -> None:
