@@ -1,9 +1,9 @@
 """Where training data comes from: the menu of datasets and tokenizers.
 
 Torch-free. A dataset is built in three parts, each in a file of its own: a source of documents (`files.py`,
-`hf_datasets.py`), the stream of their tokens (`stream.py`), and the rows cut from it (`packing.py`). The
-tokenizers are `byte_tokenizer.py` and `hf_tokenizer.py`; `loader.py` brings batches to the device ahead of
-their use. A new dataset that has documents of text needs only a source: see `source.py`.
+`jsonl.py`, `hf_datasets.py`), the stream of their tokens (`stream.py`), and the rows cut from it
+(`packing.py`). The tokenizers are `byte_tokenizer.py` and `hf_tokenizer.py`; `loader.py` brings batches to
+the device ahead of their use. A new dataset that has documents of text needs only a source: see `source.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from annotated_types import MinLen
+from annotated_types import Gt, MinLen
 
 from titancli.registry.component import component
 
@@ -83,6 +83,26 @@ class HFDataset:
             yield "split", f"a slice of a split ({self.split!r}) needs streaming = false"
 
 
+@component("dataset", "jsonl", target="titancli.data.jsonl:build")
+class JsonLines:
+    """JSON Lines on disk; one row is one document. Bad rows are skipped and counted."""
+
+    paths: Annotated[list[Path], MinLen(1)]
+    """Files, folders (every file in them, hidden ones excepted) and globs (`"corpus/**/*.jsonl"`)."""
+    text: str = "text"
+    """The key of a row that holds its document's text."""
+    strict: bool = False
+    """A bad row (not UTF-8, not JSON, empty, without the key, too long) ends the run, with file and line."""
+    max_bytes: Annotated[int, Gt(0)] = 8_388_608
+    """A longer row is a bad one."""
+    shuffle: bool = True
+    """Documents come in an order that follows from (training.seed, epoch); false: in the order listed."""
+    repeat: bool = True
+    """Begin again at the end, as often as needed; false: the data's end ends the run."""
+    document_mask: bool = False
+    """Attention and positions stay inside a document; false: a row is treated as one document."""
+
+
 @component("tokenizer", "byte", target="titancli.data.byte_tokenizer:build")
 class ByteTokenizer:
     """UTF-8 bytes as ids 0 to 255, and an end marker 256; needs no files."""
@@ -98,4 +118,4 @@ class HFTokenizer:
     """The token that ends a document; None: what the folder's files name."""
 
 
-COMPONENTS: list[type] = [TextFiles, PythonStdlib, HFDataset, ByteTokenizer, HFTokenizer]
+COMPONENTS: list[type] = [TextFiles, PythonStdlib, JsonLines, HFDataset, ByteTokenizer, HFTokenizer]

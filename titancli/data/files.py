@@ -59,7 +59,7 @@ class FileSource:
         self.identity: dict[str, Any] = {
             "files": len(files),
             "bytes": total,
-            "contents": _fingerprint(files, whole=total <= WHOLE_BYTES),
+            "contents": fingerprint(files, whole=total <= WHOLE_BYTES),
             "order": f"shuffled by seed {seed}" if shuffle else "as listed",
         }
 
@@ -88,7 +88,7 @@ def _pieces(path: str, document: int, start: int) -> Iterator[Piece]:
                 yield Piece(text, start == 0, ends, {"document": document, "byte": start})
                 start += len(data)
     except OSError as error:
-        _unreadable(path, error)
+        unreadable(path, error)
     except UnicodeDecodeError as error:
         _not_text(path, start + error.start)
 
@@ -104,21 +104,24 @@ def _cut(data: bytes) -> int:
     return cut
 
 
-def _fingerprint(files: Iterable[TextFile], *, whole: bool) -> str:
-    """xxh3-128 over names, sizes and contents; where everything is read, it is checked to be UTF-8 too."""
+def fingerprint(files: Iterable[TextFile], *, whole: bool, text: bool = True) -> str:
+    """xxh3-128 over names, sizes and contents; `text` that is read whole is checked to be UTF-8 too."""
     digest = xxhash.xxh3_128()
     for path, name, size in files:
         digest.update(f"{name}\0{size}\0".encode(errors="surrogateescape"))
         try:
             with open(path, "rb") as file:
-                if whole:
+                if whole and not text:
+                    for block in iter(lambda: file.read(PIECE_BYTES), b""):
+                        digest.update(block)
+                elif whole:
                     _hash_text(path, iter(lambda: file.read(PIECE_BYTES), b""), digest.update)
                 else:
                     digest.update(file.read(END_BYTES))
                     file.seek(max(0, size - END_BYTES))
                     digest.update(file.read(END_BYTES))
         except OSError as error:
-            _unreadable(path, error)
+            unreadable(path, error)
     return digest.hexdigest()
 
 
@@ -137,7 +140,11 @@ def _hash_text(path: str, blocks: Iterator[bytes], update: Callable[[bytes], Non
         _not_text(path, at - held + error.start)
 
 
-def _unreadable(path: str, error: OSError) -> NoReturn:
+def unreadable(path: str, error: OSError) -> NoReturn:
+    """
+    Raises:
+        EnvironmentProblem: always; in words.
+    """
     raise EnvironmentProblem(
         f"cannot read the text file {path}: {error.strerror or error}",
         hint="make it readable, or leave it out of the dataset's paths",
@@ -176,7 +183,7 @@ def _regular(path: str, name: str) -> list[TextFile]:
     try:
         status = os.stat(path)
     except OSError as error:
-        _unreadable(path, error)
+        unreadable(path, error)
     return [TextFile(path, name, status.st_size)] if stat.S_ISREG(status.st_mode) else []
 
 
@@ -201,10 +208,23 @@ def find_files(path: Path) -> list[TextFile]:
         found, nothing = [], f"{entry} does not exist"
     if not found:
         raise EnvironmentProblem(
-            f"dataset text_files: {nothing}",
+            f"dataset: {nothing}",
             hint="correct dataset.paths; they are relative to the folder that titan is started in",
         )
     return found
+
+
+def files_of(paths: Iterable[Path]) -> list[TextFile]:
+    """The files of all entries, in their order, each once.
+
+    Raises:
+        EnvironmentProblem: an entry stands for nothing.
+    """
+    files: dict[str, TextFile] = {}
+    for path in paths:
+        for file in find_files(path):
+            files.setdefault(file.path, file)
+    return list(files.values())
 
 
 def _base(pattern: str) -> str:
@@ -217,11 +237,7 @@ def _base(pattern: str) -> str:
 
 def build_text_files(config: TextFiles, *, seed: int, **runtime: Any) -> PackedDataset:
     """`[dataset] type = "text_files"`; a file that two entries name is read once."""
-    files: dict[str, TextFile] = {}
-    for path in config.paths:
-        for file in find_files(path):
-            files.setdefault(file.path, file)
-    return _packed("dataset text_files", list(files.values()), config, seed, runtime)
+    return _packed("dataset text_files", files_of(config.paths), config, seed, runtime)
 
 
 def build_python_stdlib(config: PythonStdlib, *, seed: int, **runtime: Any) -> PackedDataset:

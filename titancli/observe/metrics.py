@@ -6,6 +6,7 @@ device, and over all ranks when the run reads its metrics.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,10 +30,11 @@ class Reading:
 
 
 class Collector:
-    """Folds reports until they are read."""
+    """Folds reports until they are read. Any thread may report."""
 
     def __init__(self) -> None:
         self._readings: dict[str, Reading] = {}
+        self._mutex = threading.Lock()
 
     def add(self, name: str, value: Tensor | float, reduce: Reduce) -> None:
         if reduce not in ("mean", "max", "sum"):
@@ -42,6 +44,10 @@ class Collector:
             raise TitanError(
                 f"report({name!r}): a metric is one number, not a tensor of {list(detached.shape)}"
             )
+        with self._mutex:
+            self._fold(name, detached, reduce)
+
+    def _fold(self, name: str, detached: Any, reduce: Reduce) -> None:
         reading = self._readings.get(name)
         if reading is None:
             # A copy: what was reported may be changed in place before it is read.
@@ -59,7 +65,8 @@ class Collector:
 
     def drain(self) -> dict[str, Reading]:
         """Everything since the last call, by name."""
-        readings, self._readings = self._readings, {}
+        with self._mutex:
+            readings, self._readings = self._readings, {}
         return readings
 
 

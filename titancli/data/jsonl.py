@@ -1,0 +1,190 @@
+"""A source of JSON Lines files: a row is a document. Rows that are none are skipped and counted, or refused.
+
+Rows are read one at a time, from any byte, so files of any size take little memory. Only where they are
+shuffled is every file read once before, for the places where its rows begin.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from titancli.data import JsonLines
+from titancli.data.files import PIECE_BYTES, WHOLE_BYTES, TextFile, files_of, fingerprint, unreadable
+from titancli.data.packing import PackedDataset
+from titancli.data.source import Piece, document_order
+from titancli.errors import EnvironmentProblem
+from titancli.observe.metrics import report
+
+logger = logging.getLogger(__name__)
+
+TOLD = 5
+"""Bad rows that are told one by one; of the others only the count."""
+BLOCK = 1 << 24
+
+
+class Row(NamedTuple):
+    """A line of a file."""
+
+    byte: int
+    """Where it begins."""
+    line: int
+    """From 1."""
+    data: bytes | None
+    """Without its end; None: it is too long."""
+
+
+class BadRow(Exception):
+    """Why a row is no document."""
+
+
+class JsonLinesSource:
+    """Documents out of JSON Lines: a `titancli.data.source.Source`.
+
+    Raises:
+        EnvironmentProblem: a file cannot be read, all are empty, or, where `strict`, a row is no document.
+    """
+
+    label = "dataset jsonl"
+
+    def __init__(self, config: JsonLines, files: list[TextFile], seed: int) -> None:
+        self._config, self._files, self._seed = config, files, seed
+        total = sum(file.size for file in files)
+        if total == 0:
+            raise EnvironmentProblem(
+                f"{self.label} has no rows: all of its {len(files)} files are empty, such as {files[0].path}",
+                hint="point it to files with rows",
+            )
+        self.identity: dict[str, Any] = {
+            "files": len(files),
+            "bytes": total,
+            "key": config.text,
+            "contents": fingerprint(files, whole=total <= WHOLE_BYTES, text=False),
+            "order": f"shuffled by seed {seed}" if config.shuffle else "as listed",
+        }
+        self.skipped = 0
+        """Bad rows since this process began."""
+        self._starts = [_row_starts(file) for file in files] if config.shuffle else []
+
+    def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Piece]:
+        """The epoch's documents; a mark is a place in the order, or in a file."""
+        found = self._shuffled(epoch, mark) if self._config.shuffle else self._in_order(mark)
+        for file, row, place in found:
+            try:
+                text = _text(row.data, self._config)
+            except BadRow as reason:
+                self._skip(file, row, reason)
+                continue
+            if self.skipped:
+                report("bad_rows", self.skipped, reduce="max")  # every rank reads all rows
+            yield Piece(text, True, True, place)
+
+    def _in_order(self, mark: dict[str, Any] | None) -> Iterator[tuple[TextFile, Row, dict[str, Any]]]:
+        at = mark or {"file": 0, "byte": 0, "line": 1}
+        for number in range(at["file"], len(self._files)):
+            file = self._files[number]
+            for row in _rows(file, at["byte"], at["line"], self._config.max_bytes):
+                yield file, row, {"file": number, "byte": row.byte, "line": row.line}
+            at = {"byte": 0, "line": 1}
+
+    def _shuffled(
+        self, epoch: int, mark: dict[str, Any] | None
+    ) -> Iterator[tuple[TextFile, Row, dict[str, Any]]]:
+        firsts = np.cumsum([0, *(len(starts) for starts in self._starts)])
+        order = document_order(self._seed, epoch, int(firsts[-1]), shuffle=True)
+        for document in range(mark["document"] if mark else 0, len(order)):
+            number = int(np.searchsorted(firsts, order[document], side="right")) - 1
+            line = int(order[document] - firsts[number])
+            rows = _rows(
+                self._files[number], int(self._starts[number][line]), line + 1, self._config.max_bytes
+            )
+            yield self._files[number], next(rows), {"document": document}
+
+    def _skip(self, file: TextFile, row: Row, reason: BadRow) -> None:
+        where = f"{file.path}, line {row.line}: {reason}"
+        if self._config.strict:
+            raise EnvironmentProblem(
+                where, hint="correct the row, or write dataset.strict = false to skip such rows"
+            )
+        self.skipped += 1
+        if self.skipped <= TOLD:
+            more = "; further ones are only counted (bad_rows)" if self.skipped == TOLD else ""
+            logger.warning("row skipped: %s%s", where, more)
+        report("bad_rows", self.skipped, reduce="max")
+
+
+def _text(data: bytes | None, config: JsonLines) -> str:
+    """A row's document.
+
+    Raises:
+        BadRow: it has none.
+    """
+    if data is None:
+        raise BadRow(f"it is longer than {config.max_bytes} bytes (dataset.max_bytes)")
+    if not data.strip():
+        raise BadRow("it is empty")
+    try:
+        row = json.loads(data.decode())
+    except UnicodeDecodeError as error:
+        raise BadRow(f"it is not UTF-8: byte {error.start} fits no character") from error
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"it is not JSON: {error}") from error
+    if not isinstance(row, dict) or config.text not in row:
+        has = f"an object with {', '.join(map(repr, row)) or 'no keys'}" if isinstance(row, dict) else "none"
+        raise BadRow(f"it has no key {config.text!r}, but is {has}"[:200])
+    text = row[config.text]
+    if not isinstance(text, str):
+        raise BadRow(f"{config.text!r} is {type(text).__name__}, not text")
+    if not text:
+        raise BadRow(f"{config.text!r} is empty")
+    return text
+
+
+def _rows(file: TextFile, byte: int, line: int, limit: int) -> Iterator[Row]:
+    """The rows of a file from one on; of a row beyond `limit` bytes no more than that is held."""
+    try:
+        with open(file.path, "rb") as stream:
+            stream.seek(byte)
+            while data := stream.readline(limit + 2):
+                whole = data.endswith(b"\n") or len(data) < limit + 2
+                length = len(data) if whole else len(data) + _skip_line(stream)
+                content = data.rstrip(b"\r\n")
+                yield Row(byte, line, content if whole and len(content) <= limit else None)
+                byte, line = byte + length, line + 1
+    except OSError as error:
+        unreadable(file.path, error)
+
+
+def _skip_line(stream: BinaryIO) -> int:
+    """Go behind the end of the line; how many bytes that were."""
+    length = 0
+    while data := stream.readline(PIECE_BYTES):
+        length += len(data)
+        if data.endswith(b"\n"):
+            break
+    return length
+
+
+def _row_starts(file: TextFile) -> np.ndarray:
+    """Where each row of a file begins, int64."""
+    found, position = [np.zeros(1, np.int64)], 0
+    try:
+        with open(file.path, "rb") as stream:
+            while block := stream.read(BLOCK):
+                ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + position + 1
+                found.append(ends.astype(np.int64))
+                position += len(block)
+    except OSError as error:
+        unreadable(file.path, error)
+    starts = np.concatenate(found)
+    return starts[starts < position]
+
+
+def build(config: JsonLines, *, seed: int, **runtime: Any) -> PackedDataset:
+    """`[dataset] type = "jsonl"`; a file that two entries name is read once."""
+    source = JsonLinesSource(config, files_of(config.paths), seed)
+    return PackedDataset(source, repeat=config.repeat, document_mask=config.document_mask, **runtime)
