@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -80,3 +82,31 @@ def test_an_unknown_backend_is_told_with_those_that_there_are() -> None:
     with pytest.raises(RecipeError, match="'indcutor' is not one of torch's") as caught:
         compile_model(model(), Compile(enable=True, backend="indcutor"), ActivationCheckpoint())
     assert "inductor" in str(caught.value.hint)
+
+
+def loss_over_ranks(backend: str | None) -> tuple[Tensor, ...]:
+    """A loss whose vocabulary is cut over the ranks, in chunks of uneven length, and its gradients."""
+    import torch.distributed as dist
+
+    from titancli.losses import chunked
+    from titancli.parallel.collectives import Group
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(chunked.CHUNK_BYTES, "cpu", 4 * 25 * 5)
+        group = Group.of(dist.group.WORLD)
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(13, 8, generator=generator).requires_grad_()
+        weight = torch.randn(50, 8, generator=generator).chunk(2)[group.rank].clone().requires_grad_()
+        targets = torch.randint(0, 50, (13,), generator=generator)
+        total, _ = chunked.linear_token_loss(hidden, weight, targets, torch.ones(13), group, backend)
+        log_probs = chunked.linear_log_probs(hidden, weight, targets, group, backend)
+        (total + 2 * log_probs.sum()).backward()
+        return total.detach(), log_probs.detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.ranks
+def test_a_compiled_loss_over_ranks_equals_the_eager_one(ranks: Any) -> None:
+    eager, compiled = ranks(2, loss_over_ranks, None), ranks(2, loss_over_ranks, "aot_eager")
+    for expected, found in zip(eager, compiled, strict=True):
+        for a, b in zip(expected, found, strict=True):
+            assert (a - b).norm() <= 1e-5 * a.norm()
