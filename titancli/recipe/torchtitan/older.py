@@ -53,7 +53,7 @@ RENAMED: dict[str, str] = {
 }
 """Old name to the name in 0.2.2; the meaning is the same."""
 
-_SPLIT = "pipeline stages are not set by split points"
+_SPLIT = "name each stage's modules in pipeline.module_fqns_per_model_part instead"
 _SCALING = "titan-float8 makes all scales anew at each step"
 
 GONE: dict[str, Field] = {
@@ -85,7 +85,12 @@ GONE: dict[str, Field] = {
         told("experimental.enable_compiled_autograd", bool, False, "compiled autograd is not used"),
         told("parallelism.pipeline_parallel_split_points", (list, str), [], _SPLIT),
         told("experimental.pipeline_parallel_split_points", (list, str), [], _SPLIT),
-        told("experimental.pipeline_parallel_microbatches", int, None, _SPLIT),
+        told(
+            "experimental.pipeline_parallel_microbatches",
+            int,
+            None,
+            "pipeline.microbatch_size is given instead, the rows of one",
+        ),
     ]
 }
 """Fields that 0.2.2 has no more, by name."""
