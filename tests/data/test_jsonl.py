@@ -1,4 +1,4 @@
-"""JSON Lines: every row once, from any place; bad rows are skipped and counted, or refused with their line."""
+"""JSON Lines: every row once, from any place; bad ones are skipped and counted, or refused by their line."""
 
 from __future__ import annotations
 
