@@ -12,7 +12,11 @@ from titancli.launchers.fit import check_world
 from titancli.launchers.local import Start, in_place, torchrun_command
 from titancli.launchers.plan import Plan
 from titancli.launchers.start import Processes
-from titancli.recipe.schema import Recipe
+from titancli.observe.peaks import DEVICES
+from titancli.planning.estimate import shape_of
+from titancli.planning.job import make_job
+from titancli.planning.memory import numbers_at_rest
+from titancli.recipe.schema import Degrees, Recipe
 from titancli.registry.component import build, component_info
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -29,7 +33,7 @@ def preview(plan: Plan, processes: Processes, plugin_files: list[Path]) -> dict[
     training = recipe.training
     rows = training.local_batch_size * accumulation * degrees.dp
     parameters = count_parameters(recipe)
-    shards = degrees.dp_shard * degrees.cp * degrees.tp * degrees.pp
+    mine = parameters_of_a_rank(recipe, degrees, parameters)
     return {
         "recipe": str(plan.loaded.path),
         "name": recipe.name,
@@ -41,7 +45,7 @@ def preview(plan: Plan, processes: Processes, plugin_files: list[Path]) -> dict[
         "missing": plan.missing,
         "model": component_info(recipe.model).name,
         "parameters": parameters,
-        "weights_and_gradients_bytes_per_rank": 2 * parameters * BYTES[training.dtype] // shards,
+        "weights_and_gradients_bytes_per_rank": 2 * mine * BYTES[training.dtype],
         "world": processes.world,
         "nproc": processes.nproc,
         "nnodes": processes.nnodes,
@@ -49,6 +53,7 @@ def preview(plan: Plan, processes: Processes, plugin_files: list[Path]) -> dict[
         "seq_len": training.seq_len,
         "local_batch_size": training.local_batch_size,
         "accumulation": accumulation,
+        "microbatch_size": recipe.pipeline.microbatch_size if degrees.pp > 1 else None,
         "global_batch_size": rows,
         "tokens_per_step": rows * training.seq_len,
         "steps": training.steps,
@@ -64,6 +69,16 @@ def count_parameters(recipe: Recipe) -> int:
     with torch.device("meta"):
         model = build(recipe.model, seq_len=recipe.training.seq_len)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def parameters_of_a_rank(recipe: Recipe, degrees: Degrees, parameters: int) -> int:
+    """How many of the model's parameters lie on the rank that has the most; on each as many, where the model
+    does not say its sizes."""
+    shape = shape_of(recipe)
+    if shape is None:
+        return parameters * degrees.dp_replicate // degrees.world
+    job = make_job(recipe, shape, degrees, DEVICES["cpu"])
+    return round(max(numbers_at_rest(job, rank) for rank in range(degrees.pp)))
 
 
 def launch_command(plan: Plan, processes: Processes, plugin_files: list[Path]) -> str | None:
@@ -88,6 +103,9 @@ def as_text(facts: dict[str, Any]) -> str:
     degrees = [f"{name} {degree}" for name, degree in facts["mesh"].items() if degree != 1]
     nodes = f"{facts['nnodes']} nodes x " if facts["nnodes"] > 1 else ""
     memory = facts["weights_and_gradients_bytes_per_rank"] / 2**30
+    rows, times = facts["local_batch_size"], facts["accumulation"]
+    if facts["microbatch_size"]:  # a pipeline takes all rows of a step at once, in smaller pieces
+        rows, times = facts["microbatch_size"], rows * times // facts["microbatch_size"]
     begin = Path(facts["checkpoint"]).name if facts["checkpoint"] else "the start"
     rows = {
         "recipe": facts["recipe"],
@@ -98,7 +116,7 @@ def as_text(facts: dict[str, Any]) -> str:
         "memory": f"{memory:.2f} GiB a rank for weights and gradients; optimizer and activations come on top",
         "batch": f"{facts['global_batch_size']:,} rows x {facts['seq_len']:,} tokens = "
         f"{facts['tokens_per_step']:,} tokens a step",
-        "": f"{facts['local_batch_size']} rows at a time on a rank, {facts['accumulation']} times a step",
+        "": f"{rows} rows at a time on a rank, {times} times a step",
         "steps": f"{facts['steps']:,} from {begin}, {facts['tokens']:,} tokens in all",
         "started by": facts["command"] or "this process",
     }
