@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.cases import LENGTH, ROWS, VOCABULARY, Layout
+from tests.engine.cases import LENGTH, ROWS, VOCABULARY, Layout, my_batches, recipe
 from tests.ranks import runs
 from tests.ranks.comparison import difference
+from titancli.engine import Engine
 from titancli.models import Qwen3
 from titancli.models.blocks.decoder import Decoder
 from titancli.models.blocks.moe import Router, moe_layers
 from titancli.models.menu.moe import MoE
+from titancli.recipe.schema import Debug
 
 pytestmark = pytest.mark.ranks
 
@@ -127,7 +129,13 @@ def one_rank(ranks):
     return reference
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+SLOW = {"EP2xTP2, compiled, AC full", "EP2, compiled"}
+"""Minutes where cores are few, and each has a sister that is not."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS]
+)
 def test_every_layout_gives_the_answer_of_one_rank(ranks, one_rank, name):
     world, this = LAYOUTS[name]
     reference = one_rank(this.config)
@@ -143,6 +151,22 @@ def test_every_layout_gives_the_answer_of_one_rank(ranks, one_rank, name):
 def test_no_token_is_torn_between_two_experts(ranks, config):
     """Else rounding could send it elsewhere on another layout, and the comparison would mean nothing."""
     assert ranks(1, narrowest_choice, Layout(config=config))[0] > 1e-6
+
+
+def forced(layout: Layout) -> tuple[torch.Tensor, list[list[int]]]:
+    debug = Debug(moe_force_load_balance=True)
+    engine = Engine.build(replace(recipe(layout), debug=debug))
+    loss = engine.forward_backward(my_batches(engine))["loss"]
+    return loss.clone(), [counts.tolist() for counts in engine.parts[0].token_counts().values()]
+
+
+def test_forced_balance_is_even_and_the_same_on_every_layout(ranks):
+    ((expected, counts),) = ranks(1, forced, Layout(config=EIGHT))
+    even = ROWS * LENGTH * 3 // 8
+    assert counts == [[even] * 8] * 2
+    for loss, mine in ranks(2, forced, layout(dp_shard=2, ep=2)):
+        assert mine == [[even // 2] * 8] * 2
+        assert loss == pytest.approx(float(expected), rel=1e-6)
 
 
 def test_every_token_is_counted_once(one_rank):
