@@ -30,3 +30,11 @@ def test_the_torchtitan_table_is_current(generate: ModuleType) -> None:
     text = (DOCS / "coming-from-torchtitan.md").read_text(encoding="utf-8")
     assert text == generate.torchtitan_page(text), "run: python docs/generate.py"
     assert text.count("\n| `") >= 149
+
+
+def test_every_field_of_torchtitan_has_a_place_or_a_reason(generate: ModuleType) -> None:
+    rows = [row for row in generate.torchtitan_table().splitlines() if row.startswith("| `")]
+    assert len(rows) > 100
+    for row in rows:
+        told = row.rstrip("| ").rpartition("|")[2].strip()
+        assert told and told != "none:", row
