@@ -163,7 +163,12 @@ def _attention(part: Attention, job: Job) -> Iterator[Kernel]:
     yield attention(
         job.rows, length, keys, heads * scale, kv_heads * scale, widths, c, names=names, seen=job.seen(part)
     )
-    if cp > 1 and job.context == "ulysses":
+    if cp > 1 and job.context == "allgather":
+        out, size = "outj", tokens * heads * part.value_dim * c  # of two pieces of the row
+        yield Kernel(
+            ((out, size),), (("grad:out", size), "grad:outj"), moved=2 * size, backward_moved=2 * size
+        )
+    elif cp > 1 and job.context == "ulysses":
         out = "outa"
         yield exchange("out", out, tokens * heads * part.value_dim * c, over="cp")
     wide = heads * part.value_dim

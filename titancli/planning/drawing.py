@@ -97,8 +97,8 @@ def _collectives(told: dict[str, Any]) -> list[str]:
     for number, one in enumerate(told["collectives"]):
         took = "" if one["seconds"] is None else f"  {1000 * one['seconds']:>9,.1f} ms"
         name = f"{one['over']}: {one['name']} over {one['ranks']}"
-        text = f"{name:<44}{_gib(one['bytes']):>12} a step{took} ({one['link']})"
-        lines.append(_row("sent by a rank" if not number else "", text))
+        text = f"{name:<44}{_gib(one['bytes']):>12} a step of a rank{took} ({one['link']})"
+        lines.append(_row("sent" if not number else "", text))
     return lines
 
 
@@ -138,13 +138,16 @@ def _verdict(told: dict[str, Any]) -> list[str]:
     lines = [_row("verdict", f"does not fit: {_gib(over)} too much")]
     change = verdict["change"]
     if change is None:
-        return [*lines, f"{INDENT}no change that was tried makes it fit: more ranks, or a smaller model"]
-    cost = ""
-    if change["slower"] is not None:
-        share = change["slower"]
-        cost = f", {abs(share):.1%} {'slower' if share >= 0 else 'faster'}"
-    lines.append(f"{INDENT}cheapest of what was tried: {_gib(change['peak_bytes'])}{cost}")
-    return [*lines, f"{INDENT}  {' '.join(change['overrides'])}"]
+        lines.append(f"{INDENT}no change that was tried makes it fit")
+    else:
+        cost = ""
+        if (share := change["slower"]) is not None:
+            cost = f", {abs(share):.1%} {'slower' if share >= 0 else 'faster'}"
+        lines.append(f"{INDENT}cheapest of what was tried: {_gib(change['peak_bytes'])}{cost}")
+        lines.append(f"{INDENT}  {' '.join(change['overrides'])}")
+    if verdict["ranks"]:
+        lines.append(f"{INDENT}as it is it fits on {verdict['ranks']:,} ranks, with more of mesh.dp_shard")
+    return lines
 
 
 def _gib(size: float) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from titancli.models.shape import Attention, Decoder
+from titancli.models.shape import Attention, Block, Decoder
 from titancli.observe.peaks import Device
 from titancli.planning.kernels import Engine
 from titancli.recipe.schema import Degrees, Pipeline, Recipe
@@ -102,6 +103,16 @@ class Job:
         if self.recompute.isdigit():
             return "none" if (number + 1) % int(self.recompute) else "full"
         return self.recompute
+
+    def kinds(self, numbers: Iterable[int]) -> list[tuple[Block, str, int]]:
+        """Blocks that are alike are computed once: a block, what is recomputed of it, and how many such."""
+        blocks = self.shape.blocks
+        found: dict[tuple[int, str], tuple[Block, str, int]] = {}
+        for number in numbers:
+            key = (id(blocks[number]), self.recomputed(number))
+            count = found[key][2] if key in found else 0
+            found[key] = (blocks[number], key[1], count + 1)
+        return list(found.values())
 
     @property
     def fsdp(self) -> int:

@@ -42,6 +42,10 @@ class Kernel:
     sends: tuple[str, float] | None = None
     """A collective: the mesh dimension, and the bytes of the whole (gathered) tensor; the same back."""
 
+    def runs_again(self, recompute: str) -> bool:
+        """Whether backward begins with another forward of it."""
+        return recompute == "full" or (recompute == "op" and not self.keeps)
+
 
 def written(events: tuple[Event, ...]) -> float:
     return sum(e[1] for e in events if not isinstance(e, str) and not isinstance(e[1], str))

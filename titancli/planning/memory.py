@@ -60,12 +60,12 @@ class RankMemory:
 
 def numbers_at_rest(job: Job, pp_rank: int) -> float:
     """Numbers of parameters that lie on a rank."""
-    return sum(
-        g.own
-        for stage in stages(job, pp_rank)
-        for part in (stage.front, stage.back, *(job.shape.blocks[i].parameters for i in stage.blocks))
-        for g in groups("", part, job)
-    )
+    total = 0.0
+    for stage in stages(job, pp_rank):
+        parts = [(stage.front, 1), (stage.back, 1)]
+        parts += [(block.parameters, count) for block, _, count in job.kinds(stage.blocks)]
+        total += sum(count * g.own for part, count in parts for g in groups("", part, job))
+    return total
 
 
 def rank_memory(job: Job, pp_rank: int = 0) -> RankMemory:
@@ -78,8 +78,8 @@ class _Step:
         self.job, self.pp_rank = job, pp_rank
         self.stages = stages(job, pp_rank)
         self.tally = Tally()
-        self._groups: dict[object, Group] = {}
-        self._blocks: dict[object, BlockMemory] = {}
+        self._groups: dict[int, Group] = {}
+        self._blocks: dict[tuple[int, str], BlockMemory] = {}
         self.reshards = reshards(job, job.fsdp)
         self.in_flight = in_flight(job, pp_rank)
 
@@ -87,14 +87,15 @@ class _Step:
 
     def group(self, number: int) -> Group:
         block = self.job.shape.blocks[number]
-        if block not in self._groups:
-            self._groups[block] = group("block", block.parameters, self.job)
-        return self._groups[block]
+        if id(block) not in self._groups:
+            self._groups[id(block)] = group("block", block.parameters, self.job)
+        return self._groups[id(block)]
 
     def block(self, number: int) -> BlockMemory:
-        key = (self.job.shape.blocks[number], self.job.recomputed(number))
+        block, recompute = self.job.shape.blocks[number], self.job.recomputed(number)
+        key = (id(block), recompute)
         if key not in self._blocks:
-            self._blocks[key] = block_memory(key[0], self.job, key[1])
+            self._blocks[key] = block_memory(block, self.job, recompute)
         return self._blocks[key]
 
     def end(self, parameters: tuple[Parameter, ...]) -> Group | None:

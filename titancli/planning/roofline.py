@@ -9,6 +9,7 @@ run comes below.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from titancli.planning.blocks import block_kernels
@@ -78,7 +79,10 @@ def speed(job: Job) -> Speed | None:
 def _rank(job: Job, pp_rank: int) -> tuple[float, float, float]:
     """Seconds of one rank in a step: arithmetic, collectives in between, collectives beside it."""
     peak, memory_rate = job.device.flops or math.inf, job.device.memory_rate or math.inf
-    one_pass = sum(_seconds(kernel, times, peak, memory_rate) for kernel, times in _operations(job, pp_rank))
+    one_pass = sum(
+        count * _seconds(kernel, forwards, peak, memory_rate)
+        for kernel, forwards, count in _operations(job, pp_rank)
+    )
     waiting = beside = 0.0
     for one in flows(job, pp_rank):
         if one.over in BESIDE:
@@ -88,18 +92,14 @@ def _rank(job: Job, pp_rank: int) -> tuple[float, float, float]:
     return one_pass * job.passes, waiting, beside
 
 
-def _operations(job: Job, pp_rank: int) -> list[tuple[Kernel, int]]:
-    """All operations of one pass, with how often forward is run."""
-    found: list[tuple[Kernel, int]] = []
+def _operations(job: Job, pp_rank: int) -> Iterator[tuple[Kernel, int, int]]:
+    """All operations of one pass, with how often each is run forward, and how many such there are."""
     for stage in stages(job, pp_rank):
-        for number in stage.blocks:
-            recompute = job.recomputed(number)
-            for kernel in block_kernels(job.shape.blocks[number], job):
-                again = recompute != "none" and not (recompute == "op" and kernel.keeps)
-                found.append((kernel, 1 + again))
+        for block, recompute, count in job.kinds(stage.blocks):
+            for kernel in block_kernels(block, job):
+                yield kernel, 1 + kernel.runs_again(recompute), count
         if stage.has_head:
-            found += [(kernel, 1) for kernel in head_kernels(job)]
-    return found
+            yield from ((kernel, 1, 1) for kernel in head_kernels(job))
 
 
 def _seconds(kernel: Kernel, forwards: int, peak: float, memory_rate: float) -> float:

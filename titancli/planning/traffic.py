@@ -45,31 +45,31 @@ def flows(job: Job, pp_rank: int) -> list[Flow]:
 
 
 def _parameters(job: Job, stage: Stage, sizes: dict[tuple[str, str], float]) -> None:
-    ends = [(g, job.reshard == "always") for g in groups("back", stage.back, job)]
-    ends += [(g, not job.shape.tied) for g in groups("front", stage.front, job)]
-    blocks = [(g, True) for i in stage.blocks for g in groups("block", job.shape.blocks[i].parameters, job)]
-    for g, may_reshard in ends + blocks:
-        _group(job, g, may_reshard and reshards(job, g.ranks), sizes)
+    for g in groups("back", stage.back, job):
+        _group(job, g, job.reshard == "always", 1, sizes)
+    for g in groups("front", stage.front, job):
+        _group(job, g, not job.shape.tied and reshards(job, g.ranks), 1, sizes)
+    for block, _, count in job.kinds(stage.blocks):
+        for g in groups("block", block.parameters, job):
+            _group(job, g, reshards(job, g.ranks), count, sizes)
 
 
-def _group(job: Job, g: Group, resharded: bool, sizes: dict[tuple[str, str], float]) -> None:
+def _group(job: Job, g: Group, resharded: bool, count: int, sizes: dict[tuple[str, str], float]) -> None:
     over = "experts" if g.name == EXPERTS else "fsdp"
     gathers = 1 if job.degrees.pp > 1 else job.passes * (1 + resharded)
     sums = 1 if job.unsharded else job.passes
     part, copies = (g.ranks - 1) / g.ranks, job.degrees.dp_replicate
-    sizes["all-gather", over] += part * g.padded * job.compute * gathers
-    sizes["reduce-scatter", over] += part * g.padded * job.reduce * sums
-    sizes["all-reduce", "dp_replicate"] += 2 * (copies - 1) / copies * g.own * job.reduce
+    sizes["all-gather", over] += count * part * g.padded * job.compute * gathers
+    sizes["reduce-scatter", over] += count * part * g.padded * job.reduce * sums
+    sizes["all-reduce", "dp_replicate"] += count * 2 * (copies - 1) / copies * g.own * job.reduce
 
 
 def _activations(job: Job, stage: Stage, sizes: dict[tuple[str, str], float]) -> None:
     """The collectives among the operations: each once forward and once backward, and perhaps when run
     again."""
-    for number in stage.blocks:
-        recompute = job.recomputed(number)
-        for kernel in block_kernels(job.shape.blocks[number], job):
-            again = recompute != "none" and not (recompute == "op" and kernel.keeps)
-            _add(job, kernel, sizes, 2 + again)
+    for block, recompute, count in job.kinds(stage.blocks):
+        for kernel in block_kernels(block, job):
+            _add(job, kernel, sizes, count * (2 + kernel.runs_again(recompute)))
     if stage.has_head:
         for kernel in head_kernels(job):
             _add(job, kernel, sizes, 2)

@@ -77,11 +77,29 @@ def _with(recipe: Recipe, degrees: Degrees, found: Estimate, chosen: tuple[Chang
         changed = change.apply(changed)
     try:
         now = changed.degrees(degrees.world)
-        if next(check_layout(on(changed, now)), None) is not None:
-            return None
-        return estimate(changed, found.job.shape, now, found.job.device)
     except RecipeError:
         return None
+    return _estimated(changed, now, found)
+
+
+def _estimated(recipe: Recipe, degrees: Degrees, found: Estimate) -> Estimate | None:
+    try:
+        if next(check_layout(on(recipe, degrees)), None) is not None:
+            return None
+        return estimate(recipe, found.job.shape, degrees, found.job.device)
+    except RecipeError:
+        return None
+
+
+def ranks_that_fit(recipe: Recipe, found: Estimate) -> int | None:
+    """The least number of ranks, among doublings, that the recipe fits on as it is, shared by all of them."""
+    degrees = found.job.degrees
+    for times in (2, 4, 8, 16, 32, 64):
+        more = dataclasses.replace(degrees, dp_shard=degrees.dp_shard * times)
+        other = _estimated(on(recipe, more), more, found)
+        if other is not None and other.fits:
+            return more.world
+    return None
 
 
 # ------------------------------------------------------------------------------------------ candidates
@@ -160,4 +178,5 @@ def as_data(recipe: Recipe, found: Estimate | None) -> dict[str, Any] | None:
             "tokens_per_second": change.tokens_per_second,
             "slower": change.slower,
         }
-    return {"fits": found.fits, "change": told}
+    ranks = ranks_that_fit(recipe, found) if found.fits is False else None
+    return {"fits": found.fits, "change": told, "ranks": ranks}

@@ -1,0 +1,88 @@
+"""The memory that is computed is the memory that a step takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.planning.measure import measured, planned, recipe
+from titancli.engine.dry_run import dry_run
+
+BF16 = "training.mixed_precision_param=bfloat16"
+FULL, OP = "activation_checkpoint.mode=full", "activation_checkpoint.mode=selective"
+FEW = ("training.local_batch_size=1", "training.seq_len=16")
+
+TRACKED: dict[str, tuple[int, tuple[str, ...]]] = {
+    "fp32": (1, ()),
+    "bf16, many words": (1, (BF16, "model.vocab_size=8192")),
+    "fp32, full": (1, (FULL,)),
+    "bf16, by op": (1, (BF16, OP)),
+    "bf16, every second": (1, (BF16, OP, 'activation_checkpoint.selective_ac_option="2"')),
+    "bf16 parameters and moments": (
+        1,
+        (*FEW, BF16, "training.dtype=bfloat16", "optimizer.state_dtype=bfloat16"),
+    ),
+    "foreach": (1, (*FEW, "optimizer.implementation=foreach")),
+    "shared by 8, by op": (8, (BF16, OP)),
+    "shared by 8, parameters only": (8, (*FEW, BF16)),
+    "tp 2, fp32": (2, ("mesh.tp=2",)),
+    "tp 2 of 8, bf16, full": (8, ("mesh.tp=2", BF16, FULL)),
+}
+
+
+@pytest.mark.parametrize("case", TRACKED)
+def test_the_peak_is_within_three_percent_of_the_trackers(case: str) -> None:
+    world, overrides = TRACKED[case]
+    found = recipe(*overrides)
+    assert planned(found, world).worst.total == pytest.approx(measured(found, world), rel=0.03)
+
+
+COUNTED: dict[str, tuple[int, tuple[str, ...]]] = {
+    "whole logits": (1, (BF16, "model.vocab_size=4096", "loss=cross_entropy_full")),
+    "chunks of logits": (8, (BF16, "model.vocab_size=16384")),
+    "tied": (8, (BF16, "model.tied=true", "model.vocab_size=32768", *FEW)),
+    "replicated": (8, (BF16, "mesh.dp_replicate=4", "mesh.dp_shard=2")),
+    "never freed": (8, (BF16, "parallelize.reshard_after_forward=never")),
+    "always freed": (8, (BF16, "parallelize.reshard_after_forward=always")),
+    "tp 4, whole logits": (8, ("mesh.tp=4", BF16, "loss=cross_entropy_full", "model.vocab_size=4096")),
+    "accumulated": (2, (BF16, "training.global_batch_size=48")),
+    "accumulated, reduced once": (
+        2,
+        (BF16, "training.global_batch_size=48", "training.accumulate=unsharded", *FEW),
+    ),
+    "pp 2": (2, ("mesh.pp=2", BF16)),
+    "pp 2, interleaved": (2, ("mesh.pp=2", BF16, "pipeline.schedule=Interleaved1F1B", "model.n_layers=6")),
+    "cp 2": (4, ("mesh.cp=2", BF16)),
+    "cp 2, heads exchanged": (2, ("mesh.cp=2", BF16, 'parallelize.context_parallel="ulysses"')),
+}
+
+
+@pytest.mark.parametrize("case", COUNTED)
+def test_the_peak_is_that_of_a_dry_run(case: str) -> None:
+    world, overrides = COUNTED[case]
+    found = recipe(*overrides)
+    real, within = dry_run(found, world), 0.06 if found.mesh.pp > 1 else 0.03
+    for rank in real.ranks:
+        computed = planned(found, world).ranks[rank.place["pp"]]
+        assert computed.total == pytest.approx(rank.peak_bytes, rel=within), rank
+        assert computed.parameters == rank.parameters
+
+
+def test_classes_are_the_whole_and_parameters_are_counted() -> None:
+    found = planned(recipe(), 8)
+    assert sum(found.worst.classes.values()) == found.worst.total
+    shares = [rank.parameters for rank in planned(recipe("mesh.pp=2"), 2).ranks]
+    assert sum(shares) == found.job.shape.size == planned(recipe(), 1).worst.parameters
+
+
+def test_what_is_recomputed_is_not_kept() -> None:
+    none, op, full = (planned(recipe(mode), 1, "H100").worst.total for mode in ("training.seed=1", OP, FULL))
+    assert none > op > full
+    halves = [
+        planned(recipe(*budget, "compile.enable=true"), 1, "H100").worst.total
+        for budget in (
+            (FULL,),
+            ("activation_checkpoint.mode=memory_budget", "activation_checkpoint.memory_budget=0.5"),
+            ("training.seed=1",),
+        )
+    ]
+    assert halves == sorted(halves) and len(set(halves)) == 3
