@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
+from titancli.models.shape import Experts, mixture
 from titancli.registry.component import section
 
 
@@ -38,6 +39,17 @@ class MoE:
     """Groups that a token may choose its experts from: those with the best two together."""
     load_balance_coeff: Annotated[float, Gt(0)] | None = None
     """Step of the bias that evens out how often experts are chosen, without a loss; None: no such bias."""
+
+    def shape(self, dim: int) -> Experts:
+        """The sizes of the layer, as the child `moe` of a block of this width."""
+        return mixture(
+            dim,
+            self.hidden_dim,
+            self.num_experts,
+            self.top_k,
+            shared=self.num_shared_experts,
+            gate_bias=self.gate_bias,
+        )
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Fields that do not fit each other, with what is wrong."""
