@@ -9,6 +9,7 @@ import torch
 
 from titancli.errors import TitanError
 from titancli.observe.metrics import Collector, Reading, reduce_over_ranks, report
+from titancli.observe.pace import Pace, slowest
 
 
 def read(collector: Collector) -> dict[str, float]:
@@ -49,6 +50,27 @@ def test_a_nan_is_not_lost_in_a_maximum() -> None:
     for value in (torch.tensor(1.0), torch.tensor(math.nan), torch.tensor(3.0)):
         collector.add("x", value, "max")
     assert math.isnan(read(collector)["x"])
+
+
+def test_the_slowest_rank_is_named_with_what_it_takes_longer() -> None:
+    assert slowest({0: 0.5}) == {}
+    assert slowest({0: 0.10, 1: 0.15}) == {"slow_rank": 1.0, "slow_rank_seconds": pytest.approx(0.05)}
+    several = slowest({0: 0.10, 1: 0.11, 2: 0.30, 3: 0.12})
+    assert several == {"slow_rank": 2.0, "slow_rank_seconds": pytest.approx(0.19)}
+
+
+def test_a_pace_is_the_mean_of_the_steps_that_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([1.0, 1.5, 4.0, 4.1, 9.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    own, cpu = Pace(), torch.device("cpu")
+    assert own.drain() is None
+    for _ in range(2):
+        own.begin(cpu)
+        own.mark(cpu)
+        own.mark(cpu)  # of the first micro-batch alone
+    own.begin(cpu)
+    assert own.drain() == pytest.approx(0.3)
+    assert own.drain() is None
 
 
 def test_what_is_no_number_is_refused() -> None:

@@ -14,14 +14,14 @@ from titancli import component, hookimpl
 class Faulty:
     """Cross-entropy with a fault."""
 
-    fault: Literal["none", "error", "advice", "kill", "hang", "not_finite", "spike"] = "none"
+    fault: Literal["none", "error", "advice", "kill", "hang", "not_finite", "spike", "slow"] = "none"
     rank: int = 0
     call: int = 3
     """The call, from 1, at which it goes wrong."""
     until: int | None = None
     """The last call with wrong numbers; None: there is only one."""
     sleep: float = 0.0
-    """Seconds that each call takes longer."""
+    """Seconds that each call takes longer; under the fault "slow" on that rank alone."""
 
 
 @hookimpl
@@ -38,7 +38,8 @@ def build(config: Faulty) -> Any:
 
         def __call__(self, out: Any, batch: Any) -> Any:
             self.calls += 1
-            time.sleep(config.sleep)
+            here = int(os.environ.get("RANK", "0")) == config.rank
+            time.sleep(config.sleep if here or config.fault != "slow" else 0.0)
             if self.calls == config.call and int(os.environ.get("RANK", "0")) == config.rank:
                 if config.fault == "error":
                     raise ValueError("a row of 13 tokens")

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from titancli.observe.pace import pace
+
 if TYPE_CHECKING:
     from titancli.data.batch import Batch
     from titancli.losses.result import LossResult
@@ -39,9 +41,13 @@ class WholeModel:
 
     def forward_backward(self, batches: Sequence[Batch], loss: Any) -> Sums:
         sums: Sums = {}
+        device = next(iter(batches[0].values())).device
+        pace.begin(device)
         for number, batch in enumerate(batches, start=1):
             self._reduce_after(last=number == len(batches))
             result: LossResult = self.forward(batch, loss)
+            if number == 1:
+                pace.mark(device)
             result.sum.backward()
             add_up(sums, result)
         return sums

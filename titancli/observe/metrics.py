@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from titancli.errors import TitanError
+from titancli.observe.pace import slowest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Reduce = Literal["mean", "max", "sum"]
+PACE = "slow_rank"
+"""The reading that is told by rank, see `titancli.observe.pace`."""
 
 
 @dataclass
@@ -113,7 +116,9 @@ def reduce_over_ranks(readings: Mapping[str, Reading]) -> dict[str, float]:
     for by_name in gathered:
         for name, reading in by_name.items():
             merged.setdefault(name, []).append(reading)
-    return {name: _fold(parts) for name, parts in sorted(merged.items())}
+    paces = {rank: by_name[PACE][1] for rank, by_name in enumerate(gathered) if PACE in by_name}
+    merged.pop(PACE, None)
+    return {name: _fold(parts) for name, parts in sorted(merged.items())} | slowest(paces)
 
 
 def _fold(parts: list[tuple[Reduce, float, int]]) -> float:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titancli.observe.memory import memory_gib
-from titancli.observe.metrics import Reading, collector, reduce_over_ranks
+from titancli.observe.metrics import PACE, Reading, collector, reduce_over_ranks
+from titancli.observe.pace import NOTICEABLE, pace
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +61,8 @@ class Observers:
         self._read_at = time.perf_counter()
         self._first = True
         self._ended = False
+        self._slow: float | None = None
+        self._named: set[float | None] = set()
         self.step = 0
         """The last step that ended."""
         self.latest: dict[str, float] = {}
@@ -68,6 +71,7 @@ class Observers:
     def run_start(self, info: Mapping[str, Any]) -> None:
         """The first step is about to begin. `info` adds to what the constructor was given."""
         collector.drain()
+        pace.drain()
         merged = {**self._info, **info}
         self.step = int(merged.get("step") or 0)
         self._read_at = time.perf_counter()
@@ -107,15 +111,26 @@ class Observers:
         self._unread = None
         metrics = self._to_host(values, readings)
         now = time.perf_counter()
+        if (own := pace.drain()) is not None:
+            readings[PACE] = Reading("max", own)
         readings["memory_gib"] = Reading("max", memory_gib(self._device))
         elapsed, steps = now - self._read_at, self._steps_since
         if "data_wait" in self._summed:
             readings["data_wait_share"] = Reading("max", min(1.0, self._summed["data_wait"] / elapsed))
         metrics |= self._speed(step, elapsed, steps)
         metrics |= reduce_over_ranks(readings)
+        self._watch(metrics)
         self._read_at, self._steps_since, self._summed, self._first = now, 0, {}, False
         self.latest = metrics
         self._tell("step_end", step, metrics)
+
+    def _watch(self, metrics: dict[str, float]) -> None:
+        """Name a rank that the others wait for."""
+        rank, late = metrics.get("slow_rank"), metrics.get("slow_rank_seconds", 0.0)
+        before, self._slow = self._slow, rank if late > NOTICEABLE * metrics["step_seconds"] else None
+        if self._slow is not None and self._slow == before and rank not in self._named:
+            self._named.add(rank)
+            logger.warning("rank %d is slower than the others: by %.0f ms a step", rank, 1000 * late)
 
     def _to_host(self, values: dict[str, Any], readings: dict[str, Reading]) -> dict[str, float]:
         """Read every tensor of these in one transfer: returns `values`, and changes the others in place."""

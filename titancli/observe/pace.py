@@ -1,0 +1,74 @@
+"""How long each rank's own work takes, so that a slow one can be named.
+
+All ranks end a step together, however slow one of them is: the others wait in a collective. What differs is
+when they come to a place before which nobody has to wait much: here, how long after the step's beginning the
+loss of the first micro-batch is known. Both places are marked without waiting for the device.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+KEPT = 1024
+"""Steps between two readings that are measured; of more, the last ones."""
+NOTICEABLE = 0.25
+"""A rank that takes so much of a step longer than the others, twice in a row, is worth a word."""
+
+
+class Pace:
+    """One rank's times since they were last read."""
+
+    def __init__(self) -> None:
+        self._began: Any = None
+        self._times: deque[tuple[Any, Any]] = deque(maxlen=KEPT)
+
+    def begin(self, device: torch.device) -> None:
+        """A step begins."""
+        self._began = _stamp(device)
+
+    def mark(self, device: torch.device) -> None:
+        """The loss of its first micro-batch is known."""
+        if self._began is not None:
+            self._times.append((self._began, _stamp(device)))
+            self._began = None
+
+    def drain(self) -> float | None:
+        """Seconds from one to the other, the mean of the steps that are done; None: there are none."""
+        times, self._times = self._times, deque(maxlen=KEPT)
+        known = [seconds for began, ended in times if (seconds := _seconds(began, ended)) is not None]
+        return statistics.fmean(known) if known else None
+
+
+def _stamp(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    import torch
+
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(began: Any, ended: Any) -> float | None:
+    if isinstance(ended, float):
+        return ended - began
+    return began.elapsed_time(ended) / 1000 if ended.query() else None
+
+
+def slowest(seconds: dict[int, float]) -> dict[str, float]:
+    """The metrics `slow_rank` and `slow_rank_seconds`: by how much it takes longer than the median rank."""
+    if len(seconds) < 2:
+        return {}
+    rank = max(seconds, key=lambda rank: seconds[rank])
+    late = seconds[rank] - statistics.median_low(seconds.values())
+    return {"slow_rank": float(rank), "slow_rank_seconds": late}
+
+
+pace = Pace()
+"""The process's own; `Observers` reads it."""
