@@ -20,7 +20,15 @@ from titancli.losses import CrossEntropyFull
 from titancli.losses.result import LossResult
 from titancli.models.blocks.attention import Attention, document_mask
 from titancli.parallel.collectives import Group
-from titancli.parallel.context import RowCut, _allgather, _ring, _ulysses, context_parallel
+from titancli.parallel.context import (
+    RowCut,
+    _allgather,
+    _ring,
+    _ulysses,
+    context_parallel,
+    flash_lower_right,
+    has_flash,
+)
 from titancli.parallel.mesh import Mesh
 from titancli.parallel.ring import _flash, _flash_backward, _Queries, ring_attention, runs_here
 from titancli.recipe.schema import Degrees
@@ -212,7 +220,7 @@ def _pairs(how: str) -> int:
 
     cut = RowCut(group, head_tail=how != "ulysses")
     q = torch.zeros(1, LENGTH // group.size, 4, 8)
-    (_ulysses if how == "ulysses" else _allgather)(core, cut, q, q, q, None)
+    (_ulysses if how == "ulysses" else partial(_allgather, True))(core, cut, q, q, q, None)
     return count
 
 
@@ -242,7 +250,11 @@ def _attention(how: str, kv_heads: int, documents: bool) -> dict[str, Tensor]:
     ids = torch.randint(0, 3, (2, LENGTH), generator=generator).sort().values
     mask = document_mask(ids) if documents else None
     core = module.core_attention
-    attend = {"allgather": partial(_allgather, core), "ulysses": partial(_ulysses, core), "ring": _ring}
+    attend = {
+        "allgather": partial(_allgather, True, core),
+        "ulysses": partial(_ulysses, core),
+        "ring": _ring,
+    }
     out = core(q, k, v, mask) if group.size == 1 else attend[how](cut, q, k, v, mask)
     (out * cut.cut(weights, 1)).sum().backward()
     found = {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad}
@@ -273,7 +285,7 @@ def test_what_attention_cannot_do_is_told_by_name():
     with pytest.raises(TitanError, match="not heads of 8 and 4"):
         ring_attention(q, q, k, cut.group)
     with pytest.raises(TitanError, match="cannot generate with a cache"):
-        _allgather(core, cut, q, q, q, None, causal=False)
+        _allgather(True, core, cut, q, q, q, None, causal=False)
 
 
 def test_the_ring_has_kernels_for_half_precision_alone_on_gpus():
@@ -300,11 +312,12 @@ def _told() -> list[str]:
     mesh = Mesh(Degrees(cp=2), torch.device("cpu"))
     where: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32}
     said = []
-    for model, how, others in (
-        (nn.Sequential(nn.Linear(2, 2)), "allgather", {}),
-        (nn.Sequential(_Odd()), "ring", {}),
-        (nn.Sequential(_Odd()), "ring", {"device": torch.device("cuda")}),
+    for layer, how, others in (
+        (nn.Linear(2, 2), "allgather", {}),
+        (_Odd(), "ring", {}),
+        (_Odd(), "ring", {"device": torch.device("cuda")}),
     ):
+        model = nn.ModuleDict({"layers": nn.ModuleDict({"0": layer})})
         try:
             context_parallel(model, mesh, how, **(where | others))
         except TitanError as error:
@@ -395,15 +408,48 @@ def test_the_gpus_flash_kernel_tells_the_log_sum_exp_and_takes_it_back(causal):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_the_gpus_lower_right_mask_is_the_portable_one():
-    from titancli.parallel.context import _lower_right
-
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_gpus_lower_right_kernel_gives_what_a_mask_gives(compiled):
     generator = torch.Generator("cuda").manual_seed(0)
-    q, k, v = (torch.randn(1, n, 4, 64, device="cuda", generator=generator) for n in (32, 96, 96))
-    core = Attention(256, 4, 4, 64).core_attention
-    plain = _lower_right(32, 96, torch.device("cpu")).cuda()
-    for dtype, tolerance in ((torch.bfloat16, 0.02), (torch.float32, 1e-4)):
-        found, expected = (
-            core(q.to(dtype), k.to(dtype), v.to(dtype), m) for m in (_lower_right(32, 96, q.device), plain)
-        )
-        assert (found - expected).float().norm() <= tolerance * expected.float().norm()
+    shapes = ((1, 32, 4, 64), (1, 96, 2, 64), (1, 96, 2, 64))
+    tensors = [torch.randn(s, device="cuda", generator=generator).bfloat16().requires_grad_() for s in shapes]
+    mask = torch.ones(32, 96, dtype=torch.bool, device="cuda").tril(64)
+    function = torch.compile(flash_lower_right, fullgraph=True) if compiled else flash_lower_right
+    found, expected = function(*tensors), Attention(256, 4, 2, 64).core_attention(*tensors, mask)
+    grads = [torch.autograd.grad(out.float().square().sum(), tensors) for out in (found, expected)]
+    for mine, reference in zip((found, *grads[0]), (expected, *grads[1]), strict=True):
+        assert (mine - reference).float().norm() <= 0.02 * reference.float().norm()
+
+
+# What can be seen without one: torch's own shapes for the GPU's operators.
+
+
+def test_the_gpus_operators_take_what_they_are_given():
+    shapes = ((2, 4, 8, 64), (2, 2, 24, 64), (2, 2, 24, 64))
+    q, k, v = (torch.empty(s, device="meta", dtype=torch.bfloat16, requires_grad=True) for s in shapes)
+    out, lse = _flash(q, k, v, causal=False)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
+    grads = _flash_backward(_Queries(out, q, out, lse), k, v, causal=False)
+    assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
+    rows = [x.transpose(1, 2) for x in (q, k, v)]
+    compiled = torch.compile(flash_lower_right, backend="aot_eager", fullgraph=True)
+    for function in (flash_lower_right, compiled):
+        found = function(*rows)
+        assert found.shape == rows[0].shape
+        assert [x.shape for x in torch.autograd.grad(found.sum(), (q, k, v))] == [*shapes]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "dims", "expected"),
+    [
+        ("cuda", torch.bfloat16, (128, 128), True),
+        ("cuda", torch.float16, (256, 256), True),
+        ("cuda", torch.float32, (128, 128), False),
+        ("cuda", torch.bfloat16, (192, 128), False),
+        ("cuda", torch.bfloat16, (100, 100), False),
+        ("cuda", torch.bfloat16, (512, 512), False),
+        ("cpu", torch.bfloat16, (128, 128), False),
+    ],
+)
+def test_where_flash_attention_runs(device, dtype, dims, expected):
+    assert has_flash(torch.device(device), dtype, *dims) is expected

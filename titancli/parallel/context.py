@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
 from titancli.errors import RecipeError, TitanError
 from titancli.parallel.collectives import Group, all_to_all, gather, gather_same
@@ -129,8 +128,9 @@ def context_parallel(model: Any, mesh: Mesh, how: str, *, device: torch.device, 
 def _replace(modules: Iterable[nn.Module], how: str, row_cut: RowCut) -> None:
     for module in modules:
         core: Callable[..., Tensor] = module.core_attention  # type: ignore[assignment]
+        plain = bool(getattr(module, "is_plain_softmax", False))
         if how == "ring":
-            if not getattr(module, "is_plain_softmax", False):
+            if not plain:
                 raise TitanError(
                     f"the ring computes attention itself, and {type(module).__name__} does not say that its "
                     "own is plain softmax attention (is_plain_softmax = True)",
@@ -138,11 +138,12 @@ def _replace(modules: Iterable[nn.Module], how: str, row_cut: RowCut) -> None:
                 )
             module.core_attention = partial(_ring, row_cut)  # type: ignore[assignment]
         else:
-            over_rows = _allgather if how == "allgather" else _ulysses
+            over_rows = _ulysses if how == "ulysses" else partial(_allgather, plain)
             module.core_attention = partial(over_rows, core, row_cut)  # type: ignore[assignment]
 
 
 def _allgather(
+    plain: bool,
     core: Callable[..., Tensor],
     row_cut: RowCut,
     q: Tensor,
@@ -160,19 +161,34 @@ def _allgather(
     for number, part in zip(row_cut.mine, parts, strict=True):
         length = part.shape[SEQUENCE]
         end = (number + 1) * length
+        keys, values = k[:, :end], v[:, :end]
         if mask is not None:
-            seen: Tensor | None = mask[:, :, end - length : end, :end]
+            out.append(core(part, keys, values, mask[:, :, end - length : end, :end]))
+        elif number == 0:
+            out.append(core(part, keys, values, None))
+        elif plain and has_flash(q.device, q.dtype, q.shape[-1], v.shape[-1]):
+            out.append(flash_lower_right(part, keys, values))
         else:
-            seen = None if number == 0 else _lower_right(length, end, q.device)
-        out.append(core(part, k[:, :end], v[:, :end], seen))
+            seen = torch.ones(length, end, dtype=torch.bool, device=q.device).tril(end - length)
+            out.append(core(part, keys, values, seen))
     return torch.cat(out, SEQUENCE)
 
 
-def _lower_right(queries: int, keys: int, device: torch.device) -> Tensor:
-    """The mask of queries that are the last of the keys."""
-    if device.type == "cuda":
-        return causal_lower_right(queries, keys)  # flash attention has it built in
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+def has_flash(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
+    """Whether flash attention runs here for such heads."""
+    fits = head_dim == value_dim and head_dim % 8 == 0 and head_dim <= 256
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and fits
+
+
+def flash_lower_right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of queries that are the last of the keys, without a mask in memory.
+
+    Shapes as of `core_attention`. It is the operator itself, since `is_causal` of
+    `scaled_dot_product_attention` counts from the upper left, and torch's `causal_lower_right`, which comes
+    to this, cannot be made in compiled code.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0].transpose(1, 2)
 
 
 def _ulysses(
