@@ -6,6 +6,7 @@ import pytest
 
 from tests.planning.measure import measured, planned, recipe
 from titancli.engine.dry_run import dry_run
+from titancli.recipe import load_recipe
 
 BF16 = "training.mixed_precision_param=bfloat16"
 FULL, OP = "activation_checkpoint.mode=full", "activation_checkpoint.mode=selective"
@@ -86,3 +87,24 @@ def test_what_is_recomputed_is_not_kept() -> None:
         )
     ]
     assert halves == sorted(halves) and len(set(halves)) == 3
+
+
+EXPERTS = "model.moe={num_experts=16, top_k=4, hidden_dim=256, score_before_experts=false}"
+QWEN: dict[str, tuple[int, tuple[str, ...], float]] = {
+    "dense": (1, ("model.hidden_dim=768",), 0.03),
+    "experts": (1, (EXPERTS,), 0.03),
+    "experts, by op": (1, (EXPERTS, OP), 0.03),
+    "spread experts": (4, (EXPERTS, "mesh.ep=2"), 0.08),
+    "spread experts, tp": (4, (EXPERTS, "mesh.ep=4", "mesh.tp=2"), 0.08),
+}
+
+
+@pytest.mark.parametrize("case", QWEN)
+def test_another_family_with_norms_of_heads_and_with_experts(case: str) -> None:
+    world, overrides, within = QWEN[case]
+    sizes = ("dim=256", "n_layers=2", "n_heads=8", "n_kv_heads=4", "head_dim=32", "vocab_size=256")
+    model = ("model.type=qwen3", *(f"model.{size}" for size in sizes))
+    found = load_recipe("llama3_debug", [*model, BF16, "training.seq_len=256", *overrides]).recipe
+    computed, (real, *_) = planned(found, world).worst, dry_run(found, world).ranks
+    assert computed.total == pytest.approx(real.peak_bytes, rel=within)
+    assert computed.parameters == real.parameters

@@ -1,0 +1,164 @@
+"""`titan plan`: figures that belong together, a verdict, errors at the recipe's lines; without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Titan
+from tests.cli.test_torch_free import HEAVY, probe
+
+BIG = ("llama3_8b", "--world-size", "8", "--gpu", "H100")
+
+
+def told(titan: Titan, *arguments: str) -> dict:
+    done = titan("plan", *arguments, "--json")
+    assert done.code == 0, done.err
+    return json.loads(done.out)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["llama3_405b", "--world-size", "512"],
+        ["llama3_405b", "--world-size", "64"],
+        ["llama3_8b", "--gpu", "cpu"],
+    ],
+    ids=" ".join,
+)
+def test_it_is_computed_without_torch_and_within_two_seconds(tmp_path: Path, arguments: list[str]) -> None:
+    found = probe(tmp_path, "plan", *arguments)
+    assert not (HEAVY - {"rich"}) & set(found["seen"])
+    assert (found["code"], found["seconds"] < 2) == (0, True)
+
+
+def test_the_parts_make_the_whole(titan: Titan) -> None:
+    document = told(titan, *BIG)
+    memory, speed = document["memory"], document["speed"]
+    assert sum(memory["classes"].values()) == pytest.approx(memory["peak_bytes"], abs=8)
+    assert document["parameters"] == {"model": 8_030_261_248, "rank": 1_003_782_656}
+    assert document["compute"]["flops_per_token"] == pytest.approx(5.791e10, rel=1e-3)
+    assert document["verdict"] == {"fits": True, "change": None, "ranks": None}
+    assert speed["step"] >= speed["arithmetic"] > 0
+    assert speed["tokens_per_second"] * speed["step"] == pytest.approx(8192)
+
+
+def test_what_fsdp_sends_is_what_it_must(titan: Titan) -> None:
+    sent = {one["name"]: one for one in told(titan, *BIG)["collectives"]}
+    block, ends = 218_112_000, 2 * 128256 * 4096 + 4096
+    gathered = 2 * (32 * block + 128256 * 4096) + (ends - 128256 * 4096)  # the last group once
+    assert sent["all-gather"]["bytes"] == pytest.approx(7 / 8 * 2 * gathered, rel=1e-6)
+    assert sent["reduce-scatter"]["bytes"] == pytest.approx(7 / 8 * 4 * (32 * block + ends), rel=1e-6)
+    assert {one["link"] for one in sent.values()} == {"node"}
+    assert {one["link"] for one in told(titan, "llama3_8b", "--world-size", "16")["collectives"]} == {
+        "network"
+    }
+
+
+def test_every_kind_of_collective_is_told(titan: Titan) -> None:
+    overrides = ("mesh.pp=2", "mesh.dp_replicate=2", "mesh.cp=2", "mesh.tp=2", "training.local_batch_size=4")
+    found = told(titan, "llama3_8b", "--world-size", "32", *overrides)
+    assert {one["over"] for one in found["collectives"]} == {"fsdp", "dp_replicate", "cp", "tp", "pp"}
+    assert found["pipeline"] == {
+        "schedule": "1F1B",
+        "stages": 2,
+        "microbatches": 4,
+        "bubble": pytest.approx(1 / 5),
+    }
+    assert len(found["memory"]["ranks"]) == 2
+
+
+def test_what_does_not_fit_gets_the_change_that_costs_least(titan: Titan) -> None:
+    change = told(titan, *BIG, "training.local_batch_size=8")["verdict"]["change"]
+    assert change["peak_bytes"] < 77.2 * 2**30
+    again = told(titan, *BIG, "training.local_batch_size=8", *change["overrides"])
+    assert again["verdict"]["fits"]
+    assert again["memory"]["peak_bytes"] == change["peak_bytes"]
+    assert again["speed"]["tokens_per_second"] == pytest.approx(change["tokens_per_second"])
+    dearer = told(titan, *BIG, "training.local_batch_size=8", "activation_checkpoint.mode=full")
+    assert dearer["speed"]["tokens_per_second"] <= change["tokens_per_second"]
+
+
+def test_what_no_change_makes_fit_is_told_how_many_ranks_it_needs(titan: Titan) -> None:
+    verdict = told(titan, "llama3_70b", "--world-size", "1", "--gpu", "A100")["verdict"]
+    assert (verdict["fits"], verdict["change"], verdict["ranks"]) == (False, None, 16)
+    arguments = ("llama3_70b", "--gpu", "A100", "--world-size")
+    assert told(titan, *arguments, "16")["verdict"]["fits"]
+    assert not told(titan, *arguments, "8")["verdict"]["fits"]
+
+
+def test_text_draws_the_mesh_and_says_the_verdict(titan: Titan) -> None:
+    text = titan(
+        "plan", "llama3_405b", "mesh.tp=8", "mesh.pp=8", "training.local_batch_size=16", "--world-size", "512"
+    ).out
+    assert "512 x H100: pp 8 x dp_shard 8 x tp 8" in text
+    assert "pp 0, dp_shard 1" in text and "[504 505 506 507 508 509 510 511] tp" in text
+    assert "micro-batches a step; a rank waits" in text
+    assert "verdict       fits" in text
+
+
+def test_ranks_are_those_of_the_mesh_where_none_are_given(titan: Titan) -> None:
+    assert told(titan, "llama3_8b")["world"] == 8
+    assert told(titan, "llama3_8b", "mesh.tp=16", "model.n_kv_heads=16")["world"] == 16
+    assert told(titan, "llama3_8b", "mesh.dp_shard=4")["world"] == 4
+    assert told(titan, "llama3_debug", "--gpu", "cpu")["world"] == 1
+
+
+def test_nothing_is_guessed_of_a_cpu(titan: Titan) -> None:
+    document = told(titan, "llama3_debug", "--gpu", "cpu")
+    assert document["speed"] is None
+    assert document["verdict"]["fits"] is None
+    assert document["memory"]["limit_bytes"] is None
+    assert "not estimated" in titan("plan", "llama3_debug", "--gpu", "cpu").out
+
+
+def test_a_model_without_a_shape_gets_the_mesh_and_a_note(titan: Titan, tmp_path: Path) -> None:
+    (tmp_path / "cli_nano.py").write_text(
+        "from titancli import component, hookimpl\n\n\n"
+        '@component("model", "nano", target="cli_nano:build")\n'
+        "class Nano:\n"
+        '    """A model of somebody else\'s."""\n\n    n_layers: int = 2\n\n\n'
+        "def build(config, *, seq_len): ...\n\n\n"
+        "@hookimpl\ndef titan_components():\n    return [Nano]\n"
+    )
+    arguments = ("llama3_debug", "model=nano", "--world-size", "4", "-p", str(tmp_path / "cli_nano.py"))
+    document = told(titan, *arguments)
+    assert document["memory"] is None and document["verdict"] is None
+    assert document["mesh"]["dp_shard"] == 4
+    text = titan("plan", *arguments).out
+    assert "4 x H100: dp_shard 4" in text and "does not say its sizes" in text
+
+
+def test_what_is_taken_for_granted_is_told(titan: Titan) -> None:
+    notes = told(titan, "llama3_8b", 'converters=[{type="float8_linear"}]', "--world-size", "8")["notes"]
+    assert any("float8_linear" in note for note in notes)
+    assert told(titan, "llama3_8b")["notes"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("llama3_8b", "mesh.tp=3"), 3, "mesh.tp = 3 does not divide"),
+        (("llama3_8b", "mesh.dp_shard=3", "--world-size", "8"), 3, "does not make 8 ranks"),
+        (("llama3_8b", "mesh.pp=2"), 3, "needs 2 micro-batches"),
+        (("llama3_8b", "llama3_70b"), 2, "plan takes one recipe, not 2"),
+        (("llama3_8b", "--world-size", "0"), 2, "x>=1"),
+        (("llama3_8b", "--gpu", "H1000"), 2, "H1000"),
+        (("no_such_recipe",), 3, "no_such_recipe"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_planned(titan: Titan, arguments: tuple[str, ...], code: int, said: str) -> None:
+    done = titan("plan", *arguments)
+    assert (done.code, said in done.err, done.out) == (code, True, "")
+
+
+def test_all_that_is_wrong_on_these_ranks_is_told_at_once(titan: Titan) -> None:
+    done = titan(
+        "plan", "llama3_8b", "mesh.dp_shard=-1", "training.global_batch_size=12", "--world-size", "8"
+    )
+    assert done.code == 3 and "global_batch_size = 12" in done.err
+    done = titan("plan", "llama3_8b", "mesh.tp=-1", "mesh.dp_shard=1", "mesh.cp=1", "--world-size", "48")
+    assert done.code == 3 and "n_heads 32" in done.err and "n_kv_heads 8" in done.err
