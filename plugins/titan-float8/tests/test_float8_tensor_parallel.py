@@ -2,11 +2,13 @@
 
 A layer alone is compared operand by operand, bit for bit. Through a model, what is cast has been summed over
 the ranks, in another order than one rank sums it: where that moves a value over the edge between two float8
-numbers, it moves by a sixteenth or an eighth. `FLIPPED` allows for a few of these; scales that are not shared
-are far off it.
+numbers, it moves by a sixteenth or an eighth. None or a few of these are seen, depending on the CPU, and the
+tolerances allow for them; scales that are not shared are far off (half of the tensors by 5 % or more).
 """
 
 from __future__ import annotations
+
+import statistics
 
 import float8_cases
 import pytest
@@ -24,7 +26,7 @@ from titancli.recipe.schema import Degrees
 
 pytestmark = pytest.mark.ranks
 
-FLIPPED = 2e-3
+LARGEST, MEDIAN = 2e-2, 2e-3
 TP2 = {"tp": 2}
 FSDP2_TP2 = {"dp_shard": 2, "tp": 2}
 FAMILIES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
@@ -82,6 +84,12 @@ def test_products_and_bias_are_those_of_one_rank(ranks, recipe, style):
     assert distance(joined, {name: getattr(expected, name) for name in joined}) < 1e-6
 
 
+def differences(found, expected):
+    """The largest over tensors of ‖Δ‖ / ‖reference‖, and the median."""
+    each = [distance({name: found[name]}, {name: expected[name]}) for name in expected]
+    return max(each), statistics.median(each)
+
+
 def one_rank(fields):
     """The same without what changes no number."""
     return {name: value for name, value in fields.items() if "fsdp" not in name}
@@ -94,7 +102,17 @@ def test_gradients_are_those_of_one_rank(ranks, name, mesh):
     (one,) = ranks(1, float8_cases.gradients, reference, one_rank(RECIPES[name]))
     world = 2 * mesh.get("dp_shard", 1)
     for found in ranks(world, float8_cases.gradients, Layout(mesh), RECIPES[name]):
-        assert distance(found, one) < FLIPPED
+        largest, median = differences(found, one)
+        assert largest < LARGEST
+        assert median < MEDIAN
+
+
+def test_real_float8_products_are_those_of_one_rank(ranks):
+    real = {"emulate": False}
+    (one,) = ranks(1, float8_cases.gradients, Layout(), real)
+    largest, median = differences(ranks(2, float8_cases.gradients, Layout(TP2), real)[0], one)
+    assert largest < LARGEST
+    assert median < MEDIAN
 
 
 def gradients_alone(layout, fields):
@@ -107,7 +125,9 @@ def gradients_alone(layout, fields):
 
 def test_scales_that_are_not_shared_would_be_seen(ranks):
     (one,) = ranks(1, float8_cases.gradients, Layout(), {})
-    assert distance(ranks(2, gradients_alone, Layout(TP2), {})[0], one) > 10 * FLIPPED
+    largest, median = differences(ranks(2, gradients_alone, Layout(TP2), {})[0], one)
+    assert largest > 2 * LARGEST
+    assert median > 10 * MEDIAN
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "precompute", "rowwise"])
@@ -115,7 +135,7 @@ def test_weights_after_training_are_those_of_one_rank(ranks, name):
     fields = RECIPES[name]
     (one,) = ranks(1, float8_cases.trained_weights, Layout(micro_batches=2), one_rank(fields))
     found = ranks(4, float8_cases.trained_weights, Layout(FSDP2_TP2), fields)[0]
-    assert distance(found, one) < FLIPPED
+    assert distance(found, one) < MEDIAN
 
 
 @pytest.mark.parametrize(
