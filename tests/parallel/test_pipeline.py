@@ -304,3 +304,26 @@ def test_figures_are_of_the_whole_model(ranks) -> None:
     assert first.split()[:2] == second.split()[:2] and first.split()[0] == str(
         sum(w.numel() for w in one.values())
     )
+
+
+class Refusing:
+    """A schedule in which a stage raises, in torch's wrapping."""
+
+    def step(self, **batch: Any) -> None:
+        try:
+            raise TitanError("this loss needs pairs")
+        except TitanError as error:
+            raise RuntimeError("[Stage 1] failed to run forward") from error
+
+
+def refusal() -> str:
+    engine = Engine.build(recipe(pp()))
+    engine.runner._schedule = lambda *_: Refusing()
+    with pytest.raises(TitanError) as caught:
+        engine.forward_backward(my_batches(engine))
+    return str(caught.value)
+
+
+@ranks_only
+def test_what_a_stage_refuses_is_said_in_its_own_words(ranks) -> None:
+    assert ranks(2, refusal) == ["this loss needs pairs"] * 2

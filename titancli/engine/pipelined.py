@@ -122,8 +122,13 @@ class PipelinedModel:
         schedule = self._schedule(whole.rows // rows, self._hidden(whole, rows), rows)
         self._loss, self._unit, self._sums = loss, whole.unit, {}
         tensors = dict(whole)
-        # The target is not looked at: the stage has made the loss.
-        schedule.step(batch=tensors, target=next(iter(tensors.values())), return_outputs=False)
+        try:
+            # The target is not looked at: the stage has made the loss.
+            schedule.step(batch=tensors, target=next(iter(tensors.values())), return_outputs=False)
+        except RuntimeError as error:  # torch's words around what a stage has raised
+            if isinstance(error.__cause__, TitanError):
+                raise error.__cause__ from None
+            raise
         sums, self._sums, self._loss = self._sums, {}, None
         return self._everywhere(sums, loss)
 
