@@ -21,7 +21,12 @@ SLOW = ("-p", "./faulty.py", "loss=faulty", "loss.sleep=0.1", "training.steps=20
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "why"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 75, "stopped")]
+    ("number", "code", "why"),
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGTERM, 75, "stopped"),
+        (signal.SIGUSR1, 75, "stopped"),
+    ],
 )
 def test_a_signal_saves_and_leaves_with_its_own_code(
     command: Callable[..., Command], here: Path, number: signal.Signals, code: int, why: str
@@ -103,14 +108,16 @@ def test_a_rank_that_is_killed_is_named_and_a_restart_goes_on_from_the_checkpoin
     assert set(losses(here / "r")) == {1, 2, 3, 4}
 
 
+@pytest.mark.parametrize(("layout", "call"), [("mesh.tp=2", 3), ("mesh.pp=2", 5)])
 def test_a_rank_that_hangs_is_told_in_one_block_with_its_stack_and_the_others_collectives(
-    command: Callable[..., Command], here: Path
+    command: Callable[..., Command], here: Path, layout: str, call: int
 ) -> None:
-    fault = ("-p", "./faulty.py", "loss=faulty", "loss.fault=hang", "loss.rank=1")
-    layout = ("mesh.tp=2", "mesh.dp_shard=1", "comm.train_timeout_seconds=5", "--nproc", "2")
-    done = command("tiny.toml", *fault, *layout, "--run-dir", "r").wait(150)
+    fault = ("-p", "./faulty.py", "loss=faulty", "loss.fault=hang", "loss.rank=1", f"loss.call={call}")
+    limits = (layout, "mesh.dp_shard=1", "comm.train_timeout_seconds=5", "--nproc", "2")
+    done = command("tiny.toml", *fault, *limits, "--run-dir", "r").wait(150)
     assert done.code == 1
     assert "error: rank 0 of 2 on " in done.err and "failed at step 3: RuntimeError" in done.err
+    assert "5000ms" in done.err
     assert f"rank 1 may hang, or be out of reach; see {here}/r/logs/rank-1.log" in done.err
     assert done.err.count("Traceback") == 1
     trace = json.loads((here / "r/logs/flight-recorder-rank-0.json").read_text())

@@ -104,6 +104,20 @@ def tighten_timeouts(seconds: int) -> None:
     all_gather(None)
     for group in list(distributed_c10d._world.pg_map):
         distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    if not torch.cuda.is_available():
+        _limit_waits_of_pipelines(timedelta(seconds=seconds))
+
+
+def _limit_waits_of_pipelines(limit: timedelta) -> None:
+    """gloo's sends and receives keep the time limit that their group was made with, so torch's pipelines are
+    told another where they wait for them. (NCCL's watchdog knows the group's.)"""
+    from torch.distributed.pipelining import schedules
+
+    def wait(works: list[Any]) -> None:
+        for work in works:
+            work.wait(limit)
+
+    schedules._wait_batch_p2p = wait  # type: ignore[assignment]
 
 
 def all_gather(value: T) -> list[T]:
