@@ -11,6 +11,8 @@ ROWS = 3
 """Rows drawn at the beginning; the last one follows."""
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 INDENT = " " * 14
+SAME = 5e-4
+"""Shares of time that are as good as nothing."""
 
 
 def as_text(told: dict[str, Any]) -> str:
@@ -97,8 +99,8 @@ def _collectives(told: dict[str, Any]) -> list[str]:
     for number, one in enumerate(told["collectives"]):
         took = "" if one["seconds"] is None else f"  {1000 * one['seconds']:>9,.1f} ms"
         name = f"{one['over']}: {one['name']} over {one['ranks']}"
-        text = f"{name:<44}{_gib(one['bytes']):>12} a step of a rank{took} ({one['link']})"
-        lines.append(_row("sent" if not number else "", text))
+        text = f"{name:<44}{_gib(one['bytes']):>12} a step{took} ({one['link']})"
+        lines.append(_row("a rank sends" if not number else "", text))
     return lines
 
 
@@ -142,7 +144,9 @@ def _verdict(told: dict[str, Any]) -> list[str]:
     else:
         cost = ""
         if (share := change["slower"]) is not None:
-            cost = f", {abs(share):.1%} {'slower' if share >= 0 else 'faster'}"
+            cost = f", {abs(share):.1%} {'slower' if share > 0 else 'faster'}"
+            if abs(share) < SAME:
+                cost = ", as fast"
         lines.append(f"{INDENT}cheapest of what was tried: {_gib(change['peak_bytes'])}{cost}")
         lines.append(f"{INDENT}  {' '.join(change['overrides'])}")
     if verdict["ranks"]:

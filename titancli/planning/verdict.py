@@ -63,7 +63,7 @@ def remedy(recipe: Recipe, found: Estimate) -> Remedy | None:
 
 
 def _remedy(found: Estimate, other: Estimate, chosen: tuple[Change, ...]) -> Remedy:
-    overrides = [override for change in chosen for override in change.overrides]
+    overrides = list(dict.fromkeys(override for change in chosen for override in change.overrides))
     if found.speed is None or other.speed is None:
         return Remedy(overrides, other.worst.total, None, None)
     rate = other.speed.tokens_per_second
@@ -116,14 +116,23 @@ def _changes(recipe: Recipe, found: Estimate) -> Iterator[Change]:
         yield _section("activation_checkpoint", "recompute", mode="full")
     if hasattr(recipe.parallelize, "reshard_after_forward") and job.reshard != "always" and degrees.pp == 1:
         yield _field("parallelize", "reshard_after_forward", "always")
-    yield from _fewer_rows(recipe, degrees)
-    yield from _meshes(degrees)
+    whole = recipe.training.local_batch_size * degrees.dp * recipe.accumulation(degrees)
+    yield from _fewer_rows(recipe, degrees, whole)
+    for change in _meshes(degrees):
+        yield _keeping_the_batch(change, whole)
 
 
-def _fewer_rows(recipe: Recipe, degrees: Degrees) -> Iterator[Change]:
+def _keeping_the_batch(change: Change, whole: int) -> Change:
+    """With fewer data-parallel ranks a step takes more passes."""
+    rows = _section("training", "", global_batch_size=whole)
+    return Change(
+        (*change.overrides, *rows.overrides), lambda recipe: rows.apply(change.apply(recipe)), change.group
+    )
+
+
+def _fewer_rows(recipe: Recipe, degrees: Degrees, whole: int) -> Iterator[Change]:
     """At a time; the rows of a step stay, so more passes make it."""
     rows = recipe.training.local_batch_size
-    whole = rows * degrees.dp * recipe.accumulation(degrees)
     while rows % 2 == 0 and degrees.pp == 1:
         rows //= 2
         yield _section("training", "rows", local_batch_size=rows, global_batch_size=whole)

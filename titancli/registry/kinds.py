@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from titancli.data.batch import Batch
     from titancli.losses.result import LossResult
+    from titancli.models.shape import Decoder
     from titancli.parallel.mesh import Mesh
     from titancli.recipe.schema import ActivationCheckpoint, Compile, Degrees
 
@@ -109,6 +110,14 @@ class Cache(Protocol):
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows ([N] int64), in this order; a row that is named twice is there twice."""
+
+
+class ModelConfig(Protocol):
+    """What `titan plan` asks a model's config, torch-free. Optional: a model without it is not estimated."""
+
+    def shape(self) -> Decoder:
+        """The sizes: every parameter of the module by name and shape, with its style in `tensor_plan`."""
+        ...
 
 
 class ModelBuilder(Protocol):
@@ -287,6 +296,14 @@ class Loss(Protocol):
 
 class LossBuilder(Protocol):
     def __call__(self, config: Any) -> Loss: ...
+
+
+class OptimizerConfig(Protocol):
+    """What `titan plan` asks an optimizer's config, torch-free. Optional: else two fp32 numbers are taken."""
+
+    def state_bytes(self, stored: int) -> float:
+        """Bytes of state for each number of a parameter that is stored in `stored` bytes."""
+        ...
 
 
 class OptimizerBuilder(Protocol):
