@@ -169,6 +169,23 @@ def test_forced_balance_is_even_and_the_same_on_every_layout(ranks):
         assert loss == pytest.approx(float(expected), rel=1e-6)
 
 
+def compiled_graphs(layout: Layout) -> int:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        engine = Engine.build(recipe(layout))
+        for step in range(2):
+            engine.forward_backward(my_batches(engine, step))
+            engine.optim_step()
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_blocks_of_experts_share_compiled_code(ranks):
+    """Attention, router and experts, whatever the number of blocks: torch gives up at the ninth of a kind."""
+    deep = layout(replace(EIGHT, n_layers=10), compile="aot_eager")
+    assert ranks(1, compiled_graphs, deep) == [3]
+
+
 def test_every_token_is_counted_once(one_rank):
     counts = [value for key, value in one_rank(EIGHT).items() if key.startswith("routes")]
     assert len(counts) == runs.STEPS * 2

@@ -52,7 +52,7 @@ class Router(nn.Module):
             chosen = chosen / chosen.sum(-1, keepdim=True).clamp(min=1e-20)
         flat = experts.flatten()
         # Not bincount: that has no shape before it has run.
-        counts = flat.new_zeros(config.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+        counts = flat.new_zeros(config.num_experts).scatter_add(0, flat, torch.ones_like(flat))
         return Routes(experts, chosen * config.route_scale, counts)
 
     def _choose(self, scores: Tensor, expert_bias: Tensor | None) -> Tensor:
