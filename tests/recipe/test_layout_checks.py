@@ -76,7 +76,7 @@ def told(loaded: Any) -> Any:
     [
         (
             ["mesh.tp=3"],
-            "mesh.tp = 3 does not divide n_heads 32 and n_kv_heads 8 and training.seq_len 256",
+            "mesh.tp = 3 does not divide n_heads 32, n_kv_heads 8 and training.seq_len 256",
             "1, 2, 4 or 8 can",
         ),
         (["mesh.tp=16"], "mesh.tp = 16 does not divide n_kv_heads 8", "1, 2, 4 or 8 can"),
@@ -183,6 +183,13 @@ def test_what_does_not_fit_is_told_with_what_does(
 )
 def test_what_just_fits_is_taken(loaded: Any, overrides: list[str]) -> None:
     loaded(*overrides)
+
+
+def test_too_few_rows_are_told_at_the_rows(told: Any) -> None:
+    (problem,) = told("mesh.pp=4", "training.local_batch_size=3")
+    assert problem.location.source == "training.local_batch_size=3"
+    (problem,) = told("mesh.pp=4", "training.local_batch_size=6", "pipeline.microbatch_size=2")
+    assert problem.location.source == "pipeline.microbatch_size=2"
 
 
 def test_all_degrees_are_told_at_once(told: Any) -> None:

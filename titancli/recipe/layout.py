@@ -84,7 +84,8 @@ def _divides(recipe: Recipe, name: str, sizes: dict[str, int]) -> Iterator[Findi
     degree = getattr(recipe.mesh, name)
     wrong = [f"{what} {size}" for what, size in sizes.items() if size % degree]
     if degree > 1 and wrong:
-        message = f"mesh.{name} = {degree} does not divide {' and '.join(wrong)}"
+        several = " and ".join(filter(None, [", ".join(wrong[:-1]), wrong[-1]]))
+        message = f"mesh.{name} = {degree} does not divide {several}"
         yield ("mesh", name), message, f"{near(degree, divisors(*sizes.values()))} can"
 
 
@@ -126,7 +127,10 @@ def _pipeline(recipe: Recipe) -> Iterator[Finding]:
         try:
             check_microbatches(section.schedule, pp, stages, rows // section.microbatch_size)
         except StageError as error:
-            yield _at(error)
+            # One row at a time cannot be made less: it is rows that are missing.
+            rows_are_few = section.microbatch_size == 1
+            where = ("training", "local_batch_size") if rows_are_few else ("pipeline", "microbatch_size")
+            yield where, error.message, error.hint
 
 
 def _rows(recipe: Recipe) -> int | None:
