@@ -221,6 +221,28 @@ def test_kill_9_at_any_moment_leaves_a_good_checkpoint(tmp_path: Path, mode: str
     assert not list(tmp_path.glob(".*"))
 
 
+def _die_instead_of_purging(folder: Path) -> None:
+    from titancli.checkpoint import checkpointer as module
+
+    module.purge = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+    checkpointer = Checkpointer(folder, Checkpoint(interval=1, keep_latest_k=1), lock_text="", run_id="r")
+    checkpointer.save(2, _tensors(2), {"step": 2})
+
+
+def test_a_kill_between_the_rename_and_the_purge_leaves_both(tmp_path: Path):
+    first = Checkpointer(tmp_path, Checkpoint(interval=1, keep_latest_k=1), lock_text="", run_id="r")
+    first.save(1, _tensors(1), {"step": 1})
+    child = _fork(_die_instead_of_purging, tmp_path)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert newest_good(tmp_path) == tmp_path / "step-2"
+    for step in (1, 2):
+        loaded = _tensors(0)
+        assert load_checkpoint(tmp_path / f"step-{step}", loaded) == {"step": step}
+        assert same(loaded, _tensors(step))
+    first.save(3, _tensors(3), {"step": 3})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+
+
 def test_an_interrupted_save_is_never_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Whatever stands under a hidden name, even a whole checkpoint, is not looked at."""
     save(tmp_path / "step-1", seed=1)

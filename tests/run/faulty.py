@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from pathlib import Path
 from typing import Any, Literal
 
 from titancli import component, hookimpl
@@ -14,12 +16,16 @@ from titancli import component, hookimpl
 class Faulty:
     """Cross-entropy with a fault."""
 
-    fault: Literal["none", "error", "advice", "kill", "hang", "not_finite", "spike", "slow"] = "none"
+    fault: Literal[
+        "none", "error", "advice", "kill", "kill_in_save", "hang", "not_finite", "spike", "slow"
+    ] = "none"
     rank: int = 0
     call: int = 3
     """The call, from 1, at which it goes wrong."""
     until: int | None = None
     """The last call with wrong numbers; None: there is only one."""
+    starts: int = 1000
+    """The rank is killed in the first so many starts alone."""
     sleep: float = 0.0
     """Seconds that each call takes longer; under the fault "slow" on that rank alone."""
 
@@ -27,6 +33,17 @@ class Faulty:
 @hookimpl
 def titan_components() -> list[type]:
     return [Faulty]
+
+
+def started_before(starts: int) -> bool:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) < starts
+
+
+def kill_in_save() -> None:
+    """Wait for the hidden folder of step 4, and die while it is written."""
+    while not list(Path("r/checkpoints").glob(".step-4.tmp-*")):
+        time.sleep(0.0005)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def build(config: Faulty) -> Any:
@@ -45,7 +62,7 @@ def build(config: Faulty) -> Any:
                     raise ValueError("a row of 13 tokens")
                 if config.fault == "advice":
                     raise TitanError("the teacher does not answer", hint="start it first")
-                if config.fault == "kill":
+                if config.fault == "kill" and started_before(config.starts):
                     os.kill(os.getpid(), signal.SIGKILL)
                 if config.fault == "hang":
                     time.sleep(3600)
@@ -59,6 +76,9 @@ def build(config: Faulty) -> Any:
             last = config.until or config.call
             return here and config.fault in ("not_finite", "spike") and config.call <= self.calls <= last
 
+    here = int(os.environ.get("RANK", "0")) == config.rank
+    if config.fault == "kill_in_save" and here and started_before(config.starts):
+        threading.Thread(target=kill_in_save, daemon=True).start()
     loss = Loss()
     if config.fault in ("not_finite", "spike"):
         loss.token_weights = None  # or the head would make the sum by itself

@@ -60,6 +60,8 @@ class Checkpointer:
     def due(self, step: int) -> bool:
         """Whether this step is to be saved by the interval alone, or because it is the first."""
         self._announce()
+        if self._section.enable:
+            self._meet()
         first = step == 1 and self._section.enable_first_step_checkpoint
         return self._section.enable and (first or step % self._section.interval == 0)
 
@@ -111,7 +113,8 @@ class Checkpointer:
 
     def _meet(self) -> None:
         if self._group is None and several_ranks(None):
-            # Not before the first save: the limits of all groups are tightened after the first step.
+            # Not before the first step, after which the limits of all groups are tightened; but soon after:
+            # making a group takes the rendezvous store, and who has lost that must still be able to save.
             self._group = dist.new_group(backend="gloo", timeout=PLANNING_TIMEOUT)
 
     def _draft(self, path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Draft:

@@ -1,0 +1,189 @@
+"""The fault matrix: every fault that a run must survive, and the tests that prove it, each where it belongs.
+
+`pytest $(python -m tests.faults.test_matrix)` runs them all.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Row:
+    fault: str
+    holds: str
+    """What must be so."""
+    tests: tuple[str, ...]
+    """`file::test`, below tests/."""
+
+
+MATRIX = {
+    1: Row(
+        "kill -9 during a save, at random moments, synchronous and asynchronous",
+        "the newest good checkpoint loads; the resumed run is bitwise the one that was not killed",
+        (
+            "checkpoint/test_faults.py::test_kill_9_at_any_moment_leaves_a_good_checkpoint",
+            "run/test_restarts.py::test_a_run_whose_rank_died_is_bitwise_the_one_where_none_did",
+            "checkpoint/test_layouts.py::test_a_sharded_model_resumed_is_bitwise_the_uninterrupted_one",
+        ),
+    ),
+    2: Row(
+        "a kill between the rename and the purge",
+        "both load",
+        (
+            "checkpoint/test_faults.py::test_a_kill_between_the_rename_and_the_purge_leaves_both",
+            "checkpoint/test_save_load.py::test_a_kill_between_the_renames_loses_nothing",
+        ),
+    ),
+    3: Row(
+        "the disk is full",
+        "the error names path, bytes needed and free; the run goes on; the last good one is untouched",
+        (
+            "checkpoint/test_faults.py::test_a_full_disk_leaves_the_last_good_one_and_the_run_goes_on",
+            "checkpoint/test_faults.py::test_a_disk_without_room_is_told_before_anything_is_written",
+            "checkpoint/test_layouts.py::test_a_failure_on_one_rank_is_told_on_all_and_the_run_goes_on",
+            "run/test_checkpoint_settings.py::test_a_save_that_fails_ends_the_run_or_does_not",
+            "run/test_ranks.py::test_a_full_disk_is_said_in_words_and_costs_no_checkpoint",
+        ),
+    ),
+    4: Row(
+        "a truncated, bit-flipped, zeroed, missing or extra file",
+        "found, the file named; the last good checkpoint is taken, said in one line",
+        (
+            "checkpoint/test_faults.py::test_any_harm_is_found_the_file_named_and_the_one_before_taken",
+            "checkpoint/test_faults.py::test_an_extra_file_is_named",
+            "checkpoint/test_layouts.py::test_damage_is_told_alike_on_every_rank",
+            "run/test_checkpoint_settings.py"
+            "::test_a_resume_names_the_bad_checkpoint_in_one_line_and_takes_the_last_good_one",
+            "run/test_checkpoint_settings.py"
+            "::test_ranks_that_start_anew_pass_over_a_bad_checkpoint_in_one_line",
+            "cli/test_checkpoint.py::test_verify_reads_every_byte_and_exits_5",
+        ),
+    ),
+    5: Row(
+        "SIGTERM and SIGUSR1, to the launcher and to one rank",
+        "saved within 30 s, exit code 75, nothing orphaned, the resumed run bitwise equal",
+        (
+            "run/test_ranks.py::test_a_signal_saves_and_leaves_with_its_own_code",
+            "run/test_ranks.py::test_two_ranks_stopped_by_sigterm_resume_as_if_they_had_not",
+            "run/test_restarts.py::test_a_signal_to_one_rank_stops_all_with_a_checkpoint",
+        ),
+    ),
+    6: Row(
+        "a rank dies in the middle of a step, or of a save",
+        "all ranks start anew by themselves; the run is bitwise the one where none died",
+        (
+            "run/test_restarts.py::test_a_run_whose_rank_died_is_bitwise_the_one_where_none_did",
+            "run/test_ranks.py::test_a_rank_that_is_killed_is_named_and_a_restart_goes_on_from_the_checkpoint",
+        ),
+    ),
+    7: Row(
+        "a collective hangs",
+        "flight recorder and stacks are written, all leave, one block says the cause",
+        (
+            "run/test_ranks.py"
+            "::test_a_rank_that_hangs_is_told_in_one_block_with_its_stack_and_the_others_collectives",
+        ),
+    ),
+    8: Row(
+        "a NaN loss, an infinite gradient, a spike, on one rank only",
+        "skipped on all ranks, weights unchanged, counted; so many in a row end the run",
+        (
+            "engine/test_guard.py::test_a_wrong_step_on_one_rank_is_skipped_on_all_and_counted",
+            "engine/test_guard.py::test_fused_adamw_reads_nothing_to_the_host",
+            "run/test_skipped_steps.py::test_too_many_in_a_row_end_the_run_with_the_weights_before_them",
+            "run/test_skipped_steps.py::test_a_run_that_was_resumed_skips_what_the_whole_one_skips",
+            "run/test_skipped_steps.py::test_two_ranks_stop_together_when_one_of_them_goes_wrong",
+        ),
+    ),
+    9: Row(
+        "bad rows: invalid UTF-8, empty, a 10 MB line, a missing key, cut JSON Lines",
+        "skipped and counted, or under `strict` an error with file and line",
+        (
+            "data/test_jsonl.py::test_a_bad_row_is_skipped_counted_and_told",
+            "data/test_jsonl.py::test_where_strict_a_bad_row_is_an_error_with_file_and_line",
+            "run/test_bad_rows.py::test_a_run_skips_bad_rows_tells_of_them_and_counts_them",
+            "run/test_bad_rows.py::test_a_strict_run_ends_at_the_first_with_its_file_and_line",
+        ),
+    ),
+    10: Row(
+        "the rendezvous store is lost",
+        "a clear error, nothing orphaned, the run can be resumed",
+        ("run/test_restarts.py::test_a_rendezvous_that_is_lost_is_told_and_the_run_can_be_resumed",),
+    ),
+    11: Row(
+        "a resume on another layout: FSDP2, FSDP4, TP2, FSDP2 x TP2, PP2, one rank",
+        "the same data order, and losses of the first 5 steps within 1e-5",
+        (
+            "checkpoint/test_relayout.py::test_each_layout_goes_on_where_the_one_before_it_stopped",
+            "checkpoint/test_layouts.py::test_every_layout_loads_on_every_other_bit_for_bit",
+            "parallel/test_expert_checkpoints.py::test_every_spread_of_experts_goes_on_from_every_other",
+            "data/test_packing.py::test_stopping_anywhere_and_going_on_with_other_ranks_changes_nothing",
+        ),
+    ),
+    12: Row(
+        "hostile files: crafted metadata, pickles, Hugging Face .bin",
+        "refused, and nothing is executed",
+        (
+            "checkpoint/test_format.py::test_a_hostile_header_is_refused",
+            "checkpoint/test_format.py::test_a_hostile_layout_is_refused",
+            "checkpoint/test_format.py::test_a_pickle_beside_it_is_named_and_never_opened",
+            "checkpoint/test_format.py::test_a_layout_that_names_a_file_beside_the_manifest_is_refused",
+            "checkpoint/test_hf.py::test_a_hostile_index_is_refused",
+            "checkpoint/test_hf.py::test_pickled_weights_are_refused_with_the_way_out",
+        ),
+    ),
+    13: Row(
+        "two jobs on one run folder",
+        "an error that names host and process",
+        (
+            "run/test_runs.py::test_a_run_folder_in_use_is_refused_naming_process_and_host",
+            "run/test_train.py::test_a_run_folder_in_use_is_refused",
+        ),
+    ),
+    14: Row(
+        "a slow rank",
+        "named in the metrics",
+        ("run/test_slow_rank.py::test_a_slow_rank_is_named_in_the_metrics_and_once_in_words",),
+    ),
+    15: Row(
+        "another dataset, model or tokenizer on resume",
+        "refused with the difference, unless told to go on",
+        (
+            "run/test_train.py::test_the_recipe_of_a_job_script_may_change_but_not_its_model_or_data",
+            "run/test_drift.py::test_the_sections_that_give_a_checkpoint_its_meaning_are_guarded",
+            "checkpoint/test_layouts.py::test_a_mismatch_is_told_alike_on_every_rank",
+            "data/test_packing.py::test_a_state_of_other_data_or_another_tokenizer_or_seed_is_refused",
+            "data/test_jsonl.py::test_other_rows_or_another_key_are_refused_on_resume",
+        ),
+    ),
+}
+
+
+def test_all_rows_are_there() -> None:
+    assert list(MATRIX) == list(range(1, 16))
+
+
+@pytest.mark.parametrize("number", MATRIX)
+def test_a_row_is_proved_by_tests_that_exist_and_are_run(number: int) -> None:
+    assert MATRIX[number].tests
+    for name in MATRIX[number].tests:
+        file, _, test = name.partition("::")
+        functions = [
+            node
+            for node in ast.parse((TESTS / file).read_text(encoding="utf-8")).body
+            if isinstance(node, ast.FunctionDef) and node.name == test
+        ]
+        assert functions, f"{name} does not exist"
+        marks = [ast.unparse(mark) for mark in functions[0].decorator_list]
+        assert not any("skip" in mark or "xfail" in mark or "slow" in mark for mark in marks), name
+
+
+if __name__ == "__main__":
+    print(" ".join(dict.fromkeys(f"tests/{name}" for row in MATRIX.values() for name in row.tests)))

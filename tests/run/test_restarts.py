@@ -1,0 +1,97 @@
+"""Ranks that die and are started anew, signals to one of them, and a launcher that is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.run.conftest import Command, losses, workers_of
+from titancli.checkpoint import newest_good
+from titancli.runs import RunFolder
+
+pytestmark = pytest.mark.e2e
+
+FAULTY = ("-p", "./faulty.py", "loss=faulty", "loss.rank=1")
+SLOW = (*FAULTY, "loss.sleep=0.1", "training.steps=200")
+
+
+def pid_of_rank(run: Path, rank: int) -> int:
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            line, environment = ((entry / name).read_bytes() for name in ("cmdline", "environ"))
+        except OSError:
+            continue
+        is_worker = b"titancli.worker" in line and b"titancli.launchers.agent" not in line
+        if is_worker and str(run).encode() in line and f"\0RANK={rank}\0".encode() in b"\0" + environment:
+            return int(entry.name)
+    raise AssertionError(f"there is no rank {rank}")
+
+
+@pytest.mark.parametrize("when", ["mid-step", "mid-save"])
+def test_a_run_whose_rank_died_is_bitwise_the_one_where_none_did(
+    command: Callable[..., Command], here: Path, when: str
+) -> None:
+    kind = "kill" if when == "mid-step" else "kill_in_save"
+    fault = (f"loss.fault={kind}", "loss.call=3", "loss.starts=1", "launcher.max_restarts=3")
+    done = command("tiny.toml", *FAULTY, *fault, "--nproc", "2", "--run-dir", "r").wait(200)
+    assert done.code == 0, done.err
+    assert "all ranks were started anew (restart 1)" in done.err
+    assert "from step-2" in done.err
+    assert workers_of(here / "r") == []
+    assert not list((here / "r/checkpoints").glob(".*"))
+    whole = command("tiny.toml", "--nproc", "2", "--run-dir", "whole", *FAULTY).wait(200)
+    assert whole.code == 0, whole.err
+    assert losses(here / "r") == losses(here / "whole")
+
+
+def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(
+    command: Callable[..., Command], here: Path
+) -> None:
+    running = command("tiny.toml", *SLOW, "--nproc", "2", "--run-dir", "r")
+    running.until_step(here / "r/events.jsonl", 1)
+    os.kill(pid_of_rank(here / "r", 1), signal.SIGUSR1)
+    began = time.monotonic()
+    done = running.wait()
+    assert time.monotonic() - began < 30
+    assert done.code == 75, done.err
+    assert workers_of(here / "r") == []
+    outcome = RunFolder(here / "r").outcome()
+    assert outcome is not None
+    assert (outcome["why"], outcome["signal"]) == ("stopped", "SIGUSR1")
+    assert newest_good(here / "r/checkpoints") == here / "r" / outcome["checkpoint"]
+
+
+def test_a_rendezvous_that_is_lost_is_told_and_the_run_can_be_resumed(
+    command: Callable[..., Command], here: Path
+) -> None:
+    """torchrun holds the store; it is killed, and the ranks save and leave."""
+    never = "checkpoint.interval=1000"  # what is there in the end was saved on the way out
+    running = command("tiny.toml", *SLOW, never, "--nproc", "2", "--run-dir", "r")
+    running.until_step(here / "r/events.jsonl", 2)
+    children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children").read_text().split()
+    [agent] = [
+        int(child) for child in children if b"launchers.agent" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+    os.kill(agent, signal.SIGKILL)
+    done = running.wait()
+    assert done.code == 1
+    assert "error: torchrun was killed by SIGKILL; its ranks were told to save and stop" in done.err
+    assert "Traceback" not in done.err
+    deadline = time.monotonic() + 30
+    while workers_of(here / "r") and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert workers_of(here / "r") == []
+    good = newest_good(here / "r/checkpoints")
+    assert good is not None, (here / "r/logs/rank-0.log").read_text()
+    step = int(good.name.removeprefix("step-"))
+    more = ("loss.sleep=0.0", f"training.steps={step + 1}", "-p", "./faulty.py", "--nproc", "2")
+    resumed = command("r", "--resume", *more).wait()
+    assert resumed.code == 0, resumed.err
+    assert f"from step-{step}" in resumed.err
