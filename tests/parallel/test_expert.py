@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.cases import LENGTH, ROWS, VOCABULARY, Layout, my_batches, recipe
+from tests.engine.cases import LENGTH, ROWS, VOCABULARY, Layout, my_batches, recipe, whole
 from tests.ranks import runs
 from tests.ranks.comparison import difference
+from titancli.checkpoint.hf import put
 from titancli.engine import Engine
 from titancli.models import Qwen3
 from titancli.models.blocks.decoder import Decoder
@@ -167,6 +168,39 @@ def test_forced_balance_is_even_and_the_same_on_every_layout(ranks):
     for loss, mine in ranks(2, forced, layout(dp_shard=2, ep=2)):
         assert mine == [[even // 2] * 8] * 2
         assert loss == pytest.approx(float(expected), rel=1e-6)
+
+
+def one_step(layout: Layout, crowded: bool = False) -> dict[str, torch.Tensor]:
+    """Loss and gradients; `crowded`: every token goes to the first expert."""
+    engine = Engine.build(recipe(layout))
+    for name, parameter in engine.named_parameters():
+        if crowded and name.endswith("router.gate.bias"):
+            put(parameter, torch.tensor([9.0, 0.0, 0.0, 0.0]))
+    loss = engine.forward_backward(my_batches(engine))["loss"].clone()
+    routes = {name: counts.clone() for name, counts in engine.parts[0].token_counts().items()}
+    return {"loss": loss, **{name: whole(p.grad) for name, p in engine.named_parameters()}, **routes}
+
+
+@pytest.mark.parametrize("this", [layout(SHARED, dp_shard=2, ep=2), layout(SHARED, dp_shard=4, ep=4)])
+def test_a_rank_that_no_token_comes_to_keeps_step(ranks, this):
+    (reference,) = ranks(1, one_step, Layout(config=SHARED), True)
+    world = this.mesh["ep"]
+    for result in ranks(world, one_step, this, True):
+        for layer in ("layers.0.moe", "layers.1.moe"):
+            result.pop(layer)
+            assert reference[layer].tolist() == [ROWS * LENGTH, 0, 0, 0]
+            assert not result[f"{layer}.experts.w1"][1:].any()
+        for name, value in result.items():
+            assert (value - reference[name]).norm() <= 1e-5 * reference[name].norm().clamp(min=1e-6), name
+
+
+def test_bfloat16_stays_close_to_float32(ranks):
+    (reference,) = ranks(1, one_step, Layout(config=EIGHT))
+    for result in ranks(2, one_step, layout(dp_shard=2, ep=2, dtype="bfloat16")):
+        assert result["loss"] == pytest.approx(float(reference["loss"]), rel=1e-3)
+        for name in ("layers.0.moe.experts.w2", "layers.1.moe.router.gate.weight"):
+            # A few tokens, on the border between two experts, go to the other one.
+            assert (result[name] - reference[name]).norm() <= 0.2 * reference[name].norm(), name
 
 
 def compiled_graphs(layout: Layout) -> int:

@@ -172,8 +172,8 @@ class MoE(nn.Module):
     def token_counts(self) -> Tensor:
         """[E] int64: tokens that each expert was trained on here since `forget_counts`."""
         if self._counts is None:
-            device = self.experts.w1.device
-            return torch.zeros(self.config.num_experts, dtype=torch.int64, device=device)
+            like = self.experts.w1 if self.expert_bias is None else self.expert_bias
+            return torch.zeros(self.config.num_experts, dtype=torch.int64, device=like.device)
         return self._counts
 
     def forget_counts(self) -> None:
