@@ -61,6 +61,24 @@ def test_the_token_loss_equals_the_full_logits(chunk, dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_graph_that_is_kept_gives_its_gradients_again(dtype):
+    """Pipeline schedules that split backward ask for the hidden states' and then for the weight's."""
+    hidden, weight, targets = problem(dtype=dtype)
+    total, _ = linear_token_loss(hidden, weight, targets, (targets >= 0).float())
+    _, grad_hidden, grad_weight = reference(hidden, weight, targets, -1.0)
+    (first,) = torch.autograd.grad(total, hidden, retain_graph=True)
+    kept = first.clone()
+    for scale in (1.0, 3.0):
+        (found,) = torch.autograd.grad(total, weight, torch.tensor(scale), retain_graph=True)
+        close(found, scale * grad_weight, dtype)
+    close(first, grad_hidden, dtype)
+    assert torch.equal(first, kept)
+    torch.autograd.grad(total, weight)
+    with pytest.raises(RuntimeError, match="used once only, without retain_graph"):
+        torch.autograd.grad(total, weight)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
 def test_log_probs_equal_the_full_logits(chunk, dtype):
     hidden, weight, targets = problem(dtype=dtype)
     log_probs = linear_log_probs(hidden, weight, targets)

@@ -165,7 +165,8 @@ class _Gradients:
     def times(self, scale: Tensor) -> tuple[Tensor | None, Tensor | None]:
         if self._scale is not None:  # in use since the first time: a copy
             ratio = torch.where(scale == self._scale, 1.0, scale / self._scale)
-            return tuple(None if value is None else value * ratio for value in self.values())  # type: ignore
+            hidden, weight = self.values()
+            return None if hidden is None else hidden * ratio, None if weight is None else weight * ratio
         self._scale = scale
         for gradient in (self.hidden, self.weight):
             if gradient is not None:
