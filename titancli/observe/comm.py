@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -111,13 +112,15 @@ def tighten_timeouts(seconds: int) -> None:
 def _limit_waits_of_pipelines(limit: timedelta) -> None:
     """gloo's sends and receives keep the time limit that their group was made with, so torch's pipelines are
     told another where they wait for them. (NCCL's watchdog knows the group's.)"""
-    from torch.distributed.pipelining import schedules
+    schedules: Any = sys.modules.get("torch.distributed.pipelining.schedules")
+    if schedules is None:  # no pipeline here
+        return
 
     def wait(works: list[Any]) -> None:
         for work in works:
             work.wait(limit)
 
-    schedules._wait_batch_p2p = wait  # type: ignore[assignment]
+    schedules._wait_batch_p2p = wait  # torch 2.11 has it under no name: its waits keep the old limit
 
 
 def all_gather(value: T) -> list[T]:
