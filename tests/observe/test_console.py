@@ -38,6 +38,11 @@ def test_a_loss_that_is_no_number_is_shown() -> None:
     assert "loss nan" in status_line(step(1, loss="NaN"))
 
 
+def test_steps_that_were_skipped_are_counted() -> None:
+    assert "2 skipped" in status_line(step(10, loss=2.0, skipped_steps=2.0))
+    assert "skipped" not in status_line(step(10, loss=2.0, skipped_steps=0.0))
+
+
 def test_a_terminal_has_one_line_that_updates() -> None:
     stream = io.StringIO()
     console = Console(stream, live=True)

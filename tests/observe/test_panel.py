@@ -120,6 +120,13 @@ def test_the_panel_shows_everything(often: None) -> None:
     assert bottom.endswith("─  saved step-50, 0:00 ago  ─╯")
 
 
+def test_steps_that_were_skipped_are_counted_in_the_title(often: None) -> None:
+    for count, title in ((0.0, "╭─  step 3/100  ─"), (2.0, "╭─  step 3/100, 2 skipped  ─")):
+        terminal = Terminal()
+        Panel(terminal)(step(3, loss=2.0, skipped_steps=count))
+        assert any(line.startswith(title) for line in terminal.screen)
+
+
 def test_what_is_unknown_is_a_dash(often: None) -> None:
     terminal = Terminal()
     Panel(terminal)(step(1, loss="NaN"))

@@ -223,6 +223,8 @@ def require_inputs(loaded: Loaded, *, weights: bool, dry_run: bool = False) -> l
     if missing and not dry_run:
         raise EnvironmentProblem("\n".join(missing), hint="relative paths start where the command is run")
     if weights and (recipe.weights is None or recipe.weights.exists()):
+        if recipe.weights is not None and not recipe.checkpoint.initial_load_model_only:
+            read_manifest(recipe.weights)  # nothing but a checkpoint has more than weights
         check_weights(loaded)
     return missing
 
