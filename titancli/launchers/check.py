@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -23,6 +25,9 @@ def check(recipe: Recipe, world: int, ranks: Sequence[int] | None = None) -> dic
 
     quiet()
     began = time.perf_counter()
+    if "torch" not in sys.modules:
+        # A plugin that asks what the GPU can do would take memory of one that others train on.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from titancli.engine.dry_run import dry_run, on_a_cpu
 
     found = asdict(dry_run(recipe, world, ranks))
@@ -51,8 +56,6 @@ def _peak_rss() -> int | None:
         import resource
     except ImportError:  # Windows
         return None
-    import sys
-
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
