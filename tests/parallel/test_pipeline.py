@@ -327,3 +327,19 @@ def refusal() -> str:
 @ranks_only
 def test_what_a_stage_refuses_is_said_in_its_own_words(ranks) -> None:
     assert ranks(2, refusal) == ["this loss needs pairs"] * 2
+
+
+def too_wide() -> str:
+    engine = Engine.build(recipe(pp()))
+    engine.runner._width += 1
+    with pytest.raises(TitanError) as caught:
+        if dist.get_rank() == 0:
+            engine.forward(whole_batch())
+        raise TitanError("waits for nothing")
+    return str(caught.value)
+
+
+@ranks_only
+def test_hidden_states_of_another_shape_are_not_sent(ranks) -> None:
+    said, _ = ranks(2, too_wide)
+    assert "made hidden states [1, 16, 32] torch.float32, and the next one awaits [1, 16, 33]" in said

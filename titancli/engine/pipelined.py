@@ -45,7 +45,7 @@ KEPT_SCHEDULES = 2
 class Stage(PipelineStage):
     """torch's stage; its module is called with what it takes of its micro-batch."""
 
-    def __init__(self, runner: PipelinedModel, part: Any, index: int, hidden: torch.Size, rows: int) -> None:
+    def __init__(self, runner: PipelinedModel, part: Any, index: int, hidden: torch.Size) -> None:
         self._runner = runner
         count = len(runner.placement)
         # With requires_grad: it says whether what is received is to get a gradient.
@@ -119,7 +119,7 @@ class PipelinedModel:
                 f"{whole.rows} rows (units of {whole.unit}) do not make micro-batches of {rows}",
                 hint="change pipeline.microbatch_size",
             )
-        schedule = self._schedule(whole.rows // rows, self._hidden(whole, rows), rows)
+        schedule = self._schedule(whole.rows // rows, self._hidden(whole, rows))
         self._loss, self._unit, self._sums = loss, whole.unit, {}
         tensors = dict(whole)
         try:
@@ -142,13 +142,13 @@ class PipelinedModel:
         add_up(self._sums, made)
         return made.sum
 
-    def _schedule(self, count: int, hidden: torch.Size, rows: int) -> Any:
+    def _schedule(self, count: int, hidden: torch.Size) -> Any:
         """torch's schedule for so many micro-batches of hidden states of one shape."""
         key = (count, hidden)
         if key not in self._schedules:
             while len(self._schedules) >= KEPT_SCHEDULES:
                 self._schedules.popitem(last=False)
-            stages = [Stage(self, part, index, hidden, rows) for index, part in self._parts.items()]
+            stages = [Stage(self, part, index, hidden) for index, part in self._parts.items()]
             kind = get_schedule_class(self._schedule_name(count))
             several: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
             self._schedules[key] = kind(several, count, loss_fn=_the_loss_itself, scale_grads=False)
@@ -229,7 +229,14 @@ class PipelinedModel:
             inputs[part.inputs[0]] = received[0]
         if part.output is not None:
             return part(**inputs, batch=batch, loss=loss)
-        return part(**inputs).contiguous()
+        made: Tensor = part(**inputs).contiguous()
+        if made.shape != self._hidden(batch, batch.rows) or made.dtype != self.dtype:
+            raise TitanError(
+                f"a stage of {type(part).__name__} made hidden states {list(made.shape)} {made.dtype}, "
+                f"and the next one awaits {list(self._hidden(batch, batch.rows))} {self.dtype}",
+                hint="their width is the `dim` of the model's config",
+            )
+        return made
 
     def _prepared(self, batch: Batch) -> Batch:
         """With positions, which a later stage cannot count: it sees no tokens, and maybe a part of a row."""
