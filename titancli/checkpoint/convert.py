@@ -200,7 +200,7 @@ def model_of(src: Path, component: str | None) -> tuple[str, dict[str, Any], Any
 def _by_type(components: Iterable[tuple[str, type]], model_type: str) -> type:
     """The one model whose Hugging Face form reads a model_type."""
     found: dict[str, type] = {}
-    offered = []
+    offered: list[str] = []
     for name, cls in components:
         hf = component_info(cls).hf
         if hf is not None:
