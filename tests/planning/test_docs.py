@@ -9,7 +9,11 @@ import pytest
 from tests.docs.markdown import ROOT, blocks
 from titancli.cli import main
 
-SHOWN = [block for block in blocks(ROOT / "docs" / "plan.md") if block.language == "console"]
+SHOWN = [
+    block
+    for block in blocks(ROOT / "docs" / "plan.md")
+    if block.language == "console" and block.mark != "not run"
+]
 
 
 @pytest.mark.parametrize("block", SHOWN, ids=lambda block: f"line-{block.line}")
@@ -24,7 +28,7 @@ def test_the_table_of_published_runs_has_the_estimates_above_it() -> None:
     table = text[text.index("### How far off") :]
     assert len(SHOWN) == 4
     for block, (memory, rate) in zip(
-        SHOWN[1:], [("67.4", "15,116"), ("32.6", "506"), ("67.6", "122")], strict=True
+        SHOWN[1:], [("63.4", "15,116"), ("32.9", "506"), ("67.8", "122")], strict=True
     ):
         shown = float(block.text.split("memory")[1].split()[0])
         assert f"{shown:.1f}" == memory and memory in table

@@ -75,8 +75,8 @@ class Device:
 
 
 def _sxm(name: str, gib: float, memory: float, link: float, network: float) -> Device:
-    rates = (rate * 1e9 for rate in (memory, link, network))
-    return Device(name, peak_flops(name), gib * 2**30, *rates)
+    """Memory in GiB, rates in GB a second."""
+    return Device(name, peak_flops(name), gib * 2**30, memory * 1e9, link * 1e9, network * 1e9)
 
 
 DEVICES = {

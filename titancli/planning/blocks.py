@@ -50,7 +50,9 @@ def block_memory(block: Block, job: Job, recompute: str) -> BlockMemory:
     if recompute != "none":
         held = frozenset({"x"})
     if recompute == "op":
-        held |= {name for kernel in kernels for name in kernel.keeps}
+        # Compiled code drops what is kept for nothing: results that only the block's own result is made of.
+        last = _last_saver(kernels) if job.engine == "compiled" else len(kernels)
+        held |= {name for kernel in kernels[:last] for name in kernel.keeps}
     forward = Ledger({"x": stream}, held=held)
     for kernel in kernels:
         forward.run(kernel.forward)
@@ -76,10 +78,14 @@ def _within(budget: float, least: BlockMemory, most: BlockMemory) -> BlockMemory
     return replace(most, kept=kept, forward_peak=max(kept, least.forward_peak), keeps_input=True)
 
 
+def _last_saver(kernels: list[Kernel]) -> int:
+    return max(number for number, kernel in enumerate(kernels) if kernel.saves)
+
+
 def _run_again(ledger: Ledger, kernels: list[Kernel], saved: frozenset[str]) -> None:
     """Forward once more, up to where autograd has got the last that it keeps: the last linear's input."""
     before = set(ledger.live)
-    last = max(number for number, kernel in enumerate(kernels) if kernel.saves)
+    last = _last_saver(kernels)
     ledger.held = saved | {"x"}
     for kernel in kernels[:last]:
         ledger.run(kernel.forward)
@@ -134,10 +140,9 @@ def _attention(part: Attention, job: Job) -> Iterator[Kernel]:
     if tp > 1:
         n1 = "g1"
         yield gather("n1", n1, tokens * dim * c, tp)
-    again = engine == "compiled" and tp == 1
-    yield linear("wq", n1, "q0", tokens, (dim, q), c, branches="first", again=again)
-    yield linear("wk", n1, "k0", tokens, (dim, k), c, branches="middle", again=again)
-    yield linear("wv", n1, "v", tokens, (dim, v), c, branches="last", again=again)
+    yield linear("wq", n1, "q0", tokens, (dim, q), c, branches="first")
+    yield linear("wk", n1, "k0", tokens, (dim, k), c, branches="middle")
+    yield linear("wv", n1, "v", tokens, (dim, v), c, branches="last")
     q_in, k_in = "q0", "k0"
     if part.qk_norm:
         q_in, k_in = "qn", "kn"
@@ -193,16 +198,16 @@ def _swiglu(
     c, dim, engine = job.compute, job.shape.dim, job.engine
     tokens = job.tokens if tp > 1 else job.stream_tokens
     width = hidden / tp
-    again, last, came = engine == "compiled", out, ""
+    last, came = out, ""
     if tp > 1:
         last, came = f"{out}w", x
         yield gather(x, f"g{x}", tokens * dim * c, tp)
-        x, again = f"g{x}", False
+        x = f"g{x}"
     w1, w2, w3 = (f"{at}{name}" for name in ("w1", "w2", "w3"))
     silu, times = swish_times(f"{at}gate", f"{at}up", f"{at}inner", tokens * width, c, engine)
-    yield linear(w1, x, f"{at}gate", tokens, (dim, width), c, branches="first", again=again)
+    yield linear(w1, x, f"{at}gate", tokens, (dim, width), c, branches="first")
     yield silu
-    yield linear(w3, x, f"{at}up", tokens, (dim, width), c, branches="last", again=again)
+    yield linear(w3, x, f"{at}up", tokens, (dim, width), c, branches="last")
     yield replace(times, forward=(*times.forward, f"silu:{at}gate", f"{at}gate", f"{at}up"))
     yield linear(
         w2,
@@ -213,7 +218,6 @@ def _swiglu(
         c,
         grad=None if tp > 1 else grad,
         after=(f"{at}inner",),
-        again=engine == "compiled",
     )
     if tp > 1:
         yield scatter(last, out, tokens * dim * c, tp, gone=came)

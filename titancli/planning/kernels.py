@@ -18,8 +18,8 @@ READS = 1.5
 """Tensors that an elementwise operation reads for each that it writes: one or two."""
 
 Engine = Literal["cpu", "gpu", "compiled"]
-"""Who runs the operations: CPU kernels (norms are several), GPU kernels (norms are one), or torch.compile
-on a GPU, which runs what stands between two products as one kernel and makes it again in backward."""
+"""Who runs the operations: CPU kernels (norms are several), GPU kernels (norms are one), or torch.compile on
+a GPU, which runs what stands between two products as one kernel and keeps only what a product reads."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,6 @@ def linear(
     grad: str | None = None,
     branches: Literal["only", "first", "middle", "last"] = "only",
     after: tuple[Event, ...] = (),
-    again: bool = False,
 ) -> Kernel:
     """`out = x · weightᵀ`, weight [widths[1], widths[0]].
 
@@ -87,7 +86,6 @@ def linear(
         branches: where several linears read x: which in order of forward this is. Backward goes the other
             way.
         after: events at the end of forward.
-        again: x is not kept, but made again in backward.
     """
     size, weight = tokens * widths[0] * c, matrices * widths[0] * widths[1] * c
     backward: list[Event] = [(x, size), (f"dw:{name}", weight)]
@@ -104,7 +102,7 @@ def linear(
     return Kernel(
         ((out, tokens * widths[1] * c), *after),
         tuple(backward),
-        () if again else (x,),
+        (x,),
         flops=flops,
         backward_flops=2 * flops,
         moved=moved,
