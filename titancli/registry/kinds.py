@@ -85,8 +85,8 @@ class Model(Protocol):
     """The batch's tensors that forward takes, e.g. `("tokens", "positions", "document_ids")`."""
     sequence_dim: Mapping[str, int]
     """Which dimension runs along the sequence, of each input that context parallel may cut: every rank then
-    computes on its own part of a row. Not that of `document_ids`: a mask is made of those of the whole row, for
-    attention sees keys of every part. `positions` must be here, since a part does not begin at 0."""
+    computes on its own part of a row. Not that of `document_ids`: a mask is made of those of the whole row,
+    for attention sees keys of every part. `positions` must be here, since a part does not begin at 0."""
     layers: nn.ModuleDict
     """The blocks, keyed by absolute index: `"0"`, `"1"`, …"""
     output: nn.Module
@@ -310,8 +310,8 @@ class OptimizerBuilder(Protocol):
     def __call__(
         self, config: Any, *, named_parameters: list[tuple[str, nn.Parameter]], model_names: Sequence[str]
     ) -> torch.optim.Optimizer:
-        """`named_parameters` are those of this rank, under a pipeline its stages'; `model_names` are the names
-        of all, to check patterns against."""
+        """`named_parameters` are those of this rank, under a pipeline its stages'; `model_names` are the
+        names of all, to check patterns against."""
         ...
 
 
