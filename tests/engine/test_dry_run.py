@@ -15,8 +15,9 @@ import torch.distributed as dist
 from tests.engine import cases
 from tests.engine.cases import Layout
 from titancli.engine import Engine
+from titancli.engine.blame import blamed
 from titancli.engine.dry_run import dry_run, first_ranks, local, place_of
-from titancli.errors import PluginError, RecipeError, TitanError, UsageError
+from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
 from titancli.models import Llama3
 from titancli.models.menu.moe import MoE
 from titancli.models.menu.qwen3 import Qwen3
@@ -227,6 +228,16 @@ def test_a_step_that_depends_on_values_cannot_be_told():
     with pytest.raises(TitanError, match=r"depends on values(?s:.*)faulty.py:\d+ in") as caught:
         dry_run(faulty("values"), 2)
     assert not isinstance(caught.value, RecipeError | PluginError)
+
+
+def test_an_error_of_a_plugins_own_class_keeps_its_exit_code():
+    class Lost(EnvironmentProblem):
+        def __init__(self, path: str) -> None:
+            super().__init__(f"{path} is gone", hint="mount it")
+
+    told = blamed(Lost("/data"), recipe(Layout()), "rank 1 of 2")
+    assert isinstance(told, EnvironmentProblem)
+    assert (told.message, told.hint) == ("/data is gone, on rank 1 of 2", "mount it")
 
 
 def test_a_component_that_cannot_be_loaded():

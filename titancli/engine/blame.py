@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from titancli.engine import meter
-from titancli.errors import EXIT_FAILED, PluginError, RecipeError, TitanError
+from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
 from titancli.recipe.check import components
 from titancli.recipe.schema import Recipe
 from titancli.registry.component import component_info
@@ -34,8 +34,9 @@ def blamed(error: Exception, recipe: Recipe, where: str) -> TitanError:
     plugin, steps = _way(error, recipe)
     if isinstance(error, TitanError):
         words = f"{error.message}, on {where}"
-        if error.exit_code != EXIT_FAILED:
-            return type(error)(words, hint=error.hint)
+        for kind in (PluginError, EnvironmentProblem, UsageError):
+            if isinstance(error, kind):  # a class of a plugin's own may take other arguments
+                return kind(words, hint=error.hint)
         return _error(plugin, words, error.hint)
     told = f"{type(error).__name__}: {error}".removesuffix(": ").partition("\n\n")[0]
     at = f"\n  at {steps[-1]}" if steps else ""
