@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from tests.engine.cases import Layout, my_batches, recipe, whole, whole_batch
 from tests.parallel.test_expert import EIGHT, layout
 from titancli.checkpoint import CheckpointReader, export_hf
 from titancli.engine import Engine
+from titancli.errors import EnvironmentProblem
+from titancli.models import Qwen3
 from titancli.models.blocks.moe import moe_layers
+from titancli.models.blocks.state import named_state
 from titancli.models.qwen3 import Qwen3HF
 
 pytestmark = pytest.mark.ranks
@@ -132,3 +136,34 @@ def test_an_export_of_spread_experts_loads_in_transformers(ranks, tmp_path):
         assert value is not None
         source = next(ours_name for ours_name in model if name in form.sources(ours_name))
         assert torch.equal(value, dict(form.to_hf(source, model[source]))[name]), name
+
+
+def begun_from(layout: Layout, folder: str) -> dict[str, torch.Tensor]:
+    engine = Engine.build(replace(recipe(layout), weights=Path(folder)))
+    return {name: tensor for name, tensor in state(engine).items() if name.startswith("model.")}
+
+
+def refused(folder: str) -> str:
+    dense = Qwen3(dim=32, n_layers=2, n_heads=4, head_dim=8, hidden_dim=16, vocab_size=64)
+    try:
+        begun_from(Layout(config=dense), folder)
+    except EnvironmentProblem as problem:
+        return problem.message
+    return "nothing was refused"
+
+
+def test_spread_experts_begin_from_a_hugging_face_folder(ranks, tmp_path):
+    from titancli.models.qwen3 import build
+
+    model = build(EIGHT, seq_len=16)
+    model.init_weights(lambda name: torch.Generator().manual_seed(len(name)))
+    tensors = {name: tensor.detach() for name, tensor in named_state(model)}
+    export_hf(tensors, Qwen3HF(EIGHT), {}, tmp_path / "hf")
+    for name in ("one rank", "EP2"):
+        world, this = LAYOUTS[name]
+        for loaded in ranks(world, begun_from, this, str(tmp_path / "hf")):
+            assert loaded.keys() == {f"model.{key}" for key in tensors}
+            assert all(torch.equal(loaded[f"model.{key}"], tensor) for key, tensor in tensors.items())
+    assert ranks(1, refused, str(tmp_path / "hf")) == [
+        f"weights: {tmp_path / 'hf'} holds a 'qwen3_moe' model, and this recipe trains a 'qwen3' one"
+    ]

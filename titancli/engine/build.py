@@ -261,7 +261,7 @@ def load_weights(engine: Engine, recipe: Recipe) -> None:
     if engine.hf_form is None:
         raise RecipeError(f"weights: the model cannot be read from a Hugging Face folder, such as {folder}")
     model_type = json.loads((folder / "config.json").read_text()).get("model_type")
-    expected = getattr(type(engine.hf_form), "model_type", model_type)
+    expected = getattr(engine.hf_form, "model_type", model_type)
     if model_type != expected:
         raise EnvironmentProblem(
             f"weights: {folder} holds a {model_type!r} model, and this recipe trains a {expected!r} one"
