@@ -51,6 +51,7 @@ COUNTED: dict[str, tuple[int, tuple[str, ...]]] = {
         (BF16, "training.global_batch_size=48", "training.accumulate=unsharded", *FEW),
     ),
     "pp 2": (2, ("mesh.pp=2", BF16)),
+    "pp 2, all forward first": (2, ("mesh.pp=2", BF16, "pipeline.schedule=GPipe", "training.seq_len=128")),
     "pp 2, interleaved": (2, ("mesh.pp=2", BF16, "pipeline.schedule=Interleaved1F1B", "model.n_layers=6")),
     "cp 2": (4, ("mesh.cp=2", BF16)),
     "cp 2, heads exchanged": (2, ("mesh.cp=2", BF16, 'parallelize.context_parallel="ulysses"')),

@@ -20,6 +20,8 @@ from titancli.planning.ledger import CLASSES
 from titancli.planning.pipeline import in_flight
 from titancli.planning.shards import Group, Stage, group, groups, reshards, stages
 
+FORWARD_FIRST = ("GPipe", "LoopedBFS")
+"""Schedules in which all micro-batches are through forward before the first goes back."""
 INTEGERS = 3 * 8
 """Bytes of each token's entries in a batch: tokens, targets, positions."""
 
@@ -82,6 +84,7 @@ class _Step:
         self._blocks: dict[tuple[int, str], BlockMemory] = {}
         self.reshards = reshards(job, job.fsdp)
         self.in_flight = in_flight(job, pp_rank)
+        self.forward_first = job.degrees.pp > 1 and job.pipeline.schedule in FORWARD_FIRST
 
     # ---------------------------------------------------------------------------------------- parts
 
@@ -120,13 +123,15 @@ class _Step:
         tally.add("activations", job.local_rows * job.seq_len * INTEGERS + self._angles())
         self._accumulated(every)
         self._between_stages()
-        for stage in range(len(self.stages)):
+        # Where all go forward first, the last stage's backward finds the most; the others' comes after it.
+        followed = range(len(self.stages))
+        for stage in followed[-1:] if self.forward_first else followed:
             self._pass(stage)
         if job.unsharded:
             self._reduce_at_the_end(every)
         extra = job.optimizer_extra * (own if job.optimizer_extra_all else largest)
         tally.now["activations"] -= self._held
-        tally.now["communication"] = 0.0
+        tally.now["communication"] = tally.now["loss"] = 0.0
         tally.now["gradients"] = at_rest * job.stored
         tally.look("optimizer step", optimizer=0.0 if job.offloaded else extra)
         return RankMemory(self.pp_rank, own, tally.peak, tally.moment)
@@ -138,9 +143,10 @@ class _Step:
     def _accumulated(self, every: list[Group]) -> None:
         """Gradients that are there from earlier passes of the same step."""
         job = self.job
+        if self.forward_first:
+            return
         if job.unsharded:
-            size = job.reduce if job.reduce != job.compute else job.compute
-            self.tally.add("gradients", sum(g.whole for g in every) * size)
+            self.tally.add("gradients", sum(g.whole for g in every) * job.reduce)
         elif job.passes > 1 and not job.offloaded:
             replicas = job.reduce if job.degrees.dp_replicate > 1 else 0
             self.tally.add("gradients", sum(g.own for g in every) * (job.stored + replicas))
@@ -152,9 +158,13 @@ class _Step:
             return
         stream, buffers = self.job.stream, 0.0
         for number, stage in enumerate(self.stages):
-            others = self.in_flight[number]
             kept = sum(self.block(i).kept for i in stage.blocks) + 2 * stream
-            self._held += others * kept
+            self._held += self.in_flight[number] * kept
+            if stage.has_head:  # each micro-batch that is through the loss has its gradients from there
+                others = self.in_flight[number] - 1
+                head = head_memory(self.job).kept
+                self._held += others * head.get("activations", 0.0)
+                self.tally.add("loss", others * head.get("loss", 0.0))
             buffers += self.job.passes * stream * ((not stage.front) + (not stage.has_head))
         # One micro-batch is followed in `_pass`: the last one that its stage has taken in.
         self.tally.add("activations", self._held)
@@ -285,6 +295,9 @@ class _Step:
         buffer that stays until the next group's turn."""
         job, tally = self.job, self.tally
         if job.unsharded:
+            tally.look("gradients in the reduce dtype", gradients=dw, **more)
+            if self.forward_first:
+                tally.add("gradients", g.whole * job.reduce)
             return 0.0
         tally.add("communication", -g.whole * job.compute - waiting)
         buffer, own = g.padded * job.reduce, g.own * job.reduce
