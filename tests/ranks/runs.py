@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,16 +12,46 @@ import torch.distributed as dist
 
 from tests.engine.cases import Layout, my_batches, recipe, whole
 from titancli.engine import Engine
+from titancli.models.blocks.decoder import Decoder
+from titancli.models.blocks.moe import moe_layers
 
 STEPS = 3
 LR = 0.5
 
 
 def run(layout: Layout, optimizer: str) -> dict[str, torch.Tensor]:
-    """Losses, gradient norms, and every gradient and updated weight after each step, by name.
+    """Losses, gradient norms, and every gradient and updated weight after each step, by name; of experts also
+    how many tokens each had, and their biases.
 
     Tensors come from the first rank of each pipeline stage; numbers from all.
     """
+    with balancing_seen() as seen:
+        return steps(layout, optimizer) | seen
+
+
+@contextmanager
+def balancing_seen() -> Iterator[dict[str, torch.Tensor]]:
+    """What moves without gradients, where a model has it."""
+    seen: dict[str, torch.Tensor] = {}
+    done: Counter[str] = Counter()
+    kept = Decoder.after_step
+
+    def watched(model: Decoder, counts: Mapping[str, torch.Tensor]) -> None:
+        kept(model, counts)
+        for name, layer in moe_layers(model).items():
+            seen[f"routes {done[name]} {name}"] = counts[name].float()
+            if layer.expert_bias is not None:
+                seen[f"weight {done[name]} {name}.expert_bias"] = layer.expert_bias.clone()
+            done[name] += 1
+
+    Decoder.after_step = watched  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        Decoder.after_step = kept  # type: ignore[method-assign]
+
+
+def steps(layout: Layout, optimizer: str) -> dict[str, torch.Tensor]:
     engine = Engine.build(recipe(layout))
     lr = use_sgd(engine) if optimizer == "sgd" else None
     degrees = engine.mesh.degrees
