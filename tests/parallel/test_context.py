@@ -109,8 +109,14 @@ def one_rank(ranks):
     return run
 
 
+SLOW = {"compiled, AC full, ulysses", "compiled, AC full, ring", "documents, compiled"}
+"""Compiling takes long where cores are few; all-gather's stays."""
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS]
+)
 def test_parts_of_rows_give_the_answer_of_whole_rows(ranks, one_rank, name):
     world, this = LAYOUTS[name]
     found = difference(ranks(world, runs.run, this, "sgd"), one_rank(this))
@@ -348,7 +354,9 @@ def _graphs(this: Layout) -> int:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize(
+    "how", ["allgather", *(pytest.param(how, marks=pytest.mark.slow) for how in ("ulysses", "ring"))]
+)
 def test_all_blocks_share_one_compiled_graph(ranks, how):
     """Compiled one by one, torch would give up after eight."""
     this = layout(how, cp=2, compile="aot_eager", model={"n_layers": 10})

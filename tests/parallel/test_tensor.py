@@ -28,7 +28,7 @@ def graphs(layout: Layout) -> int:
     return counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("mode", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_blocks_share_their_compiled_code(ranks, mode):
     """Ten blocks: torch gives up on a function that it has compiled eight times."""
     layout = Layout(

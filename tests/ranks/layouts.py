@@ -178,7 +178,14 @@ EXPERTS = {
         4, config=SHARED, dp_shard=2, tp=2, ep=2, compile="aot_eager", activation_checkpoint=BY_OP
     ),
 }
-SLOW = {"EP2xTP2, compiled, AC full", "EP2, compiled"}
-"""Minutes where cores are few, and each has a sister that is not."""
+SLOW = {
+    "TP2, compiled",
+    "CP2xTP2, compiled, AC by op",
+    "PP2xFSDP2, compiled, AC full",
+    "EP2, compiled",
+    "EP2xTP2, compiled, AC full",
+    "shared, EP2xTP2, compiled, AC by op",
+}
+"""Compiling takes half a minute each where cores are few, and each has a sister that is not left out."""
 
 LAYOUTS: dict[str, Case] = {**DATA, **TENSOR, **CONTEXT, **PIPELINE, **FLOAT8, **EXPERTS}

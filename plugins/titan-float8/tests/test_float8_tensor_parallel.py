@@ -138,13 +138,21 @@ def test_weights_after_training_are_those_of_one_rank(ranks, name):
     assert distance(found, one) < MEDIAN
 
 
+SLOW = pytest.mark.slow
+"""Compiling takes long where cores are few; rowwise stays."""
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("tensorwise", {"compile": "aot_eager"}),
+        pytest.param("tensorwise", {"compile": "aot_eager"}, marks=SLOW),
         ("rowwise", {"compile": "aot_eager", "activation_checkpoint": {"mode": "selective"}}),
-        ("rowwise_with_gw_hp", {"compile": "aot_eager", "activation_checkpoint": {"mode": "full"}}),
-        ("gather", {"compile": "aot_eager"}),
+        pytest.param(
+            "rowwise_with_gw_hp",
+            {"compile": "aot_eager", "activation_checkpoint": {"mode": "full"}},
+            marks=SLOW,
+        ),
+        pytest.param("gather", {"compile": "aot_eager"}, marks=SLOW),
         ("gather", {"activation_checkpoint": {"mode": "full"}, "reshard": "always"}),
         ("tensorwise", {"activation_checkpoint": {"mode": "selective"}}),
     ],
