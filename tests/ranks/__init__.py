@@ -8,6 +8,7 @@ time-out.
 from __future__ import annotations
 
 import datetime
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -35,6 +36,7 @@ def _serve(connection: Any, rank: int) -> None:
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
         )
+        gc.freeze()  # what is there by now is no garbage, and need not be looked through
         try:
             dist.init_process_group(
                 "gloo",
@@ -50,6 +52,9 @@ def _serve(connection: Any, rank: int) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
                 forget_meshes()
+            # Engines lie in cycles, and with them live their groups, each with three threads that wake up
+            # over and over: after some dozen cases they would take more time than the cases do.
+            gc.collect()
         connection.send(result)
 
 
