@@ -98,7 +98,7 @@ class Command:
                 raise AssertionError(f"step {step} was never done: {self.wait()}")
             time.sleep(0.05)
 
-    def wait(self, seconds: float = 90.0) -> Finished:
+    def wait(self, seconds: float = 200.0) -> Finished:
         try:
             code = self.process.wait(seconds)
         finally:
