@@ -106,21 +106,25 @@ def tighten_timeouts(seconds: int) -> None:
     for group in list(distributed_c10d._world.pg_map):
         distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
     if not torch.cuda.is_available():
-        _limit_waits_of_pipelines(timedelta(seconds=seconds))
+        _limit_waits_of_pipelines()
 
 
-def _limit_waits_of_pipelines(limit: timedelta) -> None:
+def _limit_waits_of_pipelines() -> None:
     """gloo's sends and receives keep the time limit that their group was made with, so torch's pipelines are
-    told another where they wait for them. (NCCL's watchdog knows the group's.)"""
+    told the present one where they wait for them. (NCCL's watchdog knows the group's.)"""
     schedules: Any = sys.modules.get("torch.distributed.pipelining.schedules")
-    if schedules is None:  # no pipeline here
-        return
+    if schedules is not None:
+        schedules._wait_batch_p2p = _wait  # torch 2.11 has it under no name: its waits keep the old limit
 
-    def wait(works: list[Any]) -> None:
-        for work in works:
-            work.wait(limit)
 
-    schedules._wait_batch_p2p = wait  # torch 2.11 has it under no name: its waits keep the old limit
+def _wait(works: list[Any]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    world: Any = dist.group.WORLD
+    limit = world._get_backend(torch.device("cpu")).options._timeout
+    for work in works:
+        work.wait(limit)
 
 
 def all_gather(value: T) -> list[T]:
