@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -116,9 +116,19 @@ class TensorFileWriter:
 
     def write(self, data: memoryview) -> None:
         """The next entry's bytes: contiguous, little-endian, row-major."""
-        if data.nbytes != next(self._sizes, -1):
-            raise TitanError(f"{self._path}: a tensor is not of the size that its header announces")
-        self._put(data)
+        self.write_pieces([data])
+
+    def write_pieces(self, pieces: Iterable[memoryview]) -> None:
+        """The next entry's bytes, each piece written before the next one is asked for."""
+        end = self._size + next(self._sizes, -1)
+        for piece in pieces:
+            if self._size + piece.nbytes > end:
+                break
+            self._put(piece)
+        else:
+            if self._size == end:
+                return
+        raise TitanError(f"{self._path}: a tensor is not of the size that its header announces")
 
     def close(self) -> Digest:
         """Flush to the disk itself, and close."""
