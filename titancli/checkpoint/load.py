@@ -205,7 +205,7 @@ class CheckpointReader:
         return TORCH_DTYPE[self._layout(name).dtype]
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor, on the CPU."""
+        """The whole tensor, on the CPU; where it lies in one piece, mapped and not yet read."""
         layout = self._layout(name)
         # The pieces are looked up before the whole is allocated: a lying shape costs nothing.
         pieces = [
@@ -213,6 +213,8 @@ class CheckpointReader:
             for chunk in layout.chunks
             if math.prod(chunk.shape)
         ]
+        if len(pieces) == 1:
+            return pieces[0]
         whole = torch.empty(layout.shape, dtype=TORCH_DTYPE[layout.dtype])
         for chunk, piece in zip((c for c in layout.chunks if math.prod(c.shape)), pieces, strict=True):
             box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.shape, strict=True))
