@@ -209,7 +209,7 @@ def _forge(folder: Path, tensors: dict[str, Any]) -> None:
     """Replace the layout, and make the manifest agree, as an attacker would."""
     from dataclasses import replace
 
-    from titancli.checkpoint.tensorfile import file_digest
+    from titancli.checkpoint.hashed import file_digest
 
     (folder / "metadata.json").write_text(json.dumps({"format": 1, "tensors": tensors}))
     manifest = read_manifest(folder)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import xxhash
 
-from titancli.checkpoint.tensorfile import Digest
+from titancli.checkpoint.hashed import Digest
 from titancli.errors import EnvironmentProblem
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import xxhash
 
-from titancli.checkpoint.tensorfile import Digest, file_digest
+from titancli.checkpoint.hashed import Digest, file_digest
 from titancli.errors import EnvironmentProblem, TitanError
 
 MANIFEST = "manifest.json"
@@ -181,10 +181,15 @@ def newest(folder: Path) -> Path | None:
 
 
 def newest_good(
-    folder: Path, *, verify: Verify = "full", rejected: Callable[[str], None] | None = None
+    folder: Path,
+    *,
+    verify: Verify = "full",
+    rejected: Callable[[str], None] | None = None,
+    newer_than: int = 0,
 ) -> Path | None:
     """The newest checkpoint whose files are all there and undamaged.
 
+    Only those with a serial above `newer_than` are looked at.
     `rejected` is called with one line for each folder that had to be passed over, newest first. Every file of
     the one returned was read, unless `verify` says less, so this takes the time of reading a checkpoint.
     """
@@ -201,6 +206,8 @@ def newest_good(
             except EnvironmentProblem as error:
                 reject(path, error.message)
     for path, manifest in good.items():
+        if manifest.serial <= newer_than:
+            continue
         if not (found := faults(path, manifest, verify=verify)):
             return path
         reject(path, "; ".join(found))

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import titancli
 from titancli.checkpoint.disk import need, refusal, sync_folder, write_file
+from titancli.checkpoint.hashed import Digest
 from titancli.checkpoint.layout import METADATA, TensorLayout, layout_text
 from titancli.checkpoint.manifest import (
     LOCK,
@@ -39,7 +40,6 @@ from titancli.checkpoint.manifest import (
     steps,
 )
 from titancli.checkpoint.storage import SavePlannerOf, Writer, plan_of, several_ranks
-from titancli.checkpoint.tensorfile import Digest
 from titancli.errors import EnvironmentProblem, TitanError
 
 # DCP says so at each save and load of a rank that is alone.

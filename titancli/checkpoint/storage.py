@@ -37,8 +37,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from titancli.checkpoint.hashed import Digest
 from titancli.checkpoint.layout import Chunk, TensorLayout
-from titancli.checkpoint.tensorfile import Digest, Entry, TensorFileWriter, split
+from titancli.checkpoint.tensorfile import Entry, TensorFileWriter, split
 from titancli.checkpoint.tensors import TORCH_DTYPE, TensorFiles, dtype_name, tensor_bytes
 from titancli.errors import TitanError
 

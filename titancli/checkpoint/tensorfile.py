@@ -16,8 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import xxhash
-
+from titancli.checkpoint.hashed import Digest, HashedWriter
 from titancli.errors import EnvironmentProblem, TitanError
 
 ITEM_SIZE = {
@@ -34,9 +33,6 @@ SHARD_BYTES = 5 * 10**9
 HEADER_LIMIT = 100_000_000
 """The format's own limit on the header, in bytes."""
 
-BLOCK = 1 << 24
-"""Bytes hashed and written at a time."""
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -52,33 +48,6 @@ class Entry:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * ITEM_SIZE[self.dtype]
-
-
-@dataclass(frozen=True)
-class Digest:
-    """What a file is known by."""
-
-    size: int
-    """Bytes."""
-    xxh3_64: str
-    """16 lower-case hexadecimal digits."""
-
-
-def file_digest(path: Path) -> Digest:
-    """Read a whole file for its size and checksum.
-
-    Raises:
-        EnvironmentProblem: it cannot be read.
-    """
-    state, size = xxhash.xxh3_64(), 0
-    try:
-        with open(path, "rb", buffering=0) as file:
-            while block := file.read(BLOCK):
-                state.update(block)
-                size += len(block)
-    except OSError as error:
-        raise EnvironmentProblem(f"{path} cannot be read: {error.strerror}") from error
-    return Digest(size, state.hexdigest())
 
 
 def split(sizes: Sequence[int], limit: int | None = None) -> list[range]:
@@ -104,12 +73,10 @@ class TensorFileWriter:
     def __init__(self, path: Path, entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> None:
         self._path = path
         self._sizes = iter([entry.nbytes for entry in entries])
-        self._state = xxhash.xxh3_64()
-        self._size = 0
         header = _header(path, entries, metadata)
-        self._file = open(path, "xb", buffering=0)  # noqa: SIM115 (this is the context manager)
+        self._file = HashedWriter(path)
         try:
-            self._put(header)
+            self._file.write(header)
         except BaseException:
             self._file.close()
             raise
@@ -120,32 +87,21 @@ class TensorFileWriter:
 
     def write_pieces(self, pieces: Iterable[memoryview]) -> None:
         """The next entry's bytes, each piece written before the next one is asked for."""
-        end = self._size + next(self._sizes, -1)
+        end = self._file.size + next(self._sizes, -1)
         for piece in pieces:
-            if self._size + piece.nbytes > end:
+            if self._file.size + piece.nbytes > end:
                 break
-            self._put(piece)
+            self._file.write(piece)
         else:
-            if self._size == end:
+            if self._file.size == end:
                 return
         raise TitanError(f"{self._path}: a tensor is not of the size that its header announces")
 
     def close(self) -> Digest:
-        """Flush to the disk itself, and close."""
+        """Flush to the disk itself."""
         if next(self._sizes, None) is not None:
             raise TitanError(f"{self._path}: fewer tensors were written than its header announces")
-        os.fsync(self._file.fileno())
-        self._file.close()
-        return Digest(self._size, self._state.hexdigest())
-
-    def _put(self, data: bytes | memoryview) -> None:
-        view = memoryview(data).cast("B")
-        while view:
-            block = view[:BLOCK]
-            written = self._file.write(block)
-            self._state.update(block[:written])
-            self._size += written
-            view = view[written:]
+        return self._file.finish()
 
     def __enter__(self) -> TensorFileWriter:
         return self

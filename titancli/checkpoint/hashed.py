@@ -1,0 +1,206 @@
+"""Files that are hashed while they are written or read: the hash has a thread of its own. Torch-free.
+
+Copying between memory and the page cache keeps one core busy, XXH3 half a core, and the disk neither. So they
+go on at the same time, and a checksum costs next to nothing where there are two cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import xxhash
+
+from titancli.errors import EnvironmentProblem
+
+BLOCK = 1 << 22
+"""Bytes read or written by one call of the system."""
+
+_APART = 1 << 16
+"""Fewer bytes are hashed sooner than another thread is woken up for it."""
+
+
+@dataclass(frozen=True)
+class Digest:
+    """What a file is known by."""
+
+    size: int
+    """Bytes."""
+    xxh3_64: str
+    """16 lower-case hexadecimal digits."""
+
+
+class _Hash:
+    """XXH3 of a stream. Blocks must stay as they are until `settle` returns."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_64()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="titan-hash")
+        self._last: Future[None] | None = None
+
+    def update(self, block: memoryview) -> None:
+        if block.nbytes < _APART and (self._last is None or self._last.done()):
+            self._state.update(block)
+        else:
+            self._last = self._thread.submit(self._state.update, block)
+
+    def settle(self) -> None:
+        """Wait until everything is hashed."""
+        if self._last is not None:
+            self._last.result()
+
+    def hexdigest(self) -> str:
+        self.settle()
+        return self._state.hexdigest()
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+class HashedWriter:
+    """Writes a new file. A context manager.
+
+    Raises:
+        OSError: the disk says no.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115 (this is the context manager)
+        self._hash = _Hash()
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="titan-disk")
+        self._sending: Future[None] | None = None
+        self._sent = 0
+        self.size = 0
+        """Bytes written so far."""
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes. They may be changed once this returns."""
+        view = memoryview(data).cast("B")
+        self._hash.update(view)
+        while view:
+            written = self._file.write(view[:BLOCK])
+            self.size += written
+            view = view[written:]
+            self._send()
+        self._hash.settle()
+
+    def finish(self) -> Digest:
+        """Flush to the disk itself."""
+        os.fsync(self._file.fileno())
+        return Digest(self.size, self._hash.hexdigest())
+
+    def close(self) -> None:
+        """Let go of the file, finished or not."""
+        self._hash.close()
+        self._disk.shutdown()
+        self._file.close()
+
+    def _send(self) -> None:
+        """Have what is written so far sent to the disk while more is written, so that `finish` waits less.
+
+        The kernel alone would begin when a tenth of the memory is full of it. Sending blocks while the disk's
+        queue is full, so it has its own thread too.
+        """
+        if self.size - self._sent >= BLOCK and (self._sending is None or self._sending.done()):
+            start, self._sent = self._sent, self.size
+            self._sending = self._disk.submit(_start_writeback, self._file.fileno(), start, self.size - start)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class HashedReader:
+    """Reads a file from its beginning to its end. A context manager.
+
+    Raises:
+        EnvironmentProblem: it cannot be read, or ends too soon.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (this is the context manager)
+            self.size = os.fstat(self._file.fileno()).st_size
+        except OSError as error:
+            raise EnvironmentProblem(f"{path} cannot be read: {error.strerror}") from error
+        self._hash = _Hash()
+        self.position = 0
+
+    def readinto(self, memory: memoryview) -> None:
+        """Fill memory with the next bytes. It must stay as it is until `settle` or `digest` returns."""
+        view = memory.cast("B")
+        while view:
+            try:
+                count = self._file.readinto(view[:BLOCK])
+            except OSError as error:
+                raise EnvironmentProblem(f"{self._path} cannot be read: {error.strerror}") from error
+            if not count:
+                raise EnvironmentProblem(f"{self._path} is damaged: it ends at byte {self.position}")
+            self._hash.update(view[:count])
+            self.position += count
+            view = view[count:]
+
+    def skip(self, count: int, scratch: memoryview) -> None:
+        """Hash the next bytes, which nobody wants; `scratch` is written over."""
+        while count:
+            part = scratch[: min(count, scratch.nbytes)]
+            self.readinto(part)
+            self._hash.settle()
+            count -= part.nbytes
+
+    def settle(self) -> None:
+        """Wait until what was read is hashed."""
+        self._hash.settle()
+
+    def digest(self) -> Digest:
+        """Of what was read so far."""
+        return Digest(self.position, self._hash.hexdigest())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hash.close()
+        self._file.close()
+
+
+def file_digest(path: Path) -> Digest:
+    """Read a whole file for its size and checksum.
+
+    Raises:
+        EnvironmentProblem: it cannot be read.
+    """
+    with HashedReader(path) as file:
+        file.skip(file.size, memoryview(bytearray(min(file.size, 4 * BLOCK))))
+        return file.digest()
+
+
+def _find_writeback() -> Callable[[int, int, int, int], int] | None:
+    """Linux's `sync_file_range`, which Python does not offer; None elsewhere."""
+    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if call is not None:
+        call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return call
+
+
+_writeback = _find_writeback()
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE
+
+
+def _start_writeback(file: int, start: int, count: int) -> None:
+    """Begin to write a part of a file to the disk. What goes wrong is told by the fsync that follows."""
+    if _writeback is not None:
+        _writeback(file, start, count, _WRITE)
