@@ -101,7 +101,12 @@ def told(loaded: Any) -> Any:
             "mesh.ep = 8 does not divide the ranks that it takes its own from, dp_shard 2 x cp 1 x tp 2 = 4",
             "1, 2 or 4 can",
         ),
-        (["mesh.pp=16"], "8 layers cannot fill 16 stages", "10 stages at most"),
+        (["mesh.pp=16"], "8 layers cannot fill 16 stages", "mesh.pp = 10 at most"),
+        (
+            ["mesh.pp=8", "pipeline.schedule=LoopedBFS"],
+            "8 layers cannot fill 16 stages",
+            "mesh.pp = 5 at most",
+        ),
         (["mesh.pp=2", "model.tied=true"], "tied weights cannot be cut into pipeline stages", "write pp = 1"),
         (
             ["mesh.pp=2", "pipeline.layers_per_stage=1"],
@@ -245,7 +250,9 @@ def test_the_checks_of_components_see_the_degrees_too(tmp_path: Any) -> None:
             24,
             "start a multiple of 16 ranks, or write mesh.pp = 1 or 3",
         ),
-        (["mesh.dp_shard=1", "mesh.tp=1"], 8, "start 1 ranks, or write one degree = -1"),
+        (["mesh.tp=4"], 6, "start 8 ranks"),  # tp = 3 would make 6, and does not divide the heads
+        (["mesh.dp_shard=-1", "mesh.tp=4"], 6, "start a multiple of 4 ranks, or write mesh.tp = 1 or 2"),
+        (["mesh.dp_shard=1", "mesh.tp=1"], 8, "start 1 rank, or write one degree = -1"),
     ],
 )
 def test_degrees_that_do_not_make_the_ranks_come_with_some_that_do(

@@ -12,7 +12,7 @@ from typing import Any
 from titancli.errors import Problem, RecipeError
 from titancli.recipe import Loaded
 from titancli.recipe.check import component_checks, components
-from titancli.recipe.layout import check_layout, on
+from titancli.recipe.layout import check_layout, on, takes
 from titancli.recipe.schema import Degrees
 from titancli.recipe.tree import dotted
 from titancli.registry.component import component_info
@@ -34,7 +34,7 @@ def check_world(loaded: Loaded, world: int) -> tuple[Degrees, int]:
     """
     recipe = loaded.recipe
     try:
-        degrees = recipe.degrees(world)
+        degrees = recipe.mesh.resolve(world, lambda name, degree: takes(recipe, name, degree))
     except RecipeError as error:
         raise _problem(loaded, "mesh", error.message, error.hint) from error
     known = on(recipe, degrees)

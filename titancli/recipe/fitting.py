@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 
 def divisors(*sizes: int) -> list[int]:
@@ -21,11 +21,14 @@ def near(value: int, fitting: Iterable[int]) -> str:
     return " or ".join(filter(None, [", ".join(map(str, found[:-1])), str(found[-1])]))
 
 
-def nearest_degrees(degrees: Mapping[str, int], world: int) -> str | None:
+def nearest_degrees(
+    degrees: Mapping[str, int], world: int, can: Callable[[str, int], bool] = lambda name, degree: True
+) -> str | None:
     """The degree of a mesh that is least far from making `world` ranks, and what it would be, in words.
 
     Args:
         degrees: by name; -1 takes the ranks that are left.
+        can: whether the model can be cut so.
     """
     fixed = {name: degree for name, degree in degrees.items() if degree != -1}
     options: list[tuple[int, str]] = []
@@ -34,7 +37,10 @@ def nearest_degrees(degrees: Mapping[str, int], world: int) -> str | None:
         if degree == 1 or world % others:
             continue
         left = world // others
-        fitting = divisors(left) if len(fixed) < len(degrees) else [left]
+        makes = divisors(left) if len(fixed) < len(degrees) else [left]
+        fitting = [n for n in makes if can(name, n)]
+        if not fitting:
+            continue
         distance = min(abs(degree - n) for n in fitting)
         options.append((distance, f"mesh.{name} = {near(degree, fitting)}"))
     return min(options)[1] if options else None

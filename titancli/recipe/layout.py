@@ -26,12 +26,19 @@ def on(recipe: Recipe, degrees: Degrees) -> Recipe:
     return dataclasses.replace(recipe, mesh=Mesh(**dataclasses.asdict(degrees)))
 
 
+def takes(recipe: Recipe, name: str, degree: int) -> bool:
+    """Whether a degree of the mesh may be this, as far as the model says."""
+    other = dataclasses.replace(recipe, mesh=dataclasses.replace(recipe.mesh, **{name: degree}))
+    return all(path != ("mesh", name) for path, _, _ in check_layout(other))
+
+
 def check_layout(recipe: Recipe) -> Iterator[Finding]:
     """Everything that is wrong, as far as the degrees are known."""
     mesh = recipe.mesh
     free = [f.name for f in dataclasses.fields(mesh) if getattr(mesh, f.name) == -1]
     if len(free) > 1:
-        yield ("mesh", free[-1]), f"only one degree may be -1, not {' and '.join(free)}", None
+        message = f"only one degree may be -1, not {' and '.join(free)}"
+        yield ("mesh", free[-1]), message, f"write mesh.{free[0]} = 1, for one"
     else:
         yield from _batch(recipe)
     yield from _tensor(recipe)

@@ -5,6 +5,7 @@ A section or a field stands here only if it does something.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -95,8 +96,11 @@ class Mesh:
     ep: Annotated[int, Ge(1)] = 1
     """Ranks that experts are spread over; taken from dp_shard * cp * tp."""
 
-    def resolve(self, world: int) -> Degrees:
+    def resolve(self, world: int, can: Callable[[str, int], bool] = lambda name, degree: True) -> Degrees:
         """The degrees on `world` ranks.
+
+        Args:
+            can: whether the model can be cut so; an error names only such degrees.
 
         Raises:
             RecipeError: they do not multiply to `world`, or more than one is -1.
@@ -110,8 +114,9 @@ class Mesh:
         for degree in degrees.values():
             fixed *= 1 if degree == -1 else degree
         if world % fixed or (not free and fixed != world):
-            start = f"start a multiple of {fixed} ranks" if free else f"start {fixed} ranks"
-            other = nearest_degrees(degrees, world) or (None if free else "one degree = -1")
+            start = f"start {'a multiple of ' * bool(free)}{fixed} rank{'s' if fixed > 1 else ''}"
+            left = None if free or world % fixed else "one degree = -1"
+            other = nearest_degrees(degrees, world, can) or left
             raise RecipeError(
                 f"mesh: {text} does not make {world} rank{'s' if world > 1 else ''}",
                 hint=f"{start}, or write {other}" if other else start,

@@ -88,7 +88,12 @@ def cut(
         _check_count("pipeline.module_fqns_per_model_part", len(parts), pp, pipeline.schedule)
         return in_order(parts, n_layers, before, after)
     first, last = pipeline.first_stage_less_layers, pipeline.last_stage_less_layers
-    stages = pp * SCHEDULES[pipeline.schedule].usual_stages
+    per_rank = SCHEDULES[pipeline.schedule].usual_stages
+    stages = pp * per_rank
+    if stages > n_layers + first + last and pipeline.layers_per_stage is None:
+        most = (n_layers + first + last) // per_rank
+        message = f"{n_layers} layers cannot fill {stages} stages"
+        raise StageError("mesh.pp", message, f"mesh.pp = {most} at most")
     if pipeline.layers_per_stage is not None:
         stages = math.ceil((n_layers + first + last) / pipeline.layers_per_stage)
         _check_count("pipeline.layers_per_stage", stages, pp, pipeline.schedule)
@@ -106,14 +111,11 @@ def layer_counts(n_layers: int, stages: int, first_less: int = 1, last_less: int
     """Layers of each stage. The first and the last may come out with none: they have modules of their own.
 
     Raises:
-        StageError: there are more stages than layers to fill them with, or one end is lighter than it can be.
+        StageError: one end is lighter than it can be.
     """
     if stages == 1:
         return [n_layers]
     total = n_layers + first_less + last_less
-    if total < stages:
-        message = f"{n_layers} layers cannot fill {stages} stages"
-        raise StageError("mesh.pp", message, f"{total} stages at most")
     share, rest = divmod(total, stages)
     counts = [share + (i < rest) for i in range(stages)]
     for at, end, less in ((0, "first", first_less), (-1, "last", last_less)):
