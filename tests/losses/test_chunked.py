@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy, log_softmax
 
 from titancli.data.batch import Batch
+from titancli.engine.meter import Meter
 from titancli.losses import chunked
 from titancli.losses.chunked import linear_log_probs, linear_token_loss
 from titancli.models.blocks.head import Output
@@ -112,10 +113,11 @@ def test_gradients_equal_finite_differences():
             )
 
 
-def test_rows_without_a_target_give_no_gradient():
+@pytest.mark.parametrize("weights", [torch.zeros(13), torch.ones(13)])
+def test_rows_without_a_target_give_no_gradient(weights):
     hidden, weight, targets = problem()
     targets[:] = -100
-    total, _ = linear_token_loss(hidden, weight, targets, torch.zeros(13))
+    total, _ = linear_token_loss(hidden, weight, targets, weights)
     (total + linear_log_probs(hidden, weight, targets).sum()).backward()
     assert total == 0
     assert not hidden.grad.any()
@@ -132,8 +134,31 @@ def test_gradients_are_made_only_for_what_wants_them():
         hidden.grad = None
         total.backward()
         assert hidden.grad is not None
+
+
+def test_an_evaluation_makes_no_gradients(monkeypatch):
+    monkeypatch.setattr(chunked._Gradients, "add", lambda *_: pytest.fail("a gradient that nobody wants"))
+    hidden, weight, targets = problem()
     with torch.no_grad():
         assert not linear_token_loss(hidden, weight, targets, torch.ones(13))[0].requires_grad
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("function", [linear_token_loss, linear_log_probs])
+def test_one_chunk_is_in_memory_at_a_time(function, dtype, monkeypatch):
+    """Nothing of a chunk is left when the next one begins."""
+
+    def peak(rows):
+        monkeypatch.setitem(chunked.CHUNK_BYTES, "cpu", 4 * VOCABULARY * rows)
+        hidden, weight, targets = problem(rows=3000, dtype=dtype)
+        weights = (torch.ones(3000),) if function is linear_token_loss else ()
+        with Meter() as meter:
+            found = function(hidden, weight, targets, *weights)
+            (found[0] if weights else found.sum()).backward()
+        return meter.peak
+
+    chunks = (peak(1000) - peak(500)) / (4 * VOCABULARY * 500)
+    assert chunks < {torch.float32: 1.4, torch.bfloat16: 1.9}[dtype]
 
 
 def test_large_logits_do_not_overflow():

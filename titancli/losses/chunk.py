@@ -22,7 +22,7 @@ def token_loss(
     Args:
         logits: [rows, V]; fp32 ones are overwritten.
         targets: [rows] int64; negative is no target.
-        token_weights: [rows] fp32.
+        token_weights: [rows] fp32; not read where there is no target.
         group: the ranks that the vocabulary is cut over.
     """
     logits = logits.float()
@@ -35,6 +35,7 @@ def token_loss(
     if not wants_gradient:
         return log_probs, None
     # d(−w·log p)/d logits = w · (softmax − one-hot)
+    token_weights = token_weights.masked_fill(picks.none, 0.0)
     exponentials.mul_((token_weights / total)[:, None])
     return log_probs, picks.add(exponentials, -token_weights)
 

@@ -47,7 +47,7 @@ def linear_token_loss(
         hidden: [..., D], any float dtype.
         weight: [V, D], the same dtype; with a group this rank's rows of it.
         targets: [...] int64; negative is no target.
-        token_weights: [...]; 0 where there is no target.
+        token_weights: [...]; what stands where there is no target is not read.
         group: the ranks that the vocabulary is cut over, evenly.
         backend: of torch.compile, for what is done with each chunk's logits; None: nothing is compiled.
 
@@ -55,6 +55,9 @@ def linear_token_loss(
         The sum (fp32 scalar, with gradient), and the log-probabilities [...] (fp32, without; 0 where there is
         no target).
     """
+    if not torch.is_grad_enabled():
+        # An autograd Function is told that they want gradients all the same, and this one would make them.
+        hidden, weight = hidden.detach(), weight.detach()
     total, log_probs = _TokenLoss.apply(
         hidden.flatten(0, -2), weight, targets.flatten(), token_weights.flatten().float(), group, backend
     )
@@ -85,13 +88,16 @@ class _TokenLoss(torch.autograd.Function):
         gradients = _Gradients(hidden, weight, wants_hidden, wants_weight)
         token_loss = chunk.compiled(chunk.token_loss, backend)
         for rows in _chunks(hidden, weight):
-            logits = hidden[rows] @ weight.t()
             log_probs[rows], gradient = token_loss(
-                logits, targets[rows], token_weights[rows], group, wants_hidden or wants_weight
+                hidden[rows] @ weight.t(),
+                targets[rows],
+                token_weights[rows],
+                group,
+                wants_hidden or wants_weight,
             )
-            del logits
             if gradient is not None:
                 gradients.add(rows, gradient)
+            del gradient  # or it would lie beside the next chunk's logits
         ctx.gradients = gradients
         ctx.mark_non_differentiable(log_probs)
         return -(log_probs * token_weights).sum(), log_probs
@@ -130,8 +136,11 @@ class _LogProbs(torch.autograd.Function):
         grad = grad.masked_fill(targets < 0, 0.0)
         of_chunk = chunk.compiled(chunk.log_probs_gradient, ctx.backend)
         for rows in _chunks(hidden, weight):
-            logits = hidden[rows] @ weight.t()
-            gradients.add(rows, of_chunk(logits, normalisers[rows], targets[rows], grad[rows], ctx.group))
+            # No name for the logits: they would lie beside the gradient, and beside the next chunk's.
+            gradients.add(
+                rows,
+                of_chunk(hidden[rows] @ weight.t(), normalisers[rows], targets[rows], grad[rows], ctx.group),
+            )
         return *gradients.values(), None, None, None
 
 
@@ -146,7 +155,7 @@ class _Gradients:
         """What they have been multiplied by."""
 
     def add(self, rows: slice, grad_logits: Tensor) -> None:
-        """grad_logits: [rows, V] fp32."""
+        """Add what the gradient of some rows' logits, [rows, V] fp32, gives both."""
         grad = grad_logits.to(self._hidden.dtype)
         if self.hidden is not None:
             torch.mm(grad, self._weight, out=self.hidden[rows])

@@ -11,6 +11,8 @@ from titancli.planning.ledger import Event, Ledger
 
 CHUNK = {"cpu": 64 * 2**20, "gpu": 512 * 2**20}
 """Bytes of the fp32 logits of one chunk of the loss: `titancli.losses.chunked`."""
+PARTS = 8
+"""Of the output's gradient, where it is summed in another dtype than it is made in: likewise."""
 
 
 @dataclass(frozen=True)
@@ -67,25 +69,20 @@ def _chunked(job: Job, h: str) -> Kernel:
     c, dim, tokens, words = job.compute, job.shape.dim, job.tokens, job.shape.vocab_size / job.degrees.tp
     rows = max(1, int(CHUNK["gpu" if job.device.is_gpu else "cpu"] // (FP32 * words)))
     chunks = math.ceil(tokens / rows)
-    first, second = min(rows, tokens), min(rows, max(tokens - rows, 0))
-    numbers = 5 * tokens * FP32
+    size = min(rows, tokens)
     events: list[Event] = [
-        ("loss:rows", numbers),
+        ("loss:rows", 5 * tokens * FP32),
         ("loss:dh", tokens * dim * c),
         ("loss:dw", words * dim * FP32),
     ]
-    names = ["one"] + (["two"] if chunks > 1 else [])
-    for name, size in zip(names, (first, second), strict=False):
-        product, wide = f"loss:mm {name}", f"loss:logits {name}"
-        if c < FP32:  # the product, in fp32, and its gradient in the dtype of the weights
-            events += [(product, size * words * c), (wide, size * words * FP32), product]
-        else:
-            events += [(wide, size * words * FP32)]
-        if name == "two":
-            events.append("loss:logits one")  # only now does the loop let go of the chunk before
-        if c < FP32:
-            events += [("loss:back", size * words * c), "loss:back"]
-    events += [f"loss:logits {names[-1]}", "loss:rows"]
+    # One chunk, as they follow one another: nothing of it is left when the next one begins.
+    if c < FP32:  # the product, in fp32, and its gradient in the dtype of the weights
+        events += [("loss:mm", size * words * c), ("loss:logits", size * words * FP32), "loss:mm"]
+        part = words * dim * c / PARTS
+        events += [("loss:back", size * words * c), ("loss:part", part), "loss:part", "loss:back"]
+    else:
+        events += [("loss:logits", size * words * FP32)]
+    events += ["loss:logits", "loss:rows"]
     backward: list[Event] = []
     if c < FP32:
         backward += [("dw:output", words * dim * c), h, "loss:dw"]
