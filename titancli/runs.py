@@ -4,6 +4,7 @@
     run.json            who, when, where, with what; one entry an attempt, and its outcome
     events.jsonl        what happened, one JSON object a line
     run.lock            held while a command works in the folder; says which host and process
+    ranks.lock          held by each rank, which may outlive a command that was killed
     logs/  checkpoints/
 
 Commands look at run folders, so nothing here imports torch.
@@ -68,7 +69,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 def _is_bare(path: Path) -> bool:
     """Whether a folder holds no more than a start that failed, or other nodes' logs, may leave there."""
-    left = {"logs", "checkpoints", "run.lock"}
+    left = {"logs", "checkpoints", "run.lock", "ranks.lock"}
     checkpoints = path / "checkpoints"
     saved = checkpoints.is_dir() and any(checkpoints.iterdir())
     return not saved and all(entry.name in left for entry in path.iterdir())
@@ -85,11 +86,6 @@ class Hold:
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
-
-    @property
-    def descriptor(self) -> int:
-        """The open file; a child that inherits it holds the folder as well."""
-        return self._file.fileno()
 
     def release(self) -> None:
         self._file.close()
@@ -187,33 +183,60 @@ class RunFolder:
     # ------------------------------------------------------------------------------------------ holding
 
     def hold(self) -> Hold:
-        """Hold the folder alone.
+        """Hold the folder alone, as a command that will work in it.
 
         Raises:
-            EnvironmentProblem: another process does; the message names its host and process.
+            EnvironmentProblem: another process does, or ranks of one that was killed are still at work; the
+                message names host and process.
         """
-        path = self.path / "run.lock"
+        hold = Hold(self._lock("run.lock", fcntl.LOCK_EX))
+        try:
+            self._lock("ranks.lock", fcntl.LOCK_EX).close()
+        except EnvironmentProblem:
+            hold.release()
+            raise
+        return hold
+
+    def join(self) -> Hold:
+        """Hold the folder along with the other ranks of a run, until the process ends.
+
+        Raises:
+            EnvironmentProblem: another command has just taken it.
+        """
+        return Hold(self._lock("ranks.lock", fcntl.LOCK_SH))
+
+    def ranks_at_work(self) -> bool:
+        """Whether ranks hold the folder, of whatever command."""
+        try:
+            self._lock("ranks.lock", fcntl.LOCK_EX).close()
+        except EnvironmentProblem:
+            return True
+        return False
+
+    def _lock(self, name: str, kind: int) -> IO[str]:
+        """An open file that is locked, and says by whom."""
+        path = self.path / name
         try:
             file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - held until the process ends
         except OSError as error:
             raise EnvironmentProblem(f"cannot write {path}: {error.strerror}") from error
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 file.seek(0)
-                holder = file.read().strip() or "another process"
+                holders = file.read().strip().splitlines() or ["another process"]
                 file.close()
                 raise EnvironmentProblem(
-                    f"the run folder {self.path} is in use by {holder}",
+                    f"the run folder {self.path} is in use by {holders[-1]}",
                     hint="wait for it or stop it, or start a new run in another folder",
                 ) from error
             logger.warning("%s cannot be locked (%s): nothing guards it against a second run", path, error)
-        file.seek(0)
-        file.truncate()
+        if kind == fcntl.LOCK_EX:
+            file.truncate(0)
         file.write(f"process {os.getpid()} on host {socket.gethostname()}\n")
         file.flush()
-        return Hold(file)
+        return file
 
     # ------------------------------------------------------------------------------------- recipe.lock.toml
 

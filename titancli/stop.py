@@ -12,14 +12,17 @@ from typing import Any
 from titancli.errors import EXIT_INTERRUPTED
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+ASKED_TO_STOP = "TITAN_ASKED_TO_STOP"
+"""The environment variable that names a signal to ranks that were started after it had come."""
 
 
 class Stop:
     """Turns signals into a wish that the session asks for after each step."""
 
-    def __init__(self) -> None:
-        self.requested: str | None = None
+    def __init__(self, requested: str | None = None) -> None:
+        self.requested = requested
         """The name of the first signal that came, e.g. `"SIGTERM"`."""
+        self._interrupted = False
 
     @contextmanager
     def listening(self, *, leave: Callable[[], None] | None = None) -> Iterator[Stop]:
@@ -31,11 +34,12 @@ class Stop:
 
         def handle(number: int, frame: Any) -> None:
             name = signal.Signals(number).name
-            if leave and name == "SIGINT" and self.requested == "SIGINT":
+            if leave and name == "SIGINT" and self._interrupted:
                 _tell("interrupted again: leaving at once")
                 leave()
                 os._exit(EXIT_INTERRUPTED)
-            if leave and self.requested is None:
+            self._interrupted = self._interrupted or name == "SIGINT"
+            if leave and (self.requested is None or name == "SIGINT"):
                 again = "; Ctrl-C again leaves at once" if name == "SIGINT" else ""
                 _tell(f"{name}: stopping after this step, with a checkpoint{again}")
             self.requested = self.requested or name

@@ -32,7 +32,7 @@ from titancli.process import (
     tell_where_stopped,
 )
 from titancli.runs import RECORD_NAME, RunFolder, timestamp
-from titancli.stop import Stop
+from titancli.stop import ASKED_TO_STOP, Stop
 
 if TYPE_CHECKING:
     import torch
@@ -130,6 +130,7 @@ class Rank:
         device = self._join(recipe, hashlib.sha256(lock_text.encode()).hexdigest())
         if lock_file is not None:
             comm.on_rank_zero(lambda: self._prepare(lock_file, lock_text))
+        self._stack.callback(self.folder.join().release)
         checkpoint = comm.on_rank_zero(lambda: self._start_from(checkpoint, recipe.checkpoint.verify))
         # Asked of rank 0: on a shared disk the others may not see yet what it wrote.
         record = comm.on_rank_zero(self.folder.record)
@@ -153,6 +154,7 @@ class Rank:
             stop=stop,
             device=device,
             on_first_step=lambda: comm.tighten_timeouts(recipe.comm.train_timeout_seconds),
+            allow_drift=record["attempts"][-1].get("allow_drift", False),
         )
         if self._observers is not None:
             self._observers.run_end(outcome)
@@ -201,12 +203,18 @@ class Rank:
         self.folder.write_record(json.loads(lock_file.with_name(RECORD_NAME).read_text(encoding="utf-8")))
 
     def _start_from(self, checkpoint: Path | None, verify: Verify) -> Path | None:
-        """Ranks that were started anew go on from the newest checkpoint that the ranks before them wrote."""
+        """Ranks that were started anew go on from the newest checkpoint that the ranks before them wrote.
+
+        One that was there before them may be newer than that which the user chose to begin with.
+        """
         if not self.place.restart:
             return checkpoint
         from titancli.checkpoint import newest_good
 
-        found = newest_good(self.folder.checkpoints, verify=verify, rejected=logger.warning)
+        before = self.folder.record()["attempts"][-1].get("serial", 0)
+        found = newest_good(
+            self.folder.checkpoints, verify=verify, rejected=logger.warning, newer_than=before
+        )
         return found or checkpoint
 
     def _loggers(self, recipe: Recipe, listeners: tuple[Listener, ...]) -> list[Any]:
@@ -291,7 +299,7 @@ def run_rank(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-p", dest="plugins", type=Path, action="append", default=[], help="plugin file")
     options = parser.parse_args(arguments)
     place = Place.from_environment()
-    with Stop().listening() as stop:
+    with Stop(os.environ.get(ASKED_TO_STOP)).listening() as stop:
         die_with_parent()
         folder = RunFolder(options.run_dir.absolute())
         log_into(folder.logs / f"rank-{place.rank}.log", f"rank {place.rank} of {place.world}")

@@ -150,7 +150,10 @@ MATRIX = {
     14: Row(
         "a slow rank",
         "named in the metrics",
-        ("run/test_slow_rank.py::test_a_slow_rank_is_named_in_the_metrics_and_once_in_words",),
+        (
+            "run/test_slow_rank.py::test_a_rank_that_is_50_ms_slower_is_named_in_the_metrics",
+            "observe/test_observers.py::test_a_rank_that_stays_slow_is_named_once_in_words",
+        ),
     ),
     15: Row(
         "another dataset, model or tokenizer on resume",

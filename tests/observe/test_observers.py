@@ -179,3 +179,23 @@ def test_what_is_known_of_the_run_reaches_run_start() -> None:
 )
 def test_peaks_are_those_of_the_very_device_or_none(name: str, tflops: float | None) -> None:
     assert peak_flops(name) == (tflops * 1e12 if tflops is not None else None)
+
+
+def test_a_rank_that_stays_slow_is_named_once_in_words(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Twice in a row, by a quarter of a step: once may be anything, and less costs little."""
+    late = iter([0.0, 0.0, 0.9, 0.1, 0.9, 0.9, 0.9, 0.0, 0.9, 0.9])
+    monkeypatch.setattr(Observers, "_speed", lambda self, *given: {"step_seconds": 2.0})
+    monkeypatch.setattr(
+        "titancli.observe.observers.reduce_over_ranks",
+        lambda readings: {"slow_rank": 1.0, "slow_rank_seconds": next(late)},
+    )
+    watching = observers(log_freq=1)
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, 6):
+            watching.step_end(step, {})
+        assert caplog.messages == []
+        for step in range(6, 11):
+            watching.step_end(step, {})
+    assert caplog.messages == ["rank 1 is slower than the others: by 900 ms a step"]

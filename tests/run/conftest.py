@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.ranks import Ranks
+from tests.run import pool
 from titancli.observe.events import read_events
 
 RECIPE = """\
@@ -72,6 +74,17 @@ def train(here: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Finish
         finally:
             registry.configure()
         return Finished(code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def train_on(train: Callable[..., Finished], ranks: Ranks) -> Callable[..., Finished]:
+    """`train_on(n, …)`: `titan train … --nproc n`, on ranks that stand already."""
+
+    def run(count: int, *arguments: str) -> Finished:
+        pool.pool = ranks
+        return train(*arguments, "-p", "./faulty.py", "launcher=on_pool", "--nproc", str(count))
 
     return run
 

@@ -1,4 +1,4 @@
-"""A plugin for tests: a cross-entropy that is slow, or goes wrong on one rank at one step."""
+"""A plugin for tests: a cross-entropy that is slow, or goes wrong on one rank at one step; a launcher."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Faulty:
     """Cross-entropy with a fault."""
 
     fault: Literal[
-        "none", "error", "advice", "kill", "kill_in_save", "hang", "not_finite", "spike", "slow"
+        "none", "error", "advice", "kill", "kill_in_save", "hang", "not_finite", "spike", "slow", "signal"
     ] = "none"
     rank: int = 0
     call: int = 3
@@ -26,13 +26,20 @@ class Faulty:
     """The last call with wrong numbers; None: there is only one."""
     starts: int = 1000
     """The rank is killed in the first so many starts alone."""
+    signal: Literal["SIGTERM", "SIGUSR1", "SIGINT"] = "SIGTERM"
+    """What the rank sends itself under the fault "signal"."""
     sleep: float = 0.0
     """Seconds that each call takes longer; under the fault "slow" on that rank alone."""
 
 
+@component("launcher", "on_pool", target="tests.run.pool:launch")
+class OnPool:
+    """Runs on ranks that the tests have started."""
+
+
 @hookimpl
 def titan_components() -> list[type]:
-    return [Faulty]
+    return [Faulty, OnPool]
 
 
 def started_before(starts: int) -> bool:
@@ -64,6 +71,8 @@ def build(config: Faulty) -> Any:
                     raise TitanError("the teacher does not answer", hint="start it first")
                 if config.fault == "kill" and started_before(config.starts):
                     os.kill(os.getpid(), signal.SIGKILL)
+                if config.fault == "signal":
+                    os.kill(os.getpid(), signal.Signals[config.signal])
                 if config.fault == "hang":
                     time.sleep(3600)
             result = super().__call__(out, batch)

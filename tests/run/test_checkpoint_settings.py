@@ -73,6 +73,7 @@ def test_ranks_that_start_anew_pass_over_a_bad_checkpoint_in_one_line(
     assert train("tiny.toml", "--run-dir", "r").code == 0
     folder = RunFolder(here / "r")
     _damage(folder.checkpoints / "step-6")
+    folder.update_attempt(serial=0)
     caplog.clear()
     with ExitStack() as stack, caplog.at_level(logging.WARNING, logger="titancli"):
         again = Rank(folder, Place(restart=1), stack)
@@ -83,6 +84,18 @@ def test_ranks_that_start_anew_pass_over_a_bad_checkpoint_in_one_line(
         assert again._start_from(None, "size") == folder.checkpoints / "step-6"
         first = Rank(folder, Place(), stack)
         assert first._start_from(folder.checkpoints / "step-4", "full") == folder.checkpoints / "step-4"
+
+
+def test_ranks_that_start_anew_stay_on_the_way_that_was_chosen(train: Train, here: Path) -> None:
+    """`--step 4` leaves step 6 behind: nobody wants it back because a rank died."""
+    assert train("tiny.toml", "--run-dir", "r").code == 0
+    assert train("r", "--resume", "--step", "4", "training.steps=5").code == 0
+    folder = RunFolder(here / "r")
+    with ExitStack() as stack:
+        again = Rank(folder, Place(restart=1), stack)
+        assert again._start_from(folder.checkpoints / "step-4", "full") == folder.checkpoints / "step-5"
+        shutil.rmtree(folder.checkpoints / "step-5")
+        assert again._start_from(folder.checkpoints / "step-4", "full") == folder.checkpoints / "step-4"
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.run.conftest import Command, Finished, losses, workers_of
+from titancli.errors import EnvironmentProblem
 from titancli.runs import RunFolder
 
 pytestmark = pytest.mark.e2e
@@ -127,15 +128,19 @@ def test_a_rank_that_hangs_is_told_in_one_block_with_its_stack_and_the_others_co
 
 
 def test_a_launcher_that_is_killed_leaves_no_rank_behind(command: Callable[..., Command], here: Path) -> None:
-    running = command("tiny.toml", *SLOW, "--nproc", "2", "--run-dir", "r")
+    """And nobody takes the folder as long as they are there: two would write the same files."""
+    running = command("tiny.toml", *SLOW, "loss.sleep=1.0", "--nproc", "2", "--run-dir", "r")
     running.until_step(here / "r/events.jsonl", 1)
     running.process.kill()
     running.wait()
+    with pytest.raises(EnvironmentProblem, match="in use by process"):
+        RunFolder(here / "r").hold()
     deadline = time.monotonic() + 30
     while workers_of(here / "r") and time.monotonic() < deadline:
         time.sleep(0.2)
     assert workers_of(here / "r") == []
     assert list((here / "r/checkpoints").glob("step-*"))
+    RunFolder(here / "r").hold().release()
 
 
 def test_nodes_with_different_recipes_are_refused_and_leave_no_run(

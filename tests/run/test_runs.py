@@ -86,6 +86,20 @@ def test_a_run_folder_in_use_is_refused_naming_process_and_host(here: Path) -> N
     folder.hold().release()  # a dead process holds nothing
 
 
+def test_ranks_that_outlive_their_command_still_hold_the_folder(here: Path) -> None:
+    folder = RunFolder.create("llama", here / "run")
+    command = folder.hold()
+    assert not folder.ranks_at_work()
+    ranks = [folder.join(), folder.join()]
+    command.release()  # it was killed
+    assert folder.ranks_at_work()
+    with pytest.raises(EnvironmentProblem, match=rf"in use by process {os.getpid()} on host "):
+        folder.hold()
+    for rank in ranks:
+        rank.release()
+    folder.hold().release()
+
+
 def test_a_changed_recipe_keeps_every_lock_file_before_it(here: Path) -> None:
     folder = RunFolder.create("llama", here / "run")
     for text in ("a = 1\n", "a = 2\n", "a = 2\n", "a = 3\n"):

@@ -29,6 +29,23 @@ def test_the_first_signal_counts() -> None:
     assert stop.requested == "SIGTERM"
 
 
+def test_a_second_ctrl_c_leaves_whatever_came_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int | str] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    with Stop().listening(leave=lambda: left.append("recorded")) as stop:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        assert left == []
+        os.kill(os.getpid(), signal.SIGINT)
+    assert left == ["recorded", 130]
+    assert stop.requested == "SIGTERM"
+
+
+def test_ranks_that_came_after_a_signal_know_of_it() -> None:
+    with Stop("SIGUSR1").listening() as stop:
+        assert stop.requested == "SIGUSR1"
+
+
 def test_a_thread_that_may_not_handle_signals_runs_all_the_same() -> None:
     seen: list[str | None] = []
 

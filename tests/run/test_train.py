@@ -92,10 +92,37 @@ def test_the_recipe_of_a_job_script_may_change_but_not_its_model_or_data(train: 
     assert "model.n_layers: 2 -> 3" in done.err
     assert "--allow-drift" in done.err
     assert RunFolder(here / "job").record()["attempts"][1:] == []
-    shutil.copy(here / "text.txt", here / "copy.txt")
-    moved = ('dataset.paths=["copy.txt"]', "training.steps=3")
+    (here / "moved").mkdir()
+    shutil.copy(here / "text.txt", here / "moved/text.txt")
+    moved = ('dataset.paths=["moved/text.txt"]', "training.steps=3")
     assert train(*line, *moved).code == 5
-    assert "changed: dataset.paths" in train(*line, *moved, "--allow-drift").err
+    done = train(*line, *moved, "--allow-drift")
+    assert done.code == 0, done.err
+    assert "changed: dataset.paths" in done.err
+    assert "begun anew" not in done.err  # the same bytes in another place
+
+
+def test_other_data_are_begun_anew_where_drift_is_allowed(train: Train, here: Path) -> None:
+    assert train("tiny.toml", "--run-dir", "r", "training.steps=4").code == 0
+    other = ('dataset.paths=["other.txt"]', "training.steps=6")
+    (here / "other.txt").write_text((here / "text.txt").read_text().upper())
+    refused = train("r", "--resume", *other)
+    assert refused.code == 5
+    assert "dataset.paths: " in refused.err
+    assert "--allow-drift" in refused.err
+    done = train("r", "--resume", *other, "--allow-drift")
+    assert done.code == 0, done.err
+    assert "warning: the data are begun anew: dataset text_files is not what the checkpoint" in done.err
+    assert list(losses(here / "r")) == [1, 2, 3, 4, 5, 6]
+    weights = ("weights=r/checkpoints/step-4", *other, "training.steps=1")
+    done = train("tiny.toml", "--run-dir", "new", *weights)
+    assert done.code == 0, done.err
+    assert losses(here / "r")[5] == losses(here / "new")[1]  # the same weights on its first rows
+    (here / "other.txt").write_text("the file has changed in its place\n" * 99)
+    for more, code in (((), 5), (("--allow-drift",), 0)):
+        done = train("r", "--resume", "training.steps=7", *more)
+        assert done.code == code, done.err
+        assert "bytes was" in done.err
 
 
 def test_a_run_without_resume_is_a_new_run_of_its_recipe(train: Train, here: Path) -> None:

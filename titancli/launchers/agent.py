@@ -1,8 +1,9 @@
 """torchrun, as a run needs it: `python -m titancli.launchers.agent REPORT TORCHRUN-ARGUMENTS…`.
 
 The same as `python -m torch.distributed.run`, but for three things. A signal is handed on to the ranks and
-the agent keeps waiting for them, without a time limit, since they are saving; torchrun would kill them. A
-second SIGINT kills them. And how the ranks ended is written to REPORT as JSON, not to the terminal.
+the agent keeps waiting for them, without a time limit, since they are saving; torchrun would kill them.
+(Ranks that are too young to heed it die; those started in their place find it in their environment.) A second
+SIGINT kills them. And how the ranks ended is written to REPORT as JSON, not to the terminal.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from titancli.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
 from titancli.process import die_with_parent
+from titancli.stop import ASKED_TO_STOP
 
 HANDED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -29,11 +31,14 @@ def main(arguments: Sequence[str]) -> int:
     def handle(number: int, frame: Any) -> None:
         again = number == signal.SIGINT and signal.SIGINT in received
         received.append(number)
+        os.environ.setdefault(ASKED_TO_STOP, signal.Signals(number).name)
         ranks = children(os.getpid())
         if not ranks:  # none has been started, so there is nothing to wait for
             os._exit(EXIT_STOPPED)
         for process in ranks:
             signal_group(process, signal.SIGKILL if again else number)
+        if again:  # torchrun might start them anew
+            os._exit(EXIT_FAILED)
 
     for number in HANDED_ON:
         signal.signal(number, handle)

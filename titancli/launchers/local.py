@@ -187,6 +187,8 @@ def _under_torchrun(config: Local, start: Start) -> int:
             step = _follow(agent, tail, watcher, signals)
         finally:
             _end(agent)
+        if agent.returncode < 0:
+            _outlast(folder, signals)
         return _result(start, watcher, agent.returncode, began, step, signals)
 
 
@@ -218,7 +220,8 @@ def _result(
 ) -> int:
     """The exit code, from what the ranks left behind."""
     outcome = start.folder.outcome() if start.folder.record_file.exists() else None
-    if outcome is not None and agent_code in (EXIT_OK, -signal.SIGKILL):
+    lost = agent_code < 0 and not signals.received  # somebody killed torchrun
+    if outcome is not None and (agent_code == EXIT_OK or (agent_code == -signal.SIGKILL and not lost)):
         return exit_code(outcome)
     if agent_code == EXIT_OK:  # rank 0 of another node wrote the outcome, and this node does not see it yet
         return EXIT_OK
@@ -232,9 +235,10 @@ def _result(
     failure = failures.cause(reports, kills, late_kills)
     error = f"rank {failure.rank}: {failure.words}" if failure else "the ranks could not be started"
     _record_outcome(start, watcher, "failed", None, step, error)
-    if agent_code < 0 and not reports:
-        name = signal.Signals(-agent_code).name
-        print(f"error: torchrun was killed by {name}; its ranks were told to save and stop", file=sys.stderr)
+    if lost and not reports:
+        name, saved = signal.Signals(-agent_code).name, outcome["checkpoint"] if outcome else None
+        done = f"its ranks have left {saved} behind" if saved else "its ranks have saved nothing"
+        print(f"error: torchrun was killed by {name}; {done}", file=sys.stderr)
         return EXIT_FAILED
     return _say_failure(failure, start, failures.silent(reports, start.nproc * start.nnodes))
 
@@ -244,12 +248,13 @@ class _Signals:
 
     def __init__(self) -> None:
         self.received: list[int] = []
-        self._waiting: list[int] = []
+        self.waiting: list[int] = []
+        """Those that were not handed on yet."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _Signals:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            self._before[number] = signal.signal(number, lambda n, frame: self._waiting.append(n))
+            self._before[number] = signal.signal(number, lambda n, frame: self.waiting.append(n))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -258,8 +263,8 @@ class _Signals:
 
     def hand_on(self, agent: subprocess.Popen[bytes]) -> None:
         """Tell the agent, and the user, of what came since the last call."""
-        while self._waiting:
-            number = self._waiting.pop(0)
+        while self.waiting:
+            number = self.waiting.pop(0)
             again = number == signal.SIGINT and signal.SIGINT in self.received
             self.received.append(number)
             name = signal.Signals(number).name
@@ -297,6 +302,12 @@ def _end(agent: subprocess.Popen[bytes], patience: float = 0.0) -> None:
             signal_group(process, signal.SIGKILL)
         agent.kill()
         agent.wait()
+
+
+def _outlast(folder: RunFolder, signals: _Signals) -> None:
+    """Ranks that have lost torchrun save and leave by themselves, and until then the folder is theirs."""
+    while folder.ranks_at_work() and not signals.waiting:
+        time.sleep(POLL_SECONDS)
 
 
 def _environment(nproc: int) -> dict[str, str]:

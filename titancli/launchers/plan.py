@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titancli.checkpoint import newest_good, read_manifest
+from titancli.checkpoint.manifest import steps
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
 from titancli.launchers.fit import check_weights
 from titancli.provenance import file_hash, provenance
@@ -73,6 +74,8 @@ class Plan:
     drift: list[Change] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What the user should know, one line each."""
+    allow_drift: bool = False
+    """Data that are not those of the checkpoint are begun anew."""
     missing: list[str] = field(default_factory=list)
     """Files that the recipe names and are not there (dry runs only), one line each."""
 
@@ -155,6 +158,7 @@ def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
         start_step=start_step,
         drift=drift,
         notes=notes + more,
+        allow_drift=request.allow_drift,
         missing=missing,
     )
 
@@ -313,7 +317,11 @@ def new_record(plan: Plan, attempt: dict[str, Any]) -> dict[str, Any]:
 
 
 def new_attempt(plan: Plan, plugin_files: list[Path], launch: dict[str, Any]) -> dict[str, Any]:
-    """What is known of an attempt before it starts."""
+    """What is known of an attempt before it starts.
+
+    `serial` is that of the newest checkpoint: those above it will be this attempt's own.
+    """
+    there = steps(plan.folder.checkpoints)
     return {
         "started": timestamp(),
         **provenance(plugin_files),
@@ -322,6 +330,8 @@ def new_attempt(plan: Plan, plugin_files: list[Path], launch: dict[str, Any]) ->
             key: str(origin) for key, origin in plan.loaded.origins.items() if origin.kind != "default"
         },
         "drift": [str(change) for change in plan.drift],
+        "allow_drift": plan.allow_drift,
+        "serial": max((manifest.serial for manifest in there.values()), default=0),
         "checkpoint": str(plan.checkpoint) if plan.checkpoint else None,
         **launch,
         "outcome": None,

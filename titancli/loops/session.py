@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,7 @@ from titancli.checkpoint.exclude import Exclusion
 from titancli.checkpoint.manifest import read_manifest
 from titancli.data.loader import Loader
 from titancli.engine import Engine
-from titancli.errors import EnvironmentProblem
+from titancli.errors import EnvironmentProblem, TitanError
 from titancli.loops.exports import export
 from titancli.loops.run import Run, Stop
 from titancli.registry.component import build
@@ -22,6 +24,8 @@ from titancli.registry.component import build
 if TYPE_CHECKING:
     from titancli.observe.observers import Observers
     from titancli.recipe.schema import Recipe
+
+logger = logging.getLogger(__name__)
 
 
 def run(
@@ -35,6 +39,7 @@ def run(
     stop: Stop,
     device: torch.device,
     on_first_step: Callable[[], None] = lambda: None,
+    allow_drift: bool = False,
 ) -> dict[str, Any]:
     """Run a recipe in the process group that is initialised.
 
@@ -43,6 +48,7 @@ def run(
         observers_for: makes what watches the run, once the engine stands.
         stop: asked before each step.
         on_first_step: called once, after the first step.
+        allow_drift: begin the data anew, where they are not those that the checkpoint's position is in.
 
     Returns:
         `{"why", "signal", "step", "checkpoint"}`; why is finished, stopped, interrupted or data_ended.
@@ -55,12 +61,13 @@ def run(
     tokenizer = build(recipe.tokenizer)
     check_vocabulary(recipe, tokenizer)
     engine = Engine.build(recipe, device=device)
-    data = _loader(recipe, tokenizer, engine)
+    again = partial(_loader, recipe, tokenizer, engine)
+    data = again()
     if (start := checkpoint or _taken_over(recipe)) is not None:
         exclude = Exclusion.once(recipe.checkpoint.exclude_from_loading, start)
         state = engine.load(start, verify=recipe.checkpoint.verify, exclude=exclude)
         if not exclude.has("data"):
-            data.load_state(state["data"])
+            data = _goes_on(data, state["data"], again if allow_drift else None)
     observers = observers_for(engine)
     this = Run(
         steps=recipe.training.steps,
@@ -103,6 +110,22 @@ def run(
         data.close()
     checkpoint_name = f"checkpoints/step-{this.saved_step}" if this.saved_step is not None else None
     return {"why": this.why, "signal": this.signal, "step": engine.step, "checkpoint": checkpoint_name}
+
+
+def _goes_on(data: Loader, state: dict[str, Any], again: Callable[[], Loader] | None) -> Loader:
+    """The data, at the place that a checkpoint holds; or what `again` makes, where they are others.
+
+    Raises:
+        TitanError: they are, and there is no `again`.
+    """
+    try:
+        data.load_state(state)
+    except TitanError as error:
+        if again is None:
+            raise
+        logger.warning("the data are begun anew: %s", error.message)
+        return again()
+    return data
 
 
 def _taken_over(recipe: Recipe) -> Path | None:
