@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.checkpoint.tensors import RUN, bits
 from titancli.checkpoint import CheckpointReader, export_hf, load_hf_weights, read_hf, save_checkpoint
-from titancli.checkpoint import hf as module
+from titancli.checkpoint.tensorfile import TensorFileWriter
 from titancli.errors import EnvironmentProblem, TitanError
 
 
@@ -144,8 +144,8 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def full(*args: Any) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(module.TensorFileWriter, "write", full)
-    with pytest.raises(EnvironmentProblem, match=r"No space left on device. It needs 400 bytes"):
+    monkeypatch.setattr(TensorFileWriter, "write_pieces", full)
+    with pytest.raises(EnvironmentProblem, match=r"No space left on device. It needs 545 bytes"):
         export_hf(weights(), FORM, {}, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +13,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from titancli.checkpoint.disk import need, refusal, sync_folder, write_file
+from titancli.checkpoint.disk import write_file
 from titancli.checkpoint.load import name_lists
-from titancli.checkpoint.tensorfile import Entry, TensorFileWriter, split
+from titancli.checkpoint.newfolder import new_folder
+from titancli.checkpoint.stream import Job, Progress, no_progress, write_files
+from titancli.checkpoint.tensorfile import Entry
 from titancli.checkpoint.tensors import (
     TORCH_DTYPE,
     MemoryTensors,
@@ -26,35 +25,23 @@ from titancli.checkpoint.tensors import (
     Tensors,
     dtype_name,
     read_tensor,
-    tensor_bytes,
 )
 from titancli.errors import EnvironmentProblem, TitanError
+from titancli.models.blocks.hf import DEQUANTISE
 from titancli.registry.kinds import HFForm
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-Progress = Callable[[str, int, int], None]
-"""Called with a name, and how many of how many tensors are done."""
-
-
-def no_progress(name: str, done: int, total: int) -> None:
-    """Says nothing."""
+PICKLED = ("*.bin", "*.pth", "*.pt", "*.ckpt")
+QUANTISED_DTYPES = ("F8_E4M3", "F8_E5M2", "I8", "U8")
+QUANTISED_NAMES = re.compile(
+    r"\.(qweight|qzeros|g_idx|weight_packed|weight_scale\w*|weight_zero_point|absmax|SCB|quant_\w+|\w+_blocks)$"
+)
+"""What GPTQ, AWQ, compressed-tensors, bitsandbytes, FP8 and MXFP4 keep beside or instead of weights."""
 
 
 # --------------------------------------------------------------------------------------------------- out
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """One of our tensors, and the Hugging Face tensors that come of it."""
-
-    name: str
-    entries: tuple[Entry, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self.entries)
 
 
 def export_hf(
@@ -64,9 +51,12 @@ def export_hf(
     out: Path,
     *,
     dtype: torch.dtype | None = None,
+    max_shard: int | None = None,
     eos_id: int | None = None,
     bos_id: int | None = None,
     progress: Progress = no_progress,
+    say: Callable[[str], None] = lambda line: None,
+    before_rename: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads as it is.
 
@@ -76,37 +66,49 @@ def export_hf(
         tokenizer_files: file name to the file that is copied.
         out: a folder that does not exist or is empty. It appears only when it is complete.
         dtype: what floating-point tensors are cast to; None keeps each one's own.
+        max_shard: bytes of data in one file at most, save that no tensor is cut; None: 5 GB.
         eos_id, bos_id: the tokenizer's, for config.json and generation_config.json.
+        say: is told of what killed exports to `out` left, which is removed.
+        before_rename: called when all is written; if it raises, nothing is left of it.
 
     Raises:
         EnvironmentProblem: `out` holds something, or the disk refuses.
-        TitanError: the form maps two tensors to one name, or gives other shapes than it promised.
+        TitanError: the form maps two tensors to one name or gives other shapes than it promised, or a value
+            does not fit into `dtype`.
     """
     source = MemoryTensors(tensors) if isinstance(tensors, Mapping) else tensors
-    plan = _plan(source, form, dtype)
-    needed = sum(planned.nbytes for planned in plan)
-    with _new_folder(out, needed) as folder:
-        _write_weights(folder, source, form, plan, progress)
-        for name, text in _texts(form, plan, eos_id, bos_id).items():
-            write_file(folder / name, (json.dumps(text, indent=2) + "\n").encode())
-        for name, path in tokenizer_files.items():
-            write_file(folder / Path(name).name, _bytes_of(Path(path)))
+    jobs = _jobs(source, form, dtype)
+    needed = sum(entry.nbytes for job in jobs for entry in job.entries)
+    texts = {
+        name: (json.dumps(text, indent=2) + "\n").encode()
+        for name, text in _texts(form, jobs, eos_id, bos_id).items()
+    }
+    texts |= {Path(name).name: _bytes_of(Path(path)) for name, path in tokenizer_files.items()}
+    with new_folder(out, needed + sum(map(len, texts.values())), say=say) as folder:
+        _write_weights(folder, jobs, max_shard, progress)
+        for name, text in texts.items():
+            write_file(folder / name, text)
+        before_rename()
 
 
-def _plan(source: Tensors, form: HFForm, dtype: torch.dtype | None) -> list[_Planned]:
-    """Shapes and names of everything that will be written: the form is run on tensors without data."""
-    plan = []
+def _jobs(source: Tensors, form: HFForm, dtype: torch.dtype | None) -> list[Job]:
+    """What is read and what comes of it: the form is run on tensors without data."""
+    jobs = []
     owners: dict[str, str] = {}
     for name in sorted(source.names(), key=_natural):
-        empty = torch.empty(source.shape(name), dtype=_target(source.dtype(name), dtype), device="meta")
+        empty = torch.empty(source.shape(name), dtype=cast_of(source.dtype(name), dtype), device="meta")
         entries = []
         for hf_name, tensor in form.to_hf(name, empty):
             if hf_name in owners:
                 raise TitanError(f"the parameters {owners[hf_name]} and {name} would both become {hf_name}")
             owners[hf_name] = name
             entries.append(Entry(hf_name, dtype_name(hf_name, tensor.dtype), tuple(tensor.shape)))
-        plan.append(_Planned(name, tuple(entries)))
-    return plan
+        jobs.append(Job(name, tuple(entries), partial(_made, source, form, name)))
+    return jobs
+
+
+def _made(source: Tensors, form: HFForm, name: str) -> list[Tensor]:
+    return [value for _, value in form.to_hf(name, source.read(name))]
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -114,54 +116,29 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
-def _target(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+def cast_of(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """What a tensor is cast to where floating-point ones are to be `wanted`."""
     return wanted if wanted is not None and own.is_floating_point else own
 
 
-def _write_weights(
-    folder: Path, source: Tensors, form: HFForm, plan: Sequence[_Planned], progress: Progress
-) -> None:
-    parts = split([planned.nbytes for planned in plan])
-    weight_map: dict[str, str] = {}
-    done = 0
-    for number, part in enumerate(parts, start=1):
-        name = WEIGHTS if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        chosen = [plan[i] for i in part]
-        with TensorFileWriter(
-            folder / name, [entry for planned in chosen for entry in planned.entries]
-        ) as file:
-            for planned in chosen:
-                _write_tensor(file, source, form, planned)
-                done += 1
-                progress(planned.name, done, len(plan))
-            file.close()
-        weight_map |= {entry.key: name for planned in chosen for entry in planned.entries}
-    if len(parts) > 1:
-        total = sum(planned.nbytes for planned in plan)
+def _write_weights(folder: Path, jobs: Sequence[Job], max_shard: int | None, progress: Progress) -> None:
+    def name(number: int, count: int) -> str:
+        return WEIGHTS if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+    files = write_files(folder, jobs, name, limit=max_shard, progress=progress)
+    if len(files) > 1:
+        total = sum(entry.nbytes for file in files for entry in file.entries)
+        weight_map = {entry.key: file.name for file in files for entry in file.entries}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_file(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
 
 
-def _write_tensor(file: TensorFileWriter, source: Tensors, form: HFForm, planned: _Planned) -> None:
-    tensor = source.read(planned.name)
-    if planned.entries:
-        tensor = tensor.to(_target(tensor.dtype, TORCH_DTYPE[planned.entries[0].dtype]))
-    made = list(form.to_hf(planned.name, tensor))
-    found = [Entry(name, dtype_name(name, value.dtype), tuple(value.shape)) for name, value in made]
-    if tuple(found) != planned.entries:
-        raise TitanError(
-            f"the Hugging Face form of {planned.name} depends on its values, not on its shape alone"
-        )
-    for _, value in made:
-        file.write(tensor_bytes(value))
-
-
 def _texts(
-    form: HFForm, plan: Sequence[_Planned], eos_id: int | None, bos_id: int | None
+    form: HFForm, jobs: Iterable[Job], eos_id: int | None, bos_id: int | None
 ) -> dict[str, dict[str, Any]]:
     """The JSON files. config.json names the dtype that most numbers are stored in."""
     sizes: dict[str, int] = {}
-    for entry in (entry for planned in plan for entry in planned.entries):
+    for entry in (entry for job in jobs for entry in job.entries):
         sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.nbytes
     ids = {"bos_token_id": bos_id, "eos_token_id": eos_id}
     config = {**form.config_json(), **ids}
@@ -171,40 +148,6 @@ def _texts(
     if eos_id is not None:
         texts["generation_config.json"] = {"_from_model_config": True, **ids}
     return texts
-
-
-@contextmanager
-def _new_folder(out: Path, needed: int) -> Iterator[Path]:
-    """A hidden folder beside `out` that becomes `out` when all is well, and is gone otherwise."""
-    out = out.absolute()
-    refuse_used(out)
-    hidden = out.with_name(f".{out.name}.tmp-{secrets.token_hex(4)}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        need(out.parent, needed)
-        hidden.mkdir()
-        yield hidden
-        sync_folder(hidden)
-        hidden.rename(out)
-        sync_folder(out.parent)
-    except OSError as error:
-        remedy = "free some space, or take another disk"
-        raise refusal(error, out, needed, kept="Nothing was left behind.", remedy=remedy) from error
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)
-
-
-def refuse_used(out: Path) -> None:
-    """See to it that a folder may be written.
-
-    Raises:
-        EnvironmentProblem: it is a file, or holds something.
-    """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        what = "is not empty" if out.is_dir() else "is a file"
-        raise EnvironmentProblem(
-            f"{out} {what}, and nothing is overwritten", hint="name a folder that does not exist"
-        )
 
 
 def _bytes_of(path: Path) -> bytes:
@@ -258,6 +201,7 @@ class HFReader:
         """
         sources = {name: self.form.sources(name) for name in shapes}
         wanted = {hf_name for hf_names in sources.values() for hf_name in hf_names}
+        self._refuse_quantised(wanted)
         unread = [n for n in sorted(self._places.keys() - wanted, key=_natural) if not self.form.ignored(n)]
         wrong = []
         for name, hf_names in sources.items():
@@ -279,6 +223,17 @@ class HFReader:
                 f"the weights in {self.folder} do not fit this model: {found}",
                 hint="compare its config.json with the recipe's [model]",
             )
+
+    def _refuse_quantised(self, wanted: Collection[str]) -> None:
+        found = [
+            f"{name} is {entry.dtype}"
+            for name, (_, entry) in self._places.items()
+            if (name in wanted and entry.dtype in QUANTISED_DTYPES)
+            or (name not in wanted and QUANTISED_NAMES.search(name))
+        ]
+        if found:
+            listed = name_lists({"the weights in it are quantised": sorted(found)}, limit=3)
+            raise EnvironmentProblem(f"{self.folder} is not read: {listed}", hint=DEQUANTISE)
 
     def _empty(self, hf_name: str) -> Tensor:
         entry = self._places[hf_name][1]
@@ -314,9 +269,10 @@ class HFReader:
     def _no_weights(self) -> EnvironmentProblem:
         if not self.folder.is_dir():
             return EnvironmentProblem(f"there is no folder {self.folder}")
-        if any(self.folder.glob("*.bin")) or any(self.folder.glob("*.pth")):
+        pickled = sorted(path.name for form in PICKLED for path in self.folder.glob(form))
+        if pickled:
             return EnvironmentProblem(
-                f"{self.folder} holds pickled weights (.bin), which can run code and are not read",
+                f"{self.folder} holds pickled weights ({pickled[0]}), which can run code and are not read",
                 hint="if you trust it, save it as safetensors: load it with transformers and call "
                 "save_pretrained(NEW_FOLDER)",
             )

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 from titancli.cli.output import note
+
+SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]?)(i?)b", re.IGNORECASE)
+
+
+class Size(click.ParamType):
+    """Bytes, written as people do: 5GB, 512MiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = SIZE.fullmatch(str(value))
+        if match is None:
+            self.fail(f"{value!r} is no size; write 5GB, or 512MiB", param, ctx)
+        number, prefix, binary = match.groups()
+        size = int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix.lower() or " "))
+        if size < 1:
+            self.fail("it must be at least one byte", param, ctx)
+        return size
 
 
 @click.command("convert-checkpoint", short_help="Turn a checkpoint into a Hugging Face folder, or back.")
@@ -16,8 +36,16 @@ from titancli.cli.output import note
 @click.option("--to", "to", type=click.Choice(["hf", "titan"]), required=True, help="What DST will be.")
 @click.option(
     "--dtype",
-    type=click.Choice(["float32", "bfloat16"]),
+    type=click.Choice(["float32", "bfloat16", "float16"]),
     help="Cast the weights. Default: keep them.",
+)
+@click.option(
+    "--max-shard-size",
+    "max_shard",
+    type=Size(),
+    default="5GB",
+    show_default=True,
+    help="The largest file; a tensor that is larger has one of its own.",
 )
 @click.option("--verify", is_flag=True, help="Compare the logits with transformers' on random tokens.")
 @click.option(
@@ -26,7 +54,13 @@ from titancli.cli.output import note
     help="The model that reads SRC, with --to titan. Default: the one of config.json's model_type.",
 )
 def command(
-    src: Path, dst: Path, to: str, dtype: str | None, verify: bool, model_component: str | None
+    src: Path,
+    dst: Path,
+    to: str,
+    dtype: str | None,
+    max_shard: int,
+    verify: bool,
+    model_component: str | None,
 ) -> int:
     """Turn a checkpoint into a Hugging Face folder (--to hf), or back (--to titan).
 
@@ -35,13 +69,23 @@ def command(
     weights=DST. DST must not exist.
     """
     from titancli.checkpoint import convert
+    from titancli.checkpoint.stream import no_progress
 
-    show = _progress if sys.stderr.isatty() else None
+    show = _progress if sys.stderr.isatty() else no_progress
     if to == "hf":
-        result = convert.to_hf(src, dst, dtype=dtype, verify=verify, progress=show, say=note)
+        result = convert.to_hf(
+            src, dst, dtype=dtype, max_shard=max_shard, verify=verify, progress=show, say=note
+        )
     else:
         result = convert.to_titan(
-            src, dst, dtype=dtype, verify=verify, component=model_component, progress=show, say=note
+            src,
+            dst,
+            dtype=dtype,
+            max_shard=max_shard,
+            verify=verify,
+            component=model_component,
+            progress=show,
+            say=note,
         )
     for line in result.lines:
         print(line)

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titancli.checkpoint.convert import (
+from titancli.checkpoint.hf import put, read_hf
+from titancli.checkpoint.load import CheckpointReader
+from titancli.checkpoint.manifest import MANIFEST
+from titancli.checkpoint.which import (
     check_parameters,
     find_checkpoint,
     hf_form,
@@ -19,9 +22,6 @@ from titancli.checkpoint.convert import (
     parameter_shapes,
     recipe_of,
 )
-from titancli.checkpoint.hf import put, read_hf
-from titancli.checkpoint.load import CheckpointReader
-from titancli.checkpoint.manifest import MANIFEST
 from titancli.engine.build import allocate
 from titancli.errors import EnvironmentProblem, PluginError, UsageError
 from titancli.models.blocks.state import named_state

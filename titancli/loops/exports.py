@@ -48,4 +48,4 @@ def _to_hf(section: Checkpoint, run_folder: Path, name: str) -> None:
         return
     target.parent.mkdir(exist_ok=True)
     source = run_folder / "checkpoints" / name
-    to_hf(source, target, dtype=section.export_dtype, verify=False, progress=None, say=logger.debug)
+    to_hf(source, target, dtype=section.export_dtype, say=logger.debug)

@@ -27,6 +27,12 @@ LAYER = {
     "feed_forward.w3.weight": "mlp.up_proj.weight",
 }
 
+DEQUANTISE = (
+    "take the unquantised weights that they were made from; or load them in transformers, call "
+    "model.dequantize() and save_pretrained(NEW_FOLDER), and remove quantization_config from its config.json"
+)
+"""What to do with quantised weights."""
+
 
 class DecoderHF:
     """A form in which names differ and values do not, save that experts are stacked here and apart there."""
@@ -69,12 +75,15 @@ def refuse_others(config_json: Mapping[str, Any], model: str, expected: Mapping[
     """See to it that the keys that a `config.json` has are as the model needs them.
 
     Raises:
-        EnvironmentProblem: some are not, or the weights are quantised; names them all.
+        EnvironmentProblem: some are not (names them all), or the weights are quantised.
     """
     wrong = [f"{k} = {config_json[k]!r}" for k, good in expected.items() if config_json.get(k, good) != good]
-    if config_json.get("quantization_config"):
-        method = config_json["quantization_config"].get("quant_method", "unknown")
-        wrong.append(f"weights quantised by {method!r}")
+    if quantised := config_json.get("quantization_config"):
+        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"
+        raise EnvironmentProblem(
+            f"config.json says that the weights are quantised by {method!r}, and such weights are not read",
+            hint=DEQUANTISE,
+        )
     if wrong:
         raise EnvironmentProblem(f"config.json has {', '.join(wrong)}, which the model {model} does not have")
 

@@ -1,0 +1,104 @@
+"""A folder that is whole or absent: written under a hidden name, renamed when all of it is on the disk.
+
+For what has no run to watch over it: converted and exported weights. Torch-free.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from titancli.checkpoint.disk import need, refusal, sync_folder
+from titancli.errors import EnvironmentProblem
+
+
+@contextmanager
+def new_folder(out: Path, needed: int, *, say: Callable[[str], None] = lambda line: None) -> Iterator[Path]:
+    """A hidden folder beside `out` that becomes `out` when all is well, and is gone otherwise.
+
+    Killed, a process leaves the hidden folder, which the next one for the same `out` removes; `say` tells.
+
+    Args:
+        out: does not exist, or is an empty folder.
+        needed: bytes that will be written.
+
+    Raises:
+        EnvironmentProblem: `out` holds something, the disk has less than `needed` bytes left or refuses, or
+            another process is making `out`.
+    """
+    out = out.absolute()
+    refuse_used(out)
+    hidden = out.with_name(f".{out.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(out, say)
+        need(out.parent, needed)
+        hidden.mkdir()
+        with _claimed(hidden):
+            yield hidden
+            sync_folder(hidden)
+            hidden.rename(out)
+            sync_folder(out.parent)
+    except OSError as error:
+        remedy = "free some space, or take another disk"
+        raise refusal(error, out, needed, kept="Nothing was left behind.", remedy=remedy) from error
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def refuse_used(out: Path) -> None:
+    """See to it that a folder may be written.
+
+    Raises:
+        EnvironmentProblem: it is a file, or holds something.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        what = "is not empty" if out.is_dir() else "is a file"
+        raise EnvironmentProblem(
+            f"{out} {what}, and nothing is overwritten", hint="name a folder that does not exist"
+        )
+
+
+@contextmanager
+def _claimed(folder: Path) -> Iterator[None]:
+    """Hold a lock on a folder, which the system lets go of when this process ends, however it ends.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _sweep(out: Path, say: Callable[[str], None]) -> None:
+    """Remove what killed processes left of `out`.
+
+    Raises:
+        EnvironmentProblem: another process is making it now.
+    """
+    name = re.compile(re.escape(f".{out.name}.tmp-") + r"[0-9a-f]{8}\Z")
+    for path in list(out.parent.iterdir()):
+        if not name.match(path.name) or path.is_symlink() or not path.is_dir():
+            continue
+        try:
+            with _claimed(path):
+                shutil.rmtree(path)
+        except BlockingIOError as error:
+            raise EnvironmentProblem(
+                f"{out} is being written by another process, in {path.name}",
+                hint="wait for it, or name another folder",
+            ) from error
+        except OSError as error:
+            say(f"{path}, which an interrupted conversion left, cannot be removed: {error.strerror}")
+        else:
+            say(f"removed {path}, which an interrupted conversion left")

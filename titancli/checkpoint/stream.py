@@ -1,0 +1,121 @@
+"""Tensors from where they are read to the files that they go into: one at a time, cast in small blocks.
+
+What is stored as it was read is written out of the mapped source file, without a copy in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from titancli.checkpoint.tensorfile import Digest, Entry, TensorFileWriter, split
+from titancli.checkpoint.tensors import TORCH_DTYPE, tensor_bytes
+from titancli.errors import TitanError
+
+Progress = Callable[[str, int, int], None]
+"""Called with a name, and how many of how many tensors are done."""
+
+BLOCK = 1 << 22
+"""Bytes that are cast at a time."""
+
+
+def no_progress(name: str, done: int, total: int) -> None:
+    """Says nothing."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One tensor of the source, and the entries of files that come of it."""
+
+    name: str
+    entries: tuple[Entry, ...]
+    read: Callable[[], Sequence[Tensor]]
+    """One tensor an entry, of its shape; cast to its dtype as it is written."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file, and what is in it."""
+
+    name: str
+    entries: tuple[Entry, ...]
+    digest: Digest
+
+
+@torch.no_grad()
+def write_files(
+    folder: Path,
+    jobs: Sequence[Job],
+    name: Callable[[int, int], str],
+    *,
+    limit: int | None = None,
+    progress: Progress = no_progress,
+) -> list[Written]:
+    """Write safetensors files of at most `limit` bytes of data (None: `tensorfile.SHARD_BYTES`) each.
+
+    `name(i, n)` names the i-th of n files, from 0. Memory holds one source tensor, as far as its `read` takes
+    memory, and one block.
+
+    Raises:
+        OSError: the disk says no.
+        TitanError: a job gives other tensors than its entries announce, or values that the dtype cannot hold.
+    """
+    entries = [entry for job in jobs for entry in job.entries]
+    parts = split([entry.nbytes for entry in entries], limit)
+    values = _values(jobs, progress)
+    files = []
+    for number, part in enumerate(parts):
+        inside = tuple(entries[i] for i in part)
+        file_name = name(number, len(parts))
+        with TensorFileWriter(folder / file_name, inside) as file:
+            for entry in inside:
+                file.write_pieces(_blocks(entry, next(values)))
+            files.append(Written(file_name, inside, file.close()))
+    for _ in values:  # jobs at the end that nothing comes of
+        raise TitanError("more tensors were read than announced")
+    return files
+
+
+def _values(jobs: Sequence[Job], progress: Progress) -> Iterator[Tensor]:
+    for done, job in enumerate(jobs, start=1):
+        values = job.read()
+        if [tuple(value.shape) for value in values] != [entry.shape for entry in job.entries]:
+            raise TitanError(f"what comes of {job.name} depends on its values, not on its shape alone")
+        yield from values
+        del values  # the next one is read without this one in memory
+        progress(job.name, done, len(jobs))
+
+
+def _blocks(entry: Entry, tensor: Tensor) -> Iterator[memoryview]:
+    """A tensor's bytes as an entry wants them: as they lie, or in blocks that are cast or put in order."""
+    dtype = TORCH_DTYPE[entry.dtype]
+    if tensor.dtype != dtype and not (tensor.dtype.is_floating_point and dtype.is_floating_point):
+        raise TitanError(f"{entry.key} is {tensor.dtype} and was announced as {dtype}")
+    if tensor.is_contiguous():
+        tensor = tensor.reshape(-1)
+        if tensor.dtype == dtype:
+            yield tensor_bytes(tensor)
+            return
+    if not tensor.numel():
+        return
+    rows = max(1, BLOCK * len(tensor) // (tensor.numel() * dtype.itemsize))
+    buffer = torch.empty((min(rows, len(tensor)), *tensor.shape[1:]), dtype=dtype)
+    for part in tensor.split(rows):
+        block = buffer[: len(part)].copy_(part)
+        if dtype == torch.float16:
+            _refuse_overflow(entry.key, part, block)
+        yield tensor_bytes(block)
+
+
+def _refuse_overflow(key: str, values: Tensor, cast: Tensor) -> None:
+    infinite = cast.isinf()
+    if infinite.any() and not torch.equal(infinite, values.isinf()):
+        largest = float(values[values.isfinite()].abs().max())
+        raise TitanError(
+            f"{key} has a value of {largest:.3g}; the largest that float16 holds is 65504",
+            hint="take bfloat16, which holds it",
+        )

@@ -1,0 +1,167 @@
+"""Which model a checkpoint or a Hugging Face folder holds: its component, bound, and whether it fits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titancli.checkpoint.load import CheckpointReader, name_lists
+from titancli.checkpoint.manifest import LOCK, MANIFEST, Manifest, newest_good, read_manifest
+from titancli.errors import EnvironmentProblem, PluginError, TitanError, UsageError
+from titancli.models.blocks.state import named_state
+from titancli.registry.component import build, component_info, load_target
+from titancli.registry.kinds import HFForm
+
+Say = Callable[[str], None]
+
+
+def find_checkpoint(src: Path, say: Say) -> Path:
+    """The checkpoint that SRC names."""
+    if (src / MANIFEST).is_file():
+        return src.absolute()
+    found = newest_good(src.absolute() / "checkpoints", rejected=say)
+    if found is None:
+        raise EnvironmentProblem(
+            f"{src} is neither a checkpoint nor a run with a good one",
+            hint="name a folder such as RUN/checkpoints/step-100",
+        )
+    return found
+
+
+def recipe_of(folder: Path) -> tuple[Any, Any]:
+    """The model's config, and the tokenizer's where there is one, out of what the checkpoint carries."""
+    if (folder / LOCK).is_file():
+        from titancli.recipe import load_recipe
+
+        recipe = load_recipe(folder / LOCK).recipe
+        return recipe.model, recipe.tokenizer
+    manifest: Manifest = read_manifest(folder)
+    keys = manifest.state.get("model")
+    if not isinstance(keys, dict) or not isinstance(keys.get("type"), str):
+        raise EnvironmentProblem(f"{folder} does not say which model it holds: it has no {LOCK}")
+    from titancli.registry import current
+
+    cls = current().find("model", keys["type"])
+    return bind(cls, {key: value for key, value in keys.items() if key != "type"}, str(folder)), None
+
+
+def model_of(src: Path, component: str | None) -> tuple[str, dict[str, Any], Any]:
+    """The model for a Hugging Face folder's `config.json`: its full name, its keys, and its bound config.
+
+    Raises:
+        EnvironmentProblem: there is no readable config.json, or it asks for what the model does not have.
+        PluginError: no model component reads its model_type, or more than one.
+    """
+    from titancli.registry import current
+
+    path = src / "config.json"
+    try:
+        keys = json.loads(path.read_bytes())
+        model_type = keys["model_type"]
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"{src} is no Hugging Face model folder: {path.name} cannot be read ({error.strerror})",
+            hint="name a folder with config.json and *.safetensors",
+        ) from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise EnvironmentProblem(f"{path} is damaged: it names no model_type") from error
+    registry = current()
+    if component:
+        cls = registry.find("model", component)
+    else:
+        cls = _by_type(registry.components("model"), model_type)
+    info = component_info(cls)
+    if info.hf is None:
+        raise UsageError(f"the model {registry.full_name(cls)} has no Hugging Face form")
+    try:
+        config = load_target(info.hf).from_config_json(keys)  # type: ignore[attr-defined]
+    except (KeyError, TypeError, ValueError) as error:
+        raise EnvironmentProblem(f"{path} lacks {error}, which {registry.full_name(cls)} needs") from error
+    return registry.full_name(cls), config, bind(cls, config, str(path))
+
+
+def _by_type(components: Iterable[tuple[str, type]], model_type: str) -> type:
+    """The one model whose Hugging Face form reads a model_type."""
+    found: dict[str, type] = {}
+    offered: list[str] = []
+    for name, cls in components:
+        hf = component_info(cls).hf
+        if hf is not None:
+            form: Any = load_target(hf)
+            reads = getattr(form, "model_types", None) or (form.model_type,)
+            offered += reads
+            if model_type in reads:
+                found[name] = cls
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if found:
+        raise PluginError(
+            f"model_type {model_type!r} is read by {' and '.join(found)}",
+            hint=f"choose one: --model-component {next(iter(found))}",
+        )
+    raise PluginError(
+        f"no installed model reads model_type {model_type!r} (there are: {', '.join(sorted(set(offered)))})",
+        hint="install a plugin that offers it, or name a model with --model-component",
+    )
+
+
+def bind(cls: type, keys: dict[str, Any], where: str) -> Any:
+    """A component's config from plain values, as strictly as a recipe is bound.
+
+    Raises:
+        EnvironmentProblem: they do not fit; `where` says whose they are.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(cls).validate_json(json.dumps(keys))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        name = component_info(cls).name
+        raise EnvironmentProblem(f"{where} does not fit the model {name}: {place}: {first['msg']}") from error
+
+
+def hf_form(model: Any) -> HFForm:
+    """The Hugging Face form of a model's config.
+
+    Raises:
+        UsageError: it has none.
+    """
+    info = component_info(model)
+    if info.hf is None:
+        raise UsageError(
+            f"the model {info.name} has no Hugging Face form",
+            hint="a component declares one with hf= (see titancli.registry.kinds.HFForm)",
+        )
+    return load_target(info.hf)(model)
+
+
+def parameter_shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a model's parameters, tied ones once, and of its other state."""
+    with torch.device("meta"):
+        built = build(model, seq_len=1)
+    return {name: tuple(tensor.shape) for name, tensor in named_state(built)}
+
+
+def check_parameters(reader: CheckpointReader, model: Any, folder: Path) -> None:
+    """See to it that a checkpoint holds the model that its recipe describes.
+
+    Raises:
+        TitanError: it does not; names the differences.
+    """
+    shapes, names = parameter_shapes(model), set(reader.names())
+    wrong = [n for n in shapes if n in names and reader.shape(n) != shapes[n]]
+    found = name_lists(
+        {
+            "it lacks": sorted(shapes.keys() - names),
+            "it has, and the model has not": sorted(names - shapes.keys()),
+            "other shapes": wrong,
+        }
+    )
+    if found:
+        raise TitanError(f"the weights in {folder} are not those of its model: {found}")
