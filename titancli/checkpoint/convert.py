@@ -150,7 +150,7 @@ def _save(draft: Draft, jobs: list[Job], max_shard: int | None, progress: Progre
                 whole = Chunk((0,) * len(entry.shape), entry.shape, file.name, entry.key)
                 layouts[entry.key] = replace(layouts[entry.key], chunks=(whole,))
         files[METADATA] = write_file(folder / METADATA, layout_text(layouts).encode())
-        write_file(folder / MANIFEST, manifest_bytes(draft._manifest(files, serial=1)))
+        write_file(folder / MANIFEST, manifest_bytes(draft.manifest(files, serial=1)))
 
 
 def _file_name(number: int, count: int) -> str:

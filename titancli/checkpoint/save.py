@@ -106,7 +106,7 @@ class Draft:
 
     def open(self, needed: int) -> Path:
         """Make the hidden folder, where `needed` bytes will lie."""
-        manifest_bytes(self._manifest({}, 0))  # a state that cannot be written is better known now
+        manifest_bytes(self.manifest({}, 0))  # a state that cannot be written is better known now
         if (owner := _run_of(self.folder)) not in (self.run_id, None):
             raise EnvironmentProblem(
                 f"{self.folder} was written by another run ({owner}) and is left alone",
@@ -134,7 +134,7 @@ class Draft:
             if self.lock_text:
                 files[LOCK] = write_file(self.hidden / LOCK, self.lock_text.encode())
             serial = 1 + max((m.serial for m in steps(self.folder.parent).values()), default=0)
-            manifest = self._manifest(files, serial)
+            manifest = self.manifest(files, serial)
             write_file(self.hidden / MANIFEST, manifest_bytes(manifest))
             sync_folder(self.hidden)
             # On a shared disk another rank's file may not be what it wrote; and older ones go after this.
@@ -182,7 +182,7 @@ class Draft:
         if self.old is not None and _run_of(self.old) == self.run_id:
             remove(self.old, self.run_id)
 
-    def _manifest(self, files: dict[str, Digest], serial: int) -> Manifest:
+    def manifest(self, files: dict[str, Digest], serial: int) -> Manifest:
         return Manifest(
             step=self.step,
             run_id=self.run_id,
