@@ -193,8 +193,11 @@ def test_what_just_fits_is_taken(loaded: Any, overrides: list[str]) -> None:
 def test_too_few_rows_are_told_at_the_rows(told: Any) -> None:
     (problem,) = told("mesh.pp=4", "training.local_batch_size=3")
     assert problem.location.source == "training.local_batch_size=3"
-    (problem,) = told("mesh.pp=4", "training.local_batch_size=6", "pipeline.microbatch_size=2")
-    assert problem.location.source == "pipeline.microbatch_size=2"
+    assert problem.hint == "more rows: 4 or more in a rank's step"
+    (problem,) = told("mesh.pp=4", "training.local_batch_size=2", "pipeline.microbatch_size=2")
+    assert problem.location.source == "training.local_batch_size=2"
+    (problem,) = told("mesh.pp=4", "training.local_batch_size=12", "pipeline.microbatch_size=6")
+    assert problem.location.source == "pipeline.microbatch_size=6" and problem.hint == "1, 2 or 3 can"
 
 
 def test_all_degrees_are_told_at_once(told: Any) -> None:

@@ -21,12 +21,13 @@ RESERVE = 2 * 2**30
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of a described model; `rank` is the one that needs most memory."""
+    """Of a described model."""
 
     job: Job
     ranks: list[RankMemory]
     """Of every rank of the pipeline."""
     flows: list[Flow]
+    """Of the rank that needs most memory."""
     speed: Speed | None
 
     @property

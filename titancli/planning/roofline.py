@@ -30,8 +30,7 @@ class Speed:
     """Bounds for a whole step, in seconds of the slowest rank."""
 
     arithmetic: float
-    """Matrix products and attention, and what of the rest is not hidden behind nothing: one after the
-    other."""
+    """All operations of the slowest rank, one after the other."""
     waiting: float
     """For collectives that nothing runs beside."""
     beside: float
@@ -62,8 +61,7 @@ def speed(job: Job) -> Speed | None:
     optimizer = own * (2 * job.stored + 3 * job.stored + 2 * job.optimizer_state) / device.memory_rate
     share = bubble(job)
     step = busy / (1 - share) + optimizer
-    tokens = job.rows * job.passes * job.seq_len * job.degrees.dp
-    rate = tokens / step / job.degrees.world
+    rate = job.tokens_per_step / step / job.degrees.world
     return Speed(
         arithmetic=arithmetic,
         waiting=waiting,

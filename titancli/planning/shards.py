@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
 
 from titancli.models.shape import Parameter
 from titancli.planning.job import Job
@@ -69,19 +70,16 @@ def group(name: str, parameters: Iterable[Parameter], job: Job) -> Group:
 
 
 def _group(name: str, parameters: Iterable[Parameter], job: Job) -> Group:
-    found = None
-    for parameter in parameters:
-        shape = local_shape(parameter, job.degrees.tp, job.degrees.ep)
-        ranks = job.expert_fsdp if name == EXPERTS else job.fsdp
-        # Experts are cut along their second dimension where there are fewer of them than ranks.
-        cut = 1 if name == EXPERTS and shape[0] < ranks else 0
-        length, rest = shape[cut], math.prod(shape) / shape[cut]
-        own = math.ceil(length / ranks) * rest
-        one = Group(name, math.prod(shape), own * ranks, own, own, ranks)
-        found = one if found is None else found.joined(one)
-    if found is None:
-        raise ValueError(f"{name} has no parameters")
-    return found
+    ranks = job.expert_fsdp if name == EXPERTS else job.fsdp
+    shapes = [local_shape(parameter, job.degrees.tp, job.degrees.ep) for parameter in parameters]
+    # Experts that are fewer than the ranks are cut along the next dimension, as in `titancli.parallel.fsdp`.
+    few = name == EXPERTS and min(shape[0] for shape in shapes) < ranks
+    cut = int(few and all(len(shape) > 1 and shape[1] % ranks == 0 for shape in shapes))
+    own = [math.ceil(shape[cut] / ranks) * math.prod(shape) / shape[cut] for shape in shapes]
+    each = [
+        Group(name, math.prod(shape), n * ranks, n, n, ranks) for shape, n in zip(shapes, own, strict=True)
+    ]
+    return reduce(Group.joined, each)
 
 
 def reshards(job: Job, ranks: int) -> bool:

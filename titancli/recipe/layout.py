@@ -134,10 +134,14 @@ def _pipeline(recipe: Recipe) -> Iterator[Finding]:
         try:
             check_microbatches(section.schedule, pp, stages, rows // section.microbatch_size)
         except StageError as error:
+            sizes, hint = [n for n in divisors(rows) if rows // n >= stages], error.hint
+            if SCHEDULES[section.schedule].at_least_stages:
+                few = f"more rows: {stages} or more in a rank's step"
+                hint = f"{near(section.microbatch_size, sizes)} can" if sizes else few
             # One row at a time cannot be made less: it is rows that are missing.
-            rows_are_few = section.microbatch_size == 1
+            rows_are_few = section.microbatch_size == 1 or not sizes
             where = ("training", "local_batch_size") if rows_are_few else ("pipeline", "microbatch_size")
-            yield where, error.message, error.hint
+            yield where, error.message, hint
 
 
 def _rows(recipe: Recipe) -> int | None:
