@@ -21,15 +21,12 @@ class Llama3Model(Decoder):
     """Dense, with grouped-query attention, RoPE and SwiGLU."""
 
     def __init__(self, config: Llama3) -> None:
-        head_dim = config.head_dim or config.dim // config.n_heads
-
         def block(number: int) -> Block:
-            kv_heads = config.n_kv_heads or config.n_heads
-            attention = Attention(config.dim, config.n_heads, kv_heads, head_dim)
+            attention = Attention(config.dim, config.n_heads, config.kv_heads, config.head_width)
             return Block(config.dim, config.norm_eps, attention, FeedForward(config.dim, config.hidden_dim))
 
         def frequencies() -> Tensor:
-            return inverse_frequencies(head_dim, config.rope_theta, config.rope_scaling)
+            return inverse_frequencies(config.head_width, config.rope_theta, config.rope_scaling)
 
         super().__init__(config, block, frequencies)
 
@@ -62,8 +59,8 @@ class LlamaHF(DecoderHF):
             "intermediate_size": config.hidden_dim,
             "num_hidden_layers": config.n_layers,
             "num_attention_heads": config.n_heads,
-            "num_key_value_heads": config.n_kv_heads or config.n_heads,
-            "head_dim": config.head_dim or config.dim // config.n_heads,
+            "num_key_value_heads": config.kv_heads,
+            "head_dim": config.head_width,
             "vocab_size": config.vocab_size,
             "max_position_embeddings": config.max_seq_len,
             "rms_norm_eps": config.norm_eps,

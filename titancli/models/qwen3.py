@@ -35,7 +35,7 @@ class Qwen3Model(Decoder):
             attention = Attention(
                 config.dim,
                 config.n_heads,
-                config.n_kv_heads or config.n_heads,
+                config.kv_heads,
                 config.head_dim,
                 qk_norm_eps=config.norm_eps,
             )
@@ -105,7 +105,7 @@ class Qwen3HF(DecoderHF):
             "hidden_size": config.dim,
             "num_hidden_layers": config.n_layers,
             "num_attention_heads": config.n_heads,
-            "num_key_value_heads": config.n_kv_heads or config.n_heads,
+            "num_key_value_heads": config.kv_heads,
             "head_dim": config.head_dim,
             "vocab_size": config.vocab_size,
             "max_position_embeddings": config.max_seq_len,

@@ -13,7 +13,7 @@ from titancli.errors import PluginError
 from titancli.recipe.hints import recipe_slots
 from titancli.recipe.schema import Recipe
 from titancli.registry.component import SLOT, component_info
-from titancli.registry.describe import summary
+from titancli.registry.describe import field_docs, summary
 from titancli.registry.kinds import KINDS
 
 if TYPE_CHECKING:
@@ -108,7 +108,12 @@ def _component(name: str, cls: type, table: dict[str, Any], registry: Registry) 
             "description": "A row of values, which keys beside it change.",
             "enum": list(flavors),
         }
-    return {**table, "title": name, "properties": {**added, **table.get("properties", {})}}
+    docs = field_docs(cls)  # pydantic reads those of a class itself, and of none that it is built on
+    fields = {
+        key: {"description": docs[key], **field} if key in docs else field
+        for key, field in table.get("properties", {}).items()
+    }
+    return {**table, "title": name, "properties": {**added, **fields}}
 
 
 def _names(name: str, cls: type, registry: Registry) -> list[str]:

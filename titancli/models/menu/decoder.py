@@ -1,40 +1,62 @@
-"""What is wrong with the sizes of a decoder, whichever family it is of."""
+"""What the configs of decoders with grouped-query attention share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Gt
+
+from titancli.registry.component import section
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
 
 
-class Sizes(Protocol):
-    """The fields that are read."""
+@section
+class DecoderConfig:
+    """Sizes. A family adds its own fields, and gives these the defaults that it has."""
+
+    dim: Annotated[int, Gt(0)]
+    """Width of the residual stream."""
+    n_layers: Annotated[int, Gt(0)]
+    """Blocks."""
+    n_heads: Annotated[int, Gt(0)]
+    """Query heads."""
+    n_kv_heads: Annotated[int, Gt(0)] | None = None
+    """Key and value heads; None: n_heads."""
+    head_dim: Annotated[int, Gt(0)] | None = None
+    """Width of a head; None: dim / n_heads."""
+    vocab_size: Annotated[int, Gt(0)]
+    """Rows of the embedding and of the output."""
+    max_seq_len: Annotated[int, Gt(0)]
+    """The longest row it is meant for."""
+    rope_theta: Annotated[float, Gt(0)]
+    """Base of the rotary frequencies."""
+    norm_eps: Annotated[float, Gt(0)]
+    """Added to the mean square inside the norms."""
+    tied: bool = False
+    """Whether the output uses the embedding's weight."""
 
     @property
-    def dim(self) -> int: ...
-    @property
-    def n_heads(self) -> int: ...
-    @property
-    def n_kv_heads(self) -> int | None: ...
-    @property
-    def head_dim(self) -> int | None: ...
-    @property
-    def max_seq_len(self) -> int: ...
+    def kv_heads(self) -> int:
+        """Key and value heads."""
+        return self.n_kv_heads or self.n_heads
 
+    @property
+    def head_width(self) -> int:
+        """Numbers of a head."""
+        return self.head_dim or self.dim // self.n_heads
 
-def size_problems(config: Sizes, recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Keys of a decoder with grouped-query attention, with what is wrong."""
-    kv_heads = config.n_kv_heads or config.n_heads
-    if config.head_dim is None and config.dim % config.n_heads:
-        yield "n_heads", f"dim {config.dim} is not divisible by n_heads {config.n_heads}; give head_dim"
-    elif (config.head_dim or config.dim // config.n_heads) % 2:
-        yield "head_dim", "rotary embedding needs an even head_dim"
-    if config.n_heads % kv_heads:
-        yield "n_kv_heads", f"n_heads {config.n_heads} is not divisible by n_kv_heads {kv_heads}"
-    if recipe.training.seq_len > config.max_seq_len:
-        yield (
-            "max_seq_len",
-            f"training.seq_len {recipe.training.seq_len} is beyond the model's {config.max_seq_len}",
-        )
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        if self.head_dim is None and self.dim % self.n_heads:
+            yield "n_heads", f"dim {self.dim} is not divisible by n_heads {self.n_heads}; give head_dim"
+        elif self.head_width % 2:
+            yield "head_dim", "rotary embedding needs an even head_dim"
+        if self.n_heads % self.kv_heads:
+            yield "n_kv_heads", f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.kv_heads}"
+        if recipe.training.seq_len > self.max_seq_len:
+            yield (
+                "max_seq_len",
+                f"training.seq_len {recipe.training.seq_len} is beyond the model's {self.max_seq_len}",
+            )

@@ -1,4 +1,4 @@
-"""Qwen 3's configs."""
+"""Qwen 3's config."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Gt
 
-from titancli.models.menu.decoder import size_problems
+from titancli.models.menu.decoder import DecoderConfig
 from titancli.models.menu.moe import MoE
-from titancli.models.shape import Decoder, block, grouped_query, mixture, swiglu
+from titancli.models.shape import Decoder, block, grouped_query, swiglu
 from titancli.registry.component import component
 
 if TYPE_CHECKING:
@@ -26,33 +26,18 @@ _ROUTING = {
 
 
 @component("model", "qwen3", target="titancli.models.qwen3:build", hf="titancli.models.qwen3:Qwen3HF")
-class Qwen3:
+class Qwen3(DecoderConfig):
     """Qwen 3, dense and mixture of experts: grouped-query attention with normed queries and keys."""
 
-    dim: Annotated[int, Gt(0)]
-    """Width of the residual stream."""
-    n_layers: Annotated[int, Gt(0)]
-    """Blocks."""
-    n_heads: Annotated[int, Gt(0)]
-    """Query heads."""
-    n_kv_heads: Annotated[int, Gt(0)] | None = None
-    """Key and value heads; None: n_heads."""
     head_dim: Annotated[int, Gt(0)] = 128
     """Width of a head."""
     hidden_dim: Annotated[int, Gt(0)] | None = None
     """Width inside the feed-forward block of a dense model."""
     moe: MoE | None = None
     """The experts that stand for the feed-forward block; None: a dense model."""
-    vocab_size: Annotated[int, Gt(0)]
-    """Rows of the embedding and of the output."""
     max_seq_len: Annotated[int, Gt(0)] = 4096
-    """The longest row it is meant for."""
     rope_theta: Annotated[float, Gt(0)] = 1000000.0
-    """Base of the rotary frequencies."""
     norm_eps: Annotated[float, Gt(0)] = 1e-6
-    """Added to the mean square inside the norms."""
-    tied: bool = False
-    """Whether the output uses the embedding's weight."""
 
     flavors: ClassVar[dict[str, dict[str, Any]]] = {
         "debugmodel": dict(
@@ -94,27 +79,13 @@ class Qwen3:
 
     def shape(self) -> Decoder:
         """The sizes of it all; see `titancli.models.shape`."""
-        kv_heads = self.n_kv_heads or self.n_heads
-        attention = grouped_query(self.dim, self.n_heads, kv_heads, self.head_dim, qk_norm=True)
-        moe = self.moe
-        one = block(
-            self.dim,
-            attention,
-            swiglu(self.dim, self.hidden_dim or 0)
-            if moe is None
-            else mixture(
-                self.dim,
-                moe.hidden_dim,
-                moe.num_experts,
-                moe.top_k,
-                shared=moe.num_shared_experts,
-                gate_bias=moe.gate_bias,
-            ),
-        )
+        attention = grouped_query(self.dim, self.n_heads, self.kv_heads, self.head_dim, qk_norm=True)
+        dense = swiglu(self.dim, self.hidden_dim or 0)
+        one = block(self.dim, attention, dense if self.moe is None else self.moe.shape(self.dim))
         return Decoder(self.dim, self.vocab_size, (one,) * self.n_layers, tied=self.tied)
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        yield from size_problems(self, recipe)
+        yield from super().check(recipe)
         if (self.hidden_dim is None) == (self.moe is None):
             yield (
                 "hidden_dim",
