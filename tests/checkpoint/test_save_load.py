@@ -17,7 +17,7 @@ from titancli.checkpoint import (
     save_checkpoint,
 )
 from titancli.checkpoint.exclude import Exclusion
-from titancli.checkpoint.manifest import hidden_prefix
+from titancli.checkpoint.manifest import hidden_prefix, remove
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
 
 
@@ -56,9 +56,11 @@ def test_a_reader_of_a_part_names_it_plainly(tmp_path: Path):
 
 
 def test_what_a_reader_gives_outlives_the_checkpoint(tmp_path: Path):
+    """It may be mapped; a purge deletes files, and never cuts or overwrites one."""
     tensors = save(tmp_path / "step-1")
     read = CheckpointReader(tmp_path / "step-1").read("model.layers.0.weight")
-    (tmp_path / "step-1" / "rank-00000.safetensors").write_bytes(b"")
+    remove(tmp_path / "step-1", RUN)
+    assert not (tmp_path / "step-1").exists()
     assert torch.equal(read, tensors["model.layers.0.weight"])
 
 

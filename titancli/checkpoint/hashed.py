@@ -1,13 +1,14 @@
 """Files that are hashed while they are written or read: the hash has a thread of its own. Torch-free.
 
-Copying between memory and the page cache keeps one core busy, XXH3 half a core, and the disk neither. So they
-go on at the same time, and a checksum costs next to nothing where there are two cores.
+Copying between memory and the page cache keeps a core busy, XXH3 a third of one, and the disk none. So all of
+them go on at the same time, and a checksum costs next to nothing where there are two cores.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -42,25 +43,31 @@ class _Hash:
     def __init__(self) -> None:
         self._state = xxhash.xxh3_64()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="titan-hash")
-        self._last: Future[None] | None = None
+        self._pending: deque[Future[None]] = deque()
 
-    def update(self, block: memoryview) -> None:
-        if block.nbytes < _APART and (self._last is None or self._last.done()):
+    def update(self, block: memoryview, ready: Future[None] | None = None) -> None:
+        """Add a block to the end, once its bytes are there."""
+        if block.nbytes < _APART and ready is None and not self._pending:
             self._state.update(block)
         else:
-            self._last = self._thread.submit(self._state.update, block)
+            self._pending.append(self._thread.submit(self._add, block, ready))
 
     def settle(self) -> None:
-        """Wait until everything is hashed."""
-        if self._last is not None:
-            self._last.result()
+        """Wait until everything is hashed; what went wrong in getting the bytes is raised here."""
+        while self._pending:
+            self._pending.popleft().result()
 
     def hexdigest(self) -> str:
         self.settle()
         return self._state.hexdigest()
 
     def close(self) -> None:
-        self._thread.shutdown()
+        self._thread.shutdown(cancel_futures=True)
+
+    def _add(self, block: memoryview, ready: Future[None] | None) -> None:
+        if ready is not None:
+            ready.result()
+        self._state.update(block)
 
 
 class HashedWriter:
@@ -121,51 +128,60 @@ class HashedWriter:
 
 
 class HashedReader:
-    """Reads a file from its beginning to its end. A context manager.
+    """Reads a file from its beginning to its end, two blocks at a time. A context manager.
 
     Raises:
-        EnvironmentProblem: it cannot be read, or ends too soon.
+        EnvironmentProblem: it cannot be read, or ends too soon. It may be told later: by `settle`.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (this is the context manager)
-            self.size = os.fstat(self._file.fileno()).st_size
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise EnvironmentProblem(f"{path} cannot be read: {error.strerror}") from error
-        self._hash = _Hash()
+        self.size = os.fstat(self._file).st_size
         self.position = 0
+        self._readers = ThreadPoolExecutor(2, thread_name_prefix="titan-read")
+        self._hash = _Hash()
 
     def readinto(self, memory: memoryview) -> None:
-        """Fill memory with the next bytes. It must stay as it is until `settle` or `digest` returns."""
+        """Fill memory with the next bytes. They are there, and may be changed, when `settle` has returned."""
         view = memory.cast("B")
         while view:
-            try:
-                count = self._file.readinto(view[:BLOCK])
-            except OSError as error:
-                raise EnvironmentProblem(f"{self._path} cannot be read: {error.strerror}") from error
-            if not count:
-                raise EnvironmentProblem(f"{self._path} is damaged: it ends at byte {self.position}")
-            self._hash.update(view[:count])
-            self.position += count
-            view = view[count:]
+            block, view = view[:BLOCK], view[BLOCK:]
+            if block.nbytes < _APART:
+                self._fill(block, self.position)
+                self._hash.update(block)
+            else:
+                self._hash.update(block, self._readers.submit(self._fill, block, self.position))
+            self.position += block.nbytes
 
     def skip(self, count: int, scratch: memoryview) -> None:
         """Hash the next bytes, which nobody wants; `scratch` is written over."""
         while count:
+            self.settle()
             part = scratch[: min(count, scratch.nbytes)]
             self.readinto(part)
-            self._hash.settle()
             count -= part.nbytes
 
     def settle(self) -> None:
-        """Wait until what was read is hashed."""
+        """Wait until all that was asked for is read and hashed."""
         self._hash.settle()
 
     def digest(self) -> Digest:
         """Of what was read so far."""
         return Digest(self.position, self._hash.hexdigest())
+
+    def _fill(self, block: memoryview, position: int) -> None:
+        while block:
+            try:
+                count = os.preadv(self._file, [block], position)
+            except OSError as error:
+                raise EnvironmentProblem(f"{self._path} cannot be read: {error.strerror}") from error
+            if not count:
+                raise EnvironmentProblem(f"{self._path} is damaged: it ends at byte {position}")
+            block, position = block[count:], position + count
 
     def __enter__(self) -> Self:
         return self
@@ -173,8 +189,9 @@ class HashedReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._readers.shutdown(cancel_futures=True)
         self._hash.close()
-        self._file.close()
+        os.close(self._file)
 
 
 def file_digest(path: Path) -> Digest:

@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titancli.checkpoint.exclude import NOTHING, Exclusion
-from titancli.checkpoint.layout import TensorLayout, read_layout
+from titancli.checkpoint.hashed import Digest
+from titancli.checkpoint.layout import FILE_NAME, TensorLayout, read_layout
 from titancli.checkpoint.manifest import Manifest, Verify, faults, read_manifest
+from titancli.checkpoint.reader import Reader, load_planner
 from titancli.checkpoint.save import raise_failure
-from titancli.checkpoint.storage import Reader, load_planner, several_ranks
+from titancli.checkpoint.storage import several_ranks
 from titancli.checkpoint.tensors import TORCH_DTYPE, TensorFiles
 from titancli.errors import EnvironmentProblem, TitanError
 
@@ -35,14 +37,16 @@ def load_checkpoint(
     Collective over `group` (the default group when None); a rank gives what it has. Names, shapes and dtypes
     of all ranks together must be the checkpoint's;
     but when one part alone is asked for (all names begin with `model.`), the rest of the checkpoint is left
-    unread, and values are cast to the dtypes asked for. Each rank reads only what it needs; where
-    `verify` is "full", the ranks share the reading of all files for their checksums.
+    unused, and values are cast to the dtypes asked for. Each rank reads only what it needs; where
+    `verify` is "full", each file is read whole by one of them, and hashed on its way into the tensors.
 
     What `exclude` has is left as it is.
 
     Raises:
-        EnvironmentProblem: it is no checkpoint, or damaged; names the file.
+        EnvironmentProblem: it is no checkpoint, or damaged; names the file. When a wrong checksum is found
+            the tensors hold bad values: all ranks raise, and must load something else or stop.
         TitanError: names, shapes or dtypes differ; names them all. Or `exclude` names what is not there.
+            The tensors are as they were.
     """
     manifest, layouts = _open_together(folder, verify, group)
     exclude.check(layouts)
@@ -58,22 +62,24 @@ def load_checkpoint(
             f"checkpoint {folder} does not fit this recipe: {found}",
             hint='undo the change of the recipe, or start a new run from its weights: weights = "CHECKPOINT"',
         )
-    fill(folder, layouts, tensors, group)
+    data = {name: digest for name, digest in manifest.files.items() if FILE_NAME.match(name)}
+    _fill(folder, layouts, tensors, data if verify == "full" else {}, group)
     return manifest.state
 
 
-def fill(
+def _fill(
     folder: Path,
     layouts: Mapping[str, TensorLayout],
     tensors: Mapping[str, Tensor],
-    group: dist.ProcessGroup | None = None,
+    digests: Mapping[str, Digest],
+    group: dist.ProcessGroup | None,
 ) -> None:
     """Read tensors that are known to be in the checkpoint, cast to the dtypes they have; collective."""
     together = several_ranks(group)
     try:
         dcp.load(
             dict(tensors),
-            storage_reader=Reader(folder, layouts),
+            storage_reader=Reader(folder, layouts, digests),
             planner=load_planner(),
             process_group=group,
             no_dist=not together,
@@ -98,20 +104,17 @@ def _open_together(
     folder: Path, verify: Verify, group: dist.ProcessGroup | None
 ) -> tuple[Manifest, dict[str, TensorLayout]]:
     """Open a checkpoint on all ranks, or raise the first rank's error on all of them."""
-    ranks, rank = 1, 0
-    if several_ranks(group):
-        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     opened: tuple[Manifest, dict[str, TensorLayout]] | None = None
     failure: TitanError | None = None
     try:
-        opened = open_checkpoint(folder, verify=verify, share=(rank, ranks))
+        opened = open_checkpoint(folder, verify=verify, data=False)
     except TitanError as error:
         failure = error
     except Exception as error:  # the other ranks wait below, and must hear of it
         failure = TitanError(f"checkpoint {folder} cannot be opened: {type(error).__name__}: {error}")
     failures: list[TitanError | None] = [failure]
-    if ranks > 1:
-        failures = [None] * ranks
+    if several_ranks(group):
+        failures = [None] * dist.get_world_size(group)
         dist.all_gather_object(failures, failure, group=group)
     for found in failures:
         if found is not None:
@@ -122,16 +125,18 @@ def _open_together(
 
 
 def open_checkpoint(
-    folder: Path, *, verify: Verify = "full", share: tuple[int, int] = (0, 1)
+    folder: Path, *, verify: Verify = "full", data: bool = True
 ) -> tuple[Manifest, dict[str, TensorLayout]]:
-    """Read a checkpoint's manifest and layout, and check its files (`share`: the i-th of n parts of them).
+    """Read a checkpoint's manifest and layout, and check its files.
+
+    `data` false: the checksums of the data files are left to who reads them.
 
     Raises:
         EnvironmentProblem: it is no checkpoint, or damaged; names the file.
     """
     manifest = read_manifest(folder)
-    largest_first = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
-    found = faults(folder, manifest, verify=verify, only=set(largest_first[share[0] :: share[1]]))
+    chosen = {name for name in manifest.files if data or not FILE_NAME.match(name)}
+    found = faults(folder, manifest, verify=verify, only=chosen)
     if found:
         raise EnvironmentProblem(
             f"checkpoint {folder} is damaged: {'; '.join(found)}", hint="take another checkpoint (--step N)"

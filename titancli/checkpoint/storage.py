@@ -17,17 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, StorageReader, StorageWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, StorageWriter
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
     SavePlan,
     SavePlanner,
     WriteItem,
@@ -40,7 +34,7 @@ from torch.futures import Future
 from titancli.checkpoint.hashed import Digest
 from titancli.checkpoint.layout import Chunk, TensorLayout
 from titancli.checkpoint.tensorfile import Entry, TensorFileWriter, split
-from titancli.checkpoint.tensors import TORCH_DTYPE, TensorFiles, dtype_name, tensor_bytes
+from titancli.checkpoint.tensors import dtype_name, tensor_bytes
 from titancli.errors import TitanError
 
 
@@ -222,64 +216,3 @@ def _entries(items: list[WriteItem]) -> list[Entry]:
             raise TitanError(f"two tensors of a checkpoint have the name {key!r}")
         entries[key] = Entry(key, dtype_name(key, data.properties.dtype), tuple(data.chunk.sizes))
     return list(entries.values())
-
-
-class Reader(StorageReader):
-    """Reads what a load plan asks for out of mapped files, straight into the tensors that wait for it."""
-
-    def __init__(self, folder: Path, layouts: Mapping[str, TensorLayout]) -> None:
-        self._files, self._layouts = TensorFiles(folder), layouts
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept from one load to the next."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return Metadata({name: _dcp_metadata(layout) for name, layout in self._layouts.items()})
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """The layouts are known already."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            layout, chunk = self._chunk(item.storage_index)
-            value = self._files.read(chunk.file, chunk.key, layout.dtype, chunk.shape)
-            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                value = value.narrow(dim, offset, length)
-            target = planner.resolve_tensor(item)
-            target.detach().copy_(value)
-            planner.commit_tensor(item, target)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    def _chunk(self, index: MetadataIndex) -> tuple[TensorLayout, Chunk]:
-        layout = self._layouts[index.fqn]
-        if index.index is not None and index.index < len(layout.chunks):
-            hinted = layout.chunks[index.index]
-            if hinted.offsets == tuple(index.offset or ()):
-                return layout, hinted
-        return layout, next(chunk for chunk in layout.chunks if chunk.offsets == tuple(index.offset or ()))
-
-
-def _dcp_metadata(layout: TensorLayout) -> TensorStorageMetadata:
-    return TensorStorageMetadata(
-        TensorProperties(TORCH_DTYPE[layout.dtype]),
-        torch.Size(layout.shape),
-        [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape)) for chunk in layout.chunks],
-    )
-
-
-def load_planner() -> DefaultLoadPlanner:
-    return DefaultLoadPlanner(flatten_state_dict=False)

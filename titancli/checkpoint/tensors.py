@@ -121,8 +121,8 @@ class TensorFiles:
             self._headers[file] = read_header(self.folder / file)
         return self._headers[file]
 
-    def read(self, file: str, key: str, dtype: str, shape: Iterable[int]) -> Tensor:
-        """One tensor, checked to be what is expected; mapped, see `read_tensor`.
+    def entry(self, file: str, key: str, dtype: str, shape: Iterable[int]) -> Entry:
+        """Where a tensor lies, checked to be what is expected.
 
         Raises:
             EnvironmentProblem: it is not there, or has another dtype or shape.
@@ -132,4 +132,8 @@ class TensorFiles:
             raise EnvironmentProblem(
                 f"{self.folder / file} is damaged: it does not hold {key!r} as {dtype} {list(shape)}"
             )
-        return read_tensor(self.folder / file, entry)
+        return entry
+
+    def read(self, file: str, key: str, dtype: str, shape: Iterable[int]) -> Tensor:
+        """The same tensor, mapped; see `read_tensor`."""
+        return read_tensor(self.folder / file, self.entry(file, key, dtype, shape))
