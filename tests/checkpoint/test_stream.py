@@ -1,0 +1,335 @@
+"""Conversion as a stream: what is written is right in any layout, dtype and shard, or nothing is there."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import resource
+import shutil
+import signal
+from collections import namedtuple
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.checkpoint.tensors import RUN, bits
+from tests.checkpoint.test_hf import FORM, TinyForm, equal, expected, hf_files, weights
+from titancli.checkpoint import CheckpointReader, export_hf, load_hf_weights, save_checkpoint, stream
+from titancli.checkpoint.convert import to_hf, to_titan
+from titancli.checkpoint.disk import write_file
+from titancli.checkpoint.layout import METADATA, Chunk, TensorLayout, layout_text
+from titancli.checkpoint.manifest import MANIFEST, manifest_bytes
+from titancli.checkpoint.save import Draft
+from titancli.checkpoint.tensorfile import Entry, TensorFileWriter
+from titancli.checkpoint.tensors import dtype_name, tensor_bytes
+from titancli.errors import EnvironmentProblem, TitanError
+from titancli.models import Llama3
+from titancli.models.llama3 import LlamaHF
+from titancli.registry.component import build
+
+SMALL = dict(dim=16, n_layers=2, n_heads=2, hidden_dim=24, vocab_size=40, max_seq_len=64)
+LARGE = 40 * 16 * 4
+"""Bytes of the largest tensor of that model."""
+
+
+def llama() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    with torch.device("meta"):
+        model = build(Llama3(**SMALL), seq_len=4)
+    return {
+        f"model.{name}": torch.randn(parameter.shape, generator=generator)
+        for name, parameter in model.named_parameters()
+    }
+
+
+def checkpoint(folder: Path) -> Path:
+    """Weights alone, in one process."""
+    save_checkpoint(folder, llama(), {"model": {"type": "titan/llama3", **SMALL}}, lock_text="", run_id=RUN)
+    return folder
+
+
+def cut(folder: Path, tensors: dict[str, Tensor], seed: int) -> None:
+    """Write a checkpoint as ranks might: boxes of any size, in any of four files, in any order."""
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(limit: int) -> int:
+        return int(torch.randint(limit, (), generator=generator))
+
+    pieces: dict[str, list[tuple[Entry, Tensor]]] = {}
+    layouts = {}
+    for name, tensor in tensors.items():
+        boxes: list[tuple[slice, ...]] = [()]
+        for size in tensor.shape:
+            edges = sorted({0, size, *(1 + draw(size) for _ in range(draw(3)))})
+            boxes = [(*box, slice(a, b)) for box in boxes for a, b in pairwise(edges)]
+        chunks = []
+        for box in boxes:
+            piece = tensor[box].contiguous()
+            file, offsets = f"rank-{draw(4):05d}.safetensors", tuple(part.start for part in box)
+            entry = Entry(f"{name}@{offsets}", dtype_name(name, tensor.dtype), tuple(piece.shape))
+            pieces.setdefault(file, []).insert(0, (entry, piece))
+            chunks.append(Chunk(offsets, entry.shape, file, entry.key))
+        layouts[name] = TensorLayout(dtype_name(name, tensor.dtype), tuple(tensor.shape), tuple(chunks))
+    digests = {}
+    for file, rows in pieces.items():
+        with TensorFileWriter(folder / file, [entry for entry, _ in rows]) as writer:
+            for _, piece in rows:
+                writer.write(tensor_bytes(piece))
+            digests[file] = writer.close()
+    digests[METADATA] = write_file(folder / METADATA, layout_text(layouts).encode())
+    draft = Draft(folder, {}, "", RUN, {}, ranks=4)
+    write_file(folder / MANIFEST, manifest_bytes(draft.manifest(digests, serial=1)))
+
+
+# ---------------------------------------------------------------------------------------- what is written
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["as it is", "cast"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_checkpoint_cut_in_any_way_gives_the_same_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, dtype: torch.dtype | None
+):
+    monkeypatch.setattr(stream, "BLOCK", 40)
+    tensors = {f"model.{name}": tensor for name, tensor in weights().items()}
+    cut(tmp_path / "step-1", tensors, seed)
+    reader = CheckpointReader(tmp_path / "step-1", prefix="model.")
+    export_hf(reader, FORM, {}, tmp_path / "out", dtype=dtype)
+    wanted = {n: t.to(dtype) if dtype and t.is_floating_point() else t for n, t in expected().items()}
+    assert equal(hf_files(tmp_path / "out"), wanted)
+
+
+def test_stacked_experts_are_cut_over_files_and_the_index_is_right(tmp_path: Path):
+    """Four experts of 96 bytes are one tensor here; 200 bytes hold two of them."""
+
+    class Experts(TinyForm):
+        def to_hf(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+            return [(f"e.{i}", part) for i, part in enumerate(tensor.unbind())]
+
+        def sources(self, name: str) -> list[str]:
+            return [f"e.{i}" for i in range(4)]
+
+        def from_hf(self, name: str, tensors: list[Tensor]) -> Tensor:
+            return torch.stack(tensors)
+
+    stacked = {"experts": torch.randn(4, 6, 4)}
+    export_hf(stacked, Experts(), {}, tmp_path / "out", max_shard=200)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 4 * 96}
+    first, second = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+    assert index["weight_map"] == {"e.0": first, "e.1": first, "e.2": second, "e.3": second}
+    loaded = {"experts": torch.zeros(4, 6, 4)}
+    load_hf_weights(tmp_path / "out", Experts(), loaded)
+    assert equal(loaded, stacked)
+
+
+def test_shards_of_a_checkpoint_are_no_larger_than_asked(tmp_path: Path):
+    to_hf(checkpoint(tmp_path / "step-1"), tmp_path / "hf", max_shard=LARGE, say=print)
+    to_titan(tmp_path / "hf", tmp_path / "back", max_shard=LARGE, say=print)
+    assert all((tmp_path / "back" / f"rank-00000{i}.safetensors").exists() for i in ("", "-1", "-2"))
+    for folder in ("hf", "back"):
+        sizes = [path.stat().st_size for path in (tmp_path / folder).glob("*.safetensors")]
+        assert max(sizes) <= LARGE + 2048  # what is not data in a file
+    back = CheckpointReader(tmp_path / "back")  # checks them
+    assert equal({name: back.read(name) for name in back.names()}, llama())
+
+
+def test_a_value_that_float16_cannot_hold_is_told_and_infinity_stays(tmp_path: Path):
+    tensors = {"a": torch.tensor([1.0, float("inf"), -65504.0])}
+    export_hf(tensors, FORM, {}, tmp_path / "out", dtype=torch.float16)
+    assert equal(hf_files(tmp_path / "out"), {"hf.a": tensors["a"].half()})
+    with pytest.raises(TitanError, match=r"hf\.b has a value of 7e\+04") as caught:
+        export_hf({"b": torch.tensor([0.0, -7e4])}, FORM, {}, tmp_path / "no", dtype=torch.float16)
+    assert "bfloat16" in str(caught.value.hint)
+    assert not (tmp_path / "no").exists()
+
+
+# -------------------------------------------------------------------------------------- or nothing is there
+
+
+def hf_folder(folder: Path) -> Path:
+    export_hf(
+        {name.removeprefix("model."): tensor for name, tensor in llama().items()},
+        LlamaHF(Llama3(**SMALL)),
+        {},
+        folder,
+    )
+    return folder
+
+
+WAYS: dict[str, tuple[Callable[..., Any], Callable[[Path], Path]]] = {
+    "to hf": (to_hf, checkpoint),
+    "to titan": (to_titan, hf_folder),
+}
+both_ways = pytest.mark.parametrize("way", WAYS)
+
+
+@both_ways
+def test_killed_it_leaves_no_folder_and_the_next_one_clears_up(tmp_path: Path, way: str):
+    convert, make = WAYS[way]
+    source = make(tmp_path / "source")
+
+    def die(name: str, done: int, total: int) -> None:
+        if done == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if not (child := os.fork()):
+        try:
+            convert(source, tmp_path / "out", progress=die, say=print)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    (left,) = (path for path in tmp_path.iterdir() if path != source)
+    assert left.name.startswith(".out.tmp-")
+    assert list(left.glob("*.safetensors"))
+    said: list[str] = []
+    convert(source, tmp_path / "out", say=said.append)
+    assert f"removed {left}, which an interrupted conversion left" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+
+@both_ways
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TitanError("no")], ids=["Ctrl-C", "an error"])
+def test_interrupted_it_leaves_nothing(tmp_path: Path, way: str, error: Any):
+    convert, make = WAYS[way]
+    source = make(tmp_path / "source")
+
+    def interrupt(name: str, done: int, total: int) -> None:
+        if done == 5:
+            raise error
+
+    with pytest.raises(type(error) if isinstance(error, TitanError) else error):
+        convert(source, tmp_path / "out", progress=interrupt, say=print)
+    assert list(tmp_path.iterdir()) == [source]
+
+
+@both_ways
+def test_a_file_that_may_not_grow_leaves_nothing(tmp_path: Path, way: str):
+    """The kernel's own refusal, in the middle of the file."""
+    convert, make = WAYS[way]
+    source = make(tmp_path / "source")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LARGE, before[1]))
+    try:
+        with pytest.raises(EnvironmentProblem, match=r"File too large\. It needs .* limit on the size"):
+            convert(source, tmp_path / "out", say=print)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == [source]
+
+
+@both_ways
+def test_a_disk_without_room_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+):
+    convert, make = WAYS[way]
+    source = make(tmp_path / "source")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("usage", "free")(1000))
+    monkeypatch.setattr(TensorFileWriter, "__init__", None)  # nobody comes so far
+    with pytest.raises(EnvironmentProblem, match=r"needs 2[23]\.\d kB, and 1\.0 kB are free"):
+        convert(source, tmp_path / "out", say=print)
+    assert list(tmp_path.iterdir()) == [source]
+
+
+@both_ways
+def test_what_somebody_else_makes_meanwhile_is_not_touched(tmp_path: Path, way: str):
+    convert, make = WAYS[way]
+    source = make(tmp_path / "source")
+
+    def meanwhile(name: str, done: int, total: int) -> None:
+        (tmp_path / "out").mkdir(exist_ok=True)
+        (tmp_path / "out" / "thesis.tex").write_text("mine")
+
+    with pytest.raises(EnvironmentProblem, match="out cannot be written: Directory not empty"):
+        convert(source, tmp_path / "out", progress=meanwhile, say=print)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+    assert (tmp_path / "out" / "thesis.tex").read_text() == "mine"
+
+
+def test_only_what_is_surely_left_over_is_removed(tmp_path: Path):
+    for name in ("out.tmp-00000000", ".out.tmp-0000", ".other.tmp-00000000", ".out.tmp-0000000g"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".out.tmp-11111111").symlink_to(tmp_path / ".out.tmp-0000")
+    (tmp_path / ".out.tmp-22222222").write_text("a file")
+    before = {path.name for path in tmp_path.iterdir()}
+    export_hf(weights(), FORM, {}, tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == before | {"out"}
+
+
+def test_two_do_not_write_one_folder(tmp_path: Path):
+    busy = tmp_path / ".out.tmp-00000000"
+    busy.mkdir()
+    handle = os.open(busy, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    with pytest.raises(EnvironmentProblem, match=r"another process, in \.out\.tmp-00000000"):
+        export_hf(weights(), FORM, {}, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [busy]
+    os.close(handle)
+    export_hf(weights(), FORM, {}, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_flipped_bit_in_a_checkpoint_is_found_and_nothing_is_left(tmp_path: Path):
+    source = checkpoint(tmp_path / "source")
+    path = source / "rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(EnvironmentProblem, match=r"rank-00000\.safetensors is damaged: its checksum"):
+        to_hf(source, tmp_path / "out", say=print)
+    assert list(tmp_path.iterdir()) == [source]
+
+
+# ------------------------------------------------------------------------------------- what is not read
+
+
+def test_quantised_weights_are_refused_by_name_with_the_way_out(tmp_path: Path):
+    source = hf_folder(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "awq"}})
+    )
+    with pytest.raises(EnvironmentProblem, match="quantised by 'awq'") as caught:
+        to_titan(source, tmp_path / "out", say=print)
+    assert "dequantize" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"hf.layers.0.weight": torch.ones(5, 4).to(torch.float8_e4m3fn)}, "hf.layers.0.weight is F8_E4M3"),
+        ({"hf.layers.0.weight_scale_inv": torch.ones(1)}, "hf.layers.0.weight_scale_inv is F32"),
+        ({"hf.layers.0.qweight": torch.ones(1, dtype=torch.int32)}, "hf.layers.0.qweight is I32"),
+    ],
+    ids=["float8", "scales", "packed"],
+)
+def test_quantised_tensors_are_refused_without_a_word_in_config_json(
+    tmp_path: Path, change: dict[str, Tensor], told: str
+):
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.contiguous() for name, tensor in (expected() | change).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(EnvironmentProblem, match=f"quantised: {told}") as caught:
+        load_hf_weights(tmp_path, FORM, {name: torch.zeros_like(t) for name, t in weights().items()})
+    assert "dequantize" in str(caught.value.hint)
+
+
+def test_bits_are_kept_where_nothing_is_asked(tmp_path: Path):
+    """NaN payloads, negative zeros, tensors without elements or dimensions, transposed ones."""
+    tensors = {
+        "nan": torch.tensor([0x7FC00001, 0x7F800001], dtype=torch.int32).view(torch.float32),
+        "zero": torch.tensor(-0.0),
+        "none": torch.empty(0, 3),
+        "turned": torch.randn(3, 5).t(),
+    }
+    export_hf(tensors, FORM, {}, tmp_path / "out")
+    assert {n: bits(t) for n, t in hf_files(tmp_path / "out").items()} == {
+        f"hf.{n}": bits(t) for n, t in tensors.items()
+    }
