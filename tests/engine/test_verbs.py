@@ -113,6 +113,7 @@ def refusals():
         lambda: Engine.build(cases.recipe(Layout({"dp_shard": 3}))),
         lambda: Engine.build(cases.recipe(Layout(compile="inductr"))),
         lambda: Engine.build(cases.recipe(Layout(), global_batch_size=7)),
+        lambda: Engine.build(cases.recipe(Layout({"ep": 2}, model={"n_heads": 3}))),
     ):
         try:
             call()
@@ -131,9 +132,11 @@ def test_what_cannot_be_done_is_refused_by_name(ranks):
         "does not make 1 rank",
         "inductr",
         "not a multiple",
+        "mesh.ep = 2: the model has no experts",
     ]
     for message, part in zip(messages, expected, strict=True):
         assert part in message
+    assert "model.n_heads: dim 32 is not divisible by n_heads 3" in messages[-1], "all is said at once"
     assert shape == (cases.ROWS, cases.LENGTH)
 
 

@@ -30,6 +30,7 @@ from titancli.optimizers.schedule import lr_factor
 from titancli.parallel.context import RowCut
 from titancli.parallel.mesh import Mesh
 from titancli.parallel.pipeline import Placement, split
+from titancli.recipe.check import component_checks
 from titancli.recipe.layout import check_layout, on
 from titancli.recipe.schema import Degrees, Recipe, Training
 from titancli.recipe.tree import dotted
@@ -55,6 +56,7 @@ def build_engine(
     device = device or default_device()
     training = recipe.training
     degrees = recipe.degrees(dist.get_world_size())
+    refuse_unfit(recipe, degrees)
     mesh = Mesh(degrees, device)
     with torch.device("meta"):
         model = build(recipe.model, seq_len=training.seq_len)
@@ -77,7 +79,6 @@ def build_engine(
     )
     models, placement = [model], None
     if degrees.pp > 1:
-        refuse_unfit(recipe, degrees)
         models, placement = split(model, recipe.pipeline, degrees.pp, mesh.pp_rank)
     parts = [parallelize(model) for model in models]
     for part in parts:
@@ -112,14 +113,17 @@ def build_engine(
 
 
 def refuse_unfit(recipe: Recipe, degrees: Degrees) -> None:
-    """What `validate` says of a recipe, said here too: some of it would spoil a pipeline's gradients.
+    """What a command says of a recipe before it starts a run, said to whoever builds an engine without one.
+
+    Some of it would fail in torch's words later, and some would spoil gradients in silence.
 
     Raises:
         RecipeError: with everything that is wrong.
     """
+    known = on(recipe, degrees)
     problems = [
-        Problem("check", f"{dotted(path)}: {message}", None, hint)
-        for path, message, hint in check_layout(on(recipe, degrees))
+        Problem("check", message if dotted(path) in message else f"{dotted(path)}: {message}", None, hint)
+        for path, message, hint in (*check_layout(known), *component_checks(known))
     ]
     if problems:
         raise RecipeError(problems)
