@@ -40,14 +40,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sidebyside as side
-
-if TYPE_CHECKING:
-    import torch
+import torch
+import torch.distributed as dist
 
 RECIPES = {"debugmodel": "llama3_debug", "1B": "llama3_1b", "3B": "llama3_3b", "8B": "llama3_8b"}
 VARIANTS = ("titan bf16", "titan float8", "plain", "plain-bf16", "torchtitan")
@@ -68,7 +67,7 @@ class Case:
     device: str
 
 
-Step = Callable[["torch.Tensor", "torch.Tensor"], Any]
+Step = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 # ---------------------------------------------------------------------------------------------- variants
@@ -99,7 +98,6 @@ def recipe(case: Case) -> Any:
 
 
 def plain(case: Case, device: torch.device) -> Step:
-    import torch
     from plain_llama import SIZES, Llama
     from torch.nn.functional import cross_entropy
 
@@ -139,7 +137,6 @@ TORCHTITAN_SIZES: dict[str, dict[str, Any]] = {
 
 
 def torchtitan(case: Case, device: torch.device) -> Step:
-    import torch
     from torchtitan.components.loss import build_cross_entropy_loss
     from torchtitan.config import JobConfig
     from torchtitan.distributed import ParallelDims
@@ -190,9 +187,6 @@ BUILD: dict[str, Callable[[Case, torch.device], Step]] = {
 
 def worker(case: Case) -> None:
     """Measure one case and print its numbers; exit with OUT_OF_MEMORY if it does not fit."""
-    import torch
-    import torch.distributed as dist
-
     device = torch.device("cuda", 0) if case.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -212,8 +206,6 @@ def worker(case: Case) -> None:
 
 
 def measure(case: Case, device: torch.device) -> dict[str, Any]:
-    import torch
-
     step = BUILD[case.variant](case, device)
     generator = torch.Generator(device).manual_seed(0)
     flops, vocabulary = facts(case)
@@ -246,21 +238,15 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
 
 def facts(case: Case) -> tuple[float, int]:
     """FLOPs of a token and the vocabulary, by titan's own model."""
-    import torch
-
     from titancli.registry.component import build
 
-    config = recipe(
-        case if case.variant.startswith("titan") else Case(**{**asdict(case), "variant": ""})
-    ).model
+    config = recipe(case).model
     with torch.device("meta"):
         return build(config, seq_len=case.seq_len).flops_per_token(case.seq_len), config.vocab_size
 
 
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
-        import torch
-
         torch.cuda.synchronize(device)
 
 
@@ -268,8 +254,6 @@ def peak_memory(device: torch.device) -> float:
     """Bytes: the most that the allocator has held on a GPU, else the process's peak resident set."""
     if device.type != "cuda":
         return side.peak_rss()
-    import torch
-
     return float(torch.cuda.max_memory_reserved(device))
 
 
@@ -292,7 +276,7 @@ def run_case(case: Case) -> dict[str, Any]:
     if done.returncode == 0:
         return {**asdict(case), **json.loads(done.stdout.splitlines()[-1])}
     if done.returncode == OUT_OF_MEMORY and case.rows > 1:
-        return run_case(Case(**{**asdict(case), "rows": case.rows // 2}))
+        return run_case(replace(case, rows=case.rows // 2))
     why = "out of memory" if done.returncode == OUT_OF_MEMORY else f"failed: {done.stderr.strip()[-2000:]}"
     return {**asdict(case), "failed": why}
 
@@ -318,8 +302,6 @@ def missing(variant: str) -> str | None:
 
 
 def environment() -> dict[str, Any]:
-    import torch
-
     versions = {}
     for package in ("titancli", "titan-float8", "torch", "torchao", "torchtitan", "triton"):
         try:
