@@ -14,12 +14,10 @@ from titancli.launchers.plan import Plan
 from titancli.launchers.start import Processes
 from titancli.observe.peaks import DEVICES
 from titancli.planning.estimate import shape_of
-from titancli.planning.job import make_job
+from titancli.planning.job import BYTES, make_job
 from titancli.planning.memory import numbers_at_rest
 from titancli.recipe.schema import Degrees, Recipe
 from titancli.registry.component import build, component_info
-
-BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def preview(plan: Plan, processes: Processes, plugin_files: list[Path]) -> dict[str, Any]:
@@ -107,19 +105,19 @@ def as_text(facts: dict[str, Any]) -> str:
     if facts["microbatch_size"]:  # a pipeline takes all rows of a step at once, in smaller pieces
         rows, times = facts["microbatch_size"], rows * times // facts["microbatch_size"]
     begin = Path(facts["checkpoint"]).name if facts["checkpoint"] else "the start"
-    rows = {
+    table = {
         "recipe": facts["recipe"],
         "run folder": f"{facts['run_folder']} ({'new' if facts['new'] else 'continued'})",
         "model": f"{facts['model']}, {facts['parameters']:,} parameters",
         "ranks": f"{facts['world']} ({nodes}{facts['nproc']} on {'each' if nodes else 'this machine'})",
         "mesh": ", ".join(degrees) or "one device",
-        "memory": f"{memory:.2f} GiB a rank for weights and gradients; optimizer and activations come on top",
+        "memory": f"{memory:.2f} GiB a rank for weights and gradients; `titan plan` tells the rest",
         "batch": f"{facts['global_batch_size']:,} rows x {facts['seq_len']:,} tokens = "
         f"{facts['tokens_per_step']:,} tokens a step",
-        "": f"{rows} rows at a time on a rank, {times} times a step",
+        "": f"{rows} row{'s' * (rows > 1)} at a time on a rank, {times} time{'s' * (times > 1)} a step",
         "steps": f"{facts['steps']:,} from {begin}, {facts['tokens']:,} tokens in all",
         "started by": facts["command"] or "this process",
     }
-    lines = [f"{label:<12}{text}" for label, text in rows.items()]
+    lines = [f"{label:<12}{text}" for label, text in table.items()]
     lines += [f"{'changed':<12}{change}" for change in facts["drift"]]
     return "\n".join(lines + [f"{'missing':<12}{file}" for file in facts["missing"]])
