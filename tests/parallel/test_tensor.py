@@ -153,24 +153,39 @@ class Knows(Scale):
     takes_local_parameters = True
 
 
+def told(model: nn.Module, plan: dict[str, str]) -> str:
+    model.tensor_plan = plan  # type: ignore[assignment]
+    try:
+        tensor_parallel(model, init_device_mesh("cpu", (2,)))
+    except TitanError as error:
+        return str(error)
+    return "cut"
+
+
 def cut_others() -> list[str]:
-    mesh, said = init_device_mesh("cpu", (2,)), []
-    for module, plan in ((Scale(), {"*": "norm"}), (Scale(), {"b.*": "norm"}), (Knows(), {"*": "norm"})):
-        model = nn.ModuleDict({"a": module})
-        model.tensor_plan = plan  # type: ignore[assignment]
-        try:
-            tensor_parallel(model, mesh)
-            said.append(str(module(torch.ones(4)).sum().item()))
-        except TitanError as error:
-            said.append(str(error))
+    known, words = nn.ModuleDict({"a": Knows()}), nn.Embedding(6, 4)
+    said = [
+        told(nn.ModuleDict({"a": Scale()}), {"*": "norm"}),
+        told(nn.ModuleDict({"a": Scale()}), {"b.*": "norm"}),
+        told(nn.ModuleDict({"a": Scale()}), {"*": "colum"}),
+        told(nn.ModuleDict({"a": nn.Embedding(7, 4)}), {"*": "vocab"}),
+        told(known, {"*": "norm"}) + f" {known['a'](torch.ones(4)).sum().item()}",
+        told(nn.ModuleDict({"a": words}), {"*": "vocab"}),
+    ]
+    try:
+        words(torch.zeros(4, 3, dtype=torch.int64))
+    except TitanError as error:
+        said.append(str(error))
     return said
 
 
 def test_what_cannot_be_cut_is_told(ranks):
-    for unknown, no_style, known in ranks(2, cut_others):
-        assert (
-            "a (Scale) has parameters in the tensor_plan, and is no Linear, RMSNorm or Embedding" in unknown
-        )
-        assert "takes_local_parameters = True" in unknown
+    for class_, no_style, style, uneven, known, even, odd in ranks(2, cut_others):
+        assert "a (Scale) has parameters in the tensor_plan, and is no Linear, RMSNorm or Embedding" in class_
+        assert "takes_local_parameters = True" in class_
         assert "the model's tensor_plan has no style for a.weight" in no_style
-        assert known == "4.0"
+        assert "'colum' for a.weight" in style and "column, row, vocab" in style
+        assert "a.weight [7, 4] cannot be cut into 2 equal parts along dimension 0" in uneven
+        assert known == "cut 4.0"
+        assert even == "cut"
+        assert "rows of 3 tokens cannot be cut over the 2 ranks of mesh.tp" in odd

@@ -82,7 +82,8 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """Cut a model on meta in place: its parameters by its plan, and its forwards to match.
 
     Raises:
-        TitanError: a parameter has no style in the plan, or a module of a class that cannot be cut.
+        TitanError: a parameter has no style in the plan, or no even parts, or belongs to a module of a class
+            that cannot be cut.
     """
     group = Group.of(mesh.get_group())
     styles = dict(_styles(model))
@@ -108,7 +109,15 @@ def _styles(model: nn.Module) -> Iterator[tuple[str, str]]:
     for name, _ in model.named_parameters(remove_duplicate=False):
         style = next((style for pattern, style in plan.items() if fnmatchcase(name, pattern)), None)
         if style is None:
-            raise TitanError(f"the model's tensor_plan has no style for {name}")
+            raise TitanError(
+                f"the model's tensor_plan has no style for {name}",
+                hint='add one; "replicate" leaves it whole on each rank',
+            )
+        if style not in (*PLACEMENT, "expert"):
+            raise TitanError(
+                f"the model's tensor_plan has {style!r} for {name}, which is no style",
+                hint=f"the styles are {', '.join(PLACEMENT)} and expert",
+            )
         if style != "expert":  # cut over another mesh
             yield name, style
 
@@ -117,15 +126,27 @@ def _distribute(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str]) -
     done: dict[int, nn.Parameter] = {}  # a tied parameter stays one
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            style = styles.get(f"{path}.{name}" if path else name)
+            full_name = f"{path}.{name}" if path else name
+            style = styles.get(full_name)
             if style is None:
                 continue
             if id(parameter) not in done:
                 # A row matrix's bias is whole: it is added once, after the sum.
                 place = Replicate() if style == "row" and parameter.ndim == 1 else PLACEMENT[style]
+                _refuse_uneven(full_name, parameter, place, mesh.size())
                 cut = distribute_tensor(parameter.detach(), mesh, [place], src_data_rank=None)
                 done[id(parameter)] = nn.Parameter(cut, requires_grad=parameter.requires_grad)
             setattr(module, name, done[id(parameter)])
+
+
+def _refuse_uneven(name: str, parameter: Tensor, place: Placement, ranks: int) -> None:
+    """Forwards take parts to be equal: which rows of a vocabulary a rank has, they know from its number."""
+    if isinstance(place, Shard) and parameter.shape[place.dim] % ranks:
+        shape = list(parameter.shape)
+        raise TitanError(
+            f"{name} {shape} cannot be cut into {ranks} equal parts along dimension {place.dim}",
+            hint=f"write a mesh.tp that divides {shape[place.dim]}",
+        )
 
 
 def _prepare(path: str, module: Any, styles: Mapping[str, str], group: Group) -> None:
@@ -202,7 +223,17 @@ class _VocabEmbedding(nn.Embedding):
     _tensor_group: Group
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[B, S] -> this rank's part of the sequence, [B, S / tp, dim]."""
+        """[B, S] -> this rank's part of the sequence, [B, S / tp, dim].
+
+        Raises:
+            TitanError: the sequence has no equal parts.
+        """
+        length, ranks = tokens.shape[SEQUENCE], self._tensor_group.size
+        if length % ranks:
+            raise TitanError(
+                f"rows of {length} tokens cannot be cut over the {ranks} ranks of mesh.tp",
+                hint=f"make their length a multiple of {ranks}",
+            )
         weight = local(self.weight)
         ids = tokens - self._tensor_group.rank * weight.shape[0]
         mine = (ids >= 0) & (ids < weight.shape[0])
