@@ -25,6 +25,7 @@ def some_tensors(seed: int = 0) -> dict[str, Tensor]:
         "model.nothing": torch.empty(0, 4),
         "optimizer.layers.0.weight.exp_avg": random(6, 4),
         "optimizer.layers.0.weight.step": torch.tensor(float(seed)),
+        "other.pages": random(70, 60),
         "other.bytes": torch.arange(7, dtype=torch.uint8),
         "other.flag": torch.tensor(True),
         "other.half": random(2, 2).half(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.checkpoint.tensors import RUN, same, save, some_tensors, zeros
 from titancli.checkpoint import Checkpointer, load_checkpoint, newest, read_manifest
 from titancli.checkpoint import checkpointer as module
 from titancli.checkpoint.manifest import STEP_NAME
+from titancli.checkpoint.storage import Writer
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.recipe.schema import Checkpoint
 
@@ -175,11 +177,35 @@ def test_purging_touches_nothing_that_this_run_did_not_write(tmp_path: Path):
     for name in ("step-3", "step-four", "old-step-5"):
         (tmp_path / name).mkdir()
     (tmp_path / "step-6").write_text("a file")
+    save(tmp_path / "elsewhere" / "step-0")
+    (tmp_path / "step-0").symlink_to(tmp_path / "elsewhere" / "step-0")
     before = {path.name for path in tmp_path.iterdir()}
     checkpointer = make(tmp_path, interval=1, keep_latest_k=1)
     for step in (7, 8, 9):
         checkpointer.save(step, some_tensors(), {})
     assert {path.name for path in tmp_path.iterdir()} == before | {"step-9"}
+
+
+def test_what_does_not_verify_gets_no_name_and_nothing_is_purged_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A shared disk that loses the end of a file, after it was written."""
+    checkpointer = make(tmp_path, interval=1, keep_latest_k=1)
+    checkpointer.save(1, some_tensors(), {})
+    really = Writer.finish
+
+    def harmed(self: Writer, **given: Any) -> None:
+        [data] = tmp_path.glob(".step-2.tmp-*/rank-00000.safetensors")
+        data.write_bytes(data.read_bytes()[:-1])
+        really(self, **given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Writer, "finish", harmed)
+        with pytest.raises(EnvironmentProblem, match=r"step-2 is not as it was written: rank-00000\.safet"):
+            checkpointer.save(2, some_tensors(), {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    checkpointer.save(3, some_tensors(), {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
 
 
 def test_the_newest_is_the_one_written_last_also_after_going_back(tmp_path: Path):

@@ -20,6 +20,7 @@ from titancli.errors import EnvironmentProblem
 from titancli.recipe.schema import Checkpoint
 
 FILES = ["rank-00000.safetensors", "metadata.json", "manifest.json", "recipe.lock.toml"]
+PAGE = 4096
 
 
 def _flip(path: Path, chance: random.Random) -> None:
@@ -34,11 +35,12 @@ def _truncate(path: Path, chance: random.Random) -> None:
 
 
 def _zero(path: Path, chance: random.Random) -> None:
+    """A page that was lost. Most files here have one alone, the tensors' has five."""
     data = bytearray(path.read_bytes())
-    start = chance.randrange(len(data) - 4)
-    if not any(data[start : start + 4]):
-        start = 0
-    data[start : start + 4] = bytes(4)
+    start = PAGE * chance.randrange(-(-len(data) // PAGE))
+    page = data[start : start + PAGE]
+    assert any(page)
+    data[start : start + PAGE] = bytes(len(page))
     path.write_bytes(data)
 
 
