@@ -8,6 +8,9 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
+import sys
+import tempfile
 from collections import namedtuple
 from collections.abc import Callable
 from itertools import pairwise
@@ -54,7 +57,7 @@ def checkpoint(folder: Path) -> Path:
     return folder
 
 
-def cut(folder: Path, tensors: dict[str, Tensor], seed: int) -> None:
+def cut(folder: Path, tensors: dict[str, Tensor], seed: int, state: dict[str, Any] | None = None) -> None:
     """Write a checkpoint as ranks might: boxes of any size, in any of four files, in any order."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(seed)
@@ -84,7 +87,7 @@ def cut(folder: Path, tensors: dict[str, Tensor], seed: int) -> None:
                 writer.write(tensor_bytes(piece))
             digests[file] = writer.close()
     digests[METADATA] = write_file(folder / METADATA, layout_text(layouts).encode())
-    draft = Draft(folder, {}, "", RUN, {}, ranks=4)
+    draft = Draft(folder, state or {}, "", RUN, {}, ranks=4)
     write_file(folder / MANIFEST, manifest_bytes(draft.manifest(digests, serial=1)))
 
 
@@ -140,14 +143,24 @@ def test_shards_of_a_checkpoint_are_no_larger_than_asked(tmp_path: Path):
     assert equal({name: back.read(name) for name in back.names()}, llama())
 
 
-def test_a_value_that_float16_cannot_hold_is_told_and_infinity_stays(tmp_path: Path):
-    tensors = {"a": torch.tensor([1.0, float("inf"), -65504.0])}
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_value_that_float16_cannot_hold_is_told_and_infinity_stays(tmp_path: Path, source: torch.dtype):
+    tensors = {"a": torch.tensor([1.1, float("inf"), -65280.0, float("nan")], dtype=source)}
     export_hf(tensors, FORM, {}, tmp_path / "out", dtype=torch.float16)
     assert equal(hf_files(tmp_path / "out"), {"hf.a": tensors["a"].half()})
-    with pytest.raises(TitanError, match=r"hf\.b has a value of 7e\+04") as caught:
-        export_hf({"b": torch.tensor([0.0, -7e4])}, FORM, {}, tmp_path / "no", dtype=torch.float16)
+    tensors = {"b": torch.tensor([float("nan"), -65536.0], dtype=source)}
+    with pytest.raises(TitanError, match=r"hf\.b has a value of -6\.55e\+04") as caught:
+        export_hf(tensors, FORM, {}, tmp_path / "no", dtype=torch.float16)
     assert "bfloat16" in str(caught.value.hint)
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("to", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_cast_is_torchs_own(tmp_path: Path, source: torch.dtype, to: torch.dtype):
+    tensors = {"a": torch.randn(1000, generator=torch.Generator().manual_seed(0)).mul(50).to(source)}
+    export_hf(tensors, FORM, {}, tmp_path / "out", dtype=to)
+    assert equal(hf_files(tmp_path / "out"), {"hf.a": tensors["a"].to(to)})
 
 
 # -------------------------------------------------------------------------------------- or nothing is there
@@ -333,3 +346,58 @@ def test_bits_are_kept_where_nothing_is_asked(tmp_path: Path):
     assert {n: bits(t) for n, t in hf_files(tmp_path / "out").items()} == {
         f"hf.{n}": bits(t) for n, t in tensors.items()
     }
+
+
+# ----------------------------------------------------------------------------------------------- memory
+
+CONVERT = """
+import sys, threading
+from pathlib import Path
+import titancli.models.llama3
+from titancli.checkpoint.convert import to_hf, to_titan
+
+def anonymous():
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+def measure(convert, source, target, **options):
+    def watch():
+        while not done.wait(0.001):
+            peaks.append(anonymous())
+
+    done, peaks = threading.Event(), [anonymous()]
+    thread = threading.Thread(target=watch)
+    thread.start()
+    convert(folder / source, folder / target, say=lambda line: None, **options)
+    done.set()
+    thread.join()
+    print(max(peaks) - peaks[0])
+
+folder = Path(sys.argv[1])
+measure(to_hf, "source", "hf")
+measure(to_hf, "source", "cast", dtype="bfloat16")
+measure(to_titan, "hf", "back")
+measure(to_titan, "cast", "wide", dtype="float32")
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells anonymous memory apart")
+@pytest.mark.parametrize(
+    ("dim", "layers"),
+    [pytest.param(512, 12, id="0.2 GB"), pytest.param(1024, 29, id="2 GB", marks=pytest.mark.slow)],
+)
+def test_memory_is_that_of_the_largest_tensor(tmp_path: Path, dim: int, layers: int):
+    """Out of a checkpoint in pieces, which are put together; both ways, cast and as they are."""
+    config = dict(dim=dim, n_layers=layers, n_heads=8, hidden_dim=4 * dim, vocab_size=4 * dim)
+    with torch.device("meta"):
+        parameters = dict(build(Llama3(**config), seq_len=4).named_parameters())
+    tensors = {f"model.{name}": torch.full((), 0.5).expand(p.shape) for name, p in parameters.items()}
+    with tempfile.TemporaryDirectory(dir=tmp_path) as name:  # pytest would keep it
+        cut(Path(name) / "source", tensors, 0, {"model": {"type": "titan/llama3", **config}})
+        command = [sys.executable, "-c", CONVERT, name]
+        out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    largest = max(parameter.nbytes for parameter in parameters.values())
+    assert sum(parameter.nbytes for parameter in parameters.values()) > 2 * largest + (128 << 20)
+    peaks = [int(line) for line in out.splitlines()]
+    assert len(peaks) == 4
+    assert max(peaks) <= 2 * largest + (64 << 20), peaks
