@@ -19,7 +19,8 @@ BAD = {
     "empty text": (b'{"text": ""}', "'text' is empty"),
     "10 MB line": (b'{"text": "' + b"x" * 10_000_000 + b'"}', "it is longer than 8388608 bytes"),
     "missing key": (b'{"content": "x"}', "it has no key 'text', but is an object with 'content'"),
-    "no object": (b"[1, 2]", "it has no key 'text', but is none"),
+    "no object": (b"[1, 2]", "it is list, not an object"),
+    "half a pair": (b'{"text": "a\\ud83d b"}', r"'text' holds \ud83d, half of a pair"),
     "no text": (b'{"text": 3}', "'text' is int, not text"),
     "cut": (b'{"text": "the disk was fu', "it is not JSON: Unterminated string"),
     "nested": (b'{"text": ' + b"[" * 100_000, "it is not JSON"),
@@ -150,6 +151,13 @@ def test_other_rows_or_another_key_are_refused_on_resume(corpus: Path) -> None:
     for config in (JsonLines(paths=[corpus]), JsonLines(paths=[corpus], text="n")):
         with pytest.raises(TitanError):
             make(config).load_state_dict(state)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_told(corpus: Path) -> None:
+    dataset = make(JsonLines(paths=[corpus]), seq_len=1, rows=1)
+    (corpus / "a.jsonl").write_bytes(row(TEXTS[0]))
+    with pytest.raises(EnvironmentProblem, match=r"a\.jsonl has become shorter .* line \d+"):
+        list(zip(range(10_000), dataset, strict=False))
 
 
 def test_files_without_rows_are_refused(tmp_path: Path) -> None:

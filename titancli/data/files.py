@@ -50,18 +50,7 @@ class FileSource:
         self._files = files
         self._shuffle = shuffle
         self._seed = seed
-        total = sum(file.size for file in files)
-        if total == 0:
-            raise EnvironmentProblem(
-                f"{label} holds no text: all of its {len(files)} files are empty, such as {files[0].path}",
-                hint="point it to files with text",
-            )
-        self.identity: dict[str, Any] = {
-            "files": len(files),
-            "bytes": total,
-            "contents": fingerprint(files, whole=total <= WHOLE_BYTES),
-            "order": f"shuffled by seed {seed}" if shuffle else "as listed",
-        }
+        self.identity = corpus_identity(label, files, shuffle=shuffle, seed=seed)
 
     def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Piece]:
         """The epoch's pieces; a mark is a document's place in the order, and a byte in its file."""
@@ -102,6 +91,28 @@ def _cut(data: bytes) -> int:
     while cut > PIECE_BYTES - 4 and data[cut] & 0xC0 == 0x80:
         cut -= 1
     return cut
+
+
+def corpus_identity(
+    label: str, files: list[TextFile], *, shuffle: bool, seed: int, text: bool = True
+) -> dict[str, Any]:
+    """What tells files and the order of their documents from others: a source's `identity`.
+
+    Raises:
+        EnvironmentProblem: all files are empty, or one cannot be read or, if they are `text`, is not UTF-8.
+    """
+    total = sum(file.size for file in files)
+    if total == 0:
+        raise EnvironmentProblem(
+            f"{label} holds no text: all of its {len(files)} files are empty, such as {files[0].path}",
+            hint="point it to files with text",
+        )
+    return {
+        "files": len(files),
+        "bytes": total,
+        "contents": fingerprint(files, whole=total <= WHOLE_BYTES, text=text),
+        "order": f"shuffled by seed {seed}" if shuffle else "as listed",
+    }
 
 
 def fingerprint(files: Iterable[TextFile], *, whole: bool, text: bool = True) -> str:

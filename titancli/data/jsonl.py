@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from titancli.data import JsonLines
-from titancli.data.files import PIECE_BYTES, WHOLE_BYTES, TextFile, files_of, fingerprint, unreadable
+from titancli.data.files import PIECE_BYTES, TextFile, corpus_identity, files_of, unreadable
 from titancli.data.packing import PackedDataset
 from titancli.data.source import Piece, document_order
 from titancli.errors import EnvironmentProblem
@@ -53,19 +53,8 @@ class JsonLinesSource:
 
     def __init__(self, config: JsonLines, files: list[TextFile], seed: int) -> None:
         self._config, self._files, self._seed = config, files, seed
-        total = sum(file.size for file in files)
-        if total == 0:
-            raise EnvironmentProblem(
-                f"{self.label} has no rows: all of its {len(files)} files are empty, such as {files[0].path}",
-                hint="point it to files with rows",
-            )
-        self.identity: dict[str, Any] = {
-            "files": len(files),
-            "bytes": total,
-            "key": config.text,
-            "contents": fingerprint(files, whole=total <= WHOLE_BYTES, text=False),
-            "order": f"shuffled by seed {seed}" if config.shuffle else "as listed",
-        }
+        found = corpus_identity(self.label, files, shuffle=config.shuffle, seed=seed, text=False)
+        self.identity: dict[str, Any] = {**found, "key": config.text}
         self.skipped = 0
         """Bad rows since this process began."""
         self._starts = [_row_starts(file) for file in files] if config.shuffle else []
@@ -98,11 +87,15 @@ class JsonLinesSource:
         order = document_order(self._seed, epoch, int(firsts[-1]), shuffle=True)
         for document in range(mark["document"] if mark else 0, len(order)):
             number = int(np.searchsorted(firsts, order[document], side="right")) - 1
-            line = int(order[document] - firsts[number])
-            rows = _rows(
-                self._files[number], int(self._starts[number][line]), line + 1, self._config.max_bytes
-            )
-            yield self._files[number], next(rows), {"document": document}
+            file, index = self._files[number], int(order[document] - firsts[number])
+            start = int(self._starts[number][index])
+            row = next(_rows(file, start, index + 1, self._config.max_bytes), None)
+            if row is None:
+                raise EnvironmentProblem(
+                    f"{file.path} has become shorter since the run began: line {index + 1} is gone",
+                    hint="leave the data as they are while a run reads them, and start it anew",
+                )
+            yield file, row, {"document": document}
 
     def _skip(self, file: TextFile, row: Row, reason: BadRow) -> None:
         where = f"{file.path}, line {row.line}: {reason}"
@@ -133,14 +126,21 @@ def _text(data: bytes | None, config: JsonLines) -> str:
         raise BadRow(f"it is not UTF-8: byte {error.start} fits no character") from error
     except (ValueError, RecursionError) as error:
         raise BadRow(f"it is not JSON: {error}") from error
-    if not isinstance(row, dict) or config.text not in row:
-        has = f"an object with {', '.join(map(repr, row)) or 'no keys'}" if isinstance(row, dict) else "none"
-        raise BadRow(f"it has no key {config.text!r}, but is {has}"[:200])
+    if not isinstance(row, dict):
+        raise BadRow(f"it is {type(row).__name__}, not an object")
+    if config.text not in row:
+        has = ", ".join(map(repr, row)) or "no keys"
+        raise BadRow(f"it has no key {config.text!r}, but is an object with {has}"[:200])
     text = row[config.text]
     if not isinstance(text, str):
         raise BadRow(f"{config.text!r} is {type(text).__name__}, not text")
     if not text:
         raise BadRow(f"{config.text!r} is empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can write what no tokenizer takes
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise BadRow(f"{config.text!r} holds {half}, half of a pair, which is no character") from error
     return text
 
 
