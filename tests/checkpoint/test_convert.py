@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from torch import Tensor
@@ -171,6 +172,53 @@ def test_a_model_of_transformers_comes_in_and_goes_out_bit_for_bit(
     assert all(bits(again[name]) == bits(tensor) for name, tensor in theirs.state_dict().items())
 
 
+def test_experts_are_stacked_on_the_way_in_and_parted_on_the_way_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=300,
+    )
+    theirs = Qwen3MoeForCausalLM(config).bfloat16()
+    theirs.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    options = ["--max-shard-size", "8kB", "--verify"]
+    code, out, err = convert(capsys, tmp_path / "hf", tmp_path / "ckpt", "--to", "titan", *options)
+    assert (code, "verified: yes" in out) == (0, True), err
+    reader = CheckpointReader(tmp_path / "ckpt", prefix="model.")
+    assert reader.shape("layers.1.moe.experts.w1") == (4, 16, 32)
+    code, out, err = convert(capsys, tmp_path / "ckpt", tmp_path / "again", "--to", "hf", *options)
+    assert (code, "verified: yes" in out) == (0, True), err
+    index = json.loads((tmp_path / "again" / "model.safetensors.index.json").read_text())
+    files = {index["weight_map"][f"model.layers.1.mlp.experts.{e}.gate_proj.weight"] for e in range(4)}
+    files |= {index["weight_map"][f"model.layers.0.mlp.experts.{e}.gate_proj.weight"] for e in range(4)}
+    assert len(files) > 1
+    again = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "again").state_dict()
+    assert all(bits(again[name]) == bits(tensor) for name, tensor in theirs.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5 * 10**9), ("512MiB", 1 << 29), ("1.5 kb", 1500), ("7B", 7), ("0B", None)]
+)
+def test_sizes_are_read_as_people_write_them(text: str, size: int | None):
+    from titancli.cli.convert import Size
+
+    if size is None:
+        with pytest.raises(click.BadParameter, match="at least one byte"):
+            Size().convert(text, None, None)
+    else:
+        assert Size().convert(text, None, None) == size
+
+
 def test_weights_can_be_cast_on_the_way_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     make_checkpoint(tmp_path / "step-1")
     assert convert(capsys, tmp_path / "step-1", tmp_path / "hf", "--to", "hf")[0] == 0
@@ -222,6 +270,7 @@ def test_mistakes_are_told_with_their_exit_code(tmp_path: Path, capsys: pytest.C
         ([tmp_path / "half", tmp_path / "out", "--to", "titan"], 5, "lacks 'hidden_size'"),
         ([tmp_path / "half", tmp_path / "out", "--to", "titan", "--model-component", "gpt9"], 4, "gpt9"),
         ([tmp_path / "step-1", tmp_path / "out", "--to", "onnx"], 2, "onnx"),
+        ([tmp_path / "step-1", tmp_path / "out", "--to", "hf", "--max-shard-size", "big"], 2, "write 5GB"),
     ]
     for args, code, text in cases:
         found, err = _wrong(capsys, *args)

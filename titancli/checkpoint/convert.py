@@ -6,15 +6,17 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import torch
 
 from titancli.checkpoint.compare import verdict
 from titancli.checkpoint.disk import write_file
+from titancli.checkpoint.hashed import BLOCK, HashedReader
 from titancli.checkpoint.hf import HFReader, cast_of, export_hf, read_hf
 from titancli.checkpoint.layout import METADATA, Chunk, TensorLayout, layout_text
 from titancli.checkpoint.load import CheckpointReader
-from titancli.checkpoint.manifest import MANIFEST, Manifest, Verify, faults, manifest_bytes
+from titancli.checkpoint.manifest import MANIFEST, Manifest, faults, manifest_bytes
 from titancli.checkpoint.newfolder import new_folder, refuse_used
 from titancli.checkpoint.save import Draft
 from titancli.checkpoint.stream import Job, Progress, no_progress, write_files
@@ -68,25 +70,25 @@ def to_hf(
     say(f"exporting {folder}")
     built = build(tokenizer) if tokenizer is not None else None
     # Looking for the newest good one has read every file already.
-    checksums = Checksums(folder, reader.manifest, verify="full" if folder == src.absolute() else "size")
+    with Checksums(folder, reader.manifest, data=folder == src.absolute()) as checksums:
 
-    def watch(name: str, done: int, total: int) -> None:
-        checksums.check_so_far()
-        progress(name, done, total)
+        def watch(name: str, done: int, total: int) -> None:
+            checksums.check_so_far()
+            progress(name, done, total)
 
-    export_hf(
-        reader,
-        form,
-        getattr(built, "files", {}),
-        dst,
-        dtype=dtype_of(dtype),
-        max_shard=max_shard,
-        eos_id=getattr(built, "eos_id", None),
-        bos_id=getattr(built, "bos_id", None),
-        progress=watch,
-        say=say,
-        before_rename=checksums.check,
-    )
+        export_hf(
+            reader,
+            form,
+            getattr(built, "files", {}),
+            dst,
+            dtype=dtype_of(dtype),
+            max_shard=max_shard,
+            eos_id=getattr(built, "eos_id", None),
+            bos_id=getattr(built, "bos_id", None),
+            progress=watch,
+            say=say,
+            before_rename=checksums.check,
+        )
     dst = dst.absolute()
     lines, good = verdict(model, reader, dst, dtype_of(dtype)) if verify else ([], True)
     lines += [
@@ -158,20 +160,23 @@ def _file_name(number: int, count: int) -> str:
 
 
 class Checksums:
-    """A checkpoint's files compared with their checksums, data files in a thread while they are put to use.
+    """A checkpoint's files compared with their checksums: data files in a thread, while they are put to use.
+
+    A context manager, at whose end the thread has ended.
 
     Raises:
         EnvironmentProblem: a file is damaged; names it.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, *, verify: Verify) -> None:
-        self._folder, self._manifest, self._verify = folder, manifest, verify
+    def __init__(self, folder: Path, manifest: Manifest, *, data: bool) -> None:
+        """`data` false: the data files are known to be good."""
+        self._folder, self._files = folder, manifest.files
         self._found: list[str] = []
-        data = [name for name in manifest.files if name.endswith(".safetensors")]
-        self._compare(manifest.files.keys() - set(data))
+        self._leave = threading.Event()
+        names = [name for name in manifest.files if name.endswith(".safetensors")]
+        self._found += faults(folder, manifest, only=manifest.files.keys() - set(names))
         self.check_so_far()
-        self._thread = threading.Thread(target=self._compare, args=(data,), daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=self._compare, args=(names if data else [],))
 
     def check(self) -> None:
         """Wait until all are read."""
@@ -186,11 +191,26 @@ class Checksums:
             )
 
     def _compare(self, names: Iterable[str]) -> None:
+        scratch = memoryview(bytearray(2 * BLOCK))
         for name in names:
             try:
-                self._found += faults(self._folder, self._manifest, verify=self._verify, only={name})
+                with HashedReader(self._folder / name) as file:
+                    while file.position < file.size:
+                        if self._leave.is_set():
+                            return
+                        file.skip(min(len(scratch), file.size - file.position), scratch)
+                    if file.digest() != self._files[name]:
+                        self._found.append(f"{name} is damaged: its checksum does not match")
             except TitanError as error:
                 self._found.append(error.message)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._leave.set()
+        self._thread.join()
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
