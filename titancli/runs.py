@@ -67,12 +67,14 @@ def write_atomically(path: Path, text: str) -> None:
         ) from error
 
 
+_LEFT = {"logs", "checkpoints", "run.lock", "ranks.lock"}
+
+
 def _is_bare(path: Path) -> bool:
     """Whether a folder holds no more than a start that failed, or other nodes' logs, may leave there."""
-    left = {"logs", "checkpoints", "run.lock", "ranks.lock"}
     checkpoints = path / "checkpoints"
     saved = checkpoints.is_dir() and any(checkpoints.iterdir())
-    return not saved and all(entry.name in left for entry in path.iterdir())
+    return not saved and all(entry.name in _LEFT for entry in path.iterdir())
 
 
 def _umask() -> int:
@@ -106,6 +108,10 @@ class RunFolder:
     def is_run(path: Path) -> bool:
         """Whether a folder holds a run."""
         return (path / LOCK_NAME).is_file()
+
+    def is_empty_but_for_checkpoints(self) -> bool:
+        """Whether a folder holds no more than a start that failed, or a download that was cut off."""
+        return all(entry.name in _LEFT for entry in self.path.iterdir())
 
     @classmethod
     def choose(cls, name: str, run_dir: Path | None = None) -> RunFolder:

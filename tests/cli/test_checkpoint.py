@@ -143,3 +143,19 @@ def test_none_of_them_imports_torch(run: Path, verb: str) -> None:
 def test_a_shell_completes_the_verbs_and_the_flags(tmp_path: Path) -> None:
     assert completed(tmp_path, "titan checkpoint ") == ["list", "show", "verify"]
     assert "--layout" in completed(tmp_path, "titan checkpoint show RUN --")
+
+
+def test_urls_are_looked_at_like_folders(titan: Titan, run: Path) -> None:
+    url = f"file://{run}/checkpoints"
+    for words in (["list", "{}"], ["show", "{}"], ["verify", "{}"]):
+        here, there = (
+            titan("checkpoint", *[word.format(at) for word in words])
+            for at in (str(run / "checkpoints"), url)
+        )
+        assert (here.code, there.code) == (0, 0), there.err
+        assert there.out.replace("file://", "") == here.out
+    _flip(run / "checkpoints/step-10/rank-00000.safetensors")
+    done = titan("checkpoint", "verify", f"{url}/step-10")
+    assert done.code == 5
+    assert done.out.startswith(f"bad:  {url}/step-10: rank-00000.safetensors is damaged")
+    assert titan("checkpoint", "list", f"{url}/nothing").code == 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,8 +17,11 @@ from torch.distributed.checkpoint.planner import WriteItem
 from titancli.checkpoint.manifest import remove, steps
 from titancli.checkpoint.save import Draft, mesh_of, run_save
 from titancli.checkpoint.storage import SavePlannerOf, plan_of, several_ranks
+from titancli.checkpoint.uploads import Uploads
 from titancli.errors import TitanError
 from titancli.recipe.schema import Checkpoint
+
+logger = logging.getLogger(__name__)
 
 PLANNING_TIMEOUT = datetime.timedelta(hours=1)
 """Ranks wait for the slowest one's disk; the limit for training's collectives is far too short for that."""
@@ -40,12 +44,13 @@ class Checkpointer:
         run_id: str,
         mesh: Mapping[str, int] | None = None,
         on_saved: Callable[[int, Path], None] = lambda step, path: None,
+        uploads: Uploads | None = None,
     ) -> None:
         """`mesh`: the degrees that manifests tell. `on_saved(step, path)` is called on every rank, in the
-        caller's thread, when a save is complete."""
+        caller's thread, when a save is complete. `uploads` is rank 0's, and is woken after each."""
         self._folder, self._section = folder, section
         self._lock_text, self._run_id, self._on_saved = lock_text, run_id, on_saved
-        self._mesh = mesh
+        self._mesh, self._uploads = mesh, uploads
         self._group: dist.ProcessGroup | None = None
         self._main = not several_ranks(None) or dist.get_rank() == 0
         self._staging = Staging(pinned=section.async_mode == "async_with_pinned_mem")
@@ -111,6 +116,26 @@ class Checkpointer:
         if told[0] is not None:
             raise told[0]
 
+    def finish_uploads(self, *, must: bool) -> None:
+        """Wait until the newest checkpoints are where `checkpoint.remote` says.
+
+        Raises:
+            TitanError: they cannot be put there, and `must`.
+        """
+        if self._section.remote is None:
+            return
+
+        def finish() -> None:
+            try:
+                if self._uploads is not None:
+                    self._uploads.finish()
+            except TitanError as error:
+                if must:
+                    raise
+                logger.warning("%s", error.message)
+
+        self.on_main(finish)
+
     def _meet(self) -> None:
         if self._group is None and several_ranks(None):
             # Not before the first step, after which the limits of all groups are tightened; but soon after:
@@ -145,8 +170,11 @@ class Checkpointer:
 
     def _write(self, planner: SavePlannerOf, draft: Draft) -> None:
         run_save(planner, draft, self._group)
+        if self._uploads is not None:
+            self._uploads.wake()
         if self._main:
-            purge(self._folder, self._run_id, self._section.keep_latest_k)
+            busy = self._uploads.busy if self._uploads is not None else None
+            purge(self._folder, self._run_id, self._section.keep_latest_k, busy)
 
 
 class Writing:
@@ -209,8 +237,11 @@ class Staging:
         return SavePlannerOf(plan, staged)
 
 
-def purge(folder: Path, run_id: str, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints of this run (0 keeps all); others' folders stay."""
-    mine = [path for path, manifest in steps(folder).items() if manifest.run_id == run_id]
+def purge(folder: Path, run_id: str, keep: int, busy: Path | None = None) -> None:
+    """Delete all but the newest `keep` checkpoints of this run (0 keeps all); others' folders stay, and so
+    do a user's links and the one that is being uploaded."""
+    own = [path for path, manifest in steps(folder).items() if manifest.run_id == run_id]
+    mine = [path for path in own if not path.is_symlink()]
     for path in mine[keep:] if keep else ():
-        remove(path, run_id)
+        if path != busy:
+            remove(path, run_id)

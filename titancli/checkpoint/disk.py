@@ -12,7 +12,7 @@ import xxhash
 from titancli.checkpoint.hashed import Digest
 from titancli.errors import EnvironmentProblem
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_file(path: Path, data: bytes) -> Digest:
@@ -46,7 +46,7 @@ def need(folder: Path, needed: int) -> None:
 def refusal(error: OSError, path: Path, needed: int, *, kept: str, remedy: str) -> EnvironmentProblem:
     """Why `path`, of `needed` bytes, cannot be written; what is safe, and how to make room."""
     about = f"{path} cannot be written: {error.strerror or error}"
-    if error.errno in _FULL:
+    if error.errno in FULL:
         try:
             free = f"{size_text(shutil.disk_usage(path.parent).free)} are free on that disk"
         except OSError:

@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from titancli.cli.output import note, print_json, table
+from titancli.cli.places import FolderOrURL
 from titancli.errors import EXIT_ENVIRONMENT, EXIT_OK, EnvironmentProblem
 
 if TYPE_CHECKING:
     from titancli.checkpoint.inspect import Found
     from titancli.checkpoint.layout import TensorLayout
 
-FOLDER = click.Path(path_type=Path, file_okay=False)
+FOLDER = FolderOrURL()
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
 @click.group("checkpoint", short_help="List, show and verify checkpoints.")
 def command() -> None:
-    """List, show and verify checkpoints.
+    """List, show and verify checkpoints, on a disk or by URL (`s3://…`).
 
     None of them imports torch or changes a file.
     """

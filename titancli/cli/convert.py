@@ -10,6 +10,8 @@ from typing import Any
 import click
 
 from titancli.cli.output import note
+from titancli.cli.places import FolderOrURL, on_disk
+from titancli.errors import UsageError
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]?)(i?)b", re.IGNORECASE)
 
@@ -31,7 +33,7 @@ class Size(click.ParamType):
 
 
 @click.command("convert-checkpoint", short_help="Turn a checkpoint into a Hugging Face folder, or back.")
-@click.argument("src", type=click.Path(path_type=Path))
+@click.argument("src", type=FolderOrURL(file_okay=True))
 @click.argument("dst", type=click.Path(path_type=Path))
 @click.option("--to", "to", type=click.Choice(["hf", "titan"]), required=True, help="What DST will be.")
 @click.option(
@@ -64,19 +66,22 @@ def command(
 ) -> int:
     """Turn a checkpoint into a Hugging Face folder (--to hf), or back (--to titan).
 
-    To hf, SRC is RUN/checkpoints/step-N, or RUN for its newest good checkpoint; transformers loads DST as it
-    is. To titan, SRC is a folder with config.json and *.safetensors; a recipe starts from DST with
-    weights=DST. DST must not exist.
+    To hf, SRC is RUN/checkpoints/step-N, or RUN for its newest good checkpoint, or the URL of either;
+    transformers loads DST as it is. To titan, SRC is a folder with config.json and *.safetensors; a recipe
+    starts from DST with weights=DST. DST must not exist.
     """
     from titancli.checkpoint import convert
     from titancli.checkpoint.stream import no_progress
 
     show = _progress if sys.stderr.isatty() else no_progress
     if to == "hf":
-        result = convert.to_hf(
-            src, dst, dtype=dtype, max_shard=max_shard, verify=verify, progress=show, say=note
-        )
+        with on_disk(src, dst.absolute().parent, say=note) as folder:
+            result = convert.to_hf(
+                folder, dst, dtype=dtype, max_shard=max_shard, verify=verify, progress=show, say=note
+            )
     else:
+        if not isinstance(src, Path):
+            raise UsageError("--to titan reads a folder on a disk", hint=f"copy {src} first")
         result = convert.to_titan(
             src,
             dst,

@@ -87,7 +87,9 @@ def command(
     if allow_drift and not resume:
         raise UsageError("--allow-drift goes with --resume")
     files = list(common.plugin_files)
-    plan = make_plan(Request(recipe, overrides, unset, run_dir, resume, step, allow_drift, files, dry_run))
+    plan = make_plan(
+        Request(recipe, overrides, unset, run_dir, resume, step, allow_drift, files, dry_run, note)
+    )
     count = Processes(count_processes(plan, nproc, may_exceed=dry_run), nnodes, rdzv)
     if dry_run:
         return _show(plan, count, files, as_json)

@@ -6,21 +6,22 @@ Everything that can be known to be wrong is said here, before a process is start
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titancli.checkpoint import newest_good, read_manifest
+from titancli.checkpoint import read_manifest
 from titancli.checkpoint.manifest import steps
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
+from titancli.launchers import elsewhere
 from titancli.launchers.fit import check_weights
 from titancli.provenance import file_hash, provenance
 from titancli.runs import RunFolder, timestamp
 
 if TYPE_CHECKING:
-    from titancli.checkpoint.manifest import Verify
     from titancli.recipe import Loaded
+    from titancli.recipe.schema import Checkpoint
 
 GUARDED = ("model", "tokenizer", "dataset")
 """Sections that a resumed run may not change: its weights and its position would mean something else."""
@@ -56,6 +57,8 @@ class Request:
     plugin_files: Sequence[Path] = ()
     dry_run: bool = False
     """Nothing will be started: files that the recipe names and are not there are told, not refused."""
+    say: Callable[[str], None] = lambda line: None
+    """Is told what takes long before it begins."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,8 @@ def make_plan(request: Request) -> Plan:
                 hint=f"to continue it: titan train {request.reference} --run-dir {request.run_dir} --resume",
             )
         return _continue(request, RunFolder.open(run_dir), required=request.step is not None)
+    if request.resume and run_dir is not None and (plan := _from_afar(request, run_dir)) is not None:
+        return plan
     if request.step is not None:
         raise (
             EnvironmentProblem(f"there is no run {run_dir} to take step {request.step} of")
@@ -116,14 +121,44 @@ def _begin(request: Request, run_dir: Path | None) -> Plan:
 
     loaded = load_recipe(request.reference, request.overrides, unset=request.unset)
     missing = require_inputs(loaded, weights=True, dry_run=request.dry_run)
+    folder = RunFolder.choose(loaded.recipe.name, run_dir)
+    if not request.dry_run:
+        elsewhere.see_to(folder, loaded.recipe.checkpoint, new=not request.resume)
     return Plan(
-        folder=RunFolder.choose(loaded.recipe.name, run_dir),
+        folder=folder,
         loaded=loaded,
         lock_text=lock_text(loaded),
         new=True,
         named_by_titan=run_dir is None,
         missing=missing,
     )
+
+
+def _from_afar(request: Request, run_dir: Path) -> Plan | None:
+    """Continue a run that is not on this machine, if its checkpoints lie in an object store."""
+    from titancli.recipe import load_recipe
+
+    section = load_recipe(request.reference, request.overrides, unset=request.unset).recipe.checkpoint
+    notes: list[str] = []
+    if section.remote is not None and request.dry_run:
+        found = elsewhere.newest(
+            RunFolder(run_dir), section, rejected=notes.append, say=request.say, dry_run=True
+        )
+        if found is None:
+            return None
+        plan = _begin(request, run_dir)
+        return replace(plan, checkpoint=found, start_step=_step_of(found), notes=notes)
+    if not elsewhere.take_run(run_dir, section, rejected=notes.append, say=request.say):
+        for note in notes:
+            request.say(note)
+        return None
+    plan = _continue(request, RunFolder.open(run_dir), required=True)
+    return replace(plan, notes=list(dict.fromkeys(notes + plan.notes)))
+
+
+def _step_of(checkpoint: Path) -> int:
+    """Of one that a dry run has only seen in an object store, too."""
+    return read_manifest(checkpoint).step if checkpoint.is_dir() else int(checkpoint.name[len("step-") :])
 
 
 def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
@@ -145,9 +180,11 @@ def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
             f"{folder.path} was begun with another {' and '.join(_sections(refused))}:\n{listed}",
             hint="start a new run, or go on all the same with --allow-drift",
         )
-    verify = loaded.recipe.checkpoint.verify
-    checkpoint, more = _choose_checkpoint(folder, request.step, verify, required=required)
-    start_step = read_manifest(checkpoint).step if checkpoint is not None else 0
+    section = loaded.recipe.checkpoint
+    checkpoint, more = _choose_checkpoint(folder, request, section, required=required)
+    start_step = _step_of(checkpoint) if checkpoint is not None else 0
+    if not request.dry_run:
+        elsewhere.see_to(folder, section, new=False)
     missing = require_inputs(loaded, weights=checkpoint is None, dry_run=request.dry_run)
     return Plan(
         folder=folder,
@@ -179,9 +216,11 @@ def _run_to_resume(request: Request) -> Path:
 
 
 def _choose_checkpoint(
-    folder: RunFolder, step: int | None, verify: Verify, *, required: bool
+    folder: RunFolder, request: Request, section: Checkpoint, *, required: bool
 ) -> tuple[Path | None, list[str]]:
-    if step is not None:
+    if (step := request.step) is not None:
+        if not request.dry_run:
+            elsewhere.take_step(folder, section, step, request.say)
         path = folder.checkpoints / f"step-{step}"
         if not path.is_dir():
             there = sorted(
@@ -193,7 +232,9 @@ def _choose_checkpoint(
             )
         return path, []
     notes: list[str] = []
-    path_or_none = newest_good(folder.checkpoints, verify=verify, rejected=notes.append)
+    path_or_none = elsewhere.newest(
+        folder, section, rejected=notes.append, say=request.say, dry_run=request.dry_run
+    )
     if path_or_none is None and required:
         passed_over = "".join(f"\n  {note}" for note in notes)
         raise EnvironmentProblem(
@@ -309,7 +350,9 @@ def new_record(plan: Plan, attempt: dict[str, Any]) -> dict[str, Any]:
     """`run.json` with a further attempt."""
     record = {} if plan.new else plan.folder.record()
     record.setdefault("format", 1)
-    record.setdefault("run_id", uuid.uuid4().hex)
+    # A run that came from an object store without its record is the one that wrote its checkpoint.
+    before = read_manifest(plan.checkpoint).run_id if plan.checkpoint else None
+    record.setdefault("run_id", before or uuid.uuid4().hex)
     record.setdefault("name", plan.loaded.recipe.name)
     record.setdefault("created", timestamp())
     record.setdefault("attempts", []).append(attempt)

@@ -71,12 +71,14 @@ def _activation_checkpoint(recipe: Recipe) -> Iterator[Finding]:
 
 def _checkpoint(recipe: Recipe) -> Iterator[Finding]:
     section = recipe.checkpoint
-    saving = ["enable_first_step_checkpoint", "create_seed_checkpoint"]
+    saving = ["enable_first_step_checkpoint", "create_seed_checkpoint", "remote"]
     exports = ["last_save_model_only", "last_save_in_hf"]
     if not section.enable:
         for name in [*saving, *exports]:
             if getattr(section, name):
                 yield ("checkpoint", name), "nothing is saved where checkpoint.enable is false", None
+    if section.remote is not None and (wrong := _remote(section.remote)):
+        yield ("checkpoint", "remote"), *wrong
     if section.export_dtype != "float32" and not any(getattr(section, name) for name in exports):
         message = f"nothing is exported, in {section.export_dtype} or else"
         yield ("checkpoint", "export_dtype"), message, "write last_save_in_hf = true, for one"
@@ -91,6 +93,16 @@ def _checkpoint(recipe: Recipe) -> Iterator[Finding]:
             hint = did_you_mean(TORCHTITAN.get(name) or nearest_name(name, PARTS))
             message = f"a checkpoint has no part {name!r}"
             yield ("checkpoint", "exclude_from_loading"), message, hint or f"its parts are {', '.join(PARTS)}"
+
+
+def _remote(url: str) -> tuple[str, str] | None:
+    """What is wrong with `checkpoint.remote`, and what to write; credentials are not shown."""
+    if re.match(r"\w+://[^/]*@", url):
+        hint = "leave the part before the @ out, and set AWS_PROFILE, for one, in the shell"
+        return "a recipe and its lock file are meant to be shown around: no credentials in a URL", hint
+    if not re.fullmatch(r"[a-z][a-z0-9+.-]+://[^?#:\s]*[^/?#:\s]/*", url):
+        return f"{url!r} is not the URL of a folder in an object store", 'write "s3://bucket/prefix"'
+    return None
 
 
 def _schedule(recipe: Recipe, root: Node) -> Iterator[Finding]:

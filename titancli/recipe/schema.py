@@ -197,6 +197,9 @@ class Checkpoint:
     """Steps between checkpoints; the last step is always saved."""
     keep_latest_k: Annotated[int, Ge(0)] = 10
     """How many of this run's checkpoints to keep; 0 keeps all."""
+    remote: str | None = None
+    """A folder in an object store, such as `"s3://bucket/prefix"`: each checkpoint is copied to REMOTE/RUN
+    while training goes on, and taken from there on a machine that does not have the run."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Whether training goes on while a checkpoint is written, and whether its copy is in pinned memory."""
     verify: Literal["full", "size", "off"] = "full"

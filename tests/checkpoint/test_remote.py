@@ -1,0 +1,250 @@
+"""Checkpoints under URLs: whole or absent, never another run's, and back again bit for bit."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.registry import _registry as registry
+
+from tests.checkpoint.tensors import RUN, same, save, some_tensors, zeros
+from titancli.checkpoint import load_checkpoint, newest_good, read_manifest
+from titancli.checkpoint.manifest import faults, steps
+from titancli.checkpoint.remote import newest_of_both, probe, upload
+from titancli.checkpoint.store import RemotePath, Unreachable, at
+from titancli.checkpoint.uploads import Uploads
+from titancli.errors import EnvironmentProblem, TitanError
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    """A folder of a store in this process's memory."""
+    yield f"memory://{tmp_path.name}/runs/r"
+    fsspec.filesystem("memory").store.clear()
+
+
+def _objects(url: str) -> dict[str, bytes]:
+    store, key = fsspec.core.url_to_fs(url)
+    return {name.removeprefix(f"{key}/"): store.cat_file(name) for name in store.find(key)}
+
+
+def _put(url: str, name: str, data: bytes) -> None:
+    store, key = fsspec.core.url_to_fs(url)
+    store.pipe_file(f"{key}/{name}", data)
+
+
+def _saved(folder: Path, *numbers: int) -> None:
+    for number in numbers:
+        save(folder / f"step-{number}", seed=number)
+
+
+def _take(url: str, folder: Path, run_id: str | None = RUN) -> tuple[Path | None, list[str]]:
+    lines: list[str] = []
+    found = newest_of_both(at(url), folder, run_id=run_id, rejected=lines.append, say=lambda line: None)
+    return found, lines
+
+
+def test_what_goes_up_comes_back_bit_for_bit(tmp_path: Path, url: str) -> None:
+    _saved(tmp_path / "here", 4)
+    upload(tmp_path / "here/step-4", at(url) / "step-4")
+    here = {path.name: path.read_bytes() for path in (tmp_path / "here/step-4").iterdir()}
+    assert _objects(f"{url}/step-4") == here
+    found, lines = _take(url, tmp_path / "there")
+    assert (found, lines) == (tmp_path / "there/step-4", [])
+    assert {path.name: path.read_bytes() for path in found.iterdir()} == here
+    loaded = zeros(some_tensors(4))
+    load_checkpoint(found, loaded)
+    assert same(loaded, some_tensors(4))
+    assert [path.name for path in (tmp_path / "there").iterdir() if path.name != ".taking"] == ["step-4"]
+
+
+@pytest.mark.parametrize("after", range(4))
+def test_an_upload_that_is_cut_off_anywhere_is_no_checkpoint(
+    tmp_path: Path, url: str, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _saved(tmp_path, 2, 4)
+    upload(tmp_path / "step-2", at(url) / "step-2")
+    writes = 0
+    for name in ("put", "write_bytes"):
+        original = getattr(RemotePath, name)
+
+        def broken(self: RemotePath, data: Any, original: Any = original) -> None:
+            nonlocal writes
+            if writes == after:
+                raise Unreachable("the line is dead")
+            writes += 1
+            original(self, data)
+
+        monkeypatch.setattr(RemotePath, name, broken)
+    assert len(list((tmp_path / "step-4").iterdir())) == 4
+    with pytest.raises(Unreachable):
+        upload(tmp_path / "step-4", at(url) / "step-4")
+    monkeypatch.undo()
+    assert newest_good(at(url)) is not None
+    found, lines = _take(url, tmp_path / "there")
+    assert found == tmp_path / "there/step-2"
+    # A store has no empty folders: of nothing that arrived nothing is told.
+    assert [line for line in lines if "step-4" in line and "manifest.json" in line] == lines
+    assert len(lines) == (1 if after else 0)
+    upload(tmp_path / "step-4", at(url) / "step-4")
+    assert not faults(at(url) / "step-4", read_manifest(at(url) / "step-4"))
+
+
+@pytest.mark.parametrize("harm", ["flipped", "short", "missing", "extra", "manifest"])
+def test_a_bad_one_is_named_in_a_line_and_the_one_before_taken(tmp_path: Path, url: str, harm: str) -> None:
+    _saved(tmp_path, 2, 4)
+    for step in ("step-2", "step-4"):
+        upload(tmp_path / step, at(url) / step)
+    name = {"extra": "other.txt", "manifest": "manifest.json"}.get(harm, "rank-00000.safetensors")
+    data = _objects(f"{url}/step-4").get(name, b"hello")
+    if harm in ("flipped", "manifest"):
+        data = data[:-1] + bytes([data[-1] ^ 1])
+    _put(f"{url}/step-4", name, data[:-1] if harm == "short" else data)
+    if harm == "missing":
+        store, key = fsspec.core.url_to_fs(url)
+        store.rm_file(f"{key}/step-4/{name}")
+    found, lines = _take(url, tmp_path / "there")
+    assert found == tmp_path / "there/step-2"
+    [line] = lines
+    assert "step-4 is passed over" in line and name in line and url in line
+    assert not [path for path in (tmp_path / "there").iterdir() if "step-4" in path.name]
+
+
+def test_the_newer_one_is_taken_wherever_it_lies(tmp_path: Path, url: str) -> None:
+    here = tmp_path / "here"
+    _saved(here, 2, 4)
+    upload(here / "step-4", at(url) / "step-4")
+    shutil.rmtree(here / "step-4")
+    assert _take(url, here) == (here / "step-4", [])
+    _saved(here, 6)
+    assert _take(url, here) == (here / "step-6", [])
+    (here / "step-6/metadata.json").write_text("{}")
+    found, [line] = _take(url, here)
+    assert found == here / "step-4" and "step-6" in line
+    _, [line] = _take(url, tmp_path / "there", run_id="another")
+    assert "step-4 is passed over: it was written by another run" in line
+
+
+def test_a_damaged_folder_gives_way_to_the_stores(tmp_path: Path, url: str) -> None:
+    _saved(tmp_path, 4)
+    upload(tmp_path / "step-4", at(url) / "step-4")
+    (tmp_path / "step-4/metadata.json").write_text("{}")
+    found, [line] = _take(url, tmp_path)
+    assert found == tmp_path / "step-4" and "metadata.json" in line
+    assert not faults(found, read_manifest(found))
+
+
+def test_another_runs_checkpoint_is_left_alone(tmp_path: Path, url: str) -> None:
+    save(tmp_path / "other/step-4", run_id="other")
+    upload(tmp_path / "other/step-4", at(url) / "step-4")
+    before = _objects(url)
+    _saved(tmp_path / "mine", 4)
+    with pytest.raises(TitanError, match="written by another run"):
+        upload(tmp_path / "mine/step-4", at(url) / "step-4")
+    assert _objects(url) == before
+
+
+def _uploads(folder: Path, url: str, keep: int) -> Uploads:
+    return Uploads(folder, at(url), RUN, keep)
+
+
+def test_uploads_follow_the_folder_and_keep_as_many_of_this_run(tmp_path: Path, url: str) -> None:
+    folder = tmp_path / "here"
+    save(tmp_path / "other/step-1", run_id="other")
+    upload(tmp_path / "other/step-1", at(url) / "step-1")
+    uploads = _uploads(folder, url, keep=2)
+    for step in (2, 4, 6):
+        _saved(folder, step)
+        uploads.wake()
+        uploads.settle()
+    assert sorted(path.name for path in steps(at(url))) == ["step-1", "step-4", "step-6"]
+    save(folder / "step-6", seed=7)  # a run that went back does a step again
+    uploads.finish()
+    assert _objects(f"{url}/step-6") == {p.name: p.read_bytes() for p in (folder / "step-6").iterdir()}
+
+
+def test_what_fails_is_told_at_once_and_tried_again_with_the_next(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    uploads = _uploads(tmp_path, url, keep=0)
+    _saved(tmp_path, 2)
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "titancli"):
+        patch.setattr(RemotePath, "put", _no)
+        uploads.wake()
+        uploads.settle()
+        [record] = [record for record in caplog.records if record.name.startswith("titancli")]
+        assert "the next save tries again" in record.message and "no such day" in record.message
+        with pytest.raises(TitanError, match=r"not all in memory://.*no such day"):
+            uploads.finish()
+    _saved(tmp_path, 4)
+    uploads.wake()
+    uploads.settle()
+    assert sorted(path.name for path in steps(at(url))) == ["step-2", "step-4"]
+    uploads.finish()
+
+
+def _no(self: RemotePath, source: Path) -> None:
+    raise Unreachable("no such day")
+
+
+def test_a_slow_store_does_not_hold_up_who_saves(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    going, go = threading.Event(), threading.Event()
+    put = RemotePath.put
+
+    def slow(self: RemotePath, source: Path) -> None:
+        going.set()
+        assert go.wait(60)
+        put(self, source)
+
+    monkeypatch.setattr(RemotePath, "put", slow)
+    uploads = _uploads(tmp_path, url, keep=1)
+    for step in (2, 4, 6):
+        _saved(tmp_path, step)
+        uploads.wake()  # returns, though nothing gets through
+        assert going.wait(60)
+    assert uploads.busy == tmp_path / "step-2"
+    go.set()
+    uploads.finish()
+    assert [path.name for path in steps(at(url))] == ["step-6"]
+
+
+def test_a_place_that_cannot_be_written_is_told_with_its_url(tmp_path: Path, url: str) -> None:
+    probe(at(url))
+    assert _objects(url) == {}
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentProblem, match=r"no checkpoint can be uploaded: file:///.*/file/x"):
+        probe(at(f"file://{tmp_path}/file/x"))
+
+
+def test_a_store_that_does_not_answer_is_not_taken_for_an_empty_one(
+    url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _saved(tmp_path, 2)
+    upload(tmp_path / "step-2", at(url) / "step-2")
+
+    def dead(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("endpoint")
+
+    monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.cat_file", dead)
+    with pytest.raises(Unreachable, match=r"step-2/manifest.json cannot be reached: RuntimeError: endpoint"):
+        _take(url, tmp_path / "there")
+
+
+def test_a_package_that_is_missing_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    for protocol in ("s3", "s3a"):  # as if no URL of this kind had been used yet
+        monkeypatch.delitem(registry, protocol, raising=False)
+    with pytest.raises(EnvironmentProblem) as caught:
+        at("s3://bucket/prefix")
+    assert caught.value.hint == "pip install 'titancli[s3]'"
+    with pytest.raises(EnvironmentProblem, match="nosuch://x is no URL of a store"):
+        at("nosuch://x")

@@ -1,0 +1,124 @@
+"""Checkpoints on their way to an object store while training goes on: `checkpoint.remote`. Torch-free."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import cast
+
+from titancli.checkpoint.disk import size_text
+from titancli.checkpoint.manifest import Manifest, steps
+from titancli.checkpoint.remote import upload
+from titancli.checkpoint.store import RemotePath
+from titancli.errors import TitanError
+
+logger = logging.getLogger(__name__)
+
+
+class Uploads:
+    """Keeps a run's checkpoints in a store as they are in its folder; for one rank.
+
+    `wake` when one was saved: a thread then puts what is missing there, the newest first, and after that
+    deletes all but the newest `keep` of this run. What fails is told at once, and tried again with the next.
+    """
+
+    def __init__(self, folder: Path, place: Path, run_id: str, keep: int) -> None:
+        self._folder, self._place, self._run_id, self._keep = folder, place, run_id, keep
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._again = False
+        self._error: Exception | None = None
+        self.busy: Path | None = None
+        """The checkpoint under way; it must stay where it is."""
+
+    def wake(self) -> None:
+        """There is something new. Returns at once."""
+        with self._lock:
+            self._again = True
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="titan-upload", daemon=True)
+                self._thread.start()
+
+    def settle(self) -> None:
+        """Wait until what was asked for is done, or has failed."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def finish(self) -> None:
+        """See to it that the newest checkpoints are there, waiting as long as it takes.
+
+        Raises:
+            TitanError: they are not, at the second attempt.
+        """
+        if self.busy is not None:
+            logger.info("waiting for the upload of %s to %s", self.busy.name, self._place)
+        self.settle()
+        self.wake()
+        self.settle()
+        if self._error is not None:
+            self.wake()
+            self.settle()
+        if self._error is not None:
+            raise TitanError(
+                f"the run has ended, and its checkpoints in {self._folder} are not all in {self._place}: "
+                f"{_words(self._error)}",
+                hint="titan train RUN --resume tries again",
+            ) from self._error
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._again:
+                    self._thread = None
+                    return
+                self._again = False
+            try:
+                while (path := self._missing()) is not None:
+                    self._upload(path)
+                self._purge()
+                self._error = None
+            except Exception as error:  # of whatever kind: training goes on
+                self._error = error
+                logger.warning(
+                    "a checkpoint is not uploaded, the next save tries again: %s",
+                    _words(error),
+                    exc_info=logger.isEnabledFor(logging.DEBUG),
+                )
+
+    def _missing(self) -> Path | None:
+        there = {path.name: manifest for path, manifest in steps(self._place).items()}
+        here = self._mine(self._folder)[: self._keep or None]
+        return next((path for path, manifest in here if there.get(path.name) != manifest), None)
+
+    def _upload(self, path: Path) -> None:
+        began = time.perf_counter()
+        self.busy = path
+        try:
+            upload(path, self._place / path.name)
+        except FileNotFoundError:
+            if path.exists():  # else it has made way for newer ones
+                raise
+            return
+        finally:
+            self.busy = None
+        size = sum(file.stat().st_size for file in path.iterdir()) if path.exists() else 0
+        seconds = time.perf_counter() - began
+        logger.info("%s is in %s: %s in %.1f s", path.name, self._place, size_text(size), seconds)
+
+    def _purge(self) -> None:
+        for path, _ in self._mine(self._place)[self._keep :] if self._keep else ():
+            cast(RemotePath, path).delete()
+
+    def _mine(self, folder: Path) -> list[tuple[Path, Manifest]]:
+        """This run's checkpoints, the newest first."""
+        return [
+            (path, manifest) for path, manifest in steps(folder).items() if manifest.run_id == self._run_id
+        ]
+
+
+def _words(error: Exception) -> str:
+    return error.message if isinstance(error, TitanError) else f"{type(error).__name__}: {error}"

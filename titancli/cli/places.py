@@ -1,0 +1,53 @@
+"""Arguments that name a folder on a disk, or one in an object store by its URL."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from titancli.errors import EnvironmentProblem
+
+
+class FolderOrURL(click.Path):
+    """A folder; a URL becomes what answers like one, see `titancli.checkpoint.store.at`."""
+
+    def __init__(self, *, file_okay: bool = False) -> None:
+        super().__init__(path_type=Path, file_okay=file_okay)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from titancli.checkpoint.store import at, is_url
+
+        return at(value) if isinstance(value, str) and is_url(value) else super().convert(value, param, ctx)
+
+
+@contextmanager
+def on_disk(src: Path, near: Path, *, say: Callable[[str], None]) -> Iterator[Path]:
+    """What `src` names, on a disk: a copy in the folder `near` for as long as it is needed, if it is a URL.
+
+    Raises:
+        EnvironmentProblem: there is no good checkpoint, or the copy cannot be written.
+    """
+    if isinstance(src, Path):
+        yield src
+        return
+    from titancli.checkpoint.manifest import MANIFEST, faults, read_manifest
+    from titancli.checkpoint.remote import fetch, newest_of_both
+
+    with tempfile.TemporaryDirectory(dir=near, prefix=".titan-") as own:
+        folder = Path(own)
+        if not (src / MANIFEST).is_file():
+            found = newest_of_both(src, folder, rejected=say, say=say)
+            if found is None:
+                raise EnvironmentProblem(f"{src} is neither a checkpoint nor a run with a good one")
+            yield found
+            return
+        manifest = read_manifest(src)
+        say(f"taking {src}")
+        if wrong := faults(src, manifest, verify="size") or fetch(src, manifest, folder):
+            raise EnvironmentProblem(f"checkpoint {src} is damaged: {'; '.join(wrong)}")
+        yield folder / src.name
