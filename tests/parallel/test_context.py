@@ -23,6 +23,7 @@ from titancli.parallel.collectives import Group
 from titancli.parallel.context import (
     RowCut,
     _allgather,
+    _causal,
     _ring,
     _ulysses,
     context_parallel,
@@ -226,7 +227,10 @@ def _pairs(how: str) -> int:
 
     cut = RowCut(group, head_tail=how != "ulysses")
     q = torch.zeros(1, LENGTH // group.size, 4, 8)
-    (_ulysses if how == "ulysses" else partial(_allgather, True))(core, cut, q, q, q, None)
+    if how == "ulysses":
+        _ulysses(core, group, q, q, q, None)
+    else:
+        _allgather(core, cut, True, q, q, q, None)
     return count
 
 
@@ -257,11 +261,11 @@ def _attention(how: str, kv_heads: int, documents: bool) -> dict[str, Tensor]:
     mask = document_mask(ids) if documents else None
     core = module.core_attention
     attend = {
-        "allgather": partial(_allgather, True, core),
-        "ulysses": partial(_ulysses, core),
-        "ring": _ring,
+        "allgather": partial(_allgather, core, cut, True),
+        "ulysses": partial(_ulysses, core, group),
+        "ring": partial(_ring, group),
     }
-    out = core(q, k, v, mask) if group.size == 1 else attend[how](cut, q, k, v, mask)
+    out = core(q, k, v, mask) if group.size == 1 else attend[how](q, k, v, mask)
     (out * cut.cut(weights, 1)).sum().backward()
     found = {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad}
     return {name: cut.join(x, 1) for name, x in found.items()}  # type: ignore[arg-type]
@@ -281,17 +285,17 @@ def test_attention_and_its_gradients_are_those_of_one_rank(ranks, how, documents
 
 
 def test_what_attention_cannot_do_is_told_by_name():
-    cut = RowCut(Group("", 2, 0), head_tail=True)
+    group = Group("", 2, 0)
     q, k = torch.zeros(1, 4, 3, 8), torch.zeros(1, 4, 3, 4)
     core = Attention(24, 3, 3, 8).core_attention
     with pytest.raises(TitanError, match="3 heads cannot be exchanged among the 2 ranks"):
-        _ulysses(core, RowCut(Group("", 2, 0), head_tail=False), q, q, q, None)
+        _ulysses(core, group, q, q, q, None)
     with pytest.raises(TitanError, match="cannot keep attention within documents"):
-        _ring(cut, q, q, q, torch.ones(1, 1, 8, 8, dtype=torch.bool))
+        _ring(group, q, q, q, torch.ones(1, 1, 8, 8, dtype=torch.bool))
     with pytest.raises(TitanError, match="not heads of 8 and 4"):
-        ring_attention(q, q, k, cut.group)
+        ring_attention(q, q, k, group)
     with pytest.raises(TitanError, match="cannot generate with a cache"):
-        _allgather(True, core, cut, q, q, q, None, causal=False)
+        _causal(partial(_ring, group), q, q, q, None, causal=False)
 
 
 def test_the_ring_has_kernels_for_half_precision_alone_on_gpus():

@@ -27,6 +27,11 @@ from titancli.parallel.ring import ring_attention, runs_here
 SEQUENCE = 1
 """Of [B, S, heads, head_dim]."""
 
+Core = Callable[..., Tensor]
+"""A module's own `core_attention`, of whole rows."""
+OverRows = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
+"""Attention of this rank's part of rows, q, k, v and mask."""
+
 
 class RowCut:
     """Which part of every row this rank has."""
@@ -127,33 +132,36 @@ def context_parallel(model: Any, mesh: Mesh, how: str, *, device: torch.device, 
 
 def _replace(modules: Iterable[nn.Module], how: str, row_cut: RowCut) -> None:
     for module in modules:
-        core: Callable[..., Tensor] = module.core_attention  # type: ignore[assignment]
+        core: Core = module.core_attention  # type: ignore[assignment]
         plain = bool(getattr(module, "is_plain_softmax", False))
+        if how == "ring" and not plain:
+            raise TitanError(
+                f"the ring computes attention itself, and {type(module).__name__} does not say that its "
+                "own is plain softmax attention (is_plain_softmax = True)",
+                hint='write parallelize.context_parallel = "allgather"',
+            )
         if how == "ring":
-            if not plain:
-                raise TitanError(
-                    f"the ring computes attention itself, and {type(module).__name__} does not say that its "
-                    "own is plain softmax attention (is_plain_softmax = True)",
-                    hint='write parallelize.context_parallel = "allgather"',
-                )
-            module.core_attention = partial(_ring, row_cut)  # type: ignore[assignment]
+            over_rows = partial(_ring, row_cut.group)
+        elif how == "ulysses":
+            over_rows = partial(_ulysses, core, row_cut.group)
         else:
-            over_rows = _ulysses if how == "ulysses" else partial(_allgather, plain)
-            module.core_attention = partial(over_rows, core, row_cut)  # type: ignore[assignment]
+            over_rows = partial(_allgather, core, row_cut, plain)
+        module.core_attention = partial(_causal, over_rows)  # type: ignore[assignment]
+
+
+def _causal(
+    over_rows: OverRows, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = True
+) -> Tensor:
+    """`core_attention` of a module whose rows are cut; shapes as there, of this rank's part."""
+    if mask is None and not causal:
+        raise TitanError("under mesh.cp a model cannot generate with a cache", hint="write mesh.cp = 1")
+    return over_rows(q, k, v, mask)
 
 
 def _allgather(
-    plain: bool,
-    core: Callable[..., Tensor],
-    row_cut: RowCut,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool = True,
+    core: Core, row_cut: RowCut, plain: bool, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> Tensor:
     """Each piece of this rank's queries against all keys up to the piece's end."""
-    _only_causal(mask, causal)
     keys_and_values = row_cut.gathered(torch.cat((k, v), -1), SEQUENCE)
     k, v = keys_and_values.split((k.shape[-1], v.shape[-1]), -1)
     parts = q.chunk(len(row_cut.mine), SEQUENCE)
@@ -191,18 +199,9 @@ def flash_lower_right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0].transpose(1, 2)
 
 
-def _ulysses(
-    core: Callable[..., Tensor],
-    row_cut: RowCut,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool = True,
-) -> Tensor:
+def _ulysses(core: Core, group: Group, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Whole rows of some heads, for a part of the rows of all heads."""
-    _only_causal(mask, causal)
-    ranks, (rows, length) = row_cut.group.size, q.shape[:2]
+    ranks, (rows, length) = group.size, q.shape[:2]
     for x in (q, k):
         if x.shape[2] % ranks:
             raise TitanError(
@@ -212,28 +211,20 @@ def _ulysses(
     # One exchange for all three: for every rank its heads of each, side by side.
     dealt = [x.unflatten(2, (ranks, -1)).movedim(2, 0) for x in (q, k, v)]
     together = torch.cat([x.flatten(3) for x in dealt], -1)
-    received = all_to_all(together.flatten(0, 1), row_cut.group).view(ranks, rows, length, -1)
+    received = all_to_all(together.flatten(0, 1), group).view(ranks, rows, length, -1)
     whole = received.movedim(0, 1).flatten(1, 2)
     pieces = whole.split([x.shape[3] * x.shape[4] for x in dealt], -1)
     q, k, v = (piece.unflatten(-1, tuple(x.shape[3:])) for piece, x in zip(pieces, dealt, strict=True))
     out = core(q, k, v, mask)
     sent = out.unflatten(SEQUENCE, (ranks, length)).movedim(1, 0)
-    back = all_to_all(sent.flatten(0, 1), row_cut.group).view(sent.shape)
+    back = all_to_all(sent.flatten(0, 1), group).view(sent.shape)
     return back.movedim(0, 2).flatten(2, 3)
 
 
-def _ring(
-    row_cut: RowCut, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = True
-) -> Tensor:
-    _only_causal(mask, causal)
+def _ring(group: Group, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     if mask is not None:
         raise TitanError(
             'parallelize.context_parallel = "ring" cannot keep attention within documents',
             hint='write "allgather" or "ulysses", or data without a document mask',
         )
-    return ring_attention(q, k, v, row_cut.group)
-
-
-def _only_causal(mask: Tensor | None, causal: bool) -> None:
-    if mask is None and not causal:
-        raise TitanError("under mesh.cp a model cannot generate with a cache")
+    return ring_attention(q, k, v, group)
