@@ -334,6 +334,27 @@ def test_quantised_tensors_are_refused_without_a_word_in_config_json(
     assert "dequantize" in str(caught.value.hint)
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_an_output_that_config_json_calls_tied_must_be_the_embedding(tmp_path: Path, same: bool):
+    """transformers uses both where they differ; without this we would drop one in silence."""
+    from safetensors.torch import save_file
+
+    source = hf_folder(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (source / "config.json").write_text(json.dumps(config))
+    if same:
+        tensors = hf_files(source)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, source / "model.safetensors")
+        to_titan(source, tmp_path / "out", say=print)
+        assert "model.output.weight" not in CheckpointReader(tmp_path / "out").names()
+    else:
+        with pytest.raises(EnvironmentProblem, match=r"lm_head\.weight differs") as caught:
+            to_titan(source, tmp_path / "out", say=print)
+        assert "tie_word_embeddings" in str(caught.value.hint)
+        assert list(tmp_path.iterdir()) == [source]
+
+
 def test_bits_are_kept_where_nothing_is_asked(tmp_path: Path):
     """NaN payloads, negative zeros, tensors without elements or dimensions, transposed ones."""
     tensors = {

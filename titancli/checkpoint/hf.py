@@ -194,7 +194,7 @@ class HFReader:
         return TORCH_DTYPE[self._places[sources[0]][1].dtype]
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """See to it that the folder holds a model of these parameters, by its headers alone.
+        """See to it that the folder holds a model of these parameters: by its headers, and copies by value.
 
         Raises:
             EnvironmentProblem: names are missing or left over, or shapes differ; names them all.
@@ -223,6 +223,7 @@ class HFReader:
                 f"the weights in {self.folder} do not fit this model: {found}",
                 hint="compare its config.json with the recipe's [model]",
             )
+        self._refuse_untied()
 
     def _refuse_quantised(self, wanted: Collection[str]) -> None:
         found = [
@@ -234,6 +235,21 @@ class HFReader:
         if found:
             listed = name_lists({"the weights in it are quantised": sorted(found)}, limit=3)
             raise EnvironmentProblem(f"{self.folder} is not read: {listed}", hint=DEQUANTISE)
+
+    def _refuse_untied(self) -> None:
+        """What is left unread as a copy must be one: transformers uses it where it is not."""
+        copy_of = getattr(self.form, "copy_of", lambda name: None)
+        for name in self._places:
+            if (original := copy_of(name)) in self._places:
+                one, other = (
+                    read_tensor(self.folder / file, entry)
+                    for file, entry in (self._places[name], self._places[original])
+                )
+                if one.dtype != other.dtype or not torch.equal(one, other):
+                    raise EnvironmentProblem(
+                        f"{self.folder}: {name} differs from {original}, and config.json calls them tied",
+                        hint="write tie_word_embeddings = false there, if both are meant",
+                    )
 
     def _empty(self, hf_name: str) -> Tensor:
         entry = self._places[hf_name][1]

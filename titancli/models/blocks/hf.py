@@ -64,8 +64,11 @@ class DecoderHF:
         return torch.stack(tensors) if self._stacked(name) else tensors[0]
 
     def ignored(self, hf_name: str) -> bool:
-        tied_copy = self.config.tied and hf_name == "lm_head.weight"
-        return tied_copy or hf_name.endswith("rotary_emb.inv_freq")
+        return self.copy_of(hf_name) is not None or hf_name.endswith("rotary_emb.inv_freq")
+
+    def copy_of(self, hf_name: str) -> str | None:
+        tied_copy = self.config.tied and hf_name == self.top["output.weight"]
+        return self.top["tok_embeddings.weight"] if tied_copy else None
 
     def _stacked(self, name: str) -> bool:
         return name not in self.top and name.split(".", 2)[2] in self.expert
