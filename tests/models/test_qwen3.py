@@ -218,7 +218,7 @@ def test_a_bias_that_balancing_has_moved_is_not_lost_in_silence(caplog):
 def test_a_config_that_qwen3_cannot_express_is_refused(change):
     good = Qwen3HF(flavor("30B-A3B")).config_json()
     json.dumps(good)
-    with pytest.raises(TitanError, match="qwen3 does not have|quantised by 'fp8'"):
+    with pytest.raises(TitanError, match=r"qwen3 does not have|quantised by 'fp8'"):
         Qwen3HF.from_config_json({**good, **change})
 
 
