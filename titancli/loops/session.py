@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from titancli.checkpoint import Checkpointer
 from titancli.checkpoint.exclude import Exclusion
 from titancli.checkpoint.manifest import read_manifest
 from titancli.data.loader import Loader
@@ -56,18 +58,10 @@ def run(
     Raises:
         TitanError: something that the recipe names is missing or does not fit.
     """
-    from titancli.checkpoint import Checkpointer
-
     tokenizer = build(recipe.tokenizer)
     check_vocabulary(recipe, tokenizer)
     engine = Engine.build(recipe, device=device)
-    again = partial(_loader, recipe, tokenizer, engine)
-    data = again()
-    if (start := checkpoint or _taken_over(recipe)) is not None:
-        exclude = Exclusion.once(recipe.checkpoint.exclude_from_loading, start)
-        state = engine.load(start, verify=recipe.checkpoint.verify, exclude=exclude)
-        if not exclude.has("data"):
-            data = _goes_on(data, state["data"], again if allow_drift else None)
+    data = _data(recipe, tokenizer, engine, checkpoint, allow_drift)
     observers = observers_for(engine)
     this = Run(
         steps=recipe.training.steps,
@@ -79,37 +73,66 @@ def run(
         saved_step=engine.step if checkpoint is not None else None,
     )
     if recipe.checkpoint.enable:
-
-        def saved(step: int, path: Path) -> None:
-            this.saved(step)
-            observers.checkpoint_saved(step, path)
-
         this.checkpoints = Checkpointer(
             run_folder / "checkpoints",
             recipe.checkpoint,
             lock_text=lock_text,
             run_id=run_id,
             mesh=asdict(engine.mesh.degrees),
-            on_saved=saved,
+            on_saved=partial(_saved, this, observers),
         )
     loop = build(recipe.loop, engine=engine, data=data, tokenizer=tokenizer, observers=observers, run=this)
-    # What stands now stays; garbage is collected between steps, at times that are the same on all ranks.
+    with closing(data), _garbage_between_steps():
+        _to_the_end(recipe, engine, data, this, loop, run_folder)
+    checkpoint_name = f"checkpoints/step-{this.saved_step}" if this.saved_step is not None else None
+    return {"why": this.why, "signal": this.signal, "step": engine.step, "checkpoint": checkpoint_name}
+
+
+def _to_the_end(
+    recipe: Recipe, engine: Engine, data: Loader, this: Run, loop: Callable[[], None], run_folder: Path
+) -> None:
+    if recipe.checkpoint.create_seed_checkpoint:
+        this.save_seed(engine, data)
+    else:
+        loop()
+    if this.checkpoints is None:
+        return
+    ended = this.why in ("finished", "data_ended")
+    if ended and engine.step:
+        export(recipe.checkpoint, engine, this.checkpoints, run_folder)
+
+
+def _saved(this: Run, observers: Observers, step: int, path: Path) -> None:
+    this.saved(step)
+    observers.checkpoint_saved(step, path)
+
+
+@contextmanager
+def _garbage_between_steps() -> Iterator[None]:
+    """What stands now stays; garbage is collected by `Run`, at times that are the same on all ranks."""
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
-        if recipe.checkpoint.create_seed_checkpoint:
-            this.save_seed(engine, data)
-        else:
-            loop()
-        if this.checkpoints is not None and this.why in ("finished", "data_ended") and engine.step:
-            export(recipe.checkpoint, engine, this.checkpoints, run_folder)
+        yield
     finally:
         gc.enable()
         gc.unfreeze()
-        data.close()
-    checkpoint_name = f"checkpoints/step-{this.saved_step}" if this.saved_step is not None else None
-    return {"why": this.why, "signal": this.signal, "step": engine.step, "checkpoint": checkpoint_name}
+
+
+def _data(
+    recipe: Recipe, tokenizer: Any, engine: Engine, checkpoint: Path | None, allow_drift: bool
+) -> Loader:
+    """The data; where there is a checkpoint to go on from, they and the engine are as it holds them."""
+    again = partial(_loader, recipe, tokenizer, engine)
+    data, start = again(), checkpoint or _taken_over(recipe)
+    if start is None:
+        return data
+    exclude = Exclusion.once(recipe.checkpoint.exclude_from_loading, start)
+    state = engine.load(start, verify=recipe.checkpoint.verify, exclude=exclude)
+    if exclude.has("data"):
+        return data
+    return _goes_on(data, state["data"], again if allow_drift else None)
 
 
 def _goes_on(data: Loader, state: dict[str, Any], again: Callable[[], Loader] | None) -> Loader:
