@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +178,7 @@ def default_device() -> torch.device:
 
 
 def precision(training: Training) -> MixedPrecision:
+    """The recipe's, as torch's dtypes."""
     return MixedPrecision(
         param=getattr(torch, training.mixed_precision_param),
         reduce=getattr(torch, training.mixed_precision_reduce),
@@ -190,15 +190,9 @@ def _settings(recipe: Recipe, accumulation: int) -> EngineSettings:
     return EngineSettings(
         seed=training.seed,
         max_norm=training.max_norm,
-        accumulate=training.accumulate,
         accumulation=accumulation,
-        seq_len=training.seq_len,
-        lr_factor=partial(_factor, recipe.lr_scheduler, training.steps),
+        lr_factor=lambda step: lr_factor(recipe.lr_scheduler, step, training.steps),
     )
-
-
-def _factor(section: Any, training_steps: int, step: int) -> float:
-    return lr_factor(section, step, training_steps)
 
 
 def materialise(engine: Engine, recipe: Recipe) -> None:
@@ -263,11 +257,25 @@ def load_weights(engine: Engine, recipe: Recipe) -> None:
             hint="make a checkpoint of it first: titan convert-checkpoint FOLDER OUT --to titan",
         )
     if engine.hf_form is None:
-        raise RecipeError(f"weights: the model cannot be read from a Hugging Face folder, such as {folder}")
-    model_type = json.loads((folder / "config.json").read_text()).get("model_type")
+        raise RecipeError(
+            f"weights: the model cannot be read from a Hugging Face folder, such as {folder}",
+            hint="name a checkpoint: RUN/checkpoints/step-N",
+        )
+    model_type = _model_type(folder / "config.json")
     expected = getattr(engine.hf_form, "model_type", model_type)
     if model_type != expected:
         raise EnvironmentProblem(
-            f"weights: {folder} holds a {model_type!r} model, and this recipe trains a {expected!r} one"
+            f"weights: {folder} holds a {model_type!r} model, and this recipe trains a {expected!r} one",
+            hint="name weights of that model, or give the [model] of these",
         )
     load_hf_weights(folder, engine.hf_form, parameters, shapes=parameter_shapes(engine))
+
+
+def _model_type(path: Path) -> str:
+    try:
+        return json.loads(path.read_bytes())["model_type"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise EnvironmentProblem(
+            f"weights: {path} cannot be read, or names no model_type: {type(error).__name__}: {error}",
+            hint="download the folder again",
+        ) from error

@@ -38,13 +38,13 @@ Metrics = dict[str, Any]
 class EngineSettings:
     """What the verbs need to know of a recipe."""
 
-    seed: int = 0
-    max_norm: float = 1.0
-    accumulate: str = "sharded"
-    accumulation: int = 1
+    seed: int
+    max_norm: float
+    """Gradients are clipped to it; 0: never."""
+    accumulation: int
     """Micro-batches in one step, for the loop."""
-    seq_len: int = 2048
-    lr_factor: Callable[[int], float] = lambda step: 1.0
+    lr_factor: Callable[[int], float]
+    """What the peak learning rate is multiplied by at a step, counted from 0."""
 
 
 @dataclass
@@ -231,7 +231,11 @@ class Engine:
         return tensors, {"step": self.step, "tokens_seen": self.tokens_seen, **guard}
 
     def save(self, folder: str | Path, *, lock_text: str = "", run_id: str = "") -> None:
-        """Write a checkpoint of this engine, whole or not at all."""
+        """Write a checkpoint of this engine, whole or not at all.
+
+        Raises:
+            EnvironmentProblem: the disk is full or cannot be written, on any rank.
+        """
         from titancli.checkpoint import save_checkpoint
 
         tensors, state = self.save_state()
@@ -256,6 +260,10 @@ class Engine:
 
         Returns:
             The checkpoint's state, for what the engine does not own (the data position).
+
+        Raises:
+            EnvironmentProblem: it is no checkpoint, is damaged, or lacks the optimizer's state where wanted.
+            TitanError: it is of another model, or `exclude` names what it does not hold.
         """
         return load_state(self, Path(folder), optimizer=optimizer, verify=verify, exclude=exclude)
 

@@ -63,7 +63,7 @@ def load_state(
     verify: Verify = "full",
     exclude: Exclusion = NOTHING,
 ) -> dict[str, Any]:
-    """Fill the engine's tensors from a checkpoint and set its counters."""
+    """Fill the engine's tensors from a checkpoint and set its counters; see `Engine.load`."""
     from titancli.checkpoint import load_checkpoint
 
     tensors, _ = engine.save_state()

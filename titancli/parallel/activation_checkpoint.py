@@ -47,7 +47,7 @@ def apply_activation_checkpoint(layers: nn.ModuleDict, section: ActivationCheckp
         every, context = 1, None
     elif option == "op":
         every, context = 1, _keep_products
-    elif option.isdigit() and int(option) > 0:
+    elif option.isdecimal() and int(option) > 0:
         every, context = int(option), None
     else:
         raise RecipeError(

@@ -1,0 +1,44 @@
+"""Folders of weights that a run cannot begin from are told by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.engine.cases import Layout, recipe
+from titancli.engine.build import load_weights
+from titancli.errors import EnvironmentProblem, RecipeError, TitanError
+from titancli.models.llama3 import LlamaHF
+
+
+@pytest.mark.parametrize(
+    ("config", "form", "kind", "words"),
+    [
+        (None, LlamaHF, EnvironmentProblem, "is neither a Hugging Face folder"),
+        ('{"model_type": "lla', LlamaHF, EnvironmentProblem, "config.json cannot be read, or names no"),
+        ("[]", LlamaHF, EnvironmentProblem, "config.json cannot be read, or names no model_type"),
+        (
+            '{"model_type": "gpt2"}',
+            LlamaHF,
+            EnvironmentProblem,
+            "holds a 'gpt2' model, and this .* 'llama' one",
+        ),
+        ('{"model_type": "llama"}', None, RecipeError, "cannot be read from a Hugging Face folder"),
+    ],
+)
+def test_what_cannot_be_begun_from_is_told(
+    tmp_path: Path, config: str | None, form: Any, kind: type[TitanError], words: str
+) -> None:
+    import dataclasses
+
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    made = dataclasses.replace(recipe(Layout()), weights=tmp_path)
+    engine: Any = SimpleNamespace(plain_parameters=list, hf_form=form and form(made.model))
+    with pytest.raises(kind, match=words) as caught:
+        load_weights(engine, made)
+    assert caught.value.hint
