@@ -33,8 +33,6 @@ from titancli.models.llama3 import LlamaHF
 def test_what_cannot_be_begun_from_is_told(
     tmp_path: Path, config: str | None, form: Any, kind: type[TitanError], words: str
 ) -> None:
-    import dataclasses
-
     if config is not None:
         (tmp_path / "config.json").write_text(config)
     made = dataclasses.replace(recipe(Layout()), weights=tmp_path)
