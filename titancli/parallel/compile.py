@@ -23,7 +23,8 @@ def compile_model(model: nn.Module, section: Compile, activation_checkpoint: Act
     known = torch._dynamo.list_backends(exclude_tags=())
     if section.backend not in known:
         raise RecipeError(
-            f"compile.backend = {section.backend!r} is not one of torch's", hint=", ".join(sorted(known))
+            f"compile.backend = {section.backend!r} is not one of torch's",
+            hint=f"write one of {', '.join(sorted(torch._dynamo.list_backends()))}",
         )
     if "model" in section.components:
         backend: Any = section.backend
