@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from titancli.models.shape import Attention, Block, Experts, FeedForward
 from titancli.planning.job import Job
@@ -82,8 +83,17 @@ def _last_saver(kernels: list[Kernel]) -> int:
     return max(number for number, kernel in enumerate(kernels) if kernel.saves)
 
 
+def forwards(block: Block, job: Job, recompute: str) -> Iterator[tuple[Kernel, int]]:
+    """Each operation of a block, and how often a pass runs it forward: what backward runs again ends where
+    autograd has got the last that it keeps, the last linear's input."""
+    kernels = block_kernels(block, job)
+    last = _last_saver(kernels)
+    for number, kernel in enumerate(kernels):
+        yield kernel, 1 + (number < last and kernel.runs_again(recompute))
+
+
 def _run_again(ledger: Ledger, kernels: list[Kernel], saved: frozenset[str]) -> None:
-    """Forward once more, up to where autograd has got the last that it keeps: the last linear's input."""
+    """Forward once more, as far as it is: see `forwards`."""
     before = set(ledger.live)
     last = _last_saver(kernels)
     ledger.held = saved | {"x"}
@@ -116,9 +126,10 @@ def block_kernels(block: Block, job: Job) -> list[Kernel]:
 
 def _every_other_kept(kernels: list[Kernel]) -> list[Kernel]:
     """Selective checkpointing keeps the first matrix product, the third, …: see
-    `titancli.parallel.activation_checkpoint`."""
+    `titancli.parallel.activation_checkpoint`. The routed experts, and what follows them, count anew."""
     products = [number for number, kernel in enumerate(kernels) if kernel.kind in ("product", "grouped")]
-    kept = set(products[::2])
+    runs = [list(run) for _, run in groupby(products, key=lambda number: kernels[number].kind)]
+    kept = {number for run in runs for number in run[::2]}
     return [
         replace(kernel, keeps=(_out(kernel),)) if number in kept else kernel
         for number, kernel in enumerate(kernels)
@@ -254,18 +265,21 @@ def _experts(part: Experts, job: Job) -> Iterator[Kernel]:
         yield exchange("leaving", home, visits * dim * c, over="ep")
     shared = part.shared_hidden > 0
     yield permute(home, "byt", visits * dim * c, into=home, size=visits * dim * c)
-    yield _combine("byt", "routed" if shared else "f", visits * dim * c, tokens * dim * c)
+    yield _combine("byt", "routed" if shared else "f", visits * dim, tokens * dim, c)
     if shared:
         yield from _swiglu(job, "n2", "shared", part.shared_hidden, 1, grad="grad:y", at="s")
         yield add("routed", "shared", "f", tokens * dim * c, engine)
 
 
-def _combine(x: str, out: str, size: float, out_size: float) -> Kernel:
-    """Each token's visits, weighted by their scores and added up; the products are saved for the scores."""
+def _combine(x: str, out: str, numbers: float, out_numbers: float, c: int) -> Kernel:
+    """Each token's visits, weighted by their scores and added up; what came home is saved for the scores."""
+    size, out_size = numbers * c, out_numbers * c
     return Kernel(
         ((out, out_size),),
         ((f"grad:{x}", size), x),
         (x,),
+        flops=2 * numbers,
+        backward_flops=4 * numbers,
         moved=size + out_size,
         backward_moved=2 * size + out_size,
     )

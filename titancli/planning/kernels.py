@@ -43,7 +43,7 @@ class Kernel:
     """A collective: the mesh dimension, and the bytes of the whole (gathered) tensor; the same back."""
 
     def runs_again(self, recompute: str) -> bool:
-        """Whether backward begins with another forward of it."""
+        """Whether backward runs it forward once more, if anything that comes after it needs that."""
         return recompute == "full" or (recompute == "op" and not self.keeps)
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from titancli.planning.blocks import block_kernels
+from titancli.planning.blocks import forwards
 from titancli.planning.head import head_kernels
 from titancli.planning.job import Job
 from titancli.planning.kernels import Kernel
@@ -94,8 +94,8 @@ def _operations(job: Job, pp_rank: int) -> Iterator[tuple[Kernel, int, int]]:
     """All operations of one pass, with how often each is run forward, and how many such there are."""
     for stage in stages(job, pp_rank):
         for block, recompute, count in job.kinds(stage.blocks):
-            for kernel in block_kernels(block, job):
-                yield kernel, 1 + kernel.runs_again(recompute), count
+            for kernel, times in forwards(block, job, recompute):
+                yield kernel, times, count
         if stage.has_head:
             yield from ((kernel, 1, 1) for kernel in head_kernels(job))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from titancli.planning.blocks import block_kernels
+from titancli.planning.blocks import forwards
 from titancli.planning.head import head_kernels
 from titancli.planning.job import Job
 from titancli.planning.kernels import Kernel
@@ -68,8 +68,8 @@ def _activations(job: Job, stage: Stage, sizes: dict[tuple[str, str], float]) ->
     """The collectives among the operations: each once forward and once backward, and perhaps when run
     again."""
     for block, recompute, count in job.kinds(stage.blocks):
-        for kernel in block_kernels(block, job):
-            _add(job, kernel, sizes, count * (2 + kernel.runs_again(recompute)))
+        for kernel, times in forwards(block, job, recompute):
+            _add(job, kernel, sizes, count * (times + 1))
     if stage.has_head:
         for kernel in head_kernels(job):
             _add(job, kernel, sizes, 2)

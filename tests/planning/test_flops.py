@@ -1,0 +1,53 @@
+"""The arithmetic that is computed is the arithmetic that is done, what runs again in backward included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.planning.measure import planned, recipe
+from titancli.parallel.activation_checkpoint import apply_activation_checkpoint
+from titancli.planning.blocks import forwards
+from titancli.registry.component import build
+
+ROWS, LENGTH = 2, 32
+MOE = (
+    "model.type=qwen3",
+    *(f"model.{size}" for size in ("dim=256", "n_heads=8", "head_dim=32")),
+    "model.moe={num_experts=8, top_k=2, hidden_dim=256, score_before_experts=false}",
+)
+
+
+@pytest.mark.parametrize("family", [(), MOE], ids=["dense", "experts"])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_all_that_is_multiplied_in_the_blocks(mode: str, family: tuple[str, ...]) -> None:
+    found = recipe(
+        *family,
+        f"activation_checkpoint.mode={mode}",
+        f"training.local_batch_size={ROWS}",
+        f"training.seq_len={LENGTH}",
+    )
+    job = planned(found, 1).job
+    expected = sum(
+        times * kernel.flops + kernel.backward_flops
+        for block, recompute, count in job.kinds(range(len(job.shape.blocks)))
+        for kernel, times in count * list(forwards(block, job, recompute))
+        if kernel.kind != "attention"
+    )
+    assert counted(found) == expected
+
+
+def counted(found: Any) -> int:
+    """Of a pass through the blocks, by torch's own counter."""
+    model = build(found.model, seq_len=LENGTH)
+    model.norm = model.output = None
+    model.init_weights(lambda name: torch.Generator().manual_seed(0))
+    apply_activation_checkpoint(model.layers, found.activation_checkpoint)
+    tokens = torch.randint(0, found.model.vocab_size, (ROWS, LENGTH))
+    with FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    by_op = counter.get_flop_counts()["Global"]
+    return sum(count for op, count in by_op.items() if "attention" not in str(op))
