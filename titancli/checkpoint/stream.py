@@ -120,7 +120,7 @@ def _cast(key: str, values: Tensor, block: Tensor) -> None:
         TitanError: they are too large for float16.
     """
     if values.itemsize == block.itemsize == 2 and values.dtype != block.dtype:
-        values = values.float()  # torch goes from bfloat16 to float16 three times as fast by way of float32
+        values = values.float()  # by way of float32 torch casts 1.8 times as fast
     block.copy_(values)
     if block.dtype == torch.float16 and values.dtype != torch.float16:
         least, most = (float(value) for value in values.aminmax())
