@@ -49,42 +49,71 @@ class Finished:
     err: str
 
 
+def furnish(folder: Path) -> Path:
+    """Put the recipe `tiny.toml`, its text, and the plugin `faulty.py` into a folder."""
+    (folder / "tiny.toml").write_text(RECIPE)
+    (folder / "text.txt").write_text("".join(f"line {n} of a text that is not long\n" for n in range(4000)))
+    shutil.copy(Path(__file__).with_name("faulty.py"), folder / "faulty.py")
+    return folder
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with the recipe `tiny.toml`, its text, and the plugin `faulty.py`."""
+    """A working folder, furnished."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TITAN_RUNS", raising=False)
-    (tmp_path / "tiny.toml").write_text(RECIPE)
-    (tmp_path / "text.txt").write_text("".join(f"line {n} of a text that is not long\n" for n in range(4000)))
-    shutil.copy(Path(__file__).with_name("faulty.py"), tmp_path / "faulty.py")
-    return tmp_path
+    return furnish(tmp_path)
+
+
+def train_here(*arguments: str) -> int:
+    """`titan train …` inside this process."""
+    from titancli import registry
+    from titancli.cli import main
+
+    sys.modules.pop("faulty", None)  # each folder has a copy of its own
+    try:
+        return main(["train", *arguments])
+    finally:
+        registry.configure()
+
+
+def on_pool(ranks: Ranks, count: int) -> tuple[str, ...]:
+    """What makes a run take ranks that stand already."""
+    pool.pool = ranks
+    return ("-p", "./faulty.py", "launcher=on_pool", "--nproc", str(count))
 
 
 @pytest.fixture
 def train(here: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
     """`titan train …` inside this process."""
-
-    def run(*arguments: str) -> Finished:
-        from titancli import registry
-        from titancli.cli import main
-
-        sys.modules.pop("faulty", None)  # each test has a copy of its own
-        try:
-            code = main(["train", *arguments])
-        finally:
-            registry.configure()
-        return Finished(code, *capfd.readouterr())
-
-    return run
+    return lambda *arguments: Finished(train_here(*arguments), *capfd.readouterr())
 
 
 @pytest.fixture
 def train_on(train: Callable[..., Finished], ranks: Ranks) -> Callable[..., Finished]:
     """`train_on(n, …)`: `titan train … --nproc n`, on ranks that stand already."""
+    return lambda count, *arguments: train(*arguments, *on_pool(ranks, count))
 
-    def run(count: int, *arguments: str) -> Finished:
-        pool.pool = ranks
-        return train(*arguments, "-p", "./faulty.py", "launcher=on_pool", "--nproc", str(count))
+
+@pytest.fixture(scope="session")
+def reference(
+    ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., tuple[dict[int, float], Path]]:
+    """`reference(n, …)`: losses and folder of a run of `tiny.toml` on n ranks, made once for all tests."""
+    done: dict[tuple[int, tuple[str, ...]], Path] = {}
+
+    def run(count: int, *arguments: str) -> tuple[dict[int, float], Path]:
+        key = (count, arguments)
+        if key not in done:
+            folder, before = furnish(tmp_path_factory.mktemp("reference")), Path.cwd()
+            os.chdir(folder)
+            try:
+                code = train_here("tiny.toml", "--run-dir", "r", *arguments, *on_pool(ranks, count))
+            finally:
+                os.chdir(before)
+            assert code == 0
+            done[key] = folder / "r"
+        return losses(done[key]), done[key]
 
     return run
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 import time
@@ -17,13 +18,25 @@ class Faulty:
     """Cross-entropy with a fault."""
 
     fault: Literal[
-        "none", "error", "advice", "kill", "kill_in_save", "hang", "not_finite", "spike", "slow", "signal"
+        "none",
+        "error",
+        "advice",
+        "kill",
+        "kill_in_save",
+        "hang",
+        "not_finite",
+        "spike",
+        "slow",
+        "signal",
+        "full_disk",
     ] = "none"
     rank: int = 0
     call: int = 3
     """The call, from 1, at which it goes wrong."""
     until: int | None = None
-    """The last call with wrong numbers; None: there is only one."""
+    """The last call with wrong numbers, or with a full disk; None: there is only one."""
+    after: float = 0.0
+    """Seconds after a save's beginning at which "kill_in_save" kills."""
     starts: int = 1000
     """The rank is killed in the first so many starts alone."""
     signal: Literal["SIGTERM", "SIGUSR1", "SIGINT"] = "SIGTERM"
@@ -46,11 +59,19 @@ def started_before(starts: int) -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) < starts
 
 
-def kill_in_save() -> None:
-    """Wait for the hidden folder of step 4, and die while it is written."""
-    while not list(Path("r/checkpoints").glob(".step-4.tmp-*")):
+def kill_in_save(after: float) -> None:
+    """Wait until a checkpoint is written, and die."""
+    before = set(Path("r/checkpoints").glob(".step-*.tmp-*"))  # of who died before
+    while not set(Path("r/checkpoints").glob(".step-*.tmp-*")) - before:
         time.sleep(0.0005)
+    time.sleep(after)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def full_disk(full: bool) -> None:
+    """The kernel refuses whatever is longer than the small files of a run."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000 if full else hard, hard))
 
 
 def build(config: Faulty) -> Any:
@@ -64,13 +85,17 @@ def build(config: Faulty) -> Any:
             self.calls += 1
             here = int(os.environ.get("RANK", "0")) == config.rank
             time.sleep(config.sleep if here or config.fault != "slow" else 0.0)
-            if self.calls == config.call and int(os.environ.get("RANK", "0")) == config.rank:
+            if config.fault == "full_disk":
+                full_disk(config.call <= self.calls <= (config.until or config.call))
+            if self.calls == config.call and here:
                 if config.fault == "error":
                     raise ValueError("a row of 13 tokens")
                 if config.fault == "advice":
                     raise TitanError("the teacher does not answer", hint="start it first")
                 if config.fault == "kill" and started_before(config.starts):
                     os.kill(os.getpid(), signal.SIGKILL)
+                if config.fault == "kill_in_save" and started_before(config.starts):
+                    threading.Thread(target=kill_in_save, args=(config.after,), daemon=True).start()
                 if config.fault == "signal":
                     os.kill(os.getpid(), signal.Signals[config.signal])
                 if config.fault == "hang":
@@ -85,9 +110,6 @@ def build(config: Faulty) -> Any:
             last = config.until or config.call
             return here and config.fault in ("not_finite", "spike") and config.call <= self.calls <= last
 
-    here = int(os.environ.get("RANK", "0")) == config.rank
-    if config.fault == "kill_in_save" and here and started_before(config.starts):
-        threading.Thread(target=kill_in_save, daemon=True).start()
     loss = Loss()
     if config.fault in ("not_finite", "spike"):
         loss.token_weights = None  # or the head would make the sum by itself

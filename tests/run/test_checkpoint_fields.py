@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.run.conftest import Command, Finished, losses
+from tests.run.conftest import Finished, losses
 from titancli.checkpoint import CheckpointReader
 
 Train = Callable[..., Finished]
@@ -133,12 +133,16 @@ def test_weights_are_left_beside_the_state_that_can_be_resumed(train: Train, her
     assert train("tiny.toml", "--run-dir", "new", "weights=r/exports/step-6", "training.steps=2").code == 0
     assert train("r", "--resume", "training.steps=7").code == 0
     assert {path.name for path in (here / "r/exports").iterdir()} >= {"step-6", "step-7", "step-7-hf"}
+    again = ("--step", "6", "training.steps=7", "training.max_norm=0.1")
+    done = train("r", "--resume", *again)
+    assert done.code == 0, done.err
+    assert "Hugging Face folder: exports/step-7-hf-2" in done.err
+    first, second = (here / "r/exports" / name / "model.safetensors" for name in ("step-7-hf", "step-7-hf-2"))
+    assert first.read_bytes() != second.read_bytes()
 
 
-@pytest.mark.e2e
-def test_two_ranks_leave_the_same(command: Callable[..., Command], here: Path) -> None:
-    done = command(
-        "tiny.toml", "--run-dir", "r", "--nproc", "2", *EXPORTS, "checkpoint.export_dtype=bfloat16"
-    ).wait()
+@pytest.mark.ranks
+def test_two_ranks_leave_the_same(train_on: Callable[..., Finished], here: Path) -> None:
+    done = train_on(2, "tiny.toml", "--run-dir", "r", *EXPORTS, "checkpoint.export_dtype=bfloat16")
     assert done.code == 0, done.err
     _check_exports(here / "r")

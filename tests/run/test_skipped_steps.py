@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.run.conftest import Command, Finished
+from tests.run.conftest import Finished
 from titancli.checkpoint import CheckpointReader
 from titancli.observe.events import read_events
 from titancli.runs import RunFolder
@@ -100,12 +100,12 @@ def test_a_run_that_was_resumed_skips_what_the_whole_one_skips(train: Train, her
     assert CheckpointReader(first).manifest.state == CheckpointReader(second).manifest.state
 
 
-@pytest.mark.e2e
+@pytest.mark.ranks
 def test_two_ranks_stop_together_when_one_of_them_goes_wrong(
-    command: Callable[..., Command], here: Path
+    train_on: Callable[..., Finished], here: Path
 ) -> None:
     wrong = ("loss.fault=not_finite", "loss.rank=1", "loss.until=100", "stability.max_skips=2")
-    done = command("tiny.toml", *FAULTY, *wrong, "--nproc", "2", "--run-dir", "r").wait()
+    done = train_on(2, "tiny.toml", "loss=faulty", *wrong, "--run-dir", "r")
     assert done.code == 1
     assert done.err.count(f"warning: step 3 is skipped: {NOT_FINITE}") == 1
     assert "2 steps in a row were skipped, up to step 4" in done.err

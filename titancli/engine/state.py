@@ -80,11 +80,24 @@ def load_state(
                 f"{folder} holds weights but no training state, so a run cannot be continued from it",
                 hint=f"start a new run from it with weights={folder}",
             )
-        if not exclude.has("step"):
-            engine.step, engine.tokens_seen = counters["step"], counters["tokens_seen"]
-        if engine.guard is not None and "guard" in counters and not exclude.has("guard"):
-            engine.guard.load_state(counters["guard"])
+        try:
+            _set_counters(engine, counters, exclude)
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise EnvironmentProblem(
+                f"{folder} holds a training state that titan does not write: {type(error).__name__}: {error}",
+                hint="take another checkpoint (--step N)",
+            ) from error
     return state
+
+
+def _set_counters(engine: Engine, counters: dict[str, Any], exclude: Exclusion) -> None:
+    if not exclude.has("step"):
+        step, tokens = counters["step"], counters["tokens_seen"]
+        if type(step) is not int or type(tokens) is not int:
+            raise TypeError(f"step {step!r}, tokens_seen {tokens!r}")
+        engine.step, engine.tokens_seen = step, tokens
+    if engine.guard is not None and "guard" in counters and not exclude.has("guard"):
+        engine.guard.load_state(counters["guard"])
 
 
 # ---------------------------------------------------------------------------------- over a pipeline's stages

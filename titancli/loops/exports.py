@@ -36,16 +36,16 @@ def export(section: Checkpoint, engine: Engine, checkpointer: Checkpointer, run_
         logger.info("weights alone: exports/%s", name)
     if section.last_save_in_hf:
         checkpointer.on_main(lambda: _to_hf(section, run_folder, name))
-        logger.info("Hugging Face folder: exports/%s-hf", name)
 
 
 def _to_hf(section: Checkpoint, run_folder: Path, name: str) -> None:
     from titancli.checkpoint.convert import to_hf
 
-    target = run_folder / "exports" / f"{name}-hf"
-    if target.exists():
-        logger.warning("%s exists, and is left as it is", target)
-        return
+    target, number = run_folder / "exports" / f"{name}-hf", 1
+    while target.exists():  # of the same step on another way, which may be what somebody uses
+        number += 1
+        target = target.with_name(f"{name}-hf-{number}")
     target.parent.mkdir(exist_ok=True)
     source = run_folder / "checkpoints" / name
     to_hf(source, target, dtype=section.export_dtype, say=logger.debug)
+    logger.info("Hugging Face folder: exports/%s", target.name)
