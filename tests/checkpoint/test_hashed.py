@@ -33,6 +33,7 @@ def test_what_is_written_is_what_is_hashed(tmp_path: Path, data: bytes) -> None:
         for size in SIZES:
             scratch[:size] = data[start : start + size]
             file.write(memoryview(scratch)[:size])
+            file.settle()
             start += size
         assert file.finish() == digest_of(data)
     assert (tmp_path / "file").read_bytes() == data

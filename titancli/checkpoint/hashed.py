@@ -23,6 +23,9 @@ from titancli.errors import EnvironmentProblem
 BLOCK = 1 << 22
 """Bytes read or written by one call of the system."""
 
+_BEHIND = 1 << 26
+"""Bytes that the hash may be behind what is written: so much memory is kept for it."""
+
 _APART = 1 << 16
 """Fewer bytes are hashed sooner than another thread is woken up for it."""
 
@@ -82,20 +85,26 @@ class HashedWriter:
         self._hash = _Hash()
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="titan-disk")
         self._sending: Future[None] | None = None
-        self._sent = 0
+        self._sent = self._settled = 0
         self.size = 0
         """Bytes written so far."""
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append bytes. They may be changed once this returns."""
+        """Append bytes. They must stay as they are until `settle` or `finish` has returned."""
         view = memoryview(data).cast("B")
+        if self.size - self._settled > _BEHIND:
+            self.settle()
         self._hash.update(view)
         while view:
             written = self._file.write(view[:BLOCK])
             self.size += written
             view = view[written:]
             self._send()
+
+    def settle(self) -> None:
+        """Wait until what was written is hashed."""
         self._hash.settle()
+        self._settled = self.size
 
     def finish(self) -> Digest:
         """Flush to the disk itself."""

@@ -82,8 +82,10 @@ class TensorFileWriter:
             raise
 
     def write(self, data: memoryview) -> None:
-        """The next entry's bytes: contiguous, little-endian, row-major."""
-        self.write_pieces([data])
+        """The next entry's bytes: contiguous, little-endian, row-major; unchanged until `close` returns."""
+        if data.nbytes != next(self._sizes, -1):
+            raise TitanError(f"{self._path}: a tensor is not of the size that its header announces")
+        self._file.write(data)
 
     def write_pieces(self, pieces: Iterable[memoryview]) -> None:
         """The next entry's bytes, each piece written before the next one is asked for."""
@@ -92,6 +94,7 @@ class TensorFileWriter:
             if self._file.size + piece.nbytes > end:
                 break
             self._file.write(piece)
+            self._file.settle()  # the same memory may hold the next piece
         else:
             if self._file.size == end:
                 return
