@@ -170,6 +170,14 @@ def test_uploads_follow_the_folder_and_keep_as_many_of_this_run(tmp_path: Path, 
     assert _objects(f"{url}/step-6") == {p.name: p.read_bytes() for p in (folder / "step-6").iterdir()}
 
 
+def test_a_run_that_went_back_keeps_what_it_does_now(tmp_path: Path, url: str) -> None:
+    _saved(tmp_path / "before", 2, 4, 6)
+    upload(tmp_path / "before/step-6", at(url) / "step-6")
+    _saved(tmp_path / "now", 3)
+    _uploads(tmp_path / "now", url, keep=1).finish()
+    assert [path.name for path in steps(at(url))] == ["step-3"]
+
+
 def test_what_fails_is_told_at_once_and_tried_again_with_the_next(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

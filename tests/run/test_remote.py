@@ -95,9 +95,29 @@ def test_a_lost_run_goes_on_from_the_last_good_one_and_says_so(train: Train, her
     assert main(["convert-checkpoint", f"{url}/r", "hf", "--to", "hf"]) == 0
     assert (here / "hf/model.safetensors").is_file() and not list(here.glob(".titan-*"))
 
-    again = train("r", "--resume", "--step", "2")  # only the store has it
+    shutil.rmtree(here / "r/checkpoints/step-4")
+    again = train("r", "--resume", "--step", "4")  # only the store has it
     assert again.code == 0, again.err
-    assert losses(here / "r")[3] == before[3]
+    assert f"taking {url}/r/step-4" in again.err and "from step-4" in again.err
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_run_begins_with_weights_by_url(
+    train: Train, here: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
+    assert train("tiny.toml", "--run-dir", "r", "training.steps=2").code == 0
+    url = f"file://{here}/r/checkpoints/step-2"
+    more = [f"checkpoint.initial_load_model_only={str(not whole).lower()}", "training.steps=3"]
+    for name, weights in {"near": "r/checkpoints/step-2", "far": url, "again": url}.items():
+        done = train("tiny.toml", "--run-dir", name, f"weights={weights}", *more)
+        assert done.code == 0, done.err
+        assert ("taking" in done.err) == (name == "far")
+    assert losses(here / "far") == losses(here / "again") == losses(here / "near")
+    assert f'weights = "{url}"' in (here / "far/recipe.lock.toml").read_text()
+    missing = train("tiny.toml", f"weights=file://{here}/nothing", "checkpoint.enable=false")
+    assert missing.code == 5
+    assert f"file://{here}/nothing is no titan checkpoint" in missing.err
 
 
 def test_another_run_of_the_same_name_is_refused(train: Train, here: Path) -> None:

@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import cast
 
+import xxhash
+
 from titancli.checkpoint.disk import need, refusal, size_text, sync_folder, write_file
 from titancli.checkpoint.manifest import (
     MANIFEST,
@@ -29,6 +31,7 @@ from titancli.checkpoint.manifest import (
 )
 from titancli.checkpoint.store import RemotePath, Unreachable, at
 from titancli.errors import EnvironmentProblem, TitanError
+from titancli.recipe.urls import url_of
 
 
 def run_place(url: str, run_folder: Path) -> Path:
@@ -194,3 +197,34 @@ def _alone(folder: Path) -> Iterator[None]:
         with suppress(OSError):  # a disk that knows no locks: each takes its own, and the last rename wins
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+# ---------------------------------------------------------------------------------------------- weights
+
+
+def weights_here(weights: Path) -> Path:
+    """Where a recipe's `weights` lie on this machine: a URL's in a cache, see `take_weights`."""
+    url = url_of(weights)
+    if url is None:
+        return weights
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan" / "weights"
+    return root / xxhash.xxh3_64(url.encode()).hexdigest() / weights.name
+
+
+def take_weights(weights: Path, say: Callable[[str], None]) -> None:
+    """See to it that the checkpoint of a URL lies in the cache; each machine has its own.
+
+    Raises:
+        EnvironmentProblem: there is none, it is damaged, or the disk is full.
+        Unreachable: the store refuses, or does not answer.
+    """
+    if (url := url_of(weights)) is None:
+        return
+    place, here = at(url), weights_here(weights)
+    manifest = read_manifest(place)
+    with _alone(here.parent):
+        if _lies_in(here, manifest):
+            return
+        say(f"taking {place} ({size_text(sum(d.size for d in manifest.files.values()))}) to {here}")
+        if found := faults(place, manifest, verify="size") or fetch(place, manifest, here.parent):
+            raise EnvironmentProblem(f"weights: {place} is damaged: {'; '.join(found)}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,8 +139,8 @@ def read_header(path: Path) -> dict[str, Entry]:
         EnvironmentProblem: not a readable, whole safetensors file.
     """
     try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        size = path.stat().st_size
+        with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(HEADER_LIMIT, size - 8):
                 raise EnvironmentProblem(f"{path} is no whole safetensors file: its header does not fit")

@@ -66,7 +66,7 @@ class Uploads:
             raise TitanError(
                 f"the run has ended, and its checkpoints in {self._folder} are not all in {self._place}: "
                 f"{_words(self._error)}",
-                hint="titan train RUN --resume tries again",
+                hint="copy them there with the store's own tools, each one's manifest.json last",
             ) from self._error
 
     def _work(self) -> None:
@@ -110,7 +110,12 @@ class Uploads:
         logger.info("%s is in %s: %s in %.1f s", path.name, self._place, size_text(size), seconds)
 
     def _purge(self) -> None:
-        for path, _ in self._mine(self._place)[self._keep :] if self._keep else ():
+        if not self._keep:
+            return
+        here = {path.name for path, _ in self._mine(self._folder)[: self._keep]}
+        # A run that went back has fewer saves behind it than what it left in the store.
+        mine = sorted(self._mine(self._place), key=lambda found: found[0].name not in here)
+        for path, _ in mine[self._keep :]:
             cast(RemotePath, path).delete()
 
     def _mine(self, folder: Path) -> list[tuple[Path, Manifest]]:

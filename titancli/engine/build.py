@@ -237,8 +237,9 @@ def load_weights(engine: Engine, recipe: Recipe) -> None:
     """
     from titancli.checkpoint import load_checkpoint
     from titancli.checkpoint.hf import load_hf_weights
+    from titancli.checkpoint.remote import weights_here
 
-    folder = Path(recipe.weights or "")
+    folder = weights_here(Path(recipe.weights or ""))
     parameters = dict(engine.plain_parameters())
     if (folder / "manifest.json").is_file():
         tensors = {f"model.{name}": tensor for name, tensor in parameters.items()}

@@ -71,8 +71,10 @@ def check_weights(loaded: Loaded) -> None:
     Raises:
         RecipeError: says which sizes differ.
     """
+    from titancli.checkpoint.remote import weights_here
+
     folder, model = loaded.recipe.weights, loaded.data["model"]
-    found = _sizes(folder) if folder is not None else {}
+    found = _sizes(weights_here(folder)) if folder is not None else {}
     wrong = [
         f"{key} is {found[key]} there and {model[key]} here"
         for key in found

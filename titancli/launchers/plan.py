@@ -120,7 +120,7 @@ def _begin(request: Request, run_dir: Path | None) -> Plan:
     from titancli.recipe import load_recipe, lock_text
 
     loaded = load_recipe(request.reference, request.overrides, unset=request.unset)
-    missing = require_inputs(loaded, weights=True, dry_run=request.dry_run)
+    missing = require_inputs(loaded, weights=True, dry_run=request.dry_run, say=request.say)
     folder = RunFolder.choose(loaded.recipe.name, run_dir)
     if not request.dry_run:
         elsewhere.see_to(folder, loaded.recipe.checkpoint, new=not request.resume)
@@ -185,7 +185,7 @@ def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
     start_step = _step_of(checkpoint) if checkpoint is not None else 0
     if not request.dry_run:
         elsewhere.see_to(folder, section, new=False)
-    missing = require_inputs(loaded, weights=checkpoint is None, dry_run=request.dry_run)
+    missing = require_inputs(loaded, weights=checkpoint is None, dry_run=request.dry_run, say=request.say)
     return Plan(
         folder=folder,
         loaded=loaded,
@@ -246,8 +246,12 @@ def _choose_checkpoint(
     return path_or_none, notes
 
 
-def require_inputs(loaded: Loaded, *, weights: bool, dry_run: bool = False) -> list[str]:
+def require_inputs(
+    loaded: Loaded, *, weights: bool, dry_run: bool = False, say: Callable[[str], None] = lambda line: None
+) -> list[str]:
     """Refuse a recipe whose tokenizer, dataset or `weights` is a path to nothing, or to another model.
+
+    Weights that are a URL are taken first, but not for a dry run.
 
     Returns:
         What is missing, a line each; anything only in a dry run.
@@ -256,20 +260,26 @@ def require_inputs(loaded: Loaded, *, weights: bool, dry_run: bool = False) -> l
         EnvironmentProblem: names every one of them.
         RecipeError: the weights are those of a model of other sizes.
     """
+    from titancli.checkpoint.remote import take_weights, weights_here
+    from titancli.recipe.urls import url_of
+
     recipe = loaded.recipe
     named = [
         (f"{name}.{field}", value)
         for name in ("tokenizer", "dataset")
         for field, value in _paths(recipe, name)
     ]
-    if weights and recipe.weights is not None:
-        named.append(("weights", recipe.weights))
+    folder = None
+    if weights and recipe.weights is not None and not (dry_run and url_of(recipe.weights)):
+        take_weights(recipe.weights, say)
+        folder = weights_here(recipe.weights)
+        named.append(("weights", folder))
     missing = [f"{key}: {path} does not exist" for key, path in named if not path.exists()]
     if missing and not dry_run:
         raise EnvironmentProblem("\n".join(missing), hint="relative paths start where the command is run")
-    if weights and (recipe.weights is None or recipe.weights.exists()):
-        if recipe.weights is not None and not recipe.checkpoint.initial_load_model_only:
-            read_manifest(recipe.weights)  # nothing but a checkpoint has more than weights
+    if folder is not None and folder.exists():
+        if not recipe.checkpoint.initial_load_model_only:
+            read_manifest(folder)  # nothing but a checkpoint has more than weights
         check_weights(loaded)
     return missing
 

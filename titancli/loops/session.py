@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from titancli.checkpoint import Checkpointer
 from titancli.checkpoint.exclude import Exclusion
@@ -24,6 +25,7 @@ from titancli.loops.run import Run, Stop
 from titancli.registry.component import build
 
 if TYPE_CHECKING:
+    from titancli.checkpoint.uploads import Uploads
     from titancli.observe.observers import Observers
     from titancli.recipe.schema import Recipe
 
@@ -72,6 +74,7 @@ def run(
         on_first_step=on_first_step,
         saved_step=engine.step if checkpoint is not None else None,
     )
+    uploads = _uploads(recipe, run_folder, run_id)
     if recipe.checkpoint.enable:
         this.checkpoints = Checkpointer(
             run_folder / "checkpoints",
@@ -80,9 +83,10 @@ def run(
             run_id=run_id,
             mesh=asdict(engine.mesh.degrees),
             on_saved=partial(_saved, this, observers),
+            uploads=uploads,
         )
     loop = build(recipe.loop, engine=engine, data=data, tokenizer=tokenizer, observers=observers, run=this)
-    with closing(data), _garbage_between_steps():
+    with closing(data), _garbage_between_steps(), _settled(uploads):
         _to_the_end(recipe, engine, data, this, loop, run_folder)
     checkpoint_name = f"checkpoints/step-{this.saved_step}" if this.saved_step is not None else None
     return {"why": this.why, "signal": this.signal, "step": engine.step, "checkpoint": checkpoint_name}
@@ -100,11 +104,23 @@ def _to_the_end(
     ended = this.why in ("finished", "data_ended")
     if ended and engine.step:
         export(recipe.checkpoint, engine, this.checkpoints, run_folder)
+    this.checkpoints.finish_uploads(must=ended)
 
 
 def _saved(this: Run, observers: Observers, step: int, path: Path) -> None:
     this.saved(step)
     observers.checkpoint_saved(step, path)
+
+
+@contextmanager
+def _settled(uploads: Uploads | None) -> Iterator[None]:
+    """What was saved is to get to the object store, even where the run fails."""
+    try:
+        yield
+    except TitanError:
+        if uploads is not None:
+            uploads.settle()
+        raise
 
 
 @contextmanager
@@ -135,6 +151,18 @@ def _data(
     return _goes_on(data, state["data"], again if allow_drift else None)
 
 
+def _uploads(recipe: Recipe, run_folder: Path, run_id: str) -> Uploads | None:
+    """Rank 0's, where the recipe has an object store for checkpoints."""
+    section = recipe.checkpoint
+    if section.remote is None or dist.get_rank() != 0:
+        return None
+    from titancli.checkpoint.remote import run_place
+    from titancli.checkpoint.uploads import Uploads
+
+    place = run_place(section.remote, run_folder)
+    return Uploads(run_folder / "checkpoints", place, run_id, section.keep_latest_k)
+
+
 def _goes_on(data: Loader, state: dict[str, Any], again: Callable[[], Loader] | None) -> Loader:
     """The data, at the place that a checkpoint holds; or what `again` makes, where they are others.
 
@@ -159,8 +187,11 @@ def _taken_over(recipe: Recipe) -> Path | None:
     """
     if recipe.weights is None or recipe.checkpoint.initial_load_model_only:
         return None
-    read_manifest(recipe.weights)
-    return recipe.weights
+    from titancli.checkpoint.remote import weights_here
+
+    folder = weights_here(recipe.weights)
+    read_manifest(folder)
+    return folder
 
 
 def check_vocabulary(recipe: Recipe, tokenizer: Any) -> None:

@@ -16,6 +16,7 @@ from titancli.recipe.resolve import Resolved
 from titancli.recipe.scan import KeyPath
 from titancli.recipe.schema import Recipe
 from titancli.recipe.tree import Node, dotted
+from titancli.recipe.urls import url_of
 from titancli.registry.component import component_info
 
 if TYPE_CHECKING:
@@ -46,9 +47,9 @@ def bind_recipe(resolved: Resolved, registry: Registry, problems: Problems) -> R
 
 
 def absolute(value: Any) -> Any:
-    """The same value with every Path made absolute: relative ones lie where the command is run."""
+    """The same value with every Path made absolute: relative ones lie where the command is run. URLs stay."""
     if isinstance(value, Path):
-        return value.absolute()
+        return value if url_of(value) else value.absolute()
     if isinstance(value, (list, tuple, set, frozenset)):
         return type(value)(absolute(item) for item in value)
     if isinstance(value, dict):

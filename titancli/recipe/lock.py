@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from titancli import __version__
 from titancli.errors import PluginError
 from titancli.recipe.tree import Node
+from titancli.recipe.urls import url_of
 
 if TYPE_CHECKING:
     from titancli.recipe.load import Loaded
@@ -53,7 +54,7 @@ def _plain(value: Any, node: Node | None, registry: Registry) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _table(value, node, registry)
     if isinstance(value, Path):
-        return str(value)
+        return url_of(value) or str(value)
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, (str, bool, int, float)):
