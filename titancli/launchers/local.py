@@ -235,7 +235,7 @@ def _result(
     failure = failures.cause(reports, kills, late_kills)
     error = f"rank {failure.rank}: {failure.words}" if failure else "the ranks could not be started"
     _record_outcome(start, watcher, "failed", None, step, error)
-    if lost and not reports:
+    if lost and (outcome is not None or not reports):  # what fails after the outcome is an echo
         name, saved = signal.Signals(-agent_code).name, outcome["checkpoint"] if outcome else None
         done = f"its ranks have left {saved} behind" if saved else "its ranks have saved nothing"
         print(f"error: torchrun was killed by {name}; {done}", file=sys.stderr)
