@@ -23,6 +23,9 @@ from titancli.errors import EnvironmentProblem
 BLOCK = 1 << 22
 """Bytes read or written by one call of the system."""
 
+_SEND = 1 << 26
+"""Bytes that are sent to the disk at once: many small parts cost the kernel more than they gain."""
+
 _BEHIND = 1 << 26
 """Bytes that the hash may be behind what is written: so much memory is kept for it."""
 
@@ -123,7 +126,7 @@ class HashedWriter:
         The kernel alone would begin when a tenth of the memory is full of it. Sending blocks while the disk's
         queue is full, so it has its own thread too.
         """
-        if self.size - self._sent >= BLOCK and (self._sending is None or self._sending.done()):
+        if self.size - self._sent >= _SEND and (self._sending is None or self._sending.done()):
             start, self._sent = self._sent, self.size
             self._sending = self._disk.submit(_start_writeback, self._file.fileno(), start, self.size - start)
 
