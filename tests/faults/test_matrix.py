@@ -29,7 +29,8 @@ MATRIX = {
         "the newest good checkpoint loads; the resumed run is bitwise the one that was not killed",
         (
             "checkpoint/test_faults.py::test_kill_9_at_any_moment_leaves_a_good_checkpoint",
-            "run/test_restarts.py::test_a_run_whose_rank_died_is_bitwise_the_one_where_none_did",
+            "run/test_kills.py"
+            "::test_a_run_killed_in_its_saves_at_20_random_moments_ends_bit_for_bit_as_if_it_had_not",
             "checkpoint/test_layouts.py::test_a_sharded_model_resumed_is_bitwise_the_uninterrupted_one",
         ),
     ),
@@ -39,6 +40,8 @@ MATRIX = {
         (
             "checkpoint/test_faults.py::test_a_kill_between_the_rename_and_the_purge_leaves_both",
             "checkpoint/test_save_load.py::test_a_kill_between_the_renames_loses_nothing",
+            "checkpoint/test_checkpointer.py"
+            "::test_what_does_not_verify_gets_no_name_and_nothing_is_purged_for_it",
         ),
     ),
     3: Row(
@@ -71,7 +74,9 @@ MATRIX = {
         "saved within 30 s, exit code 75, nothing orphaned, the resumed run bitwise equal",
         (
             "run/test_ranks.py::test_a_signal_saves_and_leaves_with_its_own_code",
-            "run/test_ranks.py::test_two_ranks_stopped_by_sigterm_resume_as_if_they_had_not",
+            "run/test_ranks.py::test_two_ranks_stopped_by_a_signal_resume_as_if_they_had_not",
+            "run/test_ranks.py::test_a_signal_to_one_rank_stops_both_and_they_resume_as_if_they_had_not",
+            "run/test_ranks.py::test_a_second_ctrl_c_leaves_at_once",
             "run/test_restarts.py::test_a_signal_to_one_rank_stops_all_with_a_checkpoint",
         ),
     ),
@@ -81,6 +86,7 @@ MATRIX = {
         (
             "run/test_restarts.py::test_a_run_whose_rank_died_is_bitwise_the_one_where_none_did",
             "run/test_ranks.py::test_a_rank_that_is_killed_is_named_and_a_restart_goes_on_from_the_checkpoint",
+            "run/test_checkpoint_settings.py::test_ranks_that_start_anew_stay_on_the_way_that_was_chosen",
         ),
     ),
     7: Row(
@@ -121,6 +127,7 @@ MATRIX = {
         "a resume on another layout: FSDP2, FSDP4, TP2, FSDP2 x TP2, PP2, one rank",
         "the same data order, and losses of the first 5 steps within 1e-5",
         (
+            "run/test_layouts.py::test_a_run_goes_from_layout_to_layout_with_the_same_data_and_losses",
             "checkpoint/test_relayout.py::test_each_layout_goes_on_where_the_one_before_it_stopped",
             "checkpoint/test_layouts.py::test_every_layout_loads_on_every_other_bit_for_bit",
             "parallel/test_expert_checkpoints.py::test_every_spread_of_experts_goes_on_from_every_other",
@@ -137,6 +144,8 @@ MATRIX = {
             "checkpoint/test_format.py::test_a_layout_that_names_a_file_beside_the_manifest_is_refused",
             "checkpoint/test_hf.py::test_a_hostile_index_is_refused",
             "checkpoint/test_hf.py::test_pickled_weights_are_refused_with_the_way_out",
+            "run/test_hostile.py::test_a_run_refuses_them_and_nothing_is_executed",
+            "run/test_hostile.py::test_a_checkpoint_with_a_pickle_in_it_is_passed_over",
         ),
     ),
     13: Row(
@@ -145,6 +154,8 @@ MATRIX = {
         (
             "run/test_runs.py::test_a_run_folder_in_use_is_refused_naming_process_and_host",
             "run/test_train.py::test_a_run_folder_in_use_is_refused",
+            "run/test_runs.py::test_ranks_that_outlive_their_command_still_hold_the_folder",
+            "run/test_ranks.py::test_a_launcher_that_is_killed_leaves_no_rank_behind",
         ),
     ),
     14: Row(
@@ -160,6 +171,7 @@ MATRIX = {
         "refused with the difference, unless told to go on",
         (
             "run/test_train.py::test_the_recipe_of_a_job_script_may_change_but_not_its_model_or_data",
+            "run/test_train.py::test_other_data_are_begun_anew_where_drift_is_allowed",
             "run/test_drift.py::test_the_sections_that_give_a_checkpoint_its_meaning_are_guarded",
             "checkpoint/test_layouts.py::test_a_mismatch_is_told_alike_on_every_rank",
             "data/test_packing.py::test_a_state_of_other_data_or_another_tokenizer_or_seed_is_refused",

@@ -50,6 +50,7 @@ def run_rank(folder: Path, checkpoint: Path | None, files: list[Path], port: int
     from titancli.worker import Place, main
 
     place = Place(dist.get_rank(), dist.get_world_size(), dist.get_rank())
+    dist.barrier()  # or the others may find nobody where they still connect to
     dist.destroy_process_group()  # the run makes its own
     forget_meshes()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

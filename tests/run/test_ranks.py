@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import resource
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,8 +47,11 @@ def test_a_signal_saves_and_leaves_with_its_own_code(
     assert "titan train r --resume" in done.err
 
 
-def test_a_second_ctrl_c_leaves_at_once(command: Callable[..., Command], here: Path) -> None:
-    running = command("tiny.toml", *SLOW, "loss.sleep=3.0", "--run-dir", "r")
+@pytest.mark.parametrize("several", [(), ("--nproc", "2", "launcher.max_restarts=3")], ids=["one", "two"])
+def test_a_second_ctrl_c_leaves_at_once(
+    command: Callable[..., Command], here: Path, several: tuple[str, ...]
+) -> None:
+    running = command("tiny.toml", *SLOW, "loss.sleep=3.0", "--run-dir", "r", *several)
     running.until_step(here / "r/events.jsonl", 1)
     time.sleep(0.5)  # well into the next step
     began = time.monotonic()
@@ -58,27 +63,59 @@ def test_a_second_ctrl_c_leaves_at_once(command: Callable[..., Command], here: P
     assert time.monotonic() - began < 10
     assert not list((here / "r/checkpoints").iterdir())
     assert "interrupted again: leaving at once" in done.err
+    assert "started anew" not in done.err
+    assert workers_of(here / "r") == []
 
 
-def test_two_ranks_stopped_by_sigterm_resume_as_if_they_had_not(
-    command: Callable[..., Command], here: Path
+WHOLE = ("loss=faulty", "lr_scheduler.total_steps=200", "training.steps=20")
+NEVER = "checkpoint.interval=1000"  # what is there in the end was saved on the way out
+
+
+def resumed_equals_whole(train_on: Callable[..., Finished], reference: Any, run: Path, signal: str) -> None:
+    """That two ranks stopped by a signal have saved, and go on bit for bit."""
+    outcome = RunFolder(run).outcome()
+    assert outcome is not None
+    assert (outcome["why"], outcome["signal"]) == ("stopped", signal)
+    assert outcome["checkpoint"] == f"checkpoints/step-{outcome['step']}"
+    steps = outcome["step"] + 2
+    more = ("loss.sleep=0.0", "loss.fault=none", f"training.steps={steps}", *WHOLE[1:2])
+    resumed = train_on(2, run.name, "--resume", *more)
+    assert resumed.code == 0, resumed.err
+    assert f"from step-{outcome['step']}" in resumed.err
+    expected, _ = reference(2, *WHOLE)
+    assert losses(run) == {step: expected[step] for step in range(1, steps + 1)}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_two_ranks_stopped_by_a_signal_resume_as_if_they_had_not(
+    command: Callable[..., Command],
+    train_on: Callable[..., Finished],
+    reference: Any,
+    here: Path,
+    number: signal.Signals,
 ) -> None:
-    running = command("tiny.toml", *SLOW, "--nproc", "2", "--run-dir", "r")
-    running.until_step(here / "r/events.jsonl", 1)
-    running.process.send_signal(signal.SIGTERM)
+    running = command("tiny.toml", *SLOW, NEVER, "--nproc", "2", "--run-dir", "r")
+    running.until_step(here / "r/events.jsonl", random.randint(1, 4))
+    running.process.send_signal(number)
+    began = time.monotonic()
     done = running.wait()
+    assert time.monotonic() - began < 30
     assert done.code == 75, done.err
     assert workers_of(here / "r") == []
-    outcome = RunFolder(here / "r").outcome()
-    assert outcome is not None
-    stopped_at = outcome["step"]
-    steps = f"training.steps={stopped_at + 2}"
-    more = ("-p", "./faulty.py", "loss.sleep=0.0", steps, "lr_scheduler.total_steps=200", "--nproc", "2")
-    resumed = command("r", "--resume", *more).wait()
-    assert resumed.code == 0, resumed.err
-    whole = command("tiny.toml", "loss=faulty", *more, "--run-dir", "whole").wait()
-    assert whole.code == 0, whole.err
-    assert losses(here / "r") == losses(here / "whole")
+    resumed_equals_whole(train_on, reference, here / "r", number.name)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_to_one_rank_stops_both_and_they_resume_as_if_they_had_not(
+    train_on: Callable[..., Finished], reference: Any, here: Path, name: str
+) -> None:
+    fault = ("loss=faulty", "loss.fault=signal", f"loss.signal={name}", "loss.rank=1")
+    call = f"loss.call={random.randint(1, 5)}"
+    done = train_on(2, "tiny.toml", *fault, call, NEVER, *WHOLE[1:], "--run-dir", "r")
+    assert done.code == 75, done.err
+    resumed_equals_whole(train_on, reference, here / "r", name)
 
 
 def test_a_rank_that_fails_is_one_block(command: Callable[..., Command], here: Path) -> None:

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,21 +35,24 @@ def pid_of_rank(run: Path, rank: int) -> int:
     raise AssertionError(f"there is no rank {rank}")
 
 
-@pytest.mark.parametrize("when", ["mid-step", "mid-save"])
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("when", "mode"),
+    [("mid-step", ()), ("mid-save", ()), ("mid-save", ("checkpoint.async_mode=async",))],
+    ids=["mid-step", "mid-save", "mid-save, async"],
+)
 def test_a_run_whose_rank_died_is_bitwise_the_one_where_none_did(
-    command: Callable[..., Command], here: Path, when: str
+    command: Callable[..., Command], reference: Any, here: Path, when: str, mode: tuple[str, ...]
 ) -> None:
     kind = "kill" if when == "mid-step" else "kill_in_save"
     fault = (f"loss.fault={kind}", "loss.call=3", "loss.starts=1", "launcher.max_restarts=3")
-    done = command("tiny.toml", *FAULTY, *fault, "--nproc", "2", "--run-dir", "r").wait(200)
+    done = command("tiny.toml", *FAULTY, *fault, *mode, "--nproc", "2", "--run-dir", "r").wait(200)
     assert done.code == 0, done.err
     assert "all ranks were started anew (restart 1)" in done.err
     assert "from step-2" in done.err
     assert workers_of(here / "r") == []
     assert not list((here / "r/checkpoints").glob(".*"))
-    whole = command("tiny.toml", "--nproc", "2", "--run-dir", "whole", *FAULTY).wait(200)
-    assert whole.code == 0, whole.err
-    assert losses(here / "r") == losses(here / "whole")
+    assert losses(here / "r") == reference(2, "loss=faulty")[0]
 
 
 def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(

@@ -1,0 +1,54 @@
+"""One run that is resumed on another layout again and again: whole runs, with their data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run.conftest import Finished, losses
+from titancli.checkpoint import read_manifest
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 5
+CHAIN = [
+    ("FSDP2", 2, 1, 1),
+    ("FSDP4", 4, 1, 1),
+    ("TP2", 2, 2, 1),
+    ("FSDP2xTP2", 4, 2, 1),
+    ("PP2", 2, 1, 2),
+    ("one rank", 1, 1, 1),
+]
+"""What it is called, ranks, tp and pp; the other ranks are dp_shard."""
+TOTAL = STEPS * len(CHAIN)
+RECIPE = (
+    "model.n_layers=4",
+    "training.global_batch_size=8",
+    f"lr_scheduler.total_steps={TOTAL}",
+    "optimizer.eps=1e-4",  # or the rounding of a gradient near zero would move its weight
+    f"checkpoint.interval={STEPS}",
+    "checkpoint.keep_latest_k=0",
+)
+
+
+def test_a_run_goes_from_layout_to_layout_with_the_same_data_and_losses(
+    train_on: Callable[..., Finished], reference: Any, here: Path
+) -> None:
+    expected, whole = reference(1, *RECIPE, f"training.steps={TOTAL}")
+    begin: tuple[str, ...] = ("tiny.toml", "--run-dir", "r", *RECIPE)
+    for number, (name, ranks, tp, pp) in enumerate(CHAIN, start=1):
+        degrees = (f"mesh.tp={tp}", f"mesh.pp={pp}", f"training.steps={number * STEPS}")
+        done = train_on(ranks, *begin, *degrees)
+        assert done.code == 0, done.err
+        assert losses(here / "r") == pytest.approx(
+            {step: expected[step] for step in range(1, number * STEPS + 1)}, rel=1e-5
+        ), name
+        states = [
+            read_manifest(run / f"checkpoints/step-{number * STEPS}").state for run in (here / "r", whole)
+        ]
+        assert states[0]["data"] == states[1]["data"], name
+        assert states[0]["engine"]["tokens_seen"] == states[1]["engine"]["tokens_seen"], name
+        begin = ("r", "--resume")
