@@ -148,7 +148,8 @@ def test_a_store_that_fails_on_the_way_is_told_and_costs_no_step(
         put(self, source)
 
     monkeypatch.setattr(RemotePath, "put", fails_once)
-    done = train("tiny.toml", "--run-dir", "r", f"checkpoint.remote=file://{here}/store")
+    remote = [f"checkpoint.remote=file://{here}/store", "checkpoint.keep_latest_k=0"]
+    done = train("tiny.toml", "--run-dir", "r", *remote)
     assert done.code == 0, done.err
     assert "the next save tries again: the line is dead" in done.err
     assert sorted(path.name for path in steps(here / "store/r")) == ["step-2", "step-4", "step-6"]
