@@ -148,7 +148,7 @@ def _data(
     state = engine.load(start, verify=recipe.checkpoint.verify, exclude=exclude)
     if exclude.has("data"):
         return data
-    return _goes_on(data, state["data"], again if allow_drift else None)
+    return _goes_on(data, state.get("data"), again if allow_drift else None)
 
 
 def _uploads(recipe: Recipe, run_folder: Path, run_id: str) -> Uploads | None:
@@ -163,12 +163,17 @@ def _uploads(recipe: Recipe, run_folder: Path, run_id: str) -> Uploads | None:
     return Uploads(run_folder / "checkpoints", place, run_id, section.keep_latest_k)
 
 
-def _goes_on(data: Loader, state: dict[str, Any], again: Callable[[], Loader] | None) -> Loader:
+def _goes_on(data: Loader, state: Any, again: Callable[[], Loader] | None) -> Loader:
     """The data, at the place that a checkpoint holds; or what `again` makes, where they are others.
 
     Raises:
-        TitanError: they are, and there is no `again`.
+        TitanError: they are, and there is no `again`; or it holds no place.
     """
+    if not isinstance(state, dict):
+        raise EnvironmentProblem(
+            "the checkpoint holds no position in the data",
+            hint='checkpoint.exclude_from_loading=["data"] begins them anew',
+        )
     try:
         data.load_state(state)
     except TitanError as error:
