@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,11 +114,40 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().float().clone()
 
 
+def wholes(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Tensors made whole by name, as `whole` does: by all ranks at once, and in one exchange instead of one or
+    two a tensor."""
+    import torch.distributed as dist
+
+    mine = {name: part(tensor) for name, tensor in tensors}
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    result = {name: torch.full(shape, torch.nan) for name, (shape, _, _) in mine.items()}
+    for name, into in result.items():
+        for _, place, values in (theirs[name] for theirs in everyones if name in theirs):
+            into[place] = values
+    return result
+
+
+def part(tensor: torch.Tensor) -> tuple[torch.Size, tuple[slice, ...], torch.Tensor]:
+    """The shape of the whole, and what this rank has of it: where, and the values."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not isinstance(tensor, DTensor):
+        return tensor.shape, (), tensor.detach().float().clone()
+    assert not any(placement.is_partial() for placement in tensor.placements)
+    local = tensor.to_local().detach().float().clone()
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    place = tuple(slice(start, start + length) for start, length in zip(offsets, local.shape, strict=True))
+    return tensor.shape, place, local
+
+
 def gradients(layout: Layout) -> dict[str, torch.Tensor]:
     """Gradients of one step, divided as the optimizer step would, and the loss."""
     engine = Engine.build(recipe(layout))
     metrics = engine.forward_backward(my_batches(engine))
-    result = {name: whole(p.grad) / engine._weight for name, p in engine.named_parameters()}
+    result = wholes((name, p.grad / engine._weight) for name, p in engine.named_parameters())
     return {**result, "loss": metrics["loss"].clone(), "loss_max": metrics["loss_max"].clone()}
 
 
@@ -129,8 +159,8 @@ def training(layout: Layout, steps: int = 3) -> dict[str, torch.Tensor]:
         metrics = engine.forward_backward(my_batches(engine, step)) | engine.optim_step()
         result[f"loss {step}"] = metrics["loss"].clone()
         result[f"norm {step}"] = metrics["grad_norm"].clone()
-    return {**result, **{name: whole(p) for name, p in engine.named_parameters()}}
+    return result | wholes(engine.named_parameters())
 
 
 def initial_weights(layout: Layout) -> dict[str, torch.Tensor]:
-    return {name: whole(p) for name, p in Engine.build(recipe(layout)).named_parameters()}
+    return wholes(Engine.build(recipe(layout)).named_parameters())

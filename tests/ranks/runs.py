@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.engine.cases import Layout, my_batches, recipe, whole
+from tests.engine.cases import Layout, my_batches, recipe, wholes
 from titancli.engine import Engine
 from titancli.models.blocks.decoder import Decoder
 from titancli.models.blocks.moe import moe_layers
@@ -60,9 +60,9 @@ def steps(layout: Layout, optimizer: str) -> dict[str, torch.Tensor]:
     for step in range(STEPS):
         metrics = engine.forward_backward(my_batches(engine, step, layout.documents))
         result[f"loss {step}"] = metrics["loss"].clone()
-        tensors = {f"gradient {step} {n}": whole(p.grad) / engine._weight for n, p in trained(engine)}
+        parts = [(f"gradient {step} {n}", p.grad / engine._weight) for n, p in trained(engine)]
         result[f"norm {step}"] = engine.optim_step(lr)["grad_norm"].clone()
-        tensors |= {f"weight {step} {n}": whole(p) for n, p in trained(engine)}
+        tensors = wholes(parts + [(f"weight {step} {n}", p) for n, p in trained(engine)])
         result |= tensors if first else {}
     return result
 
