@@ -115,8 +115,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def wholes(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Tensors made whole by name, as `whole` does: by all ranks at once, and in one exchange instead of one or
-    two a tensor."""
+    """Tensors made whole by name, as `whole` does, but in one exchange, which all ranks take part in."""
     import torch.distributed as dist
 
     mine = {name: part(tensor) for name, tensor in tensors}

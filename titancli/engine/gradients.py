@@ -33,8 +33,7 @@ def total_norm(
             groups[()].append(gradient)
     squares = [torch.zeros((), device=device)]
     for process_groups, gradients in groups.items():
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-        square = torch.stack(norms).square_().sum().to(device)  # from the CPU, where offloaded
+        square = torch.stack(_norms(gradients)).square_().sum().to(device)  # from the CPU, where offloaded
         for group in process_groups:
             dist.all_reduce(square, group=group)
         squares.append(square)
@@ -42,6 +41,15 @@ def total_norm(
     if stages is not None:
         dist.all_reduce(total, group=stages)
     return total.sqrt_()
+
+
+def _norms(gradients: list[Tensor]) -> list[Tensor]:
+    if gradients[0].is_cuda:
+        return list(torch._foreach_norm(gradients, 2, dtype=torch.float32))
+    # A CPU adds the squares of a tensor in fp32 one by one, which loses half a percent over 64 M of them (and
+    # another amount on another number of ranks). Rows first, and it is exact to rounding, and as quick.
+    rows = (torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32) for gradient in gradients)
+    return [torch.linalg.vector_norm(norms) for norms in rows]
 
 
 @torch.no_grad()
