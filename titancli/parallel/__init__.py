@@ -31,7 +31,10 @@ class Decoder:
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if self.async_tp and not _inductor(recipe.compile):
-            yield "async_tp", "async_tp needs compile.enable, of the blocks and with the backend inductor"
+            yield (
+                "async_tp",
+                'async_tp needs compile.enable = true, compile.backend = "inductor", and "model" in compile.components',
+            )
         documents = getattr(recipe.dataset, "document_mask", False)
         if self.context_parallel == "ring" and recipe.mesh.cp > 1 and documents:
             message = "the ring cannot keep attention within documents: dataset.document_mask is true"
