@@ -31,10 +31,8 @@ class Decoder:
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if self.async_tp and not _inductor(recipe.compile):
-            yield (
-                "async_tp",
-                'async_tp needs compile.enable = true, compile.backend = "inductor", and "model" in compile.components',
-            )
+            needed = 'compile.enable = true, compile.backend = "inductor", "model" in compile.components'
+            yield "async_tp", f"async_tp needs {needed}"
         documents = getattr(recipe.dataset, "document_mask", False)
         if self.context_parallel == "ring" and recipe.mesh.cp > 1 and documents:
             message = "the ring cannot keep attention within documents: dataset.document_mask is true"
