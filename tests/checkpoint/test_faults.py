@@ -128,7 +128,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(
         free = 100
 
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage)
-    with pytest.raises(EnvironmentProblem, match=r"It needs \d+ bytes, and 100 bytes are free") as caught:
+    with pytest.raises(EnvironmentProblem, match=r"It needs [\d.]+ kB, and 100 bytes are free") as caught:
         save(tmp_path / "step-2")
     assert caught.value.exit_code == 5
     assert "keep_latest_k" in str(caught.value.hint)
