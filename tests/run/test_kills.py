@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -41,8 +42,10 @@ def seconds_of_a_save(run: Path) -> float:
 
 def killed(*arguments: str) -> None:
     """Run in a copy of this process, in which torch need not be imported again, until it is killed."""
+    gc.collect()
     child = os.fork()
     if child == 0:
+        gc.freeze()  # process groups are not collected here: their threads are not there to be waited for
         try:
             train_here(*arguments)
         except BaseException:
