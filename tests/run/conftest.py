@@ -165,8 +165,15 @@ def losses(run: Path) -> dict[int, float]:
     }
 
 
-def workers_of(run: Path) -> list[str]:
-    """Command lines of processes that still work for a run."""
+def workers_of(run: Path, seconds: float = 20.0) -> list[str]:
+    """Command lines of processes that work for a run and, given so much time, do not come to their end."""
+    deadline = time.monotonic() + seconds
+    while (found := _workers(run)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
+
+
+def _workers(run: Path) -> list[str]:
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
