@@ -165,7 +165,7 @@ def losses(run: Path) -> dict[int, float]:
     }
 
 
-def workers_of(run: Path, seconds: float = 20.0) -> list[str]:
+def workers_of(run: Path, seconds: float = 5.0) -> list[str]:
     """Command lines of processes that work for a run and, given so much time, do not come to their end."""
     deadline = time.monotonic() + seconds
     while (found := _workers(run)) and time.monotonic() < deadline:

@@ -86,19 +86,17 @@ def run(
             uploads=uploads,
         )
     loop = build(recipe.loop, engine=engine, data=data, tokenizer=tokenizer, observers=observers, run=this)
+    if recipe.checkpoint.create_seed_checkpoint:
+        loop = partial(this.save_seed, engine, data)
     with closing(data), _garbage_between_steps(), _settled(uploads):
-        _to_the_end(recipe, engine, data, this, loop, run_folder)
+        loop()
+        _leave_behind(recipe, engine, this, run_folder)
     checkpoint_name = f"checkpoints/step-{this.saved_step}" if this.saved_step is not None else None
     return {"why": this.why, "signal": this.signal, "step": engine.step, "checkpoint": checkpoint_name}
 
 
-def _to_the_end(
-    recipe: Recipe, engine: Engine, data: Loader, this: Run, loop: Callable[[], None], run_folder: Path
-) -> None:
-    if recipe.checkpoint.create_seed_checkpoint:
-        this.save_seed(engine, data)
-    else:
-        loop()
+def _leave_behind(recipe: Recipe, engine: Engine, this: Run, run_folder: Path) -> None:
+    """The exports of a run that has come to its end, and its uploads."""
     if this.checkpoints is None:
         return
     ended = this.why in ("finished", "data_ended")
