@@ -124,6 +124,26 @@ def fetch(place: Path, manifest: Manifest, parent: Path) -> list[str]:
     return []
 
 
+def take(place: Path, parent: Path, say: Callable[[str], None]) -> Path:
+    """Take the one checkpoint that lies at `place` into `parent`; see `fetch`. `say` is told before.
+
+    Raises:
+        EnvironmentProblem: there is none, it is damaged, or the disk is full.
+        Unreachable: the store refuses, or does not answer.
+    """
+    manifest = read_manifest(place)
+    say(f"taking {place} ({_size(manifest)}) to {parent / place.name}")
+    if found := faults(place, manifest, verify="size") or fetch(place, manifest, parent):
+        raise EnvironmentProblem(
+            f"checkpoint {place} is damaged: {'; '.join(found)}", hint="take another checkpoint"
+        )
+    return parent / place.name
+
+
+def _size(manifest: Manifest) -> str:
+    return size_text(sum(digest.size for digest in manifest.files.values()))
+
+
 def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -165,7 +185,7 @@ def newest_of_both(
         with _alone(folder):
             if _lies_in(folder / remote.name, manifest):
                 return []
-            say(f"taking {remote} ({size_text(sum(d.size for d in manifest.files.values()))})")
+            say(f"taking {remote} ({_size(manifest)})")
             return fetch(remote, manifest, folder)
 
     def told(line: str) -> None:
@@ -221,10 +241,6 @@ def take_weights(weights: Path, say: Callable[[str], None]) -> None:
     if (url := url_of(weights)) is None:
         return
     place, here = at(url), weights_here(weights)
-    manifest = read_manifest(place)
     with _alone(here.parent):
-        if _lies_in(here, manifest):
-            return
-        say(f"taking {place} ({size_text(sum(d.size for d in manifest.files.values()))}) to {here}")
-        if found := faults(place, manifest, verify="size") or fetch(place, manifest, here.parent):
-            raise EnvironmentProblem(f"weights: {place} is damaged: {'; '.join(found)}")
+        if not _lies_in(here, read_manifest(place)):
+            take(place, here.parent, say)

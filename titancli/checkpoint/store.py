@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,7 +19,6 @@ from titancli.checkpoint.hashed import Digest
 from titancli.checkpoint.manifest import MANIFEST
 from titancli.errors import EXIT_ENVIRONMENT, EnvironmentProblem, TitanError
 
-_URL = re.compile(r"[a-z][a-z0-9+.-]+://")
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
 """Which of titan's extras brings a protocol's package."""
 _BLOCK = 1 << 24
@@ -35,11 +33,6 @@ class Unreachable(TitanError):
 
 class _Size(NamedTuple):
     st_size: int
-
-
-def is_url(text: str | Path) -> bool:
-    """Whether a text names a place by its URL: `s3://bucket/prefix`."""
-    return bool(_URL.match(str(text)))
 
 
 def at(url: str) -> Path:

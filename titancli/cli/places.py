@@ -20,9 +20,11 @@ class FolderOrURL(click.Path):
         super().__init__(path_type=Path, file_okay=file_okay)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        from titancli.checkpoint.store import at, is_url
+        from titancli.checkpoint.store import at
+        from titancli.recipe.urls import url_of
 
-        return at(value) if isinstance(value, str) and is_url(value) else super().convert(value, param, ctx)
+        url = url_of(Path(value)) if isinstance(value, str) else None
+        return at(url) if url else super().convert(value, param, ctx)
 
 
 @contextmanager
@@ -35,8 +37,8 @@ def on_disk(src: Path, near: Path, *, say: Callable[[str], None]) -> Iterator[Pa
     if isinstance(src, Path):
         yield src
         return
-    from titancli.checkpoint.manifest import MANIFEST, faults, read_manifest
-    from titancli.checkpoint.remote import fetch, newest_of_both
+    from titancli.checkpoint.manifest import MANIFEST
+    from titancli.checkpoint.remote import newest_of_both, take
 
     with tempfile.TemporaryDirectory(dir=near, prefix=".titan-") as own:
         folder = Path(own)
@@ -46,8 +48,4 @@ def on_disk(src: Path, near: Path, *, say: Callable[[str], None]) -> Iterator[Pa
                 raise EnvironmentProblem(f"{src} is neither a checkpoint nor a run with a good one")
             yield found
             return
-        manifest = read_manifest(src)
-        say(f"taking {src}")
-        if wrong := faults(src, manifest, verify="size") or fetch(src, manifest, folder):
-            raise EnvironmentProblem(f"checkpoint {src} is damaged: {'; '.join(wrong)}")
-        yield folder / src.name
+        yield take(src, folder, say)

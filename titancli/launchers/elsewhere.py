@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titancli.checkpoint.manifest import LOCK, faults, newest_good, read_manifest, steps
+from titancli.checkpoint.manifest import LOCK, newest_good, steps
 from titancli.errors import EnvironmentProblem
 from titancli.runs import RunFolder
 
@@ -49,14 +49,11 @@ def take_step(folder: RunFolder, section: Checkpoint, step: int, say: Say) -> No
     """
     if section.remote is None or (folder.checkpoints / f"step-{step}").is_dir():
         return
-    from titancli.checkpoint.remote import fetch, run_place
+    from titancli.checkpoint.remote import run_place, take
 
     place = run_place(section.remote, folder.path) / f"step-{step}"
     if place.is_dir():
-        manifest = read_manifest(place)
-        say(f"taking {place}")
-        if found := faults(place, manifest, verify="size") or fetch(place, manifest, folder.checkpoints):
-            raise EnvironmentProblem(f"checkpoint {place} is damaged: {'; '.join(found)}")
+        take(place, folder.checkpoints, say)
 
 
 def take_run(run_dir: Path, section: Checkpoint, *, rejected: Say, say: Say) -> bool:
