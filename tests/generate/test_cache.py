@@ -7,6 +7,7 @@ import torch
 
 from tests.generate.models import VARIANTS, small, tokens
 from titancli.models.blocks.cache import KVCache
+from titancli.models.blocks.reach import WHOLE
 
 CLOSE = dict(atol=1e-5, rtol=1e-5)
 
@@ -70,8 +71,9 @@ def test_a_cache_takes_the_dtype_of_what_comes_and_no_more_memory_than_it_needs(
 def test_a_mask_is_made_only_where_one_is_needed() -> None:
     cpu = torch.device("cpu")
     cache = KVCache([], 8)
-    assert cache.advance(4, cpu)[1] is None
-    assert cache.advance(1, cpu)[1] is None
-    positions, mask = cache.advance(2, cpu)
+    assert cache.advance(4, cpu)[1](WHOLE) is None
+    assert cache.advance(1, cpu)[1](WHOLE) is None
+    positions, mask_of = cache.advance(2, cpu)
     assert positions.tolist() == [[5, 6]]
+    mask = mask_of(WHOLE)
     assert mask is not None and mask[0, 0].tolist() == [[True] * 6 + [False], [True] * 7]

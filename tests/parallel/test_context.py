@@ -18,7 +18,8 @@ from titancli.engine.build import row_cut_of
 from titancli.errors import RecipeError, TitanError
 from titancli.losses import CrossEntropyFull
 from titancli.losses.result import LossResult
-from titancli.models.blocks.attention import Attention, document_mask
+from titancli.models.blocks.attention import Attention, with_sinks
+from titancli.models.blocks.reach import WHOLE, Reach, document_mask
 from titancli.parallel.collectives import Group
 from titancli.parallel.context import (
     RowCut,
@@ -230,7 +231,7 @@ def _pairs(how: str) -> int:
     if how == "ulysses":
         _ulysses(core, group, q, q, q, None)
     else:
-        _allgather(core, cut, True, q, q, q, None)
+        _allgather(core, cut, True, WHOLE, q, q, q, None)
     return count
 
 
@@ -248,38 +249,60 @@ def _group() -> Group:
     return Group.of(dist.group.WORLD)  # type: ignore[arg-type]
 
 
-def _attention(how: str, kv_heads: int, documents: bool) -> dict[str, Tensor]:
-    """One attention on parts of random rows: the output, and the gradients of q, k and v."""
+REACHES = {"whole": WHOLE, "window": Reach(window=5), "chunks": Reach(chunk=12)}
+
+
+def _attention(how: str, kv_heads: int, documents: bool, seen: str) -> dict[str, Tensor]:
+    """One attention on parts of random rows: the output, and the gradients of q, k, v and sinks."""
     group = _group()
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(2, LENGTH, heads, 8, generator=generator) for heads in (4, kv_heads, kv_heads)]
     weights = torch.randn(2, LENGTH, 4, 8, generator=generator)
     cut = RowCut(group, head_tail=how != "ulysses")
     q, k, v = (cut.cut(x, 1).requires_grad_() for x in whole)
-    module = Attention(32, 4, kv_heads, 8)
+    reach, sinks = REACHES[seen], torch.randn(4, generator=generator).requires_grad_()
+    module = Attention(32, 4, kv_heads, 8, reach=reach, sinks=seen != "whole")
     ids = torch.randint(0, 3, (2, LENGTH), generator=generator).sort().values
-    mask = document_mask(ids) if documents else None
+    mask = document_mask(ids, reach) if documents else None
     core = module.core_attention
     attend = {
-        "allgather": partial(_allgather, core, cut, True),
+        "allgather": partial(_allgather, core, cut, seen == "whole", reach),
         "ulysses": partial(_ulysses, core, group),
         "ring": partial(_ring, group),
     }
-    out = core(q, k, v, mask) if group.size == 1 else attend[how](q, k, v, mask)
+    queries, keys = with_sinks(q, k, sinks) if seen != "whole" else (q, k)
+    arguments = (queries, keys, v, mask)
+    out = core(*arguments) if group.size == 1 else attend[how](*arguments)
     (out * cut.cut(weights, 1)).sum().backward()
     found = {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad}
-    return {name: cut.join(x, 1) for name, x in found.items()}  # type: ignore[arg-type]
+    joined = {name: cut.join(x, 1) for name, x in found.items()}  # type: ignore[arg-type]
+    if sinks.grad is not None:
+        torch.distributed.all_reduce(sinks.grad)
+        joined["sinks"] = sinks.grad
+    return joined
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize(
-    ("how", "documents"), [*((how, False) for how in WAYS), ("allgather", True), ("ulysses", True)]
+    ("how", "documents", "seen"),
+    [
+        *((how, False, "whole") for how in WAYS),
+        ("allgather", True, "whole"),
+        ("ulysses", True, "whole"),
+        *(
+            (how, documents, seen)
+            for how in ("allgather", "ulysses")
+            for documents in (False, True)
+            for seen in ("window", "chunks")
+        ),
+    ],
 )
-def test_attention_and_its_gradients_are_those_of_one_rank(ranks, how, documents, kv_heads):
-    expected = ranks(1, _attention, "ulysses", kv_heads, documents)[0]
+def test_attention_and_its_gradients_are_those_of_one_rank(ranks, how, documents, seen, kv_heads):
+    expected = ranks(1, _attention, "ulysses", kv_heads, documents, seen)[0]
     for world in (2, 4)[: 1 if how == "ulysses" and kv_heads == 2 else 2]:
-        for found in ranks(world, _attention, how, kv_heads, documents):
+        for found in ranks(world, _attention, how, kv_heads, documents, seen):
+            assert found.keys() == expected.keys()
             for name, value in expected.items():
                 torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
 

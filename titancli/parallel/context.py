@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from titancli.errors import RecipeError, TitanError
+from titancli.models.blocks.reach import WHOLE, Reach
 from titancli.parallel.collectives import Group, all_to_all, gather, gather_same
 from titancli.parallel.mesh import Mesh
 from titancli.parallel.ring import ring_attention, runs_here
@@ -145,7 +146,8 @@ def _replace(modules: Iterable[nn.Module], how: str, row_cut: RowCut) -> None:
         elif how == "ulysses":
             over_rows = partial(_ulysses, core, row_cut.group)
         else:
-            over_rows = partial(_allgather, core, row_cut, plain)
+            reach = getattr(module, "reach", WHOLE)
+            over_rows = partial(_allgather, core, row_cut, plain, reach)
         module.core_attention = partial(_causal, over_rows)  # type: ignore[assignment]
 
 
@@ -159,26 +161,34 @@ def _causal(
 
 
 def _allgather(
-    core: Core, row_cut: RowCut, plain: bool, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    core: Core,
+    row_cut: RowCut,
+    plain: bool,
+    reach: Reach,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
 ) -> Tensor:
-    """Each piece of this rank's queries against all keys up to the piece's end."""
+    """Each piece of this rank's queries against the keys that it can see."""
     keys_and_values = row_cut.gathered(torch.cat((k, v), -1), SEQUENCE)
     k, v = keys_and_values.split((k.shape[-1], v.shape[-1]), -1)
     parts = q.chunk(len(row_cut.mine), SEQUENCE)
     out = []
     for number, part in zip(row_cut.mine, parts, strict=True):
         length = part.shape[SEQUENCE]
-        end = (number + 1) * length
-        keys, values = k[:, :end], v[:, :end]
+        begin, end = number * length, (number + 1) * length
+        first = reach.first(begin)
+        keys, values = k[:, first:end], v[:, first:end]
         if mask is not None:
-            out.append(core(part, keys, values, mask[:, :, end - length : end, :end]))
+            out.append(core(part, keys, values, mask[:, :, begin:end, first:end]))
         elif number == 0:
             out.append(core(part, keys, values, None))
         elif plain and has_flash(q.device, q.dtype, q.shape[-1], v.shape[-1]):
             out.append(flash_lower_right(part, keys, values))
         else:
-            seen = torch.ones(length, end, dtype=torch.bool, device=q.device).tril(end - length)
-            out.append(core(part, keys, values, seen))
+            seen = reach.mask(range(begin, end), range(first, end), q.device)
+            out.append(core(part, keys, values, seen[None, None]))
     return torch.cat(out, SEQUENCE)
 
 

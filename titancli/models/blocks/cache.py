@@ -11,6 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from titancli.models.blocks.reach import MaskOf, Reach
+
 
 class LayerCache:
     """Keys and values of one layer.
@@ -66,26 +68,28 @@ class KVCache:
         """Tokens seen of each row, padding included."""
         self.padding = padding
 
-    def advance(self, count: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    def advance(self, count: int, device: torch.device) -> tuple[Tensor, MaskOf]:
         """Make room for `count` more tokens in every row.
 
         Returns:
-            Their positions, [B or 1, count] int64, and the mask [B or 1, 1, count, T] bool over all T tokens
-            so far. No mask is needed (None) where a first call is plainly causal, and for a single token
-            that sees all.
+            Their positions, [B or 1, count] int64, and the masks over all T tokens so far. No mask is needed
+            where a first call is plainly causal, and for a single token that sees all.
         """
         start, self.used = self.used, self.used + count
         slots = torch.arange(start, self.used, device=device)
-        if self.padding is None and (start == 0 or count == 1):
-            return slots[None], None
         keys = torch.arange(self.used, device=device)
-        seen = (keys <= slots[:, None])[None]
-        if self.padding is None:
-            return slots[None], seen[:, None]
-        padding = self.padding[:, None]
-        # Padding sees itself: a row of the mask without any token would give no number at all.
-        seen = (seen & (keys >= padding)[:, None]) | (keys == slots[:, None])
-        return slots - padding, seen[:, None]
+        padding = 0 if self.padding is None else self.padding[:, None]
+        made: dict[Reach, Tensor] = {}
+
+        def mask(reach: Reach) -> Tensor | None:
+            alone = count == 1 and not reach.limits(self.used)
+            if self.padding is None and (start == 0 or alone):
+                return None
+            if reach not in made:
+                made[reach] = _seen(reach, slots, keys, padding)
+            return made[reach]
+
+        return slots[None] - padding, mask
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows ([N] int64), in this order; a row that is named twice is there twice."""
@@ -93,3 +97,12 @@ class KVCache:
             layer.select(rows)
         if self.padding is not None:
             self.padding = self.padding[rows]
+
+
+def _seen(reach: Reach, slots: Tensor, keys: Tensor, padding: Tensor | int) -> Tensor:
+    """[B or 1, 1, S, T] bool, for tokens that stand in `slots` [S] of `keys` [T] and rows that begin after
+    their padding, [B, 1]."""
+    starts = padding[..., None] if isinstance(padding, Tensor) else padding
+    queries, keys = slots[None, :, None] - starts, keys[None, None, :] - starts
+    # Padding sees itself: a row of the mask without any token would give no number at all.
+    return ((reach.seen(queries, keys) & (keys >= 0)) | (keys == queries))[:, None]

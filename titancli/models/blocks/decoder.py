@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from titancli.models.blocks.attention import Attention, document_mask
+from titancli.models.blocks.attention import Attention
 from titancli.models.blocks.cache import KVCache, LayerCache
 from titancli.models.blocks.feed_forward import FeedForward
 from titancli.models.blocks.head import Output
 from titancli.models.blocks.init import fill, normal_, ones_, trunc_normal_
 from titancli.models.blocks.moe import Experts, MoE, moe_layers
+from titancli.models.blocks.reach import document_masks
 from titancli.models.blocks.rope import rotation
 
 if TYPE_CHECKING:
@@ -148,11 +149,11 @@ class Decoder(nn.Module):
             return self._continue(tokens, cache)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        cos, sin = rotation(positions, self._rope_frequencies(tokens.device))
-        mask = None if document_ids is None else document_mask(document_ids)
+        angles, mask = self.angles(positions), document_masks(document_ids)
         hidden = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for block in self.layers.values():
-            hidden = block(hidden, cos, sin, mask)
+            attention: Any = block.attention
+            hidden = block(hidden, *angles[attention.angles], mask(attention.reach))
         if self.norm is not None:
             hidden = self.norm(hidden)
         return hidden if self.output is None else self.output(hidden, batch, loss)
@@ -163,11 +164,17 @@ class Decoder(nn.Module):
 
     def _continue(self, tokens: Tensor, cache: KVCache) -> Tensor:
         positions, mask = cache.advance(tokens.shape[1], tokens.device)
-        cos, sin = rotation(positions, self._rope_frequencies(tokens.device))
+        angles = self.angles(positions)
         hidden = self.tok_embeddings(tokens)
         for name, block in self.layers.items():
-            hidden = block(hidden, cos, sin, mask, cache.layers[name])
+            attention: Any = block.attention
+            hidden = block(hidden, *angles[attention.angles], mask(attention.reach), cache.layers[name])
         return self.output(self.norm(hidden[:, -1:]))
+
+    def angles(self, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """What tells attention where tokens are, by the name under which a layer asks for it: for "rope" cos
+        and sin, [B or 1, S, 1, head_dim / 2] fp32, of positions [B or 1, S]."""
+        return {"rope": rotation(positions, self._rope_frequencies(positions.device))}
 
     def _rope_frequencies(self, device: torch.device) -> Tensor:
         # Not a buffer: that would be garbage after construction on meta, and cast with the parameters.

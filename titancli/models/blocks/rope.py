@@ -1,6 +1,6 @@
-"""Rotary position embedding, with Llama 3.1's frequency scaling.
+"""Rotary position embedding, with Llama 3.1's and YaRN's ways beyond the context of the first training.
 
-Source: RoFormer (arXiv 2104.09864); scaling as in Meta's Llama 3.1 release. Pairs are (i, i + head_dim/2),
+Source: RoFormer (arXiv 2104.09864); scaling as in Meta's Llama 3.1 release; YaRN (arXiv 2309.00071). Pairs are (i, i + head_dim/2),
 the order of Hugging Face checkpoints, so that no permutation of q and k is needed on the way in or out.
 """
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from titancli.models import RopeScaling
+    from titancli.models.menu.rope import Yarn
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
@@ -32,6 +33,28 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
     blended = (1 - keep) * frequencies / scaling.factor + keep * frequencies
     stretched = torch.where(wavelengths > low, frequencies / scaling.factor, blended)
     return torch.where(wavelengths < high, frequencies, stretched)
+
+
+def yarn_frequencies(head_dim: int, theta: float, yarn: Yarn) -> Tensor:
+    """[head_dim / 2] fp32 on the CPU: radians per position of each pair, stretched as YaRN does.
+
+    Pairs that turn more than `beta_fast` times in the original context stay, those that turn less than
+    `beta_slow` times are stretched whole, and between the two it is a ramp over the pairs' numbers.
+    """
+    frequencies = inverse_frequencies(head_dim, theta, None)
+
+    def pair(turns: float) -> float:
+        """The number of the pair that turns so often in the original context."""
+        wavelength = yarn.original_max_position / (turns * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(theta))
+
+    low, high = pair(yarn.beta_fast), pair(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
+    stretched = ((pairs - low) / max(high - low, 1e-3)).clamp(0, 1)
+    return frequencies / yarn.factor * stretched + frequencies * (1 - stretched)
 
 
 def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,119 @@
+"""The door of attention against softmax written out, whatever a token sees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from titancli.models.blocks.attention import Attention, attend, with_sinks
+from titancli.models.blocks.cache import KVCache
+from titancli.models.blocks.reach import WHOLE, Reach, document_mask, document_positions
+
+REACHES = {
+    "whole": WHOLE,
+    "window": Reach(window=5),
+    "window of one": Reach(window=1),
+    "chunks": Reach(chunk=8),
+    "both": Reach(window=6, chunk=8),
+}
+
+
+def written_out(q, k, v, seen: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+    """[B, S, heads, value_dim] in fp64, by a matrix of all queries and keys."""
+    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    logits = (scale * q @ k.transpose(2, 3)).masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        column = sinks.double()[None, :, None, None].expand(*logits.shape[:3], 1)
+        logits = torch.cat((logits, column), -1)
+    weights = logits.softmax(-1)[..., : k.shape[2]]
+    return (weights @ v).transpose(1, 2)
+
+
+def who_sees_whom(documents: Tensor, reach: Reach) -> Tensor:
+    """[B, 1, S, S] bool, pair by pair."""
+    rows, length = documents.shape
+    seen = torch.zeros(rows, 1, length, length, dtype=torch.bool)
+    for row, ids in enumerate(documents.tolist()):
+        for query in range(length):
+            begin = ids.index(ids[query])
+            for key in range(begin, query + 1):
+                near = reach.window is None or query - key < reach.window
+                together = (
+                    reach.chunk is None or (query - begin) // reach.chunk == (key - begin) // reach.chunk
+                )
+                seen[row, 0, query, key] = near and together
+    return seen
+
+
+@pytest.mark.parametrize("length", [7, 24, 29])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("reach", REACHES.values(), ids=REACHES)
+@pytest.mark.parametrize("kind", ["plain", "sinks", "narrow values"])
+def test_attention_and_its_gradients_are_those_of_softmax_written_out(kind, reach, documents, length):
+    draw = torch.Generator().manual_seed(length)
+    ids = torch.zeros(2, length, dtype=torch.int64)
+    if documents:
+        ids = torch.randint(0, 3, (2, length), generator=draw).sort().values
+    width = 8 if kind == "narrow values" else 16
+    shapes = [(2, length, 4, 16), (2, length, 2, 16), (2, length, 2, width), (4,)]
+    given = [torch.randn(shape, generator=draw).requires_grad_() for shape in shapes]
+    q, k, v, sinks = given
+    weights = torch.randn(2, length, 4, width, generator=draw)
+    scale = 0.3
+    expected = written_out(q, k, v, who_sees_whom(ids, reach), scale, sinks if kind == "sinks" else None)
+    wanted = torch.autograd.grad((expected * weights).sum(), given, allow_unused=True)
+    if kind == "sinks":
+        q, k = with_sinks(q, k, sinks, scale)
+    mask = document_mask(ids, reach) if documents else None
+    found = attend(q, k, v, mask, reach=reach, scale=scale, grouped=True, sinks=kind == "sinks")
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    gradients = torch.autograd.grad((found * weights).sum(), given, allow_unused=True)
+    for mine, theirs in zip(gradients, wanted, strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            # a window of one gives queries no gradient at all
+            assert (mine - theirs).norm() <= 1e-5 * theirs.norm().clamp(min=1)
+
+
+def test_positions_begin_anew_with_each_document():
+    ids = torch.tensor([[4, 4, 4, 1, 2, 2], [0, 0, 0, 0, 0, 0]])
+    assert document_positions(ids).tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5]]
+
+
+def test_no_row_by_row_matrix_is_made_where_a_token_sees_few():
+    """Chunks and windows of a long row are many short ones: memory grows with the length, not its square."""
+    length = 1 << 15
+    q = torch.randn(1, length, 1, 8)
+    for reach in (Reach(window=32), Reach(chunk=32)):
+        out = attend(q, q, q, None, reach=reach)  # 2 GiB of numbers, were it a matrix
+        last = attend(q[:, -64:], q[:, -64:], q[:, -64:], None, reach=reach)
+        torch.testing.assert_close(out[:, -32:], last[:, -32:])
+
+
+@pytest.mark.parametrize("reach", REACHES.values(), ids=REACHES)
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_cache_gives_what_the_whole_row_gives(reach, sinks, padded):
+    torch.manual_seed(0)
+    module = Attention(32, 4, 2, 8, reach=reach, sinks=sinks)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    x = torch.randn(2, 20, 32)
+    cos, sin = torch.ones(1, 20, 1, 4), torch.zeros(1, 20, 1, 4)
+    with torch.no_grad():
+        whole = module(x, cos, sin, None)
+        padding = torch.tensor([0, 3]) if padded else None
+        if padded:  # the second row's first three are padding, and its last three are not reached
+            x = torch.stack((x[0], torch.cat((torch.randn(3, 32), x[1, :17]))))
+        cache = KVCache(["0"], 24, padding)
+        found = []
+        for part in x.split([9, 1, 1, 5, 1, 1, 1, 1], 1):
+            _, mask = cache.advance(part.shape[1], x.device)
+            length = part.shape[1]
+            found.append(module(part, cos[:, :length], sin[:, :length], mask(reach), cache.layers["0"]))
+    together = torch.cat(found, 1)
+    torch.testing.assert_close(together[0], whole[0], rtol=1e-5, atol=1e-5)
+    start = 3 if padded else 0
+    torch.testing.assert_close(together[1, start:], whole[1, : 20 - start], rtol=1e-5, atol=1e-5)
