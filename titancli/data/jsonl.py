@@ -42,41 +42,26 @@ class BadRow(Exception):
     """Why a row is no document."""
 
 
-class JsonLinesSource:
-    """Documents out of JSON Lines: a `titancli.data.source.Source`.
+class LineReader:
+    """The rows of JSON Lines files, from any of them on.
 
     Raises:
-        EnvironmentProblem: a file cannot be read, all are empty, or, where `strict`, a row is no document.
+        EnvironmentProblem: a file cannot be read.
     """
 
-    label = "dataset jsonl"
+    def __init__(self, files: list[TextFile], *, shuffle: bool, seed: int, max_bytes: int) -> None:
+        self._files, self._shuffle, self._seed, self._max_bytes = files, shuffle, seed, max_bytes
+        self._starts = [_row_starts(file) for file in files] if shuffle else []
 
-    def __init__(self, config: JsonLines, files: list[TextFile], seed: int) -> None:
-        self._config, self._files, self._seed = config, files, seed
-        found = corpus_identity(self.label, files, shuffle=config.shuffle, seed=seed, text=False)
-        self.identity: dict[str, Any] = {**found, "key": config.text}
-        self.skipped = 0
-        """Bad rows since this process began."""
-        self._starts = [_row_starts(file) for file in files] if config.shuffle else []
-
-    def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Piece]:
-        """The epoch's documents; a mark is a place in the order, or in a file."""
-        found = self._shuffled(epoch, mark) if self._config.shuffle else self._in_order(mark)
-        for file, row, place in found:
-            try:
-                text = _text(row.data, self._config)
-            except BadRow as reason:
-                self._skip(file, row, reason)
-                continue
-            if self.skipped:
-                report("bad_rows", self.skipped, reduce="max")  # every rank reads all rows
-            yield Piece(text, True, True, place)
+    def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[tuple[TextFile, Row, dict[str, Any]]]:
+        """The epoch's rows, and the mark of each: a place in the order, or in a file."""
+        return self._shuffled(epoch, mark) if self._shuffle else self._in_order(mark)
 
     def _in_order(self, mark: dict[str, Any] | None) -> Iterator[tuple[TextFile, Row, dict[str, Any]]]:
         at = mark or {"file": 0, "byte": 0, "line": 1}
         for number in range(at["file"], len(self._files)):
             file = self._files[number]
-            for row in _rows(file, at["byte"], at["line"], self._config.max_bytes):
+            for row in _rows(file, at["byte"], at["line"], self._max_bytes):
                 yield file, row, {"file": number, "byte": row.byte, "line": row.line}
             at = {"byte": 0, "line": 1}
 
@@ -89,7 +74,7 @@ class JsonLinesSource:
             number = int(np.searchsorted(firsts, order[document], side="right")) - 1
             file, index = self._files[number], int(order[document] - firsts[number])
             start = int(self._starts[number][index])
-            row = next(_rows(file, start, index + 1, self._config.max_bytes), None)
+            row = next(_rows(file, start, index + 1, self._max_bytes), None)
             if row is None:
                 raise EnvironmentProblem(
                     f"{file.path} has become shorter since the run began: line {index + 1} is gone",
@@ -97,27 +82,77 @@ class JsonLinesSource:
                 )
             yield file, row, {"document": document}
 
-    def _skip(self, file: TextFile, row: Row, reason: BadRow) -> None:
-        where = f"{file.path}, line {row.line}: {reason}"
-        if self._config.strict:
+
+class BadRows:
+    """What is done with rows that are none: they are told and counted or, where `strict`, end the run."""
+
+    def __init__(self, *, strict: bool) -> None:
+        self._strict = strict
+        self.skipped = 0
+        """Since this process began."""
+
+    def skip(self, where: str, reason: BadRow) -> None:
+        """
+        Raises:
+            EnvironmentProblem: where `strict`.
+        """
+        if self._strict:
             raise EnvironmentProblem(
-                where, hint="correct the row, or write dataset.strict = false to skip such rows"
+                f"{where}: {reason}", hint="correct the row, or write dataset.strict = false to skip such rows"
             )
         self.skipped += 1
         if self.skipped <= TOLD:
             more = "; further ones are only counted (bad_rows)" if self.skipped == TOLD else ""
-            logger.warning("row skipped: %s%s", where, more)
-        report("bad_rows", self.skipped, reduce="max")
+            logger.warning("row skipped: %s: %s%s", where, reason, more)
+        self.count()
+
+    def count(self) -> None:
+        """Report how many there are, if any."""
+        if self.skipped:
+            report("bad_rows", self.skipped, reduce="max")  # every rank reads all rows
 
 
-def _text(data: bytes | None, config: JsonLines) -> str:
-    """A row's document.
+class JsonLinesSource:
+    """Documents out of JSON Lines: a `titancli.data.source.Source`.
+
+    Raises:
+        EnvironmentProblem: a file cannot be read, all are empty, or, where `strict`, a row is no document.
+    """
+
+    label = "dataset jsonl"
+
+    def __init__(self, config: JsonLines, files: list[TextFile], seed: int) -> None:
+        self._config = config
+        found = corpus_identity(self.label, files, shuffle=config.shuffle, seed=seed, text=False)
+        self.identity: dict[str, Any] = {**found, "key": config.text}
+        self._rows = LineReader(files, shuffle=config.shuffle, seed=seed, max_bytes=config.max_bytes)
+        self._bad = BadRows(strict=config.strict)
+
+    @property
+    def skipped(self) -> int:
+        """Bad rows since this process began."""
+        return self._bad.skipped
+
+    def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Piece]:
+        """The epoch's documents; a mark is a place in the order, or in a file."""
+        for file, row, place in self._rows.read(epoch, mark):
+            try:
+                text = _text(row.data, self._config)
+            except BadRow as reason:
+                self._bad.skip(f"{file.path}, line {row.line}", reason)
+                continue
+            self._bad.count()
+            yield Piece(text, True, True, place)
+
+
+def parse(data: bytes | None, max_bytes: int) -> dict[str, Any]:
+    """A row's object.
 
     Raises:
         BadRow: it has none.
     """
     if data is None:
-        raise BadRow(f"it is longer than {config.max_bytes} bytes (dataset.max_bytes)")
+        raise BadRow(f"it is longer than {max_bytes} bytes (dataset.max_bytes)")
     if not data.strip():
         raise BadRow("it is empty")
     try:
@@ -128,19 +163,44 @@ def _text(data: bytes | None, config: JsonLines) -> str:
         raise BadRow(f"it is not JSON: {error}") from error
     if not isinstance(row, dict):
         raise BadRow(f"it is {type(row).__name__}, not an object")
-    if config.text not in row:
+    return row
+
+
+def value_of(row: dict[str, Any], key: str) -> Any:
+    """
+    Raises:
+        BadRow: the row has no such key.
+    """
+    if key not in row:
         has = ", ".join(map(repr, row)) or "no keys"
-        raise BadRow(f"it has no key {config.text!r}, but is an object with {has}"[:200])
-    text = row[config.text]
+        raise BadRow(f"it has no key {key!r}, but is an object with {has}"[:200])
+    return row[key]
+
+
+def check_characters(key: str, text: str) -> None:
+    """
+    Raises:
+        BadRow: the text holds what JSON can write and no tokenizer takes.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise BadRow(f"{key!r} holds {half}, half of a pair, which is no character") from error
+
+
+def _text(data: bytes | None, config: JsonLines) -> str:
+    """A row's document.
+
+    Raises:
+        BadRow: it has none.
+    """
+    text = value_of(parse(data, config.max_bytes), config.text)
     if not isinstance(text, str):
         raise BadRow(f"{config.text!r} is {type(text).__name__}, not text")
     if not text:
         raise BadRow(f"{config.text!r} is empty")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # JSON can write what no tokenizer takes
-        half = f"\\u{ord(text[error.start]):04x}"
-        raise BadRow(f"{config.text!r} holds {half}, half of a pair, which is no character") from error
+    check_characters(config.text, text)
     return text
 
 
