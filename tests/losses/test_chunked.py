@@ -9,7 +9,13 @@ from torch.nn.functional import cross_entropy, log_softmax
 from titancli.data.batch import Batch
 from titancli.engine.meter import Meter
 from titancli.losses import chunked
-from titancli.losses.chunked import linear_log_probs, linear_token_loss
+from titancli.losses.chunked import (
+    entropy,
+    linear_log_probs,
+    linear_log_probs_and_entropy,
+    linear_token_loss,
+)
+from titancli.losses.result import LossResult
 from titancli.models.blocks.head import Output
 
 VOCABULARY, DIM = 50, 8
@@ -221,3 +227,59 @@ def test_the_output_compiles_its_loss_with_the_backend_that_it_is_given(monkeypa
     targets = torch.randint(0, VOCABULARY, (2, 5))
     output(torch.randn(2, 5, DIM), Batch({"tokens": targets, "targets": targets}), CrossEntropy())
     assert asked == ["inductor"]
+
+
+def entropy_of(logits):
+    log_p = log_softmax(logits.double(), dim=-1)
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+def test_entropy_equals_the_full_logits_and_leaves_the_gradient_alone(chunk):
+    hidden, weight, targets = problem()
+    log_probs, found = linear_log_probs_and_entropy(hidden, weight, targets)
+    expected = entropy_of(hidden.detach() @ weight.detach().t()).masked_fill(targets < 0, 0.0)
+    close(found, expected, torch.float32)
+    assert not found.requires_grad
+    log_probs.sum().backward()
+    picked, grad_hidden, grad_weight = reference(hidden, weight, targets, 1.0)
+    close(log_probs.detach(), picked, torch.float32)
+    close(hidden.grad, grad_hidden, torch.float32)
+    close(weight.grad, grad_weight, torch.float32)
+    logits = (hidden @ weight.t()).detach()
+    before = logits.clone()
+    close(entropy(logits, targets), expected, torch.float32)
+    assert torch.equal(logits, before)
+
+
+class WantsEntropy:
+    entropy = True
+
+    def __init__(self, output, weights=None):
+        self.output, self.seen = output, None
+        if weights is not None:
+            self.token_weights = lambda batch: weights
+
+    def __call__(self, out, batch):
+        self.seen = batch["entropy"]
+        total = -out.sum() if self.output == "logprobs" else out.float().pow(2).sum()
+        return LossResult(total, torch.ones(()))
+
+
+@pytest.mark.parametrize("kind", ["logprobs", "weighted", "model"])
+def test_a_loss_that_wants_entropy_finds_it_in_the_batch(kind):
+    hidden, weight, targets = problem()
+    output = Output(DIM, VOCABULARY)
+    output.weight = torch.nn.Parameter(weight.detach())
+    weights = torch.rand(1, 13).masked_fill(targets < 0, torch.nan) if kind == "weighted" else None
+    loss = WantsEntropy("model" if kind == "model" else "logprobs", weights)
+    batch = Batch({"targets": targets[None]})
+    result = output(hidden[None], batch, loss)
+    expected = entropy_of((hidden @ weight.t()).detach()).masked_fill(targets < 0, 0.0)
+    close(loss.seen[0], expected, torch.float32)
+    assert "entropy" not in batch
+    if weights is not None:
+        result.sum.backward()
+        coefficients = -weights[0].nan_to_num(0.0)
+        _, grad_hidden, grad_weight = reference(hidden, weight, targets, coefficients)
+        close(hidden.grad, grad_hidden, torch.float32)
+        close(output.weight.grad, grad_weight, torch.float32)

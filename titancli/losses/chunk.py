@@ -40,15 +40,26 @@ def token_loss(
     return log_probs, picks.add(exponentials, -token_weights)
 
 
-def log_probs(logits: Tensor, targets: Tensor, group: Group | None) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the targets, and the log-sum-exp of every row; both [rows] fp32."""
+def log_probs(
+    logits: Tensor, targets: Tensor, group: Group | None, wants_entropy: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-probabilities of the targets, the log-sum-exp of every row, and where it is wanted the entropy of
+    every row that has a target (0 elsewhere); each [rows] fp32. Entropy takes a second tensor of the logits'
+    size."""
     logits = logits.float()
     picks = _Picks(targets, logits.shape[1], group)
     picked = picks.of(logits)
     peak = _over(group, "max", logits.amax(dim=1))
-    total = _over(group, "sum", logits.sub_(peak[:, None]).exp_().sum(dim=1))
+    shifted = logits.sub_(peak[:, None])
+    exponentials = shifted.exp() if wants_entropy else shifted.exp_()
+    total = _over(group, "sum", exponentials.sum(dim=1))
+    entropy = None
+    if wants_entropy:
+        # With p = e^x / total:  −Σ p·log p = log total − Σ e^x·x / total
+        spread = _over(group, "sum", exponentials.mul_(shifted).sum(dim=1))
+        entropy = (total.log() - spread / total).masked_fill_(picks.none, 0.0)
     normalisers = total.log_().add_(peak)
-    return (picked - normalisers).masked_fill_(picks.none, 0.0), normalisers
+    return (picked - normalisers).masked_fill_(picks.none, 0.0), normalisers, entropy
 
 
 def log_probs_gradient(

@@ -4,8 +4,9 @@ Two functions for two kinds of loss:
 
 - `linear_token_loss`: for −Σ w·log p, whose gradient is known as soon as the logits are. It is made in
   forward, chunk by chunk, and each chunk's logits are used once.
-- `linear_log_probs`: for any other loss. Keeps the log-sum-exp of each row, and makes the logits again in
-  backward: one more matrix product, never the full logits.
+- `linear_log_probs`: for any other loss, with the entropy of each row where one wants it. Keeps the
+  log-sum-exp of each row, and makes the logits again in backward: one more matrix product, never the full
+  logits.
 
 The softmax is computed in place, in fp32; the weight's gradient is summed in fp32 whatever the dtype.
 
@@ -68,7 +69,32 @@ def linear_log_probs(
     hidden: Tensor, weight: Tensor, targets: Tensor, group: Group | None = None, backend: str | None = None
 ) -> Tensor:
     """log softmax(hidden · weightᵀ)[target], [...] fp32, 0 where there is no target; arguments as above."""
-    found = _LogProbs.apply(hidden.flatten(0, -2), weight, targets.flatten(), group, backend)
+    found, _ = _LogProbs.apply(hidden.flatten(0, -2), weight, targets.flatten(), group, backend, False)
+    return found.view(targets.shape)
+
+
+def linear_log_probs_and_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, group: Group | None = None, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """The same, and the entropy −Σ p·log p of softmax(hidden · weightᵀ) over the whole vocabulary, in nats:
+    [...] fp32, without gradient, 0 where there is no target."""
+    found, entropy = _LogProbs.apply(hidden.flatten(0, -2), weight, targets.flatten(), group, backend, True)
+    return found.view(targets.shape), entropy.view(targets.shape)
+
+
+@torch.no_grad()
+def entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The entropy of softmax(logits) where there is a target, [...] fp32, without gradient.
+
+    Args:
+        logits: [..., V], which are whole; not overwritten.
+        targets: [...] int64; negative is no target.
+    """
+    flat, wanted = logits.flatten(0, -2), targets.flatten()
+    found = torch.empty(wanted.shape, dtype=torch.float32, device=logits.device)
+    for rows in _chunks(logits, flat.shape[0], flat.shape[1], tensors=2):
+        _, _, of_rows = chunk.log_probs(flat[rows].float().clone(), wanted[rows], None, True)
+        found[rows] = of_rows
     return found.view(targets.shape)
 
 
@@ -87,7 +113,7 @@ class _TokenLoss(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         gradients = _Gradients(hidden, weight, wants_hidden, wants_weight)
         token_loss = chunk.compiled(chunk.token_loss, backend)
-        for rows in _chunks(hidden, weight):
+        for rows in _chunks(hidden, *_sizes(hidden, weight)):
             log_probs[rows], gradient = token_loss(
                 hidden[rows] @ weight.t(),
                 targets[rows],
@@ -117,31 +143,43 @@ class _TokenLoss(torch.autograd.Function):
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, group: Group | None, backend: str | None
-    ) -> Tensor:
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        group: Group | None,
+        backend: str | None,
+        wants_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
         log_probs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         normalisers = torch.empty_like(log_probs)
+        entropy = torch.empty_like(log_probs) if wants_entropy else log_probs.new_empty(0)
         of_chunk = chunk.compiled(chunk.log_probs, backend)
-        for rows in _chunks(hidden, weight):
-            log_probs[rows], normalisers[rows] = of_chunk(hidden[rows] @ weight.t(), targets[rows], group)
+        for rows in _chunks(hidden, *_sizes(hidden, weight), tensors=2 if wants_entropy else 1):
+            log_probs[rows], normalisers[rows], found = of_chunk(
+                hidden[rows] @ weight.t(), targets[rows], group, wants_entropy
+            )
+            if found is not None:
+                entropy[rows] = found
         ctx.save_for_backward(hidden, weight, targets, normalisers)
         ctx.group, ctx.backend = group, backend
-        return log_probs
+        ctx.mark_non_differentiable(entropy)
+        return log_probs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> Any:
         hidden, weight, targets, normalisers = ctx.saved_tensors
         gradients = _Gradients(hidden, weight, *ctx.needs_input_grad[:2])
         grad = grad.masked_fill(targets < 0, 0.0)
         of_chunk = chunk.compiled(chunk.log_probs_gradient, ctx.backend)
-        for rows in _chunks(hidden, weight):
+        for rows in _chunks(hidden, *_sizes(hidden, weight)):
             # No name for the logits: they would lie beside the gradient, and beside the next chunk's.
             gradients.add(
                 rows,
                 of_chunk(hidden[rows] @ weight.t(), normalisers[rows], targets[rows], grad[rows], ctx.group),
             )
-        return *gradients.values(), None, None, None
+        return *gradients.values(), None, None, None, None
 
 
 class _Gradients:
@@ -183,7 +221,12 @@ class _Gradients:
         return self.values()
 
 
-def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
-    limit = CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES_GPU)
-    size = max(1, limit // (4 * weight.shape[0]))
-    return (slice(start, start + size) for start in range(0, hidden.shape[0], size))
+def _sizes(hidden: Tensor, weight: Tensor) -> tuple[int, int]:
+    return hidden.shape[0], weight.shape[0]
+
+
+def _chunks(beside: Tensor, rows: int, columns: int, *, tensors: int = 1) -> Iterator[slice]:
+    """Rows whose fp32 logits fit in the limit of the device that `beside` is on, so many tensors of them."""
+    limit = CHUNK_BYTES.get(beside.device.type, CHUNK_BYTES_GPU)
+    size = max(1, limit // (4 * columns * tensors))
+    return (slice(start, start + size) for start in range(0, rows, size))

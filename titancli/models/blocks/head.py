@@ -12,12 +12,17 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from titancli.losses.chunked import linear_log_probs, linear_token_loss
+from titancli.data.batch import Batch
+from titancli.losses.chunked import (
+    entropy,
+    linear_log_probs,
+    linear_log_probs_and_entropy,
+    linear_token_loss,
+)
 from titancli.parallel.collectives import Group, gather, gather_same, sum_same
 from titancli.parallel.tensor import SEQUENCE, local
 
 if TYPE_CHECKING:
-    from titancli.data.batch import Batch
     from titancli.losses.result import LossResult
     from titancli.parallel.context import RowCut
     from titancli.registry.kinds import Loss
@@ -53,21 +58,46 @@ class Output(nn.Linear):
             return self._logits(hidden)
         if batch is None:
             raise TypeError("a loss needs the batch that it is the loss of")
+        wants_entropy = getattr(loss, "entropy", False)
         if loss.output == "model":
-            return loss(self._logits(hidden), batch)
-        weight, targets = local(self.weight), self._my_part(batch["targets"])
+            logits = self._logits(hidden)
+            if wants_entropy:
+                batch = _with_entropy(batch, entropy(logits, batch["targets"]))
+            return loss(logits, batch)
         token_weights = getattr(loss, "token_weights", None)
         weights = None if token_weights is None else token_weights(batch)
-        if weights is None:
-            log_probs = linear_log_probs(hidden, weight, targets, self.tensor_group, self.loss_backend)
-            return loss(self._whole_rows(log_probs), batch)
+        if weights is None or wants_entropy:
+            return self._from_log_probs(hidden, batch, loss, weights, wants_entropy)
         # The loss says what its parts weigh; its sum is known with its gradient already.
         total, log_probs = linear_token_loss(
-            hidden, weight, targets, self._my_part(weights), self.tensor_group, self.loss_backend
+            hidden,
+            local(self.weight),
+            self._my_part(batch["targets"]),
+            self._my_part(weights),
+            self.tensor_group,
+            self.loss_backend,
         )
         if self.row_cut is not None:
             total = sum_same(total, self.row_cut.group)
         return loss(self._whole_rows(log_probs), batch)._replace(sum=total)
+
+    def _from_log_probs(
+        self, hidden: Tensor, batch: Batch, loss: Loss, weights: Tensor | None, wants_entropy: bool
+    ) -> LossResult:
+        """The loss of log-probabilities that carry their gradient; with weights it is −Σ w·log p."""
+        targets = self._my_part(batch["targets"])
+        given = (hidden, local(self.weight), targets, self.tensor_group, self.loss_backend)
+        if wants_entropy:
+            log_probs, found = linear_log_probs_and_entropy(*given)
+            batch = _with_entropy(batch, self._whole_rows(found))
+        else:
+            log_probs = linear_log_probs(*given)
+        log_probs = self._whole_rows(log_probs)
+        result = loss(log_probs, batch)
+        if weights is None:
+            return result
+        weights = weights.masked_fill(batch["targets"] < 0, 0.0)
+        return result._replace(sum=-(log_probs * weights).sum())
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = linear(hidden, local(self.weight))
@@ -81,3 +111,7 @@ class Output(nn.Linear):
     def _whole_rows(self, x: Tensor) -> Tensor:
         """[B, S / cp, …] -> [B, S, …], in document order."""
         return x if self.row_cut is None else self.row_cut.join(x, 1)
+
+
+def _with_entropy(batch: Batch, found: Tensor) -> Batch:
+    return Batch({**batch, "entropy": found}, unit=batch.unit)
