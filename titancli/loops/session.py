@@ -60,7 +60,7 @@ def run(
     Raises:
         TitanError: something that the recipe names is missing or does not fit.
     """
-    tokenizer = build(recipe.tokenizer)
+    tokenizer = None if recipe.tokenizer is None else build(recipe.tokenizer)
     check_vocabulary(recipe, tokenizer)
     engine = Engine.build(recipe, device=device)
     data = _data(recipe, tokenizer, engine, checkpoint, allow_drift)
@@ -204,7 +204,7 @@ def check_vocabulary(recipe: Recipe, tokenizer: Any) -> None:
         EnvironmentProblem: it has more ids than the model's `vocab_size`.
     """
     rows = getattr(recipe.model, "vocab_size", None)
-    if rows is not None and tokenizer.vocab_size > rows:
+    if rows is not None and tokenizer is not None and tokenizer.vocab_size > rows:
         raise EnvironmentProblem(
             f"the tokenizer has {tokenizer.vocab_size:,} ids, and the model's vocab_size is only {rows:,}",
             hint=f"take the model's own tokenizer, or set model.vocab_size={tokenizer.vocab_size}",

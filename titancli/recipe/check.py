@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from titancli.errors import PluginError, TitanError
 from titancli.recipe.env import check_env
+from titancli.recipe.hints import needs_tokenizer
 from titancli.recipe.layout import Finding, check_layout
 from titancli.recipe.problems import Problems, did_you_mean, nearest_name
 from titancli.recipe.saved import PARTS, TORCHTITAN
@@ -44,6 +45,9 @@ def _core_checks(recipe: Recipe, root: Node) -> Iterator[Finding]:
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", recipe.name, re.ASCII):
         message = f"name {recipe.name!r} cannot begin the name of a run folder"
         yield ("name",), message, "use letters, digits, '_', '-' and '.', beginning with a letter or digit"
+    if recipe.tokenizer is not None and not needs_tokenizer(recipe.dataset):
+        message = f"the dataset {component_info(recipe.dataset).name} takes no tokenizer"
+        yield ("tokenizer",), message, "leave [tokenizer] out"
     yield from _activation_checkpoint(recipe)
     yield from _checkpoint(recipe)
     yield from check_layout(recipe)

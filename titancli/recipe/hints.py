@@ -73,6 +73,11 @@ def element_of(hint: Any, key: str | int) -> Any | None:
     return None
 
 
+def needs_tokenizer(dataset: Any) -> bool:
+    """Whether a dataset's config, or its class, wants a tokenizer: all do that do not say otherwise."""
+    return getattr(dataset, "needs_tokenizer", True)
+
+
 @functools.cache
 def recipe_slots() -> dict[str, Slot]:
     """The component slots of a recipe: single ones, and the arrays of them."""

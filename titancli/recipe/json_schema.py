@@ -10,7 +10,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from titancli.errors import PluginError
-from titancli.recipe.hints import recipe_slots
+from titancli.recipe.hints import needs_tokenizer, recipe_slots
 from titancli.recipe.schema import Recipe
 from titancli.registry.component import SLOT, component_info
 from titancli.registry.describe import field_docs, summary
@@ -58,7 +58,7 @@ def recipe_schema(registry: Registry) -> dict[str, Any]:
         "properties": {"recipe": sections.pop("recipe"), "extends": EXTENDS, **sections},
         "additionalProperties": False,
         "if": {"not": {"required": ["extends"]}},
-        "then": _whole_recipe(),
+        "then": _whole_recipe(registry),
         "$defs": definitions,
     }
 
@@ -164,7 +164,7 @@ def _section(schema: dict[str, Any]) -> dict[str, Any]:
     return {**schema, "items": {"allOf": [schema["items"], whole]}}
 
 
-def _whole_recipe() -> dict[str, Any]:
+def _whole_recipe(registry: Registry) -> dict[str, Any]:
     slots = {name: slot.kind for name, slot in recipe_slots().items() if name == slot.kind}
     defaults = {kind.name for kind in KINDS.values() if kind.default}
     properties: dict[str, Any] = {name: {"$ref": f"#/$defs/whole.{kind}"} for name, kind in slots.items()}
@@ -172,7 +172,23 @@ def _whole_recipe() -> dict[str, Any]:
     for field in dataclasses.fields(Recipe):
         if field.name in required and field.name not in slots:
             properties[field.name] = {"required": _required_of(field.name)}
-    return {"required": required, "properties": properties}
+    return {"required": required, "properties": properties, **_tokenizer(registry)}
+
+
+def _tokenizer(registry: Registry) -> dict[str, Any]:
+    """Where a recipe needs one: with every dataset that does not say that it takes none."""
+    wanted: dict[str, Any] = {"required": ["tokenizer"]}
+    takes_none = [
+        called
+        for name, cls in registry.components("dataset")
+        if not needs_tokenizer(cls)
+        for called in _names(name, cls, registry)
+    ]
+    if not takes_none:
+        return {"allOf": [wanted]}
+    table = {"type": "object", "required": ["type"], "properties": {"type": {"enum": takes_none}}}
+    dataset = {"dataset": {"anyOf": [{"enum": takes_none}, table]}}
+    return {"if": {"required": ["dataset"], "properties": dataset}, "else": wanted}
 
 
 def _required_of(section: str) -> list[str]:

@@ -3,6 +3,7 @@
 A degree of -1 is not known until the ranks are: what depends on it is told once a recipe is `on` some ranks.
 Of a model those sizes are read that its config names as every decoder does: `n_layers`, `n_heads`,
 `n_kv_heads`, `hidden_dim`, `vocab_size`, `n_experts`, and `tied`. What a config does not have is not checked.
+One that is not cut as a decoder is says which degrees there are for it: `mesh_degrees`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from titancli.recipe.fitting import divisors, near
 from titancli.recipe.scan import KeyPath
 from titancli.recipe.schema import Degrees, Mesh, Recipe
 from titancli.recipe.stages import AFTER, BEFORE, SCHEDULES, StageError, check_microbatches, cut
+from titancli.registry.component import component_info
 
 Finding = tuple[KeyPath, str, str | None]
 """Where, what is wrong, and what to write instead."""
@@ -34,6 +36,29 @@ def takes(recipe: Recipe, name: str, degree: int) -> bool:
 
 def check_layout(recipe: Recipe) -> Iterator[Finding]:
     """Everything that is wrong, as far as the degrees are known."""
+    refused = dict(_impossible(recipe))
+    yield from refused.values()
+    # Which of such degrees would divide the model is no question.
+    yield from (found for found in _fitting(recipe) if found[0] not in refused)
+
+
+def _impossible(recipe: Recipe) -> Iterator[tuple[KeyPath, Finding]]:
+    """Degrees that the model cannot be cut by at all: those that its config's `mesh_degrees` does not name."""
+    degrees = getattr(recipe.model, "mesh_degrees", None)
+    if degrees is None:
+        return
+    name = component_info(recipe.model).name
+    for field in dataclasses.fields(recipe.mesh):
+        degree = getattr(recipe.mesh, field.name)
+        if degree != 1 and field.name not in degrees:
+            message = (
+                f"mesh.{field.name} = {degree}: the model {name} is cut by {' and '.join(degrees)} alone"
+            )
+            path: KeyPath = ("mesh", field.name)
+            yield path, (path, message, f"write mesh.{field.name} = 1")
+
+
+def _fitting(recipe: Recipe) -> Iterator[Finding]:
     mesh = recipe.mesh
     free = [f.name for f in dataclasses.fields(mesh) if getattr(mesh, f.name) == -1]
     if len(free) > 1:

@@ -282,7 +282,8 @@ class Recipe:
     """Environment variables of the workers, e.g. `NCCL_DEBUG = "INFO"`. Names that look like secrets are
     refused, since the lock file keeps them."""
     model: Annotated[Component, Slot("model")]
-    tokenizer: Annotated[Component, Slot("tokenizer")]
+    tokenizer: Annotated[Component, Slot("tokenizer")] | None = None
+    """Needed, and taken, only where the dataset makes its batches of text."""
     dataset: Annotated[Component, Slot("dataset")]
     converters: list[Annotated[Component, Slot("converter")]] = field(default_factory=list)
     mesh: Mesh = field(default_factory=Mesh)
