@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from annotated_types import Ge, Gt
+
 from titancli.registry.component import component
+
+if TYPE_CHECKING:
+    from titancli.recipe.schema import Recipe
 
 
 @component("loss", "cross_entropy", target="titancli.losses.cross_entropy:CrossEntropy")
@@ -15,4 +23,58 @@ class CrossEntropyFull:
     """The same from the full logits, by torch's own function: slower and larger, the reference."""
 
 
-COMPONENTS: list[type] = [CrossEntropy, CrossEntropyFull]
+@component("loss", "grpo", target="titancli.losses.policy:Grpo")
+class Grpo:
+    """Clipped policy gradient, token by token: GRPO, and by its fields DAPO and Dr. GRPO.
+
+    GRPO (arXiv 2402.03300) is the default. DAPO (2503.14476): clip_high = 0.28, length_norm = "token".
+    Dr. GRPO (2503.20783): length_norm = "constant", with the advantage group_mean.
+    """
+
+    clip_low: Annotated[float, Ge(0)] = 0.2
+    """A ratio below 1 - this is worth no more."""
+    clip_high: Annotated[float, Ge(0)] = 0.2
+    """A ratio above 1 + this is worth no more."""
+    length_norm: Literal["sample", "token", "constant"] = "sample"
+    """An average over samples of their averages; over all tokens; over samples of their sums / `constant`."""
+    constant: Annotated[int, Gt(0)] | None = None
+    """What the sum over a sample's tokens is divided by, such as the generator's max_new_tokens."""
+    kl_coef: Annotated[float, Ge(0)] = 0.0
+    """Weight of the KL divergence from the model that the run began with; above 0 a copy of it is kept."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        if (self.length_norm == "constant") != (self.constant is not None):
+            yield "constant", 'length_norm = "constant" and a constant go together'
+
+
+@component("loss", "gspo", target="titancli.losses.policy:Gspo")
+class Gspo:
+    """Clipped policy gradient, sample by sample (GSPO, arXiv 2507.18071)."""
+
+    clip_low: Annotated[float, Ge(0)] = 3e-4
+    """A sample's ratio below 1 - this is worth no more."""
+    clip_high: Annotated[float, Ge(0)] = 4e-4
+    """A sample's ratio above 1 + this is worth no more."""
+    kl_coef: Annotated[float, Ge(0)] = 0.0
+    """Weight of the KL divergence from the model that the run began with; above 0 a copy of it is kept."""
+
+
+@component("loss", "cispo", target="titancli.losses.policy:Cispo")
+class Cispo:
+    """Policy gradient with clipped importance weights, which every token has (CISPO, arXiv 2506.13585)."""
+
+    clip_high: Annotated[float, Ge(0)] = 5.0
+    """A weight is at most 1 + this; it has no lower bound, as in the paper."""
+    kl_coef: Annotated[float, Ge(0)] = 0.0
+    """Weight of the KL divergence from the model that the run began with; above 0 a copy of it is kept."""
+
+
+@component("loss", "importance_sampling", target="titancli.losses.policy:ImportanceSampling")
+class ImportanceSampling:
+    """Policy gradient with importance weights, unclipped, averaged over tokens."""
+
+    kl_coef: Annotated[float, Ge(0)] = 0.0
+    """Weight of the KL divergence from the model that the run began with; above 0 a copy of it is kept."""
+
+
+COMPONENTS: list[type] = [CrossEntropy, CrossEntropyFull, Grpo, Gspo, Cispo, ImportanceSampling]

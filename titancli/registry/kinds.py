@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from titancli.models.shape import Decoder
     from titancli.parallel.mesh import Mesh
     from titancli.recipe.schema import ActivationCheckpoint, Compile, Degrees
+    from titancli.rl.samples import Completion, Prompt
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,10 @@ KINDS: dict[str, Kind] = {
         Kind("logger", "what watches a run"),
         Kind("loop", "the training program", default="pretrain"),
         Kind("launcher", "what starts the workers", default="local"),
+        Kind("task", "where prompts come from"),
+        Kind("generator", "what writes completions"),
+        Kind("reward", "what a completion is worth"),
+        Kind("advantage", "how much better than the others of its prompt a completion is"),
     )
 }
 
@@ -283,7 +288,11 @@ class ParallelizeBuilder(Protocol):
 
 
 class Loss(Protocol):
-    """A sum and the weight that it is to be divided by; see `titancli.losses.result`."""
+    """A sum and the weight that it is to be divided by; see `titancli.losses.result`.
+
+    A loss with a class attribute `entropy = True` finds `batch["entropy"]`: [B, S] fp32 without gradient, the
+    entropy of the model's distribution at each position in nats, 0 where there is no target.
+    """
 
     output: Literal["logprobs", "model"]
     """What the loss is called with: log p(targets) [B, S] fp32, or the model's raw output (logits)."""
@@ -365,3 +374,86 @@ class LoopBuilder(Protocol):
     def __call__(
         self, config: Any, *, engine: Any, data: Any, tokenizer: Any, observers: Any, run: Any
     ) -> Callable[[], None]: ...
+
+
+# --------------------------------------------------------------------- slots of loops that learn from samples
+
+
+class Task(Protocol):
+    """Prompts by number: a number gives the same prompt always, on every rank and after a resume."""
+
+    identity: Mapping[str, Any]
+    """Plain JSON, small; equal only if the prompts are. A resume compares it."""
+
+    def prompt(self, number: int) -> Prompt:
+        """Number 0, 1, … without end."""
+        ...
+
+
+class TaskBuilder(Protocol):
+    def __call__(self, config: Any, *, seed: int) -> Task: ...
+
+
+class Generator(Protocol):
+    """Writes completions with the weights of an engine.
+
+    One that has the weights elsewhere (a vLLM server) takes them in `update` from `engine.weights()`: Hugging
+    Face names and whole tensors, one at a time, on rank 0.
+    """
+
+    def update(self, version: int) -> None:
+        """Called on every rank before samples are wanted of weights that it has not seen; `version` counts
+        optimizer steps."""
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        *,
+        greedy: bool = False,
+    ) -> list[list[Completion]]:
+        """Continue this rank's prompts (token ids), each once for every seed that it has. Collective.
+
+        What is drawn for a seed depends on the prompt and the weights alone, not on what else is asked for.
+
+        Args:
+            limits: how many tokens each prompt leaves room for.
+            greedy: the most probable token always; the log-probabilities stay the model's.
+        """
+        ...
+
+
+class GeneratorBuilder(Protocol):
+    """Raises a TitanError where it cannot sample from an engine that is cut in such a way."""
+
+    def __call__(self, config: Any, *, engine: Any, tokenizer: Tokenizer) -> Generator: ...
+
+
+class Reward(Protocol):
+    """A number for one completion; higher is better.
+
+    It may raise, take too long, or return what is no number: this counts as failed. A config's field
+    `weight: float`, if it has one, is what its rewards are multiplied by.
+    """
+
+    def __call__(self, prompt: Prompt, completion: Completion) -> float: ...
+
+
+class RewardBuilder(Protocol):
+    def __call__(self, config: Any) -> Reward: ...
+
+
+class Advantage(Protocol):
+    def __call__(self, rewards: Tensor, counted: Tensor) -> Tensor:
+        """Advantages, [G, N] float64, of the N samples of each of G prompts; 0 for those that do not count.
+
+        Args:
+            rewards: [G, N] float64.
+            counted: [G, N] bool.
+        """
+        ...
+
+
+class AdvantageBuilder(Protocol):
+    def __call__(self, config: Any) -> Advantage: ...

@@ -15,7 +15,18 @@ from titancli.registry.plugins import own_traceback
 
 OPTIONAL = {"loss": {"token_weights"}, "logger": {"run_start", "step_end", "checkpoint_saved", "run_end"}}
 """Members that a component may be without."""
-BUILT = ("model", "tokenizer", "dataset", "converter", "loss", "optimizer", "logger")
+BUILT = (
+    "model",
+    "tokenizer",
+    "dataset",
+    "converter",
+    "loss",
+    "optimizer",
+    "logger",
+    "task",
+    "reward",
+    "advantage",
+)
 """Kinds whose components can be built outside of a run."""
 
 
@@ -94,6 +105,8 @@ def _runtime(kind: str, folder: Path) -> dict[str, Any]:
 
         named = list(nn.Linear(4, 3).named_parameters())
         return {"named_parameters": named, "model_names": [name for name, _ in named]}
+    if kind == "task":
+        return {"seed": 0}
     return {"run_folder": folder, "is_main": True} if kind == "logger" else {}
 
 

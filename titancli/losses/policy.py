@@ -1,0 +1,167 @@
+"""Losses of policy gradients: what a model wrote is made more or less probable, by its advantage.
+
+They read from the batch, besides `targets` (what was sampled) and `document_ids` (which sample it is of;
+absent: a row is one): `advantages` [B, S], `old_logprobs` [B, S], log-probabilities under the weights that
+sampled, and with `kl_coef` `reference_logprobs` [B, S]; all fp32. Only what stands at a target is read.
+
+Each is a sum over tokens, Σ c·(−objective + kl_coef·k3), where c makes of it an average over tokens, or over
+samples of their averages; and so is each metric. k1 and k3 are the estimates of Schulman, "Approximating KL
+divergence".
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from titancli.data.batch import IGNORE
+from titancli.losses.result import LossResult
+
+if TYPE_CHECKING:
+    from titancli import losses
+    from titancli.data.batch import Batch
+
+
+class Samples:
+    """Which tokens of a batch were sampled, and which of them together."""
+
+    def __init__(self, batch: Batch) -> None:
+        targets = batch["targets"]
+        rows, length = targets.shape
+        self.drawn = targets != IGNORE
+        """[B, S] bool."""
+        first = torch.arange(rows, device=targets.device)[:, None] * (length + 1)
+        ids = batch["document_ids"].long() if "document_ids" in batch else torch.zeros_like(targets)
+        self._numbers = (first + ids).flatten()
+        self._lengths = self._sums(self.drawn.float())
+        self.length = self._lengths[self._numbers].view(rows, length).clamp(min=1.0)
+        """[B, S] fp32, tokens of the sample that a token is of."""
+        self.count = (self._lengths > 0).sum().float()
+
+    def mean(self, x: Tensor) -> Tensor:
+        """[B, S], 0 where nothing was drawn -> at each token its sample's mean."""
+        return self._sums(x)[self._numbers].view(x.shape) / self.length
+
+    def _sums(self, x: Tensor) -> Tensor:
+        shape = (self.drawn.shape[0] * (self.drawn.shape[1] + 1),)
+        return x.new_zeros(shape).scatter_add(0, self._numbers, x.flatten())
+
+
+class PolicyLoss:
+    """What these losses share; each says its objective."""
+
+    output = "logprobs"
+    entropy = True
+    """The engine puts `entropy` [B, S] into the batch; it is reported."""
+    needs = ("advantages", "old_logprobs")
+    """What the batch must bring along."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        if config.kl_coef > 0:
+            self.needs = (*self.needs, "reference_logprobs")
+
+    def objective(self, out: Tensor, log_ratio: Tensor, advantages: Tensor, samples: Samples) -> Any:
+        """What is to become great, the ratio of probabilities that it is made of, and whether it is clipped:
+        [B, S] each. All arguments are 0 where nothing was drawn."""
+        raise NotImplementedError
+
+    def __call__(self, out: Tensor, batch: Batch) -> LossResult:
+        """
+        Args:
+            out: [B, S] fp32 log-probabilities, 0 where there is no target.
+        """
+        samples = Samples(batch)
+        drawn = samples.drawn.float()
+        advantages, log_ratio = (
+            torch.where(samples.drawn, x, 0.0) for x in (batch["advantages"], out - batch["old_logprobs"])
+        )
+        objective, ratio, clipped = self.objective(out, log_ratio, advantages, samples)
+        share, divisor, weight = self._shares(samples, drawn)
+        loss = -objective
+        metrics = {
+            "ratio": ratio,
+            "clip_fraction": clipped.float(),
+            "sampler_k1": -log_ratio,
+            "sampler_k3": k3(log_ratio),
+        }
+        if self.config.kl_coef > 0:
+            reference = torch.where(samples.drawn, batch["reference_logprobs"] - out, 0.0)
+            metrics["reference_kl"] = k3(reference)
+            loss = loss + self.config.kl_coef * k3(reference)
+        if "entropy" in batch:
+            metrics["entropy"] = torch.where(samples.drawn, batch["entropy"], 0.0)
+        sums = {name: (value.detach() * share).sum() for name, value in metrics.items()}
+        return LossResult(sum=(loss * divisor).sum(), weight=weight, metrics=sums)
+
+    def _shares(self, samples: Samples, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each token its share in a metric, and in the loss, [B, S]; and the sum of those in metrics."""
+        norm = getattr(self.config, "length_norm", "token")
+        if norm == "token":
+            return drawn, drawn, drawn.sum()
+        share = drawn / samples.length
+        return share, share if norm == "sample" else drawn / self.config.constant, samples.count
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """Of KL(q ‖ p), for x drawn from q and log_ratio = log p(x) − log q(x): unbiased and never negative."""
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, config: Any) -> tuple[Tensor, Tensor]:
+    """PPO's lower bound (arXiv 1707.06347), and where it takes the clipped ratio."""
+    kept, bound = ratio * advantages, ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages
+    return torch.minimum(kept, bound), bound < kept
+
+
+class Grpo(PolicyLoss):
+    """min(r·A, clip(r)·A), r the ratio of a token's probabilities."""
+
+    def __init__(self, config: losses.Grpo) -> None:
+        super().__init__(config)
+
+    def objective(self, out: Tensor, log_ratio: Tensor, advantages: Tensor, samples: Samples) -> Any:
+        ratio = log_ratio.exp()
+        value, clipped = _clipped(ratio, advantages, self.config)
+        return value, ratio, clipped
+
+
+class Gspo(PolicyLoss):
+    """min(s·A, clip(s)·A), s the ratio of a whole sample's probabilities, to the power of 1 / length."""
+
+    def __init__(self, config: losses.Gspo) -> None:
+        super().__init__(config)
+
+    def objective(self, out: Tensor, log_ratio: Tensor, advantages: Tensor, samples: Samples) -> Any:
+        ratio = samples.mean(log_ratio).exp()
+        value, clipped = _clipped(ratio, advantages, self.config)
+        return value, ratio, clipped
+
+    def _shares(self, samples: Samples, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        share = drawn / samples.length
+        return share, share, samples.count
+
+
+class Cispo(PolicyLoss):
+    """clip(r)·A·log p, the clipped ratio without gradient: no token loses its own."""
+
+    def __init__(self, config: losses.Cispo) -> None:
+        super().__init__(config)
+
+    def objective(self, out: Tensor, log_ratio: Tensor, advantages: Tensor, samples: Samples) -> Any:
+        ratio = log_ratio.detach().exp()
+        kept = ratio.clamp(max=1 + self.config.clip_high)
+        return kept * advantages * out, ratio, ratio > kept
+
+
+class ImportanceSampling(PolicyLoss):
+    """r·A."""
+
+    def __init__(self, config: losses.ImportanceSampling) -> None:
+        super().__init__(config)
+
+    def objective(self, out: Tensor, log_ratio: Tensor, advantages: Tensor, samples: Samples) -> Any:
+        ratio = log_ratio.exp()
+        return ratio * advantages, ratio, torch.zeros_like(samples.drawn)
