@@ -1,8 +1,8 @@
 """Rotary position embedding, with Llama 3.1's and YaRN's ways beyond the context of the first training.
 
 Source: RoFormer (arXiv 2104.09864); scaling as in Meta's Llama 3.1 release; YaRN (arXiv 2309.00071). Pairs
-are (i, i + head_dim/2), the order of most Hugging Face checkpoints, so that no permutation of q and k is needed
-on the way in or out.
+are (i, i + head_dim/2), the order of most Hugging Face checkpoints, so that no permutation of q and k is
+needed on the way in or out.
 """
 
 from __future__ import annotations
