@@ -162,8 +162,14 @@ def _step(recipe: Recipe) -> tuple[int, int, int, int, int]:
 
 
 def _batches(engine: Engine, recipe: Recipe) -> list[Batch]:
-    """Rows of the recipe's sizes. From the second micro-batch on memory is what it is in all others."""
+    """Rows of the recipe's sizes. From the second micro-batch on memory is what it is in all others.
+
+    Raises:
+        UsageError: the model does not take rows of tokens.
+    """
     training = recipe.training
+    if "tokens" not in (inputs := engine.parts[0].inputs):
+        raise UsageError(f"a dry run makes rows of tokens, and the model takes {', '.join(inputs)}")
     shape = (training.local_batch_size, training.seq_len)
     count = engine.settings.accumulation
     if engine.mesh.degrees.pp == 1:

@@ -137,7 +137,7 @@ class Engine:
             self._weight = torch.zeros((), dtype=torch.float32, device=self.device)
             self._loss = torch.zeros_like(self._weight)
         sums = self.runner.forward_backward([batch.to(self.device) for batch in batches], loss or self.loss)
-        tokens = sum(_tokens(batch) for batch in batches) * self.mesh.degrees.dp
+        tokens = sum(tokens_of(self.parts[0], batch) for batch in batches) * self.mesh.degrees.dp
         self._step_tokens += tokens
         return {**self._reduce_metrics(sums), "tokens": tokens}
 
@@ -339,8 +339,10 @@ def _listed(batches: Batch | Sequence[Batch]) -> list[Batch]:
     return listed
 
 
-def _tokens(batch: Batch) -> int:
-    return batch["tokens"].numel() if "tokens" in batch else batch.rows
+def tokens_of(model: Any, batch: Batch) -> int:
+    """How long the batch's rows are, in all: one after the other, the inputs that are the model's tokens."""
+    names = getattr(model, "token_inputs", ("tokens",))
+    return sum(batch.rows * batch[name].shape[model.sequence_dim[name]] for name in names)
 
 
 def _quotient(total: Tensor, weight: Tensor) -> Tensor:

@@ -83,6 +83,8 @@ def find_source(src: Path, *, tokenizer: str | None, component: str | None, say:
 def _from_checkpoint(src: Path, tokenizer: str | None, say: Say) -> Source:
     folder = find_checkpoint(src, say)
     config, own = recipe_of(folder)
+    if tokenizer is None and own is None:  # what is no language model has none either
+        _bare(config, seq_len=1)
     built = _tokenizer(tokenizer) if tokenizer is not None or own is None else _recipes_tokenizer(own)
     # Looking for the newest good one has read every file already.
     reader = CheckpointReader(folder, prefix="model.", verify="full" if folder == src.absolute() else "size")
@@ -196,14 +198,7 @@ def load_model(source: Source, *, seq_len: int, device: torch.device, dtype: tor
         PluginError: it cannot generate.
         EnvironmentProblem: its weights cannot be read, or do not fit in memory.
     """
-    with torch.device("meta"):
-        model = build(source.config, seq_len=seq_len)
-    if not hasattr(model, "new_cache"):
-        raise PluginError(
-            f"the model {source.name} cannot generate: it has no new_cache",
-            hint="what a model needs for that is in titancli.registry.kinds.Model",
-        )
-    model = model.to(dtype).eval()
+    model = _bare(source.config, seq_len=seq_len).to(dtype).eval()
     try:
         allocate(model, device)
         for name, tensor in named_state(model):
@@ -214,4 +209,20 @@ def load_model(source: Source, *, seq_len: int, device: torch.device, dtype: tor
             f"the weights, {size:.1f} GiB, do not fit in the GPU's memory",
             hint="take --dtype bfloat16, or --device cpu",
         ) from error
+    return model
+
+
+def _bare(config: Any, *, seq_len: int) -> Any:
+    """The model on meta.
+
+    Raises:
+        PluginError: it cannot generate.
+    """
+    with torch.device("meta"):
+        model = build(config, seq_len=seq_len)
+    if not hasattr(model, "new_cache"):
+        raise PluginError(
+            f"the model {component_info(config).name} cannot generate: it has no new_cache",
+            hint="what a model needs for that is in titancli.registry.kinds.Model",
+        )
     return model

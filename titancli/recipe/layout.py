@@ -43,7 +43,7 @@ def check_layout(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _impossible(recipe: Recipe) -> Iterator[tuple[KeyPath, Finding]]:
-    """Degrees that the model cannot be cut by at all: those that its config's `mesh_degrees` does not name."""
+    """Degrees that the model cannot be cut by at all: all that its config's `mesh_degrees` does not name."""
     degrees = getattr(recipe.model, "mesh_degrees", None)
     if degrees is None:
         return

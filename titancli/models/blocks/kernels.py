@@ -41,19 +41,21 @@ def order(capability: tuple[int, int]) -> list[SDPBackend]:
 
 
 def prefer_fast_kernels(model: nn.Module, device: torch.device, dtype: torch.dtype, seq_len: int) -> None:
-    """On a GPU let attention try the fastest kernels first, and log what this model's rows will run on.
+    """On a GPU let attention try the fastest kernels first, and log what a decoder's rows will run on.
 
     The order is the process's and is set before anything is traced, so compiled blocks follow it as well.
     Elsewhere nothing is done: a CPU has one fast kernel.
     """
     global _preference
-    attention = next((module for module in model.modules() if isinstance(module, Attention)), None)
-    if device.type != "cuda" or attention is None:
+    if device.type != "cuda":
         return
     backends = order(torch.cuda.get_device_capability(device))
     if _preference is None:
         _preference = sdpa_kernel(backends, set_priority=True)
         _preference.__enter__()
+    attention = next((module for module in model.modules() if isinstance(module, Attention)), None)
+    if attention is None:  # a plugin's own: what shapes it will have is not known
+        return
     heads, kv_heads = (w.shape[0] // attention.head_dim for w in (attention.wq.weight, attention.wk.weight))
     shapes = [(1, count, seq_len, attention.head_dim) for count in (heads, kv_heads, kv_heads)]
     q, k, v = (torch.empty(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes)
