@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from titancli.engine.seeds import derive
 from titancli.errors import EnvironmentProblem
 from titancli.generate.source import Source
-from titancli.generate.text import StopText, TextStream
 from titancli.rl.decode import Row, decode
+from titancli.rl.samples import Finish
 from titancli.rl.sampling import Sampling
-
-Finish = Literal["eos", "stop", "length"]
+from titancli.rl.writer import OnText, Writer
 
 
 @dataclass(frozen=True)
@@ -43,50 +42,7 @@ class Completion:
     """The model's end marker, a stop text, or no room: max_new_tokens or the model's context."""
 
 
-OnText = Callable[[str], None]
 OnDone = Callable[[list[Completion]], None]
-
-
-@dataclass
-class _Writer:
-    """One row's text as it comes."""
-
-    stream: TextStream
-    stops: StopText
-    on_text: OnText
-    pieces: list[str] = field(default_factory=list)
-    tokens: int = 0
-    finish: Finish | None = None
-
-    def token(self, token: int, eos_ids: frozenset[int]) -> bool:
-        """Take one more; returns whether the row goes on."""
-        self.tokens += 1
-        if token in eos_ids:
-            self.end("eos")
-        else:
-            self._write(self.stream.feed(token))
-        return self.finish is None
-
-    def end(self, reason: Finish) -> None:
-        """No more tokens come; what was held back is text after all, unless a stop text is in it."""
-        self._write(self.stream.flush())
-        if self.finish is None:
-            self._show(self.stops.flush())
-            self.finish = reason
-
-    def _write(self, text: str) -> None:
-        shown, found = self.stops.feed(text)
-        self._show(shown)
-        if found:
-            self.finish = "stop"
-
-    def _show(self, text: str) -> None:
-        if text:
-            self.pieces.append(text)
-            self.on_text(text)
-
-    def completion(self) -> Completion:
-        return Completion("".join(self.pieces), self.tokens, self.finish or "length")
 
 
 def complete(
@@ -147,17 +103,14 @@ def _complete_batch(
         room = request.max_new_tokens if context is None else context - len(prompt)
         seed = derive(request.seed, sample, *prompt)
         rows.append(Row(number - first, seed, min(request.max_new_tokens, room)))
-        writers.append(_Writer(TextStream(source.tokenizer.decode, prompt), StopText(request.stop), on_text))
+        writers.append(Writer(source.tokenizer.decode, prompt, source.eos_ids, request.stop, on_text=on_text))
     decode(
         model,
         prompts[first : batch[-1][0] + 1],
         rows,
         request.sampling,
-        lambda row, token: writers[row].token(token, source.eos_ids),
+        lambda row, token: writers[row].token(token),
         device=device,
         vocab_size=source.tokenizer.vocab_size,
     )
-    for writer in writers:
-        if writer.finish is None:
-            writer.end("length")
-    return [writer.completion() for writer in writers]
+    return [Completion(writer.text(), len(writer.tokens), writer.finish or "length") for writer in writers]

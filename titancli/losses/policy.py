@@ -55,7 +55,7 @@ class PolicyLoss:
     output = "logprobs"
     entropy = True
     """The engine puts `entropy` [B, S] into the batch; it is reported."""
-    needs = ("advantages", "old_logprobs")
+    needs: tuple[str, ...] = ("advantages", "old_logprobs")
     """What the batch must bring along."""
 
     def __init__(self, config: Any) -> None:

@@ -14,6 +14,8 @@ from titancli.rl.sampling import Sampling, choose, uniforms
 
 OnToken = Callable[[int, int], bool]
 """Called with a row and its new token; returns whether the row goes on."""
+Anyone = Callable[[bool], bool]
+"""Called after each token with whether this rank goes on; returns whether any does. Collective."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ def decode(
     *,
     device: torch.device,
     vocab_size: int | None = None,
+    log_probs: Sequence[list[float]] | None = None,
+    anyone: Anyone | None = None,
 ) -> None:
     """Continue prompts together, each row until `on_token` says that it ends or its limit is reached.
 
@@ -47,6 +51,9 @@ def decode(
         model: has `new_cache` (see `titancli.registry.kinds.Model`).
         prompts: token ids; none is empty, and each is continued by a row at least.
         vocab_size: ids from here on are never chosen; None: the model's own.
+        log_probs: of each row, the list that the log-probabilities of its tokens are added to: those that the
+            model gives, among all of its ids, whatever they are drawn with.
+        anyone: where a forward is a collective, so that a rank that has done goes on with the others.
 
     Raises:
         TitanError: the model gives numbers that are not finite.
@@ -55,7 +62,7 @@ def decode(
     limit = max(row.limit for row in rows)
     # The last token that is drawn is never read.
     cache = model.new_cache(tokens.shape[1] + limit - 1, padding)
-    logits = model(tokens, cache=cache)[:, -1, :vocab_size]
+    logits = model(tokens, cache=cache)[:, -1]
     owners = torch.tensor([row.prompt for row in rows], device=device)
     if owners.tolist() != list(range(len(prompts))):
         cache.select(owners)
@@ -63,17 +70,25 @@ def decode(
     numbers = uniforms([row.seed for row in rows], limit).to(device)
     alive = list(range(len(rows)))
     for step in range(limit):
-        chosen = choose(_finite(logits), sampling, numbers[alive, step])
+        chosen = choose(_finite(logits[:, :vocab_size]), sampling, numbers[alive, step])
+        if log_probs is not None:
+            for row, value in zip(alive, _log_probs(logits, chosen), strict=True):
+                log_probs[row].append(value)
         ids = chosen.tolist()
         kept = [i for i, row in enumerate(alive) if on_token(row, ids[i]) and step + 1 < rows[row].limit]
+        if anyone is not None:
+            others = anyone(bool(kept))
         if not kept:
-            return
+            break
         if len(kept) < len(alive):
             alive = [alive[i] for i in kept]
             selected = torch.tensor(kept, device=device)
             cache.select(selected)
             chosen = chosen[selected]
-        logits = model(chosen[:, None], cache=cache)[:, -1, :vocab_size]
+        logits = model(chosen[:, None], cache=cache)[:, -1]
+    while anyone is not None and others:
+        model(tokens[:1, :1], cache=model.new_cache(1))
+        others = anyone(False)
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -84,6 +99,14 @@ def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tupl
         [[0] * lack + list(prompt) for lack, prompt in zip(lacking, prompts, strict=True)], device=device
     )
     return tokens, torch.tensor(lacking, device=device) if any(lacking) else None
+
+
+def _log_probs(logits: Tensor, chosen: Tensor) -> list[float]:
+    """log softmax(logits [B, V])[chosen [B]] as the trainer computes it."""
+    logits = logits.float()
+    picked = logits.gather(1, chosen[:, None])[:, 0]
+    found: list[float] = (picked - logits.logsumexp(1)).tolist()
+    return found
 
 
 def _finite(logits: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from titancli.data.byte_tokenizer import ByteTokenizer
-from titancli.generate.text import StopText, TextStream
+from titancli.rl.text import StopText, TextStream
 
 TEXTS = [
     "Hello world, hello a b",

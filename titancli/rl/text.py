@@ -48,6 +48,10 @@ class TextStream:
         self._known = self._decode(self._window)
         return news
 
+    def whole(self, tokens: Sequence[int]) -> str:
+        """What `feed` and `flush` give for so many tokens, at once."""
+        return self._decode([*self._window, *tokens])[len(self._known) :]
+
     def flush(self) -> str:
         """What was held back, at the end: bytes that never became a character read as U+FFFD."""
         return self._decode(self._window)[len(self._known) :]
