@@ -65,7 +65,7 @@ def to_hf(
     folder = find_checkpoint(src, say)
     model, tokenizer = recipe_of(folder)
     form = hf_form(model)
-    reader = CheckpointReader(folder, verify="size", prefix="model.")
+    reader = CheckpointReader(folder, verify="size", prefix="model.", reuse=True)
     check_parameters(reader, model, folder)
     say(f"exporting {folder}")
     built = build(tokenizer) if tokenizer is not None else None

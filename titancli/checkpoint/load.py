@@ -191,9 +191,17 @@ class CheckpointReader:
         EnvironmentProblem: it is no checkpoint, or damaged; names the file.
     """
 
-    def __init__(self, folder: Path, *, verify: Verify = "full", prefix: str = "") -> None:
-        """`prefix`: only tensors whose name begins so, and named without it (`"model."`)."""
+    def __init__(
+        self, folder: Path, *, verify: Verify = "full", prefix: str = "", reuse: bool = False
+    ) -> None:
+        """
+        Args:
+            prefix: only tensors whose name begins so, and named without it (`"model."`).
+            reuse: a tensor that lies in several pieces is put together in the memory of the one before:
+                fresh memory costs more than the copy.
+        """
         self.folder = folder
+        self._room: Tensor | None = torch.empty(0, dtype=torch.uint8) if reuse else None
         self.manifest, layouts = open_checkpoint(folder, verify=verify)
         self._layouts = {
             n.removeprefix(prefix): layout for n, layout in layouts.items() if n.startswith(prefix)
@@ -220,11 +228,20 @@ class CheckpointReader:
         ]
         if len(pieces) == 1:
             return pieces[0]
-        whole = torch.empty(layout.shape, dtype=TORCH_DTYPE[layout.dtype])
+        whole = self._empty(layout.shape, TORCH_DTYPE[layout.dtype])
         for chunk, piece in zip((c for c in layout.chunks if math.prod(c.shape)), pieces, strict=True):
             box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.shape, strict=True))
             whole[box] = piece
         return whole
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self._room is None:
+            return torch.empty(shape, dtype=dtype)
+        size = math.prod(shape) * dtype.itemsize
+        if self._room.numel() < size:
+            self._room = torch.empty(0, dtype=torch.uint8)  # never both
+            self._room = torch.empty(size, dtype=torch.uint8)
+        return self._room[:size].view(dtype).view(shape)
 
     def _layout(self, name: str) -> TensorLayout:
         if name not in self._layouts:

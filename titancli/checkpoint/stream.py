@@ -1,12 +1,15 @@
-"""Tensors from where they are read to the files that they go into: one at a time, cast in small blocks.
+"""Tensors from where they are read to the files that they go into: one at a time, cast in blocks beside it.
 
 What is stored as it was read is written out of the mapped source file, without a copy in this process.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -21,6 +24,9 @@ Progress = Callable[[str, int, int], None]
 
 BLOCK = 1 << 22
 """Bytes that are cast at a time."""
+
+CASTS = 3
+"""Blocks that are cast while others are written: on two cores the disk then waits for none."""
 
 FLOAT16_END = 65520.0
 """From here on float16 rounds to infinity."""
@@ -106,15 +112,20 @@ def _blocks(entry: Entry, tensor: Tensor) -> Iterator[memoryview]:
     if not tensor.numel():
         return
     rows = max(1, BLOCK * len(tensor) // (tensor.numel() * dtype.itemsize))
-    buffer = torch.empty((min(rows, len(tensor)), *tensor.shape[1:]), dtype=dtype)
-    for part in tensor.split(rows):
-        block = buffer[: len(part)]
-        _cast(entry.key, part, block)
-        yield tensor_bytes(block)
+    parts = iter(tensor.split(rows))
+    pending: deque[Future[Tensor]] = deque()
+    with ThreadPoolExecutor(CASTS, thread_name_prefix="titan-cast") as pool:
+        for part in islice(parts, CASTS):
+            pending.append(pool.submit(_cast, entry.key, part, torch.empty(part.shape, dtype=dtype)))
+        while pending:
+            block = pending.popleft().result()
+            yield tensor_bytes(block)
+            for part in islice(parts, 1):  # what was written makes room for one that is to come
+                pending.append(pool.submit(_cast, entry.key, part, block[: len(part)]))
 
 
-def _cast(key: str, values: Tensor, block: Tensor) -> None:
-    """Copy values into a block of another dtype.
+def _cast(key: str, values: Tensor, block: Tensor) -> Tensor:
+    """Copy values into a block of another dtype, and return it.
 
     Raises:
         TitanError: they are too large for float16.
@@ -125,7 +136,7 @@ def _cast(key: str, values: Tensor, block: Tensor) -> None:
     if block.dtype == torch.float16 and values.dtype != torch.float16:
         least, most = (float(value) for value in values.aminmax())
         if least > -FLOAT16_END and most < FLOAT16_END:
-            return
+            return block
         # Or else there is a NaN or an infinity, which float16 holds too.
         lost = block.isinf() & values.isfinite()
         if lost.any():
@@ -133,3 +144,4 @@ def _cast(key: str, values: Tensor, block: Tensor) -> None:
                 f"{key} has a value of {float(values[lost][0]):.3g}; the largest that float16 holds is 65504",
                 hint="take bfloat16, which holds it",
             )
+    return block
