@@ -6,11 +6,8 @@ and key, a head_dim apart from dim, and experts.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from titancli.errors import EnvironmentProblem
@@ -18,13 +15,9 @@ from titancli.models import Qwen3
 from titancli.models.blocks.attention import Attention
 from titancli.models.blocks.decoder import Block, Decoder
 from titancli.models.blocks.feed_forward import FeedForward
-from titancli.models.blocks.hf import LAYER, DecoderHF, refuse_others, rope_of, theta_of
+from titancli.models.blocks.hf import LAYER, UnbalancedHF, refuse_others, rope_of, theta_of
 from titancli.models.blocks.moe import MoE
 from titancli.models.blocks.rope import inverse_frequencies
-
-logger = logging.getLogger(__name__)
-
-_BIAS = "moe.expert_bias"
 
 
 class Qwen3Model(Decoder):
@@ -55,7 +48,7 @@ def build(config: Qwen3, *, seq_len: int) -> Qwen3Model:
     return Qwen3Model(config)
 
 
-class Qwen3HF(DecoderHF):
+class Qwen3HF(UnbalancedHF):
     """transformers' Qwen3ForCausalLM and Qwen3MoeForCausalLM, whose files have every expert apart."""
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3", "qwen3_moe")
@@ -71,32 +64,9 @@ class Qwen3HF(DecoderHF):
         "moe.experts.w3": "mlp.experts.{}.up_proj.weight",
     }
 
-    def __init__(self, config: Qwen3) -> None:
-        super().__init__(config)
-        self._told = False
-
     @property
     def model_type(self) -> str:
         return "qwen3" if self.config.moe is None else "qwen3_moe"
-
-    def sources(self, name: str) -> list[str]:
-        return [] if name.endswith(_BIAS) else super().sources(name)
-
-    def to_hf(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        if not name.endswith(_BIAS):
-            return super().to_hf(name, tensor)
-        if not self._told and not tensor.is_meta and bool(tensor.any()):
-            self._told = True
-            logger.warning(
-                "the biases that balanced the experts have no place in a Hugging Face folder: without them, "
-                "tokens that were on the border between two experts may go to the other one"
-            )
-        return []
-
-    def from_hf(self, name: str, tensors: list[Tensor]) -> Tensor:
-        if name.endswith(_BIAS):
-            return torch.zeros(self.config.moe.num_experts)
-        return super().from_hf(name, tensors)
 
     def config_json(self) -> dict[str, Any]:
         config = self.config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -26,6 +27,8 @@ LAYER = {
     "feed_forward.w2.weight": "mlp.down_proj.weight",
     "feed_forward.w3.weight": "mlp.up_proj.weight",
 }
+
+logger = logging.getLogger(__name__)
 
 DEQUANTISE = (
     "take the unquantised weights that they were made from; or load them in transformers, call "
@@ -72,6 +75,37 @@ class DecoderHF:
 
     def _stacked(self, name: str) -> bool:
         return name not in self.top and name.split(".", 2)[2] in self.expert
+
+
+class UnbalancedHF(DecoderHF):
+    """A form of models whose experts may have been balanced; the biases that did it have no place in it."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._told = False
+
+    def sources(self, name: str) -> list[str]:
+        return [] if _balances(name) else super().sources(name)
+
+    def to_hf(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        if not _balances(name):
+            return super().to_hf(name, tensor)
+        if not self._told and not tensor.is_meta and bool(tensor.any()):
+            self._told = True
+            logger.warning(
+                "the biases that balanced the experts have no place in a Hugging Face folder: without them, "
+                "tokens that were on the border between two experts may go to the other one"
+            )
+        return []
+
+    def from_hf(self, name: str, tensors: list[Tensor]) -> Tensor:
+        if _balances(name):
+            return torch.zeros(self.config.moe.num_experts)
+        return super().from_hf(name, tensors)
+
+
+def _balances(name: str) -> bool:
+    return name.endswith("moe.expert_bias")
 
 
 def refuse_others(config_json: Mapping[str, Any], model: str, expected: Mapping[str, Any]) -> None:

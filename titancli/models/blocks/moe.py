@@ -77,9 +77,13 @@ class Experts(nn.Module):
         super().__init__()
         self.num_experts = num_experts
         self.force_load_balance = False
-        self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
-        self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
-        self.w3 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
+        for name, shape in self.shapes(dim, hidden_dim).items():
+            self.register_parameter(name, nn.Parameter(torch.empty(num_experts, *shape)))
+
+    @staticmethod
+    def shapes(dim: int, hidden_dim: int) -> dict[str, tuple[int, ...]]:
+        """The parameters of one expert, by the names under which `compute` gets those of several."""
+        return {"w1": (hidden_dim, dim), "w2": (dim, hidden_dim), "w3": (hidden_dim, dim)}
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """What the experts make of tokens.
@@ -172,7 +176,7 @@ class MoE(nn.Module):
     def token_counts(self) -> Tensor:
         """[E] int64: tokens that each expert was trained on here since `forget_counts`."""
         if self._counts is None:
-            like = self.experts.w1 if self.expert_bias is None else self.expert_bias
+            like = next(self.experts.parameters()) if self.expert_bias is None else self.expert_bias
             return torch.zeros(self.config.num_experts, dtype=torch.int64, device=like.device)
         return self._counts
 
