@@ -8,7 +8,7 @@ from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from titancli.models.blocks.grouped import grouped_linear
+from titancli.models.blocks.grouped import add_bias, grouped_linear
 from titancli.models.blocks.moe import Experts, MoE, moe_layers
 from titancli.models.menu.moe import MoE as MoEConfig
 
@@ -108,6 +108,22 @@ def test_empty_experts_take_nothing_and_give_no_gradient(counts, dtype):
         made = out.detach()[start : start + count].float()
         assert_close(made, rows.float() @ weight.detach()[number].float().T, tolerance)
         assert_close(gradient.float(), rows.float().sum(0).expand(HIDDEN, DIM), tolerance)
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 2, 1], [0, 0, 0, 0], [0, 0, 0, 5], [4, 0, 0, 0]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_group_gets_its_own_bias(counts, dtype):
+    generator = torch.Generator().manual_seed(sum(counts))
+    x = torch.randn(sum(counts), HIDDEN, generator=generator).to(dtype).requires_grad_()
+    bias = torch.randn(4, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    wanted = torch.randn(sum(counts), HIDDEN, generator=generator).to(dtype)
+    out = add_bias(x, bias, torch.tensor(counts).cumsum(0).int())
+    groups = torch.arange(4).repeat_interleave(torch.tensor(counts))
+    assert torch.equal(out, x + bias[groups])
+    (out * wanted).sum().backward()
+    assert torch.equal(x.grad, wanted)
+    summed = torch.zeros(4, HIDDEN).index_add(0, groups, wanted.float())
+    assert_close(bias.grad.float(), summed, 1e-6 if dtype == torch.float32 else 1e-2)
 
 
 def test_the_operators_keep_to_what_torch_asks_of_operators():

@@ -40,6 +40,8 @@ class Attention:
     """Whether queries and keys pass through a norm of their own."""
     window: int | None = None
     """Tokens that a token sees at most, itself included; None: the whole row before it."""
+    sinks: bool = False
+    """Whether each head has a logit that takes its share of the softmax and gives nothing."""
     query_rank: int | None = None
     """Width of the latent that queries are made from (multi-head latent attention); None: from the stream."""
     kv_rank: int | None = None
@@ -139,19 +141,43 @@ class Decoder:
 # --------------------------------------------------------------------------- what most families have
 
 
-def grouped_query(dim: int, heads: int, kv_heads: int, head_dim: int, *, qk_norm: bool = False) -> Attention:
+def grouped_query(
+    dim: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    qk_norm: bool = False,
+    bias: bool = False,
+    sinks: bool = False,
+    window: int | None = None,
+) -> Attention:
     """Grouped-query attention (arXiv 2305.13245) as `titancli.models.blocks.attention` has it."""
-    parameters = [
-        Parameter("attention.wq.weight", (heads * head_dim, dim), "column"),
-        Parameter("attention.wk.weight", (kv_heads * head_dim, dim), "column"),
-        Parameter("attention.wv.weight", (kv_heads * head_dim, dim), "column"),
-        Parameter("attention.wo.weight", (dim, heads * head_dim), "row"),
-    ]
+    products: dict[str, tuple[int, int, Style]] = {
+        "wq": (heads * head_dim, dim, "column"),
+        "wk": (kv_heads * head_dim, dim, "column"),
+        "wv": (kv_heads * head_dim, dim, "column"),
+        "wo": (dim, heads * head_dim, "row"),
+    }
+    parameters = [Parameter("attention.sinks", (heads,), "column")] if sinks else []
+    for name, (rows, columns, style) in products.items():
+        parameters.append(Parameter(f"attention.{name}.weight", (rows, columns), style))
+        if bias:
+            parameters.append(Parameter(f"attention.{name}.bias", (rows,), style))
     if qk_norm:
         parameters += [
             Parameter(f"attention.{name}.weight", (head_dim,), "norm") for name in ("q_norm", "k_norm")
         ]
-    return Attention(heads, kv_heads, head_dim, head_dim, tuple(parameters), qk_norm=qk_norm)
+    return Attention(
+        heads,
+        kv_heads,
+        head_dim,
+        head_dim,
+        tuple(parameters),
+        qk_norm=qk_norm,
+        window=window,
+        sinks=sinks,
+    )
 
 
 def swiglu(dim: int, hidden: int, name: str = "feed_forward") -> FeedForward:

@@ -90,7 +90,10 @@ class Decoder(nn.Module):
     tensor_plan: ClassVar = {
         "tok_embeddings.weight": "vocab",
         "layers.*.attention.w[qkv].weight": "column",
+        "layers.*.attention.w[qkv].bias": "column",
         "layers.*.attention.wo.weight": "row",
+        "layers.*.attention.wo.bias": "row",
+        "layers.*.attention.sinks": "column",
         "layers.*.feed_forward.w[13].weight": "column",
         "layers.*.feed_forward.w2.weight": "row",
         "layers.*.moe.router.gate.*": "replicate",
@@ -225,7 +228,8 @@ class Decoder(nn.Module):
             layer.clear_bias()
 
     def flops_per_token(self, seq_len: int) -> float:
-        """6 per matrix weight that a token meets, and 12 · layers · width of attention · seq_len.
+        """6 per matrix weight that a token meets, and in every layer 12 · width of attention · seq_len, or
+        as many tokens as it sees at most.
 
         Source: PaLM (arXiv 2204.02311), appendix B.
         """
@@ -235,8 +239,9 @@ class Decoder(nn.Module):
         for layer in moe_layers(self).values():
             idle = 1 - layer.config.top_k / layer.config.num_experts
             matrices -= idle * sum(p.numel() for p in layer.experts.parameters())
-        head_dim = next(m.head_dim for m in self.modules() if isinstance(m, Attention))
-        return 6.0 * matrices + 12.0 * self.config.n_layers * self.config.n_heads * head_dim * seq_len
+        layers = [m for m in self.modules() if isinstance(m, Attention)]
+        seen = sum(m.head_dim * min(seq_len, m.reach.most or seq_len) for m in layers)
+        return 6.0 * matrices + 12.0 * self.config.n_heads * seen
 
 
 def _std(name: str) -> float:

@@ -67,6 +67,41 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Non
 grouped_linear.register_autograd(_backward, setup_context=_keep)
 
 
+def add_bias(x: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
+    """Each group of rows with its own bias added.
+
+    Args:
+        x: [N, out], group after group.
+        bias: [E, out].
+        ends: [E] int32, where each group ends in x; a group may be empty.
+
+    Returns:
+        [N, out].
+    """
+    return _AddBias.apply(x, bias, ends)
+
+
+class _AddBias(torch.autograd.Function):
+    """Plain operations forward, so that a compiler joins them with what comes after; backward is a product,
+    since adding rows up one by one is slow, and on a GPU in no fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(ends)
+        group = torch.searchsorted(ends, torch.arange(len(x), device=x.device, dtype=torch.int32), right=True)
+        return bias.index_select(0, group).add_(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (ends,) = ctx.saved_tensors
+        ones = grad.new_ones(len(grad), _ONES)
+        return grad, grouped_outer(ones, grad, ends)[:, 0], None
+
+
+_ONES = 8
+"""Rows of ones where one would do: the products want multiples of eight."""
+
+
 @register_flop_formula(torch.ops.titancli.grouped_linear)
 def _linear_flops(x: Any, weight: Any, ends: Any, *, out_shape: Any = None, **rest: Any) -> int:
     return 2 * x[0] * weight[1] * weight[2]
