@@ -40,12 +40,22 @@ class Attention:
     """Whether queries and keys pass through a norm of their own."""
     window: int | None = None
     """Tokens that a token sees at most, itself included; None: the whole row before it."""
+    chunk: int | None = None
+    """A token sees only its own chunk of so many; None: there are no chunks."""
+    rotary: bool = True
+    """Whether queries and keys are rotated by their positions."""
+    scaled: bool = False
+    """Whether queries are multiplied by what follows from their positions."""
     sinks: bool = False
     """Whether each head has a logit that takes its share of the softmax and gives nothing."""
     query_rank: int | None = None
     """Width of the latent that queries are made from (multi-head latent attention); None: from the stream."""
     kv_rank: int | None = None
     """Width of the latent that keys and values are made from; None: from the stream."""
+
+    def most(self, seq_len: int) -> int:
+        """Tokens that any token of a row so long sees at most."""
+        return min(seq_len, self.window or seq_len, self.chunk or seq_len)
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,8 @@ class Experts:
     parameters: tuple[Parameter, ...]
     shared_hidden: int = 0
     """Of all shared experts together; 0: there are none."""
+    joined: bool = False
+    """Whether the two matrices that an expert begins with are one."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +145,7 @@ class Decoder:
         """Forward and backward of one token: 6 per active parameter, and a layer has 12 · width of attention
         per token of the row (PaLM, arXiv 2204.02311, appendix B)."""
         return 6.0 * self.active_size + sum(
-            6.0 * a.heads * (a.head_dim + a.value_dim) * min(seq_len, a.window or seq_len)
+            6.0 * a.heads * (a.head_dim + a.value_dim) * a.most(seq_len)
             for a in (block.attention for block in self.blocks)
         )
 
@@ -200,21 +212,22 @@ def mixture(
     *,
     shared: int = 0,
     gate_bias: bool = False,
+    joined: bool = False,
     name: str = "moe",
 ) -> Experts:
     """`titancli.models.blocks.moe`, as the child `name` of a block; `shared` experts are one of so many times
-    the width. Tensor parallelism cuts these alone: to the others each rank brings its own part of the row."""
+    the width, `joined` ones have w1 and w3 as one matrix. Tensor parallelism cuts the shared alone: to the
+    others each rank brings its own part of the row."""
     parameters = [Parameter(f"{name}.router.gate.weight", (experts, dim), "replicate")]
     if gate_bias:
         parameters.append(Parameter(f"{name}.router.gate.bias", (experts,), "replicate"))
-    parameters += [
-        Parameter(f"{name}.experts.w1", (experts, hidden, dim), "expert"),
-        Parameter(f"{name}.experts.w2", (experts, dim, hidden), "expert"),
-        Parameter(f"{name}.experts.w3", (experts, hidden, dim), "expert"),
-    ]
+    into = {"w13": 2 * hidden} if joined else {"w1": hidden, "w3": hidden}
+    parameters.append(Parameter(f"{name}.experts.w2", (experts, dim, hidden), "expert"))
+    for matrix, rows in into.items():
+        parameters.append(Parameter(f"{name}.experts.{matrix}", (experts, rows, dim), "expert"))
     if shared:
         parameters += swiglu(dim, shared * hidden, f"{name}.shared_experts").parameters
-    return Experts(experts, top_k, hidden, tuple(parameters), shared * hidden)
+    return Experts(experts, top_k, hidden, tuple(parameters), shared * hidden, joined)
 
 
 def block(dim: int, attention: Attention, feed_forward: FeedForward | Experts) -> Block:

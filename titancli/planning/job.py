@@ -93,8 +93,14 @@ class Job:
 
     def seen(self, attention: Attention) -> float:
         """Keys that a query attends to, on average over a row."""
-        window = min(attention.window or self.seq_len, self.seq_len)
-        return window - (window - 1) * window / (2 * self.seq_len)
+        chunk = min(attention.chunk or self.seq_len, self.seq_len)
+        whole, rest = divmod(self.seq_len, chunk)
+
+        def pairs(length: int) -> float:
+            window = min(attention.window or length, length)
+            return window * length - (window - 1) * window / 2
+
+        return (whole * pairs(chunk) + pairs(rest)) / self.seq_len
 
     # ------------------------------------------------------------------------------------- blocks
 

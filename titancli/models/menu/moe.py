@@ -40,8 +40,8 @@ class MoE:
     load_balance_coeff: Annotated[float, Gt(0)] | None = None
     """Step of the bias that evens out how often experts are chosen, without a loss; None: no such bias."""
 
-    def shape(self, dim: int) -> Experts:
-        """The sizes of the layer, as the child `moe` of a block of this width."""
+    def shape(self, dim: int, *, joined: bool = False) -> Experts:
+        """The sizes of the layer, as the child `moe` of a block of this width; see `mixture`."""
         return mixture(
             dim,
             self.hidden_dim,
@@ -49,6 +49,7 @@ class MoE:
             self.top_k,
             shared=self.num_shared_experts,
             gate_bias=self.gate_bias,
+            joined=joined,
         )
 
     def problems(self) -> Iterator[tuple[str, str]]:
