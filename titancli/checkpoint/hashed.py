@@ -21,7 +21,10 @@ import xxhash
 from titancli.errors import EnvironmentProblem
 
 BLOCK = 1 << 22
-"""Bytes read or written by one call of the system."""
+"""Bytes written by one call of the system."""
+
+_READ = 1 << 24
+"""Bytes read by one: two threads read at once, and in smaller blocks they wait for each other."""
 
 _SEND = 1 << 26
 """Bytes that are sent to the disk at once: many small parts cost the kernel more than they gain."""
@@ -161,7 +164,7 @@ class HashedReader:
         """Fill memory with the next bytes. They are there, and may be changed, when `settle` has returned."""
         view = memory.cast("B")
         while view:
-            block, view = view[:BLOCK], view[BLOCK:]
+            block, view = view[:_READ], view[_READ:]
             if block.nbytes < _APART:
                 self._fill(block, self.position)
                 self._hash.update(block)
