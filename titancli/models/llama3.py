@@ -13,7 +13,14 @@ from titancli.models import Llama3
 from titancli.models.blocks.attention import Attention
 from titancli.models.blocks.decoder import Block, Decoder
 from titancli.models.blocks.feed_forward import FeedForward
-from titancli.models.blocks.hf import DecoderHF, refuse_others, rope_of, theta_of
+from titancli.models.blocks.hf import (
+    DecoderHF,
+    llama3_rope_json,
+    llama3_rope_keys,
+    refuse_others,
+    rope_of,
+    theta_of,
+)
 from titancli.models.blocks.rope import inverse_frequencies
 
 
@@ -43,15 +50,6 @@ class LlamaHF(DecoderHF):
 
     def config_json(self) -> dict[str, Any]:
         config = self.config
-        rope: dict[str, Any] = {"rope_type": "default"}
-        if config.rope_scaling is not None:
-            rope = {
-                "rope_type": "llama3",
-                "factor": config.rope_scaling.factor,
-                "low_freq_factor": config.rope_scaling.low_freq_factor,
-                "high_freq_factor": config.rope_scaling.high_freq_factor,
-                "original_max_position_embeddings": config.rope_scaling.original_max_position,
-            }
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": self.model_type,
@@ -65,8 +63,7 @@ class LlamaHF(DecoderHF):
             "max_position_embeddings": config.max_seq_len,
             "rms_norm_eps": config.norm_eps,
             "rope_theta": config.rope_theta,
-            # transformers 4 reads rope_scaling and rope_theta; 5 turns them into its rope_parameters.
-            "rope_scaling": rope if config.rope_scaling is not None else None,
+            "rope_scaling": llama3_rope_json(config.rope_scaling),
             "hidden_act": "silu",
             "attention_bias": False,
             "mlp_bias": False,
@@ -80,12 +77,12 @@ class LlamaHF(DecoderHF):
         Raises:
             EnvironmentProblem: biases, another activation, another RoPE than Llama 3's, quantised weights.
         """
-        kind, rope = rope_of(config_json)
+        kind, _ = rope_of(config_json)
         expected = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "rope_type": "default"}
         refuse_others(
             {**config_json, "rope_type": "default" if kind == "llama3" else kind}, "llama3", expected
         )
-        keys = {
+        return {
             "dim": config_json["hidden_size"],
             "n_layers": config_json["num_hidden_layers"],
             "n_heads": config_json["num_attention_heads"],
@@ -98,12 +95,5 @@ class LlamaHF(DecoderHF):
             "rope_theta": theta_of(config_json),
             "norm_eps": config_json.get("rms_norm_eps", 1e-6),
             "tied": bool(config_json.get("tie_word_embeddings", False)),
+            **llama3_rope_keys(config_json),
         }
-        if kind == "llama3":
-            keys["rope_scaling"] = {
-                "factor": float(rope["factor"]),
-                "low_freq_factor": float(rope["low_freq_factor"]),
-                "high_freq_factor": float(rope["high_freq_factor"]),
-                "original_max_position": int(rope["original_max_position_embeddings"]),
-            }
-        return keys

@@ -10,12 +10,18 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from titancli.errors import EnvironmentProblem
 from titancli.models import Qwen3
 from titancli.models.blocks.attention import Attention
 from titancli.models.blocks.decoder import Block, Decoder
 from titancli.models.blocks.feed_forward import FeedForward
-from titancli.models.blocks.hf import LAYER, UnbalancedHF, refuse_others, rope_of, theta_of
+from titancli.models.blocks.hf import (
+    LAYER,
+    UnbalancedHF,
+    refuse_other_routing,
+    refuse_others,
+    rope_of,
+    theta_of,
+)
 from titancli.models.blocks.moe import MoE
 from titancli.models.blocks.rope import inverse_frequencies
 
@@ -153,9 +159,7 @@ def _experts_json(config: Qwen3) -> dict[str, Any]:
         "num_shared_experts": 0,
         "num_expert_groups": None,
     }
-    wrong = [f"moe.{k} = {getattr(moe, k)!r}" for k, good in only.items() if getattr(moe, k) != good]
-    if wrong:
-        raise EnvironmentProblem(f"transformers' Qwen3-MoE has no {', '.join(wrong)}")
+    refuse_other_routing(moe, "Qwen3-MoE", only)
     return {
         "moe_intermediate_size": moe.hidden_dim,
         "num_experts": moe.num_experts,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from titancli.errors import EnvironmentProblem
+
+if TYPE_CHECKING:
+    from titancli.models import RopeScaling
+    from titancli.models.menu.moe import MoE
 
 TOP = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -85,10 +89,10 @@ class UnbalancedHF(DecoderHF):
         self._told = False
 
     def sources(self, name: str) -> list[str]:
-        return [] if _balances(name) else super().sources(name)
+        return [] if self._loses(name) else super().sources(name)
 
     def to_hf(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        if not _balances(name):
+        if not self._loses(name):
             return super().to_hf(name, tensor)
         if not self._told and not tensor.is_meta and bool(tensor.any()):
             self._told = True
@@ -99,13 +103,12 @@ class UnbalancedHF(DecoderHF):
         return []
 
     def from_hf(self, name: str, tensors: list[Tensor]) -> Tensor:
-        if _balances(name):
+        if self._loses(name):
             return torch.zeros(self.config.moe.num_experts)
         return super().from_hf(name, tensors)
 
-
-def _balances(name: str) -> bool:
-    return name.endswith("moe.expert_bias")
+    def _loses(self, name: str) -> bool:
+        return name.endswith("moe.expert_bias")
 
 
 def refuse_others(config_json: Mapping[str, Any], model: str, expected: Mapping[str, Any]) -> None:
@@ -137,3 +140,41 @@ def rope_of(config_json: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 def theta_of(config_json: Mapping[str, Any], default: float = 10000.0) -> float:
     """The base of the rotary frequencies."""
     return float(config_json.get("rope_theta") or rope_of(config_json)[1].get("rope_theta", default))
+
+
+def llama3_rope_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    """`rope_scaling` as transformers 4 reads it; 5 turns it into its `rope_parameters`."""
+    if scaling is None:
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_max_position,
+    }
+
+
+def llama3_rope_keys(config_json: Mapping[str, Any]) -> dict[str, Any]:
+    """The key `rope_scaling` of `[model]`, or none where frequencies are plain."""
+    kind, rope = rope_of(config_json)
+    if kind != "llama3":
+        return {}
+    scaling = {
+        "factor": float(rope["factor"]),
+        "low_freq_factor": float(rope["low_freq_factor"]),
+        "high_freq_factor": float(rope["high_freq_factor"]),
+        "original_max_position": int(rope["original_max_position_embeddings"]),
+    }
+    return {"rope_scaling": scaling}
+
+
+def refuse_other_routing(moe: MoE, theirs: str, only: Mapping[str, Any]) -> None:
+    """See to it that experts are chosen as transformers' model does.
+
+    Raises:
+        EnvironmentProblem: some fields are not as in `only` (names them all).
+    """
+    wrong = [f"moe.{k} = {getattr(moe, k)!r}" for k, good in only.items() if getattr(moe, k) != good]
+    if wrong:
+        raise EnvironmentProblem(f"transformers' {theirs} has no {', '.join(wrong)}")
