@@ -35,8 +35,6 @@ def test_bytes_round_trip_and_stay_below_the_vocabulary() -> None:
     assert max(ids) < tokenizer.eos_id < tokenizer.vocab_size == 257
     assert tokenizer.encode("\ud800") == [ord("?")]
     assert tokenizer.files == {}
-    with pytest.raises(RecipeError, match="no chat template"):
-        tokenizer.chat([{"role": "user", "content": "hi"}])
 
 
 def test_hf_round_trips_whole_texts_without_truncation_padding_or_special_tokens(bpe_folder: Path) -> None:

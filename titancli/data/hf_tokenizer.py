@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 
 from titancli.data import HFTokenizer as Config
+from titancli.data.chat_template import ChatTemplate
 from titancli.errors import EnvironmentProblem, RecipeError
 
 FILES = (
@@ -43,7 +44,7 @@ class HFTokenizer:
     def __init__(self, folder: Path, *, eos: str | None = None) -> None:
         self._folder = folder
         self._tokenizer = _load(folder)
-        self._templated: Any = None
+        self._templated: ChatTemplate | None = None
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
             raise EnvironmentProblem(
@@ -72,26 +73,29 @@ class HFTokenizer:
         """Text; special tokens leave no trace."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]:
         """Ids of a conversation (`{"role": …, "content": …}` each) under the folder's chat template.
 
         Raises:
-            RecipeError: the folder has no chat template, or it refuses these messages.
+            RecipeError: the folder has no chat template, or it refuses these messages (`ChatRefused`).
         """
+        return self._template().ids(messages, add_generation_prompt=add_generation_prompt)
+
+    def chat_with_mask(
+        self, messages: list[dict[str, Any]], *, first: int = 0
+    ) -> tuple[list[int], list[bool]]:
+        """The same, and which ids are of assistant turns among `messages[first:]`; see `ChatTemplate`."""
+        return self._template().ids_and_mask(messages, first)
+
+    @property
+    def chat_fingerprint(self) -> str:
+        """Changes when the chat template does."""
+        return xxhash.xxh3_64_hexdigest(self._template().text.encode())
+
+    def _template(self) -> ChatTemplate:
         if self._templated is None:
-            self._templated = _load_with_template(self._folder)
-        if not self._templated.chat_template:
-            raise RecipeError(
-                f"the tokenizer in {self._folder} has no chat template",
-                hint="add a chat_template.jinja to the folder, or take the tokenizer of an instruct model",
-            )
-        try:
-            return list(self._templated.apply_chat_template(messages, tokenize=True, return_dict=False))
-        except Exception as error:  # jinja raises what the template says, of any class
-            raise RecipeError(
-                f"the chat template in {self._folder} refuses a conversation: {error}",
-                hint="see which roles, in which order, the template allows",
-            ) from error
+            self._templated = ChatTemplate(_load_with_template(self._folder), self._folder)
+        return self._templated
 
     def _find(self, role: str, named: str | None, *, required: bool) -> Any:
         """The id of the bos or eos token: by the recipe, or by what the folder's files say."""

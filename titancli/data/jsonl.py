@@ -98,7 +98,8 @@ class BadRows:
         """
         if self._strict:
             raise EnvironmentProblem(
-                f"{where}: {reason}", hint="correct the row, or write dataset.strict = false to skip such rows"
+                f"{where}: {reason}",
+                hint="correct the row, or write dataset.strict = false to skip such rows",
             )
         self.skipped += 1
         if self.skipped <= TOLD:

@@ -136,7 +136,7 @@ class PackedDataset:
                 f"the position in the data that the checkpoint holds is not one of {self._source.label}",
                 hint="resume with the dataset that the run began with",
             )
-        _compare(state["data"], self._identity, self._source.label)
+        refuse_other_data(state["data"], self._identity, self._source.label)
         self._consumed = state["tokens"]
         self._stream = self._open(Position(state["epoch"], state["mark"], state["offset"]))
 
@@ -163,7 +163,11 @@ def tokenizer_identity(tokenizer: Tokenizer) -> str:
     return f"{kind}:{tokenizer.vocab_size}:{tokenizer.eos_id}:{digest.hexdigest()}"
 
 
-def _compare(saved: Mapping[str, Any], now: Mapping[str, Any], label: str) -> None:
+def refuse_other_data(saved: Mapping[str, Any], now: Mapping[str, Any], label: str) -> None:
+    """
+    Raises:
+        EnvironmentProblem: what tells data from others is not what it was.
+    """
     names = [name for name in (*now, *(n for n in saved if n not in now)) if saved.get(name) != now.get(name)]
     if names:
         said = ", ".join(f"{name} was {saved.get(name)} and is {now.get(name)}" for name in names)

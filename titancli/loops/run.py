@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from titancli.data.batch import Batch
     from titancli.engine import Engine
     from titancli.errors import TitanError
+    from titancli.registry.kinds import Dataset
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,8 @@ class Run:
     """Asked before each step whether too many were skipped."""
     on_first_step: Callable[[], None] = lambda: None
     """Called once, after the first step of this process."""
+    open_dataset: Callable[[Any], Dataset] | None = None
+    """Builds a further dataset of the loop's own, in rows as the run's."""
     why: str = "finished"
     """How it ended: finished, stopped, interrupted, data_ended or skipped (too many steps in a row)."""
     signal: str | None = None

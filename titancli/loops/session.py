@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from titancli.checkpoint.uploads import Uploads
     from titancli.observe.observers import Observers
     from titancli.recipe.schema import Recipe
+    from titancli.registry.kinds import Dataset
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ def run(
         save_or_stop=recipe.checkpoint.on_error == "stop",
         guard=engine.guard,
         on_first_step=on_first_step,
+        open_dataset=partial(_dataset, recipe, tokenizer, engine),
         saved_step=engine.step if checkpoint is not None else None,
     )
     uploads = _uploads(recipe, run_folder, run_id)
@@ -212,14 +214,16 @@ def check_vocabulary(recipe: Recipe, tokenizer: Any) -> None:
 
 
 def _loader(recipe: Recipe, tokenizer: Any, engine: Engine) -> Loader:
-    training = recipe.training
-    dataset = build(
-        recipe.dataset,
+    return Loader(_dataset(recipe, tokenizer, engine, recipe.dataset), device=engine.device)
+
+
+def _dataset(recipe: Recipe, tokenizer: Any, engine: Engine, config: Any) -> Dataset:
+    return build(
+        config,
         tokenizer=tokenizer,
-        seq_len=training.seq_len,
-        rows=training.local_batch_size,
+        seq_len=recipe.training.seq_len,
+        rows=recipe.training.local_batch_size,
         dp_rank=engine.mesh.dp_rank,
         dp_size=engine.mesh.degrees.dp,
-        seed=training.seed,
+        seed=recipe.training.seed,
     )
-    return Loader(dataset, device=engine.device)

@@ -23,6 +23,11 @@ class CrossEntropyFull:
     """The same from the full logits, by torch's own function: slower and larger, the reference."""
 
 
+@component("loss", "sft", target="titancli.losses.sft:SFT")
+class SFT:
+    """Negative log-likelihood of the targets, each with the batch's `weights` where it has them."""
+
+
 @component("loss", "grpo", target="titancli.losses.policy:Grpo")
 class Grpo:
     """Clipped policy gradient, token by token: GRPO, and by its fields DAPO and Dr. GRPO.
@@ -77,4 +82,4 @@ class ImportanceSampling:
     """Weight of the KL divergence from the model that the run began with; above 0 a copy of it is kept."""
 
 
-COMPONENTS: list[type] = [CrossEntropy, CrossEntropyFull, Grpo, Gspo, Cispo, ImportanceSampling]
+COMPONENTS: list[type] = [CrossEntropy, CrossEntropyFull, SFT, Grpo, Gspo, Cispo, ImportanceSampling]

@@ -109,6 +109,10 @@ def status_line(event: dict[str, Any], width: int | None = None) -> str:
     ):
         if metrics.get(name) is not None:
             parts[name] = f"{label} {metrics[name]:{form}}"
+    if metrics.get("val_loss") is not None:
+        parts["val_loss"] = f"val loss {metrics['val_loss']:.4f}"
+    if metrics.get("val_perplexity") is not None:
+        parts["val_perplexity"] = f"perplexity {metrics['val_perplexity']:.3f}"
     if skipped := metrics.get("skipped_steps"):
         parts["skipped"] = f"{skipped:.0f} skipped"
     if (rate := metrics.get("tokens_per_second")) is not None:

@@ -59,6 +59,7 @@ class Observers:
         self._summed: dict[str, Any] = {}
         self._steps_since = 0
         self._read_at = time.perf_counter()
+        self._evaluated: Mapping[str, Tensor | float] = {}
         self._first = True
         self._ended = False
         self._slow: float | None = None
@@ -89,8 +90,17 @@ class Observers:
         for name in SUMMED:
             if name in metrics:
                 self._summed[name] = self._summed.get(name, 0.0) + metrics[name]
-        if self._first or step % self._log_freq == 0 or step >= self._total_steps:
+        due = step % self._log_freq == 0 or step >= self._total_steps
+        if self._evaluated:
+            self._unread = {**metrics, **self._evaluated}
+        if self._first or due or self._evaluated:
             self._read(step)
+
+    def evaluated(self, metrics: Mapping[str, Tensor | float], seconds: float) -> None:
+        """The step under way was followed by an evaluation: its numbers are told with the step's, and its
+        time counts for none."""
+        self._evaluated = metrics
+        self._read_at += seconds
 
     def checkpoint_saved(self, step: int, path: Path) -> None:
         """A checkpoint is complete. May be called from another thread than the rest."""
@@ -108,7 +118,7 @@ class Observers:
     def _read(self, step: int) -> None:
         readings = collector.drain()
         values = {name: value for name, value in (self._unread or {}).items() if name not in SUMMED}
-        self._unread = None
+        self._unread, self._evaluated = None, {}
         metrics = self._to_host(values, readings)
         now = time.perf_counter()
         if (own := pace.drain()) is not None:

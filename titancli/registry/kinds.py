@@ -186,7 +186,10 @@ class Tokenizer(Protocol):
 
     It may also have `encode_arrays(texts) -> list[np.ndarray]` (`encode_batch` without lists of Python
     integers), `bos_id: int | None`, `adds_bos: bool` (a text to continue begins with bos), and
-    `fingerprint: str`, which changes when its ids do.
+    `fingerprint: str`, which changes when its ids do, `chat_fingerprint` for those of `chat`; and to train on
+    what an assistant says `chat_with_mask(messages, *, first=0) -> (ids, mask)`: the ids of `chat`, and
+    which of them are of assistant turns among `messages[first:]`. What a template does not take is a
+    `titancli.data.chat_template.ChatRefused`.
     """
 
     vocab_size: int
@@ -204,8 +207,11 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: list[int]) -> str: ...
 
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Ids of a conversation under the tokenizer's own chat template; a TitanError where it has none."""
+    def chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]:
+        """Ids of a conversation under the tokenizer's own chat template; a TitanError where it has none.
+
+        `add_generation_prompt`: with what an answer of the assistant is to follow.
+        """
         ...
 
 

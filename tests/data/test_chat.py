@@ -1,0 +1,300 @@
+"""Conversations: which tokens are the assistant's, rows that hold each once, bad rows, and the position."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.helpers import global_rows, make, same
+from titancli.data import ByteTokenizer, Chat, HFTokenizer
+from titancli.data.batch import IGNORE
+from titancli.data.chat import best_fit
+from titancli.data.chat_template import MARKERS, assistant_spans
+from titancli.errors import EnvironmentProblem, RecipeError
+from titancli.observe.metrics import collector
+from titancli.registry.component import build
+
+TURN = "<|{{ m['role'] }}|>{{ m['content'] | trim }}<|end|>"
+PROMPT = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+PLAIN = "{% for m in messages %}" + TURN + "{% endfor %}" + PROMPT
+MARKED = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>"
+    "{% generation %}{{ m['content'] | trim }}<|end|>{% endgeneration %}{% else %}" + TURN + "{% endif %}"
+    "{% endfor %}" + PROMPT
+)
+# As Qwen 3's: the last turn has more than it has once others follow.
+THINKING = (
+    "{% for m in messages %}<|{{ m['role'] }}|>"
+    "{% if m['role'] == 'assistant' and loop.last %}<think></think>{% endif %}"
+    "{{ m['content'] }}<|end|>{% endfor %}" + PROMPT
+)
+PROMPTED = PLAIN.replace("<|assistant|>{% endif %}", "<|assistant|><think>{% endif %}")
+NUMBERED = "{% for m in messages %}{{ messages | length }}" + TURN + "{% endfor %}" + PROMPT
+
+
+def said(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+TALK = [
+    said("system", "be document"),
+    said("user", "def f"),
+    said("assistant", " return it "),
+    said("user", "of the end"),
+    said("assistant", "the end"),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_reported():
+    collector.drain()
+    yield
+    collector.drain()
+
+
+@pytest.fixture
+def tokenizer_with(bpe_folder: Path, tmp_path: Path):
+    def make_one(template: str) -> Any:
+        folder = tmp_path / f"t{abs(hash(template))}"
+        folder.mkdir()
+        (folder / "tokenizer.json").write_bytes((bpe_folder / "tokenizer.json").read_bytes())
+        config = json.loads((bpe_folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+        return build(HFTokenizer(path=folder))
+
+    return make_one
+
+
+def trained(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> list[str]:
+    """The stretches of a conversation that are trained on, as text with special tokens."""
+    ids, mask = tokenizer.chat_with_mask(messages, **options)
+    assert ids == tokenizer.chat(messages) and len(mask) == len(ids)
+    found, before = [], False
+    for token, flag in zip(ids, mask, strict=True):
+        if flag:
+            found = [*found[:-1], [*found[-1], token]] if before else [*found, [token]]
+        before = flag
+    return [tokenizer._tokenizer.decode(part, skip_special_tokens=False) for part in found]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "marked"])
+def test_what_the_assistant_says_and_its_end_are_found_with_markers_and_without(
+    tokenizer_with: Any, template: str
+) -> None:
+    tokenizer = tokenizer_with(template)
+    assert bool(MARKERS.search(template)) == (template is MARKED)
+    assert trained(tokenizer, TALK) == ["return it<|end|>", "the end<|end|>"]
+    assert trained(tokenizer, TALK, first=4) == ["the end<|end|>"]
+
+
+def test_a_last_turn_that_has_more_than_others_is_found_by_its_end(tokenizer_with: Any) -> None:
+    assert trained(tokenizer_with(THINKING), TALK) == [" return it <|end|>", "<think></think>the end<|end|>"]
+
+
+@pytest.mark.parametrize("template", [PROMPTED, NUMBERED], ids=["prompt", "all turns"])
+def test_a_template_that_renders_turns_in_another_way_is_refused(
+    tokenizer_with: Any, template: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match=r"no \{% generation %\} markers, and renders turn 3") as caught:
+        tokenizer_with(template).chat_with_mask(TALK)
+    assert "train_on" in str(caught.value.hint)
+    lines(tmp_path / "rows.jsonl", [{"messages": TALK}])
+    with pytest.raises(RecipeError, match=r"no \{% generation %\} markers"):  # no bad row: all are alike
+        next(iter(make(Chat(path=str(tmp_path / "rows.jsonl")), tokenizer=tokenizer_with(template + " "))))
+
+
+def test_a_turn_that_only_seems_to_begin_alike_is_not_taken() -> None:
+    # The whole has another content where the turn's should begin.
+    def render(messages: Any, prompt: bool) -> str:
+        text = "".join(f"[{m['role']}]{m['content'] if len(messages) < 5 else 'x'};" for m in messages)
+        return text + "[assistant]" * prompt
+
+    with pytest.raises(RecipeError, match="in another way"):
+        assistant_spans(render, TALK, 0, "here")
+
+
+def test_the_byte_tokenizers_template_ends_messages_with_what_no_text_holds() -> None:
+    tokenizer = build(ByteTokenizer())
+    ids, mask = tokenizer.chat_with_mask([said("user", "hé\n"), said("assistant", "ja")])
+    assert ids == [*"user\nhé\n".encode(), 256, *b"assistant\nja", 256]
+    assert [i for i, flag in zip(ids, mask, strict=True) if flag] == [*b"ja", 256]
+    prompt = tokenizer.chat([said("user", "hé\n")], add_generation_prompt=True)
+    assert ids[: len(prompt)] == prompt
+
+
+# ---------------------------------------------------------------------------------------------------- rows
+
+
+def lines(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def talks(count: int) -> list[list[dict[str, Any]]]:
+    return [[said("user", f"q{n}" + "?" * (n * 7 % 19)), said("assistant", f"a{n}")] for n in range(count)]
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> str:
+    return lines(tmp_path / "chats.jsonl", [{"messages": talk} for talk in talks(200)])
+
+
+def documents(batches: list[Any]) -> list[tuple[list[int], list[int]]]:
+    """Inputs and targets of each document of packed rows that has a target."""
+    found = []
+    for batch in batches:
+        for row in range(batch.rows):
+            ids = batch["document_ids"][row].numpy()
+            for number in np.unique(ids):
+                place = ids == number
+                assert batch["positions"][row].numpy()[place].tolist() == list(range(place.sum()))
+                targets = batch["targets"][row].numpy()[place].tolist()
+                if any(target != IGNORE for target in targets):
+                    found.append((batch["tokens"][row].numpy()[place].tolist(), targets))
+    return found
+
+
+def test_packed_rows_hold_every_conversation_once_and_whole(chats: str) -> None:
+    tokenizer = build(ByteTokenizer())
+    packed = list(make(Chat(path=chats, repeat=False), seq_len=96, rows=3))
+    expected = []
+    for talk in talks(200):
+        ids, mask = tokenizer.chat_with_mask(talk)
+        targets = [i if flag else IGNORE for i, flag in zip(ids[1:], mask[1:], strict=True)]
+        expected.append((ids[:-1], targets))
+    assert sorted(documents(packed)) == sorted(expected)
+    used = sum(len(ids) for ids, _ in expected) / sum(batch["tokens"].numel() for batch in packed)
+    assert used > 0.85
+
+
+def test_one_conversation_a_row_without_packing(chats: str) -> None:
+    batch = next(iter(make(Chat(path=chats, pack=False, shuffle=False), seq_len=64, rows=2)))
+    assert set(batch) == {"tokens", "targets", "positions"}
+    assert bytes(i for i in batch["tokens"][1].tolist() if i < 256) == b"user\nq1???????assistant\na1"
+    assert [i for i in batch["targets"][1].tolist() if i != IGNORE] == [*b"a1", 256]
+
+
+def test_all_tokens_are_targets_on_demand(chats: str) -> None:
+    batch = next(iter(make(Chat(path=chats, pack=False, shuffle=False, train_on="all"), seq_len=64)))
+    assert bytes(i for i in batch["targets"][0].tolist() if 0 <= i < 256) == b"ser\nq0assistant\na0"
+
+
+def test_best_fit_fills_bins_and_keeps_the_order() -> None:
+    assert best_fit([3, 9, 6, 1, 4, 10], 10) == [[0], [1, 3], [2, 4], [5]]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_rows_do_not_depend_on_the_ranks_and_go_on_from_any_place(chats: str, shuffle: bool) -> None:
+    config = Chat(path=chats, shuffle=shuffle)
+    alone, _ = global_rows(config, 60, dp_size=1, rows=1, seq_len=96)
+    first, state = global_rows(config, 4, dp_size=2, rows=2, seq_len=96)
+    rest, _ = global_rows(config, 11, dp_size=4, rows=1, seq_len=96, state=json.loads(json.dumps(state)))
+    assert first + rest == alone
+    assert state["rows"] == 16 and "epoch" in state
+
+
+def test_the_end_of_the_data_is_filled_up_on_every_rank(chats: str) -> None:
+    rows, _ = global_rows(Chat(path=chats, repeat=False), 1000, dp_size=4, rows=2, seq_len=96)
+    assert len(rows) % 8 == 0
+    assert sum(target != IGNORE for _, targets in rows for target in targets) == sum(
+        len(talk[1]["content"]) + 1 for talk in talks(200)
+    )
+
+
+@pytest.mark.parametrize(
+    "change", [{"train_on": "all"}, {"pack": False}, {"too_long": "skip"}, {"seq_len": 80}, {"seed": 8}]
+)
+def test_a_resume_under_what_makes_other_rows_is_refused(chats: str, change: dict[str, Any]) -> None:
+    options = {"seq_len": 96, "seed": 7}
+    state = make(Chat(path=chats), **options).state_dict()
+    runtime = {name: value for name, value in change.items() if name in options}
+    config = {name: value for name, value in change.items() if name not in options}
+    with pytest.raises(EnvironmentProblem, match="is not what the checkpoint was made on"):
+        make(Chat(path=chats, **config), **{**options, **runtime}).load_state_dict(state)
+
+
+def test_a_hugging_face_folder_gives_the_same_rows(chats: str, tmp_path: Path) -> None:
+    import datasets
+
+    # A table fills keys that a message lacks with nothing.
+    rows = [{"messages": [{**m, "name": None} for m in talk], "n": n} for n, talk in enumerate(talks(200))]
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "hf"))
+    ours = list(make(Chat(path=chats, repeat=False), seq_len=96))
+    theirs = list(make(Chat(path=str(tmp_path / "hf"), repeat=False), seq_len=96))
+    assert len(ours) == len(theirs) and all(map(same, ours, theirs))
+    data = make(Chat(path=str(tmp_path / "hf"), messages="n"), seq_len=96)
+    with pytest.raises(EnvironmentProblem, match="holds nothing to train on"):
+        next(iter(data))
+
+
+# ------------------------------------------------------------------------------------------------ bad rows
+
+GOOD = {"messages": [said("user", "q"), said("assistant", "a")]}
+BAD: dict[str, tuple[Any, str]] = {
+    "not JSON": ('{"messages": [', "it is not JSON: "),
+    "no messages": ({"text": "x"}, "it has no key 'messages', but is an object with 'text'"),
+    "no list": ({"messages": "x"}, "'messages' is str, not a list of messages"),
+    "empty": ({"messages": []}, "'messages' has no message"),
+    "no object": ({"messages": ["x"]}, "messages[0] is str, not an object"),
+    "no role": ({"messages": [{"content": "x"}]}, "messages[0] has no 'role', but 'content'"),
+    "no content": ({"messages": [{"role": "user", "content": None}]}, "messages[0] has no 'content'"),
+    "parts": (
+        {"messages": [said("user", "q"), {"role": "assistant", "content": [{"text": "a"}]}]},
+        "messages[1]: 'content' is list, not text",
+    ),
+    "weight": ({"messages": [{**said("assistant", "a"), "weight": 0}]}, "messages[0] has a 'weight'"),
+    "half a pair": (
+        '{"messages": [{"role": "assistant", "content": "\\ud83d"}]}',
+        r"'messages[0].content' holds \ud83d",
+    ),
+    "no answer": ({"messages": [said("user", "q")]}, "'messages' has no message of the assistant"),
+    "too long": (
+        {"messages": [said("user", "q" * 99), said("assistant", "a")]},
+        "none of its first 65 tokens is trained on",
+    ),
+    "tools": (
+        {"messages": [said("user", "q"), {"role": "assistant", "tool_calls": [{}]}]},
+        "the byte tokenizer's chat template takes text alone",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_row_is_told_with_file_line_and_reason_and_skipped_or_refused(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    row, reason = BAD[name]
+    path = lines(tmp_path / "rows.jsonl", [GOOD, row, GOOD])
+    with caplog.at_level(logging.WARNING):
+        [batch] = list(make(Chat(path=path, shuffle=False, repeat=False), seq_len=64, rows=1))
+    assert f"row skipped: {path}, line 2: {reason}" in caplog.text
+    assert int((batch["targets"] != IGNORE).sum()) == 4
+    assert collector.drain()["bad_rows"].value == 1
+    with pytest.raises(EnvironmentProblem) as caught:
+        list(make(Chat(path=path, shuffle=False, repeat=False, strict=True), seq_len=64, rows=1))
+    assert f"{path}, line 2: {reason}" in caught.value.message
+
+
+def test_a_long_conversation_is_cut_and_counted_or_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    long = {"messages": [said("user", "q"), said("assistant", "a" * 99)]}
+    path = lines(tmp_path / "rows.jsonl", [long, GOOD])
+    batch = next(iter(make(Chat(path=path, shuffle=False, pack=False, repeat=False), seq_len=64)))
+    assert batch["targets"][0].tolist()[16:] == [ord("a")] * 48
+    assert collector.drain()["cut_rows"].value == 1
+    batches = list(make(Chat(path=path, shuffle=False, too_long="skip", repeat=False), seq_len=64))
+    assert len(documents(batches)) == 1
+    assert "line 1: it has 117 tokens, and a row takes 65 (training.seq_len)" in caplog.text
+
+
+def test_names_of_titans_own_data_are_told() -> None:
+    with pytest.raises(EnvironmentProblem, match="titan has no data 'titan:sum'") as caught:
+        make(Chat(path="titan:sum"))
+    assert "titan:sums" in str(caught.value.hint)
+    assert next(iter(make(Chat(path="titan:sums"), seq_len=128))).rows == 2

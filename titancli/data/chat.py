@@ -1,0 +1,166 @@
+"""The `chat` dataset: conversations in rows, with targets where the assistant speaks.
+
+A row holds one conversation or, packed, several whole ones, none of which sees another: `document_ids` and
+`positions` make a packed row equal to its conversations one by one. The place of a conversation of n tokens
+is n - 1 long: its last token is a target and no input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from titancli.data import Chat
+from titancli.data.batch import IGNORE
+from titancli.data.chat_source import ChatExamples, check_messages, rows_of
+from titancli.data.jsonl import BadRow, value_of
+from titancli.data.rows import Row, RowDataset
+from titancli.errors import RecipeError
+from titancli.observe.metrics import report
+from titancli.registry.kinds import Tokenizer
+
+
+class Conversation(NamedTuple):
+    """Tokens, and which of them are trained on."""
+
+    tokens: np.ndarray
+    """[n] int64."""
+    trained: np.ndarray
+    """[n] bool; the first is nobody's target."""
+
+
+class ConversationReader:
+    """Makes conversations of rows."""
+
+    def __init__(self, config: Chat, tokenizer: Any, seq_len: int) -> None:
+        self._config, self._tokenizer, self._seq_len = config, tokenizer, seq_len
+        self._cut = 0
+        if config.train_on == "assistant":
+            require_mask(tokenizer)
+
+    def __call__(self, row: dict[str, Any]) -> Conversation:
+        """
+        Raises:
+            BadRow: it is no conversation, or nothing of it is to be trained on.
+            ChatRefused: the chat template does not take it.
+        """
+        key = self._config.messages
+        messages = check_messages(key, value_of(row, key))
+        if self._config.train_on == "all":
+            ids = self._tokenizer.chat(messages)
+            mask = [True] * len(ids)
+        else:
+            if not any(message["role"] == "assistant" for message in messages):
+                raise BadRow(f"{key!r} has no message of the assistant")
+            ids, mask = self._tokenizer.chat_with_mask(messages)
+        longest = self._seq_len + 1
+        if len(ids) > longest and self._config.too_long == "skip":
+            raise BadRow(f"it has {len(ids)} tokens, and a row takes {longest} (training.seq_len)")
+        found = Conversation(np.array(ids[:longest], np.int64), np.array(mask[:longest], bool))
+        if not found.trained[1:].any():
+            raise BadRow(f"none of its first {longest} tokens is trained on")
+        if len(ids) > longest:
+            self._cut += 1
+            report("cut_rows", self._cut, reduce="max")
+        return found
+
+
+def require_mask(tokenizer: Any) -> None:
+    """
+    Raises:
+        RecipeError: the tokenizer does not tell which tokens an assistant said.
+    """
+    if not hasattr(tokenizer, "chat_with_mask"):
+        raise RecipeError(
+            f"the tokenizer ({type(tokenizer).__name__}) does not tell which tokens are the assistant's",
+            hint="take one that has chat_with_mask, such as hf",
+        )
+
+
+class PackedRows:
+    """Rows of conversations: several in each, best fit first, or one."""
+
+    unit = 1
+
+    def __init__(self, seq_len: int, filler_id: int, *, pack: bool) -> None:
+        self._seq_len, self._filler_id, self._pack = seq_len, filler_id, pack
+
+    def rows(self, examples: Sequence[Conversation]) -> list[Row]:
+        if not self._pack:
+            return [row_of([example], self._seq_len, self._filler_id) for example in examples]
+        bins = best_fit([len(example.tokens) - 1 for example in examples], self._seq_len)
+        return [
+            row_of([examples[i] for i in numbers], self._seq_len, self._filler_id, documents=True)
+            for numbers in bins
+        ]
+
+    def filler(self) -> Row:
+        return row_of([], self._seq_len, self._filler_id, documents=self._pack)
+
+
+def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Which items share a bin of `size`: the longest first, each into the fullest bin that has room.
+
+    Items of a bin, and bins, are in the order of their (first) items, so that short ones do not come last.
+    """
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fitting = [number for number, left in enumerate(room) if left >= lengths[item]]
+        if not fitting:
+            bins.append([])
+            room.append(size)
+        number = min(fitting, key=lambda n: room[n]) if fitting else len(bins) - 1
+        bins[number].append(item)
+        room[number] -= lengths[item]
+    return sorted(sorted(items) for items in bins)
+
+
+def row_of(
+    conversations: Sequence[Conversation], seq_len: int, filler_id: int, *, documents: bool = False
+) -> Row:
+    """One row of conversations that fit into it; what is left of it has no targets.
+
+    `documents`: with `document_ids`; what is left is a document of its own.
+    """
+    tokens = np.full(seq_len, filler_id, np.int64)
+    targets = np.full(seq_len, IGNORE, np.int64)
+    positions, ids = np.empty(seq_len, np.int64), np.empty(seq_len, np.int32)
+    at = 0
+    for number, (said, trained) in enumerate(conversations):
+        end = at + len(said) - 1
+        tokens[at:end] = said[:-1]
+        targets[at:end] = np.where(trained[1:], said[1:], IGNORE)
+        positions[at:end] = np.arange(end - at)
+        ids[at:end] = number
+        at = end
+    positions[at:] = np.arange(seq_len - at)
+    ids[at:] = len(conversations)
+    row = {"tokens": tokens, "targets": targets, "positions": positions}
+    return {**row, "document_ids": ids} if documents else row
+
+
+def build(
+    config: Chat, *, tokenizer: Tokenizer, seq_len: int, seed: int, dp_rank: int, **runtime: Any
+) -> RowDataset:
+    """`[dataset] type = "chat"`.
+
+    Raises:
+        EnvironmentProblem: there is nothing to read.
+        RecipeError: the tokenizer has no chat template.
+    """
+    read: Callable[[dict[str, Any]], Conversation] = ConversationReader(config, tokenizer, seq_len)
+    rows = rows_of(config, "chat", seed=seed, dp_rank=dp_rank)
+    settings = {"messages": config.messages, "train_on": config.train_on, "too_long": config.too_long}
+    return RowDataset(
+        ChatExamples(rows, read, strict=config.strict),
+        PackedRows(seq_len, tokenizer.eos_id, pack=config.pack),
+        tokenizer=tokenizer,
+        seq_len=seq_len,
+        dp_rank=dp_rank,
+        repeat=config.repeat,
+        settings={**settings, "pack": config.pack},
+        **runtime,
+    )

@@ -1,0 +1,153 @@
+"""The `preference` dataset: pairs of conversations that end in a chosen and in a rejected answer.
+
+Rows 2i and 2i + 1 are one pair, chosen first; targets are the answers' tokens alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from titancli.data import Preference
+from titancli.data.chat import Conversation, require_mask, row_of
+from titancli.data.chat_source import ChatExamples, check_messages, rows_of
+from titancli.data.jsonl import BadRow, check_characters, value_of
+from titancli.data.rows import Row, RowDataset
+from titancli.errors import RecipeError
+from titancli.registry.kinds import Tokenizer
+
+REFERENCE = ("reference_chosen_logp", "reference_rejected_logp")
+"""The keys of a row that hold the reference's log-probabilities of the two answers."""
+
+
+class Pair(NamedTuple):
+    answers: tuple[Conversation, Conversation]
+    """Chosen, rejected."""
+    reference: tuple[float, float] | None
+    """log p of each under the reference, where the data hold it."""
+
+
+class PairReader:
+    """Makes pairs of rows."""
+
+    def __init__(self, config: Preference, tokenizer: Any, seq_len: int) -> None:
+        require_mask(tokenizer)
+        self._config, self._tokenizer, self._seq_len = config, tokenizer, seq_len
+
+    def __call__(self, row: dict[str, Any]) -> Pair:
+        """
+        Raises:
+            BadRow: it is no pair, or too long.
+            ChatRefused: the chat template does not take it.
+        """
+        conversations = [_messages(row, key) for key in ("chosen", "rejected")]
+        first = _shared(*conversations)
+        chosen, rejected = (
+            self._answer(key, messages, first)
+            for key, messages in zip(("chosen", "rejected"), conversations, strict=True)
+        )
+        if np.array_equal(chosen.tokens, rejected.tokens):
+            raise BadRow("'chosen' and 'rejected' are the same")
+        reference = tuple(_number(row, key) for key in REFERENCE) if self._config.reference_logps else None
+        return Pair((chosen, rejected), reference)  # type: ignore[arg-type]
+
+    def _answer(self, key: str, messages: list[dict[str, Any]], first: int) -> Conversation:
+        if not any(message["role"] == "assistant" for message in messages[first:]):
+            raise BadRow(f"{key!r} has no answer of the assistant of its own")
+        ids, mask = self._tokenizer.chat_with_mask(messages, first=first)
+        longest = self._seq_len + 1
+        if len(ids) > longest:  # a cut answer is another one, so the pair is left out
+            raise BadRow(f"{key!r} has {len(ids)} tokens, and a row takes {longest} (training.seq_len)")
+        if not any(mask[1:]):
+            raise BadRow(f"no token of {key!r} is the assistant's")
+        return Conversation(np.array(ids, np.int64), np.array(mask, bool))
+
+
+def _messages(row: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """Prompt and answer. The prompt is `prompt` (messages, or what a user says), or begins both answers."""
+    answer = value_of(row, key)
+    if isinstance(answer, str):
+        check_characters(key, answer)
+        messages: list[dict[str, Any]] = [{"role": "assistant", "content": answer}]
+    else:
+        messages = check_messages(key, answer)
+    if messages[0]["role"] != "assistant":
+        return messages  # the whole conversation
+    prompt = value_of(row, "prompt")
+    if isinstance(prompt, str):
+        check_characters("prompt", prompt)
+        prompt = [{"role": "user", "content": prompt}]
+    return check_messages("prompt", prompt) + messages
+
+
+def _shared(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> int:
+    """How many messages both begin with; the last of each is its own."""
+    limit = min(len(one), len(other)) - 1
+    return next((i for i in range(limit) if one[i] != other[i]), limit)
+
+
+def _number(row: dict[str, Any], key: str) -> float:
+    value = value_of(row, key)
+    if type(value) not in (int, float) or not -1e9 < value <= 0:
+        raise BadRow(f"{key!r} is {value!r}, no log-probability")
+    return float(value)
+
+
+class PairRows:
+    """Two rows for each pair."""
+
+    unit = 2
+
+    def __init__(self, seq_len: int, filler_id: int, *, reference: bool) -> None:
+        self._seq_len, self._filler_id, self._reference = seq_len, filler_id, reference
+
+    def rows(self, examples: Sequence[Pair]) -> list[Row]:
+        return [
+            self._row([answer], pair.reference[i] if pair.reference else 0.0)
+            for pair in examples
+            for i, answer in enumerate(pair.answers)
+        ]
+
+    def filler(self) -> Row:
+        return self._row([], 0.0)
+
+    def _row(self, answers: list[Conversation], reference: float) -> Row:
+        row = row_of(answers, self._seq_len, self._filler_id)
+        return {**row, "reference_logps": np.array(reference, np.float32)} if self._reference else row
+
+
+def build(
+    config: Preference,
+    *,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    rows: int,
+    seed: int,
+    dp_rank: int,
+    **runtime: Any,
+) -> RowDataset:
+    """`[dataset] type = "preference"`.
+
+    Raises:
+        EnvironmentProblem: there is nothing to read.
+        RecipeError: the tokenizer has no chat template, or the number of rows is odd.
+    """
+    if rows % 2:
+        raise RecipeError(
+            f"training.local_batch_size = {rows}: a pair is two rows", hint="write an even number"
+        )
+    read = PairReader(config, tokenizer, seq_len)
+    found = rows_of(config, "preference", seed=seed, dp_rank=dp_rank)
+    return RowDataset(
+        ChatExamples(found, read, strict=config.strict),
+        PairRows(seq_len, tokenizer.eos_id, reference=config.reference_logps),
+        tokenizer=tokenizer,
+        seq_len=seq_len,
+        rows=rows,
+        dp_rank=dp_rank,
+        repeat=config.repeat,
+        settings={"pairs": True, "reference_logps": config.reference_logps},
+        **runtime,
+    )

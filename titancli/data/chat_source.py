@@ -1,0 +1,167 @@
+"""Rows of conversations, in JSON Lines or a Hugging Face dataset; what is none is told, counted, refused."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+from titancli.data import Chat, HFDataset, Preference
+from titancli.data.chat_template import ChatRefused
+from titancli.data.files import TextFile, corpus_identity, find_files
+from titancli.data.hf_datasets import GROUP, load
+from titancli.data.jsonl import BadRow, BadRows, LineReader, check_characters, parse
+from titancli.data.source import document_order
+from titancli.errors import EnvironmentProblem
+
+BUNDLED = "titan:"
+"""What names of titan's own data begin with."""
+
+
+class Rows(Protocol):
+    label: str
+    identity: dict[str, Any]
+
+    def read(
+        self, epoch: int, mark: dict[str, Any] | None
+    ) -> Iterator[tuple[str, dict[str, Any] | BadRow, dict[str, Any]]]:
+        """Where a row is, for people; the row, or why it is none; and the mark that leads back to it."""
+        ...
+
+
+class LineRows:
+    """Rows of JSON Lines files."""
+
+    def __init__(self, label: str, config: Chat | Preference, files: list[TextFile], seed: int) -> None:
+        self.label, self._max_bytes = label, config.max_bytes
+        self.identity = corpus_identity(label, files, shuffle=config.shuffle, seed=seed, text=False)
+        self._reader = LineReader(files, shuffle=config.shuffle, seed=seed, max_bytes=config.max_bytes)
+
+    def read(
+        self, epoch: int, mark: dict[str, Any] | None
+    ) -> Iterator[tuple[str, dict[str, Any] | BadRow, dict[str, Any]]]:
+        for file, row, place in self._reader.read(epoch, mark):
+            found: dict[str, Any] | BadRow
+            try:
+                found = parse(row.data, self._max_bytes)
+            except BadRow as reason:
+                found = reason
+            yield f"{file.path}, line {row.line}", found, place
+
+
+class HFRows:
+    """Rows of a dataset of the `datasets` library, on disk."""
+
+    def __init__(self, label: str, config: Chat | Preference, dataset: Any, seed: int) -> None:
+        self.label, self._dataset, self._seed, self._shuffle = label, dataset, seed, config.shuffle
+        self._path = config.path
+        self.identity: dict[str, Any] = {
+            "rows": len(dataset),
+            "contents": dataset._fingerprint,
+            "order": f"shuffled by seed {seed}" if config.shuffle else "as listed",
+        }
+
+    def read(
+        self, epoch: int, mark: dict[str, Any] | None
+    ) -> Iterator[tuple[str, dict[str, Any] | BadRow, dict[str, Any]]]:
+        order = document_order(self._seed, epoch, len(self._dataset), shuffle=self._shuffle)
+        for first in range(mark["document"] if mark else 0, len(order), GROUP):
+            numbers = order[first : first + GROUP].tolist()
+            try:
+                columns = self._dataset[numbers]
+            except Exception as error:  # whatever the file system or Arrow says
+                _unreadable(self.label, error)
+            for i, number in enumerate(numbers):
+                row = {name: values[i] for name, values in columns.items() if values[i] is not None}
+                yield f"{self._path}, row {number}", row, {"document": first + i}
+
+
+def _unreadable(label: str, error: Exception) -> NoReturn:
+    raise EnvironmentProblem(
+        f"{label} cannot be read: {type(error).__name__}: {error}", hint="check dataset.path and split"
+    ) from error
+
+
+def rows_of(config: Chat | Preference, kind: str, *, seed: int, dp_rank: int) -> Rows:
+    """The rows that a config names: files that end in `.jsonl` are read here, all else by `datasets`.
+
+    Raises:
+        EnvironmentProblem: there is nothing, or it cannot be read.
+    """
+    path, label = config.path, f"dataset {kind} ({config.path})"
+    if path.startswith(BUNDLED):
+        return LineRows(label, config, find_files(_bundled(path)), seed)
+    if path.endswith(".jsonl"):
+        return LineRows(label, config, find_files(Path(path)), seed)
+    hf = HFDataset(path=path, name=config.name, revision=config.revision, split=config.split)
+    dataset = load(hf, progress=dp_rank == 0 and sys.stderr.isatty())
+    if len(dataset) == 0:
+        raise EnvironmentProblem(f"{label}: split {config.split!r} has no rows", hint="take another split")
+    return HFRows(label, config, dataset, seed)
+
+
+def _bundled(path: str) -> Path:
+    folder = Path(__file__).parent / "bundled"
+    found = folder / f"{path.removeprefix(BUNDLED)}.jsonl"
+    if not found.is_file():
+        names = ", ".join(sorted(BUNDLED + os.path.splitext(name)[0] for name in os.listdir(folder)))
+        raise EnvironmentProblem(f"titan has no data {path!r}", hint=f"there are {names}")
+    return found
+
+
+class ChatExamples:
+    """Examples made of rows by a function: the `titancli.data.rows.Examples` of conversations and pairs."""
+
+    def __init__(self, rows: Rows, make: Callable[[dict[str, Any]], Any], *, strict: bool) -> None:
+        """`make` turns a row into an example, or raises BadRow or ChatRefused."""
+        self._rows, self._make, self._bad = rows, make, BadRows(strict=strict)
+        self.label, self.identity = rows.label, rows.identity
+
+    def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[tuple[Any, dict[str, Any]]]:
+        for where, row, place in self._rows.read(epoch, mark):
+            try:
+                if isinstance(row, BadRow):
+                    raise row
+                example = self._make(row)
+            except BadRow as reason:
+                self._bad.skip(where, reason)
+                continue
+            except ChatRefused as error:
+                self._bad.skip(where, BadRow(error.message))
+                continue
+            self._bad.count()
+            yield example, place
+
+
+def check_messages(key: str, value: Any) -> list[dict[str, Any]]:
+    """A row's messages, without the keys that a table of columns fills with nothing.
+
+    Raises:
+        BadRow: they are none.
+    """
+    if not isinstance(value, list):
+        raise BadRow(f"{key!r} is {type(value).__name__}, not a list of messages")
+    if not value:
+        raise BadRow(f"{key!r} has no message")
+    return [_message(f"{key}[{number}]", message) for number, message in enumerate(value)]
+
+
+def _message(where: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise BadRow(f"{where} is {type(message).__name__}, not an object")
+    found = {name: value for name, value in message.items() if value is not None}
+    for name in ("role", "content"):
+        if name not in found and not (name == "content" and "tool_calls" in found):
+            has = ", ".join(map(repr, found)) or "no keys"
+            raise BadRow(f"{where} has no {name!r}, but {has}"[:200])
+    if not isinstance(found["role"], str):
+        raise BadRow(f"{where}: 'role' is {type(found['role']).__name__}, not text")
+    if not isinstance(found.get("content", ""), str):
+        raise BadRow(f"{where}: 'content' is {type(found['content']).__name__}, not text")
+    if "weight" in found:
+        raise BadRow(f"{where} has a 'weight', which is not read: leave it out")
+    for name in ("role", "content"):
+        check_characters(f"{where}.{name}", found.get(name, ""))
+    return found

@@ -1,0 +1,153 @@
+"""Conversations under a Hugging Face chat template: their ids, and which of them an assistant said.
+
+A template may mark what the assistant says with `{% generation %}`. Where it has no markers, the turns are
+found in the rendered text: what is rendered of the messages before a turn, with the prompt to generate it,
+must be how the whole begins. A template for which that does not hold is refused: nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from titancli.errors import RecipeError
+
+MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+REMEDY = (
+    "put {% generation %} and {% endgeneration %} around what the assistant says in chat_template.jinja, "
+    'or train on all tokens (dataset.train_on = "all")'
+)
+
+Messages = Sequence[dict[str, Any]]
+
+
+class ChatRefused(RecipeError):
+    """A conversation that a chat template does not take; others it may."""
+
+
+class ChatTemplate:
+    """The chat template of a transformers tokenizer."""
+
+    def __init__(self, tokenizer: Any, folder: Path) -> None:
+        """
+        Raises:
+            RecipeError: there is none.
+        """
+        if not tokenizer.chat_template:
+            raise RecipeError(
+                f"the tokenizer in {folder} has no chat template",
+                hint="add a chat_template.jinja to the folder, or take the tokenizer of an instruct model",
+            )
+        self._tokenizer, self._folder = tokenizer, folder
+        self.text = str(tokenizer.chat_template)
+        self.has_markers = MARKERS.search(self.text) is not None
+
+    def ids(self, messages: Messages, *, add_generation_prompt: bool = False) -> list[int]:
+        """
+        Raises:
+            ChatRefused: the template does not take these messages.
+        """
+        return list(
+            self._apply(
+                messages, tokenize=True, return_dict=False, add_generation_prompt=add_generation_prompt
+            )
+        )
+
+    def ids_and_mask(self, messages: Messages, first: int = 0) -> tuple[list[int], list[bool]]:
+        """Ids, and which of them belong to assistant turns among `messages[first:]`.
+
+        Raises:
+            ChatRefused: the template does not take these messages.
+            RecipeError: it has no markers, and renders a turn in another way when others follow.
+        """
+        if self.has_markers:
+            return self._marked(messages, first)
+        text = self._render(messages)
+        spans = assistant_spans(self._render, messages, first, str(self._folder))
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        # A token belongs to where it begins; one that begins before a turn was no answer to it.
+        mask = [
+            any(start <= at < end for start, end in spans) and after > at
+            for at, after in encoded["offset_mapping"]
+        ]
+        return list(encoded["input_ids"]), mask
+
+    def _marked(self, messages: Messages, first: int) -> tuple[list[int], list[bool]]:
+        found = self._apply(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        mask = [bool(flag) for flag in found["assistant_masks"]]
+        turns = sum(message["role"] == "assistant" for message in messages)
+        earlier = sum(message["role"] == "assistant" for message in messages[:first])
+        if earlier:
+            runs = [(flag, len(list(run))) for flag, run in groupby(mask)]
+            if sum(flag for flag, _ in runs) != turns:
+                raise ChatRefused(
+                    f"the chat template in {self._folder} marks {sum(flag for flag, _ in runs)} stretches "
+                    f"of a conversation with {turns} assistant turns"
+                )
+            mask, seen = [], 0
+            for flag, length in runs:
+                seen += flag
+                mask += [flag and seen > earlier] * length
+        return list(found["input_ids"]), mask
+
+    def _render(self, messages: Messages, add_generation_prompt: bool = False) -> str:
+        return self._apply(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+
+    def _apply(self, messages: Messages, **options: Any) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(list(messages), **options)
+        except Exception as error:  # jinja raises what the template says, of any class
+            raise ChatRefused(
+                f"the chat template in {self._folder} refuses a conversation: {error}",
+                hint="see which roles, in which order, the template allows",
+            ) from error
+
+
+def assistant_spans(
+    render: Callable[..., str], messages: Messages, first: int, folder: str
+) -> list[tuple[int, int]]:
+    """Where the assistant turns among `messages[first:]` begin and end in the rendered text, in characters.
+
+    A turn begins after the prompt to generate it, and ends with what the template puts behind it.
+
+    Args:
+        render: `render(messages, add_generation_prompt)`.
+
+    Raises:
+        RecipeError: the template renders what is before a turn, or a turn, in another way when others follow.
+    """
+    whole = render(messages, False)
+    spans = []
+    for number, message in enumerate(messages):
+        if number < first or message["role"] != "assistant":
+            continue
+        before = render(messages[:number], True)
+        end = _end(render(messages[: number + 1], False), whole, len(before), message.get("content") or "")
+        if not whole.startswith(before) or end is None:
+            raise RecipeError(
+                f"the chat template in {folder} has no {{% generation %}} markers, and renders turn "
+                f"{number + 1} of a conversation in another way when it is the last: which tokens are the "
+                "assistant's cannot be told",
+                hint=REMEDY,
+            )
+        spans.append((len(before), end))
+    return spans
+
+
+def _end(until: str, whole: str, start: int, content: str) -> int | None:
+    """Where the turn that begins at `start` ends.
+
+    Args:
+        until: the text of the conversation up to and with the turn.
+    """
+    if whole.startswith(until) and len(until) > start:
+        return len(until)
+    # Some templates (Qwen 3) put more into the last turn than into others; its content and its end are alike.
+    for said in (content, content.strip()):
+        at = until.rfind(said)
+        if said and at >= 0 and whole.startswith(until[at:], start):
+            return start + len(until) - at
+    return None

@@ -1,0 +1,35 @@
+"""Supervised fine-tuning: cross-entropy of the targets, each with a weight where the batch has them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from titancli.data.batch import IGNORE
+from titancli.losses.result import LossResult
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from titancli.data.batch import Batch
+
+
+class SFT:
+    """−Σ w·log p(target); its weight is Σ w over the targets."""
+
+    output = "logprobs"
+
+    def __init__(self, config: Any = None) -> None:
+        """The config has no fields."""
+
+    def token_weights(self, batch: Batch) -> Tensor:
+        """[B, S] fp32: the batch's `weights`, or 1, where there is a target; else 0."""
+        there = (batch["targets"] != IGNORE).float()
+        return there * batch["weights"].float() if "weights" in batch else there
+
+    def __call__(self, out: Tensor, batch: Batch) -> LossResult:
+        """
+        Args:
+            out: [B, S] fp32 log-probabilities, 0 where there is no target.
+        """
+        weights = self.token_weights(batch)
+        return LossResult(sum=-(weights * out).sum(), weight=weights.sum())
