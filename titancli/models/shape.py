@@ -52,6 +52,8 @@ class Attention:
     """Width of the latent that queries are made from (multi-head latent attention); None: from the stream."""
     kv_rank: int | None = None
     """Width of the latent that keys and values are made from; None: from the stream."""
+    rope_dim: int | None = None
+    """Numbers of a query or key that are rotated; None: all."""
 
     def most(self, seq_len: int) -> int:
         """Tokens that any token of a row so long sees at most."""
@@ -79,6 +81,8 @@ class Experts:
     """Of all shared experts together; 0: there are none."""
     joined: bool = False
     """Whether the two matrices that an expert begins with are one."""
+    clamped: bool = False
+    """Whether experts have biases, and what their two halves make is clamped (gpt-oss)."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +193,47 @@ def grouped_query(
         qk_norm=qk_norm,
         window=window,
         sinks=sinks,
+    )
+
+
+def latent(
+    dim: int,
+    heads: int,
+    *,
+    query_rank: int | None,
+    kv_rank: int,
+    nope_dim: int,
+    rope_dim: int,
+    value_dim: int,
+) -> Attention:
+    """Multi-head latent attention (arXiv 2405.04434) as `titancli.models.blocks.latent` has it."""
+    head_dim = nope_dim + rope_dim
+    products: dict[str, tuple[int, int, Style]] = {"wq": (heads * head_dim, dim, "column")}
+    if query_rank is not None:
+        products = {
+            "wq_a": (query_rank, dim, "replicate"),
+            "wq_b": (heads * head_dim, query_rank, "column"),
+        }
+    products |= {
+        "wkv_a": (kv_rank + rope_dim, dim, "replicate"),
+        "wkv_b": (heads * (nope_dim + value_dim), kv_rank, "column"),
+        "wo": (dim, heads * value_dim, "row"),
+    }
+    parameters = [
+        Parameter(f"attention.{name}.weight", (rows, columns), style)
+        for name, (rows, columns, style) in products.items()
+    ]
+    norms = {"kv_norm": kv_rank} | ({} if query_rank is None else {"q_norm": query_rank})
+    parameters += [Parameter(f"attention.{name}.weight", (size,), "norm") for name, size in norms.items()]
+    return Attention(
+        heads,
+        heads,
+        head_dim,
+        value_dim,
+        tuple(parameters),
+        query_rank=query_rank,
+        kv_rank=kv_rank,
+        rope_dim=rope_dim,
     )
 
 

@@ -191,7 +191,7 @@ class Attention(nn.Module):
             sinks: whether each head has a logit that takes its share of the softmax and gives nothing.
         """
         super().__init__()
-        self.head_dim = head_dim
+        self.head_dim = self.value_dim = head_dim
         self.reach = reach
         # Known before any shape is: compiled for changing shapes, a comparison of these would be symbolic.
         self.grouped = n_heads != n_kv_heads

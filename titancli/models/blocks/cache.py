@@ -29,11 +29,11 @@ class LayerCache:
         self._values: Tensor | None = None
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add [B, S, heads, head_dim] each, and return all so far, [B, T, heads, head_dim] each."""
+        """Add keys and values, [B, S, heads, width] each, and return all so far, [B, T, heads, width]."""
         if self._keys is None or self._values is None:
-            rows, _, *head = keys.shape
-            self._keys = keys.new_empty(rows, self._length, *head)
-            self._values = values.new_empty(rows, self._length, *head)
+            self._keys, self._values = (
+                x.new_empty(len(x), self._length, *x.shape[2:]) for x in (keys, values)
+            )
         start, self._used = self._used, self._used + keys.shape[1]
         self._keys[:, start : self._used] = keys
         self._values[:, start : self._used] = values

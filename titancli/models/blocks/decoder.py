@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from titancli.models.blocks.attention import Attention
 from titancli.models.blocks.cache import KVCache, LayerCache
 from titancli.models.blocks.feed_forward import FeedForward
 from titancli.models.blocks.head import Output
@@ -48,8 +47,9 @@ class Block(nn.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
     def __init__(
-        self, dim: int, norm_eps: float, attention: Attention, feed_forward: FeedForward | MoE
+        self, dim: int, norm_eps: float, attention: nn.Module, feed_forward: FeedForward | MoE
     ) -> None:
+        """`attention`: called as `titancli.models.blocks.attention.Attention` is."""
         super().__init__()
         self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.attention = attention
@@ -228,8 +228,8 @@ class Decoder(nn.Module):
             layer.clear_bias()
 
     def flops_per_token(self, seq_len: int) -> float:
-        """6 per matrix weight that a token meets, and in every layer 12 · width of attention · seq_len, or
-        as many tokens as it sees at most.
+        """6 per matrix weight that a token meets, and in every layer 6 · heads · (head_dim + value_dim) ·
+        seq_len, or as many tokens as it sees at most.
 
         Source: PaLM (arXiv 2204.02311), appendix B.
         """
@@ -239,9 +239,9 @@ class Decoder(nn.Module):
         for layer in moe_layers(self).values():
             idle = 1 - layer.config.top_k / layer.config.num_experts
             matrices -= idle * sum(p.numel() for p in layer.experts.parameters())
-        layers = [m for m in self.modules() if isinstance(m, Attention)]
-        seen = sum(m.head_dim * min(seq_len, m.reach.most or seq_len) for m in layers)
-        return 6.0 * matrices + 12.0 * self.config.n_heads * seen
+        layers: list[Any] = [block.attention for block in self.layers.values()]
+        seen = sum((a.head_dim + a.value_dim) * min(seq_len, a.reach.most or seq_len) for a in layers)
+        return 6.0 * matrices + 6.0 * self.config.n_heads * seen
 
 
 def _std(name: str) -> float:

@@ -64,7 +64,8 @@ class Router(nn.Module):
             scores = scores + expert_bias
         if config.num_expert_groups is not None and config.num_limited_groups is not None:
             grouped = scores.view(len(scores), config.num_expert_groups, -1)
-            best = grouped.topk(2, dim=-1).values.sum(-1).topk(config.num_limited_groups, dim=-1).indices
+            worth = grouped.topk(config.group_top_k, dim=-1).values.sum(-1)
+            best = worth.topk(config.num_limited_groups, dim=-1).indices
             closed = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, False)
             scores = grouped.masked_fill(closed[..., None], float("-inf")).flatten(1)
         return scores.topk(config.top_k, dim=-1).indices

@@ -1,4 +1,4 @@
-"""What the configs of decoders with grouped-query attention share."""
+"""What the configs of decoders share."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 @section
-class DecoderConfig:
-    """Sizes. A family adds its own fields, and gives these the defaults that it has."""
+class Sizes:
+    """What every decoder has. A family adds its own fields, and gives these the defaults that it has."""
 
     dim: Annotated[int, Gt(0)]
     """Width of the residual stream."""
@@ -23,10 +23,6 @@ class DecoderConfig:
     """Blocks."""
     n_heads: Annotated[int, Gt(0)]
     """Query heads."""
-    n_kv_heads: Annotated[int, Gt(0)] | None = None
-    """Key and value heads; None: n_heads."""
-    head_dim: Annotated[int, Gt(0)] | None = None
-    """Width of a head; None: dim / n_heads."""
     vocab_size: Annotated[int, Gt(0)]
     """Rows of the embedding and of the output."""
     max_seq_len: Annotated[int, Gt(0)]
@@ -37,6 +33,23 @@ class DecoderConfig:
     """Added to the mean square inside the norms."""
     tied: bool = False
     """Whether the output uses the embedding's weight."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        if recipe.training.seq_len > self.max_seq_len:
+            yield (
+                "max_seq_len",
+                f"training.seq_len {recipe.training.seq_len} is beyond the model's {self.max_seq_len}",
+            )
+
+
+@section
+class DecoderConfig(Sizes):
+    """A decoder with grouped-query attention."""
+
+    n_kv_heads: Annotated[int, Gt(0)] | None = None
+    """Key and value heads; None: n_heads."""
+    head_dim: Annotated[int, Gt(0)] | None = None
+    """Width of a head; None: dim / n_heads."""
 
     @property
     def kv_heads(self) -> int:
@@ -55,8 +68,4 @@ class DecoderConfig:
             yield "head_dim", "rotary embedding needs an even head_dim"
         if self.n_heads % self.kv_heads:
             yield "n_kv_heads", f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.kv_heads}"
-        if recipe.training.seq_len > self.max_seq_len:
-            yield (
-                "max_seq_len",
-                f"training.seq_len {recipe.training.seq_len} is beyond the model's {self.max_seq_len}",
-            )
+        yield from super().check(recipe)

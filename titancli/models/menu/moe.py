@@ -36,7 +36,9 @@ class MoE:
     num_expert_groups: Annotated[int, Gt(0)] | None = None
     """Groups that the experts are divided into; None: a token may choose any experts."""
     num_limited_groups: Annotated[int, Gt(0)] | None = None
-    """Groups that a token may choose its experts from: those with the best two together."""
+    """Groups that a token may choose its experts from."""
+    group_top_k: Annotated[int, Gt(0)] = 2
+    """How many of a group's scores, the best ones, add up to the group's own: 2 in DeepSeek-V3, 1 in V2."""
     load_balance_coeff: Annotated[float, Gt(0)] | None = None
     """Step of the bias that evens out how often experts are chosen, without a loss; None: no such bias."""
 
@@ -63,10 +65,11 @@ class MoE:
             yield "num_expert_groups", "num_expert_groups and num_limited_groups go together"
         elif groups is not None and limited is not None:
             size = self.num_experts // groups
-            if self.num_experts % groups or size < 2:
+            if self.num_experts % groups or size < self.group_top_k:
+                least = f"group_top_k {self.group_top_k} or more"
                 yield (
                     "num_expert_groups",
-                    f"num_experts {self.num_experts} cannot be divided into {groups} groups of two or more",
+                    f"num_experts {self.num_experts} cannot be divided into {groups} groups of {least}",
                 )
             elif limited > groups:
                 yield "num_limited_groups", f"num_limited_groups {limited} is more than the {groups} groups"

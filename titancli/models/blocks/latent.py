@@ -1,0 +1,107 @@
+"""Multi-head latent attention: keys and values of all heads are made from one narrow vector of each token.
+
+Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from titancli.models.blocks.attention import attend
+from titancli.models.blocks.reach import WHOLE
+from titancli.models.blocks.rope import rotate
+
+if TYPE_CHECKING:
+    from titancli.models.blocks.cache import LayerCache
+
+NORM_EPS = 1e-6
+"""Of the latents' norms, whatever the model's other norms have: as in DeepSeek's own code."""
+
+
+class LatentAttention(nn.Module):
+    """Queries and keys of a head have a part without positions and a rotated one; all heads share the keys'
+    rotated part.
+
+    A cache holds keys and values of every head, as those of other attention do, not the latent: a token then
+    costs no more the longer its row is, and the row more memory.
+    """
+
+    reach = WHOLE
+    angles = "rope"
+    """Which of the decoder's `angles` it is given as cos and sin."""
+
+    def __init__(
+        self,
+        dim: int,
+        n_heads: int,
+        *,
+        query_rank: int | None,
+        kv_rank: int,
+        nope_dim: int,
+        rope_dim: int,
+        value_dim: int,
+        scale: float,
+    ) -> None:
+        """
+        Args:
+            query_rank: width of the latent that queries are made from; None: from the stream.
+            kv_rank: width of the latent that keys and values are made from.
+            nope_dim, rope_dim: numbers of a head's query and key without positions, and rotated.
+            value_dim: numbers of a head's value.
+            scale: what products of queries and keys are multiplied by.
+        """
+        super().__init__()
+        self.widths = (nope_dim, rope_dim)
+        self.head_dim, self.value_dim = nope_dim + rope_dim, value_dim
+        self.kv_rank = kv_rank
+        self.scale = scale
+        self.from_latent = query_rank is not None
+        if query_rank is None:
+            self.wq = nn.Linear(dim, n_heads * self.head_dim, bias=False)
+        else:
+            self.wq_a = nn.Linear(dim, query_rank, bias=False)
+            self.q_norm = nn.RMSNorm(query_rank, eps=NORM_EPS)
+            self.wq_b = nn.Linear(query_rank, n_heads * self.head_dim, bias=False)
+        self.wkv_a = nn.Linear(dim, kv_rank + rope_dim, bias=False)
+        self.kv_norm = nn.RMSNorm(kv_rank, eps=NORM_EPS)
+        self.wkv_b = nn.Linear(kv_rank, n_heads * (nope_dim + value_dim), bias=False)
+        self.wo = nn.Linear(n_heads * value_dim, dim, bias=False)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None = None
+    ) -> Tensor:
+        """[B, S, dim] -> [B, S, dim]; cos and sin [B or 1, S, 1, rope_dim / 2].
+
+        With a cache, S tokens attend to the T that it then holds, and the mask is [B or 1, 1, S, T].
+        """
+        rows, length, _ = x.shape
+        q = self._queries(x, cos, sin)
+        k, v = self._keys_and_values(x, cos, sin)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        out = self.core_attention(q, k, v, mask, causal=cache is None or length > 1)
+        return self.wo(out.reshape(rows, length, -1))
+
+    def core_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = True
+    ) -> Tensor:
+        """q [B, S, heads, head_dim], k [B, T, heads, head_dim], v [B, T, heads, value_dim] ->
+        [B, S, heads, value_dim]; see `titancli.models.blocks.attention.Attention.core_attention`."""
+        return attend(q, k, v, mask, causal=causal, scale=self.scale)
+
+    def _queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q = self.wq_b(self.q_norm(self.wq_a(x))) if self.from_latent else self.wq(x)
+        # Head counts are read off the result, so that the same code works on a tensor-parallel shard.
+        nope, rope = q.view(*x.shape[:2], -1, self.head_dim).split(self.widths, -1)
+        return torch.cat((nope, rotate(rope, cos, sin)), -1)
+
+    def _keys_and_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        nope_dim, rope_dim = self.widths
+        latent, rope = self.wkv_a(x).split((self.kv_rank, rope_dim), -1)
+        made = self.wkv_b(self.kv_norm(latent)).view(*x.shape[:2], -1, nope_dim + self.value_dim)
+        nope, v = made.split((nope_dim, self.value_dim), -1)
+        rope = rotate(rope[:, :, None], cos, sin).expand(-1, -1, nope.shape[2], -1)
+        return torch.cat((nope, rope), -1), v

@@ -1,0 +1,161 @@
+"""DeepSeek-V2's and V3's config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from annotated_types import Ge, Gt
+
+from titancli.models.menu.decoder import Sizes
+from titancli.models.menu.moe import MoE
+from titancli.models.menu.rope import Yarn
+from titancli.models.shape import Decoder, block, latent, swiglu
+from titancli.registry.component import component, section
+
+if TYPE_CHECKING:
+    from titancli.recipe.schema import Recipe
+
+
+@section
+class LatentYarn(Yarn):
+    """YaRN as DeepSeek has it: the products of queries and keys grow with the context."""
+
+    mscale: Annotated[float, Gt(0)] = 1.0
+    """The products are multiplied by (1 + 0.1 · mscale · ln factor)²."""
+
+
+_SOFTMAX = {"score_func": "softmax", "score_before_experts": False, "load_balance_coeff": 1e-3}
+_SIGMOID = {**_SOFTMAX, "score_func": "sigmoid", "route_norm": True}
+_YARN = {"factor": 40.0, "original_max_position": 4096}
+
+
+@component(
+    "model",
+    "deepseek_v3",
+    target="titancli.models.deepseek_v3:build",
+    hf="titancli.models.deepseek_v3:DeepSeekHF",
+)
+class DeepSeekV3(Sizes):
+    """DeepSeek-V2 and V3: latent attention, shared and routed experts."""
+
+    hidden_dim: Annotated[int, Gt(0)]
+    """Width inside the feed-forward of the first blocks, which have no experts."""
+    n_dense_layers: Annotated[int, Ge(0)] = 1
+    """How many blocks those are."""
+    moe: MoE
+    """The experts of the other blocks."""
+    q_lora_rank: Annotated[int, Gt(0)] | None = None
+    """Width of the latent that queries are made from; None: queries come from the residual stream."""
+    kv_lora_rank: Annotated[int, Gt(0)] = 512
+    """Width of the latent that keys and values are made from."""
+    qk_nope_head_dim: Annotated[int, Gt(0)] = 128
+    """Numbers of a head's query and key that have no positions."""
+    qk_rope_head_dim: Annotated[int, Gt(0)] = 64
+    """Numbers of a head's query and key that are rotated; all heads share the key's."""
+    v_head_dim: Annotated[int, Gt(0)] = 128
+    """Numbers of a head's value."""
+    max_seq_len: Annotated[int, Gt(0)] = 16384
+    rope_theta: Annotated[float, Gt(0)] = 10000.0
+    rope_scaling: LatentYarn | None = None
+    norm_eps: Annotated[float, Gt(0)] = 1e-5
+
+    flavors: ClassVar[dict[str, dict[str, Any]]] = {
+        "debugmodel": dict(
+            dim=256,
+            n_layers=6,
+            n_heads=16,
+            hidden_dim=1024,
+            vocab_size=2048,
+            rope_scaling=dict(_YARN, mscale=0.7),
+            moe=dict(_SOFTMAX, num_experts=8, num_shared_experts=2, top_k=3, hidden_dim=256),
+        ),
+        "16B": dict(
+            dim=2048,
+            n_layers=27,
+            n_heads=16,
+            hidden_dim=10944,
+            vocab_size=102400,
+            rope_scaling=dict(_YARN, mscale=0.7),
+            moe=dict(_SOFTMAX, num_experts=64, num_shared_experts=2, top_k=6, hidden_dim=1408),
+        ),
+        "236B": dict(
+            dim=5120,
+            n_layers=60,
+            n_heads=128,
+            hidden_dim=12288,
+            vocab_size=102400,
+            q_lora_rank=1536,
+            rope_scaling=dict(_YARN, mscale=1.0),
+            moe=dict(
+                _SOFTMAX,
+                num_experts=160,
+                num_shared_experts=2,
+                top_k=6,
+                hidden_dim=1536,
+                route_scale=16.0,
+                num_expert_groups=8,
+                num_limited_groups=3,
+                group_top_k=1,
+            ),
+        ),
+        "671B": dict(
+            dim=7168,
+            n_layers=61,
+            n_heads=128,
+            hidden_dim=18432,
+            n_dense_layers=3,
+            vocab_size=129280,
+            q_lora_rank=1536,
+            rope_scaling=dict(_YARN, mscale=1.0),
+            moe=dict(
+                _SIGMOID,
+                num_experts=256,
+                num_shared_experts=1,
+                top_k=8,
+                hidden_dim=2048,
+                route_scale=2.5,
+                num_expert_groups=8,
+                num_limited_groups=4,
+            ),
+        ),
+    }
+
+    def shape(self) -> Decoder:
+        """The sizes of it all; see `titancli.models.shape`."""
+        attention = latent(
+            self.dim,
+            self.n_heads,
+            query_rank=self.q_lora_rank,
+            kv_rank=self.kv_lora_rank,
+            nope_dim=self.qk_nope_head_dim,
+            rope_dim=self.qk_rope_head_dim,
+            value_dim=self.v_head_dim,
+        )
+        dense = block(self.dim, attention, swiglu(self.dim, self.hidden_dim))
+        sparse = block(self.dim, attention, self.moe.shape(self.dim))
+        blocks = (dense,) * self.n_dense_layers + (sparse,) * (self.n_layers - self.n_dense_layers)
+        return Decoder(self.dim, self.vocab_size, blocks, tied=self.tied)
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        yield from super().check(recipe)
+        if self.qk_rope_head_dim % 2:
+            yield "qk_rope_head_dim", "rotary embedding needs an even qk_rope_head_dim"
+        if self.v_head_dim > self.qk_nope_head_dim + self.qk_rope_head_dim:
+            yield (
+                "v_head_dim",
+                f"v_head_dim {self.v_head_dim} is more than qk_nope_head_dim + qk_rope_head_dim, "
+                f"{self.qk_nope_head_dim + self.qk_rope_head_dim}, and attention takes narrower values only",
+            )
+        if self.n_dense_layers >= self.n_layers:
+            yield (
+                "n_dense_layers",
+                f"n_dense_layers {self.n_dense_layers} leaves none of the {self.n_layers} layers to experts",
+            )
+        for key, message in self.moe.problems():
+            yield f"moe.{key}", message
+
+    @property
+    def n_experts(self) -> int:
+        """What mesh.ep must divide."""
+        return self.moe.num_experts
