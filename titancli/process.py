@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,23 @@ from titancli.runs import timestamp
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Debug
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank this is."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    restart: int = 0
+    """How often the launcher has started the ranks anew."""
+
+    @classmethod
+    def from_environment(cls) -> Place:
+        """What torchrun set."""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
+        return cls(*(int(os.environ.get(name, default)) for name, default in zip(names, "0100", strict=True)))
 
 
 def quiet() -> None:

@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from titancli.errors import EXIT_FAILED, EXIT_OK
 from titancli.observe import failures
 from titancli.observe.events import EventLog, EventLogger, Listener, LogHandler, plain
 from titancli.process import (
+    Place,
     die_with_parent,
     leave_process_group,
     log_into,
@@ -42,23 +43,6 @@ if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
 
 logger = logging.getLogger("titancli.worker")  # its __name__ may be __main__
-
-
-@dataclass(frozen=True)
-class Place:
-    """Which rank this is."""
-
-    rank: int = 0
-    world: int = 1
-    local_rank: int = 0
-    restart: int = 0
-    """How often the launcher has started the ranks anew."""
-
-    @classmethod
-    def from_environment(cls) -> Place:
-        """What torchrun set."""
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
-        return cls(*(int(os.environ.get(name, default)) for name, default in zip(names, "0100", strict=True)))
 
 
 def main(

@@ -68,7 +68,7 @@ def save(layout: Layout, folder: str, async_mode: str = "disabled") -> tuple[dic
 def load(layout: Layout, folder: str) -> tuple[dict[str, Tensor], Tensor]:
     engine = Engine.build(recipe(layout, seed=11))  # other initial values
     engine.load(Path(folder) / "step-2")
-    assert engine.status == {"step": 2, "tokens_seen": 2 * 8 * 16}
+    assert engine.status == {"step": 2, "version": 2, "accumulated": 0, "tokens_seen": 2 * 8 * 16}
     return state(engine), step(engine, 2)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +47,11 @@ class MixedPrecision:
 def build_engine(
     recipe: Recipe,
     *,
-    device: torch.device | None,
+    device: torch.device,
     frozen: bool,
     fill: Callable[[Engine, Recipe], None] | None = None,
 ) -> Engine:
     """See `Engine.build`. `fill` takes the place of `materialise`: a dry run gives the model no memory."""
-    device = device or default_device()
     training = recipe.training
     degrees = recipe.degrees(dist.get_world_size())
     refuse_unfit(recipe, degrees)
@@ -96,6 +95,7 @@ def build_engine(
         hf_form=load_target(hf)(recipe.model) if hf else None,
         flops_per_token=flops,
         parameter_count=count,
+        config=plain_config(recipe, degrees, device, count),
     )
     (fill or materialise)(engine, recipe)
     if not frozen:
@@ -168,13 +168,19 @@ def row_cut_of(part: Any, degrees: Degrees) -> RowCut | None:
     return found
 
 
-def default_device() -> torch.device:
-    """This rank's GPU, or the CPU where there is none."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+def plain_config(recipe: Recipe, degrees: Degrees, device: torch.device, parameters: int) -> dict[str, Any]:
+    """What was built, as plain data: `Engine.config`."""
+    training = recipe.training
+    return {
+        "model": {"type": component_info(recipe.model).name, **asdict(recipe.model)},
+        "mesh": asdict(recipe.mesh),
+        "degrees": asdict(degrees),
+        "world": degrees.world,
+        "device": str(device),
+        "parameters": parameters,
+        "dtype": training.dtype,
+        "compute_dtype": training.mixed_precision_param,
+    }
 
 
 def precision(training: Training) -> MixedPrecision:
@@ -225,7 +231,7 @@ def allocate(model: nn.Module, device: torch.device, buffers: torch.device | Non
             setattr(module, other, getattr(first, name))
     for module in model.modules() if buffers is not None and buffers != device else ():
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.empty_like(buffer, device=buffers))
+            setattr(module, name, buffer.to(buffers))  # a model may have given them values
 
 
 def load_weights(engine: Engine, recipe: Recipe) -> None:

@@ -2,143 +2,224 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from titancli.checkpoint.exclude import NOTHING, Exclusion
-from titancli.data.batch import Batch
+from titancli.engine import opening
+from titancli.engine.core import Core, EngineSettings, token_counts
+from titancli.engine.given import Given, Logits, LogProbs, batch_of, batches_of, check_batch, checked, loss_of
 from titancli.engine.gradients import divide_and_clip
-from titancli.engine.guard import Guard, step_unless
-from titancli.engine.runners import Runner, Sums
+from titancli.engine.guard import step_unless
+from titancli.engine.runners import Sums
+from titancli.engine.sampling import gathered, refuse_layout
 from titancli.engine.seeds import seed_step
-from titancli.engine.state import load_state, optimizer_tensors, whole_tensors
 from titancli.errors import TitanError
-from titancli.models.blocks.state import named_state
 
 if TYPE_CHECKING:
-    from titancli.checkpoint.manifest import Verify
-    from titancli.parallel.mesh import Mesh
-    from titancli.parallel.pipeline import Placement
+    from titancli.data.batch import Batch
     from titancli.recipe.schema import Recipe
-    from titancli.registry.kinds import Converter, HFForm, Loss
+
+__all__ = ["Engine", "EngineSettings", "Metrics"]
 
 Metrics = dict[str, Any]
 """Names to scalars on the device (or plain numbers). Nothing is read to the host until a logger reads it."""
 
 
-@dataclass(frozen=True)
-class EngineSettings:
-    """What the verbs need to know of a recipe."""
-
-    seed: int
-    max_norm: float
-    """Gradients are clipped to it; 0: never."""
-    accumulation: int
-    """Micro-batches in one step, for the loop."""
-    lr_factor: Callable[[int], float]
-    """What the peak learning rate is multiplied by at a step, counted from 0."""
-
-
-@dataclass
-class Engine:
+class Engine(Core):
     """A sharded model, its optimizer, and what can be done with them.
 
-    Built by `Engine.build`. An engine without an optimizer is frozen: `forward` and `evaluate` only.
+    Made by `build`, `frozen` or `of`; `close` it, or use it as a context manager. An engine without an
+    optimizer is frozen: it computes, saves, loads and hands on weights, and cannot be trained. Batches are
+    this data-parallel rank's: ranks of tp, cp and pp give the same one (see `titancli.Batch`).
     """
 
-    parts: list[Any]
-    """The model, cut: whole, or under a pipeline the stages that this rank has, in their order."""
-    runner: Runner
-    mesh: Mesh
-    device: torch.device
-    loss: Loss
-    optimizer: torch.optim.Optimizer | None
-    settings: EngineSettings
-    converters: Sequence[Converter] = ()
-    hf_form: HFForm | None = None
-    placement: Placement | None = None
-    """Where the stages of a pipeline are; None where there is none."""
-    flops_per_token: float = 0.0
-    """Forward and backward of the whole model, for rows of the recipe's seq_len."""
-    parameter_count: int = 0
-    """Of the whole model; a tied one counts once."""
-    guard: Guard | None = None
-    """Which steps are not applied; None: all are."""
-    step: int = 0
-    """Optimizer steps done, those that were skipped for their numbers included."""
-    tokens_seen: int = 0
-    """Input tokens of all steps, over all ranks."""
-    _weight: Tensor | None = field(default=None, repr=False)
-    _loss: Tensor | None = field(default=None, repr=False)
-    """The sum that is to be divided by the weight, of all calls since the last step."""
-    _step_tokens: int = 0
-
-    @property
-    def model(self) -> Any:
-        """The whole model.
-
-        Raises:
-            TitanError: it is cut into pipeline stages.
-        """
-        if self.mesh.degrees.pp > 1:
-            raise TitanError("this rank has only some stages of the model: mesh.pp is not 1")
-        return self.parts[0]
+    # ---------------------------------------------------------------------------------------- building
 
     @classmethod
-    def build(cls, recipe: Recipe, *, device: torch.device | None = None, frozen: bool = False) -> Engine:
-        """The engine of a recipe, in the process group that is initialised, with initial or loaded weights.
+    def build(
+        cls,
+        recipe: Recipe | str | Path,
+        overrides: Sequence[str] = (),
+        *,
+        device: torch.device | str | None = None,
+        frozen: bool = False,
+    ) -> Engine:
+        """The engine of a recipe, with initial weights or those that it names.
+
+        It runs in the process group that is initialised; else in one of the ranks that torchrun has started;
+        else in one of this process alone. A group that was made here ends with the last engine that is
+        closed. Of the recipe it takes what concerns model, layout and optimisation; data, loggers, loop and
+        launcher are a run's.
+
+        Args:
+            recipe: a path, a bundled name such as `"llama3_debug"`, a Recipe; or a run folder (its newest
+                good checkpoint) or a checkpoint, for the recipe and the weights.
+            overrides: as on the command line: `["optimizer.lr=1e-4", "mesh.tp=2"]`.
+            device: None: this rank's GPU, or the CPU where there is none.
+            frozen: without an optimizer.
 
         Raises:
-            TitanError: the recipe does not fit the ranks, or its weights do not fit the model.
+            RecipeError: everything that is wrong with the recipe, or does not fit the ranks.
+            EnvironmentProblem: weights are missing or damaged, or the ranks cannot meet.
+            TitanError: the weights do not fit the model.
         """
+        chosen = opening.join(device)
+        try:
+            return cls._built(opening.recipe_from(recipe, overrides), chosen, frozen)
+        finally:
+            opening.leave()  # nothing is ended where an engine stands now
+
+    @classmethod
+    def frozen(
+        cls,
+        recipe: Recipe | str | Path,
+        overrides: Sequence[str] = (),
+        *,
+        device: torch.device | str | None = None,
+    ) -> Engine:
+        """The same without an optimizer, forward only: a reference model, a scorer."""
+        return cls.build(recipe, overrides, device=device, frozen=True)
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        *,
+        device: torch.device | str | None = None,
+        frozen: bool = False,
+        **parts: Unpack[opening.Parts],
+    ) -> Engine:
+        """The engine of a model's config and what else is given, with a recipe's defaults for the rest.
+
+        `Engine.of(Llama3(dim=256, n_layers=4, ...), optimizer=AdamW(lr=1e-3), mesh=Mesh(tp=2))`. Parts are
+        configs of components (`optimizer`, `loss`, `converters`, `parallelize`) and sections of a recipe
+        (`training`, `lr_scheduler`, `mesh`, …; `titancli.recipe.schema`), and `weights`, a path. Without
+        `training` the learning rate is constant.
+
+        Raises:
+            UsageError: a part that there is not, or of another kind.
+            TitanError: as `build`.
+        """
+        chosen = opening.join(device)
+        try:
+            return cls._built(opening.recipe_of(model, parts), chosen, frozen)
+        finally:
+            opening.leave()
+
+    @classmethod
+    def _built(cls, recipe: Recipe, device: torch.device, frozen: bool) -> Engine:
         from titancli.engine.build import build_engine
 
-        return build_engine(recipe, device=device, frozen=frozen)
+        engine = build_engine(recipe, device=device, frozen=frozen)
+        opening.enlist(engine)
+        engine._ends.callback(opening.leave, engine)
+        return engine
 
-    # ------------------------------------------------------------------------------------------ forward
+    # ----------------------------------------------------------------------------------------- forward
 
-    def forward(self, batch: Batch) -> Tensor:
-        """log p(targets), [B, S] fp32, 0 where there is no target; no gradients."""
+    def forward(self, batch: Given, *, return_logits: bool = False) -> Tensor:
+        """log p(targets), [B, S] fp32 in nats, 0 where there is no target; no gradients.
+
+        With `return_logits` the model's raw output, [B, S, V] in the dtype it computes in, for which the
+        batch needs no targets; whole on every rank, which takes as much memory as it says.
+
+        The same on all tp, cp and pp ranks.
+
+        Raises:
+            TitanError: the batch lacks tokens or targets, or their shapes or dtypes are wrong.
+        """
+        self.ready("forward")
+        loss = Logits() if return_logits else LogProbs()
         with self._no_gradients():
-            return self.runner.forward(batch.to(self.device), _LogProbs())
+            return self.runner.forward(self._placed(batch_of(batch), loss), loss)
 
-    def evaluate(self, batches: Batch | Sequence[Batch], loss: Loss | None = None) -> Metrics:
-        """The loss over all ranks and batches, without gradients: `loss` and `weight`."""
-        total = torch.zeros(2, dtype=torch.float32, device=self.device)
-        with self._no_gradients():
-            for batch in _listed(batches):
-                result = self.runner.forward(batch.to(self.device), loss or self.loss)
-                total += torch.stack((result.sum.float(), result.weight.float()))
-        dist.all_reduce(total, group=self.mesh.dp_group)
-        return {"loss": _quotient(total[0], total[1]), "weight": total[1]}
+    def evaluate(self, batches: Given | Sequence[Given], loss: Any = None) -> Metrics:
+        """The loss over all ranks and batches, without gradients.
 
-    # ----------------------------------------------------------------------------------------- training
-
-    def forward_backward(self, batches: Batch | Sequence[Batch], loss: Loss | None = None) -> Metrics:
-        """Add the gradients of the loss's sum over one batch, or several as micro-batches of one reduction.
+        Args:
+            loss: as in `forward_backward`.
 
         Returns:
-            `loss` (the average over all ranks), `loss_max` (the worst rank's), `tokens`, and what the loss
-            reports, each divided by the weight.
+            `loss`, the average; `weight`, what it was divided by; and what the loss reports, divided too.
         """
-        optimizer = self._trained("forward_backward")
-        batches = _listed(batches)
+        self.ready("evaluate")
+        loss, sums = self._loss_of(loss), dict[str, Any]()
+        with self._no_gradients():
+            for batch in batches_of(batches):
+                result = checked(self.runner.forward(self._placed(batch, loss), loss), loss)
+                numbers = {"loss": result.sum, "weight": result.weight, **result.metrics}
+                for name, value in numbers.items():
+                    sums[name] = sums.get(name, 0.0) + value.float()
+        total = torch.stack(list(sums.values()))
+        dist.all_reduce(total, group=self.mesh.dp_group)
+        totals = dict(zip(sums, total.unbind(), strict=True))
+        weight = totals.pop("weight")
+        averages = {name: _quotient(value, weight) for name, value in totals.items()}
+        return {**averages, "weight": weight}
+
+    @contextmanager
+    def sampling(self) -> Iterator[Any]:
+        """The very module under training, to sample from: parameters gathered once, blocks uncompiled.
+
+            with engine.sampling() as model:
+                titancli.rl.decode.decode(model, prompts, rows, ...)
+
+        Inside, ranks need not keep step, and the engine's verbs are refused; afterwards everything is as it
+        was, training bit for bit. A gathered model is a copy of all weights in the compute dtype.
+
+        Raises:
+            TitanError: with mesh.tp, cp, pp or ep above 1, or a model without `new_cache`.
+        """
+        self.ready("sampling")
+        refuse_layout(self)
+        model = self.model
+        with torch.no_grad(), gathered(model):
+            self.busy = "is being sampled from: leave `with engine.sampling()` first"
+            try:
+                yield model
+            finally:
+                self.busy = None
+
+    # ---------------------------------------------------------------------------------------- training
+
+    def forward_backward(self, batches: Given | Sequence[Given], loss: Any = None) -> Metrics:
+        """Add the gradients of the loss's sum over one batch, or several as micro-batches of one reduction.
+
+        It may be called any number of times before `optim_step`, which divides once by the weight of all of
+        them; so calls, ranks and accumulation do not change the step.
+
+        Args:
+            loss: the config of a loss component; an object or a function called with (out, batch), which
+                returns a LossResult. `out` is log p(targets), [B, S] fp32, or with an attribute
+                `output = "model"` the logits [B, S, V]. None: the recipe's.
+
+        Returns:
+            `loss` (the average over all ranks), `loss_max` (the worst rank's), `tokens` (input tokens over
+            all ranks), and what the loss reports, each divided by the weight.
+
+        Raises:
+            TitanError: the engine is frozen or closed; the batch lacks something; the loss made something
+                else than a LossResult, or one without gradient.
+        """
+        optimizer = self.trained("forward_backward")
+        loss = self._loss_of(loss)
+        placed = [self._placed(batch, loss) for batch in batches_of(batches)]
         if self._weight is None:
             seed_step(self.settings.seed, self.step, self.mesh.dp_rank)
             optimizer.zero_grad(set_to_none=True)
             self._weight = torch.zeros((), dtype=torch.float32, device=self.device)
             self._loss = torch.zeros_like(self._weight)
-        sums = self.runner.forward_backward([batch.to(self.device) for batch in batches], loss or self.loss)
-        tokens = sum(tokens_of(self.parts[0], batch) for batch in batches) * self.mesh.degrees.dp
+        sums = self.runner.forward_backward(placed, loss)
+        tokens = sum(tokens_of(self.parts[0], batch) for batch in placed) * self.mesh.degrees.dp
         self._step_tokens += tokens
+        self._accumulated += len(placed)
         return {**self._reduce_metrics(sums), "tokens": tokens}
 
     def _reduce_metrics(self, sums: Sums) -> Metrics:
@@ -163,12 +244,13 @@ class Engine:
             lr: the learning rate of this step; None: the recipe's peak times its schedule.
 
         Returns:
-            `grad_norm` (before clipping), `lr` and, with a guard, `skipped_steps`, of the run so far.
+            `grad_norm` (before clipping), `lr`, `version` (see `Status`) and, with a guard, `skipped_steps`
+            of the run so far.
 
         Raises:
-            TitanError: no gradients have been made since the last step.
+            TitanError: no gradients have been made since the last step, or the engine is frozen or closed.
         """
-        optimizer = self._trained("optim_step")
+        optimizer = self.trained("optim_step")
         if self._weight is None:
             raise TitanError("optim_step without gradients", hint="call forward_backward first")
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -186,10 +268,11 @@ class Engine:
             for part in self.parts:
                 converter.after_step(part)
         self.step += 1
+        self.version += 1
         self.tokens_seen += self._step_tokens
         self.clear_gradients()
-        skipped = {"skipped_steps": self.guard.skipped} if self.guard else {}
-        return {"grad_norm": norm, "lr": optimizer.param_groups[0]["lr"], **skipped}
+        told = {"grad_norm": norm, "lr": optimizer.param_groups[0]["lr"], "version": self.version}
+        return told | ({"skipped_steps": self.guard.skipped} if self.guard else {})
 
     def _judge(self, norm: Tensor) -> Tensor | None:
         """1.0 where the step must not be applied; None where nobody asks."""
@@ -211,96 +294,20 @@ class Engine:
         for part in self.parts:
             part.after_step({name: sums[name] for name in token_counts(part)})
 
-    def clear_gradients(self) -> None:
-        """Forget what `forward_backward` has added since the last step."""
-        self._trained("clear_gradients").zero_grad(set_to_none=True)
-        for part in self.parts:
-            if token_counts(part):
-                part.forget_token_counts()
-        self._weight = self._loss = None
-        self._step_tokens = 0
+    # ----------------------------------------------------------------------------------------- helpers
 
-    # -------------------------------------------------------------------------------------------- state
+    def _placed(self, batch: Batch, loss: Any) -> Batch:
+        check_batch(batch, self.parts[0], loss)
+        return batch.to(self.device)
 
-    def save_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything a resume needs: tensors by name (the live ones, sharded), and counters as plain JSON."""
-        tensors = {f"model.{name}": tensor for name, tensor in self.plain_parameters()}
-        if self.optimizer is not None:
-            tensors |= optimizer_tensors(self.optimizer, self.named_parameters())
-        guard = {"guard": self.guard.state()} if self.guard else {}
-        return tensors, {"step": self.step, "tokens_seen": self.tokens_seen, **guard}
-
-    def save(self, folder: str | Path, *, lock_text: str = "", run_id: str = "") -> None:
-        """Write a checkpoint of this engine, whole or not at all.
-
-        Raises:
-            EnvironmentProblem: the disk is full or cannot be written, on any rank.
-        """
-        from titancli.checkpoint import save_checkpoint
-
-        tensors, state = self.save_state()
-        save_checkpoint(
-            Path(folder),
-            tensors,
-            {"engine": state},
-            lock_text=lock_text,
-            run_id=run_id,
-            mesh=asdict(self.mesh.degrees),
-        )
-
-    def load(
-        self,
-        folder: str | Path,
-        *,
-        optimizer: bool = True,
-        verify: Verify = "full",
-        exclude: Exclusion = NOTHING,
-    ) -> dict[str, Any]:
-        """Continue from a checkpoint made on any layout; with optimizer=False take its weights alone.
-
-        Returns:
-            The checkpoint's state, for what the engine does not own (the data position).
-
-        Raises:
-            EnvironmentProblem: it is no checkpoint, is damaged, or lacks the optimizer's state where wanted.
-            TitanError: it is of another model, or `exclude` names what it does not hold.
-        """
-        return load_state(self, Path(folder), optimizer=optimizer, verify=verify, exclude=exclude)
-
-    def weights(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Hugging Face names and whole tensors, one at a time; the tensor on rank 0, None elsewhere.
-
-        Collective: every rank must run it to its end.
-
-        Raises:
-            TitanError: the model's component declares no Hugging Face form.
-        """
-        if self.hf_form is None:
-            raise TitanError("this model declares no Hugging Face form, so its weights have no names there")
-        for name, whole in whole_tensors(self):
-            for hf_name, value in self.hf_form.to_hf(name, whole):
-                yield hf_name, value if dist.get_rank() == 0 else None
-
-    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Parameters by the names of the plain model on one device."""
-        return [named for part in self.parts for named in part.named_parameters()]
-
-    def plain_parameters(self) -> list[tuple[str, Tensor]]:
-        """The same and what else is state, detached and without the converters' tensor classes: what is
-        saved, and loaded into."""
-        found = []
-        for name, live in (named for part in self.parts for named in named_state(part)):
-            tensor = live.detach()
-            for converter in reversed(self.converters):
-                tensor = converter.plain(name, tensor)
-            found.append((name, tensor))
-        return found
-
-    @property
-    def status(self) -> dict[str, int]:
-        return {"step": self.step, "tokens_seen": self.tokens_seen}
-
-    # ------------------------------------------------------------------------------------------ helpers
+    def _loss_of(self, given: Any) -> Any:
+        """The loss to use. One that is given again stays the same object: a pipeline asks a new one for the
+        names of what it reports."""
+        if given is None:
+            return self.loss
+        if self._given is None or self._given[0] is not given:
+            self._given = (given, loss_of(given))
+        return self._given[1]
 
     @contextmanager
     def _no_gradients(self) -> Iterator[None]:
@@ -311,32 +318,6 @@ class Engine:
         for module in (module for part in self.parts for module in part.modules()):
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-    def _trained(self, verb: str) -> torch.optim.Optimizer:
-        if self.optimizer is None:
-            raise TitanError(f"{verb} on a frozen engine", hint="build it with frozen=False")
-        return self.optimizer
-
-
-class _LogProbs:
-    """The loss that is none: hands the log-probabilities on."""
-
-    output = "logprobs"
-
-    def __call__(self, out: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        return out
-
-
-def token_counts(part: Any) -> dict[str, Tensor]:
-    """How many tokens each expert had, by layer, where a model has experts that it balances."""
-    return part.token_counts() if hasattr(part, "token_counts") else {}
-
-
-def _listed(batches: Batch | Sequence[Batch]) -> list[Batch]:
-    listed = [batches] if isinstance(batches, Batch) else list(batches)
-    if not listed:
-        raise TitanError("no batch was given")
-    return listed
 
 
 def tokens_of(model: Any, batch: Batch) -> int:

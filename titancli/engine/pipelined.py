@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from titancli.data.batch import Batch
+from titancli.engine.given import checked
 from titancli.engine.runners import Sums, add_up, inputs_of
 from titancli.errors import TitanError
 from titancli.losses.result import LossResult
@@ -137,10 +138,11 @@ class PipelinedModel:
     ) -> Tensor:
         """One micro-batch through one stage of a schedule: hidden states, or the sum of the loss."""
         made = self._run(part, Batch(tensors, unit=self._unit), self._loss, *received)
-        if not isinstance(made, LossResult):
+        if part.output is None:
             return made
-        add_up(self._sums, made)
-        return made.sum
+        result = checked(made, self._loss)
+        add_up(self._sums, result)
+        return result.sum
 
     def _schedule(self, count: int, hidden: torch.Size) -> Any:
         """torch's schedule for so many micro-batches of hidden states of one shape."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from titancli.engine.given import checked
 from titancli.observe.pace import pace
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class WholeModel:
         pace.begin(device)
         for number, batch in enumerate(batches, start=1):
             self._reduce_after(last=number == len(batches))
-            result: LossResult = self.forward(batch, loss)
+            result = checked(self.forward(batch, loss), loss)
             if number == 1:
                 pace.mark(device)
             result.sum.backward()

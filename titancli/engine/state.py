@@ -16,7 +16,7 @@ from titancli.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
     from titancli.checkpoint.manifest import Verify
-    from titancli.engine.engine import Engine
+    from titancli.engine.core import Core
 
 
 def optimizer_tensors(
@@ -56,7 +56,7 @@ def initialise_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def load_state(
-    engine: Engine,
+    engine: Core,
     folder: Path,
     *,
     optimizer: bool,
@@ -90,12 +90,16 @@ def load_state(
     return state
 
 
-def _set_counters(engine: Engine, counters: dict[str, Any], exclude: Exclusion) -> None:
+def _set_counters(engine: Core, counters: dict[str, Any], exclude: Exclusion) -> None:
     if not exclude.has("step"):
         step, tokens = counters["step"], counters["tokens_seen"]
         if type(step) is not int or type(tokens) is not int:
             raise TypeError(f"step {step!r}, tokens_seen {tokens!r}")
+        version = counters.get("version", step)
+        if type(version) is not int:
+            raise TypeError(f"version {version!r}")
         engine.step, engine.tokens_seen = step, tokens
+        engine.version = max(engine.version, version)
     if engine.guard is not None and "guard" in counters and not exclude.has("guard"):
         engine.guard.load_state(counters["guard"])
 
@@ -113,7 +117,7 @@ class Known(NamedTuple):
     """The rank of the pipeline that has it."""
 
 
-def all_known(engine: Engine, named: Iterable[tuple[str, Tensor]]) -> list[Known]:
+def all_known(engine: Core, named: Iterable[tuple[str, Tensor]]) -> list[Known]:
     """What all ranks of the pipeline have, in the order of the stages. Collective.
 
     Args:
@@ -134,12 +138,12 @@ def all_known(engine: Engine, named: Iterable[tuple[str, Tensor]]) -> list[Known
     return [known for _, known in found]
 
 
-def parameter_shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(engine: Core) -> dict[str, tuple[int, ...]]:
     """Of everything of the whole model that is saved. Collective."""
     return {known.name: known.shape for known in all_known(engine, engine.plain_parameters())}
 
 
-def whole_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+def whole_tensors(engine: Core) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of the whole model, whole, one at a time. Collective.
 
     Away from rank 0 a tensor of another stage is on meta.

@@ -42,10 +42,10 @@ def token_loss(
 
 def log_probs(
     logits: Tensor, targets: Tensor, group: Group | None, wants_entropy: bool = False
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-probabilities of the targets, the log-sum-exp of every row, and where it is wanted the entropy of
-    every row that has a target (0 elsewhere); each [rows] fp32. Entropy takes a second tensor of the logits'
-    size."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of the targets, the log-sum-exp of every row, and where it is wanted (else empty) the
+    entropy of every row that has a target, 0 elsewhere; each [rows] fp32. Entropy takes a second tensor of
+    the logits' size."""
     logits = logits.float()
     picks = _Picks(targets, logits.shape[1], group)
     picked = picks.of(logits)
@@ -53,7 +53,7 @@ def log_probs(
     shifted = logits.sub_(peak[:, None])
     exponentials = shifted.exp() if wants_entropy else shifted.exp_()
     total = _over(group, "sum", exponentials.sum(dim=1))
-    entropy = None
+    entropy = total.new_empty(0)
     if wants_entropy:
         # With p = e^x / total:  −Σ p·log p = log total − Σ e^x·x / total
         spread = _over(group, "sum", exponentials.mul_(shifted).sum(dim=1))

@@ -156,10 +156,9 @@ class _LogProbs(torch.autograd.Function):
         entropy = torch.empty_like(log_probs) if wants_entropy else log_probs.new_empty(0)
         of_chunk = chunk.compiled(chunk.log_probs, backend)
         for rows in _chunks(hidden, *_sizes(hidden, weight), tensors=2 if wants_entropy else 1):
-            log_probs[rows], normalisers[rows], found = of_chunk(
-                hidden[rows] @ weight.t(), targets[rows], group, wants_entropy
-            )
-            if found is not None:
+            made = of_chunk(hidden[rows] @ weight.t(), targets[rows], group, wants_entropy)
+            log_probs[rows], normalisers[rows], found = made
+            if wants_entropy:
                 entropy[rows] = found
         ctx.save_for_backward(hidden, weight, targets, normalisers)
         ctx.group, ctx.backend = group, backend

@@ -1,0 +1,341 @@
+"""What an engine is made of, and what of it is saved, loaded and handed on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titancli.checkpoint.exclude import NOTHING, Exclusion
+from titancli.engine.exchange import NamedTensor, Target, push, take_weights
+from titancli.engine.guard import Guard
+from titancli.engine.runners import Runner
+from titancli.engine.state import load_state, optimizer_tensors, whole_tensors
+from titancli.errors import TitanError
+from titancli.models.blocks.state import named_state
+
+if TYPE_CHECKING:
+    from titancli.checkpoint.manifest import Verify
+    from titancli.parallel.mesh import Mesh
+    from titancli.parallel.pipeline import Placement
+    from titancli.registry.kinds import Converter, HFForm, Loss
+
+
+class Status(TypedDict):
+    """Where an engine stands: plain numbers, the same on every rank."""
+
+    step: int
+    """Optimizer steps done, skipped ones included."""
+    version: int
+    """Counts the changes of the weights: it differs whenever they may."""
+    accumulated: int
+    """Micro-batches whose gradients wait for `optim_step`."""
+    tokens_seen: int
+    """Input tokens of all steps, over all ranks."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What the verbs need to know of a recipe."""
+
+    seed: int
+    max_norm: float
+    """Gradients are clipped to it; 0: never."""
+    accumulation: int
+    """Micro-batches in one step, for the loop."""
+    lr_factor: Callable[[int], float]
+    """What the peak learning rate is multiplied by at a step, counted from 0."""
+
+
+@dataclass(eq=False)
+class Core:
+    """A sharded model, its optimizer, and their state."""
+
+    parts: list[Any]
+    """The model, cut: whole, or under a pipeline the stages that this rank has, in their order."""
+    runner: Runner
+    mesh: Mesh
+    device: torch.device
+    loss: Loss
+    optimizer: torch.optim.Optimizer | None
+    settings: EngineSettings
+    converters: Sequence[Converter] = ()
+    hf_form: HFForm | None = None
+    placement: Placement | None = None
+    """Where the stages of a pipeline are; None where there is none."""
+    flops_per_token: float = 0.0
+    """Forward and backward of the whole model, for rows of the recipe's seq_len."""
+    parameter_count: int = 0
+    """Of the whole model; a tied one counts once."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Plain data: `model` (its `type` and fields), `mesh` (as written), `degrees` (as they are on these
+    ranks), `world`, `device`, `parameters`, `dtype` and `compute_dtype`."""
+    guard: Guard | None = None
+    """Which steps are not applied; None: all are."""
+    step: int = 0
+    """Optimizer steps done, those that were skipped for their numbers included."""
+    version: int = 0
+    """See `Status`. Saved and loaded with the optimizer's state."""
+    tokens_seen: int = 0
+    """Input tokens of all steps, over all ranks."""
+    busy: str | None = None
+    """Why no verb can be called now, if so."""
+    _weight: Tensor | None = field(default=None, repr=False)
+    _loss: Tensor | None = field(default=None, repr=False)
+    """The sum that is to be divided by the weight, of all calls since the last step."""
+    _step_tokens: int = 0
+    _accumulated: int = 0
+    _given: tuple[Any, Any] | None = field(default=None, repr=False)
+    """The loss that was given last, and what was made of it."""
+    _ends: ExitStack = field(default_factory=ExitStack, repr=False)
+    """What `close` undoes."""
+
+    @property
+    def model(self) -> Any:
+        """The whole model.
+
+        Raises:
+            TitanError: it is cut into pipeline stages.
+        """
+        self.ready("model")
+        if self.mesh.degrees.pp > 1:
+            raise TitanError("this rank has only some stages of the model: mesh.pp is not 1")
+        return self.parts[0]
+
+    @property
+    def status(self) -> Status:
+        return Status(
+            step=self.step,
+            version=self.version,
+            accumulated=self._accumulated,
+            tokens_seen=self.tokens_seen,
+        )
+
+    def ready(self, verb: str) -> None:
+        """See to it that a verb can be called.
+
+        Raises:
+            TitanError: the engine is closed, or in the middle of `sampling`.
+        """
+        if self.busy is not None:
+            raise TitanError(f"{verb}: the engine {self.busy}")
+
+    def trained(self, verb: str) -> torch.optim.Optimizer:
+        """The optimizer.
+
+        Raises:
+            TitanError: there is none, or as in `ready`.
+        """
+        self.ready(verb)
+        if self.optimizer is None:
+            raise TitanError(f"{verb} on a frozen engine", hint="build it with Engine.build, frozen=False")
+        return self.optimizer
+
+    def clear_gradients(self) -> None:
+        """Forget what `forward_backward` has added since the last step.
+
+        Raises:
+            TitanError: the engine is frozen or closed.
+        """
+        self.trained("clear_gradients").zero_grad(set_to_none=True)
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        for part in self.parts:
+            if token_counts(part):
+                part.forget_token_counts()
+        self._weight = self._loss = None
+        self._step_tokens = self._accumulated = 0
+
+    # ------------------------------------------------------------------------------------- checkpoints
+
+    def save_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything a resume needs: tensors by name (the live ones, sharded), and counters as plain JSON."""
+        self.ready("save_state")
+        tensors = {f"model.{name}": tensor for name, tensor in self.plain_parameters()}
+        if self.optimizer is not None:
+            tensors |= optimizer_tensors(self.optimizer, self.named_parameters())
+        guard = {"guard": self.guard.state()} if self.guard else {}
+        counters = {"step": self.step, "version": self.version, "tokens_seen": self.tokens_seen}
+        return tensors, {**counters, **guard}
+
+    def save(self, folder: str | Path, *, lock_text: str = "", run_id: str = "") -> None:
+        """Write a checkpoint of this engine, whole or not at all: safetensors and JSON. Collective.
+
+        Accumulated gradients are not part of it. An older checkpoint of that name is replaced.
+
+        Args:
+            folder: its name; a last part such as `step-100` says its step.
+            lock_text: the resolved recipe, kept beside it (`titancli.recipe.lock_text`).
+            run_id: whose checkpoint it is; one of another id is never replaced.
+
+        Raises:
+            EnvironmentProblem: the disk is full or cannot be written, on any rank; or the folder is another
+                run's.
+        """
+        from titancli.checkpoint import save_checkpoint
+
+        tensors, state = self.save_state()
+        save_checkpoint(
+            Path(folder),
+            tensors,
+            {"engine": state},
+            lock_text=lock_text,
+            run_id=run_id,
+            mesh=asdict(self.mesh.degrees),
+        )
+
+    def load(
+        self,
+        folder: str | Path,
+        *,
+        optimizer: bool | None = None,
+        verify: Verify = "full",
+        exclude: Exclusion = NOTHING,
+    ) -> dict[str, Any]:
+        """Continue from a checkpoint made on any layout; with optimizer=False take its weights alone.
+
+        Gradients that were accumulated are forgotten. Collective.
+
+        Args:
+            folder: a checkpoint, or a run, of which it takes the newest good one.
+            optimizer: None: True, or False for a frozen engine.
+
+        Returns:
+            The checkpoint's state, for what the engine does not own (the data position).
+
+        Raises:
+            EnvironmentProblem: it is no checkpoint, is damaged, or lacks the optimizer's state where wanted.
+            TitanError: it is of another model, or `exclude` names what it does not hold; or the engine is
+                frozen and the optimizer's state is wanted.
+        """
+        from titancli.engine.opening import checkpoint_of
+
+        self.ready("load")
+        if optimizer:
+            self.trained("load(optimizer=True)")
+        wanted = self.optimizer is not None if optimizer is None else optimizer
+        before = self.version
+        state = load_state(
+            self, checkpoint_of(Path(folder)), optimizer=wanted, verify=verify, exclude=exclude
+        )
+        self._has_new_weights(max(self.version, before + 1))
+        return state
+
+    def _has_new_weights(self, version: int) -> None:
+        self.version = version
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+        self._forget_step()
+
+    # ----------------------------------------------------------------------------------------- weights
+
+    def weights(self) -> Iterator[NamedTensor]:
+        """Hugging Face names and whole tensors, one at a time; the tensor on rank 0, None elsewhere.
+
+        They have the dtype of the parameters (`training.dtype`, fp32 unless said) and lie on the engine's
+        device; one is good until the next is asked for. Collective: every rank must run it to its end.
+
+        Raises:
+            TitanError: the model's component declares no Hugging Face form.
+        """
+        self.ready("weights")
+        form = self._form()
+        for name, whole in whole_tensors(self):
+            for hf_name, value in form.to_hf(name, whole):
+                yield hf_name, value if dist.get_rank() == 0 else None
+
+    def push_weights(self, target: Target) -> int:
+        """Hand all weights to something that samples, scores or stores them. Collective.
+
+        Args:
+            target: has `load_weights(iterator)`, or is called with each `(name, tensor)`; on rank 0 alone, in
+                the order and the form of `weights()`. It must copy what it keeps.
+
+        Returns:
+            The version that the target has now (see `Status`).
+
+        Raises:
+            TitanError: as `weights`; or the target raised on rank 0, told on every rank (on rank 0 it is the
+                target's own error).
+        """
+        self.ready("push_weights")
+        self._form()
+        push(self.weights(), target)
+        return self.version
+
+    def load_weights(self, weights: Iterable[NamedTensor] | None) -> None:
+        """Take weights under Hugging Face names, such as another engine's `weights()`. Collective.
+
+        Rank 0's tensors are taken, cast to the parameters' dtype and cut for every rank, one at a time; what
+        other ranks give is run through to keep pace, and may be None. The optimizer's state stays, and
+        accumulated gradients are forgotten. What Hugging Face has no name for (a balancing bias) stays.
+
+        Raises:
+            TitanError: a name is unknown, missing or comes twice, or a shape is wrong: all are told, on every
+                rank, at the end. Weights that fit have been taken by then: load again before going on. Or
+                the model declares no Hugging Face form.
+        """
+        self.ready("load_weights")
+        try:
+            take_weights(self, self._form(), weights)
+        finally:
+            self._has_new_weights(self.version + 1)
+            for converter in self.converters:
+                for part in self.parts:
+                    converter.after_step(part)
+
+    def _form(self) -> HFForm:
+        if self.hf_form is None:
+            raise TitanError("this model declares no Hugging Face form, so its weights have no names there")
+        return self.hf_form
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Parameters by the names of the plain model on one device."""
+        return [named for part in self.parts for named in part.named_parameters()]
+
+    def plain_parameters(self) -> list[tuple[str, Tensor]]:
+        """The same and what else is state, detached and without the converters' tensor classes: what is
+        saved, and loaded into."""
+        found = []
+        for name, live in (named for part in self.parts for named in named_state(part)):
+            tensor = live.detach()
+            for converter in reversed(self.converters):
+                tensor = converter.plain(name, tensor)
+            found.append((name, tensor))
+        return found
+
+    # --------------------------------------------------------------------------------------------- end
+
+    def close(self) -> None:
+        """Free the model and the optimizer, and end the process group if `Engine.build` made it and no other
+        engine uses it. A second call does nothing; any other verb is refused from now on."""
+        if self.busy == CLOSED:
+            return
+        self.busy = CLOSED
+        self.parts, self.optimizer, self._weight, self._loss = [], None, None, None
+        self.runner = None  # type: ignore[assignment]
+        self._ends.close()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, error_type: Any, error: Any, trace: Any) -> None:
+        if error is not None and dist.is_initialized() and dist.get_world_size() > 1:
+            # Other ranks may be in a collective that this one has left: to end the group would wait for them.
+            self._ends.pop_all()
+        self.close()
+
+
+CLOSED = "is closed"
+
+
+def token_counts(part: Any) -> dict[str, Tensor]:
+    """How many tokens each expert had, by layer, where a model has experts that it balances."""
+    return part.token_counts() if hasattr(part, "token_counts") else {}

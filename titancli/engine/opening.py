@@ -1,0 +1,243 @@
+"""What an engine is built from, and where: a recipe out of a path or of parts, and the process group."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+import torch.distributed as dist
+
+from titancli.checkpoint.manifest import LOCK, MANIFEST, newest_good
+from titancli.errors import EnvironmentProblem, UsageError
+from titancli.observe import comm
+from titancli.parallel.mesh import forget_meshes
+from titancli.process import Place
+from titancli.recipe import load_recipe
+from titancli.recipe.schema import (
+    ActivationCheckpoint,
+    Compile,
+    Debug,
+    LRScheduler,
+    Mesh,
+    Pipeline,
+    Recipe,
+    Stability,
+    Training,
+)
+from titancli.registry import current
+from titancli.registry.component import component_info
+from titancli.registry.kinds import KINDS
+from titancli.runs import RunFolder
+
+if TYPE_CHECKING:
+    from titancli.checkpoint.manifest import Verify
+
+logger = logging.getLogger(__name__)
+
+JOIN_SECONDS = 300
+"""How long ranks wait for each other, at the start and in a collective."""
+
+
+# ---------------------------------------------------------------------------------------------- recipes
+
+
+class Parts(TypedDict, total=False):
+    """What an engine may be built from beside its model: components' configs, and sections of a recipe."""
+
+    optimizer: Any
+    loss: Any
+    converters: Sequence[Any]
+    parallelize: Any
+    training: Training
+    lr_scheduler: LRScheduler
+    mesh: Mesh
+    pipeline: Pipeline
+    activation_checkpoint: ActivationCheckpoint
+    compile: Compile
+    stability: Stability
+    debug: Debug
+    weights: str | Path | None
+
+
+SLOTS = {"model": "model", "optimizer": "optimizer", "loss": "loss", "parallelize": "parallelize"}
+SLOTS |= {"converters": "converter"}
+"""The parts that are components, and their kinds."""
+
+
+def recipe_from(recipe: Recipe | str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """A checked recipe; that of a run or of a checkpoint begins with its weights.
+
+    Args:
+        recipe: a path, a bundled name, a run folder (its newest good checkpoint), a checkpoint; or a Recipe,
+            which is taken as it is.
+        overrides: as on the command line, `"optimizer.lr=1e-4"`.
+
+    Raises:
+        RecipeError: there is none, or everything that is wrong with it.
+        EnvironmentProblem: a run without a good checkpoint, or a checkpoint without a recipe.
+        UsageError: overrides beside a Recipe.
+    """
+    if isinstance(recipe, Recipe):
+        if overrides:
+            raise UsageError(
+                "overrides go with a recipe that is named, and this one is an object",
+                hint="change it with dataclasses.replace",
+            )
+        return recipe
+    if not isinstance(recipe, str | Path):
+        raise UsageError(
+            f"an engine is built from a recipe, not from a {type(recipe).__name__}",
+            hint='give a path, a name such as "llama3_debug", or a Recipe; or use Engine.of(model, ...)',
+        )
+    folder = Path(recipe)
+    is_checkpoint = (folder / MANIFEST).is_file()
+    if is_checkpoint and not (folder / LOCK).is_file():
+        raise EnvironmentProblem(
+            f"the checkpoint {folder} carries no recipe",
+            hint=f'name a recipe of its model, with the override "weights={folder}"',
+        )
+    loaded = load_recipe(recipe, overrides).recipe
+    own_weights = any(override.partition("=")[0].strip() == "weights" for override in overrides)
+    if own_weights or not (is_checkpoint or RunFolder.is_run(folder)):
+        return loaded
+    checkpoint = dataclasses.replace(loaded.checkpoint, initial_load_model_only=True, exclude_from_loading=[])
+    start = checkpoint_of(folder, verify=loaded.checkpoint.verify)
+    return dataclasses.replace(loaded, weights=start, checkpoint=checkpoint)
+
+
+def checkpoint_of(folder: Path, *, verify: Verify = "full") -> Path:
+    """A checkpoint as it is; of a run the newest good one, as rank 0 sees it. Collective for a run.
+
+    Raises:
+        EnvironmentProblem: the run has none.
+    """
+    if (folder / MANIFEST).is_file() or not RunFolder.is_run(folder):
+        return folder.absolute()
+
+    def look() -> Path:
+        found = newest_good(folder.absolute() / "checkpoints", verify=verify, rejected=logger.warning)
+        if found is None:
+            raise EnvironmentProblem(
+                f"the run {folder} has no good checkpoint to take weights from",
+                hint=f"for its recipe and initial weights name {folder / LOCK}",
+            )
+        return found
+
+    return comm.on_rank_zero(look)
+
+
+def recipe_of(model: Any, parts: Parts) -> Recipe:
+    """A recipe out of parts, with the defaults of a recipe for the rest; a constant learning rate and one
+    step where no `training` says how long the schedule is.
+
+    Raises:
+        UsageError: a part that there is not, that is of another kind, or a class in place of its instance.
+    """
+    if unknown := [name for name in parts if name not in Parts.__annotations__]:
+        raise UsageError(
+            f"Engine.of takes no {' and no '.join(unknown)}",
+            hint=f"its parts are model, {', '.join(Parts.__annotations__)}",
+        )
+    if "lr_scheduler" in parts and "training" not in parts:
+        raise UsageError(
+            "a schedule needs its length", hint="give training=Training(steps=...) with lr_scheduler"
+        )
+    given: dict[str, Any] = {"model": model, **parts}
+    for name, kind in SLOTS.items():
+        values = given.get(name, [])
+        for value in values if name == "converters" else [values] if name in given else []:
+            _check_kind(name, value, kind)
+    given["converters"] = list(parts.get("converters", ()))
+    for kind in ("optimizer", "loss", "parallelize"):
+        given.setdefault(kind, _default(kind))
+    given.setdefault("training", Training(steps=1, seq_len=min(2048, getattr(model, "max_seq_len", 2048))))
+    given.setdefault("lr_scheduler", LRScheduler(warmup_steps=0, decay_ratio=0.0, min_lr_factor=1.0))
+    weights = parts.get("weights")
+    given["weights"] = None if weights is None else Path(weights).absolute()
+    return Recipe(tokenizer=None, dataset=None, loop=_default("loop"), launcher=None, **given)
+
+
+def _default(kind: str) -> Any:
+    return current().find(kind, str(KINDS[kind].default))()
+
+
+def _check_kind(name: str, value: Any, kind: str) -> None:
+    info = component_info(value) if hasattr(value, "__component__") else None
+    if info is None or info.kind != kind:
+        what = f"a {info.kind}" if info else f"a {type(value).__name__}"
+        raise UsageError(f"{name}: this is {what}, not the config of a {kind} component")
+    if isinstance(value, type):
+        raise UsageError(f"{name}: {value.__name__} is a class", hint=f"write {value.__name__}(...)")
+
+
+# ---------------------------------------------------------------------------------------- process group
+
+_members: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The engines that use a process group that was made here."""
+_made_here = False
+_excepthook: Any = None
+"""What torch puts the rank's number before, for as long as the group lives."""
+
+
+def join(device: torch.device | str | None) -> torch.device:
+    """Make sure that there is a process group, and take a device.
+
+    Where none is initialised: one of the ranks that torchrun has started, or of this process alone.
+
+    Raises:
+        EnvironmentProblem: the other ranks cannot be met, or there are fewer GPUs than ranks.
+    """
+    global _made_here, _excepthook
+    if dist.is_initialized():
+        return torch.device(device) if device is not None else _present_device()
+    place = Place.from_environment()
+    chosen = torch.device(device) if device is not None else comm.choose_device(place.local_rank)
+    if chosen.type == "cuda" and chosen.index is None:
+        chosen = comm.choose_device(place.local_rank)
+    _excepthook = sys.excepthook
+    try:
+        comm.init_process_group(
+            chosen,
+            rank=place.rank,
+            world=place.world,
+            restart=place.restart,
+            timeout_seconds=JOIN_SECONDS,
+        )
+    except (ValueError, RuntimeError) as error:
+        raise EnvironmentProblem(
+            f"rank {place.rank} of {place.world} cannot meet the others: {str(error).splitlines()[0]}",
+            hint="start the ranks with torchrun; for one alone unset RANK and WORLD_SIZE",
+        ) from error
+    _made_here = True
+    return chosen
+
+
+def enlist(engine: Any) -> None:
+    """The engine uses the process group; where that was made here, its last engine's `leave` ends it."""
+    if _made_here:
+        _members.add(engine)
+
+
+def leave(engine: Any = None) -> None:
+    """The engine, if one was built, does not use the process group any more."""
+    global _made_here
+    if engine is not None:
+        _members.discard(engine)
+    if _made_here and not _members:
+        _made_here = False
+        if dist.is_initialized():
+            dist.destroy_process_group()
+            forget_meshes()
+        sys.excepthook = _excepthook
+
+
+def _present_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,89 @@
+"""The module under training as something to sample from: its parameters gathered once, its forwards plain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from titancli.errors import TitanError
+
+if TYPE_CHECKING:
+    from titancli.engine.core import Core
+
+FSDP = "torch.distributed.fsdp"
+"""Where the hooks come from that gather parameters before a forward and free them after it."""
+
+
+def refuse_layout(engine: Core) -> None:
+    """
+    Raises:
+        TitanError: the layout, or the model, cannot be sampled from.
+    """
+    degrees = engine.mesh.degrees
+    for name, why in {
+        "tp": "its ranks keep parts of the sequence, and a token that comes alone has none",
+        "cp": "each rank would have a part of the row that grows",
+        "pp": "each rank has only some stages of the model",
+        "ep": "its ranks would have to sample in step, token for token",
+    }.items():
+        if (degree := getattr(degrees, name)) > 1:
+            raise TitanError(
+                f"sampling: a model under mesh.{name} = {degree} cannot be sampled from: {why}",
+                hint=f"write mesh.{name} = 1, or hand engine.weights() to a generator of its own",
+            )
+    if not hasattr(engine.model, "new_cache"):
+        raise TitanError(
+            f"sampling: {type(engine.model).__name__} cannot generate: it has no new_cache",
+            hint="what a model needs for that is in titancli.registry.kinds.Model",
+        )
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Have all parameters whole on every rank, and forwards run as they are written: without FSDP2's hooks,
+    compiled code and activation checkpointing. All of it is put back. Collective at its beginning."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+                stack.callback(module.reshard)
+        for module in model.modules():
+            stack.enter_context(_without_fsdp_hooks(module))
+        for block in model.layers.values():  # type: ignore[operator]
+            stack.enter_context(_as_written(block))
+        yield
+
+
+@contextmanager
+def _without_fsdp_hooks(module: nn.Module) -> Iterator[None]:
+    # They would find everything gathered already, and take as long as a small layer does.
+    registries: list[Any] = [module._forward_pre_hooks, module._forward_hooks]
+    kept = [dict(registry) for registry in registries]
+    try:
+        for registry in registries:
+            for key, hook in list(registry.items()):
+                if str(getattr(hook, "__module__", "")).startswith(FSDP):
+                    del registry[key]
+        yield
+    finally:
+        for registry, hooks in zip(registries, kept, strict=True):
+            registry.clear()
+            registry.update(hooks)
+
+
+@contextmanager
+def _as_written(block: Any) -> Iterator[None]:
+    """Without what stands on the instance before its class's methods: compiled code, checkpointing."""
+    methods = [(block, "forward"), *(block.parts() if hasattr(block, "parts") else ())]
+    replaced = [(m, name, vars(m)[name]) for m, name in methods if name in vars(m)]
+    try:
+        for module, name, _ in replaced:
+            vars(module).pop(name, None)
+        yield
+    finally:
+        for module, name, method in replaced:
+            setattr(module, name, method)
