@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-from titancli.registry.component import component
+from titancli.registry.component import component, component_info
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Compile, Recipe
@@ -33,10 +33,9 @@ class Decoder:
         if self.async_tp and not _inductor(recipe.compile):
             needed = 'compile.enable = true, compile.backend = "inductor", "model" in compile.components'
             yield "async_tp", f"async_tp needs {needed}"
-        documents = getattr(recipe.dataset, "document_mask", False)
-        if self.context_parallel == "ring" and recipe.mesh.cp > 1 and documents:
-            message = "the ring cannot keep attention within documents: dataset.document_mask is true"
-            yield "context_parallel", f'{message}; write "allgather" or "ulysses"'
+        if self.context_parallel == "ring" and recipe.mesh.cp > 1:
+            for message in _not_around_a_ring(recipe):
+                yield "context_parallel", f'{message}; write "allgather" or "ulysses"'
 
     def needs_gpu(self) -> Iterator[tuple[str, str]]:
         """Fields that cannot be had without a GPU, with the reason."""
@@ -44,6 +43,20 @@ class Decoder:
             yield "cpu_offload", "cpu_offload moves parameters between the CPU and a GPU"
         if self.async_tp:
             yield "async_tp", "async_tp lets GPUs read each other's memory"
+
+
+def _not_around_a_ring(recipe: Recipe) -> Iterator[str]:
+    if getattr(recipe.dataset, "document_mask", False):
+        yield "the ring cannot keep attention within documents: dataset.document_mask is true"
+    shape = getattr(recipe.model, "shape", None)
+    layers = [block.attention for block in shape().blocks] if callable(shape) else []
+    if any(layer.head_dim != layer.value_dim for layer in layers):
+        name = component_info(recipe.model).name
+        yield f"the ring passes keys and values of one width around, and the model {name} has others"
+    more = {"sinks": "sinks", "window": "sliding windows", "chunk": "chunks"}
+    found = [what for field, what in more.items() if any(getattr(layer, field) for layer in layers)]
+    if found:
+        yield f"the ring computes plain attention, and the model's has {', '.join(found)}"
 
 
 def _inductor(section: Compile) -> bool:
