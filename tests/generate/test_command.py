@@ -215,6 +215,8 @@ def test_json_is_one_document(generated: Generated, checkpoint: Path) -> None:
         "samples": 2,
         "batch_size": 16,
         "bos": False,
+        "chat": False,
+        "system": None,
     }
     [row] = document["prompts"]
     assert (row["prompt"], row["tokens"], len(row["completions"])) == ("x", 1, 2)

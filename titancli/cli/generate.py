@@ -76,6 +76,8 @@ class Number(click.ParamType):
     show_default=True,
     help="Completions made together.",
 )
+@click.option("--chat", is_flag=True, help="A prompt is what a user says: apply the chat template.")
+@click.option("--system", metavar="TEXT", help="With --chat: the system message before it.")
 @click.option("--bos/--no-bos", default=None, help="Begin with the tokenizer's bos.  [default: as trained]")
 @click.option(
     "--tokenizer", metavar="FOLDER|NAME", help="Where SRC has none, or another: a folder, or byte, for one."
@@ -96,6 +98,7 @@ def command(src: Path, prompt: str | None, file: Path | None, as_json: bool, **o
 
     \b
     titan generate runs/mine "def main("
+    titan generate runs/tuned --chat "What is 2 + 3?"
     titan generate ./Llama-3.2-1B --prompts questions.jsonl --temperature 0 --json
     """
     from titancli.generate.prompts import read_prompts
@@ -107,6 +110,10 @@ def command(src: Path, prompt: str | None, file: Path | None, as_json: bool, **o
             f"-n {options['samples']} with temperature 0 makes equal completions",
             hint="give a --temperature above 0",
         )
+    if options["system"] is not None and not options["chat"]:
+        raise UsageError("--system is for conversations", hint="add --chat")
+    if options["chat"] and options["bos"] is not None:
+        raise UsageError("--chat: the chat template says how a text begins", hint="leave --bos out")
     return _generate(src, read_prompts(prompt, file), as_json, **options)
 
 
@@ -120,6 +127,8 @@ def _generate(
     tokenizer: str | None,
     model_component: str | None,
     bos: bool | None,
+    chat: bool,
+    system: str | None,
     temperature: float,
     top_k: int | None,
     top_p: float,
@@ -128,14 +137,14 @@ def _generate(
     import torch
 
     from titancli.generate.complete import Request, complete
-    from titancli.generate.source import choose_device, encode, find_source, load_model
+    from titancli.generate.source import choose_device, encode, encode_chat, find_source, load_model
     from titancli.rl.sampling import Sampling
 
     place = choose_device(device)
     dtype = dtype or ("float32" if place.type == "cpu" else "bfloat16")
     started = time.monotonic()
     source = find_source(src, tokenizer=tokenizer, component=model_component, say=note)
-    prompts = encode(source, texts, bos=bos)
+    prompts = encode_chat(source, texts, system=system) if chat else encode(source, texts, bos=bos)
     request = Request(Sampling(temperature, top_k, top_p), **rest)
     length = max(map(len, prompts)) + request.max_new_tokens
     model = load_model(source, seq_len=length, device=place, dtype=getattr(torch, dtype))
@@ -155,6 +164,7 @@ def _generate(
     if as_json:
         facts = {"source": str(source.folder), "model": source.name, "device": place.type, "dtype": dtype}
         settings = {**asdict(request.sampling), **rest, "bos": source.bos if bos is None else bos}
+        settings |= {"chat": chat, "system": system}
         rows = _rows(texts, prompts, made, request.samples)
         timing = {"tokens": tokens, "seconds": seconds, "tokens_per_second": speed}
         print_json("generation", {**facts, "settings": settings, "prompts": rows, **timing})

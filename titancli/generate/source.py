@@ -157,12 +157,32 @@ def encode(source: Source, texts: Sequence[str], *, bos: bool | None = None) -> 
         UsageError: the tokenizer has no bos, or a prompt leaves no room in the model's context.
         EnvironmentProblem: the tokenizer is another model's.
     """
-    tokenizer, config = source.tokenizer, source.config
+    tokenizer = source.tokenizer
     bos_id = getattr(tokenizer, "bos_id", None)
     if bos and bos_id is None:
         raise UsageError("--bos: the tokenizer has no bos", hint="leave it out")
     first = [bos_id] if bos_id is not None and (source.bos if bos is None else bos) else []
     prompts = [first + ids or [tokenizer.eos_id] for ids in tokenizer.encode_batch(list(texts))]
+    return _fitting(source.config, prompts)
+
+
+def encode_chat(source: Source, texts: Sequence[str], *, system: str | None = None) -> list[list[int]]:
+    """Token ids of conversations in which a user has said each text, up to where the answer begins.
+
+    Raises:
+        RecipeError: the tokenizer has no chat template, or it takes no system message.
+        UsageError, EnvironmentProblem: as in `encode`.
+    """
+    before = [] if system is None else [{"role": "system", "content": system}]
+    prompts = [
+        source.tokenizer.chat([*before, {"role": "user", "content": text}], add_generation_prompt=True)
+        for text in texts
+    ]
+    return _fitting(source.config, prompts)
+
+
+def _fitting(config: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """The prompts, if the model has their tokens and room for them."""
     vocab_size, longest = getattr(config, "vocab_size", None), getattr(config, "max_seq_len", None)
     for number, prompt in enumerate(prompts, start=1):
         which = "the prompt" if len(prompts) == 1 else f"prompt {number}"
