@@ -256,14 +256,17 @@ class HFReader:
         return torch.empty(entry.shape, dtype=TORCH_DTYPE[entry.dtype], device="meta")
 
     def _find(self) -> dict[str, tuple[str, Entry]]:
-        """Every tensor's file and entry."""
+        """Every tensor's file and entry, by the name that the form knows it by."""
         if (self.folder / INDEX).is_file():
             names = self._indexed()
         elif (self.folder / WEIGHTS).is_file():
             names = [WEIGHTS]
         else:
             raise self._no_weights()
-        return {key: (name, entry) for name in names for key, entry in self._files.header(name).items()}
+        known_as = getattr(self.form, "known_as", lambda hf_name: hf_name)
+        return {
+            known_as(key): (name, entry) for name in names for key, entry in self._files.header(name).items()
+        }
 
     def _indexed(self) -> list[str]:
         path = self.folder / INDEX

@@ -135,7 +135,9 @@ class HFForm(Protocol):
     """A model's Hugging Face form: what `hf=` of `@component` returns for a config.
 
     Transforms work on one tensor at a time, so that memory grows with the largest tensor only. A form may
-    have `copy_of(hf_name) -> str | None` too: the Hugging Face tensor that an ignored one must be equal to.
+    have `copy_of(hf_name) -> str | None` too: the Hugging Face tensor that an ignored one must be equal to;
+    and `known_as(hf_name) -> str`: under which of its own names it knows a tensor that some folders have under
+    another one.
     """
 
     def to_hf(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:

@@ -1,0 +1,143 @@
+"""Llama 4's config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from annotated_types import Gt
+
+from titancli.models.menu.decoder import DecoderConfig
+from titancli.models.menu.llama3 import RopeScaling
+from titancli.models.menu.moe import MoE
+from titancli.models.shape import Block, Decoder, block, grouped_query, swiglu
+from titancli.registry.component import component, section
+
+if TYPE_CHECKING:
+    from titancli.recipe.schema import Recipe
+
+
+@section
+class AttnTemperature:
+    """Sharper attention for queries that see much (arXiv 2501.19399, as Llama 4 has it): they are multiplied
+    by 1 + attn_scale · ln(1 + ⌊(position + 1) / floor_scale⌋)."""
+
+    floor_scale: Annotated[int, Gt(0)] = 8192
+    """Tokens of a step of the floor."""
+    attn_scale: Annotated[float, Gt(0)] = 0.1
+    """What the logarithm counts for."""
+
+
+_ROUTING = {
+    "top_k": 1,
+    "score_func": "sigmoid",
+    "score_before_experts": True,
+    "num_shared_experts": 1,
+    "load_balance_coeff": 1e-3,
+}
+_ROPE = {"factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0, "original_max_position": 8192}
+_DEBUG = dict(
+    dim=256,
+    n_layers=6,
+    n_heads=16,
+    hidden_dim=768,
+    vocab_size=2048,
+    interleave_moe_layer_step=2,
+    rope_scaling=_ROPE,
+    moe=dict(_ROUTING, num_experts=8, hidden_dim=512),
+)
+_17B = dict(dim=5120, n_layers=48, n_heads=40, n_kv_heads=8, vocab_size=202048)
+_16E = dict(
+    _17B, max_seq_len=10485760, rope_scaling=_ROPE, moe=dict(_ROUTING, num_experts=16, hidden_dim=8192)
+)
+_128E = dict(
+    _17B, hidden_dim=16384, interleave_moe_layer_step=2, moe=dict(_ROUTING, num_experts=128, hidden_dim=8192)
+)
+_IROPE = dict(every_n_layers_nope=4, fixed_attn_block_size=8192)
+
+
+@component("model", "llama4", target="titancli.models.llama4:build", hf="titancli.models.llama4:Llama4HF")
+class Llama4(DecoderConfig):
+    """Llama 4, its text model: mixture of experts with a shared one, local attention between blocks without
+    RoPE (iRoPE).
+
+    The flavors norm no queries and keys and have no attention temperature, as in torchtitan. Meta's release
+    has both (`qk_norm` in Scout alone): `config.json` of a Hugging Face folder says so.
+    """
+
+    hidden_dim: Annotated[int, Gt(0)] | None = None
+    """Width inside the feed-forward of blocks without experts; None: every block has experts."""
+    moe: MoE
+    """The experts."""
+    interleave_moe_layer_step: Annotated[int, Gt(0)] = 1
+    """Of so many blocks the last has experts."""
+    every_n_layers_nope: Annotated[int, Gt(0)] | None = None
+    """Of so many blocks the last has no RoPE; None: all have it."""
+    fixed_attn_block_size: Annotated[int, Gt(0)] | None = None
+    """In blocks with RoPE a token sees only its own chunk of so many tokens; None: all before it."""
+    qk_norm: bool = False
+    """Whether queries and keys are normed (RMS, without weights) after RoPE, in blocks that have it."""
+    attn_temperature: AttnTemperature | None = None
+    """How blocks without RoPE sharpen the attention of late queries; None: not at all."""
+    max_seq_len: Annotated[int, Gt(0)] = 1048576
+    rope_theta: Annotated[float, Gt(0)] = 500000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: Annotated[float, Gt(0)] = 1e-5
+
+    flavors: ClassVar[dict[str, dict[str, Any]]] = {
+        "debugmodel": _DEBUG,
+        "debugmodel_irope": dict(_DEBUG, every_n_layers_nope=4, fixed_attn_block_size=256),
+        "17bx16e": _16E,
+        "17bx16e_irope": dict(_16E, **_IROPE),
+        "17bx128e": _128E,
+        "17bx128e_irope": dict(_128E, **_IROPE),
+    }
+
+    def has_experts(self, number: int) -> bool:
+        """Whether the block of this number (from 0) has experts."""
+        return (number + 1) % self.interleave_moe_layer_step == 0
+
+    def has_rope(self, number: int) -> bool:
+        """Whether the block of this number (from 0) has RoPE."""
+        return self.every_n_layers_nope is None or (number + 1) % self.every_n_layers_nope != 0
+
+    def shape(self) -> Decoder:
+        """The sizes of it all; see `titancli.models.shape`."""
+        whole = grouped_query(self.dim, self.n_heads, self.kv_heads, self.head_width)
+        nope = replace(whole, rotary=False, scaled=self.attn_temperature is not None)
+        rope = replace(whole, chunk=self.fixed_attn_block_size, qk_norm=self.qk_norm)
+        dense = swiglu(self.dim, self.hidden_dim or 0)
+        experts = self.moe.shape(self.dim, joined=True)
+        made: dict[tuple[bool, bool], Block] = {}  # blocks that are alike are one, and computed once
+
+        def kind(number: int) -> Block:
+            key = (self.has_rope(number), self.has_experts(number))
+            if key not in made:
+                made[key] = block(self.dim, rope if key[0] else nope, experts if key[1] else dense)
+            return made[key]
+
+        return Decoder(self.dim, self.vocab_size, tuple(map(kind, range(self.n_layers))), tied=self.tied)
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        yield from super().check(recipe)
+        step = self.interleave_moe_layer_step
+        if step > self.n_layers:
+            message = f"none of the {self.n_layers} blocks would have experts"
+            yield "interleave_moe_layer_step", message
+        if step > 1 and self.hidden_dim is None:
+            yield "hidden_dim", "blocks without experts (interleave_moe_layer_step) need a hidden_dim"
+        if step == 1 and self.hidden_dim is not None:
+            yield "hidden_dim", "every block has experts, whose width is moe.hidden_dim; remove hidden_dim"
+        if self.attn_temperature is not None and self.every_n_layers_nope is None:
+            yield (
+                "attn_temperature",
+                "blocks without RoPE have it, and there are none: see every_n_layers_nope",
+            )
+        for key, message in self.moe.problems():
+            yield f"moe.{key}", message
+
+    @property
+    def n_experts(self) -> int:
+        """What mesh.ep must divide."""
+        return self.moe.num_experts
