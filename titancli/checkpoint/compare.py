@@ -49,7 +49,9 @@ def logit_difference(
     for name, tensor in named_state(ours):
         value = reader.read(name)
         put(tensor, value.to(dtype) if dtype else value)
-    tokens = torch.randint(0, model.vocab_size, VERIFY_SHAPE, generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, ours.output.weight.shape[0], VERIFY_SHAPE, generator=torch.Generator().manual_seed(0)
+    )
     logits = ours.float().eval()(tokens=tokens)
     del ours
     theirs = load_in_transformers(hf_folder)

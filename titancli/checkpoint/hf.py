@@ -141,7 +141,8 @@ def _texts(
     for entry in (entry for job in jobs for entry in job.entries):
         sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.nbytes
     ids = {"bos_token_id": bos_id, "eos_token_id": eos_id}
-    config = {**form.config_json(), **ids}
+    # A form may keep those of a config.json that it read, for when no tokenizer says them.
+    config = {**ids, **form.config_json(), **{key: i for key, i in ids.items() if i is not None}}
     if sizes:
         config["dtype"] = str(TORCH_DTYPE[max(sizes, key=lambda name: sizes[name])]).removeprefix("torch.")
     texts = {"config.json": config}

@@ -88,12 +88,14 @@ def _by_type(components: Iterable[tuple[str, type]], model_type: str) -> type:
     """The one model whose Hugging Face form reads a model_type."""
     found: dict[str, type] = {}
     offered: list[str] = []
+    willing: list[str] = []
     for name, cls in components:
         hf = component_info(cls).hf
         if hf is not None:
             form: Any = load_target(hf)
-            reads = getattr(form, "model_types", None) or (form.model_type,)
+            reads = form.model_types if hasattr(form, "model_types") else (form.model_type,)
             offered += reads
+            willing += [] if reads else [name]
             if model_type in reads:
                 found[name] = cls
     if len(found) == 1:
@@ -105,7 +107,10 @@ def _by_type(components: Iterable[tuple[str, type]], model_type: str) -> type:
         )
     raise PluginError(
         f"no installed model reads model_type {model_type!r} (there are: {', '.join(sorted(set(offered)))})",
-        hint="install a plugin that offers it, or name a model with --model-component",
+        hint="install a plugin that offers it, or name a model that takes others too: "
+        + " or ".join(f"--model-component {name}" for name in willing)
+        if willing
+        else "install a plugin that offers it, or name a model with --model-component",
     )
 
 

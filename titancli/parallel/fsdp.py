@@ -44,10 +44,7 @@ def shard(
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     reshard = _reshards(mesh, reshard_after_forward)
-    names = [name for name, _ in model.named_children()]
-    at = names.index("layers")
-    front = [getattr(model, name) for name in names[:at]]
-    back = [getattr(model, name) for name in names[at + 1 :]]
+    front, back = _around(model, model.layers)  # type: ignore[arg-type]
     for experts in model.experts.values():  # type: ignore[operator]
         fully_shard(
             experts,
@@ -74,6 +71,24 @@ def shard(
             # fails on gloo, the second still divides by the ranks.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _around(model: nn.Module, layers: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """What has parameters before the blocks, and after them, on every level of modules above them."""
+    front: list[nn.Module] = []
+    back: list[nn.Module] = []
+    above = model
+    while above is not layers:
+        children = list(above.children())
+        at = next(i for i, child in enumerate(children) if layers in child.modules())
+        front += children[:at]
+        back = [*children[at + 1 :], *back]
+        above = children[at]
+    return _with_parameters(front), _with_parameters(back)
+
+
+def _with_parameters(modules: list[nn.Module]) -> list[nn.Module]:
+    return [module for module in modules if next(module.parameters(), None) is not None]
 
 
 def _reshards(mesh: DeviceMesh, reshard_after_forward: str) -> bool:

@@ -106,8 +106,9 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def _styles(model: nn.Module) -> Iterator[tuple[str, str]]:
     plan: Mapping[str, str] = model.tensor_plan  # type: ignore[assignment]
+    added = dict(_added_styles(model, plan))
     for name, _ in model.named_parameters(remove_duplicate=False):
-        style = next((style for pattern, style in plan.items() if fnmatchcase(name, pattern)), None)
+        style = added.get(name) or _planned(name, plan)
         if style is None:
             raise TitanError(
                 f"the model's tensor_plan has no style for {name}",
@@ -120,6 +121,18 @@ def _styles(model: nn.Module) -> Iterator[tuple[str, str]]:
             )
         if style != "expert":  # cut over another mesh
             yield name, style
+
+
+def _planned(name: str, plan: Mapping[str, str]) -> str | None:
+    return next((style for pattern, style in plan.items() if fnmatchcase(name, pattern)), None)
+
+
+def _added_styles(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Of parameters that a converter has added to modules, which follow from the style of their weight."""
+    for path, module in model.named_modules():
+        if path and callable(own := getattr(module, "tensor_plan", None)):
+            for name, style in own(_planned(f"{path}.weight", plan)).items():
+                yield f"{path}.{name}", style
 
 
 def _distribute(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str]) -> None:
@@ -155,8 +168,9 @@ def _prepare(path: str, module: Any, styles: Mapping[str, str], group: Group) ->
     if hasattr(module, "tensor_parallel"):
         # The output, a converter's linear, a router, …: it knows best what its parts are worth.
         module.tensor_parallel(group, style)
-    elif type(module) is nn.Embedding and style == "vocab":
-        _make(path, module, _VocabEmbedding)._tensor_group = group
+    elif isinstance(module, nn.Embedding) and style == "vocab":
+        kind: Any = type(module)
+        _make(path, module, _vocabulary_of(kind))._tensor_group = group
     elif type(module) is nn.Linear:
         _make(path, module, _Linear)._adds_bias = group.rank == 0 or style != "row"
     elif type(module) is nn.RMSNorm:
@@ -189,19 +203,56 @@ def _make(path: str, module: Any, kind: type[nn.Module]) -> Any:
     return module
 
 
+def with_local_parameters(module: Any) -> None:
+    """Have a module's own forward find local parameters, whatever it does with them: for one that works on
+    single tokens, and whose parameters stay whole."""
+    kind: Any = type(module)
+    module.__class__ = _local_of(kind)
+
+
+@cache
+def _local_of(kind: Any) -> type[nn.Module]:
+    return type(kind.__name__, (_OnLocal, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+class _OnLocal(nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        kept: dict[str, Any] = {name: p for name, p in self._parameters.items() if isinstance(p, DTensor)}
+        if not kept:  # they are local already: see on_local_parameters
+            return super().forward(*args, **kwargs)
+        try:
+            for name, parameter in kept.items():
+                # No nn.Parameter, but what autograd leads from here to the DTensor.
+                self._parameters[name] = local(parameter)  # type: ignore[assignment]
+            return super().forward(*args, **kwargs)
+        finally:
+            self._parameters.update(kept)
+
+
 @cache
 def _region_of(kind: Any) -> type[nn.Module]:
     return type(kind.__name__, (_Region, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
 class _Region(nn.Module):
-    """Enters with a part of the sequence, and leaves with a part of the sum."""
+    """Enters with a part of the sequence, and leaves with a part of the sum.
+
+    That part is the first argument, or `hidden_states`, and what comes out or the first of what does: so
+    transformers' modules have it.
+    """
 
     _tensor_group: Group
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         group = self._tensor_group
-        return reduce_scatter(super().forward(gather(x, SEQUENCE, group), *args, **kwargs), SEQUENCE, group)
+        if args:
+            args = (gather(args[0], SEQUENCE, group), *args[1:])
+        else:
+            kwargs["hidden_states"] = gather(kwargs["hidden_states"], SEQUENCE, group)
+        out = super().forward(*args, **kwargs)
+        if isinstance(out, tuple):
+            return reduce_scatter(out[0], SEQUENCE, group), *out[1:]
+        return reduce_scatter(out, SEQUENCE, group)
 
 
 class _Linear(nn.Linear):
@@ -237,5 +288,20 @@ class _VocabEmbedding(nn.Embedding):
         weight = local(self.weight)
         ids = tokens - self._tensor_group.rank * weight.shape[0]
         mine = (ids >= 0) & (ids < weight.shape[0])
-        found = embedding(ids.clamp(0, weight.shape[0] - 1), weight)
+        found = embedding(ids.clamp(0, weight.shape[0] - 1), weight, self._padding_row(weight.shape[0]))
         return reduce_scatter(torch.where(mine[..., None], found, 0.0), SEQUENCE, self._tensor_group)
+
+    def _padding_row(self, rows: int) -> int | None:
+        """Which of this rank's rows gets no gradient, if it is here."""
+        row = -1 if self.padding_idx is None else self.padding_idx - self._tensor_group.rank * rows
+        return row if 0 <= row < rows else None
+
+
+@cache
+def _vocabulary_of(kind: Any) -> type[nn.Module]:
+    """For a class of embedding that does more: its own forward, above the one for a part of the rows."""
+    if kind is nn.Embedding:
+        return _VocabEmbedding
+    return type(
+        kind.__name__, (kind, _VocabEmbedding), {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    )

@@ -1,0 +1,377 @@
+"""transformers' modules, taken apart so that titan's engine can train them.
+
+What comes out of here is what transformers has for a `config.json`: the model under its output, the output,
+and what must be known of both. What would be wrong in silence is refused by name: an output that is more than
+a matrix, attention that is not causal or not torch's, random numbers in forward.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titancli.errors import RecipeError
+from titancli.models.menu.hf_causal_lm import faults
+
+ATTENTION = "titan"
+"""What transformers knows our attention by: its own SDPA, with masks that `Rows` decides."""
+STYLES = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "norm"}
+"""transformers' ways to cut a module, by ours."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What attention must know of whole rows that are trained on."""
+
+    documents: Tensor | None
+    """[B, S]; None: a row is one document."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A model of transformers, on meta, and what it is made of."""
+
+    config: Any
+    """transformers' own."""
+    base_name: str
+    base: Any
+    """A PreTrainedModel: tokens to hidden states."""
+    head_name: str
+    head: nn.Linear
+    layers_path: str
+    """Where the blocks are in the base."""
+    buffers: dict[str, Tensor]
+    """The values of all buffers of the base by name, on the CPU: on meta they would be lost."""
+
+
+def refused(values: Mapping[str, Any], what: str, hint: str | None = None) -> RecipeError:
+    return RecipeError(f"model.config: {values.get('model_type')}: {what}", hint=hint)
+
+
+def hf_config(values: Mapping[str, Any]) -> Any:
+    """transformers' config of these values.
+
+    Raises:
+        RecipeError: they ask for what is refused, or transformers does not know them.
+    """
+    with _quiet():
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    for fault in faults(values):
+        raise RecipeError(f"model.config: {fault}")
+    if values["model_type"] not in CONFIG_MAPPING:
+        import transformers
+
+        raise refused(values, f"transformers {transformers.__version__} has no such model")
+    try:
+        with _quiet():
+            return CONFIG_MAPPING[values["model_type"]].from_dict(dict(values))
+    except Exception as error:  # whatever it is, it is of what was written
+        raise refused(values, f"transformers does not take this config: {_line(error)}") from error
+
+
+def take_apart(values: Mapping[str, Any]) -> Parts:
+    """Build a model on meta, and see to it that titan can train it.
+
+    Raises:
+        RecipeError: it cannot; says why.
+    """
+    whole = _made(values)
+    config = whole.config
+    base_name = whole.base_model_prefix
+    base, head = getattr(whole, base_name, None), whole.get_output_embeddings()
+    children = dict(whole.named_children())
+    head_name = next((name for name, child in children.items() if child is head), None)
+    if base is None or head_name is None or type(head) is not nn.Linear or head.bias is not None:
+        raise refused(values, f"{type(whole).__name__} has no output that is one matrix without a bias")
+    others = [
+        name for name in children if name not in (base_name, head_name) and any(children[name].parameters())
+    ]
+    if others or any(True for _ in whole.parameters(recurse=False)):
+        raise refused(values, f"{type(whole).__name__} has parameters beside its blocks: {', '.join(others)}")
+    _refuse_more_than_a_matrix(values, whole, base, head)
+    layers_path = _longest_list(values, base)
+    _refuse_odd_blocks(values, base, base.get_submodule(layers_path))
+    return Parts(config, base_name, base, head_name, head, layers_path, _buffer_values(values, base))
+
+
+def _made(values: Mapping[str, Any]) -> Any:
+    config = hf_config(values)
+    with _quiet():
+        from transformers import AutoModelForCausalLM
+
+        known = type(config) in AutoModelForCausalLM._model_mapping
+    if not known:
+        raise refused(values, "transformers has no causal language model of this type")
+    if config.get_text_config() is not config:
+        raise refused(
+            values,
+            "a model of more than text",
+            hint="give its text_config, if transformers has a model for that",
+        )
+    try:
+        with _quiet(), torch.device("meta"):
+            _register_attention()
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=ATTENTION
+            )
+    except Exception as error:  # whatever it is, it is of what was written
+        raise refused(values, f"transformers cannot build it: {_line(error)}") from error
+    if not getattr(model, "_supports_attention_backend", False) or not model._supports_sdpa:
+        raise refused(values, f"{type(model).__name__} has an attention of its own, not that of torch")
+    return model
+
+
+def _line(error: Exception) -> str:
+    told = " ".join(str(error).split())
+    return f"{type(error).__name__}: {told[:300]}" if told else type(error).__name__
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what transformers warns of along the way: kernels that are not there, for one."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+# ------------------------------------------------------------------------------------ what is refused
+
+
+class _Anything(tuple):
+    """Stands for what a base returns: hidden states first, and None for everything else."""
+
+    last_hidden_state: Tensor
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _refuse_more_than_a_matrix(values: Mapping[str, Any], whole: Any, base: Any, head: nn.Linear) -> None:
+    """The loss is computed inside the output, from what the base returns: nothing may be done between the
+    two, or to logits afterwards. Seen by running what is around the base, on meta."""
+    hidden = torch.empty(1, 2, head.in_features, device="meta")
+    returned = _Anything((hidden,))
+    returned.last_hidden_state = hidden
+    seen: list[Tensor] = []
+    handle = head.register_forward_hook(lambda module, inputs, out: seen.extend((inputs[0], out)))
+    base.forward = lambda *args, **kwargs: returned
+    try:
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+        logits = whole(input_ids=tokens, use_cache=False).logits
+    except Exception as error:
+        raise refused(
+            values, f"{type(whole).__name__}'s forward cannot be followed: {_line(error)}"
+        ) from error
+    finally:
+        del base.forward
+        handle.remove()
+    same = len(seen) == 2 and seen[1] is logits
+    if not same or seen[0].untyped_storage()._cdata != hidden.untyped_storage()._cdata:
+        raise refused(
+            values,
+            f"between its blocks and the loss {type(whole).__name__} does something else than to multiply by "
+            "one matrix, such as scaling or capping logits, and titan's loss in chunks does not",
+        )
+
+
+def _longest_list(values: Mapping[str, Any], base: nn.Module) -> str:
+    lists = {path: len(module) for path, module in base.named_modules() if isinstance(module, nn.ModuleList)}
+    if not lists:
+        raise refused(values, f"{type(base).__name__} has no list of blocks")
+    return max(lists, key=lambda path: lists[path])
+
+
+def _refuse_odd_blocks(values: Mapping[str, Any], base: nn.Module, blocks: Any) -> None:
+    takes = inspect.signature(base.forward).parameters
+    lacking = [name for name in ("input_ids", "position_ids", "attention_mask") if name not in takes]
+    if lacking:
+        raise refused(values, f"{type(base).__name__} takes no {' and no '.join(lacking)}")
+    for block in blocks:
+        causal = [module.is_causal for module in block.modules() if hasattr(module, "is_causal")]
+        if not causal or not all(causal):
+            raise refused(values, f"{type(block).__name__} has no causal attention")
+        if any(isinstance(module, nn.Conv1d) for module in block.modules()):
+            raise refused(
+                values, f"{type(block).__name__} mixes tokens by a convolution, across documents too"
+            )
+    if draws := sorted(_random(base)):
+        keys = sorted(k for k, v in values.items() if "drop" in k and isinstance(v, float) and v > 0)
+        named = ", ".join(f"{key} = {values[key]}" for key in keys) or ", ".join(draws)
+        raise refused(
+            values,
+            f"it drops activations at random ({named}), which no step here does",
+            hint="write 0.0 for these in [model.changes]",
+        )
+
+
+def _random(base: nn.Module) -> Iterator[str]:
+    """The names of what draws random numbers in forward."""
+    for path, module in base.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            yield path.rpartition(".")[2]
+        yield from (k for k, v in vars(module).items() if "drop" in k and isinstance(v, float) and v > 0)
+
+
+# ------------------------------------------------------------------------------------------ attention
+
+
+def _register_attention() -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, ALL_ATTENTION_FUNCTIONS["sdpa"])
+    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, _mask)
+
+
+def _mask(*, config: Any, kv_length: int, q_length: int, attention_mask: Tensor | None, **rest: Any) -> Any:
+    """transformers' mask for SDPA, None where causality says it all.
+
+    In training `attention_mask` is there only so that transformers does not look for documents itself: it
+    would read positions to the host, and take every restart for a document. It holds ones, and is not read;
+    and its length is that of the row, where tensor parallel has cut hidden states along it.
+    """
+    from transformers.masking_utils import and_masks, packed_sequence_mask_function, sdpa_mask
+
+    rows: Rows | None = getattr(config, "titan_rows", None)
+    if rows is None:
+        return sdpa_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **rest)
+    if rows.documents is not None:
+        same = packed_sequence_mask_function(rows.documents)
+        rest |= {"mask_function": and_masks(rest["mask_function"], same), "allow_is_causal_skip": False}
+    return sdpa_mask(q_length=kv_length, kv_length=kv_length, attention_mask=None, **rest)
+
+
+@contextmanager
+def seen_by_attention(config: Any, rows: Rows) -> Iterator[None]:
+    """While a base runs on whole rows."""
+    config.titan_rows = rows
+    try:
+        yield
+    finally:
+        config.titan_rows = None
+
+
+# -------------------------------------------------------------------------------------------- values
+
+
+def _buffer_values(values: Mapping[str, Any], base: Any) -> dict[str, Tensor]:
+    """What transformers' own initialisation puts into each buffer; it promises to, for models that it loads.
+
+    Tried on zeros and on ones: a buffer that is left as it was is refused.
+    """
+    found: list[dict[str, Tensor]] = []
+    for number in (0, 1):
+        with torch.device("cpu"), torch.no_grad():
+            for module in base.modules():
+                own = dict(module.named_buffers(recurse=False))
+                for name, buffer in own.items():
+                    module._buffers[name] = torch.full(buffer.shape, number, dtype=buffer.dtype)
+                if own:
+                    base._init_weights(module)  # parameters are on meta, where nothing is drawn
+            found.append({name: buffer.clone() for name, buffer in base.named_buffers()})
+    left = [name for name, value in found[0].items() if not torch.equal(value, found[1][name])]
+    if left:
+        raise refused(values, f"transformers does not say what is in the buffers {', '.join(left)}")
+    base.to("meta")
+    return found[0]
+
+
+@contextmanager
+def seeded(generator: torch.Generator) -> Iterator[None]:
+    """Draw from torch's default generators as from a fresh one with this one's seed."""
+    devices = [generator.device] if generator.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(generator.initial_seed())
+        yield
+
+
+def initial_values(
+    base: Any, unit: nn.Module, path: str, generator: torch.Generator
+) -> Iterator[tuple[str, Tensor]]:
+    """Whole fp32 values of a unit's parameters, by name, as transformers would draw them.
+
+    Args:
+        base: whose `_init_weights` it is.
+        unit: on meta, and not needed afterwards.
+
+    Raises:
+        RecipeError: transformers leaves a parameter without a value.
+    """
+    unit.to_empty(device=generator.device)
+    with torch.no_grad(), torch.device(generator.device), seeded(generator):
+        for parameter in unit.parameters():
+            parameter.fill_(float("nan"))
+        unit.apply(base._init_weights)
+    for name, parameter in unit.named_parameters(prefix=path):
+        if bool(parameter.isnan().any()):
+            raise RecipeError(
+                f"model.config: transformers does not say what {name} begins with", hint="give weights"
+            )
+        yield name, parameter.detach()
+    unit.to("meta")
+
+
+# --------------------------------------------------------------------------------------- tensor parallel
+
+
+def plan_fault(values: Mapping[str, Any]) -> str | None:
+    """Why a model cannot be cut by tensor parallelism, as far as its config says; None: it may."""
+    try:
+        config = hf_config(values)
+    except RecipeError as error:
+        return error.message
+    plan = getattr(config, "base_model_tp_plan", None)
+    if not plan:
+        return f"transformers declares no tensor parallel plan for {config.model_type}"
+    other = sorted({style for style in plan.values() if style not in STYLES})
+    if other:
+        return f"transformers' plan for {config.model_type} cuts by {', '.join(other)}, which titan does not"
+    return None
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether it norms single tokens, or heads; by its name, as transformers itself finds them."""
+    own = list(module.parameters(recurse=False))
+    return "Norm" in type(module).__name__ and bool(own) and all(p.ndim == 1 for p in own)
+
+
+def tensor_plan(
+    values: Mapping[str, Any], config: Any, model: nn.Module, base_name: str, output: nn.Module
+) -> dict[str, str]:
+    """Every parameter's style, from the plan that transformers declares for modules.
+
+    Raises:
+        RecipeError: there is no plan, or a parameter of which it says nothing and that cannot stay whole.
+    """
+    if fault := plan_fault(values):
+        raise refused(values, f"mesh.tp: {fault}", hint="write mesh.tp = 1")
+    declared = {f"{base_name}.{pattern}": style for pattern, style in config.base_model_tp_plan.items()}
+    embedding = model.get_submodule(base_name).get_input_embeddings()  # type: ignore[operator]
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        own = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
+        style = next((STYLES[s] for pattern, s in declared.items() if fnmatchcase(path, pattern)), None)
+        if module in (output, embedding):
+            style = "vocab"
+        elif style in ("column", "row"):
+            style = style if type(module) is nn.Linear else None
+        elif is_norm(module):
+            style = "norm"
+        if own and style is None:
+            kind = type(module).__name__
+            what = f"mesh.tp: {path} ({kind}) is neither a norm nor a matrix in transformers' plan"
+            raise refused(values, what, hint="write mesh.tp = 1")
+        found |= dict.fromkeys(own, style or "")
+    return found

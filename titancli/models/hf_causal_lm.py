@@ -1,0 +1,327 @@
+"""Any causal language model of transformers, trained by titan's engine; and its Hugging Face form.
+
+The modules are transformers' own, under their own names, so that a folder's tensors are the parameters as
+they are. What is titan's: the output, with the loss inside it; the masks of documents; initial values that do
+not depend on the layout; and the styles of tensor parallel, from the plan that transformers declares.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from titancli.errors import EnvironmentProblem
+from titancli.models.blocks.head import Output
+from titancli.models.blocks.hf_modules import (
+    Rows,
+    initial_values,
+    is_norm,
+    seen_by_attention,
+    take_apart,
+    tensor_plan,
+)
+from titancli.models.blocks.init import fill
+from titancli.models.menu.hf_causal_lm import HFCausalLM, encoded, faults
+from titancli.parallel.tensor import with_local_parameters
+
+if TYPE_CHECKING:
+    from titancli.data.batch import Batch
+    from titancli.losses.result import LossResult
+    from titancli.parallel.collectives import Group
+    from titancli.registry.kinds import Loss
+
+
+class Blocks(nn.ModuleList):
+    """A list of blocks that can be asked as the dict that a model's `layers` is."""
+
+    def items(self) -> Iterable[tuple[str, nn.Module]]:
+        return list(self._modules.items())
+
+    def values(self) -> Iterable[nn.Module]:
+        return list(self)
+
+
+class TransformersModel(nn.Module):
+    """The children of a transformers `…ForCausalLM`, under their names."""
+
+    inputs = ("tokens", "positions", "document_ids")
+    sequence_dim: ClassVar = {"tokens": 1, "positions": 1}
+    experts: ClassVar[dict[str, nn.Module]] = {}
+
+    def __init__(self, config: HFCausalLM) -> None:
+        """On meta; see `build`."""
+        super().__init__()
+        self.config = config
+        parts = take_apart(config.values)
+        self._parts = parts
+        output = Output(parts.head.in_features, parts.head.out_features)
+        output.weight = parts.head.weight  # the embedding's, where they are tied
+        self.add_module(parts.base_name, parts.base)
+        self.add_module(parts.head_name, output)
+        self.layers.__class__ = Blocks
+        for module in filter(is_norm, parts.base.modules()):
+            module.tensor_parallel = partial(_cut_norm, module)
+
+    @property
+    def base(self) -> Any:
+        """Tokens to hidden states."""
+        return getattr(self, self._parts.base_name)
+
+    @property
+    def output(self) -> Output:
+        return getattr(self, self._parts.head_name)
+
+    @property
+    def layers(self) -> Any:
+        """The blocks."""
+        return self.base.get_submodule(self._parts.layers_path)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output uses the embedding's weight."""
+        return self.output.weight is self.base.get_input_embeddings().weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        *,
+        batch: Batch | None = None,
+        loss: Loss | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor | LossResult:
+        """Logits [B, S, V], or a LossResult when a loss is given; with a cache the last token's, [B, 1, V].
+
+        Args:
+            tokens: [B, S] int64.
+            positions: [B, S] int64; None counts from 0 in every row.
+            document_ids: [B, S]; None means that a row is one document, whatever its positions are.
+            batch: what the loss is computed on.
+            loss: computed inside the output module.
+            cache: holds the tokens before these, and is given these.
+        """
+        if cache is not None:
+            hidden = cache.extend(self.base, tokens)
+            return self.output(hidden[:, -1:])
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        with seen_by_attention(self._parts.config, Rows(document_ids)):
+            hidden = self.base(
+                input_ids=tokens,
+                position_ids=positions,
+                attention_mask=torch.ones_like(tokens),
+                use_cache=False,
+            )[0]
+        return self.output(hidden, batch, loss)
+
+    def new_cache(self, length: int, padding: Tensor | None = None) -> Cache:
+        """An empty cache for `forward(tokens, cache=…)`; its memory grows with the rows."""
+        return Cache(self._parts.config, padding)
+
+    # ------------------------------------------------------------------------------------------- values
+
+    def init_weights(self, generator_for: Callable[[str], torch.Generator]) -> None:
+        """transformers' own initial values.
+
+        A block, or what stands before or after the blocks, is drawn whole from the generator of its first
+        parameter, on a second model that has memory for one of them at a time.
+        """
+        mine = dict(self.named_parameters())
+        with torch.device("meta"):
+            plain = TransformersModel(self.config)
+        for path, unit in plain._units():
+            first = next((name for name, _ in unit.named_parameters(prefix=path)), None)
+            if first is None or first not in mine:
+                continue  # without parameters, or tied to what is drawn elsewhere
+            for name, value in initial_values(plain.base, unit, path, generator_for(first)):
+                fill(mine[name], lambda whole, value=value: whole.copy_(value))  # type: ignore[misc]
+
+    def _units(self) -> Iterable[tuple[str, nn.Module]]:
+        """Blocks, and the children beside them of every module above them, by their names."""
+        found: list[tuple[str, nn.Module]] = []
+        above: nn.Module = self
+        path = ""
+        for step in f"{self._parts.base_name}.{self._parts.layers_path}".split("."):
+            found += [(f"{path}{n}", child) for n, child in above.named_children() if n != step]
+            path, above = f"{path}{step}.", above.get_submodule(step)
+        return found + [(f"{path}{name}", block) for name, block in above.named_children()]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Buffers keep their values, and their dtype: rotary frequencies in bfloat16 would be others. Coming
+        from meta they have none yet, and are given what transformers computes."""
+        before = dict(self.base.named_buffers())
+        super()._apply(fn, recurse)
+        for name, now in list(self.base.named_buffers()):
+            if not now.is_meta:
+                path, _, key = name.rpartition(".")
+                value = self._parts.buffers[name] if before[name].is_meta else before[name]
+                self.base.get_submodule(path)._buffers[key] = value.to(now.device, copy=True)
+        return self
+
+    # -------------------------------------------------------------------------------------- what it says
+
+    @property
+    def tensor_plan(self) -> dict[str, str]:
+        """From transformers' plan. Raises RecipeError where there is none, or it has gaps."""
+        parts = self._parts
+        return tensor_plan(self.config.values, parts.config, self, parts.base_name, self.output)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """6 per matrix weight that a token meets, and 12 · layers · width of attention · seq_len.
+
+        Source: PaLM (arXiv 2204.02311), appendix B.
+        """
+        config = self._parts.config
+        matrices = float(sum(p.numel() for p in self.parameters()))
+        if not self.tied:
+            matrices -= self.base.get_input_embeddings().weight.numel()
+        chosen, experts = (getattr(config, name, None) for name in ("num_experts_per_tok", "num_experts"))
+        experts = experts or getattr(config, "num_local_experts", None)
+        if chosen and experts:
+            stacked = sum(p.numel() for n, p in self.named_parameters() if ".experts." in n)
+            matrices -= (1 - chosen / experts) * stacked
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return 6.0 * matrices + 12.0 * len(self.layers) * heads * head_dim * seq_len
+
+
+def _cut_norm(module: nn.Module, group: Group, style: str | None) -> None:
+    """Called by the `decoder` plan: transformers has many classes of norms."""
+    with_local_parameters(module)
+
+
+class Cache:
+    """transformers' cache of a model's layers, for rows that grow together."""
+
+    def __init__(self, config: Any, padding: Tensor | None) -> None:
+        from transformers import DynamicCache
+
+        self._states = DynamicCache(config=config)
+        self._padding = padding
+        self._used = 0
+
+    def extend(self, base: Any, tokens: Tensor) -> Tensor:
+        """Hidden states [B, S, dim] of tokens [B, S] that follow those that the cache holds."""
+        start, self._used = self._used, self._used + tokens.shape[1]
+        slots = torch.arange(self._used, device=tokens.device)
+        positions, mask = slots[None, start:], None
+        if self._padding is not None:
+            padding = self._padding[:, None]
+            positions, mask = (positions - padding).clamp(min=0), (slots >= padding).long()
+        return base(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=self._states,
+            use_cache=True,
+        )[0]
+
+    def select(self, rows: Tensor) -> None:
+        """See `titancli.registry.kinds.Cache`."""
+        self._states.batch_select_indices(rows)
+        if self._padding is not None:
+            self._padding = self._padding[rows]
+
+
+def build(config: HFCausalLM, *, seq_len: int) -> TransformersModel:
+    """The model on the current device, without initial values.
+
+    Raises:
+        RecipeError: transformers has no such model, or titan cannot train it; says why.
+    """
+    device = torch.get_default_device()
+    with torch.device("meta"):
+        model = TransformersModel(config)
+    if device.type != "meta":
+        tied = model.tied
+        model.to_empty(device=device)
+        if tied:
+            model.output.weight = model.base.get_input_embeddings().weight
+    return model
+
+
+class SameNames:
+    """The Hugging Face form: names and values are those of the modules.
+
+    It reads no model_type unless it is asked to: a folder's own family comes first.
+    """
+
+    model_types: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, config: HFCausalLM) -> None:
+        self.config = config
+        self.values = config.values
+        self._copies: dict[str, str] | None = None
+        self._ignored: list[str] = []
+
+    @property
+    def model_type(self) -> str:
+        return self.values["model_type"]
+
+    def sources(self, name: str) -> list[str]:
+        self._look()
+        return [name]
+
+    def to_hf(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        self._look()
+        return [(name, tensor)]
+
+    def from_hf(self, name: str, tensors: list[Tensor]) -> Tensor:
+        return tensors[0]
+
+    def ignored(self, hf_name: str) -> bool:
+        self._look()
+        return self.copy_of(hf_name) is not None or any(re.search(p, hf_name) for p in self._ignored)
+
+    def copy_of(self, hf_name: str) -> str | None:
+        self._look()
+        return (self._copies or {}).get(hf_name)
+
+    def _look(self) -> None:
+        """Find out, once, what a folder may hold beside the parameters.
+
+        Raises:
+            EnvironmentProblem: its files have other names than the modules.
+        """
+        if self._copies is not None:
+            return
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        if get_checkpoint_conversion_mapping(self.model_type):
+            raise EnvironmentProblem(
+                f"the tensors of a {self.model_type} folder are others than those of transformers' modules "
+                "(experts are apart there), and hf_causal_lm does not convert them",
+                hint="take a family that reads them (titan list-components model), or begin with new weights",
+            )
+        with torch.device("meta"):
+            model = TransformersModel(self.config)
+        head = f"{model._parts.head_name}.weight"
+        names = {id(p): name for name, p in model.named_parameters()}
+        self._copies = {head: names[id(model.output.weight)]} if model.tied else {}
+        buffers = [re.escape(name) + "$" for name, _ in model.named_buffers()]
+        self._ignored = [r"rotary_emb\.inv_freq$", *buffers]
+        self._ignored += getattr(model.base, "_keys_to_ignore_on_load_unexpected", None) or []
+
+    def config_json(self) -> dict[str, Any]:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        left_out = ("torch_dtype", "dtype", "transformers_version", "_name_or_path")
+        kept = {key: value for key, value in self.values.items() if key not in left_out}
+        return {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.model_type]], **kept}
+
+    @staticmethod
+    def from_config_json(config_json: dict[str, Any]) -> dict[str, Any]:
+        """The keys of `[model]`.
+
+        Raises:
+            EnvironmentProblem: code that comes with the weights, quantised weights, an encoder.
+        """
+        for fault in faults(config_json):
+            raise EnvironmentProblem(fault)
+        return {"config": encoded(config_json)}

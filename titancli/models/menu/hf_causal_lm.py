@@ -1,0 +1,179 @@
+"""The config of any causal language model that transformers has: what its config.json says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from titancli.errors import EnvironmentProblem, TitanError
+from titancli.registry.component import component
+
+if TYPE_CHECKING:
+    from titancli.recipe.schema import Recipe
+
+NULL = "null"
+"""What stands in a table for JSON's null, which TOML has not."""
+
+
+class FolderOrTable:
+    """Marks a table of config.json's keys, for which a folder that has the file may stand.
+
+    The folder is read when the recipe is: the lock file holds the table, so that a run, and each of its
+    checkpoints, knows its model whatever becomes of the folder.
+    """
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core.core_schema import no_info_before_validator_function
+
+        return no_info_before_validator_function(_table, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return {"anyOf": [{"type": "string"}, {"type": "object"}]}
+
+
+@component(
+    "model",
+    "hf_causal_lm",
+    target="titancli.models.hf_causal_lm:build",
+    hf="titancli.models.hf_causal_lm:SameNames",
+)
+class HFCausalLM:
+    """Any causal language model of transformers, by its config.json: its modules, titan's engine."""
+
+    config: Annotated[Path | dict[str, Any], FolderOrTable()]
+    """A folder with config.json; or the keys of such a file as a table, where "null" stands for null."""
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Keys of it that are to be otherwise, such as fewer layers."""
+
+    mesh_degrees = ("dp_replicate", "dp_shard", "tp")
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What config.json says, with the changes.
+
+        Raises:
+            EnvironmentProblem: there is no such file.
+        """
+        return decoded(
+            _merged(_read(self.config) if isinstance(self.config, Path) else self.config, self.changes)
+        )
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        values = self.values
+        wrong = list(faults(values))
+        yield from (("config", fault) for fault in wrong)
+        if self.max_seq_len is not None and recipe.training.seq_len > self.max_seq_len:
+            message = f"training.seq_len {recipe.training.seq_len} is beyond the model's {self.max_seq_len}"
+            yield "config", message
+        if recipe.mesh.tp > 1 and not wrong:
+            # Only transformers knows, and to ask it takes seconds; nobody else waits for it.
+            from titancli.models.blocks.hf_modules import plan_fault
+
+            if fault := plan_fault(values):
+                yield "config", f"mesh.tp = {recipe.mesh.tp}: {fault}"
+
+    # ------------------------------------------------------------------------------------------- sizes
+    # By transformers' usual names. None where config.json leaves them to the architecture's defaults.
+
+    @property
+    def n_heads(self) -> int | None:
+        """Query heads."""
+        return _first(self.values, "num_attention_heads", "n_head")
+
+    @property
+    def n_kv_heads(self) -> int | None:
+        """Key and value heads."""
+        return _first(self.values, "num_key_value_heads")
+
+    @property
+    def hidden_dim(self) -> int | None:
+        """Width inside the feed-forward block."""
+        return _first(self.values, "intermediate_size")
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Rows of the embedding."""
+        return _first(self.values, "vocab_size")
+
+    @property
+    def max_seq_len(self) -> int | None:
+        """The longest row that it is meant for."""
+        return _first(self.values, "max_position_embeddings", "n_positions")
+
+
+def faults(values: Mapping[str, Any]) -> Iterator[str]:
+    """What config.json asks for and is refused, as far as it can be told without transformers."""
+    if not isinstance(values.get("model_type"), str):
+        yield "config.json names no model_type"
+        return
+    if values.get("auto_map"):
+        yield (
+            "config.json names code that comes with the weights (auto_map), which titan does not run; "
+            f"take the key away, if transformers' own {values['model_type']} is meant"
+        )
+    if quantised := values.get("quantization_config"):
+        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"
+        yield (
+            f"config.json says that the weights are quantised by {method!r}, and such weights are not "
+            "trained; take those that they were made from"
+        )
+    if values.get("is_encoder_decoder"):
+        yield f"{values['model_type']} is an encoder with a decoder, and no causal language model"
+
+
+def encoded(value: Any) -> Any:
+    """JSON's data as a recipe can hold it."""
+    if isinstance(value, dict):
+        return {key: encoded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [encoded(item) for item in value]
+    return NULL if value is None else value
+
+
+def decoded(value: Any) -> Any:
+    """The inverse of `encoded`."""
+    if isinstance(value, dict):
+        return {key: decoded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [decoded(item) for item in value]
+    return None if value == NULL else value
+
+
+def _table(value: Any) -> Any:
+    """A folder's table in place of the folder. Errors are those that pydantic takes."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return _read(Path(value))
+    except TitanError as error:
+        raise ValueError(error.message) from error
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise EnvironmentProblem(f"there is no folder {folder}")
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise EnvironmentProblem(f"{folder} has no config.json") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise EnvironmentProblem(f"{path} holds no object")
+    return encoded(values)
+
+
+def _merged(lower: dict[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    both = dict(lower)
+    for key, value in upper.items():
+        below = both.get(key)
+        both[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return both
+
+
+def _first(values: Mapping[str, Any], *names: str) -> int | None:
+    return next((values[name] for name in names if isinstance(values.get(name), int)), None)
