@@ -89,7 +89,7 @@ def _absolute(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path)) if local else path
 
 
-def _absolute_lines(path: str) -> str:
+def absolute_lines(path: str) -> str:
     """The same; what ends in `.jsonl` is always local."""
     return os.path.abspath(path) if path.endswith(".jsonl") and path[:1] not in "~" else _absolute(path)
 
@@ -146,7 +146,7 @@ class Chat:
     """Begin again at the end, as often as needed; false: the data's end ends the run."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", _absolute_lines(self.path))
+        object.__setattr__(self, "path", absolute_lines(self.path))
 
 
 @component("dataset", "preference", target="titancli.data.chat_pairs:build")
@@ -179,7 +179,7 @@ class Preference:
     """Begin again at the end, as often as needed; false: the data's end ends the run."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", _absolute_lines(self.path))
+        object.__setattr__(self, "path", absolute_lines(self.path))
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if recipe.training.local_batch_size % 2:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import field
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from annotated_types import Gt
+from annotated_types import Ge, Gt, MinLen
 
-from titancli.registry.component import Component, Slot, component
+from titancli.registry.component import Component, Slot, component, component_info
+from titancli.rl import GroupNorm, Local
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
@@ -35,4 +37,63 @@ class SFT:
             yield "validation.repeat", "an evaluation would never end: write false, or set eval_batches"
 
 
-COMPONENTS: list[type] = [Pretrain, SFT]
+@component("loop", "grpo", target="titancli.loops.grpo:build")
+class Grpo:
+    """Reinforcement learning from rewards: sample, score, and train on what was sampled.
+
+    Which algorithm it is (GRPO, DAPO, Dr. GRPO, GSPO, CISPO, RLOO) is said by `[loss]` and `advantage`.
+    """
+
+    task: Annotated[Component, Slot("task")]
+    """Where prompts come from."""
+    rewards: Annotated[list[Annotated[Component, Slot("reward")]], MinLen(1)]
+    """What a completion is worth: the sum of these, each times its `weight`."""
+    advantage: Annotated[Component, Slot("advantage")] = field(default_factory=GroupNorm)
+    """What is made of the rewards of one prompt's samples."""
+    generator: Annotated[Component, Slot("generator")] = field(default_factory=Local)
+    """What writes completions."""
+    prompts: Annotated[int, Gt(0)] = 16
+    """Prompts that are asked together, over all ranks."""
+    samples: Annotated[int, Gt(1)] = 16
+    """Completions of each prompt."""
+    updates: Annotated[int, Gt(0)] = 1
+    """Optimizer steps on what was sampled, each on its share of the prompts; above 1 losses clip."""
+    solved: float = 1.0
+    """A completion whose reward is at least this counts as solved."""
+    reward_timeout: Annotated[float, Gt(0)] = 10.0
+    """Seconds that a reward may take for one completion."""
+    failed_reward: Literal["zero", "drop"] = "zero"
+    """A reward that raised, took too long, or was no number counts 0; or its sample is left out."""
+    eval_freq: Annotated[int, Ge(0)] = 0
+    """Steps between two evaluations on most probable completions; after the last step there is one too. 0:
+    none."""
+    eval_prompts: Annotated[int, Gt(0)] = 100
+    """Prompts of one evaluation: the first ones of its task."""
+    eval_task: Annotated[Component, Slot("task")] | None = None
+    """Prompts that are held out; None: those of `task`."""
+    save_rollouts: Annotated[int, Ge(0)] = 1
+    """What was sampled is kept every so many steps, in RUN/rollouts; 0: never."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        loss = component_info(recipe.loss).name
+        if not getattr(recipe.loss, "learns_from_samples", False):
+            yield "", f'the loss {loss} does not learn from samples: write loss = "grpo", for one'
+        if recipe.training.global_batch_size is not None:
+            message = "a step learns from loop.prompts x loop.samples: leave training.global_batch_size out"
+            yield "prompts", message
+        if getattr(self.generator, "max_new_tokens", 0) >= recipe.training.seq_len:
+            message = f"with training.seq_len = {recipe.training.seq_len} it leaves no room for a prompt"
+            yield "generator.max_new_tokens", message
+        if recipe.tokenizer is None:
+            yield "task", "prompts are text, and there is no [tokenizer]"
+        if self.updates == 1:
+            return
+        if recipe.checkpoint.enable_first_step_checkpoint:
+            yield "updates", "there is no checkpoint within updates: leave enable_first_step_checkpoint out"
+        wholes = {"training.steps": recipe.training.steps, "checkpoint.interval": recipe.checkpoint.interval}
+        for name, value in wholes.items():
+            if value % self.updates:
+                yield "updates", f"{name} = {value} is not a multiple of it"
+
+
+COMPONENTS: list[type] = [Pretrain, SFT, Grpo]

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -40,11 +41,15 @@ class Watch(Protocol):
     def verdict(self, saved: str | None) -> TitanError: ...
 
 
-class Source(Protocol):
-    """Batches, and the position after the last one used."""
+class Placed(Protocol):
+    """Data with a position: the one after what was last used."""
 
     @property
     def state(self) -> dict[str, Any]: ...
+
+
+class Source(Placed, Protocol):
+    """Batches one after the other."""
 
     def __iter__(self) -> Iterator[Batch]: ...
 
@@ -69,6 +74,12 @@ class Run:
     """Called once, after the first step of this process."""
     open_dataset: Callable[[Any], Dataset] | None = None
     """Builds a further dataset of the loop's own, in rows as the run's."""
+    reference: Callable[[], Engine] | None = None
+    """Builds the model that the run began with, frozen. Collective."""
+    batch_shape: tuple[int, int] = (1, 1)
+    """Rows of a micro-batch of one data-parallel rank, and tokens of a row."""
+    folder: Path | None = None
+    """The run folder, for what the loop itself writes there."""
     why: str = "finished"
     """How it ended: finished, stopped, interrupted, data_ended or skipped (too many steps in a row)."""
     signal: str | None = None
@@ -115,7 +126,7 @@ class Run:
     def checkpoint_due(self, step: int) -> bool:
         return self.checkpoints is not None and self.checkpoints.due(step)
 
-    def save(self, engine: Engine, data: Source) -> None:
+    def save(self, engine: Engine, data: Placed) -> None:
         """Save everything that a resume needs. A disk that fails is told, and ends the training or not.
 
         Raises:
@@ -129,7 +140,7 @@ class Run:
                 raise
             logger.warning("step %d is not saved, training goes on: %s", engine.step, error)
 
-    def save_seed(self, engine: Engine, data: Source) -> None:
+    def save_seed(self, engine: Engine, data: Placed) -> None:
         """Save what the run begins with, and wait until it is on the disk.
 
         Raises:
@@ -139,7 +150,7 @@ class Run:
         if self.checkpoints is not None:
             self.checkpoints.wait()
 
-    def finish(self, engine: Engine, data: Source) -> None:
+    def finish(self, engine: Engine, data: Placed) -> None:
         """Save the last step, if it has not been, and wait until it is on the disk.
 
         Raises:
@@ -167,7 +178,7 @@ class Run:
                 raise
             logger.warning("a checkpoint could not be written, training goes on: %s", error)
 
-    def _save(self, engine: Engine, data: Source) -> None:
+    def _save(self, engine: Engine, data: Placed) -> None:
         if self.checkpoints is not None:
             tensors, counters = engine.save_state()
             self.checkpoints.save(engine.step, tensors, {"engine": counters, "data": data.state})

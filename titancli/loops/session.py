@@ -23,12 +23,15 @@ from titancli.errors import EnvironmentProblem, TitanError
 from titancli.loops.exports import export
 from titancli.loops.run import Run, Stop
 from titancli.registry.component import build
+from titancli.rl.prompts import PromptSource
 
 if TYPE_CHECKING:
     from titancli.checkpoint.uploads import Uploads
     from titancli.observe.observers import Observers
     from titancli.recipe.schema import Recipe
     from titancli.registry.kinds import Dataset
+
+Source = Loader | PromptSource
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +77,9 @@ def run(
         guard=engine.guard,
         on_first_step=on_first_step,
         open_dataset=partial(_dataset, recipe, tokenizer, engine),
+        reference=partial(_reference, recipe, device),
+        batch_shape=(recipe.training.local_batch_size, recipe.training.seq_len),
+        folder=run_folder,
         saved_step=engine.step if checkpoint is not None else None,
     )
     uploads = _uploads(recipe, run_folder, run_id)
@@ -138,9 +144,9 @@ def _garbage_between_steps() -> Iterator[None]:
 
 def _data(
     recipe: Recipe, tokenizer: Any, engine: Engine, checkpoint: Path | None, allow_drift: bool
-) -> Loader:
+) -> Source:
     """The data; where there is a checkpoint to go on from, they and the engine are as it holds them."""
-    again = partial(_loader, recipe, tokenizer, engine)
+    again = partial(_source, recipe, tokenizer, engine)
     data, start = again(), checkpoint or _taken_over(recipe)
     if start is None:
         return data
@@ -149,6 +155,22 @@ def _data(
     if exclude.has("data"):
         return data
     return _goes_on(data, state.get("data"), again if allow_drift else None)
+
+
+def _source(recipe: Recipe, tokenizer: Any, engine: Engine) -> Source:
+    """What the loop takes its data from: the recipe's dataset, or the prompts of the loop's own task."""
+    if recipe.dataset is not None:
+        return _loader(recipe, tokenizer, engine)
+    task = build(recipe.loop.task, seed=recipe.training.seed)
+    return PromptSource(task, tokenizer, longest=recipe.training.seq_len)
+
+
+def _reference(recipe: Recipe, device: torch.device) -> Engine:
+    """The model that a run of this recipe begins with, frozen."""
+    engine = Engine.frozen(recipe, device=device)
+    if (start := _taken_over(recipe)) is not None:
+        engine.load(start, optimizer=False, verify=recipe.checkpoint.verify)
+    return engine
 
 
 def _uploads(recipe: Recipe, run_folder: Path, run_id: str) -> Uploads | None:
@@ -163,7 +185,7 @@ def _uploads(recipe: Recipe, run_folder: Path, run_id: str) -> Uploads | None:
     return Uploads(run_folder / "checkpoints", place, run_id, section.keep_latest_k)
 
 
-def _goes_on(data: Loader, state: Any, again: Callable[[], Loader] | None) -> Loader:
+def _goes_on(data: Source, state: Any, again: Callable[[], Source] | None) -> Source:
     """The data, at the place that a checkpoint holds; or what `again` makes, where they are others.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt
 
@@ -36,6 +36,8 @@ class Grpo:
     Dr. GRPO (2503.20783): length_norm = "constant", with the advantage group_mean.
     """
 
+    learns_from_samples: ClassVar[bool] = True
+
     clip_low: Annotated[float, Ge(0)] = 0.2
     """A ratio below 1 - this is worth no more."""
     clip_high: Annotated[float, Ge(0)] = 0.2
@@ -56,6 +58,8 @@ class Grpo:
 class Gspo:
     """Clipped policy gradient, sample by sample (GSPO, arXiv 2507.18071)."""
 
+    learns_from_samples: ClassVar[bool] = True
+
     clip_low: Annotated[float, Ge(0)] = 3e-4
     """A sample's ratio below 1 - this is worth no more."""
     clip_high: Annotated[float, Ge(0)] = 4e-4
@@ -68,6 +72,8 @@ class Gspo:
 class Cispo:
     """Policy gradient with clipped importance weights, which every token has (CISPO, arXiv 2506.13585)."""
 
+    learns_from_samples: ClassVar[bool] = True
+
     clip_high: Annotated[float, Ge(0)] = 5.0
     """A weight is at most 1 + this; it has no lower bound, as in the paper."""
     kl_coef: Annotated[float, Ge(0)] = 0.0
@@ -77,6 +83,8 @@ class Cispo:
 @component("loss", "importance_sampling", target="titancli.losses.policy:ImportanceSampling")
 class ImportanceSampling:
     """Policy gradient with importance weights, unclipped, averaged over tokens."""
+
+    learns_from_samples: ClassVar[bool] = True
 
     kl_coef: Annotated[float, Ge(0)] = 0.0
     """Weight of the KL divergence from the model that the run began with; above 0 a copy of it is kept."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from titancli.errors import RecipeError
 from titancli.recipe.expected import Mistake, describe
-from titancli.recipe.hints import arms, bare, fields_of, needs_tokenizer, recipe_slots
+from titancli.recipe.hints import arms, bare, fields_of, needs_dataset, needs_tokenizer, recipe_slots
 from titancli.recipe.moved import moved
 from titancli.recipe.problems import Problems, did_you_mean, nearest_name
 from titancli.recipe.resolve import Resolved
@@ -37,9 +37,12 @@ def bind_recipe(resolved: Resolved, registry: Registry, problems: Problems) -> R
 
     from titancli.registry.binding import bind
 
-    text = needs_tokenizer(resolved.classes.get(("dataset",)))
-    without = text and "tokenizer" not in resolved.root.value
-    missing = [{"type": "missing", "loc": ("tokenizer",)}] if without else []
+    wanted = {
+        "tokenizer": needs_tokenizer(resolved.classes.get(("dataset",))),
+        "dataset": needs_dataset(resolved.classes.get(("loop",))),
+    }
+    without = [name for name, needed in wanted.items() if needed and name not in resolved.root.value]
+    missing = [{"type": "missing", "loc": (name,)} for name in without]
     try:
         recipe = bind(Recipe, resolved.root.plain(resolved.holes), registry)
     except ValidationError as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from titancli.errors import PluginError, TitanError
 from titancli.recipe.env import check_env
-from titancli.recipe.hints import needs_tokenizer
+from titancli.recipe.hints import needs_dataset, needs_tokenizer
 from titancli.recipe.layout import Finding, check_layout
 from titancli.recipe.problems import Problems, did_you_mean, nearest_name
 from titancli.recipe.saved import PARTS, TORCHTITAN
@@ -48,6 +48,9 @@ def _core_checks(recipe: Recipe, root: Node) -> Iterator[Finding]:
     if recipe.tokenizer is not None and not needs_tokenizer(recipe.dataset):
         message = f"the dataset {component_info(recipe.dataset).name} takes no tokenizer"
         yield ("tokenizer",), message, "leave [tokenizer] out"
+    if recipe.dataset is not None and not needs_dataset(recipe.loop):
+        message = f"the loop {component_info(recipe.loop).name} has prompts of its own, from loop.task"
+        yield ("dataset",), message, "leave [dataset] out"
     yield from _activation_checkpoint(recipe)
     yield from _checkpoint(recipe)
     yield from check_layout(recipe)

@@ -78,6 +78,11 @@ def needs_tokenizer(dataset: Any) -> bool:
     return getattr(dataset, "needs_tokenizer", True)
 
 
+def needs_dataset(loop: Any) -> bool:
+    """Whether a loop's config, or its class, wants a dataset: all do that have no `task`."""
+    return "task" not in getattr(loop, "__dataclass_fields__", {})
+
+
 @functools.cache
 def recipe_slots() -> dict[str, Slot]:
     """The component slots of a recipe: single ones, and the arrays of them."""

@@ -7,10 +7,11 @@ schema cannot say (batch and mesh, versions, places) is for `titan validate`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from titancli.errors import PluginError
-from titancli.recipe.hints import needs_tokenizer, recipe_slots
+from titancli.recipe.hints import needs_dataset, needs_tokenizer, recipe_slots
 from titancli.recipe.schema import Recipe
 from titancli.registry.component import SLOT, component_info
 from titancli.registry.describe import field_docs, summary
@@ -172,23 +173,27 @@ def _whole_recipe(registry: Registry) -> dict[str, Any]:
     for field in dataclasses.fields(Recipe):
         if field.name in required and field.name not in slots:
             properties[field.name] = {"required": _required_of(field.name)}
-    return {"required": required, "properties": properties, **_tokenizer(registry)}
-
-
-def _tokenizer(registry: Registry) -> dict[str, Any]:
-    """Where a recipe needs one: with every dataset that does not say that it takes none."""
-    wanted: dict[str, Any] = {"required": ["tokenizer"]}
-    takes_none = [
-        called
-        for name, cls in registry.components("dataset")
-        if not needs_tokenizer(cls)
-        for called in _names(name, cls, registry)
+    needed = [
+        _needed("tokenizer", registry, "dataset", needs_tokenizer),
+        _needed("dataset", registry, "loop", needs_dataset),
     ]
-    if not takes_none:
-        return {"allOf": [wanted]}
-    table = {"type": "object", "required": ["type"], "properties": {"type": {"enum": takes_none}}}
-    dataset = {"dataset": {"anyOf": [{"enum": takes_none}, table]}}
-    return {"if": {"required": ["dataset"], "properties": dataset}, "else": wanted}
+    return {"required": required, "properties": properties, "allOf": needed}
+
+
+def _needed(name: str, registry: Registry, kind: str, needs: Callable[[Any], bool]) -> dict[str, Any]:
+    """That a recipe has a section, save with components of a kind that say that they need none."""
+    wanted: dict[str, Any] = {"required": [name]}
+    without = [
+        called
+        for full, cls in registry.components(kind)
+        if not needs(cls)
+        for called in _names(full, cls, registry)
+    ]
+    if not without:
+        return wanted
+    table = {"type": "object", "required": ["type"], "properties": {"type": {"enum": without}}}
+    component = {kind: {"anyOf": [{"enum": without}, table]}}
+    return {"if": {"required": [kind], "properties": component}, "else": wanted}
 
 
 def _required_of(section: str) -> list[str]:

@@ -284,7 +284,8 @@ class Recipe:
     model: Annotated[Component, Slot("model")]
     tokenizer: Annotated[Component, Slot("tokenizer")] | None = None
     """Needed, and taken, only where the dataset makes its batches of text."""
-    dataset: Annotated[Component, Slot("dataset")]
+    dataset: Annotated[Component, Slot("dataset")] | None = None
+    """Needed, and taken, only where the loop has no task of its own that makes prompts."""
     converters: list[Annotated[Component, Slot("converter")]] = field(default_factory=list)
     mesh: Mesh = field(default_factory=Mesh)
     pipeline: Pipeline = field(default_factory=Pipeline)

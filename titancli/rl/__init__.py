@@ -5,11 +5,12 @@ Torch-free. How tokens are drawn is in `sampling.py` and `decode.py`, which `tit
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import field
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from annotated_types import Gt, Le, MinLen
+from annotated_types import Ge, Gt, Le, MinLen
 
 from titancli.registry.component import component
 
@@ -59,4 +60,131 @@ class LeaveOneOut:
     """A reward less the mean of the prompt's other samples (RLOO)."""
 
 
-COMPONENTS: list[type] = [Local, GroupMean, GroupNorm, LeaveOneOut]
+@component("task", "digit", target="titancli.rl.tasks:build_digit")
+class Digit:
+    """Say the digit that is shown, `7=`: a task to see a loop work with, from random weights."""
+
+
+@component("task", "sum", target="titancli.rl.tasks:build_sum")
+class Sum:
+    """Add two digits and say the last digit of the sum, `3+9=`."""
+
+
+@component("task", "prompts", target="titancli.rl.tasks:build_prompts")
+class Prompts:
+    """Prompts from the rows of JSON Lines or of a Hugging Face dataset; bad rows are skipped and counted."""
+
+    path: Annotated[str, MinLen(1)]
+    """JSON Lines (a file or a glob that ends in `.jsonl`); or a Hugging Face dataset: a local folder or file
+    (begins with `/`, `./`, `../` or `~`), or a Hub name."""
+    name: str | None = None
+    """The configuration of a dataset on the Hub."""
+    revision: str | None = None
+    """The commit, tag or branch of a dataset on the Hub."""
+    split: str = "train"
+    """Which split of a Hugging Face dataset."""
+    prompt: str = "prompt"
+    """The key of a row that holds its prompt: text, or messages (`{"role": …, "content": …}` each)."""
+    answer: str = "answer"
+    """The key of a row that holds what is right, where rows have it; rewards are given all of the row."""
+    chat: bool = False
+    """Text is what the user says, under the tokenizer's chat template, as messages always are."""
+    system: str | None = None
+    """A message before those of the row."""
+    strict: bool = False
+    """A bad row (no JSON, no prompt) ends the run."""
+    max_bytes: Annotated[int, Gt(0)] = 8_388_608
+    """A longer line of JSON is a bad one."""
+    shuffle: bool = True
+    """Prompts come in an order that follows from (training.seed, epoch); false: in the order listed."""
+
+    def __post_init__(self) -> None:
+        from titancli.data import absolute_lines
+
+        object.__setattr__(self, "path", absolute_lines(self.path))
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        if self.system is not None and not self.chat:
+            yield "system", "a system message needs the chat template: write chat = true"
+
+
+@component("reward", "exact_match", target="titancli.rl.rewards:ExactMatch")
+class ExactMatch:
+    """1 where the completion is the prompt's answer, apart from space around both."""
+
+    weight: float = 1.0
+    """What it is multiplied by."""
+    ignore_case: bool = False
+    """Whether upper and lower case are the same."""
+
+
+@component("reward", "regex", target="titancli.rl.rewards:Regex")
+class Regex:
+    """1 where a regular expression is found, and its group `answer`, if any, is the prompt's answer."""
+
+    weight: float = 1.0
+    """What it is multiplied by."""
+    pattern: Annotated[str, MinLen(1)]
+    """Python's, e.g. `'####\\s*(?P<answer>-?\\d+)'`."""
+    whole: bool = False
+    """Whether it must match all of the completion."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            yield "pattern", f"{self.pattern!r} is no regular expression: {error}"
+
+
+@component("reward", "numeric", target="titancli.rl.rewards:Numeric")
+class Numeric:
+    """1 where the completion's last number is the answer's last number."""
+
+    weight: float = 1.0
+    """What it is multiplied by."""
+    tolerance: Annotated[float, Ge(0)] = 1e-6
+    """How far it may be off, as a share of the answer, or of 1 where that is greater."""
+    after: Annotated[str, MinLen(1)] | None = None
+    """Look only behind the last place of this text, such as `"####"`; without it the reward is 0."""
+
+
+@component("reward", "json_schema", target="titancli.rl.rewards:JsonSchema")
+class JsonSchema:
+    """1 where the completion is JSON that a schema allows; needs `pip install jsonschema`."""
+
+    weight: float = 1.0
+    """What it is multiplied by."""
+    schema: dict[str, Any]
+    """A JSON Schema, as a table."""
+
+
+@component("reward", "length", target="titancli.rl.rewards:Length")
+class Length:
+    """0 up to `free` tokens, falling to -1 at `limit`: what keeps completions short (DAPO)."""
+
+    weight: float = 1.0
+    """What it is multiplied by."""
+    free: Annotated[int, Ge(0)]
+    """Tokens that cost nothing."""
+    limit: Annotated[int, Gt(0)]
+    """Tokens that cost 1."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        if self.limit <= self.free:
+            yield "limit", f"must be above free = {self.free}"
+
+
+COMPONENTS: list[type] = [
+    Digit,
+    Sum,
+    Prompts,
+    Local,
+    ExactMatch,
+    Regex,
+    Numeric,
+    JsonSchema,
+    Length,
+    GroupMean,
+    GroupNorm,
+    LeaveOneOut,
+]

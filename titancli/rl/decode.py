@@ -14,8 +14,6 @@ from titancli.rl.sampling import Sampling, choose, uniforms
 
 OnToken = Callable[[int, int], bool]
 """Called with a row and its new token; returns whether the row goes on."""
-Anyone = Callable[[bool], bool]
-"""Called after each token with whether this rank goes on; returns whether any does. Collective."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,6 @@ def decode(
     device: torch.device,
     vocab_size: int | None = None,
     log_probs: Sequence[list[float]] | None = None,
-    anyone: Anyone | None = None,
 ) -> None:
     """Continue prompts together, each row until `on_token` says that it ends or its limit is reached.
 
@@ -53,7 +50,6 @@ def decode(
         vocab_size: ids from here on are never chosen; None: the model's own.
         log_probs: of each row, the list that the log-probabilities of its tokens are added to: those that the
             model gives, among all of its ids, whatever they are drawn with.
-        anyone: where a forward is a collective, so that a rank that has done goes on with the others.
 
     Raises:
         TitanError: the model gives numbers that are not finite.
@@ -76,19 +72,14 @@ def decode(
                 log_probs[row].append(value)
         ids = chosen.tolist()
         kept = [i for i, row in enumerate(alive) if on_token(row, ids[i]) and step + 1 < rows[row].limit]
-        if anyone is not None:
-            others = anyone(bool(kept))
         if not kept:
-            break
+            return
         if len(kept) < len(alive):
             alive = [alive[i] for i in kept]
             selected = torch.tensor(kept, device=device)
             cache.select(selected)
             chosen = chosen[selected]
         logits = model(chosen[:, None], cache=cache)[:, -1]
-    while anyone is not None and others:
-        model(tokens[:1, :1], cache=model.new_cache(1))
-        others = anyone(False)
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:

@@ -1,0 +1,82 @@
+"""Reinforcement learning from rewards: the loop, from top to bottom.
+
+Source: GRPO, arXiv 2402.03300, algorithm 1; which loss and which advantage are the recipe's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from titancli.loops.grpo_steps import Evaluation, Learner, Rollouts, Stopwatch, check_fits, sample
+from titancli.registry.component import build as build_component
+from titancli.rl.rollouts import Recorder
+from titancli.rl.scoring import Scorer
+
+if TYPE_CHECKING:
+    from titancli.engine import Engine
+    from titancli.loops import Grpo
+    from titancli.loops.run import Run
+    from titancli.observe.observers import Observers
+    from titancli.registry.kinds import Advantage, Generator
+    from titancli.rl.prompts import PromptSource
+
+
+def build(
+    config: Grpo, *, engine: Engine, data: PromptSource, tokenizer: Any, observers: Observers, run: Run
+) -> Callable[[], None]:
+    """
+    Raises:
+        RecipeError: the prompts of a step cannot be dealt to the ranks evenly.
+        TitanError: the generator cannot sample from this engine.
+    """
+    check_fits(config, engine.mesh.degrees.dp)
+    generator = build_component(config.generator, engine=engine, tokenizer=tokenizer)
+    scorer = Scorer(config.rewards, config.reward_timeout)
+    advantage = build_component(config.advantage)
+    learner = Learner(config, engine, run)
+    evaluation = Evaluation(config, engine, data, tokenizer, generator, scorer, run.batch_shape[1])
+    return partial(
+        grpo, config, engine, data, generator, scorer, advantage, learner, evaluation, observers, run
+    )
+
+
+def grpo(
+    config: Grpo,
+    engine: Engine,
+    data: PromptSource,
+    generator: Generator,
+    scorer: Scorer,
+    advantage: Advantage,
+    learner: Learner,
+    evaluation: Evaluation,
+    observers: Observers,
+    run: Run,
+) -> None:
+    """Train until the last step or a signal; save on the way and at the end."""
+    recorder, clock = Recorder(run.folder) if run.folder else None, Stopwatch()
+    while run.goes_on(engine.step):
+        step = engine.step
+        clock.start()
+        asked = data.take(config.prompts)
+        sampled = sample(generator, engine, asked, step, config.samples, run.batch_shape[1])
+        clock.lap("sample_seconds")
+        rollouts = Rollouts(sampled, scorer.score(sampled.pairs), config)
+        rollouts.advantages = advantage(rollouts.rewards, rollouts.counted)
+        measured = rollouts.metrics(engine, scorer.names)
+        clock.lap("reward_seconds")
+        for lag, batches in enumerate(learner.minibatches(rollouts)):
+            metrics = engine.forward_backward(batches) | engine.optim_step()
+            clock.lap("train_seconds", after=metrics["grad_norm"])
+            generator.update(engine.version)
+            metrics |= (
+                measured | clock.seconds | {"version_lag": lag} | evaluation.due(engine.step, run.steps)
+            )
+            observers.step_end(engine.step, metrics)
+            run.step_done(engine.step)
+        if recorder is not None and config.save_rollouts and step % config.save_rollouts == 0:
+            rollouts.save(recorder, step + 1, engine)
+        if run.checkpoint_due(engine.step):
+            run.save(engine, data)
+    run.finish(engine, data)

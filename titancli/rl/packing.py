@@ -1,0 +1,72 @@
+"""Samples into the rows of batches: several whole ones share a row, and do not see each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from titancli.data.batch import IGNORE, Batch
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What is learnt from: one completion of a prompt."""
+
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    """Of `tokens`, under the weights that drew them."""
+    advantage: float
+
+    @property
+    def length(self) -> int:
+        """Places in a row: the last token is a target only."""
+        return len(self.prompt) + len(self.tokens) - 1
+
+
+def rows_of(samples: Sequence[Sample], seq_len: int) -> list[list[Sample]]:
+    """Which samples share a row: the longest first, each in the first row that has room.
+
+    No sample is longer than seq_len.
+    """
+    rows: list[list[Sample]] = []
+    room: list[int] = []
+    for sample in sorted(samples, key=lambda sample: -sample.length):
+        place = next((i for i, left in enumerate(room) if left >= sample.length), None)
+        if place is None:
+            rows.append([])
+            room.append(seq_len)
+            place = -1
+        rows[place].append(sample)
+        room[place] -= sample.length
+    return rows
+
+
+def pack(rows: Sequence[Sequence[Sample]], seq_len: int, count: int) -> Batch:
+    """`count` rows as a batch for a policy loss; those that are lacking have no targets, on the CPU."""
+    tensors: dict[str, Tensor] = {
+        "tokens": torch.zeros(count, seq_len, dtype=torch.int64),
+        "targets": torch.full((count, seq_len), IGNORE),
+        "positions": torch.zeros(count, seq_len, dtype=torch.int64),
+        "document_ids": torch.zeros(count, seq_len, dtype=torch.int32),
+        "advantages": torch.zeros(count, seq_len),
+        "old_logprobs": torch.zeros(count, seq_len),
+    }
+    for number, row in enumerate(rows):
+        start = 0
+        for document, sample in enumerate(row):
+            end, drawn = start + sample.length, start + len(sample.prompt) - 1
+            tensors["tokens"][number, start:end] = torch.tensor([*sample.prompt, *sample.tokens[:-1]])
+            tensors["targets"][number, drawn:end] = torch.tensor(sample.tokens)
+            tensors["positions"][number, start:end] = torch.arange(sample.length)
+            tensors["document_ids"][number, start:end] = document
+            tensors["advantages"][number, drawn:end] = sample.advantage
+            tensors["old_logprobs"][number, drawn:end] = torch.tensor(sample.logprobs)
+            start = end
+        # What is left of a row is a document of its own.
+        tensors["positions"][number, start:] = torch.arange(seq_len - start)
+        tensors["document_ids"][number, start:] = len(row)
+    return Batch(tensors)

@@ -1,0 +1,105 @@
+"""The prompts of a run, one after the other, and the place reached: the same on every rank."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+from titancli.data.packing import refuse_other_data, tokenizer_identity
+from titancli.errors import EnvironmentProblem, TitanError
+from titancli.registry.kinds import Task
+from titancli.rl.samples import Prompt
+
+logger = logging.getLogger(__name__)
+
+STATE_VERSION = 1
+TRIES = 1000
+"""So many prompts in a row that are too long mean that all are."""
+
+
+class Asked(NamedTuple):
+    """A prompt as the model reads it."""
+
+    prompt: Prompt
+    tokens: list[int]
+
+
+class PromptSource:
+    """Prompts of a task, in tokens; what is too long for a row is passed over."""
+
+    def __init__(self, task: Task, tokenizer: Any, *, longest: int) -> None:
+        """`longest`: tokens that leave room for one more."""
+        self._task, self._tokenizer, self._longest = task, tokenizer, longest
+        self._identity = {**task.identity, "tokenizer": tokenizer_identity(tokenizer)}
+        self._next = 0
+        self.too_long = 0
+        """How many were passed over since this process began."""
+
+    def take(self, count: int) -> list[Asked]:
+        """The next ones.
+
+        Raises:
+            TitanError: the tokenizer has no chat template; or all are too long.
+        """
+        found = []
+        for _ in range(count):
+            asked, self._next = self._from(self._next)
+            found.append(asked)
+        return found
+
+    def first(self, count: int) -> list[Asked]:
+        """The first ones of all, whatever the place."""
+        found, number = [], 0
+        for _ in range(count):
+            asked, number = self._from(number)
+            found.append(asked)
+        return found
+
+    def _from(self, number: int) -> tuple[Asked, int]:
+        """The first prompt from a number on that is not too long, and the number after it."""
+        for tried in range(number, number + TRIES):
+            prompt = self._task.prompt(tried)
+            tokens = self._tokens(prompt)
+            if len(tokens) <= self._longest:
+                return Asked(prompt, tokens), tried + 1
+            self.too_long += 1
+            if self.too_long == 1:
+                logger.warning(
+                    "prompt %d has %d tokens, and training.seq_len has room for %d: passed over, as all such",
+                    tried,
+                    len(tokens),
+                    self._longest,
+                )
+        raise TitanError(
+            f"{TRIES} prompts in a row have more than {self._longest} tokens",
+            hint="take a greater training.seq_len, or shorter prompts",
+        )
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        if prompt.messages:
+            return self._tokenizer.chat(list(prompt.messages), add_generation_prompt=True)
+        return self._tokenizer.encode(prompt.text) or [self._tokenizer.eos_id]
+
+    # -------------------------------------------------------------------------- as the data of a run
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The place after the last prompt that was taken: plain JSON."""
+        return {"version": STATE_VERSION, "prompts": self._next, "data": self._identity}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from a place.
+
+        Raises:
+            EnvironmentProblem: it is of other prompts, or of no prompts at all.
+        """
+        if state.get("version") != STATE_VERSION or "prompts" not in state or "data" not in state:
+            raise EnvironmentProblem(
+                "the position in the data that the checkpoint holds is not one among a task's prompts",
+                hint="resume with the loop and the task that the run began with",
+            )
+        refuse_other_data(state["data"], self._identity, "loop.task")
+        self._next = state["prompts"]
+
+    def close(self) -> None:
+        """There is nothing to close."""

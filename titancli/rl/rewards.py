@@ -1,0 +1,113 @@
+"""The built-in rewards. None of them imports torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+from titancli.errors import RecipeError
+from titancli.rl.samples import Completion, Prompt
+
+if TYPE_CHECKING:
+    from titancli import rl
+
+NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+FENCED = re.compile(r"\s*```(?:json)?\s*\n(.*?)\n?\s*```\s*\Z", re.DOTALL)
+
+
+class ExactMatch:
+    """1 where the completion is the answer, apart from space around both."""
+
+    def __init__(self, config: rl.ExactMatch) -> None:
+        self._ignore_case = config.ignore_case
+
+    def __call__(self, prompt: Prompt, completion: Completion) -> float:
+        said, right = completion.text.strip(), _answer(prompt).strip()
+        if self._ignore_case:
+            said, right = said.casefold(), right.casefold()
+        return float(said == right)
+
+
+class Regex:
+    """1 where the pattern is found; its group `answer`, if it has one, must be the prompt's answer."""
+
+    def __init__(self, config: rl.Regex) -> None:
+        self._pattern = re.compile(config.pattern)
+        self._whole = config.whole
+
+    def __call__(self, prompt: Prompt, completion: Completion) -> float:
+        look = self._pattern.fullmatch if self._whole else self._pattern.search
+        found = look(completion.text)
+        if found is None:
+            return 0.0
+        if "answer" not in self._pattern.groupindex:
+            return 1.0
+        return float((found["answer"] or "").strip() == _answer(prompt).strip())
+
+
+class Numeric:
+    """1 where the last number of the completion is that of the answer."""
+
+    def __init__(self, config: rl.Numeric) -> None:
+        self._tolerance, self._after = config.tolerance, config.after
+
+    def __call__(self, prompt: Prompt, completion: Completion) -> float:
+        right = _last_number(_answer(prompt))
+        if right is None:
+            raise ValueError(f"the prompt's answer {prompt.answer!r} holds no number")
+        text = completion.text
+        if self._after is not None:
+            _, marker, text = text.rpartition(self._after)
+            if not marker:
+                return 0.0
+        said = _last_number(text)
+        return float(said is not None and abs(said - right) <= self._tolerance * max(1.0, abs(right)))
+
+
+class JsonSchema:
+    """1 where the completion is JSON that the schema allows; a ``` fence around it is no part of it."""
+
+    def __init__(self, config: rl.JsonSchema) -> None:
+        try:
+            from jsonschema.validators import validator_for
+        except ImportError as error:
+            raise RecipeError(
+                "the reward json_schema needs a package that is not installed", hint="pip install jsonschema"
+            ) from error
+        kind = validator_for(config.schema)
+        try:
+            kind.check_schema(config.schema)
+        except Exception as error:
+            raise RecipeError(f"loop.rewards: this is no JSON Schema: {error}") from error
+        self._validator = kind(config.schema)
+
+    def __call__(self, prompt: Prompt, completion: Completion) -> float:
+        fenced = FENCED.match(completion.text)
+        try:
+            value = json.loads(fenced[1] if fenced else completion.text)
+        except (ValueError, RecursionError):
+            return 0.0
+        return float(self._validator.is_valid(value))
+
+
+class Length:
+    """0 up to `free` tokens, then falling to -1 at `limit` (DAPO, arXiv 2503.14476, eq. 13)."""
+
+    def __init__(self, config: rl.Length) -> None:
+        self._free, self._limit = config.free, config.limit
+
+    def __call__(self, prompt: Prompt, completion: Completion) -> float:
+        over = (len(completion.tokens) - self._free) / (self._limit - self._free)
+        return -min(1.0, max(0.0, over))
+
+
+def _answer(prompt: Prompt) -> str:
+    if prompt.answer is None:
+        raise ValueError("the prompt has no answer to compare with")
+    return prompt.answer
+
+
+def _last_number(text: str) -> float | None:
+    found = NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None

@@ -1,0 +1,125 @@
+"""Where prompts come from: made on the fly, or the rows of a file or dataset."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from titancli.data.source import document_order
+from titancli.errors import EnvironmentProblem
+from titancli.rl.samples import Prompt
+
+if TYPE_CHECKING:
+    from titancli import rl
+
+logger = logging.getLogger(__name__)
+
+TOLD = 5
+"""Rows that are none are told one by one up to so many."""
+
+
+class Made:
+    """Prompts that are drawn, each from a generator of its own that follows from (seed, number)."""
+
+    def __init__(self, name: str, make: Callable[[random.Random], Prompt], seed: int) -> None:
+        self._make, self._seed = make, seed
+        self.identity = {"task": name, "seed": seed}
+
+    def prompt(self, number: int) -> Prompt:
+        return self._make(random.Random(f"{self._seed} {number}"))
+
+
+def build_digit(config: rl.Digit, *, seed: int) -> Made:
+    """`[loop.task] type = "digit"`."""
+
+    def make(numbers: random.Random) -> Prompt:
+        digit = str(numbers.randrange(10))
+        return Prompt(f"{digit}=", digit)
+
+    return Made("digit", make, seed)
+
+
+def build_sum(config: rl.Sum, *, seed: int) -> Made:
+    """`[loop.task] type = "sum"`."""
+
+    def make(numbers: random.Random) -> Prompt:
+        a, b = numbers.randrange(10), numbers.randrange(10)
+        return Prompt(f"{a}+{b}=", str((a + b) % 10))
+
+    return Made("sum", make, seed)
+
+
+class FromRows:
+    """Prompts out of rows: each epoch has every one, in an order that follows from (seed, epoch)."""
+
+    def __init__(self, prompts: list[Prompt], identity: dict[str, Any], *, shuffle: bool, seed: int) -> None:
+        self._prompts, self._shuffle, self._seed = prompts, shuffle, seed
+        self.identity = {**identity, "prompts": len(prompts)}
+        self._epoch, self._order = -1, document_order(seed, 0, 0, shuffle=False)
+
+    def prompt(self, number: int) -> Prompt:
+        epoch, place = divmod(number, len(self._prompts))
+        if epoch != self._epoch:
+            count = len(self._prompts)
+            self._epoch, self._order = epoch, document_order(self._seed, epoch, count, shuffle=self._shuffle)
+        return self._prompts[int(self._order[place])]
+
+
+def build_prompts(config: rl.Prompts, *, seed: int) -> FromRows:
+    """`[loop.task] type = "prompts"`; all rows are read at once.
+
+    Raises:
+        EnvironmentProblem: there is nothing, it cannot be read, or where `strict` a row is no prompt.
+    """
+    from titancli.data.chat_source import rows_of
+    from titancli.data.jsonl import BadRow
+
+    listed: Any = dataclasses.replace(config, shuffle=False)
+    rows = rows_of(listed, "prompts", seed=seed, dp_rank=1)
+    prompts, skipped = [], 0
+    for where, row, _ in rows.read(0, None):
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            prompts.append(_prompt(row, config))
+        except BadRow as reason:
+            if config.strict:
+                raise EnvironmentProblem(
+                    f"{where}: {reason}", hint="correct the row, or write loop.task.strict = false to skip it"
+                ) from reason
+            skipped += 1
+            if skipped <= TOLD:
+                logger.warning("row skipped: %s: %s", where, reason)
+    if skipped > TOLD:
+        logger.warning("%d rows of %s are no prompts and were skipped", skipped, config.path)
+    if not prompts:
+        raise EnvironmentProblem(
+            f"no row of {config.path} is a prompt", hint="name the key of the prompt: loop.task.prompt"
+        )
+    identity = {**rows.identity, "order": f"shuffled by seed {seed}" if config.shuffle else "as listed"}
+    return FromRows(prompts, identity, shuffle=config.shuffle, seed=seed)
+
+
+def _prompt(row: dict[str, Any], config: rl.Prompts) -> Prompt:
+    from titancli.data.chat_source import check_messages
+    from titancli.data.jsonl import BadRow, check_characters, value_of
+
+    found = value_of(row, config.prompt)
+    answer = row.get(config.answer)
+    if answer is not None and not isinstance(answer, (str, int, float)):
+        raise BadRow(f"{config.answer!r} is {type(answer).__name__}, neither text nor a number")
+    told = None if answer is None else str(answer)
+    if isinstance(found, str) and not config.chat:
+        if not found:
+            raise BadRow(f"{config.prompt!r} is empty")
+        check_characters(config.prompt, found)
+        return Prompt(found, told, row=row)
+    said = [{"role": "user", "content": found}] if isinstance(found, str) else found
+    messages = check_messages(config.prompt, said)
+    if config.system is not None:
+        messages = [{"role": "system", "content": config.system}, *messages]
+    text = "\n".join(f"{message['role']}: {message.get('content', '')}" for message in messages)
+    return Prompt(text, told, tuple(messages), row)
