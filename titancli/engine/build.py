@@ -21,7 +21,7 @@ from titancli.engine.guard import Guard
 from titancli.engine.pipelined import PipelinedModel
 from titancli.engine.runners import Runner, WholeModel
 from titancli.engine.seeds import generator_for
-from titancli.engine.state import parameter_shapes
+from titancli.engine.state import parameter_shapes, told_adapters
 from titancli.errors import EnvironmentProblem, Problem, RecipeError, TitanError
 from titancli.models.blocks.kernels import prefer_fast_kernels
 from titancli.models.blocks.moe import moe_layers
@@ -66,7 +66,7 @@ def build_engine(
     converters = [build(c, mesh=degrees, compile=recipe.compile.enable) for c in recipe.converters]
     for converter in converters:
         converter.convert(model)
-    names = [name for name, _ in model.named_parameters()]
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     parallelize = build(
         recipe.parallelize,
         mesh=mesh,
@@ -101,7 +101,7 @@ def build_engine(
     if not frozen:
         engine.optimizer = build(
             recipe.optimizer,
-            named_parameters=engine.named_parameters(),
+            named_parameters=engine.trained_parameters(),
             model_names=names,
         )
         for group in engine.optimizer.param_groups:
@@ -212,6 +212,8 @@ def materialise(engine: Engine, recipe: Recipe) -> None:
         allocate(part, home, engine.device)
         if not whole or recipe.checkpoint.exclude_from_loading:
             part.init_weights(generator_for(recipe.training.seed, home))
+        if engine.adapters is not None:
+            engine.adapters.initialise(part, generator_for(recipe.training.seed, home))
     if whole:
         load_weights(engine, recipe)
 
@@ -235,18 +237,32 @@ def allocate(model: nn.Module, device: torch.device, buffers: torch.device | Non
 
 
 def load_weights(engine: Engine, recipe: Recipe) -> None:
-    """Take the first weights from a titan checkpoint or a Hugging Face folder.
+    """Take the first weights from a titan checkpoint or a Hugging Face folder; of a checkpoint of adapters
+    those too, and their base's.
 
     Raises:
         EnvironmentProblem: the folder is missing, is neither, or holds another model's weights.
         RecipeError: the model has no Hugging Face form.
     """
-    from titancli.checkpoint import load_checkpoint
-    from titancli.checkpoint.hf import load_hf_weights
+    from titancli.checkpoint.base import base_of, require_base
     from titancli.checkpoint.remote import weights_here
 
     folder = weights_here(Path(recipe.weights or ""))
-    parameters = dict(engine.plain_parameters())
+    told = told_adapters(engine, folder)
+    base = folder if told is None else require_base(told, folder)
+    _load_base(engine, recipe, base)
+    if engine.adapters is not None:
+        engine.base = base_of(base)
+    if told is not None:
+        engine.load(folder, optimizer=False, verify=recipe.checkpoint.verify)
+
+
+def _load_base(engine: Engine, recipe: Recipe, folder: Path) -> None:
+    """Fill the plain model's parameters."""
+    from titancli.checkpoint import load_checkpoint
+    from titancli.checkpoint.hf import load_hf_weights
+
+    parameters = engine.base_parameters()
     if (folder / "manifest.json").is_file():
         tensors = {f"model.{name}": tensor for name, tensor in parameters.items()}
         exclude = Exclusion.once(recipe.checkpoint.exclude_from_loading, folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -84,6 +84,8 @@ class Core:
     """See `Status`. Saved and loaded with the optimizer's state."""
     tokens_seen: int = 0
     """Input tokens of all steps, over all ranks."""
+    base: dict[str, str] | None = None
+    """`path` and `digest` of the weights that adapters were put beside."""
     busy: str | None = None
     """Why no verb can be called now, if so."""
     _weight: Tensor | None = field(default=None, repr=False)
@@ -158,12 +160,14 @@ class Core:
     def save_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything a resume needs: tensors by name (the live ones, sharded), and counters as plain JSON."""
         self.ready("save_state")
-        tensors = {f"model.{name}": tensor for name, tensor in self.plain_parameters()}
+        tensors = {f"model.{name}": tensor for name, tensor in self.saved_parameters()}
         if self.optimizer is not None:
-            tensors |= optimizer_tensors(self.optimizer, self.named_parameters())
-        guard = {"guard": self.guard.state()} if self.guard else {}
+            tensors |= optimizer_tensors(self.optimizer, self.trained_parameters())
+        more: dict[str, Any] = {"guard": self.guard.state()} if self.guard else {}
+        if self.adapters is not None:
+            more["adapters"] = {**self.adapters.facts, "base": self.base}
         counters = {"step": self.step, "version": self.version, "tokens_seen": self.tokens_seen}
-        return tensors, {**counters, **guard}
+        return tensors, {**counters, **more}
 
     def save(self, folder: str | Path, *, lock_text: str = "", run_id: str = "") -> None:
         """Write a checkpoint of this engine, whole or not at all: safetensors and JSON. Collective.
@@ -237,7 +241,8 @@ class Core:
     # ----------------------------------------------------------------------------------------- weights
 
     def weights(self) -> Iterator[NamedTensor]:
-        """Hugging Face names and whole tensors, one at a time; the tensor on rank 0, None elsewhere.
+        """Hugging Face names and whole tensors, one at a time; the tensor on rank 0, None elsewhere. Adapters
+        are merged into their base.
 
         They have the dtype of the parameters (`training.dtype`, fp32 unless said) and lie on the engine's
         device; one is good until the next is asked for. Collective: every rank must run it to its end.
@@ -247,7 +252,8 @@ class Core:
         """
         self.ready("weights")
         form = self._form()
-        for name, whole in whole_tensors(self):
+        wholes = whole_tensors(self)
+        for name, whole in wholes if self.adapters is None else self.adapters.merged(wholes):
             for hf_name, value in form.to_hf(name, whole):
                 yield hf_name, value if dist.get_rank() == 0 else None
 
@@ -283,6 +289,8 @@ class Core:
                 the model declares no Hugging Face form.
         """
         self.ready("load_weights")
+        if self.adapters is not None:
+            raise TitanError("load_weights: this engine trains adapters, whose base stays", hint="use load()")
         try:
             take_weights(self, self._form(), weights)
         finally:
@@ -299,6 +307,33 @@ class Core:
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Parameters by the names of the plain model on one device."""
         return [named for part in self.parts for named in part.named_parameters()]
+
+    def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Those of them that the optimizer moves."""
+        return [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
+
+    @property
+    def adapters(self) -> Any:
+        """The converter whose parameters are no part of the plain model, if there is one."""
+        return next((converter for converter in self.converters if hasattr(converter, "owns")), None)
+
+    @contextmanager
+    def as_base(self) -> Iterator[None]:
+        """The model without its adapters; only to compute with."""
+        if self.adapters is None:
+            raise TitanError("as_base: this engine has no adapters, such as the converter lora makes")
+        with self.adapters.disabled(self.parts):
+            yield
+
+    def saved_parameters(self) -> list[tuple[str, Tensor]]:
+        """What a checkpoint holds of `plain_parameters`: all, or the adapters alone where there are some."""
+        adapters = self.adapters
+        return [named for named in self.plain_parameters() if adapters is None or adapters.owns(named[0])]
+
+    def base_parameters(self) -> dict[str, Tensor]:
+        """Those of `plain_parameters` that the plain model has."""
+        adapters = self.adapters
+        return {n: t for n, t in self.plain_parameters() if adapters is None or not adapters.owns(n)}
 
     def plain_parameters(self) -> list[tuple[str, Tensor]]:
         """The same and what else is state, detached and without the converters' tensor classes: what is

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -21,6 +21,7 @@ from titancli.engine.runners import Sums
 from titancli.engine.sampling import gathered, refuse_layout
 from titancli.engine.seeds import seed_step
 from titancli.errors import TitanError
+from titancli.process import settings_of
 
 if TYPE_CHECKING:
     from titancli.data.batch import Batch
@@ -59,8 +60,9 @@ class Engine(Core):
         launcher are a run's.
 
         Args:
-            recipe: a path, a bundled name such as `"llama3_debug"`, a Recipe; or a run folder (its newest
-                good checkpoint) or a checkpoint, for the recipe and the weights.
+            recipe: a path, a bundled name such as `"llama3_debug"`; a run folder (its newest good
+                checkpoint) or a checkpoint, for the recipe and the weights; or a Recipe. (A Recipe with
+                `checkpoint.initial_load_model_only = false` is built with initial values: `load` it.)
             overrides: as on the command line: `["optimizer.lr=1e-4", "mesh.tp=2"]`.
             device: None: this rank's GPU, or the CPU where there is none.
             frozen: without an optimizer.
@@ -72,7 +74,11 @@ class Engine(Core):
         """
         chosen = opening.join(device)
         try:
-            return cls._built(opening.recipe_from(recipe, overrides), chosen, frozen)
+            found = opening.recipe_from(recipe, overrides)
+            engine = cls._built(found, chosen, frozen)
+            if found is not recipe and not frozen:
+                opening.take_over(engine, found)
+            return engine
         finally:
             opening.leave()  # nothing is ended where an engine stands now
 
@@ -117,9 +123,15 @@ class Engine(Core):
     def _built(cls, recipe: Recipe, device: torch.device, frozen: bool) -> Engine:
         from titancli.engine.build import build_engine
 
-        engine = build_engine(recipe, device=device, frozen=frozen)
-        opening.enlist(engine)
-        engine._ends.callback(opening.leave, engine)
+        if frozen:
+            recipe = opening.weights_alone(recipe)
+        with ExitStack() as ends:
+            if recipe.debug.deterministic:
+                ends.enter_context(settings_of(recipe.debug))
+            engine = build_engine(recipe, device=device, frozen=frozen)
+            opening.enlist(engine)
+            ends.callback(opening.leave, engine)
+            engine._ends = ends.pop_all()
         return engine
 
     # ----------------------------------------------------------------------------------------- forward
@@ -206,7 +218,8 @@ class Engine(Core):
 
         Raises:
             TitanError: the engine is frozen or closed; the batch lacks something; the loss made something
-                else than a LossResult, or one without gradient.
+                else than a LossResult, or one without gradient. Whatever a loss raises comes through; the
+                gradients of the step so far are then forgotten.
         """
         optimizer = self.trained("forward_backward")
         loss = self._loss_of(loss)
@@ -216,7 +229,11 @@ class Engine(Core):
             optimizer.zero_grad(set_to_none=True)
             self._weight = torch.zeros((), dtype=torch.float32, device=self.device)
             self._loss = torch.zeros_like(self._weight)
-        sums = self.runner.forward_backward(placed, loss)
+        try:
+            sums = self.runner.forward_backward(placed, loss)
+        except BaseException:
+            self.clear_gradients()  # some micro-batches' may be among them, and nobody knows which
+            raise
         tokens = sum(tokens_of(self.parts[0], batch) for batch in placed) * self.mesh.degrees.dp
         self._step_tokens += tokens
         self._accumulated += len(placed)

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 import torch.distributed as dist
 
+from titancli.checkpoint.exclude import Exclusion
 from titancli.checkpoint.manifest import LOCK, MANIFEST, newest_good
+from titancli.checkpoint.remote import take_weights, weights_here
 from titancli.errors import EnvironmentProblem, UsageError
 from titancli.observe import comm
 from titancli.parallel.mesh import forget_meshes
@@ -30,6 +32,7 @@ from titancli.recipe.schema import (
     Stability,
     Training,
 )
+from titancli.recipe.urls import url_of
 from titancli.registry import current
 from titancli.registry.component import component_info
 from titancli.registry.kinds import KINDS
@@ -37,6 +40,7 @@ from titancli.runs import RunFolder
 
 if TYPE_CHECKING:
     from titancli.checkpoint.manifest import Verify
+    from titancli.engine.core import Core
 
 logger = logging.getLogger(__name__)
 
@@ -102,13 +106,33 @@ def recipe_from(recipe: Recipe | str | Path, overrides: Sequence[str] = ()) -> R
             f"the checkpoint {folder} carries no recipe",
             hint=f'name a recipe of its model, with the override "weights={folder}"',
         )
-    loaded = load_recipe(recipe, overrides).recipe
+    loaded = _with_weights_here(load_recipe(recipe, overrides).recipe)
     own_weights = any(override.partition("=")[0].strip() == "weights" for override in overrides)
     if own_weights or not (is_checkpoint or RunFolder.is_run(folder)):
         return loaded
-    checkpoint = dataclasses.replace(loaded.checkpoint, initial_load_model_only=True, exclude_from_loading=[])
     start = checkpoint_of(folder, verify=loaded.checkpoint.verify)
-    return dataclasses.replace(loaded, weights=start, checkpoint=checkpoint)
+    return dataclasses.replace(weights_alone(loaded), weights=start)
+
+
+def _with_weights_here(recipe: Recipe) -> Recipe:
+    """The recipe; weights that it names by a URL are in this machine's cache now."""
+    if recipe.weights is not None:
+        take_weights(recipe.weights, logger.info)
+    return recipe
+
+
+def weights_alone(recipe: Recipe) -> Recipe:
+    """The recipe, taking no more than the weights of the checkpoint that it names, all of them."""
+    checkpoint = dataclasses.replace(recipe.checkpoint, initial_load_model_only=True, exclude_from_loading=[])
+    return dataclasses.replace(recipe, checkpoint=checkpoint)
+
+
+def take_over(engine: Core, recipe: Recipe) -> None:
+    """Load all of the state of the checkpoint that the recipe names, where it says so."""
+    if recipe.weights is None or recipe.checkpoint.initial_load_model_only:
+        return
+    folder = weights_here(recipe.weights)
+    engine.load(folder, exclude=Exclusion.once(recipe.checkpoint.exclude_from_loading, folder))
 
 
 def checkpoint_of(folder: Path, *, verify: Verify = "full") -> Path:
@@ -159,8 +183,10 @@ def recipe_of(model: Any, parts: Parts) -> Recipe:
     given.setdefault("training", Training(steps=1, seq_len=min(2048, getattr(model, "max_seq_len", 2048))))
     given.setdefault("lr_scheduler", LRScheduler(warmup_steps=0, decay_ratio=0.0, min_lr_factor=1.0))
     weights = parts.get("weights")
-    given["weights"] = None if weights is None else Path(weights).absolute()
-    return Recipe(tokenizer=None, dataset=None, loop=_default("loop"), launcher=None, **given)
+    if weights is not None:
+        given["weights"] = Path(weights) if url_of(Path(weights)) else Path(weights).absolute()
+    made = Recipe(tokenizer=None, dataset=None, loop=_default("loop"), launcher=None, **given)
+    return _with_weights_here(made)
 
 
 def _default(kind: str) -> Any:

@@ -207,7 +207,7 @@ class PipelinedModel:
             made = self._run(part, batch, loss, *received)
             if stage + 1 < len(holders) and holders[stage + 1] != me:
                 sends.append((dist.isend(made, group=self.group, group_dst=holders[stage + 1]), made))
-        return made
+        return checked(made, loss) if isinstance(made, LossResult) else made
 
     def _spread(self, results: list[Any]) -> Any:
         """What the last stage made of all micro-batches, on every rank of the pipeline."""

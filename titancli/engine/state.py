@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titancli.checkpoint.exclude import NOTHING, Exclusion
-from titancli.errors import EnvironmentProblem
+from titancli.errors import EnvironmentProblem, TitanError
 
 if TYPE_CHECKING:
     from titancli.checkpoint.manifest import Verify
@@ -66,6 +66,7 @@ def load_state(
     """Fill the engine's tensors from a checkpoint and set its counters; see `Engine.load`."""
     from titancli.checkpoint import load_checkpoint
 
+    told_adapters(engine, folder, base=engine.base)
     tensors, _ = engine.save_state()
     if not optimizer:
         tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
@@ -88,6 +89,38 @@ def load_state(
                 hint="take another checkpoint (--step N)",
             ) from error
     return state
+
+
+def told_adapters(engine: Core, folder: Path, *, base: dict[str, str] | None = None) -> dict[str, Any] | None:
+    """What a checkpoint tells of its adapters; None where it has none, or is no checkpoint.
+
+    Args:
+        base: the one that the engine's adapters stand beside, if it is known by now.
+
+    Raises:
+        TitanError: they are others than the engine's, or it has none.
+        EnvironmentProblem: they were trained on another base.
+    """
+    from titancli.checkpoint.base import adapters_of, require_base
+    from titancli.checkpoint.manifest import MANIFEST, read_manifest
+
+    told = adapters_of(read_manifest(folder)) if (folder / MANIFEST).is_file() else None
+    if told is None:
+        return None
+    if engine.adapters is None:
+        raise TitanError(
+            f"{folder} holds adapters ({told['form']}) and not the weights of a model",
+            hint=f"merge them first: titan convert-checkpoint {folder} FOLDER --to hf",
+        )
+    for name, here in engine.adapters.facts.items():
+        if told[name] != here:
+            raise TitanError(
+                f"{folder} holds adapters of {name} {told[name]}, and this recipe's have {here}",
+                hint=f"write {name} = {told[name]!r} in the converter",
+            )
+    if base is not None:
+        require_base(told, folder, base)
+    return told
 
 
 def _set_counters(engine: Core, counters: dict[str, Any], exclude: Exclusion) -> None:
@@ -139,8 +172,8 @@ def all_known(engine: Core, named: Iterable[tuple[str, Tensor]]) -> list[Known]:
 
 
 def parameter_shapes(engine: Core) -> dict[str, tuple[int, ...]]:
-    """Of everything of the whole model that is saved. Collective."""
-    return {known.name: known.shape for known in all_known(engine, engine.plain_parameters())}
+    """Of everything of the whole plain model that is saved. Collective."""
+    return {known.name: known.shape for known in all_known(engine, engine.base_parameters().items())}
 
 
 def whole_tensors(engine: Core) -> Iterator[tuple[str, Tensor]]:
