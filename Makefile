@@ -35,7 +35,7 @@ clean:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt -e .
 	touch $@
 
-.venv/.installed-dev: .venv/.installed plugins/titan-float8/pyproject.toml plugins/titan-muon/pyproject.toml
+.venv/.installed-dev: .venv/.installed $(wildcard plugins/*/pyproject.toml)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt -e ".[dev]" \
-		-e plugins/titan-float8 -e plugins/titan-muon
+		-e plugins/titan-float8 -e "plugins/titan-flux[dev]" -e plugins/titan-muon
 	touch $@

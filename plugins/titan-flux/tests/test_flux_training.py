@@ -1,0 +1,143 @@
+"""Flux trains alike on every layout that it can have, learns, and goes on as if it had not stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import flux_cases
+import pytest
+from safetensors import safe_open
+
+from titan_flux.shards import write_shard
+from titancli.testing import check_plugin, run_cli
+
+RECIPE = "titan-flux:flux_debug"
+WHOLE = ["training.local_batch_size=8"]
+TWO, FOUR = ["training.local_batch_size=4"], ["training.local_batch_size=2"]
+REPLICAS = "mesh.dp_replicate=2"
+COMPILED = ["compile.enable=true", 'compile.backend="aot_eager"']
+LAYOUTS = {
+    "FSDP2": (2, [*TWO, "mesh.dp_shard=2"]),
+    "FSDP4, recomputed": (4, [*FOUR, "mesh.dp_shard=4", "activation_checkpoint.mode=full"]),
+    "DDP2, by operation": (2, [*TWO, REPLICAS, "activation_checkpoint.mode=selective"]),
+    "HSDP2x2, never freed": (
+        4,
+        [*FOUR, REPLICAS, "mesh.dp_shard=2", "parallelize.reshard_after_forward=never"],
+    ),
+    "FSDP2, accumulated": (2, [*FOUR, "mesh.dp_shard=2", "training.accumulate=unsharded"]),
+    "FSDP2, compiled": (2, [*TWO, "mesh.dp_shard=2", *COMPILED, "activation_checkpoint.mode=selective"]),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(ranks) -> dict:
+    return ranks(1, flux_cases.trained, WHOLE)[0]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_trains_as_one_rank_does(ranks, alone: dict, name: str) -> None:
+    world, overrides = LAYOUTS[name]
+    for found in ranks(world, flux_cases.trained, overrides):
+        assert found.keys() == alone.keys()
+        distances = {key: (found[key] - alone[key]).norm() / alone[key].norm() for key in alone}
+        worst = max(distances, key=lambda key: distances[key])
+        assert distances[worst] <= 1e-5, f"{worst}: {distances[worst]:.2e}"
+
+
+@pytest.mark.ranks
+def test_tokens_are_those_of_text_and_image(alone: dict) -> None:
+    assert alone["tokens"] == 3 * flux_cases.ROWS * (8 + 16)
+
+
+def test_the_plugin_is_sound(tmp_path: Path) -> None:
+    sizes = {"height": 4, "width": 4, "channels": 1, "text_length": 12, "context_dim": 3, "pooled_dim": 2}
+    configs = {"dataset/random_latents": sizes, "model/flux": {"double_blocks": 1, "single_blocks": 1}}
+    check_plugin("titan-flux", configs=configs)
+
+
+def losses(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    return [line["metrics"]["loss"] for line in lines if line.get("event") == "step"]
+
+
+def test_the_loss_falls_and_the_command_says_what_there_is_not(tmp_path: Path) -> None:
+    """One run by the command; and what can be done with it."""
+    quick = ["dataset.count=8", "dataset.text_dropout=0.0", "training.local_batch_size=8"]
+    done = run_cli("train", RECIPE, "--run-dir", "r", *quick, cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    found = losses(tmp_path / "r")
+    assert found[0] == pytest.approx(2, abs=0.2)
+    assert min(found[-2:]) < 0.9 * found[0], found
+    refused = {
+        ("generate", "r", "a cat"): "the model flux cannot generate: it has no new_cache",
+        ("convert-checkpoint", "r", "out", "--to", "hf"): "the model flux has no Hugging Face form",
+        ("plan", RECIPE, "--check"): "a dry run makes rows of tokens, and the model takes latents",
+    }
+    for arguments, message in refused.items():
+        done = run_cli(*arguments, cwd=tmp_path)
+        assert done.code != 0 and message in done.stderr, (arguments, done.stderr)
+    done = run_cli("plan", RECIPE, cwd=tmp_path)
+    assert done.code == 0 and "flux does not say its sizes" in " ".join(done.stdout.split())
+
+
+def test_a_resumed_run_is_bitwise_the_one_that_did_not_stop(tmp_path: Path) -> None:
+    """Across the end of an epoch, from shards on disk."""
+    small = ["model.double_blocks=1", "model.single_blocks=1", "metrics.log_freq=1"]
+    settings = [*shards(tmp_path), *small, "lr_scheduler.total_steps=6"]
+    for run, steps in {"whole": 6, "part": 3}.items():
+        done = run_cli("train", RECIPE, "--run-dir", run, f"training.steps={steps}", *settings, cwd=tmp_path)
+        assert done.code == 0, done.stderr
+    done = run_cli("train", "part", "--resume", "training.steps=6", cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    one, other = (tensors(tmp_path / run / "checkpoints" / "step-6") for run in ("whole", "part"))
+    assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
+    assert losses(tmp_path / "whole") == losses(tmp_path / "part")
+
+
+def shards(folder: Path) -> list[str]:
+    import torch
+
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"latents": (4, 8, 8), "text": (8, 32), "pooled": (16,)}
+    for name, count in {"a": 5, "b": 6}.items():
+        samples = [{k: torch.randn(v, generator=draw) for k, v in shapes.items()} for _ in range(count)]
+        write_shard(folder / f"{name}.safetensors", samples)
+    fields = ['type = "latents"', 'paths = ["*.safetensors"]', "guidance = 1.0"]
+    return ["dataset={" + ", ".join(fields) + "}", "training.local_batch_size=4"]
+
+
+def tensors(checkpoint: Path) -> dict:
+    (file,) = checkpoint.glob("*.safetensors")
+    with safe_open(file, framework="pt") as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
+
+
+WRONG = {
+    "mesh.tp=2": "mesh.tp = 2: the model flux is cut by dp_replicate and dp_shard alone",
+    "mesh.cp=2": "mesh.cp = 2: the model flux is cut by",
+    "mesh.pp=2": "mesh.pp = 2: the model flux is cut by",
+    "loss=cross_entropy": 'write loss = "flow_matching"',
+    "dataset=python_stdlib  tokenizer=byte": "flux takes latents, and this dataset gives text",
+    "tokenizer=byte": "the dataset random_latents takes no tokenizer",
+    "model.flavor=flux-schnell": "this flux is told of no guidance",
+    "model.dim=66": "n_heads 4 of sum(axes_dim) 16 do not make dim 66",
+    "model.axes_dim=[3, 7, 6]": "must be even",
+    'dataset={type="latents", paths=["x"]}': "write guidance = 1.0",
+    'dataset={type="latents", paths=["x"], text_dropout=0.1}': "the empty text is needed",
+}
+
+
+@pytest.mark.parametrize("override", WRONG)
+def test_what_does_not_go_together_is_said_by_validate(override: str, tmp_path: Path) -> None:
+    done = run_cli("validate", RECIPE, *override.split("  "), cwd=tmp_path)
+    assert done.code == 3 and WRONG[override] in done.stdout + done.stderr, done.stdout + done.stderr
+
+
+def test_a_bad_shard_ends_a_run_with_its_name(tmp_path: Path) -> None:
+    data = shards(tmp_path)
+    (tmp_path / "b.safetensors").write_bytes((tmp_path / "b.safetensors").read_bytes()[:-8])
+    done = run_cli("train", RECIPE, "--run-dir", "r", *data, cwd=tmp_path)
+    assert done.code == 5 and "b.safetensors is no good shard of latents" in done.stderr
+    assert "Traceback" not in done.stderr

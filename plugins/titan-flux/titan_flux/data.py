@@ -1,0 +1,174 @@
+"""The datasets: encoded samples, with the noise that is added to each, dealt to data-parallel ranks.
+
+What a sample becomes follows from (training.seed, epoch, its number) alone: its place in the order, its
+noise, its time, and whether it loses its text. Global micro-batch k is made of places k·D·B to (k+1)·D·B (D
+ranks, B rows each), rank d taking the d-th B of them; so a position is a number of samples, whatever D and B
+are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titan_flux import Latents, Noised, RandomLatents
+from titan_flux.shards import Random, Samples, Shards, random_state
+from titancli import Batch
+from titancli.data.source import document_order
+from titancli.errors import EnvironmentProblem, RecipeError
+
+STATE_VERSION = 1
+
+
+class NoisedLatents:
+    """Batches of noisy latents and the velocities that lead back: a `Dataset` of `titancli.registry.kinds`.
+
+    | key | shape, dtype | meaning |
+    |---|---|---|
+    | latents | [B, S, 4C] fp32 | noisy image tokens: (1 − t)·clean + t·noise |
+    | places | [B, S, 3] int64 | 0, row and column of each |
+    | text, pooled | [B, T, context_dim], [B, pooled_dim] fp32 | the text's encodings |
+    | timesteps | [B] fp32 | t, from 0 (clean) to 1 (noise) |
+    | guidance | [B] fp32, where the config has it | |
+    | velocity | [B, S, 4C] fp32 | noise − clean |
+    | weights | [B] fp32 | 0 for a row that fills up the last batch |
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        config: Noised,
+        *,
+        seq_len: int,
+        rows: int,
+        dp_rank: int,
+        dp_size: int,
+        seed: int,
+    ) -> None:
+        self._samples, self._config = samples, config
+        self._rows, self._seed = rows, seed
+        self._skip, self._step = dp_rank * rows, dp_size * rows
+        self._place = 0
+        """Of the next sample of all ranks, over all epochs."""
+        self._order: tuple[int, np.ndarray] | None = None
+        self._empty = samples.empty() if config.text_dropout > 0 else None
+        _, height, width = samples.shape.latents
+        self._places = places_of(height // 2, width // 2).expand(rows, -1, -1)
+        _refuse_other_length(seq_len, len(self._places[0]), samples)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Batches from the present position on.
+
+        Raises:
+            EnvironmentProblem: a shard is damaged; names it.
+        """
+        while self._config.repeat or self._place < self._samples.count:
+            mine = range(self._place + self._skip, self._place + self._skip + self._rows)
+            batch = self._batch([self._row(place) for place in mine])
+            self._place += self._step
+            yield batch
+
+    def _batch(self, rows: list[dict[str, Any]]) -> Batch:
+        tensors = {name: torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in rows[0]}
+        return Batch({**tensors, "places": self._places})
+
+    def _row(self, place: int) -> dict[str, Any]:
+        count, config = self._samples.count, self._config
+        counts = config.repeat or place < count
+        epoch, at = divmod(place if counts else count - 1, count)
+        number = int(self._order_of(epoch)[at])
+        clean, text, pooled = self._samples.read(number)
+        draw = random_state(self._seed, epoch, number)
+        # All are drawn always, and in this order, so that no setting changes what another one draws.
+        noise = torch.from_numpy(draw.standard_normal(clean.shape).astype(np.float32))
+        normal, uniform, kept = draw.standard_normal(), draw.random_sample(), draw.random_sample()
+        time = 1 / (1 + np.exp(-normal)) if config.timesteps == "logit_normal" else uniform
+        time = float(config.shift * time / (1 + (config.shift - 1) * time))
+        if self._empty is not None and kept < config.text_dropout:
+            text, pooled = self._empty
+        clean, noise = tokens_of(clean), tokens_of(noise)
+        row = {
+            "latents": (1 - time) * clean + time * noise,
+            "text": text,
+            "pooled": pooled,
+            "timesteps": time,
+            "velocity": noise - clean,
+            "weights": float(counts),
+        }
+        return row if config.guidance is None else {**row, "guidance": config.guidance}
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        if self._order is None or self._order[0] != epoch:
+            shuffle = self._config.shuffle
+            self._order = epoch, document_order(self._seed, epoch, self._samples.count, shuffle=shuffle)
+        return self._order[1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch: how many samples all ranks have used, over all epochs."""
+        return {"version": STATE_VERSION, "samples": self._place, "data": self._samples.identity}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a position, under any number of ranks and rows.
+
+        Raises:
+            EnvironmentProblem: the state was saved on other data, or is not one of this dataset.
+        """
+        label = self._samples.label
+        if state.get("version") != STATE_VERSION or not isinstance(state.get("samples"), int):
+            raise EnvironmentProblem(
+                f"the position in the data that the checkpoint holds is not one of {label}",
+                hint="resume with the dataset that the run began with",
+            )
+        was, now = state.get("data") or {}, self._samples.identity
+        if changed := [name for name in now if was.get(name) != now[name]]:
+            told = ", ".join(f"{name} was {was.get(name)} and is {now[name]}" for name in changed)
+            raise EnvironmentProblem(
+                f"{label} is not what the checkpoint was made on: {told}",
+                hint="resume with data and training.seed as they were; or start a new run with the "
+                "checkpoint as its `weights`",
+            )
+        self._place = state["samples"]
+
+
+def tokens_of(latents: Tensor) -> Tensor:
+    """[C, H, W] -> image tokens [H/2 · W/2, 4C], row by row; of a piece of 2 x 2 the channels come first."""
+    channels, height, width = latents.shape
+    pieces = latents.view(channels, height // 2, 2, width // 2, 2).permute(1, 3, 0, 2, 4)
+    return pieces.reshape(height // 2 * (width // 2), channels * 4)
+
+
+def places_of(rows: int, columns: int) -> Tensor:
+    """[rows · columns, 3] int64: 0, row and column of each image token."""
+    grid = torch.zeros(rows, columns, 3, dtype=torch.int64)
+    grid[..., 1] = torch.arange(rows)[:, None]
+    grid[..., 2] = torch.arange(columns)
+    return grid.flatten(0, 1)
+
+
+def _refuse_other_length(seq_len: int, image: int, samples: Samples) -> None:
+    """
+    Raises:
+        RecipeError: training.seq_len is not what a row of this data takes.
+    """
+    text = samples.shape.text[0]
+    if seq_len != text + image:
+        raise RecipeError(
+            f"training.seq_len is {seq_len}, and a row of {samples.label} has {text} tokens of text and "
+            f"{image} of an image",
+            hint=f"write training.seq_len = {text + image}",
+        )
+
+
+def build_latents(config: Latents, *, tokenizer: None, seed: int, **runtime: Any) -> NoisedLatents:
+    """`[dataset] type = "latents"`."""
+    samples = Shards(config.paths, config.empty, shuffle=config.shuffle, seed=seed)
+    return NoisedLatents(samples, config, seed=seed, **runtime)
+
+
+def build_random(config: RandomLatents, *, tokenizer: None, seed: int, **runtime: Any) -> NoisedLatents:
+    """`[dataset] type = "random_latents"`."""
+    return NoisedLatents(Random(config, seed=seed), config, seed=seed, **runtime)

@@ -1,0 +1,198 @@
+"""FLUX.1: the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from titan_flux import Flux
+from titan_flux.blocks import (
+    EPS,
+    TIME_DIM,
+    DoubleBlock,
+    Features,
+    SingleBlock,
+    modulated,
+    rotation,
+    time_features,
+)
+from titancli import TitanError
+from titancli.models.blocks.init import fill, normal_, ones_
+
+if TYPE_CHECKING:
+    from titancli import Batch, LossResult
+    from titancli.registry.kinds import Loss
+
+CONDITIONS = ("embedding.time.", "embedding.pooled.", "embedding.guidance.")
+"""Parameters that a row meets once, and not each of its tokens; those named modulation are others."""
+
+
+class Embedding(nn.Module):
+    """Everything that goes in, to the width of the model: one module, so that FSDP2 gathers it at once."""
+
+    def __init__(self, config: Flux) -> None:
+        super().__init__()
+        self.image = nn.Linear(config.in_channels, config.dim)
+        self.text = nn.Linear(config.context_dim, config.dim)
+        self.time = Features(TIME_DIM, config.dim)
+        self.pooled = Features(config.pooled_dim, config.dim)
+        self.guidance = Features(TIME_DIM, config.dim) if config.guidance_embed else None
+
+    def forward(
+        self, latents: Tensor, text: Tensor, pooled: Tensor, timesteps: Tensor, guidance: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The image [B, S, dim], the text [B, T, dim], and the conditions of all tokens, [B, dim].
+
+        Raises:
+            TitanError: an input has another width than the model, or the guidance is missing.
+        """
+        widths = (self.image.in_features, self.text.in_features, self.pooled.inner.in_features)
+        named = ("latents", "text", "pooled")
+        for name, tensor, width in zip(named, (latents, text, pooled), widths, strict=True):
+            if tensor.shape[-1] != width:
+                raise TitanError(
+                    f"the model takes {name} of {width} numbers, and the dataset gives {tensor.shape[-1]}",
+                    hint="in_channels, context_dim and pooled_dim of [model] are those of the data",
+                )
+        vec = self.time(time_features(timesteps)) + self.pooled(pooled)
+        if self.guidance is not None:
+            if guidance is None:
+                raise TitanError("this flux is told how strong guidance is", hint="write dataset.guidance")
+            vec = vec + self.guidance(time_features(guidance))
+        # Here, where FSDP2 has gathered the weights, is their dtype that of the computation.
+        dtype = self.image.weight.dtype
+        return self.image(latents.to(dtype)), self.text(text.to(dtype)), vec
+
+
+class Output(nn.Module):
+    """The last layer, and the loss inside its forward."""
+
+    def __init__(self, config: Flux) -> None:
+        super().__init__()
+        self.modulation = nn.Linear(config.dim, 2 * config.dim)
+        self.norm = nn.LayerNorm(config.dim, eps=EPS, elementwise_affine=False)
+        self.linear = nn.Linear(config.dim, config.in_channels)
+
+    def forward(
+        self, image: Tensor, vec: Tensor, batch: Batch | None = None, loss: Loss | None = None
+    ) -> Tensor | LossResult:
+        """[B, S, dim] -> velocities [B, S, in_channels], or a LossResult when a loss is given.
+
+        Raises:
+            TitanError: the loss is one of log-probabilities.
+        """
+        if loss is not None and loss.output != "model":
+            raise TitanError(
+                "flux gives velocities, and no log-probabilities", hint='write loss = "flow_matching"'
+            )
+        shift, scale = self.modulation(silu(vec))[:, None].chunk(2, dim=-1)
+        velocity = self.linear(modulated(self.norm(image), shift, scale))
+        return velocity if loss is None or batch is None else loss(velocity, batch)
+
+
+class FluxModel(nn.Module):
+    """The transformer: blocks of two streams, then of one, in one dict by number."""
+
+    sequence_dim: ClassVar = {"latents": 1, "places": 1, "text": 1}
+    token_inputs: ClassVar = ("text", "latents")
+    tensor_plan: ClassVar[dict[str, Any]] = {}
+    experts: ClassVar[dict[str, nn.Module]] = {}
+
+    def __init__(self, config: Flux) -> None:
+        super().__init__()
+        self.config = config
+        guided = ("guidance",) if config.guidance_embed else ()
+        self.inputs: tuple[str, ...] = ("latents", "places", "text", "pooled", "timesteps", *guided)
+        hidden = int(config.dim * config.mlp_ratio)
+        doubles, singles = config.double_blocks, config.single_blocks
+        self.embedding = Embedding(config)
+        self.layers = nn.ModuleDict()
+        for number in range(doubles + singles):
+            self.layers[str(number)] = (
+                DoubleBlock(config.dim, config.n_heads, hidden, qkv_bias=config.qkv_bias)
+                if number < doubles
+                else SingleBlock(config.dim, config.n_heads, hidden)
+            )
+        self.output = Output(config)
+
+    def forward(
+        self,
+        latents: Tensor,
+        places: Tensor,
+        text: Tensor,
+        pooled: Tensor,
+        timesteps: Tensor,
+        guidance: Tensor | None = None,
+        *,
+        batch: Batch | None = None,
+        loss: Loss | None = None,
+    ) -> Tensor | LossResult:
+        """Velocities, or a LossResult when a loss is given.
+
+        Args:
+            latents: [B, S, in_channels], noisy.
+            places: [B, S, 3] integers: 0, row and column of each image token. A text token's is (0, 0, 0).
+            text: [B, T, context_dim].
+            pooled: [B, pooled_dim].
+            timesteps: [B] between 0 (clean) and 1 (noise).
+            guidance: [B]; for a model that is told of it.
+        """
+        config = self.config
+        nowhere = places.new_zeros(text.shape[0], text.shape[1], places.shape[2])
+        angles = rotation(torch.cat((nowhere, places), dim=1), config.axes_dim, config.rope_theta)
+        image, words, vec = self.embedding(latents, text, pooled, timesteps, guidance)
+        blocks = list(self.layers.values())
+        for block in blocks[: config.double_blocks]:
+            image, words = block(image, words, vec, angles)
+        hidden = torch.cat((words, image), dim=1)
+        for block in blocks[config.double_blocks :]:
+            hidden = block(hidden, vec, angles)
+        return self.output(hidden[:, text.shape[1] :], vec, batch, loss)
+
+    def init_weights(self, generator_for: Callable[[str], torch.Generator]) -> None:
+        """Fill every parameter, each from its own generator.
+
+        As in DiT (arXiv 2212.09748): what modulates and what comes last begin at zero, so that every block
+        begins as the identity; matrices are Xavier-uniform, the embeddings of conditions normal.
+        """
+        for name, parameter in self.named_parameters():
+            if name.endswith("_norm.weight"):
+                ones_(parameter)
+            elif parameter.ndim == 1 or ".modulation." in name or name.startswith("output."):
+                fill(parameter, lambda whole: whole.zero_())
+            elif name.startswith(CONDITIONS):
+                normal_(parameter, 0.02, generator_for(name))
+            else:
+                xavier_(parameter, generator_for(name))
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Of a row of seq_len tokens, text and image: 6 per weight that a token meets, of those that a row
+        meets once its share, and 12 · blocks · dim · seq_len for attention without a mask.
+
+        In a double block a token meets the weights of one stream. The text's first projection, a thousandth
+        of all, is left out: how many of the tokens are text, the model does not know.
+        """
+        in_row = in_token = 0.0
+        for name, parameter in self.named_parameters():
+            if ".modulation." in name or name.startswith(CONDITIONS):
+                in_row += parameter.numel()
+            elif name.startswith("layers.") and (".image." in name or ".text." in name):
+                in_token += parameter.numel() / 2
+            elif not name.startswith("embedding.text."):
+                in_token += parameter.numel()
+        attention = 12.0 * len(self.layers) * self.config.dim * seq_len
+        return 6.0 * (in_token + in_row / seq_len) + attention
+
+
+def xavier_(parameter: Tensor, generator: torch.Generator) -> None:
+    """Uniform, with a variance of 2 / (rows + columns)."""
+    fill(parameter, lambda whole: nn.init.xavier_uniform_(whole, generator=generator))
+
+
+def build(config: Flux, *, seq_len: int) -> FluxModel:
+    """The model on the current device, without initial values."""
+    return FluxModel(config)

@@ -1,0 +1,202 @@
+"""Samples that were encoded beforehand: safetensors shards, read one sample at a time; and made-up ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from titan_flux import RandomLatents
+from titancli import TitanError
+from titancli.data.files import corpus_identity, files_of
+from titancli.errors import EnvironmentProblem
+
+NAMES = ("latents", "text", "pooled")
+RANKS = (4, 3, 2)
+"""Dimensions of each, samples first."""
+DTYPES = ("F32", "BF16", "F16")
+OPEN_FILES = 64
+
+
+class Encoded(NamedTuple):
+    """One sample, or the shape of one: all fp32."""
+
+    latents: Any
+    """[C, H, W]"""
+    text: Any
+    """[T, context_dim]"""
+    pooled: Any
+    """[pooled_dim]"""
+
+
+class Samples(Protocol):
+    """Encoded samples by number."""
+
+    label: str
+    """How error messages name it."""
+    count: int
+    shape: Encoded
+    """Of every sample."""
+    identity: dict[str, Any]
+    """Plain JSON, small; equal only if the samples and their order are equal."""
+
+    def read(self, number: int) -> Encoded: ...
+
+    def empty(self) -> tuple[Tensor, Tensor]:
+        """The empty text: `text` and `pooled`."""
+        ...
+
+
+def write_shard(path: str | Path, samples: Sequence[Mapping[str, Tensor]]) -> None:
+    """Write a shard for the dataset `latents`.
+
+    Args:
+        samples: each with `latents` [C, H, W], as the autoencoder's encoder and its scaling leave them;
+            `text` [T, context_dim]; and `pooled` [pooled_dim]. All of the same shapes.
+    """
+    save_file({name: torch.stack([s[name] for s in samples]).contiguous() for name in NAMES}, path)
+
+
+class Shards:
+    """Safetensors shards on disk. Their headers are read at once, and all must be of the same shapes.
+
+    Raises:
+        EnvironmentProblem: a file is no shard, is damaged, or is not like the others; names it.
+    """
+
+    label = "dataset latents"
+
+    def __init__(self, paths: Sequence[Path], empty: Path | None, *, shuffle: bool, seed: int) -> None:
+        files = files_of(paths)
+        shapes = [_shape_of(file.path) for file in files]
+        self._paths = [file.path for file in files]
+        self._ends = np.cumsum([rows for rows, _ in shapes])
+        self.count = int(self._ends[-1])
+        self.shape = shapes[0][1]
+        for path, (_, shape) in zip(self._paths[1:], shapes[1:], strict=True):
+            if shape != self.shape:
+                raise EnvironmentProblem(
+                    f"{path} has samples of {_told(shape)}, and {self._paths[0]} of {_told(self.shape)}",
+                    hint="all samples of a dataset have the same shapes: sort images by size",
+                )
+        self.identity = corpus_identity(self.label, files, shuffle=shuffle, seed=seed, text=False)
+        self._empty = None if empty is None else self._read_empty(empty)
+
+    def read(self, number: int) -> Encoded:
+        """A sample, fp32.
+
+        Raises:
+            EnvironmentProblem: its shard cannot be read any more, or holds numbers that are not finite.
+        """
+        shard = int(np.searchsorted(self._ends, number, side="right"))
+        row = number - (int(self._ends[shard - 1]) if shard else 0)
+        return _read(self._paths[shard], row)
+
+    def empty(self) -> tuple[Tensor, Tensor]:
+        if self._empty is None:
+            raise TitanError(f"{self.label} has no empty text", hint='write empty = "empty.safetensors"')
+        return self._empty
+
+    def _read_empty(self, path: Path) -> tuple[Tensor, Tensor]:
+        _, shape = _shape_of(str(path))
+        if shape[1:] != self.shape[1:]:
+            raise EnvironmentProblem(
+                f"the empty text of {path} has the shapes {_told(shape)}, and the shards' texts "
+                f"{_told(self.shape)}",
+                hint="encode it as the others",
+            )
+        return _read(str(path), 0)[1:]
+
+
+class Random:
+    """Made-up samples: each follows from the seed and its number."""
+
+    label = "dataset random_latents"
+
+    def __init__(self, config: RandomLatents, *, seed: int) -> None:
+        self.count = config.count
+        self.shape = Encoded(
+            (config.channels, config.height, config.width),
+            (config.text_length, config.context_dim),
+            (config.pooled_dim,),
+        )
+        self.identity = {"count": self.count, "shape": [list(part) for part in self.shape], "seed": seed}
+        self.identity["shuffle"] = config.shuffle
+        self._seed = seed
+
+    def read(self, number: int) -> Encoded:
+        draw = random_state(self._seed, number).standard_normal
+        return Encoded(*(torch.from_numpy(draw(shape).astype(np.float32)) for shape in self.shape))
+
+    def empty(self) -> tuple[Tensor, Tensor]:
+        return torch.zeros(self.shape.text), torch.zeros(self.shape.pooled)
+
+
+def random_state(seed: int, *numbers: int) -> np.random.RandomState:
+    """Random numbers that follow from these, by a generator whose streams numpy will never change."""
+    words = [part & 0xFFFFFFFF for number in (seed, *numbers) for part in (number, number >> 32)]
+    return np.random.RandomState(words)
+
+
+# ------------------------------------------------------------------------------------------- one file
+
+
+@lru_cache(OPEN_FILES)
+def _open(path: str) -> Any:
+    return safe_open(path, framework="pt")
+
+
+def _shape_of(path: str) -> tuple[int, Encoded]:
+    """How many samples a shard has, and the shape of each."""
+    try:
+        file = safe_open(path, framework="pt")
+        there = set(file.keys())
+        slices = {name: file.get_slice(name) for name in NAMES if name in there}
+        shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+        dtypes = {name: part.get_dtype() for name, part in slices.items()}
+    except (SafetensorError, OSError) as error:
+        _damaged(path, str(error), error)
+    if missing := [name for name in NAMES if name not in there]:
+        _damaged(path, f"it has no tensor {' and no '.join(missing)}")
+    for name, rank in zip(NAMES, RANKS, strict=True):
+        if len(shapes[name]) != rank or 0 in shapes[name]:
+            wanted = {"latents": "[N, C, H, W]", "text": "[N, T, context_dim]", "pooled": "[N, pooled_dim]"}
+            _damaged(path, f"{name} is {list(shapes[name])}, and not {wanted[name]}")
+        if dtypes[name] not in DTYPES:
+            _damaged(path, f"{name} is {dtypes[name]}, and not one of {', '.join(DTYPES)}")
+    rows = {shape[0] for shape in shapes.values()}
+    if len(rows) > 1:
+        told = ", ".join(f"{name} {shape[0]}" for name, shape in shapes.items())
+        _damaged(path, f"its tensors are of different numbers of samples: {told}")
+    if any(size % 2 for size in shapes["latents"][2:]):
+        _damaged(path, f"latents of {list(shapes['latents'][2:])} cannot be cut into pieces of 2 x 2")
+    return rows.pop(), Encoded(*(shapes[name][1:] for name in NAMES))
+
+
+def _read(path: str, row: int) -> Encoded:
+    try:
+        file = _open(path)
+        found = Encoded(*(file.get_slice(name)[row].float() for name in NAMES))
+    except (SafetensorError, OSError, IndexError) as error:
+        _damaged(path, str(error), error)
+    for name, tensor in zip(NAMES, found, strict=True):
+        if not torch.isfinite(tensor).all():
+            _damaged(path, f"{name} of sample {row} (from 0) has numbers that are not finite")
+    return found
+
+
+def _damaged(path: str, reason: str, cause: BaseException | None = None) -> NoReturn:
+    raise EnvironmentProblem(
+        f"{path} is no good shard of latents: {reason}", hint="encode it again, or leave it out of paths"
+    ) from cause
+
+
+def _told(shape: Encoded) -> str:
+    return ", ".join(f"{name} {list(part)}" for name, part in zip(NAMES, shape, strict=True))
