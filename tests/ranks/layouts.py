@@ -8,8 +8,10 @@ from typing import Any
 from tests.engine.cases import VOCABULARY, Layout
 from titan_float8 import Float8Linear
 from titancli.losses import CrossEntropyFull
-from titancli.models import Qwen3
+from titancli.models import DeepSeekV3, GptOss, Qwen3
+from titancli.models.menu.deepseek_v3 import LatentYarn
 from titancli.models.menu.moe import MoE
+from titancli.models.menu.rope import Yarn
 from titancli.recipe.stages import SCHEDULES
 
 TOLERANCE = 1e-5
@@ -178,14 +180,93 @@ EXPERTS = {
         4, config=SHARED, dp_shard=2, tp=2, ep=2, compile="aot_eager", activation_checkpoint=BY_OP
     ),
 }
+GPT_OSS = GptOss(
+    **SIZES,
+    yarn=Yarn(factor=4.0, original_max_position=8, truncate=False),
+    sliding_window=4,
+    moe=MoE(num_experts=4, top_k=2, hidden_dim=16, gate_bias=True, load_balance_coeff=1e-2, **ROUTING),
+)
+SINKS = {
+    "gpt_oss, FSDP2": case(2, config=GPT_OSS, dp_shard=2),
+    "gpt_oss, EP2xTP2": case(4, config=GPT_OSS, dp_shard=2, tp=2, ep=2),
+    "gpt_oss, EP2xFSDP4": case(4, config=GPT_OSS, dp_shard=4, ep=2),
+    "gpt_oss, PP2xEP2": case(4, config=GPT_OSS, pp=2, dp_shard=2, ep=2),
+    "gpt_oss, CP2xTP2, documents": case(4, config=GPT_OSS, cp=2, tp=2, documents=True),
+    "gpt_oss, CP2, ulysses": case(2, config=GPT_OSS, cp=2, context_parallel="ulysses"),
+    "gpt_oss, EP2, AC by op": case(2, config=GPT_OSS, dp_shard=2, ep=2, activation_checkpoint=BY_OP),
+    "gpt_oss, CP2, allgather": case(2, config=GPT_OSS, cp=2),
+    "gpt_oss, TP2, compiled": case(2, config=GPT_OSS, tp=2, compile="aot_eager"),
+    "gpt_oss, EP2xTP2, compiled, AC by op": case(
+        4, config=GPT_OSS, dp_shard=2, tp=2, ep=2, compile="aot_eager", activation_checkpoint=BY_OP
+    ),
+    "gpt_oss, CP2, documents, compiled, AC full": case(
+        2, config=GPT_OSS, cp=2, documents=True, compile="aot_eager", activation_checkpoint=FULL_AC
+    ),
+}
+LATENT = DeepSeekV3(
+    dim=32,
+    n_layers=4,
+    n_heads=4,
+    hidden_dim=48,
+    vocab_size=VOCABULARY,
+    q_lora_rank=24,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+    rope_scaling=LatentYarn(factor=4.0, original_max_position=8),
+    moe=MoE(
+        num_experts=8,
+        top_k=2,
+        hidden_dim=16,
+        num_shared_experts=1,
+        route_norm=True,
+        score_before_experts=False,
+        num_expert_groups=4,
+        num_limited_groups=2,
+        load_balance_coeff=1e-2,
+    ),
+)
+LATENTS = {
+    "latent, FSDP2": case(2, "adam", config=LATENT, dp_shard=2),
+    "latent, TP2": case(2, config=LATENT, tp=2),
+    "latent, CP2, allgather": case(2, config=LATENT, cp=2),
+    "latent, CP2, ulysses, documents": case(
+        2, config=LATENT, cp=2, context_parallel="ulysses", documents=True
+    ),
+    "latent, EP2xTP2": case(4, config=LATENT, dp_shard=2, tp=2, ep=2),
+    "latent, PP2xEP2": case(4, config=LATENT, pp=2, dp_shard=2, ep=2),
+    "latent, EP2 of CP2xTP2, AC by op": case(4, config=LATENT, cp=2, tp=2, ep=2, activation_checkpoint=BY_OP),
+    "latent, FSDP2xTP2": case(4, "adam", config=LATENT, dp_shard=2, tp=2),
+    "latent, EP2 of FSDP2xCP2": case(4, config=LATENT, dp_shard=2, cp=2, ep=2),
+    "latent, PP2xTP2": case(4, config=LATENT, pp=2, tp=2),
+    "latent, PP2xCP2, backward in two": case(
+        4, config=LATENT, pp=2, cp=2, pipeline={"schedule": "ZBVZeroBubble"}
+    ),
+    "latent, EP2, compiled, AC by op": case(
+        2, config=LATENT, dp_shard=2, ep=2, compile="aot_eager", activation_checkpoint=BY_OP
+    ),
+    "latent, EP2xTP2, compiled, AC full": case(
+        4, config=LATENT, dp_shard=2, tp=2, ep=2, compile="aot_eager", activation_checkpoint=FULL_AC
+    ),
+}
 SLOW = {
+    "gpt_oss, TP2, compiled",
+    "gpt_oss, EP2xTP2, compiled, AC by op",
+    "gpt_oss, CP2, documents, compiled, AC full",
     "TP2, compiled",
     "CP2xTP2, compiled, AC by op",
     "PP2xFSDP2, compiled, AC full",
     "EP2, compiled",
     "EP2xTP2, compiled, AC full",
     "shared, EP2xTP2, compiled, AC by op",
+    "latent, FSDP2xTP2",
+    "latent, EP2 of FSDP2xCP2",
+    "latent, PP2xTP2",
+    "latent, PP2xCP2, backward in two",
+    "latent, EP2, compiled, AC by op",
+    "latent, EP2xTP2, compiled, AC full",
 }
 """Compiling takes half a minute each where cores are few, and each has a sister that is not left out."""
 
-LAYOUTS: dict[str, Case] = {**DATA, **TENSOR, **CONTEXT, **PIPELINE, **FLOAT8, **EXPERTS}
+LAYOUTS: dict[str, Case] = {**DATA, **TENSOR, **CONTEXT, **PIPELINE, **FLOAT8, **EXPERTS, **SINKS, **LATENTS}
