@@ -84,6 +84,9 @@ class Model(Protocol):
     last step), `forget_token_counts()`, and `after_step(counts)`, which is called after each optimizer step
     with the counts summed over all ranks that had other tokens. A block whose forward cannot be compiled
     whole has `parts() -> list[tuple[nn.Module, str]]`: the methods, by module and name, that can be.
+
+    A model whose rows are not made of `tokens` has `token_inputs: tuple[str, ...]`, the inputs that lie in a
+    row one after the other, each along its `sequence_dim`: their lengths are what is counted as tokens.
     """
 
     inputs: tuple[str, ...]
@@ -118,7 +121,11 @@ class Cache(Protocol):
 
 
 class ModelConfig(Protocol):
-    """What `titan plan` asks a model's config, torch-free. Optional: a model without it is not estimated."""
+    """What `titan plan` asks a model's config, torch-free. Optional: a model without it is not estimated.
+
+    A class attribute `mesh_degrees: ClassVar[tuple[str, ...]]` names the degrees of [mesh] that the model can
+    be cut by, where these are not all: the others must then be 1.
+    """
 
     def shape(self) -> Decoder:
         """The sizes: every parameter of the module by name and shape, with its style in `tensor_plan`."""
@@ -243,13 +250,16 @@ class DatasetBuilder(Protocol):
         self,
         config: Any,
         *,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         seq_len: int,
         rows: int,
         dp_rank: int,
         dp_size: int,
         seed: int,
-    ) -> Dataset: ...
+    ) -> Dataset:
+        """`tokenizer` is None for a config with the class attribute `needs_tokenizer = False`, whose recipes
+        have no [tokenizer], and for no other."""
+        ...
 
 
 # ------------------------------------------------------------------------------------- model surgery

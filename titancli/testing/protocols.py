@@ -71,7 +71,7 @@ def built_faults(kind: str, target: Callable[..., Any], config: Any, folder: Pat
 
     try:
         with torch.device("meta" if kind == "model" else "cpu"):
-            built = target(config, **_runtime(kind, folder))
+            built = target(config, **_runtime(kind, config, folder))
     except Exception as error:
         yield f"it cannot be built: {own_traceback(error)}"
         return
@@ -86,15 +86,16 @@ def built_faults(kind: str, target: Callable[..., Any], config: Any, folder: Pat
         yield from _member_faults(protocol, built, OPTIONAL.get(kind, set()))
 
 
-def _runtime(kind: str, folder: Path) -> dict[str, Any]:
+def _runtime(kind: str, config: Any, folder: Path) -> dict[str, Any]:
     """What a kind's builder is given."""
     if kind == "model":
         return {"seq_len": 16}
     if kind == "dataset":
         from titancli.data import ByteTokenizer
+        from titancli.recipe.hints import needs_tokenizer
         from titancli.registry.component import build
 
-        tokenizer = build(ByteTokenizer())
+        tokenizer = build(ByteTokenizer()) if needs_tokenizer(config) else None
         return dict(tokenizer=tokenizer, seq_len=16, rows=2, dp_rank=0, dp_size=1, seed=0)
     if kind == "converter":
         from titancli.recipe.schema import Degrees
