@@ -1,0 +1,130 @@
+"""`engine.sampling()`: the module under training samples, and training does not notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.engine.cases import Layout, my_batches, recipe
+from tests.ranks.layouts import EIGHT
+from titancli import Engine, TitanError
+from titancli.models.llama3 import Llama3Model
+from titancli.rl.decode import Row, decode
+from titancli.rl.sampling import Sampling
+
+pytestmark = pytest.mark.ranks
+
+PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5]]
+BUSY = Layout(activation_checkpoint={"mode": "selective"}, compile="eager", reshard="always")
+
+
+def sample(model: Any, count: int = 3) -> list[list[int]]:
+    made: list[list[int]] = [[] for _ in range(count)]
+
+    def keep(row: int, token: int) -> bool:
+        made[row].append(token)
+        return len(made[row]) < 4 + 2 * row
+
+    rows = [Row(number % 2, number, 12) for number in range(count)]
+    decode(model, PROMPTS, rows, Sampling(1.0), keep, device=torch.device("cpu"))
+    return made
+
+
+def trained(layout: Layout, sampled: bool) -> tuple[list[torch.Tensor], list[Any]]:
+    engine = Engine.build(recipe(layout))
+    made = []
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in engine.model.modules()]
+    for step in range(3):
+        if sampled:
+            with engine.sampling() as model:
+                # Ranks need not keep step: they sample different numbers of rows.
+                made.append(sample(model, 2 + dist.get_rank()))
+        engine.forward_backward(my_batches(engine, step))
+        if sampled and step == 1:
+            with engine.sampling() as model:  # between a backward and its step
+                assert sample(model, 2) == sample(model, 2)
+        engine.optim_step()
+    assert hooks == [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in engine.model.modules()]
+    return [p.to_local().clone() for _, p in engine.named_parameters()], made
+
+
+def disturbed(layout: Layout) -> tuple[bool, list[Any]]:
+    (plain, _), (others, made) = trained(layout, False), trained(layout, True)
+    return all(map(torch.equal, plain, others)), made
+
+
+def test_sampling_leaves_training_as_it_was_bit_for_bit(ranks: Any) -> None:
+    busy = Layout(**{**vars(BUSY), "mesh": {"dp_shard": 2}})
+    (same, here), (same_there, there) = ranks(2, disturbed, busy)
+    assert same and same_there
+    assert [made[:2] for made in there] == here, "both ranks have the same weights"
+    assert all(len(made) == 3 for made in there)
+
+
+def experts() -> tuple[bool, Any]:
+    layout = Layout(config=EIGHT)
+    return disturbed(layout)
+
+
+def test_experts_count_no_tokens_that_were_sampled(ranks: Any) -> None:
+    ((same, _),) = ranks(1, experts)
+    assert same
+
+
+def against_a_plain_model() -> tuple[Any, Any, list[str]]:
+    engine = Engine.build(recipe(BUSY))
+    plain = Llama3Model(recipe(BUSY).model)
+    plain.load_state_dict({name: p.full_tensor() for name, p in engine.named_parameters()})
+    batch = my_batches(engine)[0]
+    messages = []
+    with engine.sampling() as model:
+        made = sample(model)
+        for verb in (
+            lambda: engine.forward(batch),
+            lambda: engine.forward_backward(batch),
+            lambda: engine.model,
+            lambda: engine.sampling().__enter__(),
+            lambda: dict(engine.weights()),
+        ):
+            try:
+                verb()
+            except TitanError as error:
+                messages.append(str(error))
+    try:
+        with engine.sampling():
+            raise RuntimeError("a generator fails")
+    except RuntimeError:
+        engine.forward_backward(batch)  # all is put back
+    return made, sample(plain), messages
+
+
+def test_it_is_the_model_itself(ranks: Any) -> None:
+    ((made, expected, messages),) = ranks(1, against_a_plain_model)
+    assert made == expected
+    assert len(messages) == 5
+    assert all("leave `with engine.sampling()` first" in message for message in messages)
+
+
+def refusals(meshes: list[dict[str, int]]) -> list[str]:
+    found = []
+    for mesh in meshes:
+        config = EIGHT if "ep" in mesh else None
+        engine = Engine.build(recipe(Layout(mesh, config=config)), frozen=True)
+        try:
+            with engine.sampling():
+                found.append("no error")
+        except TitanError as error:
+            found.append(str(error))
+    return found
+
+
+def test_layouts_that_cannot_be_sampled_from_are_named(ranks: Any) -> None:
+    meshes = [{"tp": 2}, {"cp": 2}, {"pp": 2}, {"dp_shard": 2, "ep": 2}]
+    for found in ranks(2, refusals, meshes):
+        for mesh, message in zip(meshes, found, strict=True):
+            name = list(mesh)[-1]
+            assert f"a model under mesh.{name} = 2 cannot be sampled from" in message
+            assert f"write mesh.{name} = 1" in message
