@@ -25,8 +25,8 @@ _ROUTING = {
     "route_norm": True,
     "score_before_experts": False,
     "gate_bias": True,
-    "load_balance_coeff": 1e-3,
 }
+# No load_balance_coeff: the released models have no such bias, and a Hugging Face folder has no place for it.
 _COMMON: dict[str, Any] = {"n_heads": 64, "n_kv_heads": 8, "yarn": _YARN}
 
 
@@ -38,7 +38,7 @@ class GptOss(DecoderConfig):
     """Width of a head."""
     moe: MoE
     """The experts of every block. They have biases, and the gate and the value that it lets through are
-    clamped."""
+    clamped. The flavors do not balance them: what load_balance_coeff moves has no place in an export."""
     sliding_window: Annotated[int, Gt(0)] = 128
     """Tokens that a token sees at most, itself included, in the first layer, the third, …"""
     swiglu_alpha: Annotated[float, Gt(0)] = 1.702
