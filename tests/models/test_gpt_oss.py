@@ -273,15 +273,19 @@ def test_initial_values():
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("overrides", "said"),
     [
         ("model.moe.top_k=9", "top_k 9 is more than num_experts 8"),
         ("model.moe.num_shared_experts=1", "gpt_oss has no shared experts"),
         ("model.yarn.beta_fast=0.5", "beta_fast is not more than beta_slow"),
         ("model.n_kv_heads=7", "n_heads 64 is not divisible by n_kv_heads 7"),
-        ("mesh.ep=3", "num_experts|3"),
+        ("mesh.ep=3", "8"),
+        (
+            "mesh.cp=2 parallelize.context_parallel=ring",
+            "the ring computes plain attention, and the model's has sinks, sliding windows",
+        ),
     ],
 )
-def test_fields_that_do_not_fit_are_told(override, said):
+def test_fields_that_do_not_fit_are_told(overrides, said):
     with pytest.raises(TitanError, match=said):
-        load_recipe("llama3_debug", ["model.type=gpt_oss", "model.flavor=debugmodel", override])
+        load_recipe("llama3_debug", ["model.type=gpt_oss", "model.flavor=debugmodel", *overrides.split()])
