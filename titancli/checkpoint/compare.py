@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from titancli.checkpoint.hf import put
-from titancli.checkpoint.load import CheckpointReader
+from titancli.checkpoint.tensors import Tensors
 from titancli.errors import EnvironmentProblem
 from titancli.models.blocks.state import named_state
 from titancli.registry.component import build
@@ -21,7 +21,7 @@ VERIFY_SHAPE = (2, 64)
 
 
 def verdict(
-    model: Any, reader: CheckpointReader, hf_folder: Path, dtype: torch.dtype | None
+    model: Any, reader: Tensors, hf_folder: Path, dtype: torch.dtype | None
 ) -> tuple[list[str], bool]:
     """Lines on how our logits differ from transformers', and whether that is little enough."""
     absolute, relative = logit_difference(model, reader, hf_folder, dtype)
@@ -35,7 +35,7 @@ def verdict(
 
 @torch.no_grad()
 def logit_difference(
-    model: Any, reader: CheckpointReader, hf_folder: Path, dtype: torch.dtype | None = None
+    model: Any, reader: Tensors, hf_folder: Path, dtype: torch.dtype | None = None
 ) -> tuple[float, float]:
     """The largest difference of logits between our model and transformers', on random tokens.
 

@@ -10,6 +10,7 @@ from typing import Self
 
 import torch
 
+from titancli.checkpoint.base import open_weights
 from titancli.checkpoint.compare import verdict
 from titancli.checkpoint.disk import write_file
 from titancli.checkpoint.hashed import BLOCK, HashedReader
@@ -65,7 +66,7 @@ def to_hf(
     folder = find_checkpoint(src, say)
     model, tokenizer = recipe_of(folder)
     form = hf_form(model)
-    reader = CheckpointReader(folder, verify="size", prefix="model.", reuse=True)
+    reader = open_weights(folder, model, verify="size", reuse=True, say=say)
     check_parameters(reader, model, folder)
     say(f"exporting {folder}")
     built = build(tokenizer) if tokenizer is not None else None

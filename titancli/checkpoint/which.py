@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from titancli.checkpoint.load import CheckpointReader, name_lists
+from titancli.checkpoint.load import name_lists
 from titancli.checkpoint.manifest import LOCK, MANIFEST, Manifest, newest_good, read_manifest
+from titancli.checkpoint.tensors import Tensors
 from titancli.errors import EnvironmentProblem, PluginError, TitanError, UsageError
 from titancli.models.blocks.state import named_state
 from titancli.registry.component import build, component_info, load_target
@@ -153,7 +154,7 @@ def parameter_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in named_state(built)}
 
 
-def check_parameters(reader: CheckpointReader, model: Any, folder: Path) -> None:
+def check_parameters(reader: Tensors, model: Any, folder: Path) -> None:
     """See to it that a checkpoint holds the model that its recipe describes.
 
     Raises:

@@ -35,7 +35,9 @@ class Size(click.ParamType):
 @click.command("convert-checkpoint", short_help="Turn a checkpoint into a Hugging Face folder, or back.")
 @click.argument("src", type=FolderOrURL(file_okay=True))
 @click.argument("dst", type=click.Path(path_type=Path))
-@click.option("--to", "to", type=click.Choice(["hf", "titan"]), required=True, help="What DST will be.")
+@click.option(
+    "--to", "to", type=click.Choice(["hf", "titan", "peft"]), required=True, help="What DST will be."
+)
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16"]),
@@ -66,6 +68,8 @@ def command(
 ) -> int:
     """Turn a checkpoint into a Hugging Face folder (--to hf), or back (--to titan).
 
+    A checkpoint of adapters (lora) is merged into its base (--to hf), or written as peft has them (--to peft).
+
     To hf, SRC is RUN/checkpoints/step-N, or RUN for its newest good checkpoint, or the URL of either;
     transformers loads DST as it is. To titan, SRC is a folder with config.json and *.safetensors; a recipe
     starts from DST with weights=DST. DST must not exist.
@@ -79,6 +83,14 @@ def command(
             result = convert.to_hf(
                 folder, dst, dtype=dtype, max_shard=max_shard, verify=verify, progress=show, say=note
             )
+    elif to == "peft":
+        from titancli.checkpoint.peft import to_peft
+
+        if verify:
+            raise UsageError("--verify compares whole models", hint="use it with --to hf")
+        with on_disk(src, dst.absolute().parent, say=note) as folder:
+            lines = to_peft(folder, dst, dtype=convert.dtype_of(dtype), progress=show, say=note)
+        result = convert.Result(lines)
     else:
         if not isinstance(src, Path):
             raise UsageError("--to titan reads a folder on a disk", hint=f"copy {src} first")

@@ -1,3 +1,46 @@
-"""Menu."""
+"""What changes a model before it is cut. This file is the menu."""
 
-COMPONENTS: list[type] = []
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Gt, MinLen
+
+from titancli.registry.component import component, component_info
+
+if TYPE_CHECKING:
+    from titancli.recipe.schema import Recipe
+
+
+@component("converter", "lora", target="titancli.converters.lora:build")
+class LoRA:
+    """Low-rank adapters beside linear layers (arXiv 2106.09685): they alone are trained and saved.
+
+    The base, which `weights` names, stays as it is; it comes with no checkpoint, which tells its path and
+    digest.
+    """
+
+    rank: Annotated[int, Gt(0)] = 8
+    """Rows of A and columns of B."""
+    alpha: Annotated[float, Gt(0)] = 16.0
+    """What B·A adds is multiplied by alpha / rank."""
+    targets: Annotated[list[str], MinLen(1)] | None = None
+    """Linear layers: a full name (`layers.0.attention.wq`), the end of one (`wq`, `attention.wo`), or a
+    pattern (`layers.0.*`); None: those of all blocks, routers excepted."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        names = [component_info(config).name for config in recipe.converters]
+        if recipe.weights is None:
+            yield "", "adapters need a base: name it with `weights`"
+        if not recipe.checkpoint.initial_load_model_only:
+            yield "", "the base is weights alone: drop checkpoint.initial_load_model_only, or resume the run"
+        if recipe.checkpoint.last_save_model_only:
+            yield "", "checkpoints hold the adapters alone as it is: drop checkpoint.last_save_model_only"
+        if names.count("lora") > 1:
+            yield "", "there is another lora converter: write one, with the targets of both"
+        if "float8_linear" in names:
+            yield "", "lora and float8_linear change the same layers: take one of them"
+
+
+COMPONENTS: list[type] = [LoRA]

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titancli.checkpoint.base import open_weights
 from titancli.checkpoint.hf import put, read_hf
-from titancli.checkpoint.load import CheckpointReader
 from titancli.checkpoint.manifest import MANIFEST
 from titancli.checkpoint.which import (
     check_parameters,
@@ -87,7 +87,7 @@ def _from_checkpoint(src: Path, tokenizer: str | None, say: Say) -> Source:
         _bare(config, seq_len=1)
     built = _tokenizer(tokenizer) if tokenizer is not None or own is None else _recipes_tokenizer(own)
     # Looking for the newest good one has read every file already.
-    reader = CheckpointReader(folder, prefix="model.", verify="full" if folder == src.absolute() else "size")
+    reader = open_weights(folder, config, verify="full" if folder == src.absolute() else "size", say=say)
     check_parameters(reader, config, folder)
     return Source(folder, config, built, frozenset({built.eos_id}), False, reader.read)
 

@@ -1,0 +1,113 @@
+"""What the ranks run: adapters beside a base that lies in a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.engine.cases import Layout, my_batches, recipe, wholes
+from titancli.converters import LoRA
+from titancli.engine import Engine
+from titancli.errors import TitanError
+from titancli.recipe.schema import Recipe
+
+RANK, ALPHA = 4, 6.0
+LORA = LoRA(rank=RANK, alpha=ALPHA)
+
+
+def lora_recipe(layout: Layout, base: Path, lora: LoRA | None = LORA) -> Recipe:
+    return replace(recipe(replace(layout, converters=[lora] if lora else [])), weights=base)
+
+
+def save_base(folder: Path, seed: int = 7) -> None:
+    Engine.build(recipe(Layout(), seed=seed)).save(folder)
+
+
+def steps(layout: Layout, base: Path, count: int = 3) -> dict[str, torch.Tensor]:
+    """Losses and norms of some steps; gradients of the last; all parameters before and after."""
+    engine = Engine.build(lora_recipe(layout, base))
+    found = {f"first {name}": t for name, t in wholes(engine.named_parameters()).items()}
+    for step in range(count):
+        metrics = engine.forward_backward(my_batches(engine, step))
+        gradients = wholes((n, p.grad / engine._weight) for n, p in engine.trained_parameters())
+        metrics |= engine.optim_step()
+        found |= {f"{name} {step}": metrics[name].clone() for name in ("loss", "grad_norm")}
+    found |= {f"gradient {name}": t for name, t in gradients.items()}
+    return found | {f"last {name}": t for name, t in wholes(engine.named_parameters()).items()}
+
+
+def against_merged(base: Path) -> dict[str, float]:
+    """How far a model with adapters is from the plain model with merged weights: log-probabilities, and the
+    adapters' gradients from those that the chain rule makes of the merged weights'."""
+    engine = Engine.build(lora_recipe(Layout(), base))
+    for step in range(2):
+        engine.forward_backward(my_batches(engine, step))
+        engine.optim_step()
+    plain = Engine.build(lora_recipe(Layout(), base, lora=None))
+    plain.load_weights(iter([(name, tensor.clone()) for name, tensor in engine.weights()]))
+    [batch] = my_batches(engine, 3)
+    found = {"log-probs": error(engine.forward(batch), plain.forward(batch))}
+    engine.forward_backward(batch)
+    plain.forward_backward(batch)
+    weights = wholes((name, p.grad) for name, p in plain.named_parameters())
+    adapters = wholes(engine.trained_parameters())
+    gradients = wholes((name, p.grad) for name, p in engine.trained_parameters())
+    scale = ALPHA / RANK
+    for layer in {name.rpartition(".")[0] for name in adapters}:
+        a, b, by_weight = adapters[f"{layer}.lora_a"], adapters[f"{layer}.lora_b"], weights[f"{layer}.weight"]
+        found[f"{layer} a"] = error(gradients[f"{layer}.lora_a"], scale * b.T @ by_weight)
+        found[f"{layer} b"] = error(gradients[f"{layer}.lora_b"], scale * by_weight @ a.T)
+    with engine.as_base():
+        as_base = engine.forward(batch)
+    base_engine = Engine.frozen(lora_recipe(Layout(), base, lora=None))
+    found["as base"] = float((as_base - base_engine.forward(batch)).abs().max())
+    return found
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def save_adapters(layout: Layout, base: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """Adapters after two steps, saved; and what a third makes of them."""
+    engine = Engine.build(lora_recipe(layout, base))
+    for step in range(2):
+        engine.forward_backward(my_batches(engine, step))
+        engine.optim_step()
+    engine.save(folder)
+    return go_on(engine)
+
+
+def go_on(engine: Engine) -> dict[str, torch.Tensor]:
+    engine.forward_backward(my_batches(engine, 2))
+    engine.optim_step()
+    return wholes(engine.named_parameters())
+
+
+def load_adapters(layout: Layout, base: Path, folder: Path) -> dict[str, torch.Tensor]:
+    engine = Engine.build(lora_recipe(layout, base))
+    engine.load(folder)
+    return go_on(engine)
+
+
+def begin_with_adapters(folder: Path) -> tuple[dict[str, torch.Tensor], Any]:
+    """A new engine whose `weights` is the checkpoint of adapters."""
+    engine = Engine.build(lora_recipe(Layout(), folder))
+    return wholes(engine.named_parameters()), engine.base
+
+
+def refused(weights: Path, load: Path | None, lora: LoRA | None) -> str:
+    """What is said to who builds an engine from `weights`, and loads a checkpoint."""
+    try:
+        engine = Engine.build(lora_recipe(Layout(), weights, lora))
+        if load is not None:
+            engine.load(load)
+    except TitanError as problem:
+        return f"{problem.message} | {problem.hint}"
+    finally:
+        dist.barrier()
+    return "nothing"

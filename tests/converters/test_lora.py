@@ -1,0 +1,234 @@
+"""LoRA: the base untouched, the same adapters on every layout, checkpoints of adapters alone, exports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.converters.lora_cases import (
+    LORA,
+    against_merged,
+    begin_with_adapters,
+    load_adapters,
+    refused,
+    save_adapters,
+    save_base,
+    steps,
+)
+from tests.engine.cases import Layout, recipe
+from tests.ranks import Ranks
+from tests.run.conftest import Finished, here, train  # noqa: F401 - fixtures
+from titancli.converters import LoRA
+from titancli.converters.lora import Adapters, merge
+from titancli.errors import RecipeError
+from titancli.recipe.check import component_checks
+from titancli.registry.component import build
+
+pytestmark = pytest.mark.ranks
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def base(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lora") / "base"
+    ranks(1, save_base, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Ranks, base: Path) -> dict[str, torch.Tensor]:
+    return ranks(1, steps, Layout(), base)[0]
+
+
+def far(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-12))
+
+
+def test_only_adapters_move_and_the_base_stays_bit_for_bit(alone: dict[str, torch.Tensor]) -> None:
+    names = [name.removeprefix("first ") for name in alone if name.startswith("first ")]
+    assert sum(name.endswith("lora_b") for name in names) == 7 * 4
+    for name in names:
+        same = torch.equal(alone[f"first {name}"], alone[f"last {name}"])
+        assert same != name.endswith((".lora_a", ".lora_b")), name
+        if name.endswith("lora_b"):
+            assert not alone[f"first {name}"].any()
+    assert not any(name.startswith("gradient") and "lora" not in name for name in alone)
+
+
+LAYOUTS = {
+    "TP2": (2, Layout(mesh={"tp": 2})),
+    "PP2": (2, Layout(mesh={"pp": 2})),
+    "FSDP2, compiled, AC, accumulation": (
+        2,
+        Layout(
+            mesh={"dp_shard": 2},
+            micro_batches=2,
+            compile="aot_eager",
+            activation_checkpoint={"mode": "full"},
+        ),
+    ),
+    "FSDP2xTP2, compiled": (4, Layout(mesh={"dp_shard": 2, "tp": 2}, compile="aot_eager")),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n == "FSDP2xTP2, compiled" else n for n in LAYOUTS],
+)
+def test_every_layout_trains_the_same_adapters(
+    ranks: Ranks, base: Path, alone: dict[str, torch.Tensor], name: str
+) -> None:
+    count, layout = LAYOUTS[name]
+    results = ranks(count, steps, layout, base)
+    seen = set()
+    for result in results:
+        for key, value in result.items():
+            seen.add(key)
+            assert far(value, alone[key]) < TOLERANCE, key
+            if key.startswith("first ") or ("lora" not in key and key.startswith("last ")):
+                assert torch.equal(value, alone[key]), key  # initial values, and the base
+    assert seen == alone.keys()
+
+
+def test_it_computes_what_the_merged_model_computes(ranks: Ranks, base: Path) -> None:
+    [found] = ranks(1, against_merged, base)
+    assert len(found) == 2 + 2 * 7 * 4
+    assert found.pop("as base") == 0.0
+    assert {name: value for name, value in found.items() if value > TOLERANCE} == {}
+
+
+def test_checkpoints_hold_adapters_alone_and_go_on_bitwise(ranks: Ranks, base: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "step-2"
+    [expected] = ranks(1, save_adapters, Layout(), base, folder)
+    tensors = json.loads((folder / "metadata.json").read_text())["tensors"]
+    assert all(".lora_a" in name or ".lora_b" in name for name in tensors)
+    assert any(name.startswith("optimizer.") for name in tensors)
+    [found] = ranks(1, load_adapters, Layout(), base, folder)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for result in ranks(2, load_adapters, Layout(mesh={"tp": 2}), base, folder):
+        assert all(far(result[name], expected[name]) < TOLERANCE for name in expected)
+    # As `weights` of another run: base and adapters.
+    [(started, told)] = ranks(1, begin_with_adapters, folder)
+    assert told["path"] == str(base)
+    name = "layers.0.attention.wq.lora_b"
+    assert started[name].any() and far(started[name], expected[name]) < 0.9
+
+
+def test_what_does_not_belong_together_is_refused(ranks: Ranks, base: Path, tmp_path: Path) -> None:
+    folder, other = tmp_path / "step-2", tmp_path / "other"
+    ranks(1, save_adapters, Layout(), base, folder)
+    ranks(1, save_base, other, 8)
+    [said] = ranks(1, refused, other, folder, LORA)
+    assert f"holds adapters of the base {base}" in said and f"{other} is another one" in said
+    [said] = ranks(1, refused, base, folder, replace(LORA, alpha=5.0))
+    assert "adapters of alpha 6.0, and this recipe's have 5.0" in said
+    [said] = ranks(1, refused, folder, None, None)
+    assert "holds adapters (lora) and not the weights of a model" in said
+    assert f"titan convert-checkpoint {folder} FOLDER --to hf" in said
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (["wx"], "targets = 'wx' names no linear layer"),
+        (["output"], "lora: output (Output, 'vocab' in the tensor_plan) cannot have an adapter"),
+    ],
+)
+def test_targets_that_are_none_are_refused(targets: list[str], said: str) -> None:
+    with torch.device("meta"):
+        model = build(recipe(Layout()).model, seq_len=16)
+    with pytest.raises(RecipeError) as caught:
+        Adapters(LoRA(targets=targets)).convert(model)
+    assert said in caught.value.message
+
+
+def test_targets_are_names_ends_and_patterns() -> None:
+    with torch.device("meta"):
+        model = build(recipe(Layout()).model, seq_len=16)
+    Adapters(LoRA(targets=["layers.0.attention.wq", "w2", "layers.3.*"])).convert(model)
+    adapted = [
+        name.removesuffix(".lora_a") for name, _ in model.named_parameters() if name.endswith("lora_a")
+    ]
+    w2 = [f"layers.{n}.feed_forward.w2" for n in range(3)]
+    assert [name for name in adapted if "layers.3" not in name] == ["layers.0.attention.wq", *w2]
+    assert len(adapted) == 4 + 7
+
+
+def test_what_cannot_go_with_it_is_told_by_the_recipe() -> None:
+    from titan_float8 import Float8Linear
+
+    made = replace(recipe(Layout(converters=[LORA, Float8Linear()])))
+    said = " ".join(message for _, message, _ in component_checks(made))
+    assert "adapters need a base" in said and "lora and float8_linear change the same layers" in said
+
+
+def test_merging_keeps_the_weights_dtype() -> None:
+    weight = torch.ones(2, 3, dtype=torch.bfloat16)
+    merged = merge(weight, torch.ones(1, 3), torch.full((2, 1), 2.0), 0.5)
+    assert merged.dtype == torch.bfloat16 and (merged == 2).all()
+
+
+# ------------------------------------------------------------------------------------------- by commands
+
+SMALL = (
+    *("sft_debug", "training.steps=4", "lr_scheduler.warmup_steps=1", "model.dim=32", "model.n_layers=2"),
+    *("model.hidden_dim=64", "training.seq_len=128", "loop.eval_freq=4"),
+)
+ADAPTED = ("weights=base/checkpoints/step-4", 'converters=[{type="lora", rank=4}]', "optimizer.lr=5e-2")
+
+
+def test_a_run_of_adapters_is_resumed_merged_exported_and_loaded_by_peft(
+    train: Callable[..., Finished],  # noqa: F811
+    here: Path,  # noqa: F811
+    ranks: Ranks,
+) -> None:
+    from titancli.cli import main
+
+    assert train(*SMALL, "--run-dir", "base").code == 0
+    done = train(*SMALL, *ADAPTED, "--run-dir", "r")
+    assert done.code == 0, done.err
+    assert "lora: 14 layers, " in done.err
+    done = train("r", "--resume", "training.steps=6")
+    assert done.code == 0, done.err
+    for arguments in (
+        ("r", "merged", "--to", "hf", "--verify"),
+        ("r", "adapters", "--to", "peft"),
+        ("base", "plain", "--to", "hf"),
+    ):
+        assert main(["convert-checkpoint", *arguments]) == 0
+    [ours] = ranks(1, logits, here / "r")
+    theirs = {"merged": of_transformers("merged"), "peft": of_transformers("plain", "adapters")}
+    for name, found in theirs.items():
+        assert far(found, ours) < TOLERANCE, name
+    assert far(of_transformers("plain"), ours) > 1e-2
+    assert main(["generate", "r", "--chat", "What is 1 + 1?", "--max-new-tokens", "3"]) == 0
+    (here / "base/checkpoints/step-4/manifest.json").unlink()
+    done = train("r", "--resume", "training.steps=7")
+    assert done.code == 5 and "Traceback" not in done.err
+
+
+TOKENS = torch.randint(0, 257, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def logits(run: Path) -> torch.Tensor:
+    """Of the unmerged model."""
+    from titancli.engine import Engine
+
+    engine = Engine.frozen(run)
+    return engine.forward({"tokens": TOKENS}, return_logits=True)
+
+
+@torch.no_grad()
+def of_transformers(folder: str, adapters: str | None = None) -> torch.Tensor:
+    from titancli.checkpoint.compare import load_in_transformers
+
+    model = load_in_transformers(Path(folder).absolute())
+    if adapters is not None:
+        peft = pytest.importorskip("peft", reason="the extra [dev] installs it")
+        model = peft.PeftModel.from_pretrained(model, adapters)
+    return model.eval()(input_ids=TOKENS).logits

@@ -1,0 +1,148 @@
+"""Checkpoints of adapters: which base they belong to, and the weights that both make together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from titancli.checkpoint.hf import read_hf
+from titancli.checkpoint.load import CheckpointReader
+from titancli.checkpoint.manifest import MANIFEST, Manifest, Verify, read_manifest
+from titancli.checkpoint.tensors import Tensors
+from titancli.checkpoint.which import hf_form, parameter_shapes
+from titancli.converters.lora import OWN, merge
+from titancli.data.files import WHOLE_BYTES, TextFile, fingerprint
+from titancli.errors import EnvironmentProblem, TitanError
+
+
+def base_of(folder: Path) -> dict[str, str]:
+    """A base as checkpoints of its adapters tell it: `path`, and `digest`, which is equal for equal files.
+
+    A checkpoint's is over the checksums in its manifest; a Hugging Face folder's over its safetensors files,
+    above 256 MiB in all over their names, sizes and both ends.
+    """
+    if (folder / MANIFEST).is_file():
+        digest = xxhash.xxh3_128()
+        for name, file in sorted(read_manifest(folder).files.items()):
+            if name.endswith(".safetensors"):
+                digest.update(f"{name}\0{file.size}\0{file.xxh3_64}\0".encode())
+        return {"path": str(folder), "digest": digest.hexdigest()}
+    paths = sorted(folder.glob("*.safetensors"))
+    files = [TextFile(str(path), path.name, path.stat().st_size) for path in paths]
+    whole = sum(file.size for file in files) <= WHOLE_BYTES
+    return {"path": str(folder), "digest": fingerprint(files, whole=whole, text=False)}
+
+
+def adapters_of(manifest: Manifest) -> dict[str, Any] | None:
+    """What a checkpoint of adapters tells of them and of their base; None of any other."""
+    engine = manifest.state.get("engine")
+    found = engine.get("adapters") if isinstance(engine, dict) else None
+    return found if isinstance(found, dict) else None
+
+
+def require_base(told: dict[str, Any], folder: Path, base: dict[str, str] | None = None) -> Path:
+    """The folder of the base that a checkpoint of adapters was trained on.
+
+    Args:
+        told: what the checkpoint `folder` tells.
+        base: the one that is to be used; None: the one at the path that is told.
+
+    Raises:
+        EnvironmentProblem: it is gone, or another one.
+    """
+    path = Path(told["base"]["path"])
+    if base is None:
+        if not path.is_dir():
+            raise EnvironmentProblem(
+                f"{folder} holds adapters, and their base {path} is gone", hint="put it back in its place"
+            )
+        base = base_of(path)
+    if base["digest"] != told["base"]["digest"]:
+        raise EnvironmentProblem(
+            f"{folder} holds adapters of the base {path} (digest {told['base']['digest'][:12]}), and "
+            f"{base['path']} is another one (digest {base['digest'][:12]})",
+            hint="give it the base that the adapters were trained on, byte for byte",
+        )
+    return path
+
+
+class MergedReader:
+    """The weights of a base with adapters added in, one tensor at a time."""
+
+    def __init__(self, adapters: CheckpointReader, base: Tensors, scale: float) -> None:
+        self.folder, self.manifest = adapters.folder, adapters.manifest
+        self._adapters, self._base, self._scale = adapters, base, scale
+        self._own = set(adapters.names())
+        wanted = {name.removesuffix(OWN[0]) + ".weight" for name in self._own if name.endswith(OWN[0])}
+        if missing := wanted - set(base.names()):
+            raise TitanError(f"{self.folder} holds adapters of {min(missing)}, which their base has not")
+
+    def names(self) -> list[str]:
+        return list(self._base.names())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._base.shape(name))
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._base.dtype(name)
+
+    def read(self, name: str) -> Tensor:
+        weight = self._base.read(name)
+        a, b = (name.removesuffix(".weight") + end for end in OWN)
+        if a not in self._own:
+            return weight
+        return merge(weight, self._adapters.read(a), self._adapters.read(b), self._scale)
+
+
+class HFTensors:
+    """A Hugging Face folder under our names."""
+
+    def __init__(self, folder: Path, model: Any) -> None:
+        self._reader, self._shapes = read_hf(folder, hf_form(model)), parameter_shapes(model)
+        self._reader.check(self._shapes)
+
+    def names(self) -> list[str]:
+        return list(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._reader.dtype(name)
+
+    def read(self, name: str) -> Tensor:
+        return self._reader.parameter(name)
+
+
+def open_weights(
+    folder: Path,
+    model: Any,
+    *,
+    verify: Verify = "full",
+    reuse: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> CheckpointReader | MergedReader:
+    """A checkpoint's weights, whole: those of adapters are merged into their base.
+
+    `reuse`: see CheckpointReader.
+
+    Raises:
+        EnvironmentProblem: it is damaged; or the base of its adapters is gone, or another one.
+    """
+    told = adapters_of(read_manifest(folder))
+    if told is None:
+        return CheckpointReader(folder, verify=verify, prefix="model.", reuse=reuse)
+    reader = CheckpointReader(folder, verify=verify, prefix="model.")
+    path = require_base(told, folder)
+    say(f"adapters are merged into {path}")
+    base: Tensors
+    if (path / MANIFEST).is_file():
+        base = CheckpointReader(path, verify=verify, prefix="model.", reuse=reuse)
+    else:
+        base = HFTensors(path, model)
+    return MergedReader(reader, base, told["alpha"] / told["rank"])

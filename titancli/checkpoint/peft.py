@@ -1,0 +1,114 @@
+"""Adapters in the form of the `peft` library: a folder that `PeftModel.from_pretrained` loads as it is."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titancli.checkpoint.base import adapters_of, require_base
+from titancli.checkpoint.disk import write_file
+from titancli.checkpoint.hf import cast_of
+from titancli.checkpoint.load import CheckpointReader
+from titancli.checkpoint.manifest import MANIFEST
+from titancli.checkpoint.newfolder import new_folder, refuse_used
+from titancli.checkpoint.stream import Job, Progress, no_progress, write_files
+from titancli.checkpoint.tensorfile import Entry
+from titancli.checkpoint.tensors import dtype_name
+from titancli.checkpoint.which import Say, find_checkpoint, hf_form, parameter_shapes, recipe_of
+from titancli.converters.lora import OWN
+from titancli.errors import TitanError, UsageError
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+ENDS = dict(zip(OWN, ("lora_A.weight", "lora_B.weight"), strict=True))
+
+
+def to_peft(
+    src: Path, dst: Path, *, dtype: torch.dtype | None = None, progress: Progress = no_progress, say: Say
+) -> list[str]:
+    """Write the adapters of a checkpoint, or of a run's newest good one; returns lines for the user.
+
+    Raises:
+        TitanError: it holds no adapters, the model has no Hugging Face form, or one in which an adapted
+            weight is not one matrix of the same shape and order.
+    """
+    refuse_used(dst)
+    folder = find_checkpoint(src, say)
+    reader = CheckpointReader(folder, prefix="model.")
+    told = adapters_of(reader.manifest)
+    if told is None:
+        raise UsageError(f"{folder} holds no adapters", hint="a whole model is exported with --to hf")
+    base = require_base(told, folder)
+    model, _ = recipe_of(folder)
+    modules = hf_modules(
+        model, [name.removesuffix(OWN[0]) for name in reader.names() if name.endswith(OWN[0])]
+    )
+    say(f"exporting {folder}")
+    jobs = [
+        _job(reader, f"{ours}{end}", f"base_model.model.{theirs}.{ENDS[end]}", dtype)
+        for ours, theirs in modules.items()
+        for end in OWN
+    ]
+    config = json.dumps(adapter_config(told, base, sorted(modules.values())), indent=2) + "\n"
+    needed = sum(entry.nbytes for job in jobs for entry in job.entries) + len(config)
+    with new_folder(dst, needed, say=say) as new:
+        write_files(new, jobs, lambda number, count: WEIGHTS, limit=1 << 62, progress=progress)
+        write_file(new / CONFIG, config.encode())
+    lines = [f"PEFT folder: {dst.absolute()}"]
+    if (base / MANIFEST).is_file():
+        lines.append(f"its base is a titan checkpoint: titan convert-checkpoint {base} BASE --to hf")
+    return [
+        *lines,
+        f"load it with: from peft import PeftModel; PeftModel.from_pretrained(base, {str(dst.absolute())!r})",
+    ]
+
+
+def _job(reader: CheckpointReader, ours: str, theirs: str, dtype: torch.dtype | None) -> Job:
+    entry = Entry(theirs, dtype_name(ours, cast_of(reader.dtype(ours), dtype)), reader.shape(ours))
+
+    def read(name: str) -> list[Tensor]:
+        return [reader.read(name)]
+
+    return Job(ours, (entry,), partial(read, ours))
+
+
+def hf_modules(model: Any, layers: list[str]) -> dict[str, str]:
+    """What Hugging Face calls our linear layers.
+
+    Raises:
+        TitanError: the form makes something else of a weight than the same matrix under another name.
+    """
+    form, shapes, found = hf_form(model), parameter_shapes(model), {}
+    for layer in layers:
+        name = f"{layer}.weight"
+        probe = torch.arange(float(torch.Size(shapes[name]).numel())).view(shapes[name])
+        made = list(form.to_hf(name, probe))
+        if len(made) != 1 or made[0][1].shape != probe.shape or not torch.equal(made[0][1], probe):
+            raise TitanError(
+                f"{name} is not the same matrix in the model's Hugging Face form, so its adapter has no place",
+                hint="merge the adapters instead: --to hf",
+            )
+        found[layer] = made[0][0].removesuffix(".weight")
+    return found
+
+
+def adapter_config(told: dict[str, Any], base: Path, modules: list[str]) -> dict[str, Any]:
+    """`adapter_config.json`."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": told["rank"],
+        "lora_alpha": told["alpha"],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "inference_mode": True,
+        "target_modules": modules,
+    }

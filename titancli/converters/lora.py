@@ -1,0 +1,211 @@
+"""The converter `lora`: linear layers get two small matrices, and nothing else is trained.
+
+y = x·Wᵀ + b + alpha/rank · (x·Aᵀ)·Bᵀ, with A [rank, in] and B [out, rank]; B begins as zeros. Source: LoRA
+(arXiv 2106.09685). Layers are changed in place and under their names; A and B are parameters of theirs,
+`lora_a` and `lora_b`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from titancli.errors import RecipeError
+from titancli.models.blocks.init import fill
+from titancli.models.blocks.state import named_state
+from titancli.parallel.collectives import Group
+from titancli.parallel.tensor import local
+from titancli.recipe.problems import nearest
+
+if TYPE_CHECKING:
+    from titancli.converters import LoRA
+    from titancli.recipe.schema import Degrees
+
+logger = logging.getLogger(__name__)
+
+OWN = (".lora_a", ".lora_b")
+STYLES = {
+    # A whole, B cut as the weight's rows are: what comes out is this rank's part.
+    "column": {"lora_a": "replicate", "lora_b": "column"},
+    # A cut as the weight's columns are, B whole: what comes out is part of a sum, as the layer's output is.
+    "row": {"lora_a": "row", "lora_b": "replicate"},
+}
+
+
+class AdaptedLinear(nn.Linear):
+    """A frozen linear layer with an adapter."""
+
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    scale: float
+    enabled = True
+    """False: the layer is the base's."""
+    _adds_bias = True
+
+    @staticmethod
+    def adapt(layer: Any, rank: int, scale: float) -> None:
+        """Change a linear layer in place; its parameters are frozen already."""
+        layer.__class__ = AdaptedLinear
+        like: dict[str, Any] = {"dtype": layer.weight.dtype, "device": layer.weight.device}
+        layer.lora_a = nn.Parameter(torch.empty(rank, layer.in_features, **like))
+        layer.lora_b = nn.Parameter(torch.empty(layer.out_features, rank, **like))
+        layer.scale = scale
+
+    def tensor_plan(self, style: str | None) -> Mapping[str, str]:
+        """How A and B are cut where the weight is cut in a style.
+
+        Raises:
+            RecipeError: the weight is whole on each rank.
+        """
+        if style not in STYLES:
+            raise RecipeError(
+                f"lora: a layer that tensor parallelism cuts in the style {style!r} cannot have an adapter",
+                hint="leave it out of targets",
+            )
+        return STYLES[style]
+
+    def tensor_parallel(self, group: Group, style: str | None) -> None:
+        """Called by the `decoder` plan, when the parameters have been cut over `group`."""
+        self._adds_bias = group.rank == 0 or style != "row"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[…, in] -> […, out]; under tensor parallelism of this rank's columns, or its part of the sum."""
+        # A frozen bias needs no place in the graph where it is not added.
+        bias = local(self.bias) if self.bias is not None and self._adds_bias else None
+        out = linear(x, local(self.weight), bias)
+        if not self.enabled:
+            return out
+        return out + self.scale * linear(linear(x, local(self.lora_a)), local(self.lora_b))
+
+
+class Adapters:
+    """A Converter (see `titancli.registry.kinds`) whose parameters are not the plain model's."""
+
+    def __init__(self, config: LoRA) -> None:
+        self._config = config
+        self.scale = config.alpha / config.rank
+        self.facts = {"form": "lora", "rank": config.rank, "alpha": config.alpha}
+        """What a checkpoint tells of its adapters."""
+
+    def convert(self, model: Any) -> None:
+        """Freeze the model, and put adapters beside the layers that are to have one.
+
+        Raises:
+            RecipeError: a target matches no linear layer, or one that cannot have an adapter; or something of
+                the base moves without gradients.
+        """
+        moving = [name for name, _ in named_state(model)][len(list(model.named_parameters())) :]
+        if moving:
+            raise RecipeError(
+                f"lora: training moves {moving[0]} of the base without gradients",
+                hint="turn the balancing of experts off, as in model.moe.load_balance_coeff = 0",
+            )
+        whole = sum(parameter.numel() for parameter in model.parameters())
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        chosen = _chosen(model, self._config.targets)
+        for name in chosen:
+            AdaptedLinear.adapt(model.get_submodule(name), self._config.rank, self.scale)
+        trained = sum(parameter.numel() for parameter in model.parameters()) - whole
+        logger.info("lora: %d layers, %s parameters beside %s", len(chosen), f"{trained:,}", f"{whole:,}")
+
+    def after_step(self, model: nn.Module) -> None:
+        """Nothing follows from the weights."""
+
+    def plain(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def owns(self, name: str) -> bool:
+        """Whether a parameter is an adapter's."""
+        return name.endswith(OWN)
+
+    def initialise(self, model: nn.Module, generator_for: Callable[[str], torch.Generator]) -> None:
+        """A uniform in ±1/√in, B zero: the model begins as its base; the same on every layout."""
+        for name, parameter in model.named_parameters():
+            if name.endswith(".lora_a"):
+                bound = parameter.shape[1] ** -0.5
+                generator = generator_for(name)
+                fill(parameter, lambda t, b=bound, g=generator: t.uniform_(-b, b, generator=g))  # type: ignore[misc]
+            elif name.endswith(".lora_b"):
+                fill(parameter, lambda t: t.zero_())
+
+    @contextmanager
+    def disabled(self, parts: Iterable[nn.Module]) -> Iterator[None]:
+        """The parts as the base is."""
+        layers = [m for part in parts for m in part.modules() if isinstance(m, AdaptedLinear)]
+        for layer in layers:
+            layer.enabled = False
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.enabled = True
+
+    def merged(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The plain model's tensors out of all in the order of their modules, adapters added in; one weight
+        is held at a time."""
+        weight: tuple[str, Tensor] | None = None
+        a: Tensor | None = None
+        for name, tensor in tensors:
+            if name.endswith(".lora_a"):
+                a = tensor
+            elif name.endswith(".lora_b") and weight is not None and a is not None:
+                yield weight[0], merge(weight[1], a, tensor, self.scale)
+                weight = a = None
+            else:
+                if weight is not None:
+                    yield weight
+                weight = name, tensor
+        if weight is not None:
+            yield weight
+
+
+def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """W + scale · B·A, summed in fp32, in the weight's dtype."""
+    return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale).to(weight.dtype)
+
+
+def _chosen(model: Any, targets: list[str] | None) -> list[str]:
+    """Names of the layers that get an adapter."""
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    styles = {name: _style(name, model.tensor_plan) for name in linears}
+    if targets is None:
+        blocks = {f"layers.{name}" for name in model.layers}
+        return [
+            name
+            for name, layer in linears.items()
+            if type(layer) is nn.Linear and styles[name] in STYLES and ".".join(name.split(".")[:2]) in blocks
+        ]
+    found: dict[str, None] = {}
+    for pattern in targets:
+        matched = [n for n in linears if fnmatchcase(n, pattern) or fnmatchcase(n, f"*.{pattern}")]
+        if not matched:
+            ends = {n.split(".", i)[-1]: None for n in linears for i in range(n.count(".") + 1)}
+            hint = nearest(pattern, ends) or "see `titan show` of the model, and its tensor_plan"
+            raise RecipeError(f"lora: targets = {pattern!r} names no linear layer", hint=hint)
+        for name in matched:
+            if type(linears[name]) is not nn.Linear or styles[name] not in STYLES:
+                what = type(linears[name]).__name__
+                style = f", {styles[name]!r} in the tensor_plan" if styles[name] not in STYLES else ""
+                raise RecipeError(
+                    f"lora: {name} ({what}{style}) cannot have an adapter",
+                    hint="targets are the plain linear layers of attention and feed-forward",
+                )
+            found[name] = None
+    return list(found)
+
+
+def _style(name: str, plan: Mapping[str, str]) -> str | None:
+    styles = (style for pattern, style in plan.items() if fnmatchcase(f"{name}.weight", pattern))
+    return next(styles, None)
+
+
+def build(config: LoRA, *, mesh: Degrees, compile: bool) -> Adapters:
+    return Adapters(config)
