@@ -68,7 +68,7 @@ def command(
 ) -> int:
     """Turn a checkpoint into a Hugging Face folder (--to hf), or back (--to titan).
 
-    A checkpoint of adapters (lora) is merged into its base (--to hf), or written as peft has them (--to peft).
+    Adapters (of the converter lora) are merged into their base (--to hf), or written for peft (--to peft).
 
     To hf, SRC is RUN/checkpoints/step-N, or RUN for its newest good checkpoint, or the URL of either;
     transformers loads DST as it is. To titan, SRC is a folder with config.json and *.safetensors; a recipe
