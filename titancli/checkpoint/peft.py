@@ -90,7 +90,7 @@ def hf_modules(model: Any, layers: list[str]) -> dict[str, str]:
         made = list(form.to_hf(name, probe))
         if len(made) != 1 or made[0][1].shape != probe.shape or not torch.equal(made[0][1], probe):
             raise TitanError(
-                f"{name} is another matrix in the model's Hugging Face form, so its adapter has no place there",
+                f"{name} is another matrix in the model's Hugging Face form, so its adapter has no place",
                 hint="merge the adapters instead: --to hf",
             )
         found[layer] = made[0][0].removesuffix(".weight")

@@ -268,8 +268,8 @@ class DatasetBuilder(Protocol):
 class Converter(Protocol):
     """Changes a model, on one device, before it is cut.
 
-    A converter that adds parameters of its own (adapters) also has `owns(name)`, whether one is its own: these
-    alone are saved, and the others are the base's; `facts`, plain data that a checkpoint tells of them;
+    A converter that adds parameters of its own (adapters) also has `owns(name)`, whether one is: these alone
+    are saved, and the others are the base's; `facts`, plain data that a checkpoint tells of them;
     `initialise(model, generator_for)`, which fills them; `merged(named tensors)`, the plain model's out of
     both; and `disabled(parts)`, a context in which the model is its base. A module that gets parameters has
     `tensor_plan(style) -> {name: style}`: how they are cut where its weight is cut in a style.
