@@ -179,8 +179,8 @@ class TransformersModel(nn.Module):
         """
         config = self._parts.config
         matrices = float(sum(p.numel() for p in self.parameters()))
-        if not self.tied:
-            matrices -= self.base.get_input_embeddings().weight.numel()
+        looked_up = (module.weight for module in self.modules() if isinstance(module, nn.Embedding))
+        matrices -= sum(weight.numel() for weight in looked_up if weight is not self.output.weight)
         chosen, experts = (getattr(config, name, None) for name in ("num_experts_per_tok", "num_experts"))
         experts = experts or getattr(config, "num_local_experts", None)
         if chosen and experts:
@@ -292,18 +292,21 @@ class SameNames:
         if self._copies is not None:
             return
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-        if get_checkpoint_conversion_mapping(self.model_type):
+        names = (self.model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(self.model_type, ""))
+        if any(get_checkpoint_conversion_mapping(name) for name in names):
             raise EnvironmentProblem(
-                f"the tensors of a {self.model_type} folder are others than those of transformers' modules "
-                "(experts are apart there), and hf_causal_lm does not convert them",
-                hint="take a family that reads them (titan list-components model), or begin with new weights",
+                f"transformers converts the tensors of a {self.model_type} folder (it has stacked experts or "
+                "other names than the files), and hf_causal_lm does not",
+                hint="take a family that reads them (titan list-components model); runs from new weights, "
+                "their checkpoints and generation need no such folder",
             )
         with torch.device("meta"):
             model = TransformersModel(self.config)
         head = f"{model._parts.head_name}.weight"
-        names = {id(p): name for name, p in model.named_parameters()}
-        self._copies = {head: names[id(model.output.weight)]} if model.tied else {}
+        name_of = {id(p): name for name, p in model.named_parameters()}
+        self._copies = {head: name_of[id(model.output.weight)]} if model.tied else {}
         buffers = [re.escape(name) + "$" for name, _ in model.named_buffers()]
         self._ignored = [r"rotary_emb\.inv_freq$", *buffers]
         self._ignored += getattr(model.base, "_keys_to_ignore_on_load_unexpected", None) or []

@@ -1,0 +1,276 @@
+"""transformers' modules in titan's engine, against transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tests.engine import cases
+from tests.engine.cases import Layout
+from tests.models.hf_configs import CONFIGS, LLAMA, config
+from titancli.checkpoint import export_hf, read_hf
+from titancli.data.batch import Batch
+from titancli.engine import Engine
+from titancli.engine.build import allocate
+from titancli.errors import EnvironmentProblem, RecipeError
+from titancli.losses import CrossEntropy
+from titancli.models import HFCausalLM
+from titancli.models.blocks.state import named_state
+from titancli.models.hf_causal_lm import SameNames, TransformersModel, build
+from titancli.registry.component import build as build_component
+
+CLOSE = dict(rtol=1e-5, atol=1e-6)
+
+
+def generator_for(name: str) -> torch.Generator:
+    return torch.Generator().manual_seed(sum(map(ord, name)))
+
+
+def made(name: str) -> TransformersModel:
+    """As the engine makes it, with weights that are apart from their initial values."""
+    with torch.device("meta"):
+        model = build(config(name), seq_len=64)
+    allocate(model, torch.device("cpu"))
+    model.init_weights(generator_for)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator_for(key)))
+    return model
+
+
+def in_transformers(model: TransformersModel) -> PreTrainedModel:
+    values = model.config.values
+    theirs = AutoModelForCausalLM.from_config(
+        CONFIG_MAPPING[values["model_type"]].from_dict(values), attn_implementation="eager"
+    )
+    theirs.load_state_dict(model.state_dict())  # all of it, under the same names
+    return theirs
+
+
+def tokens(rows: int, length: int) -> torch.Tensor:
+    return torch.randint(0, 64, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_transformers(name: str) -> None:
+    """In rows beyond a sliding window, and within documents."""
+    ours, text = made(name), tokens(2, 24)
+    theirs = in_transformers(ours)
+    positions = torch.cat((torch.arange(10), torch.arange(14))).expand(2, -1)
+    documents = (torch.arange(24) >= 10).int().expand(2, -1)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(text), theirs(text, use_cache=False).logits, **CLOSE)
+        packed = theirs(text, position_ids=positions, use_cache=False).logits  # it sees the documents itself
+        torch.testing.assert_close(ours(text, positions, documents), packed, **CLOSE)
+        # positions alone are no documents: a row is one, unless it is told otherwise
+        assert (ours(text, positions) - packed).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("name", ["llama, tied", "gemma3", "experts"])
+def test_loss_and_gradients_equal_a_plain_loop(name: str) -> None:
+    ours, text = made(name), tokens(2, 25)
+    theirs = in_transformers(ours)
+    targets = text[:, 1:].clone()
+    targets[0, :7] = -100
+    batch = Batch({"tokens": text[:, :-1], "targets": targets})
+    result = ours(batch["tokens"], batch=batch, loss=build_component(CrossEntropy()))
+    result.sum.backward()
+    logits = theirs(text[:, :-1], use_cache=False).logits
+    loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    loss.backward()
+    torch.testing.assert_close(result.sum, loss)
+    expected = dict(theirs.named_parameters())
+    assert [name for name, _ in ours.named_parameters()] == list(expected)
+    for key, parameter in ours.named_parameters():
+        reference = expected[key].grad
+        assert (parameter.grad - reference).norm() <= 1e-5 * reference.norm(), key
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_initial_values_are_those_that_transformers_draws(name: str) -> None:
+    """The same distributions, parameter by parameter; and the buffers as they are there."""
+    with torch.device("meta"):
+        ours = build(config(name), seq_len=64)
+    allocate(ours, torch.device("cpu"))
+    ours.init_weights(generator_for)
+    values = ours.config.values
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(CONFIG_MAPPING[values["model_type"]].from_dict(values))
+    expected = dict(theirs.named_parameters())
+    for key, parameter in ours.named_parameters():
+        for moment in (torch.mean, torch.std) if parameter.numel() > 1 else ():
+            assert moment(parameter.detach()) == pytest.approx(
+                float(moment(expected[key].detach())), rel=0.25, abs=5e-3
+            ), key
+    assert any(parameter.std() > 0.01 for parameter in ours.parameters())
+    buffers = dict(theirs.named_buffers())
+    assert {key for key, _ in ours.named_buffers()} == buffers.keys()
+    for key, buffer in ours.to(torch.bfloat16).named_buffers():
+        torch.testing.assert_close(buffer, buffers[key], msg=key)  # fp32 still
+
+
+def test_initial_values_follow_from_the_seed_alone() -> None:
+    first, second = made("gpt2"), made("gpt2")
+    torch.rand(1)
+    for (key, one), (_, other) in zip(first.named_parameters(), second.named_parameters(), strict=True):
+        assert torch.equal(one, other), key
+    names = [f"transformer.h.{layer}.attn.c_proj.weight" for layer in (0, 1)]
+    assert not torch.equal(*(first.get_parameter(name) for name in names))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
+@torch.no_grad()
+def test_a_cache_gives_the_logits_of_the_whole_row(name: str) -> None:
+    """Padding is not seen, and rows can be chosen; beyond the window too."""
+    model, text = made(name).eval(), tokens(3, 20)
+    whole = model(text)
+    lengths = [12, 7, 3]
+    padding = torch.tensor([12 - length for length in lengths])
+    prompts = torch.full((3, 12), 60)
+    for row, length in enumerate(lengths):
+        prompts[row, 12 - length :] = text[row, :length]
+    cache = model.new_cache(20, padding)
+    last = [length - 1 for length in lengths]
+    torch.testing.assert_close(model(prompts, cache=cache)[:, 0], whole[range(3), last], **CLOSE)
+    rows = torch.tensor([2, 0, 0])
+    cache.select(rows)
+    for step in range(1, 6):
+        new = torch.stack([text[row, lengths[row] - 1 + step] for row in rows])[:, None]
+        wanted = whole[rows, [lengths[row] - 1 + step for row in rows]]
+        torch.testing.assert_close(model(new, cache=cache)[:, 0], wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "gemma3", "gpt2"])
+def test_a_folder_of_transformers_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
+    theirs = in_transformers(made(name)).to(torch.bfloat16)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    component = HFCausalLM(config=tmp_path / "theirs")
+    form = SameNames(component)
+    with torch.device("meta"):
+        shapes = {key: tuple(t.shape) for key, t in named_state(build(component, seq_len=1))}
+    reader = read_hf(tmp_path / "theirs", form)
+    reader.check(shapes)
+    state = {key: reader.parameter(key) for key in shapes}
+    export_hf(state, form, {}, tmp_path / "ours")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert type(again) is type(theirs) and again.dtype == torch.bfloat16
+    found = dict(again.named_parameters())
+    for key, parameter in theirs.named_parameters():
+        assert torch.equal(found[key], parameter), key
+    told, kept = (json.loads((tmp_path / f / "config.json").read_text()) for f in ("ours", "theirs"))
+    assert {key: told[key] for key in kept if key != "transformers_version"} == {
+        key: value for key, value in kept.items() if key != "transformers_version"
+    }
+
+
+@pytest.mark.parametrize("name", ["experts", "gpt_neox"])
+def test_files_that_are_converted_are_refused(name: str) -> None:
+    with pytest.raises(EnvironmentProblem, match="transformers converts the tensors of a "):
+        SameNames(config(name)).sources("model.embed_tokens.weight")
+
+
+def test_experts_that_a_token_does_not_visit_cost_nothing() -> None:
+    with torch.device("meta"):
+        few, all_ = (build(config("experts", num_experts_per_tok=n), seq_len=64) for n in (2, 8))
+    experts = sum(p.numel() for name, p in few.named_parameters() if ".experts." in name)
+    assert all_.flops_per_token(64) - few.flops_per_token(64) == pytest.approx(6 * experts * 6 / 8)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "gpt2"])
+def test_flops_are_those_that_torch_counts(name: str) -> None:
+    """Of the forward, times 3; biases and norms count as matrices in the formula."""
+    with torch.device("meta"):
+        model = build(config(name), seq_len=64)
+        text = torch.empty(1, 64, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(text)
+    assert 3 * counter.get_total_flops() / 64 == pytest.approx(model.flops_per_token(64), rel=0.05)
+
+
+# ------------------------------------------------------------------------------------------- a run
+
+
+def saved_and_resumed(folder: str) -> list[str]:
+    """The parameters that differ between a run and one that was resumed; FSDP2, buffers and tied weights."""
+    layout = Layout(mesh={"dp_shard": 2}, config=config("gemma3"))
+    through, resumed = (Engine.build(cases.recipe(layout)) for _ in range(2))
+    for step in range(3):
+        if step == 2:
+            through.save(folder)
+            resumed.load(folder)
+        through.forward_backward(cases.my_batches(through, step))
+        through.optim_step()
+    resumed.forward_backward(cases.my_batches(resumed, 2))
+    resumed.optim_step()
+    one, other = (cases.wholes(engine.named_parameters()) for engine in (through, resumed))
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+@pytest.mark.ranks
+def test_a_resume_is_bitwise(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2, saved_and_resumed, str(tmp_path / "checkpoint")) == [[], []]
+
+
+# ------------------------------------------------------------------------------------- what is refused
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown": (dict(model_type="no_such_model"), "has no such model"),
+    "an encoder": (dict(model_type="bert"), "BertLMHeadModel has no output that is one matrix"),
+    "no causal model": (dict(model_type="vit"), "no causal language model of this type"),
+    "scaled logits": (
+        {**LLAMA, "model_type": "granite"},
+        "GraniteForCausalLM does something else than to multiply by one matrix",
+    ),
+    "capped attention": ({**LLAMA, "model_type": "gemma2"}, "Gemma2ForCausalLM has an attention of its own"),
+    "sinks": ({**LLAMA, "model_type": "gpt_oss"}, "GptOssForCausalLM has an attention of its own"),
+    "no attention": (dict(model_type="mamba", num_hidden_layers=1), "has an attention of its own"),
+    "more than text": (dict(model_type="gemma3"), "a model of more than text"),
+    "dropout": ({**LLAMA, "attention_dropout": 0.1}, "drops activations at random (attention_dropout = 0.1)"),
+    "both directions": (
+        {**CONFIGS["gemma3"], "use_bidirectional_attention": True},
+        "Gemma3DecoderLayer has no causal attention",
+    ),
+    "nonsense": ({**LLAMA, "num_attention_heads": 5}, "llama"),
+    "code": ({**LLAMA, "auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "names code that comes with"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_be_wrong_is_refused_by_name(case: str) -> None:
+    values, words = REFUSED[case]
+    with pytest.raises(RecipeError) as caught, torch.device("meta"):
+        build(HFCausalLM(config=values), seq_len=16)
+    assert words in caught.value.message, caught.value.message
+    assert caught.value.message.startswith("model.config: ")
+
+
+PLANS = {
+    "gpt2": "transformers declares no tensor parallel plan for gpt2",
+    "experts": "cuts by moe_tp_experts, packed_colwise, which titan does not",
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_tensor_parallel_without_a_plan_is_refused(name: str) -> None:
+    with torch.device("meta"):
+        model = build(config(name), seq_len=16)
+    with pytest.raises(RecipeError, match=PLANS[name]):
+        _ = model.tensor_plan
+
+
+def test_the_plan_is_the_one_that_transformers_declares() -> None:
+    with torch.device("meta"):
+        plan = build(config("gemma3"), seq_len=16).tensor_plan
+    block = "model.layers.1"
+    assert plan["model.embed_tokens.weight"] == plan["lm_head.weight"] == "vocab"
+    assert plan[f"{block}.self_attn.q_proj.weight"] == plan[f"{block}.mlp.up_proj.weight"] == "column"
+    assert plan[f"{block}.self_attn.o_proj.weight"] == plan[f"{block}.mlp.down_proj.weight"] == "row"
+    assert plan[f"{block}.self_attn.q_norm.weight"] == plan["model.norm.weight"] == "norm"

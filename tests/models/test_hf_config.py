@@ -1,0 +1,145 @@
+"""[model] of hf_causal_lm: a folder or a table, read with the recipe, and what of it is wrong at its line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+
+from tests.models.hf_configs import CONFIGS, LLAMA
+from titancli.errors import Problem, RecipeError
+from titancli.models import HFCausalLM
+from titancli.models.menu.hf_causal_lm import decoded, encoded
+from titancli.recipe import load_recipe, lock_text
+
+RECIPE = """\
+recipe = 1
+name = "any"
+
+[model]
+type = "hf_causal_lm"
+config = "./folder"
+
+[tokenizer]
+type = "byte"
+
+[dataset]
+type = "python_stdlib"
+
+[lr_scheduler]
+warmup_steps = 0
+
+[training]
+steps = 10
+seq_len = 64
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "exp.toml").write_text(RECIPE)
+    return tmp_path
+
+
+@pytest.fixture
+def write(here: Path) -> Callable[..., None]:
+    """`write(values)`: what stands in folder/config.json."""
+
+    def write_config(values: Any) -> None:
+        (here / "folder").mkdir(exist_ok=True)
+        text = values if isinstance(values, str) else json.dumps(values)
+        (here / "folder" / "config.json").write_text(text)
+
+    return write_config
+
+
+def wrong(*overrides: str) -> list[Problem]:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("exp.toml", overrides)
+    return caught.value.problems
+
+
+def test_the_lock_file_holds_what_was_in_the_folder(here: Path, write: Callable[..., None]) -> None:
+    values = {**LLAMA, "sliding_window": None, "rope_scaling": {"factor": 2.0, "rope_type": None}}
+    write(values)
+    loaded = load_recipe("exp.toml", ["model.changes.num_hidden_layers=1"])
+    assert loaded.recipe.model.values == {**values, "num_hidden_layers": 1}
+    lock = lock_text(loaded)
+    assert tomli.loads(lock)["model"]["config"]["sliding_window"] == "null"
+    (here / "folder" / "config.json").unlink()
+    (here / "lock.toml").write_text(lock)
+    assert load_recipe("lock.toml").recipe.model == loaded.recipe.model
+
+
+def test_null_goes_both_ways() -> None:
+    values = {"a": None, "b": [1, None, {"c": None}], "d": "text"}
+    assert decoded(encoded(values)) == values
+    assert None not in encoded(values).values()
+
+
+def test_a_folder_and_its_table_are_the_same_model(here: Path, write: Callable[..., None]) -> None:
+    write(LLAMA)
+    assert HFCausalLM(config=here / "folder").values == HFCausalLM(config=LLAMA).values
+
+
+def told(problems: list[Problem]) -> str:
+    assert len(problems) == 1, problems
+    at = problems[0].location
+    assert at is not None and at.source == 'config = "./folder"', problems
+    return problems[0].message
+
+
+def test_a_folder_that_is_not_there(here: Path) -> None:
+    assert told(wrong()) == "model.config: there is no folder folder"
+
+
+def test_a_folder_without_a_config(here: Path) -> None:
+    (here / "folder").mkdir()
+    assert told(wrong()) == "model.config: folder has no config.json"
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_a_config_that_is_no_object(write: Callable[..., None], text: str) -> None:
+    write(text)
+    assert "folder/config.json" in told(wrong())
+
+
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "no model_type": ({"hidden_size": 8}, "config.json names no model_type"),
+    "code": ({**LLAMA, "auto_map": {"AutoConfig": "code.Config"}}, "(auto_map), which titan does not run"),
+    "fp8": ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, "the weights are quantised by 'fp8'"),
+    "mxfp4": ({**LLAMA, "quantization_config": {"quant_method": "mxfp4"}}, "quantised by 'mxfp4'"),
+    "encoder": ({"model_type": "t5", "is_encoder_decoder": True}, "t5 is an encoder with a decoder"),
+    "short": ({**LLAMA, "max_position_embeddings": 32}, "training.seq_len 64 is beyond the model's 32"),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_what_is_wrong_is_told_where_the_folder_is_named(write: Callable[..., None], case: str) -> None:
+    values, words = FAULTS[case]
+    write(values)
+    assert words in told(wrong())
+
+
+def test_degrees_that_it_is_not_cut_by(write: Callable[..., None]) -> None:
+    write(LLAMA)
+    for name in ("pp", "cp", "ep"):
+        problems = wrong(f"mesh.{name}=2")
+        assert len(problems) == 1
+        assert (
+            f"mesh.{name} = 2: the model hf_causal_lm is cut by dp_replicate and dp_shard and tp alone"
+            in (problems[0].message)
+        )
+
+
+def test_tensor_parallel_needs_a_plan_and_sizes_that_it_divides(write: Callable[..., None]) -> None:
+    write(CONFIGS["gpt2"])
+    assert told(wrong("mesh.tp=2")) == "mesh.tp = 2: transformers declares no tensor parallel plan for gpt2"
+    write(LLAMA)
+    load_recipe("exp.toml", ["mesh.tp=2"])
+    assert "mesh.tp = 4 does not divide n_kv_heads 2" in wrong("mesh.tp=4")[0].message
