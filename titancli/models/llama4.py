@@ -55,7 +55,7 @@ class Llama4Attention(Attention):
         return ((q * cos).to(q.dtype), k) if self.has_temperature else (q, k)
 
     def _normed(self, x: Tensor) -> Tensor:
-        return rms_norm(x.float(), x.shape[-1:], eps=self.norm_eps).to(x.dtype)
+        return rms_norm(x, x.shape[-1:], eps=self.norm_eps)
 
 
 class Llama4Experts(Experts):

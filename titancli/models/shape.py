@@ -38,6 +38,8 @@ class Attention:
     parameters: tuple[Parameter, ...]
     qk_norm: bool = False
     """Whether queries and keys pass through a norm of their own."""
+    norm_after: bool = False
+    """Whether queries and keys, once rotated, pass through a norm without weights."""
     window: int | None = None
     """Tokens that a token sees at most, itself included; None: the whole row before it."""
     chunk: int | None = None
@@ -81,6 +83,8 @@ class Experts:
     """Of all shared experts together; 0: there are none."""
     joined: bool = False
     """Whether the two matrices that an expert begins with are one."""
+    score_before: bool = False
+    """Whether scores multiply what goes into the experts, or what comes out of them."""
     clamped: bool = False
     """Whether experts have biases, and what their two halves make is clamped (gpt-oss)."""
 
@@ -258,6 +262,7 @@ def mixture(
     shared: int = 0,
     gate_bias: bool = False,
     joined: bool = False,
+    score_before: bool = False,
     name: str = "moe",
 ) -> Experts:
     """`titancli.models.blocks.moe`, as the child `name` of a block; `shared` experts are one of so many times
@@ -272,7 +277,7 @@ def mixture(
         parameters.append(Parameter(f"{name}.experts.{matrix}", (experts, rows, dim), "expert"))
     if shared:
         parameters += swiglu(dim, shared * hidden, f"{name}.shared_experts").parameters
-    return Experts(experts, top_k, hidden, tuple(parameters), shared * hidden, joined)
+    return Experts(experts, top_k, hidden, tuple(parameters), shared * hidden, joined, score_before)
 
 
 def block(dim: int, attention: Attention, feed_forward: FeedForward | Experts) -> Block:

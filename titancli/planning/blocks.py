@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from titancli.models.shape import Attention, Block, Experts, FeedForward
+from titancli.planning import latent
+from titancli.planning.expert_kernels import add_up, combine, joined_swish_times, permute, route, score
 from titancli.planning.job import Job
 from titancli.planning.kernels import (
+    Engine,
     Kernel,
     add,
     attention,
@@ -16,10 +19,9 @@ from titancli.planning.kernels import (
     gather,
     linear,
     norm,
-    permute,
     rotate,
-    route,
     scatter,
+    sharpen,
     swish_times,
 )
 from titancli.planning.ledger import Ledger
@@ -38,6 +40,8 @@ class BlockMemory:
     """The most in backward by class: what was kept, the gradients of output and weights, temporaries."""
     gradients: float
     """Of its weights, before they are reduced."""
+    experts_done: dict[str, float]
+    """By class, what there is in backward when the experts have their gradients, which are reduced then."""
 
 
 def block_memory(block: Block, job: Job, recompute: str) -> BlockMemory:
@@ -61,14 +65,18 @@ def block_memory(block: Block, job: Job, recompute: str) -> BlockMemory:
     backward = Ledger({**kept, "grad:y": stream})
     if recompute != "none":
         _run_again(backward, kernels, saved)
+    experts_done: dict[str, float] = {}
     for kernel in reversed(kernels):
         backward.run(kernel.backward)
+        if kernel.kind == "grouped":
+            experts_done = dict(backward.classes)
     return BlockMemory(
         forward_peak=forward.peak,
         kept=sum(kept.values()),
         keeps_input="x" in held,
         backward_peak=backward.at_peak,
         gradients=backward.classes.get("gradients", 0.0),
+        experts_done=experts_done,
     )
 
 
@@ -142,57 +150,104 @@ def _out(kernel: Kernel) -> str:
 
 
 def _attention(part: Attention, job: Job) -> Iterator[Kernel]:
-    c, dim, engine, tp, cp = job.compute, job.shape.dim, job.engine, job.degrees.tp, job.degrees.cp
-    heads, kv_heads = part.heads / tp, part.kv_heads / tp
-    widths = (part.head_dim, part.value_dim)
-    q, k, v = heads * part.head_dim, kv_heads * part.head_dim, kv_heads * part.value_dim
-    tokens = job.tokens
+    c, dim, tp, tokens = job.compute, job.shape.dim, job.degrees.tp, job.tokens
     n1 = "n1"
     if tp > 1:
         n1 = "g1"
         yield gather("n1", n1, tokens * dim * c, tp)
-    yield linear("wq", n1, "q0", tokens, (dim, q), c, branches="first")
-    yield linear("wk", n1, "k0", tokens, (dim, k), c, branches="middle")
-    yield linear("wv", n1, "v", tokens, (dim, v), c, branches="last")
-    q_in, k_in = "q0", "k0"
-    if part.qk_norm:
-        q_in, k_in = "qn", "kn"
-        yield norm("q_norm", "q0", q_in, tokens * heads, part.head_dim, c, engine)
-        yield norm("k_norm", "k0", k_in, tokens * kv_heads, part.head_dim, c, engine)
-    yield rotate(q_in, "q", tokens * q, c, engine)
-    turned = rotate(k_in, "k", tokens * k, c, engine)
-    yield replace(turned, forward=(*turned.forward, "k0", "kn", "q0", "qn"))
-    length, keys, scale = job.row_tokens, job.row_tokens, 1.0
-    names, out = ("q", "k", "v"), "out"
-    whole = job.rows * job.seq_len * c
-    if cp > 1 and job.context == "allgather":
+    yield from (_products if part.kv_rank is None else latent.products)(part, job, n1)
+    kernels, out = _core(part, job)
+    yield from kernels
+    width, made = part.heads / tp * part.value_dim, "o" if tp == 1 else "ow"
+    # What keys and values are views of stays until the module has returned.
+    yield linear("wo", out, made, tokens, (width, dim), c, grad=None if tp > 1 else "grad:x1", after=("kv",))
+    if tp > 1:
+        yield scatter("ow", "o", tokens * dim * c, tp, gone="n1")
+
+
+def _products(part: Attention, job: Job, x: str) -> Iterator[Kernel]:
+    """From the normed stream `x` to "q", "k" and "v"."""
+    c, dim, engine, tokens = job.compute, job.shape.dim, job.engine, job.tokens
+    heads, kv_heads = part.heads / job.degrees.tp, part.kv_heads / job.degrees.tp
+    q, k, v = heads * part.head_dim, kv_heads * part.head_dim, kv_heads * part.value_dim
+    made = ("q0" if part.rotary or part.scaled else "q", "k0" if part.rotary else "k")
+    yield linear("wq", x, made[0], tokens, (dim, q), c, branches="first")
+    yield linear("wk", x, made[1], tokens, (dim, k), c, branches="middle")
+    yield linear("wv", x, "v", tokens, (dim, v), c, branches="last")
+    if part.scaled:
+        yield sharpen("q0", "q", tokens * q, c, engine)
+    if part.rotary:
+        yield from _rotated(part, (tokens * heads, tokens * kv_heads), c, engine)
+
+
+def _core(part: Attention, job: Job) -> tuple[list[Kernel], str]:
+    """Attention of "q", "k" and "v", with what context parallelism does around it; and the name of what comes
+    out."""
+    c, cp, how = job.compute, job.degrees.cp, job.context if job.degrees.cp > 1 else ""
+    heads, kv_heads = part.heads / job.degrees.tp, part.kv_heads / job.degrees.tp
+    q, k, v = heads * part.head_dim, kv_heads * part.head_dim, kv_heads * part.value_dim
+    length, keys, scale, names = job.row_tokens, job.row_tokens, 1.0, ("q", "k", "v")
+    whole, made = job.rows * job.seq_len * c, job.tokens * heads * part.value_dim * c
+    kernels: list[Kernel] = []
+    if how == "allgather":
         keys, names = job.seq_len, ("q", "kg", "vg")
-        yield gather("k", "kg", whole * k, cp, over="cp")
-        yield gather("v", "vg", whole * v, cp, over="cp")
-    elif cp > 1 and job.context == "ring":
-        yield Kernel(kind="collective", sends=("cp", whole * (k + v)))
-    elif cp > 1:
+        kernels.append(gather("k", "kg", whole * k, cp, over="cp"))
+        kernels.append(gather("v", "vg", whole * v, cp, over="cp"))
+    elif how == "ring":
+        kernels.append(Kernel(kind="collective", sends=("cp", whole * (k + v))))
+    elif how:
         length = keys = job.seq_len
         scale, names = 1 / cp, ("qa", "ka", "va")
         for name, size in (("q", q), ("k", k), ("v", v)):
-            yield exchange(name, f"{name}a", tokens * size * c, over="cp")
-    yield attention(
-        job.rows, length, keys, heads * scale, kv_heads * scale, widths, c, names=names, seen=job.seen(part)
-    )
-    if cp > 1 and job.context == "allgather":
-        out, size = "outj", tokens * heads * part.value_dim * c  # of two pieces of the row
-        yield Kernel(
-            ((out, size),), (("grad:out", size), "grad:outj"), moved=2 * size, backward_moved=2 * size
+            kernels.append(exchange(name, f"{name}a", job.tokens * size * c, over="cp"))
+    widths, narrow = (part.head_dim, part.value_dim), part.value_dim < part.head_dim
+    if narrow:
+        full, own = (job.rows * keys * heads * scale * width * c for width in widths)
+        # The keys that a rank's two pieces of a row see are more than a row, and widened for each.
+        pieces = 1 + 1 / (2 * cp) if how == "allgather" else 1.0
+        kernels.append(latent.widened(names[2], "vw", own, full * pieces))
+        widths, names = (part.head_dim, part.head_dim), (*names[:2], "vw")
+    kernels.append(
+        attention(
+            job.rows,
+            length,
+            keys,
+            heads * scale,
+            kv_heads * scale,
+            widths,
+            c,
+            names=names,
+            seen=job.seen(part),
         )
-    elif cp > 1 and job.context == "ulysses":
-        out = "outa"
-        yield exchange("out", out, tokens * heads * part.value_dim * c, over="cp")
-    wide = heads * part.value_dim
-    yield linear(
-        "wo", out, "o" if tp == 1 else "ow", tokens, (wide, dim), c, grad=None if tp > 1 else "grad:x1"
     )
-    if tp > 1:
-        yield scatter("ow", "o", tokens * dim * c, tp, gone="n1")
+    full = made * widths[1] / part.value_dim
+    if how == "allgather":  # of two pieces of the row
+        kernels.append(latent.narrowed("out", "outj", made, full))
+        return kernels, "outj"
+    if how == "ulysses":
+        kernels.append(exchange("out", "outa", made, over="cp"))
+        return kernels, "outa"
+    if narrow:
+        kernels.append(latent.narrowed("out", "outn", made, full))
+        return kernels, "outn"
+    return kernels, "out"
+
+
+def _rotated(part: Attention, vectors: tuple[float, float], c: int, engine: Engine) -> Iterator[Kernel]:
+    """Queries and keys, so many of each, in their places: "q0" and "k0" become "q" and "k"."""
+    width, named = part.head_dim, list(zip("qk", vectors, strict=True))
+    came, turned = "0", "r" if part.norm_after else ""
+    if part.qk_norm:
+        came = "n"
+        for x, count in named:
+            yield norm(f"{x}_norm", f"{x}0", f"{x}n", count, width, c, engine)
+    for x, count in named:
+        kernel = rotate(f"{x}{came}", f"{x}{turned}", count * width, c, engine)
+        yield kernel if x == "q" else replace(kernel, forward=(*kernel.forward, "k0", "kn", "q0", "qn"))
+    if part.norm_after:
+        for x, count in named:
+            kernel = norm("", f"{x}r", x, count, width, c, engine, weight=False)
+            yield kernel if x == "q" else replace(kernel, forward=(*kernel.forward, "qr", "kr"))
 
 
 def _feed_forward(part: FeedForward | Experts, job: Job) -> Iterator[Kernel]:
@@ -242,20 +297,31 @@ def _experts(part: Experts, job: Job) -> Iterator[Kernel]:
     visits, matrices = tokens * part.top_k, part.experts / ep
     yield route("router", "n2", tokens, (dim, part.experts), part.top_k, c)
     yield permute("n2", "visitors", visits * dim * c, into="n2", size=tokens * dim * c)
-    inside = "visitors"
+    inside = sent_from = "visitors"
+    if part.score_before:
+        inside = "scored"
+        yield score("visitors", inside, visits * dim, c)
     if ep > 1:
-        inside = "guests"
-        yield exchange("visitors", "arrived", visits * dim * c, over="ep")
+        sent = exchange(inside, "arrived", visits * dim * c, over="ep")
+        yield replace(sent, forward=sent.forward[:1])
+        sent_from, inside = inside, "guests"
         yield permute("arrived", inside, visits * dim * c, into="arrived", size=visits * dim * c)
-    silu, times = swish_times("egate", "eup", "einner", visits * part.hidden, c, engine)
     into, back = (dim, part.hidden), (part.hidden, dim)
-    grouped = [
-        linear("e1", inside, "egate", visits, into, c, branches="first", matrices=matrices),
-        linear("e3", inside, "eup", visits, into, c, branches="last", matrices=matrices),
-        silu,
-        replace(times, forward=(*times.forward, "silu:egate", "egate", "eup")),
-        linear("e2", "einner", "made", visits, back, c, after=("einner",), matrices=matrices),
-    ]
+    if part.joined:
+        both = (dim, 2 * part.hidden)
+        grouped = [
+            linear("e13", inside, "eboth", visits, both, c, matrices=matrices),
+            *joined_swish_times("eboth", "einner", visits * part.hidden, c, engine),
+        ]
+    else:
+        silu, times = swish_times("egate", "eup", "einner", visits * part.hidden, c, engine)
+        grouped = [
+            linear("e1", inside, "egate", visits, into, c, branches="first", matrices=matrices),
+            linear("e3", inside, "eup", visits, into, c, branches="last", matrices=matrices),
+            silu,
+            replace(times, forward=(*times.forward, "silu:egate", "egate", "eup")),
+        ]
+    grouped.append(linear("e2", "einner", "made", visits, back, c, after=("einner",), matrices=matrices))
     for kernel in grouped:
         yield replace(kernel, kind="grouped") if kernel.kind == "product" else kernel
     home = "made"
@@ -264,22 +330,12 @@ def _experts(part: Experts, job: Job) -> Iterator[Kernel]:
         yield permute("made", "leaving", visits * dim * c, into="made", size=visits * dim * c)
         yield exchange("leaving", home, visits * dim * c, over="ep")
     shared = part.shared_hidden > 0
-    yield permute(home, "byt", visits * dim * c, into=home, size=visits * dim * c)
-    yield _combine("byt", "routed" if shared else "f", visits * dim, tokens * dim, c)
+    ordered = permute(home, "byt", visits * dim * c, into=home, size=visits * dim * c)
+    yield replace(ordered, forward=ordered.forward[:1])
+    routed, sizes = "routed" if shared else "f", (visits * dim, tokens * dim)
+    together = (add_up if part.score_before else combine)("byt", routed, *sizes, c)
+    # Python lets go of what was sent, and of what came back, only at the end.
+    yield replace(together, forward=(*together.forward, sent_from, home))
     if shared:
-        yield from _swiglu(job, "n2", "shared", part.shared_hidden, 1, grad="grad:y", at="s")
+        yield from _swiglu(job, "n2", "shared", part.shared_hidden, job.degrees.tp, grad="grad:y", at="s")
         yield add("routed", "shared", "f", tokens * dim * c, engine)
-
-
-def _combine(x: str, out: str, numbers: float, out_numbers: float, c: int) -> Kernel:
-    """Each token's visits, weighted by their scores and added up; what came home is saved for the scores."""
-    size, out_size = numbers * c, out_numbers * c
-    return Kernel(
-        ((out, out_size),),
-        ((f"grad:{x}", size), x),
-        (x,),
-        flops=2 * numbers,
-        backward_flops=4 * numbers,
-        moved=size + out_size,
-        backward_moved=2 * size + out_size,
-    )

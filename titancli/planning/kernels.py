@@ -112,34 +112,52 @@ def linear(
 
 
 def norm(
-    name: str, x: str, out: str, tokens: float, width: float, c: int, engine: Engine, *, residual: str = ""
+    name: str,
+    x: str,
+    out: str,
+    tokens: float,
+    width: float,
+    c: int,
+    engine: Engine,
+    *,
+    residual: str = "",
+    weight: bool = True,
 ) -> Kernel:
-    """RMSNorm. On a CPU torch has no kernel for it but does it step by step, in fp32 (`torch.rms_norm`).
+    """RMSNorm, with a weight or without. On a CPU torch has no kernel for it but does it step by step, in
+    fp32 (`torch.rms_norm`).
 
     `residual`: the gradient that x has from the stream that passes the norm by; both are added.
     """
     full, own, one = tokens * width * FP32, tokens * width * c, tokens * FP32
-    grad, weight = f"grad:{out}", (f"dw:{name}", width * c)
+    grad, dw = f"grad:{out}", [(f"dw:{name}", width * c)] if weight else []
     add: list[Event] = []
     if residual:
         add = [(f"sum:{x}", own), f"n:{x}", residual, (f"grad:{x}", f"sum:{x}")]
     else:
         add = [(f"grad:{x}", f"n:{x}")]
     if engine != "cpu":
-        backward: list[Event] = [(f"n:{x}", own), weight, grad, x, f"rstd:{out}", *add]
+        backward: list[Event] = [(f"n:{x}", own), *dw, grad, x, f"rstd:{out}", *add]
         return _elementwise([(out, own), (f"rstd:{out}", one)], backward, (x, f"rstd:{out}"), engine, 2 * own)
     wide = c < FP32
     x32, hat = (f"x32:{out}" if wide else x), f"hat:{out}"
     forward: list[Event] = [(x32, full)] if wide else []
     forward += [("pow", full), (f"rstd:{out}", one), "pow", (hat, full)]
-    forward += [("scaled", full), (out, own), "scaled"] if wide else [(out, own)]
-    forward += [hat, *([x32] if wide else [])]
+    if weight:
+        forward += [("scaled", full), (out, own), "scaled"] if wide else [(out, own)]
+        forward += [hat, *([x32] if wide else [])]
+    else:
+        forward += [(out, own), hat, x32] if wide else [(out, hat)]
     into: list[Event] = [("g32", full), grad] if wide else [("g32", grad)]
-    backward = [*into, ("a", full), ("b", full), "b", weight, "g32", hat, ("d", full), ("e", full), "a", "d"]
+    if weight:
+        backward = [*into, ("a", full), ("b", full), "b", *dw, "g32", hat]
+    else:
+        backward = [*into, ("a", "g32")]
+    backward += [("d", full), ("e", full), "a", "d"]
     backward += [f"rstd:{out}", ("f", full), ("g", full), ("h", full), ("i", full), "h", "g", "f", x32]
     backward += [("j", full), "i", "e"]
     backward += [(f"n:{x}", own), "j"] if wide else [(f"n:{x}", "j")]
-    return _elementwise([*forward], [*backward, *add], (x32, hat, f"rstd:{out}"), engine, 2 * own)
+    saved = (x32, hat, f"rstd:{out}") if weight else (x32, f"rstd:{out}")
+    return _elementwise([*forward], [*backward, *add], saved, engine, 2 * own)
 
 
 def rotate(x: str, out: str, numbers: float, c: int, engine: Engine) -> Kernel:
@@ -170,6 +188,16 @@ def rotate(x: str, out: str, numbers: float, c: int, engine: Engine) -> Kernel:
     backward += (
         [("cat", full), "s", "t", (f"grad:{x}", own), "cat"] if wide else [(f"grad:{x}", own), "s", "t"]
     )
+    return _elementwise(forward, backward, (), engine, 2 * own)
+
+
+def sharpen(x: str, out: str, numbers: float, c: int, engine: Engine) -> Kernel:
+    """Each vector times an fp32 number of its own, which needs no gradient."""
+    full, own = numbers * FP32, numbers * c
+    if engine == "compiled" or c == FP32:
+        return _elementwise([(out, own), x], [(f"grad:{x}", own), f"grad:{out}"], (), engine, 2 * own)
+    forward: list[Event] = [("x32", full), (out, own), "x32", x]
+    backward: list[Event] = [("g32", full), f"grad:{out}", ("m", full), "g32", (f"grad:{x}", own), "m"]
     return _elementwise(forward, backward, (), engine, 2 * own)
 
 
@@ -291,47 +319,3 @@ def exchange(x: str, out: str, size: float, *, over: str) -> Kernel:
         kind="collective",
         sends=(over, size),
     )
-
-
-# ------------------------------------------------------------------------------------------- experts
-
-
-def route(name: str, x: str, tokens: float, widths: tuple[float, float], top_k: int, c: int) -> Kernel:
-    """The router: scores in fp32, of which autograd keeps two copies (what made them, and they)."""
-    scores = tokens * widths[1] * FP32
-    chosen = tokens * top_k * (FP32 + 8)
-    product = linear(name, x, "routes0", tokens, widths, c)
-    own = tokens * widths[1] * c
-    return Kernel(
-        (
-            ("routes0", own),
-            ("logits", scores),
-            ("scores", scores),
-            "routes0",
-            "logits",
-            ("chosen", 2 * chosen),
-        ),
-        (
-            ("grad:logits", scores),
-            ("grad:routes0", own),
-            "grad:logits",
-            "scores",
-            "chosen",
-            *product.backward,
-        ),
-        (x, "scores", "chosen"),
-        flops=product.flops,
-        backward_flops=product.backward_flops,
-        moved=product.moved + 4 * scores,
-        backward_moved=product.backward_moved + 4 * scores,
-        kind="product",
-    )
-
-
-def permute(x: str, out: str, moved: float, *, into: str, size: float) -> Kernel:
-    """Rows in another order, perhaps several times each; `size` is x's."""
-    copies = moved > size
-    back: list[Event] = (
-        [("back", moved), (f"grad:{into}", size), "back"] if copies else [(f"grad:{into}", size)]
-    )
-    return Kernel(((out, moved), x), (*back, f"grad:{out}"), moved=2 * moved, backward_moved=2 * moved + size)

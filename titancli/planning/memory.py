@@ -80,18 +80,18 @@ class _Step:
         self.job, self.pp_rank = job, pp_rank
         self.stages = stages(job, pp_rank)
         self.tally = Tally()
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, list[Group]] = {}
         self._blocks: dict[tuple[int, str], BlockMemory] = {}
-        self.reshards = reshards(job, job.fsdp)
         self.in_flight = in_flight(job, pp_rank)
         self.forward_first = job.degrees.pp > 1 and job.pipeline.schedule in FORWARD_FIRST
 
     # ---------------------------------------------------------------------------------------- parts
 
-    def group(self, number: int) -> Group:
+    def groups(self, number: int) -> list[Group]:
+        """Of a block: its own, and its experts'."""
         block = self.job.shape.blocks[number]
         if id(block) not in self._groups:
-            self._groups[id(block)] = group("block", block.parameters, self.job)
+            self._groups[id(block)] = groups("block", block.parameters, self.job)
         return self._groups[id(block)]
 
     def block(self, number: int) -> BlockMemory:
@@ -108,7 +108,8 @@ class _Step:
         for end in (stage.front, stage.back):
             if end:
                 yield group("end", end, self.job)
-        yield from map(self.group, stage.blocks)
+        for number in stage.blocks:
+            yield from self.groups(number)
 
     # ----------------------------------------------------------------------------------------- step
 
@@ -183,9 +184,9 @@ class _Step:
             # The micro-batch that is followed here is one of those that are counted as held.
             kept = sum(self.block(i).kept for i in stage.blocks) + 2 * self.job.stream
             self.tally.add("activations", -min(1, self.in_flight[number]) * kept)
-        if not self.reshards:
-            others = [g for i, s in enumerate(self.stages) if i != number for g in self.of(s)]
-            self.tally.add("communication", sum(g.whole for g in others) * self.job.compute)
+        others = [g for i, s in enumerate(self.stages) if i != number for g in self.of(s)]
+        kept = sum(g.whole for g in others if not reshards(self.job, g.ranks))
+        self.tally.add("communication", kept * self.job.compute)
         head = None
         if stage.has_head:
             head = head_memory(self.job)
@@ -205,11 +206,13 @@ class _Step:
             if not job.shape.tied:
                 self._freed(front)
         for number in stage.blocks:
-            flat = self._gather(self.group(number), flat, activations=job.stream)
+            for g in self.groups(number):
+                flat = self._gather(g, flat, activations=job.stream)
             block = self.block(number)
             tally.look(f"forward, block {number}", activations=block.forward_peak)
             tally.add("activations", block.kept)
-            self._freed(self.group(number))
+            for g in self.groups(number):
+                self._freed(g)
         if head:
             if back:
                 flat = self._gather(back, flat, activations=job.stream)
@@ -227,7 +230,7 @@ class _Step:
         if g.ranks == 1:
             tally.add("communication", whole)
             tally.look("gather", communication=g.largest * job.compute, **more)
-            return 0.0
+            return flat
         padded = g.padded * job.compute
         cast = g.own * job.compute if job.stored != job.compute else 0.0
         tally.add("communication", padded)
@@ -238,14 +241,16 @@ class _Step:
         return padded
 
     def _freed(self, g: Group) -> None:
-        if self.reshards:
+        if reshards(self.job, g.ranks):
             self.tally.add("communication", -g.whole * self.job.compute)
 
     def _backward(self, stage: Stage, head: HeadMemory | None) -> None:
         job, tally = self.job, self.tally
         front, back = self.end(stage.front), self.end(stage.back)
         order = [*reversed(stage.blocks)]
-        ahead = self._prefetch(self.group(order[0])) if order else 0.0
+        coming = [g for number in order for g in self.groups(number)]
+        coming += [front] if front and not job.shape.tied else []
+        ahead = self._prefetch(coming[0]) if order else 0.0
         waiting = 0.0
         if head:
             for kind, size in head.kept.items():
@@ -255,18 +260,20 @@ class _Step:
                 waiting = self._reduce(back, waiting, activations=job.stream, dw=head.gradients)
             else:  # tied: the embedding's gradient is added to it
                 tally.add("gradients", head.gradients)
-        for place, number in enumerate(order):
-            block, g = self.block(number), self.group(number)
-            self._arrive(g, ahead)
-            below = order[place + 1] if place + 1 < len(order) else None
-            ahead = 0.0
-            if below is not None:
-                ahead = self._prefetch(self.group(below))
-            elif front and not job.shape.tied:
-                ahead = self._prefetch(front)
+        for number in order:
+            block, parts = self.block(number), self.groups(number)
+            for g in parts:
+                self._arrive(g, ahead)
+                del coming[0]
+                ahead = self._prefetch(coming[0]) if coming else 0.0
             tally.add("activations", -block.kept)
             tally.look(f"backward, block {number}", **block.backward_peak)
-            waiting = self._reduce(g, waiting, activations=job.stream, dw=block.gradients)
+            own, *experts = parts
+            for g in experts:
+                there = block.experts_done
+                waiting = self._reduce(g, waiting, dw=there["gradients"], activations=there["activations"])
+            dw = block.gradients * own.whole / sum(g.whole for g in parts)
+            waiting = self._reduce(own, waiting, activations=job.stream, dw=dw)
         if front:
             if not job.shape.tied:
                 self._arrive(front, ahead)
@@ -278,14 +285,14 @@ class _Step:
         tally.add("communication", -waiting)
 
     def _prefetch(self, g: Group) -> float:
-        if not self.reshards or g.ranks == 1:
+        if not reshards(self.job, g.ranks) or g.ranks == 1:
             return 0.0
         self.tally.add("communication", g.padded * self.job.compute)
         return g.padded * self.job.compute
 
     def _arrive(self, g: Group, flat: float) -> None:
         """A group that was freed after forward is there again."""
-        if self.reshards:
+        if reshards(self.job, g.ranks):
             self.tally.add("communication", g.whole * self.job.compute)
             self.tally.look("gather in backward", activations=self.job.stream)
         self.tally.add("communication", -flat)

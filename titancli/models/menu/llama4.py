@@ -106,7 +106,7 @@ class Llama4(DecoderConfig):
         """The sizes of it all; see `titancli.models.shape`."""
         whole = grouped_query(self.dim, self.n_heads, self.kv_heads, self.head_width)
         nope = replace(whole, rotary=False, scaled=self.attn_temperature is not None)
-        rope = replace(whole, chunk=self.fixed_attn_block_size, qk_norm=self.qk_norm)
+        rope = replace(whole, chunk=self.fixed_attn_block_size, norm_after=self.qk_norm)
         dense = swiglu(self.dim, self.hidden_dim or 0)
         experts = self.moe.shape(self.dim, joined=True)
         made: dict[tuple[bool, bool], Block] = {}  # blocks that are alike are one, and computed once

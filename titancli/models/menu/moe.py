@@ -52,6 +52,7 @@ class MoE:
             shared=self.num_shared_experts,
             gate_bias=self.gate_bias,
             joined=joined,
+            score_before=self.score_before_experts,
         )
 
     def problems(self) -> Iterator[tuple[str, str]]:
