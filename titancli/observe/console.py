@@ -104,11 +104,19 @@ def status_line(event: dict[str, Any], width: int | None = None) -> str:
     parts = {"step": f"step {event['step']}/{event['steps']}"}
     for name, label, form in (
         ("loss", "loss", ".4f"),
+        ("reward_accuracy", "accuracy", ".3f"),
         ("grad_norm", "grad norm", ".3f"),
         ("lr", "lr", ".2e"),
     ):
         if metrics.get(name) is not None:
             parts[name] = f"{label} {metrics[name]:{form}}"
+    if metrics.get("reward") is not None:
+        parts["reward"] = f"reward {metrics['reward']:.3f}"
+        parts["solved"] = f"solved {metrics.get('solved') or 0.0:.0%}"
+    if metrics.get("eval_solved") is not None:
+        parts["eval_solved"] = f"eval {metrics['eval_solved']:.0%}"
+    if failed := metrics.get("reward_failed"):
+        parts["reward_failed"] = f"{failed:.0f} rewards failed"
     if metrics.get("val_loss") is not None:
         parts["val_loss"] = f"val loss {metrics['val_loss']:.4f}"
     if metrics.get("val_perplexity") is not None:

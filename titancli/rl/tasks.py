@@ -37,7 +37,7 @@ def build_digit(config: rl.Digit, *, seed: int) -> Made:
 
     def make(numbers: random.Random) -> Prompt:
         digit = str(numbers.randrange(10))
-        return Prompt(f"{digit}=", digit)
+        return Prompt(digit, digit)
 
     return Made("digit", make, seed)
 

@@ -1,0 +1,88 @@
+"""Tasks and the place reached among their prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titancli.data.byte_tokenizer import ByteTokenizer
+from titancli.errors import EnvironmentProblem, TitanError
+from titancli.registry.component import build
+from titancli.rl import Digit, Prompts, Sum
+from titancli.rl.prompts import PromptSource
+
+
+@pytest.mark.parametrize("config", [Digit(), Sum()])
+def test_a_made_prompt_follows_from_seed_and_number(config: Any) -> None:
+    task, again, other = build(config, seed=3), build(config, seed=3), build(config, seed=4)
+    asked = [task.prompt(n) for n in range(60)]
+    assert asked == [again.prompt(n) for n in reversed(range(60))][::-1]
+    assert asked != [other.prompt(n) for n in range(60)]
+    for prompt in asked:
+        numbers = [int(c) for c in prompt.text if c.isdigit()]
+        assert prompt.answer == str(sum(numbers) % 10)
+    assert len({prompt.text for prompt in asked}) >= 9
+
+
+def rows(folder: Path, *written: object) -> Path:
+    path = folder / "p.jsonl"
+    path.write_text("".join(r if isinstance(r, str) else json.dumps(r) + "\n" for r in written))
+    return path
+
+
+def test_rows_come_once_an_epoch_in_another_order(tmp_path: Path) -> None:
+    path = rows(tmp_path, *({"prompt": f"q{n}", "answer": n, "extra": [n]} for n in range(20)))
+    task = build(Prompts(path=str(path)), seed=1)
+    epochs = [[task.prompt(20 * epoch + n).text for n in range(20)] for epoch in (0, 1)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
+    assert task.prompt(5).text == epochs[0][5]
+    found = build(Prompts(path=str(path), shuffle=False), seed=1).prompt(22)
+    assert (found.text, found.answer, found.row["extra"]) == ("q2", "2", [2])
+
+
+def test_a_bad_row_is_skipped_or_ends_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = rows(tmp_path, {"prompt": "a"}, "{no json\n", {"question": "b"}, {"prompt": 3}, {"prompt": "c"})
+    task = build(Prompts(path=str(path), shuffle=False), seed=0)
+    assert [task.prompt(n).text for n in range(3)] == ["a", "c", "a"]
+    assert "line 2: it is not JSON" in caplog.text and "line 3: it has no key 'prompt'" in caplog.text
+    with pytest.raises(EnvironmentProblem, match="line 2: it is not JSON"):
+        build(Prompts(path=str(path), strict=True), seed=0)
+    with pytest.raises(EnvironmentProblem, match=r"no row of .* is a prompt"):
+        build(Prompts(path=str(path), prompt="nothing"), seed=0)
+
+
+def test_messages_go_through_the_chat_template(tmp_path: Path) -> None:
+    path = rows(tmp_path, {"prompt": "hi", "answer": "ho"})
+    task = build(Prompts(path=str(path), chat=True, system="Be kind."), seed=0)
+    tokenizer = ByteTokenizer()
+    (asked,) = PromptSource(task, tokenizer, longest=200).take(1)
+    wanted = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hi"}]
+    assert asked.tokens == tokenizer.chat(wanted, add_generation_prompt=True)
+    assert asked.prompt.text == "system: Be kind.\nuser: hi"
+
+
+def test_a_place_is_gone_back_to_and_long_prompts_are_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = rows(tmp_path, {"prompt": "aa"}, {"prompt": "b" * 9}, {"prompt": "cc"}, {"prompt": "dd"})
+
+    def source(**settings: Any) -> PromptSource:
+        return PromptSource(
+            build(Prompts(path=str(path), shuffle=False, **settings), seed=0), ByteTokenizer(), longest=4
+        )
+
+    one, other = source(), source()
+    assert [asked.prompt.text for asked in one.take(2)] == ["aa", "cc"]
+    assert "prompt 1 has 9 tokens" in caplog.text and one.too_long == 1
+    other.load_state(json.loads(json.dumps(one.state)))
+    assert other.take(3) == one.take(3) and [a.prompt.text for a in other.first(1)] == ["aa"]
+    path.write_text(json.dumps({"prompt": "other"}) + "\n")
+    with pytest.raises(EnvironmentProblem, match=r"loop\.task is not what the checkpoint was made on"):
+        source().load_state(one.state)
+    with pytest.raises(EnvironmentProblem, match="not one among a task's prompts"):
+        one.load_state({"version": 1, "epoch": 0})
+    with pytest.raises(TitanError, match="more than 4 tokens"):
+        source().take(1)

@@ -1,0 +1,130 @@
+"""Rewards: what each is worth, and that one which fails ends nothing."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pytest
+
+from titancli.errors import RecipeError
+from titancli.registry.component import build
+from titancli.rl import ExactMatch, JsonSchema, Length, Numeric, Regex
+from titancli.rl.samples import Completion, Prompt
+from titancli.rl.scoring import PATIENCE, Scorer
+
+
+def said(text: str, tokens: int = 1) -> Completion:
+    return Completion(text, [0] * tokens, [0.0] * tokens, "eos")
+
+
+SCHEMA = {"type": "object", "required": ["age"], "properties": {"age": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "answer", "text", "reward"),
+    [
+        (ExactMatch(), "Paris", " Paris\n", 1),
+        (ExactMatch(), "Paris", "paris", 0),
+        (ExactMatch(ignore_case=True), "Paris", "paris", 1),
+        (Regex(pattern=r"a\db"), None, "xx a7b yy", 1),
+        (Regex(pattern=r"a\db", whole=True), None, "xx a7b yy", 0),
+        (Regex(pattern=r"#### (?P<answer>\d+)"), "42", "so #### 42.", 1),
+        (Regex(pattern=r"#### (?P<answer>\d+)"), "42", "so #### 43.", 0),
+        (Numeric(), "so it is #### 1,234.5", "first 3, then -1234.5e0 or +1234.5", 1),
+        (Numeric(), "7", "it is 7 or 8", 0),
+        (Numeric(), "7", "none", 0),
+        (Numeric(after="####"), "7", "8 #### 7", 1),
+        (Numeric(after="####"), "7", "7", 0),
+        (Numeric(tolerance=0.1), "100", "109.9", 1),
+        (JsonSchema(schema=SCHEMA), None, '{"age": 3}', 1),
+        (JsonSchema(schema=SCHEMA), None, '```json\n{"age": 3}\n```', 1),
+        (JsonSchema(schema=SCHEMA), None, '{"age": "3"}', 0),
+        (JsonSchema(schema=SCHEMA), None, "age 3", 0),
+    ],
+)
+def test_a_reward(config: Any, answer: str | None, text: str, reward: float) -> None:
+    assert build(config)(Prompt("?", answer), said(text)) == reward
+
+
+def test_length_costs_more_and_more() -> None:
+    reward = build(Length(free=10, limit=20))
+    assert [reward(Prompt("?"), said("", n)) for n in (3, 10, 15, 20, 90)] == [0, 0, -0.5, -1, -1]
+
+
+def test_what_is_no_schema_is_refused_by_name() -> None:
+    with pytest.raises(RecipeError, match="no JSON Schema"):
+        build(JsonSchema(schema={"type": "nothing"}))
+
+
+def scorer(*rewards: Any, seconds: float = 0.2) -> Scorer:
+    """With functions in place of the last rewards."""
+    made = Scorer([ExactMatch(weight=0.5)] * (1 + len(rewards)), seconds)
+    for number, function in enumerate(rewards, start=1):
+        made._rewards[number] = made._rewards[number]._replace(
+            name=f"own{number}", reward=function, weight=2.0
+        )
+    return made
+
+
+def test_rewards_are_weighted_and_two_of_a_name_are_told_apart() -> None:
+    made = Scorer([ExactMatch(weight=0.5), ExactMatch(weight=2.0, ignore_case=True)], 1.0)
+    ((score,),) = made.score([(Prompt("?", "A"), [said("a")])])
+    assert score.rewards == {"exact_match": 0.0, "exact_match_2": 1.0}
+    assert score.total == 2.0 and made.names == ["exact_match", "exact_match_2"]
+
+
+def stubborn(prompt: Prompt, completion: Completion) -> float:
+    while True:
+        try:
+            time.sleep(5)
+        except Exception:  # what hangs often catches everything, and tries again
+            continue
+
+
+def hungry(prompt: Prompt, completion: Completion) -> float:
+    return float(bool(re.match(r"(a+)+$", "a" * 40 + "b")))
+
+
+def raises(prompt: Prompt, completion: Completion) -> float:
+    raise KeyError("no such row")
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (raises, r"KeyError: 'no such row' \(.*test_scoring.py:\d+\)"),
+        (lambda p, c: float("nan"), "it returned nan"),
+        (lambda p, c: 10**400 * 1.0, "OverflowError"),
+        (lambda p, c: None, "it returned None, which is no number"),
+        (lambda p, c: "0.5", "it returned '0.5', which is no number"),
+        (lambda p, c: exit(3), "SystemExit: 3"),
+        (stubborn, "took longer than 0.2 s"),
+        (hungry, "took longer than 0.2 s"),
+    ],
+)
+def test_a_reward_that_fails_is_told_and_counts_nothing(
+    function: Any, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    began = time.monotonic()
+    ((first, second),) = scorer(function).score([(Prompt("?", "A"), [said("A"), said("B")])])
+    assert first.rewards == {"exact_match": 1.0} and first.total == 0.5 and second.total == 0.0
+    assert re.search(words, first.failed["own1"]) and second.failed.keys() == {"own1"}
+    assert len([r for r in caplog.records if "the reward own1 failed" in r.message]) == 1
+    assert time.monotonic() - began < 5
+
+
+def test_one_that_hangs_is_not_asked_for_ever() -> None:
+    asked = []
+
+    def hangs(prompt: Prompt, completion: Completion) -> float:
+        asked.append(completion)
+        time.sleep(5)
+        return 1.0
+
+    own = scorer(hangs, seconds=0.05)
+    for step in (1, 2):
+        ((*_, last),) = own.score([(Prompt("?", "A"), [said("A")] * 50)])
+        assert "not asked" in last.failed["own1"] and last.rewards == {"exact_match": 1.0}
+        assert len(asked) == step * PATIENCE
