@@ -1,0 +1,335 @@
+"""An engine in a script: built from what is at hand, in its own process group, and every mistake told."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.docs.markdown import ROOT, blocks
+from titancli import Batch, Engine, LossResult, TitanError, load_recipe
+from titancli.errors import EnvironmentProblem, RecipeError, UsageError
+from titancli.losses import CrossEntropy
+from titancli.models import Llama3
+from titancli.optimizers import AdamW
+from titancli.recipe import lock_text
+from titancli.recipe.schema import Debug, LRScheduler, Mesh, Training
+
+TINY: dict[str, Any] = dict(
+    dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=64, max_seq_len=64
+)
+
+
+def batch(rows: int = 4, seed: int = 0) -> Batch:
+    tokens = torch.randint(0, 64, (rows, 17), generator=torch.Generator().manual_seed(seed))
+    return Batch({"tokens": tokens[:, :-1], "targets": tokens[:, 1:].contiguous()})
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    hook = sys.excepthook
+    yield
+    assert not dist.is_initialized()
+    assert sys.excepthook is hook
+
+
+# ------------------------------------------------------------------------------------------------ building
+
+
+@pytest.fixture(scope="module")
+def recipe_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("recipes") / "tiny.toml"
+    sizes = "\n".join(f"{key} = {value}" for key, value in TINY.items())
+    path.write_text(
+        f"""recipe = 1
+[model]
+type = "llama3"
+{sizes}
+[tokenizer]
+type = "byte"
+[dataset]
+type = "text_files"
+paths = ["*.txt"]
+[training]
+steps = 5
+seq_len = 16
+mixed_precision_param = "float32"
+[lr_scheduler]
+warmup_steps = 0
+"""
+    )
+    return path
+
+
+def test_a_run_stands_for_its_recipe_and_its_newest_weights(recipe_file: Path, tmp_path: Path) -> None:
+    loaded = load_recipe(recipe_file, ["training.seed=3"])
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "recipe.lock.toml").write_text(lock_text(loaded))
+    with pytest.raises(EnvironmentProblem, match="no good checkpoint") as caught:
+        Engine.frozen(run)
+    assert "recipe.lock.toml" in str(caught.value.hint)
+    with Engine.build(recipe_file, ["training.seed=3"]) as engine:
+        assert engine.config["model"]["dim"] == 32 and engine.config["degrees"]["dp_shard"] == 1
+        for step in range(2):
+            engine.forward_backward(batch(seed=step))
+            engine.optim_step()
+            folder = run / "checkpoints" / f"step-{step + 1}"
+            engine.save(folder, lock_text=lock_text(loaded))
+            if step == 0:
+                first = engine.forward(batch())
+        trained, wanted = engine.forward(batch()), engine.status
+        with Engine.frozen(str(run)) as reference, Engine.frozen(folder.with_name("step-1")) as older:
+            assert torch.equal(reference.forward(batch()), trained)
+            assert torch.equal(older.forward(batch()), first)
+            # Its own weights, where the caller names others.
+            other = Engine.frozen(run, [f"weights={folder.with_name('step-1')}"])
+            assert torch.equal(other.forward(batch()), first)
+            other.close()
+        engine.load(folder.with_name("step-1"))
+        assert engine.status == {"step": 1, "version": 3, "accumulated": 0, "tokens_seen": 64}
+    with Engine.build(run) as new:
+        assert new.status == {"step": 0, "version": 0, "accumulated": 0, "tokens_seen": 0}
+        assert torch.equal(new.forward(batch()), trained)
+        state = new.load(run)
+        assert new.status == wanted and state["engine"]["version"] == 2
+        new.load(run, optimizer=False)
+        assert new.status == wanted | {"version": 3}
+    taken_over = ["checkpoint.initial_load_model_only=false", f"weights={folder}"]
+    with Engine.build(recipe_file, taken_over) as continued:
+        assert continued.status == wanted
+    with Engine.frozen(recipe_file, taken_over) as scorer:
+        assert torch.equal(scorer.forward(batch()), trained) and scorer.step == 0
+
+
+def test_an_engine_of_parts_has_a_recipes_defaults() -> None:
+    with Engine.of(Llama3(**TINY)) as engine:
+        rates = [(engine.forward_backward(batch()), engine.optim_step())[1]["lr"] for _ in range(3)]
+        assert rates == [AdamW().lr] * 3, "no schedule without a length"
+        assert type(engine.loss).__name__ == "CrossEntropy"
+        assert engine.config["compute_dtype"] == "bfloat16" and engine.config["world"] == 1
+    parts: dict[str, Any] = dict(
+        optimizer=AdamW(lr=0.5),
+        training=Training(steps=4, seq_len=16, mixed_precision_param="float32"),
+        lr_scheduler=LRScheduler(warmup_steps=2),
+        mesh=Mesh(dp_replicate=1),
+        debug=Debug(deterministic=True),
+    )
+    with Engine.of(Llama3(**TINY), **parts) as engine:
+        assert torch.are_deterministic_algorithms_enabled()
+        engine.forward_backward(batch())
+        assert engine.optim_step()["lr"] == 0.25
+        assert engine.forward(batch(), return_logits=True).dtype == torch.float32
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    ("build", "kind", "words"),
+    [
+        (lambda: Engine.of(Llama3(**TINY), optimiser=AdamW()), UsageError, "takes no optimiser"),
+        (lambda: Engine.of(Llama3(**TINY), loss=AdamW()), UsageError, "loss: this is a optimizer"),
+        (lambda: Engine.of(Llama3), UsageError, "Llama3 is a class"),
+        (lambda: Engine.of("llama3"), UsageError, "model: this is a str"),
+        (lambda: Engine.of(Llama3(**TINY), lr_scheduler=LRScheduler()), UsageError, "needs its length"),
+        (lambda: Engine.of(Llama3(**TINY), mesh=Mesh(tp=2)), RecipeError, "tp=2 does not make 1 rank"),
+        (lambda: Engine.of(Llama3(**TINY), weights="nowhere"), EnvironmentProblem, "neither a Hugging Face"),
+        (lambda: Engine.build("llama3_debgu"), RecipeError, "no recipe 'llama3_debgu'"),
+        (lambda: Engine.build("llama3_debug", ["optimizer.lrr=1"]), RecipeError, "unknown key 'lrr'"),
+        (lambda: Engine.build(7), UsageError, "not from a int"),  # type: ignore[arg-type]
+        (lambda: Engine.build(load_recipe("llama3_debug").recipe, ["a=1"]), UsageError, "is an object"),
+    ],
+)
+def test_what_cannot_be_built_is_told_and_leaves_no_group(
+    build: Callable[[], Any], kind: type[TitanError], words: str
+) -> None:
+    with pytest.raises(kind, match=words):
+        build()
+    assert not dist.is_initialized()
+
+
+# ----------------------------------------------------------------------------------------- process group
+
+
+def test_the_last_engine_ends_the_group_that_the_first_made() -> None:
+    first, second = Engine.of(Llama3(**TINY)), Engine.of(Llama3(**TINY), frozen=True)
+    first.close()
+    first.close()
+    assert dist.is_initialized()
+    assert second.forward(batch()).shape == (4, 16)
+    second.close()
+    assert not dist.is_initialized()
+    again = Engine.of(Llama3(**TINY))  # in the same process
+    again.forward_backward(batch())
+    again.close()
+
+
+def joined(port: int) -> tuple[int, float, bool]:
+    """What a script under torchrun does; the pool's own group is in the way."""
+    dist.barrier()  # or one would leave while the other still arrives
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    with Engine.of(Llama3(**TINY), mesh=Mesh(dp_shard=2)) as engine:
+        found = engine.forward_backward(batch(seed=dist.get_rank()))
+        world = engine.config["world"]
+    return world, float(found["loss"]), dist.is_initialized()
+
+
+@pytest.mark.ranks
+def test_ranks_that_torchrun_started_meet(ranks: Any) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (world, loss, left), other = ranks(2, joined, port)
+    assert (world, loss, left) == other == (2, loss, False)
+
+
+def test_a_group_that_somebody_else_made_is_left_alone() -> None:
+    hook = sys.excepthook
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        Engine.of(Llama3(**TINY)).close()
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook
+
+
+def test_ranks_that_cannot_meet_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(EnvironmentProblem, match="rank 0 of 2 cannot meet the others") as caught:
+        Engine.of(Llama3(**TINY))
+    assert "torchrun" in str(caught.value.hint)
+
+
+# ------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    training = Training(steps=9, seq_len=16, mixed_precision_param="float32")
+    with Engine.of(Llama3(**TINY), training=training) as made:
+        yield made
+
+
+def returns(value: Any) -> Callable[[Tensor, Batch], Any]:
+    return lambda log_probs, batch: value(log_probs)
+
+
+GOOD = batch()
+TOKENS = GOOD["tokens"]
+
+
+def with_output(name: str) -> Any:
+    def loss(out: Tensor, batch: Batch) -> LossResult:
+        return LossResult(out.sum(), 1)
+
+    loss.output = name  # type: ignore[attr-defined]
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("given", "loss", "words"),
+    [
+        ({"targets": TOKENS}, None, "the batch has no tokens; it has targets"),
+        ({"tokens": TOKENS}, None, "the batch has no targets"),
+        ({}, None, "this is empty"),
+        ([], None, "no batch was given"),
+        ([3], None, "this is int"),
+        ({"tokens": TOKENS, "targets": TOKENS.tolist()}, None, "targets must be a tensor.*not a list"),
+        ({"tokens": TOKENS.float(), "targets": TOKENS}, None, "tokens are torch.float32"),
+        ({"tokens": TOKENS, "targets": TOKENS[:, 1:]}, None, r"targets are \[4, 15\], its tokens \[4, 16\]"),
+        ({"tokens": TOKENS, "targets": TOKENS[1:]}, None, "the same number of rows"),
+        (GOOD, CrossEntropy, "write CrossEntropy()"),
+        (GOOD, AdamW(), "AdamW is a optimizer"),
+        (GOOD, "cross_entropy", "str is no loss"),
+        (GOOD, with_output("logits"), '"logits"|\'logits\', not "logprobs" or "model"'),
+        (GOOD, returns(lambda lp: lp.sum()), "returned a Tensor"),
+        (GOOD, returns(lambda lp: LossResult(lp, 1)), r"must be a tensor of one number, not \[4, 16\]"),
+        (GOOD, returns(lambda lp: LossResult(1.0, 1)), "one number, not float"),
+        (GOOD, returns(lambda lp: LossResult(lp.detach().sum(), 1)), "carries no gradient"),
+        (GOOD, returns(lambda lp: LossResult(lp.sum(), lp)), r"weight must be one number, not \[4, 16\]"),
+    ],
+)
+def test_a_batch_or_a_loss_that_will_not_do_is_told(
+    engine: Engine, given: Any, loss: Any, words: str
+) -> None:
+    engine.forward_backward(GOOD)
+    with pytest.raises(TitanError, match=words):
+        engine.forward_backward(given, loss)
+    engine.clear_gradients()
+    expected = engine.forward_backward(GOOD)["loss"]
+    torch.testing.assert_close(-engine.forward(GOOD).sum() / 64, expected)
+
+
+def test_what_a_loss_raises_comes_through_and_takes_the_steps_gradients_with_it(engine: Engine) -> None:
+    def forgetful(log_probs: Tensor, batch: Batch) -> LossResult:
+        return LossResult((log_probs * batch["advantages"]).sum(), 1)
+
+    engine.forward_backward(GOOD)
+    with pytest.raises(KeyError, match="advantages"):
+        engine.forward_backward([batch(seed=1), batch(seed=2)], forgetful)
+    assert engine.status["accumulated"] == 0
+    with pytest.raises(TitanError, match="call forward_backward first"):
+        engine.optim_step()
+    engine.forward_backward(GOOD)
+    assert float(engine.optim_step()["grad_norm"]) > 0
+
+
+def test_a_frozen_engine_computes_and_a_closed_one_does_nothing(tmp_path: Path) -> None:
+    frozen = Engine.of(Llama3(**TINY), frozen=True)
+    assert frozen.evaluate(GOOD)["weight"] == 64
+    for verb in (lambda: frozen.forward_backward(GOOD), frozen.optim_step, frozen.clear_gradients):
+        with pytest.raises(TitanError, match="on a frozen engine"):
+            verb()
+    frozen.save(tmp_path / "step-0")
+    frozen.load(tmp_path / "step-0")
+    with pytest.raises(TitanError, match=r"load\(optimizer=True\) on a frozen engine"):
+        frozen.load(tmp_path / "step-0", optimizer=True)
+    frozen.close()
+    for verb in (
+        lambda: frozen.forward(GOOD),
+        lambda: frozen.forward_backward(GOOD),
+        lambda: frozen.save(tmp_path / "no"),
+        lambda: frozen.load(tmp_path / "step-0"),
+        lambda: dict(frozen.weights()),
+        lambda: frozen.push_weights(print),
+        lambda: frozen.load_weights([]),
+        lambda: frozen.model,
+        frozen.optim_step,
+    ):
+        with pytest.raises(TitanError, match="the engine is closed"):
+            verb()
+    assert frozen.status["step"] == 0
+
+
+# ----------------------------------------------------------------------------------------------- the page
+
+
+def test_the_pages_examples_run_and_print_what_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = blocks(ROOT / "docs" / "engine.md")
+    scope: dict[str, Any] = {}
+    printed = 0
+    for block, after in zip(page, [*page[1:], None], strict=True):
+        if block.language != "python" or block.mark == "not run":
+            continue
+        exec(compile(block.text, f"docs/engine.md:{block.line}", "exec"), scope)
+        out = capsys.readouterr().out
+        if after is not None and after.language == "":
+            assert out == after.text
+            printed += 1
+    assert printed
