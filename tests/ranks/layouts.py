@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.engine.cases import VOCABULARY, Layout
+from tests.models import hf_configs
 from titan_float8 import Float8Linear
 from titancli.losses import CrossEntropyFull
 from titancli.models import DeepSeekV3, GptOss, Qwen3
@@ -250,6 +251,26 @@ LATENTS = {
         4, config=LATENT, dp_shard=2, tp=2, ep=2, compile="aot_eager", activation_checkpoint=FULL_AC
     ),
 }
+# Sliding windows, a scaled embedding and norms of transformers' own classes; and tied weights.
+GEMMA, TIED = hf_configs.config("gemma3"), hf_configs.config("llama, tied")
+TRANSFORMERS = {
+    "transformers, FSDP2, AC by op": case(
+        2, config=GEMMA, dp_shard=2, activation_checkpoint=BY_OP, documents=True
+    ),
+    "transformers, TP2, documents": case(2, config=GEMMA, tp=2, documents=True),
+    "transformers, FSDP2xTP2, tied": case(4, "adam", config=TIED, dp_shard=2, tp=2),
+    "transformers, TP2, compiled, AC full": case(
+        2, config=TIED, tp=2, compile="aot_eager", activation_checkpoint=FULL_AC
+    ),
+    "transformers, experts, FSDP2": case(2, config=hf_configs.config("experts"), dp_shard=2),
+    "transformers, FSDP2, bf16": case(2, config=TIED, dp_shard=2, dtype="bfloat16", tolerance=0.05),
+    "transformers, FSDP2, compiled": case(2, config=GEMMA, dp_shard=2, compile="aot_eager"),
+    "transformers, qwen3, TP2": case(2, config=hf_configs.config("qwen3"), tp=2),
+    "transformers, gpt_neox, TP2": case(2, config=hf_configs.config("gpt_neox"), tp=2),
+    "transformers, mistral, TP2, documents": case(
+        2, config=hf_configs.config("mistral"), tp=2, documents=True
+    ),
+}
 SLOW = {
     "gpt_oss, TP2, compiled",
     "gpt_oss, EP2xTP2, compiled, AC by op",
@@ -260,6 +281,10 @@ SLOW = {
     "EP2, compiled",
     "EP2xTP2, compiled, AC full",
     "shared, EP2xTP2, compiled, AC by op",
+    "transformers, FSDP2, compiled",
+    "transformers, qwen3, TP2",
+    "transformers, gpt_neox, TP2",
+    "transformers, mistral, TP2, documents",
     "latent, FSDP2xTP2",
     "latent, EP2 of FSDP2xCP2",
     "latent, PP2xTP2",
@@ -269,4 +294,14 @@ SLOW = {
 }
 """Compiling takes half a minute each where cores are few, and each has a sister that is not left out."""
 
-LAYOUTS: dict[str, Case] = {**DATA, **TENSOR, **CONTEXT, **PIPELINE, **FLOAT8, **EXPERTS, **SINKS, **LATENTS}
+LAYOUTS: dict[str, Case] = {
+    **DATA,
+    **TENSOR,
+    **CONTEXT,
+    **PIPELINE,
+    **FLOAT8,
+    **EXPERTS,
+    **SINKS,
+    **LATENTS,
+    **TRANSFORMERS,
+}
