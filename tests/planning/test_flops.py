@@ -19,9 +19,14 @@ MOE = (
     *(f"model.{size}" for size in ("dim=256", "n_heads=8", "head_dim=32")),
     "model.moe={num_experts=8, top_k=2, hidden_dim=256, score_before_experts=false}",
 )
+LLAMA4 = (
+    "model.type=llama4",
+    "model.flavor=debugmodel_irope",
+    *(f"model.{size}" for size in ("n_layers=4", "fixed_attn_block_size=16", "vocab_size=256")),
+)
 
 
-@pytest.mark.parametrize("family", [(), MOE], ids=["dense", "experts"])
+@pytest.mark.parametrize("family", [(), MOE, LLAMA4], ids=["dense", "experts", "llama4"])
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_all_that_is_multiplied_in_the_blocks(mode: str, family: tuple[str, ...]) -> None:
     found = recipe(

@@ -109,3 +109,20 @@ def test_another_family_with_norms_of_heads_and_with_experts(case: str) -> None:
     computed, (real, *_) = planned(found, world).worst, dry_run(found, world).ranks
     assert computed.total == pytest.approx(real.peak_bytes, rel=within)
     assert computed.parameters == real.parameters
+
+
+LLAMA4: dict[str, tuple[int, tuple[str, ...]]] = {
+    "fp32": (1, ()),
+    "bf16, norms and temperature, by op": (1, (BF16, OP, "model.qk_norm=true", "model.attn_temperature={}")),
+    "tp 2": (2, ("mesh.tp=2",)),
+    "spread experts": (2, ("mesh.ep=2",)),
+}
+
+
+@pytest.mark.parametrize("case", LLAMA4)
+def test_a_family_with_chunks_and_with_experts_in_every_second_block(case: str) -> None:
+    world, overrides = LLAMA4[case]
+    found = load_recipe("llama4_debug", overrides).recipe
+    computed, (real, *_) = planned(found, world).worst, dry_run(found, world).ranks
+    assert computed.total == pytest.approx(real.peak_bytes, rel=0.03)
+    assert computed.parameters == real.parameters
