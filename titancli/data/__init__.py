@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Gt, MinLen
 
@@ -177,6 +177,7 @@ class Preference:
     """Pairs come in an order that follows from (training.seed, epoch); false: in the order listed."""
     repeat: bool = True
     """Begin again at the end, as often as needed; false: the data's end ends the run."""
+    gives_pairs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", absolute_lines(self.path))

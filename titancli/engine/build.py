@@ -252,7 +252,7 @@ def load_weights(engine: Engine, recipe: Recipe) -> None:
     base = folder if told is None else require_base(told, folder)
     _load_base(engine, recipe, base)
     if engine.adapters is not None:
-        engine.base = base_of(base)
+        engine.base, engine.begins_as_base = base_of(base), told is None
     if told is not None:
         engine.load(folder, optimizer=False, verify=recipe.checkpoint.verify)
 

@@ -86,6 +86,8 @@ class Core:
     """Input tokens of all steps, over all ranks."""
     base: dict[str, str] | None = None
     """`path` and `digest` of the weights that adapters were put beside."""
+    begins_as_base: bool = False
+    """Whether adapters began at zero, so that without them the model is what training began with."""
     busy: str | None = None
     """Why no verb can be called now, if so."""
     _weight: Tensor | None = field(default=None, repr=False)

@@ -37,6 +37,33 @@ class SFT:
             yield "validation.repeat", "an evaluation would never end: write false, or set eval_batches"
 
 
+@component("loop", "dpo", target="titancli.loops.dpo:build")
+class DPO:
+    """Direct preference optimisation (arXiv 2305.18290) of pairs, against the model that the run began with.
+
+    The reference is a frozen copy of it; with the converter lora the base itself; or log-probabilities that
+    the data bring along (`dataset.reference_logps`).
+    """
+
+    validation: Annotated[Component, Slot("dataset")] | None = None
+    """Pairs that the model is evaluated on, with `repeat = false`; None: none."""
+    eval_freq: Annotated[int, Gt(0)] = 100
+    """Steps between two evaluations; after the last step there is one too."""
+    eval_batches: Annotated[int, Gt(0)] | None = None
+    """Batches of a data-parallel rank in one evaluation, from the beginning; None: all."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        yield from SFT.check(self, recipe)  # type: ignore[arg-type]
+        if not getattr(recipe.loss, "learns_from_pairs", False):
+            name = component_info(recipe.loss).name
+            yield "", f'the loss {name} does not learn from pairs: write loss = "dpo"'
+        if not getattr(recipe.dataset, "gives_pairs", False):
+            yield "", 'dpo learns from pairs: write [dataset] type = "preference"'
+        validation = self.validation
+        if validation is not None and not getattr(validation, "gives_pairs", False):
+            yield "validation", 'dpo is evaluated on pairs: write type = "preference"'
+
+
 @component("loop", "grpo", target="titancli.loops.grpo:build")
 class Grpo:
     """Reinforcement learning from rewards: sample, score, and train on what was sampled.
@@ -96,4 +123,4 @@ class Grpo:
                 yield "updates", f"{name} = {value} is not a multiple of it"
 
 
-COMPONENTS: list[type] = [Pretrain, SFT, Grpo]
+COMPONENTS: list[type] = [Pretrain, SFT, DPO, Grpo]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Lt
 
 from titancli.registry.component import component
 
@@ -26,6 +26,20 @@ class CrossEntropyFull:
 @component("loss", "sft", target="titancli.losses.sft:SFT")
 class SFT:
     """Negative log-likelihood of the targets, each with the batch's `weights` where it has them."""
+
+
+@component("loss", "dpo", target="titancli.losses.dpo:DPO")
+class DPO:
+    """Direct preference optimisation: the chosen answer of a pair made more probable than the rejected one.
+
+    DPO (arXiv 2305.18290), averaged over pairs; with label_smoothing cDPO (2403.00409).
+    """
+
+    beta: Annotated[float, Gt(0)] = 0.1
+    """How near to the reference it stays: greater is nearer."""
+    label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
+    """How probable it is that the two answers of a pair are the wrong way round."""
+    learns_from_pairs: ClassVar[bool] = True
 
 
 @component("loss", "grpo", target="titancli.losses.policy:Grpo")
@@ -90,4 +104,4 @@ class ImportanceSampling:
     """Weight of the KL divergence from the model that the run began with; above 0 a copy of it is kept."""
 
 
-COMPONENTS: list[type] = [CrossEntropy, CrossEntropyFull, SFT, Grpo, Gspo, Cispo, ImportanceSampling]
+COMPONENTS: list[type] = [CrossEntropy, CrossEntropyFull, SFT, DPO, Grpo, Gspo, Cispo, ImportanceSampling]

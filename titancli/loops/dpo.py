@@ -1,0 +1,81 @@
+"""Direct preference optimisation: the loop, from top to bottom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from titancli.data.batch import Batch
+from titancli.errors import TitanError
+from titancli.loops.held_out import Validation
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from titancli.data.loader import Loader
+    from titancli.engine import Engine
+    from titancli.loops import DPO
+    from titancli.loops.run import Run
+    from titancli.observe.observers import Observers
+
+
+def build(
+    config: DPO, *, engine: Engine, data: Loader, tokenizer: Any, observers: Observers, run: Run
+) -> Callable[[], None]:
+    reference = Reference(engine, run)
+    validation = Validation(config, engine, run, reference) if config.validation is not None else None
+    return partial(dpo, engine, data, observers, run, reference, validation)
+
+
+def dpo(
+    engine: Engine,
+    data: Loader,
+    observers: Observers,
+    run: Run,
+    reference: Reference,
+    validation: Validation | None,
+) -> None:
+    """Train until the last step, the end of the data, or a signal; evaluate and save on the way."""
+    while run.goes_on(engine.step):
+        batches = [reference(batch) for batch in run.take(data, engine.settings.accumulation)]
+        if not batches:
+            break
+        metrics = engine.forward_backward(batches)
+        metrics |= engine.optim_step() | {"data_wait": run.data_wait}
+        if validation is not None and validation.due(engine.step):
+            observers.evaluated(*validation())
+        observers.step_end(engine.step, metrics)
+        run.step_done(engine.step)
+        if run.checkpoint_due(engine.step):
+            run.save(engine, data)
+    run.finish(engine, data)
+
+
+class Reference:
+    """Adds `reference_logps` to a batch that has none: of the model that the run began with.
+
+    That is the base where adapters are trained that began at zero, and a frozen engine elsewhere, which is
+    built when it is first asked for.
+    """
+
+    def __init__(self, engine: Engine, run: Run) -> None:
+        self._engine, self._build = engine, run.reference
+        self._frozen: Engine | None = None
+
+    def __call__(self, batch: Batch) -> Batch:
+        """Collective."""
+        if "reference_logps" in batch:  # the data bring them
+            return batch
+        batch = batch.to(self._engine.device)
+        return Batch({**batch, "reference_logps": self._log_probs(batch).sum(1)}, unit=batch.unit)
+
+    def _log_probs(self, batch: Batch) -> Any:
+        if self._engine.begins_as_base:
+            with self._engine.as_base():
+                return self._engine.forward(batch)
+        if self._frozen is None:
+            if self._build is None:
+                raise TitanError("a run of dpo must be able to build its reference")
+            self._frozen = self._build()
+        return self._frozen.forward(batch)
