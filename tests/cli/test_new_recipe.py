@@ -66,10 +66,10 @@ def test_a_torchtitan_job_becomes_a_recipe_and_an_account(titan: Titan) -> None:
 
 
 def test_a_job_whose_model_is_not_installed_is_written_and_told(titan: Titan) -> None:
-    Path("job.toml").write_text(jobs.FLUX)
+    Path("job.toml").write_text(jobs.FLUX.replace('name = "flux"', 'name = "another"'))
     done = titan("new-recipe", "exp.toml", "--from-torchtitan", "job.toml")
     assert done.code == 3
-    assert "no installed plugin offers the model 'flux'" in done.out
+    assert "no installed plugin offers the model 'another'" in done.out
     assert "exp.toml does not validate yet" in done.err
     fixed = ("model=llama3", "model.flavor=debugmodel", "dataset=python_stdlib")
     assert titan("validate", "exp.toml", *fixed).code == 0

@@ -36,7 +36,7 @@ def test_what_cannot_be_begun_from_is_told(
     if config is not None:
         (tmp_path / "config.json").write_text(config)
     made = dataclasses.replace(recipe(Layout()), weights=tmp_path)
-    engine: Any = SimpleNamespace(plain_parameters=list, hf_form=form and form(made.model))
+    engine: Any = SimpleNamespace(base_parameters=dict, hf_form=form and form(made.model))
     with pytest.raises(kind, match=words) as caught:
         load_weights(engine, made)
     assert caught.value.hint

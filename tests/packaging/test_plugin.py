@@ -76,7 +76,7 @@ def test_a_blocked_plugin_is_missed_by_its_recipe(plugged: Environment) -> None:
 
 def test_the_allow_list_leaves_plugins_out(plugged: Environment) -> None:
     done = plugged.titan("list-components", "loss", TITAN_PLUGINS="")
-    assert done.stdout.split()[1] == "titan/cross_entropy"
+    assert "titan/cross_entropy" in done.stdout
     assert "titan-fixture" not in done.stdout
 
 
