@@ -69,6 +69,9 @@ class Digit:
 class Sum:
     """Add two digits and say the last digit of the sum, `3+9=`."""
 
+    chat: bool = False
+    """It is what the user says, under the tokenizer's chat template."""
+
 
 @component("task", "prompts", target="titancli.rl.tasks:build_prompts")
 class Prompts:

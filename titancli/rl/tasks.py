@@ -47,7 +47,9 @@ def build_sum(config: rl.Sum, *, seed: int) -> Made:
 
     def make(numbers: random.Random) -> Prompt:
         a, b = numbers.randrange(10), numbers.randrange(10)
-        return Prompt(f"{a}+{b}=", str((a + b) % 10))
+        text = f"{a}+{b}="
+        messages = ({"role": "user", "content": text},) if config.chat else ()
+        return Prompt(text, str((a + b) % 10), messages)
 
     return Made("sum", make, seed)
 
