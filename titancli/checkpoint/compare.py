@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from titancli.checkpoint.hf import put
+from titancli.checkpoint.libraries import library_of
 from titancli.checkpoint.tensors import Tensors
-from titancli.errors import EnvironmentProblem
+from titancli.errors import EnvironmentProblem, UsageError
 from titancli.models.blocks.state import named_state
 from titancli.registry.component import build
 
@@ -18,6 +19,15 @@ VERIFY_LIMIT = 1e-3
 """The largest difference of logits, relative to the largest logit, that passes."""
 VERIFY_SHAPE = (2, 64)
 """Rows and tokens that the logits are compared on."""
+
+
+def refuse_incomparable(form: Any) -> None:
+    """
+    Raises:
+        UsageError: transformers does not load what the form writes.
+    """
+    if (library := library_of(form).name) != "transformers":
+        raise UsageError(f"--verify compares with transformers, and this model is one of {library}'s")
 
 
 def verdict(

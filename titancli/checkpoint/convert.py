@@ -11,11 +11,12 @@ from typing import Self
 import torch
 
 from titancli.checkpoint.base import open_weights
-from titancli.checkpoint.compare import verdict
+from titancli.checkpoint.compare import refuse_incomparable, verdict
 from titancli.checkpoint.disk import write_file
 from titancli.checkpoint.hashed import BLOCK, HashedReader
 from titancli.checkpoint.hf import HFReader, cast_of, export_hf, read_hf
 from titancli.checkpoint.layout import METADATA, Chunk, TensorLayout, layout_text
+from titancli.checkpoint.libraries import library_of
 from titancli.checkpoint.load import CheckpointReader
 from titancli.checkpoint.manifest import MANIFEST, Manifest, faults, manifest_bytes
 from titancli.checkpoint.newfolder import new_folder, refuse_used
@@ -66,6 +67,8 @@ def to_hf(
     folder = find_checkpoint(src, say)
     model, tokenizer = recipe_of(folder)
     form = hf_form(model)
+    if verify:
+        refuse_incomparable(form)
     reader = open_weights(folder, model, verify="size", reuse=True, say=say)
     check_parameters(reader, model, folder)
     say(f"exporting {folder}")
@@ -94,8 +97,7 @@ def to_hf(
     lines, good = verdict(model, reader, dst, dtype_of(dtype)) if verify else ([], True)
     lines += [
         f"Hugging Face folder: {dst}",
-        "load it with: from transformers import AutoModelForCausalLM; "
-        f"AutoModelForCausalLM.from_pretrained({str(dst)!r})",
+        f"load it with: {library_of(form).how_to_load(form, str(dst))}",
     ]
     return Result(lines, good)
 
@@ -119,7 +121,10 @@ def to_titan(
     refuse_used(dst)
     src, dst = src.absolute(), dst.absolute()
     name, config, model = model_of(src, component)
-    reader = read_hf(src, hf_form(model))
+    form = hf_form(model)
+    if verify:
+        refuse_incomparable(form)
+    reader = read_hf(src, form)
     shapes = parameter_shapes(model)
     reader.check(shapes)
     say(f"reading {src} as {name}")

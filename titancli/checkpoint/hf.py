@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titancli.checkpoint.disk import write_file
+from titancli.checkpoint.libraries import Library, library_of
 from titancli.checkpoint.load import name_lists
 from titancli.checkpoint.newfolder import new_folder
 from titancli.checkpoint.stream import Job, Progress, no_progress, write_files
@@ -29,9 +30,6 @@ from titancli.checkpoint.tensors import (
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.models.blocks.hf import DEQUANTISE
 from titancli.registry.kinds import HFForm
-
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 
 PICKLED = ("*.bin", "*.pth", "*.pt", "*.ckpt")
 QUANTISED_DTYPES = ("F8_E4M3", "F8_E5M2", "I8", "U8")
@@ -58,7 +56,7 @@ def export_hf(
     say: Callable[[str], None] = lambda line: None,
     before_rename: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads as it is.
+    """Write a folder that the form's library loads as it is: `transformers.AutoModelForCausalLM`, for one.
 
     Args:
         tensors: the model's parameters by their own names, whole: a `CheckpointReader`, or a mapping.
@@ -85,7 +83,7 @@ def export_hf(
     }
     texts |= {Path(name).name: _bytes_of(Path(path)) for name, path in tokenizer_files.items()}
     with new_folder(out, needed + sum(map(len, texts.values())), say=say) as folder:
-        _write_weights(folder, jobs, max_shard, progress)
+        _write_weights(folder, library_of(form), jobs, max_shard, progress)
         for name, text in texts.items():
             write_file(folder / name, text)
         before_rename()
@@ -121,22 +119,23 @@ def cast_of(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and own.is_floating_point else own
 
 
-def _write_weights(folder: Path, jobs: Sequence[Job], max_shard: int | None, progress: Progress) -> None:
-    def name(number: int, count: int) -> str:
-        return WEIGHTS if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-    files = write_files(folder, jobs, name, limit=max_shard, progress=progress)
+def _write_weights(
+    folder: Path, library: Library, jobs: Sequence[Job], max_shard: int | None, progress: Progress
+) -> None:
+    files = write_files(folder, jobs, library.file, limit=max_shard, progress=progress)
     if len(files) > 1:
         total = sum(entry.nbytes for file in files for entry in file.entries)
         weight_map = {entry.key: file.name for file in files for entry in file.entries}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        write_file(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+        write_file(folder / library.index, (json.dumps(index, indent=2) + "\n").encode())
 
 
 def _texts(
     form: HFForm, jobs: Iterable[Job], eos_id: int | None, bos_id: int | None
 ) -> dict[str, dict[str, Any]]:
-    """The JSON files. config.json names the dtype that most numbers are stored in."""
+    """The JSON files. transformers' config.json names the dtype that most numbers are stored in."""
+    if not library_of(form).text:
+        return {"config.json": form.config_json()}
     sizes: dict[str, int] = {}
     for entry in (entry for job in jobs for entry in job.entries):
         sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.nbytes
@@ -258,10 +257,11 @@ class HFReader:
 
     def _find(self) -> dict[str, tuple[str, Entry]]:
         """Every tensor's file and entry, by the name that the form knows it by."""
-        if (self.folder / INDEX).is_file():
-            names = self._indexed()
-        elif (self.folder / WEIGHTS).is_file():
-            names = [WEIGHTS]
+        library = library_of(self.form)
+        if (self.folder / library.index).is_file():
+            names = self._indexed(self.folder / library.index)
+        elif (self.folder / library.weights).is_file():
+            names = [library.weights]
         else:
             raise self._no_weights()
         known_as = getattr(self.form, "known_as", lambda hf_name: hf_name)
@@ -269,8 +269,7 @@ class HFReader:
             known_as(key): (name, entry) for name in names for key, entry in self._files.header(name).items()
         }
 
-    def _indexed(self) -> list[str]:
-        path = self.folder / INDEX
+    def _indexed(self, path: Path) -> list[str]:
         try:
             weight_map = json.loads(path.read_bytes())["weight_map"]
             files = sorted(set(weight_map.values()))
@@ -287,6 +286,7 @@ class HFReader:
         return files
 
     def _no_weights(self) -> EnvironmentProblem:
+        library = library_of(self.form)
         if not self.folder.is_dir():
             return EnvironmentProblem(f"there is no folder {self.folder}")
         pickled = sorted(path.name for form in PICKLED for path in self.folder.glob(form))
@@ -297,7 +297,7 @@ class HFReader:
                 "save_pretrained(NEW_FOLDER)",
             )
         return EnvironmentProblem(
-            f"{self.folder} holds no weights: neither {WEIGHTS} nor {INDEX}",
+            f"{self.folder} holds no weights: neither {library.weights} nor {library.index}",
             hint="name a Hugging Face model folder with its *.safetensors",
         )
 

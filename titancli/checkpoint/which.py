@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from titancli.checkpoint.libraries import type_in
 from titancli.checkpoint.load import name_lists
 from titancli.checkpoint.manifest import LOCK, MANIFEST, Manifest, newest_good, read_manifest
 from titancli.checkpoint.tensors import Tensors
@@ -62,7 +63,7 @@ def model_of(src: Path, component: str | None) -> tuple[str, dict[str, Any], Any
     path = src / "config.json"
     try:
         keys = json.loads(path.read_bytes())
-        model_type = keys["model_type"]
+        model_type = type_in(keys)
     except OSError as error:
         raise EnvironmentProblem(
             f"{src} is no Hugging Face model folder: {path.name} cannot be read ({error.strerror})",

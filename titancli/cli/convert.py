@@ -71,8 +71,8 @@ def command(
     Adapters (of the converter lora) are merged into their base (--to hf), or written for peft (--to peft).
 
     To hf, SRC is RUN/checkpoints/step-N, or RUN for its newest good checkpoint, or the URL of either;
-    transformers loads DST as it is. To titan, SRC is a folder with config.json and *.safetensors; a recipe
-    starts from DST with weights=DST. DST must not exist.
+    transformers (or diffusers, if the model is one of its) loads DST as it is. To titan, SRC is a folder with
+    config.json and *.safetensors; a recipe starts from DST with weights=DST. DST must not exist.
     """
     from titancli.checkpoint import convert
     from titancli.checkpoint.stream import no_progress

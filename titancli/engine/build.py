@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titancli.checkpoint.exclude import Exclusion
+from titancli.checkpoint.libraries import type_in
 from titancli.engine.engine import Engine, EngineSettings
 from titancli.engine.guard import Guard
 from titancli.engine.pipelined import PipelinedModel
@@ -296,7 +297,7 @@ def _load_base(engine: Engine, recipe: Recipe, folder: Path) -> None:
 
 def _model_type(path: Path) -> str:
     try:
-        return json.loads(path.read_bytes())["model_type"]
+        return type_in(json.loads(path.read_bytes()))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise EnvironmentProblem(
             f"weights: {path} cannot be read, or names no model_type: {type(error).__name__}: {error}",

@@ -143,8 +143,9 @@ class HFForm(Protocol):
 
     Transforms work on one tensor at a time, so that memory grows with the largest tensor only. A form may
     have `copy_of(hf_name) -> str | None` too: the Hugging Face tensor that an ignored one must be equal to;
-    and `known_as(hf_name) -> str`: under which of its own names it knows a tensor that some folders have under
-    another one.
+    and `known_as(hf_name) -> str`: under which of its own names it knows a tensor that some folders have
+    under another one. Its class may have `library = "diffusers"`, for a folder that is not transformers':
+    other names of files, and a class in place of `model_type`.
     """
 
     def to_hf(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
@@ -173,8 +174,9 @@ class HFBuilder(Protocol):
     """The `hf=` target: a class whose instances are HFForms."""
 
     model_type: str
-    """`model_type` in the `config.json` that this form reads and writes. A class that reads several has
-    `model_types: tuple[str, ...]` as well, and each of its instances the one that it writes."""
+    """`model_type` in the `config.json` that this form reads and writes (`_class_name`, where the library is
+    diffusers). A class that reads several has `model_types: tuple[str, ...]` as well, and each of its
+    instances the one that it writes."""
 
     def __call__(self, config: Any) -> HFForm: ...
 

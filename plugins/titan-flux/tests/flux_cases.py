@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from torch import Tensor
 
 from tests.engine.cases import wholes
 from titan_flux import Flux
+from titan_flux.data import places_of
 from titancli import Engine, load_recipe
 from titancli.engine.seeds import generator_for
 from titancli.models.blocks.init import normal_
@@ -121,3 +124,42 @@ def sizes(config: Flux) -> dict[str, Any]:
         guidance_embeds=config.guidance_embed,
         axes_dims_rope=config.axes_dim,
     )
+
+
+def inputs(config: Flux, height: int = 3, width: int = 4, words: int = 5) -> dict[str, Any]:
+    """Two rows of anything."""
+    draw = torch.Generator().manual_seed(0)
+    places = places_of(height, width)
+    return {
+        "latents": torch.randn(2, len(places), config.in_channels, generator=draw),
+        "places": places.expand(2, -1, -1),
+        "text": torch.randn(2, words, config.context_dim, generator=draw),
+        "pooled": torch.randn(2, config.pooled_dim, generator=draw),
+        "timesteps": torch.tensor([0.03, 0.8]),
+        **({"guidance": torch.tensor([1.0, 3.5])} if config.guidance_embed else {}),
+    }
+
+
+@torch.no_grad()
+def of_diffusers(model: FluxTransformer2DModel, given: dict[str, Any]) -> Tensor:
+    """Velocities of the same inputs."""
+    return model(
+        hidden_states=given["latents"],
+        encoder_hidden_states=given["text"],
+        pooled_projections=given["pooled"],
+        timestep=given["timesteps"],
+        img_ids=given["places"][0],
+        txt_ids=torch.zeros(given["text"].shape[1], 3),
+        guidance=given.get("guidance"),
+    ).sample
+
+
+@torch.no_grad()
+def both(checkpoint: dict[str, Tensor], folder: Path) -> tuple[Tensor, Tensor]:
+    """Velocities of a checkpoint of the debug flavor, and of an export as diffusers loads it."""
+    theirs = FluxTransformer2DModel.from_pretrained(folder).eval()
+    config = load_recipe("titan-flux:flux_debug").recipe.model
+    ours = build(config, seq_len=0)
+    ours.load_state_dict({name.removeprefix("model."): value for name, value in checkpoint.items()})
+    given = inputs(config)
+    return ours(**given), of_diffusers(theirs, given)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import flux_cases
 import pytest
@@ -12,31 +11,16 @@ from diffusers.models.transformers.transformer_flux import FluxTransformer2DMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from titan_flux import Flux
-from titan_flux.data import places_of
 from titan_flux.model import build
 from titancli import Batch, TitanError
 from titancli.losses import CrossEntropy
 from titancli.registry.component import build as build_component
 
 PUBLISHED = {"flux-dev": 11_901_408_320, "flux-schnell": 11_891_178_560}
-ROWS, WORDS = 2, 5
 
 
 def flavor(name: str) -> Flux:
     return Flux(**{k: tuple(v) if isinstance(v, list) else v for k, v in Flux.flavors[name].items()})
-
-
-def inputs(config: Flux, height: int = 3, width: int = 4) -> dict[str, Any]:
-    draw = torch.Generator().manual_seed(0)
-    places = places_of(height, width)
-    return {
-        "latents": torch.randn(ROWS, len(places), config.in_channels, generator=draw),
-        "places": places.expand(ROWS, -1, -1),
-        "text": torch.randn(ROWS, WORDS, config.context_dim, generator=draw),
-        "pooled": torch.randn(ROWS, config.pooled_dim, generator=draw),
-        "timesteps": torch.tensor([0.03, 0.8]),
-        **({"guidance": torch.tensor([1.0, 3.5])} if config.guidance_embed else {}),
-    }
 
 
 def count_by_hand(c: Flux) -> int:
@@ -74,17 +58,9 @@ def test_velocities_are_those_of_diffusers(guidance: bool, size: tuple[int, int]
             parameter.normal_(0.2 if parameter.ndim == 1 else 0.0, 0.2)
     ours = build(config, seq_len=0)
     ours.load_state_dict(flux_cases.from_diffusers(dict(theirs.state_dict()), config))
-    given = inputs(config, *size)
+    given = flux_cases.inputs(config, *size)
+    expected = flux_cases.of_diffusers(theirs, given)
     with torch.no_grad():
-        expected = theirs(
-            hidden_states=given["latents"],
-            encoder_hidden_states=given["text"],
-            pooled_projections=given["pooled"],
-            timestep=given["timesteps"],
-            img_ids=given["places"][0],
-            txt_ids=torch.zeros(WORDS, 3),
-            guidance=given.get("guidance"),
-        ).sample
         found = ours(**given)
     assert expected.std() > 0.1
     assert (found - expected).norm() / expected.norm() < 1e-5
@@ -98,7 +74,7 @@ def test_it_begins_as_nothing_and_every_weight_is_set() -> None:
             parameter.fill_(torch.nan)
     model.init_weights(lambda name: torch.Generator().manual_seed(len(name)))
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
-    assert model(**inputs(config)).eq(0).all()
+    assert model(**flux_cases.inputs(config)).eq(0).all()
     weight = model.layers["0"].image.mlp_in.weight
     assert weight.std().item() == pytest.approx((2 / sum(weight.shape)) ** 0.5, rel=0.05)
     assert model.embedding.time.inner.weight.std().item() == pytest.approx(0.02, rel=0.05)
@@ -109,7 +85,7 @@ def test_flops_are_those_that_torch_counts() -> None:
     config = flavor("flux-dev")
     with torch.device("meta"):
         model = build(config, seq_len=4608)
-        rows = {k: v[:1].to("meta") for k, v in inputs(config, 64, 64).items()}
+        rows = {k: v[:1].to("meta") for k, v in flux_cases.inputs(config, 64, 64).items()}
         rows["text"] = torch.empty(1, 512, config.context_dim)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(**rows)
@@ -119,7 +95,7 @@ def test_flops_are_those_that_torch_counts() -> None:
 
 def test_a_loss_of_log_probabilities_is_refused_in_words() -> None:
     config = flux_cases.TINY
-    given = inputs(config)
+    given = flux_cases.inputs(config)
     with pytest.raises(TitanError, match="velocities, and no log-probabilities"):
         build(config, seq_len=0)(**given, batch=Batch(given), loss=build_component(CrossEntropy()))
 
@@ -128,7 +104,7 @@ def test_a_loss_of_log_probabilities_is_refused_in_words() -> None:
     ("name", "width"), [("latents", 16), ("text", 12), ("pooled", 10)], ids=["latents", "text", "pooled"]
 )
 def test_data_of_another_width_is_refused_in_words(name: str, width: int) -> None:
-    given = inputs(flux_cases.TINY)
+    given = flux_cases.inputs(flux_cases.TINY)
     given[name] = given[name][..., :-1]
     with pytest.raises(TitanError, match=f"takes {name} of {width} numbers, .* gives {width - 1}"):
         build(flux_cases.TINY, seq_len=0)(**given)

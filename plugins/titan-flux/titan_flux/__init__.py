@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from titancli import Recipe
 
 
-@component("model", "flux", target="titan_flux.model:build")
+@component("model", "flux", target="titan_flux.model:build", hf="titan_flux.hf:FluxHF")
 class Flux:
     """FLUX.1: a transformer that says how a noisy image moves towards a clean one.
 

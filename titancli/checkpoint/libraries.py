@@ -1,0 +1,67 @@
+"""Which of Hugging Face's libraries loads a model's folder, and what they call its files. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Library:
+    """How a library lays out a folder of weights."""
+
+    name: str
+    stem: str
+    """What the names of weights' files begin with."""
+    key: str
+    """Of config.json: what names the model."""
+    loader: str | None
+    """The class that loads every folder; None: the one that config.json names."""
+    text: bool
+    """Whether config.json also holds the weights' dtype, and ids of tokens."""
+
+    @property
+    def weights(self) -> str:
+        """The file of weights, where there is one alone."""
+        return f"{self.stem}.safetensors"
+
+    @property
+    def index(self) -> str:
+        """The file that says which file each tensor is in, where there are several."""
+        return f"{self.stem}.safetensors.index.json"
+
+    def file(self, number: int, count: int) -> str:
+        """The name of the file of a number, from 0, among so many."""
+        return self.weights if count == 1 else f"{self.stem}-{number + 1:05d}-of-{count:05d}.safetensors"
+
+    def how_to_load(self, form: Any, folder: str) -> str:
+        """Python, for people: of a folder that the form has made."""
+        loader = self.loader or form.model_type
+        return f"from {self.name} import {loader}; {loader}.from_pretrained({folder!r})"
+
+
+LIBRARIES = {
+    library.name: library
+    for library in (
+        Library("transformers", "model", "model_type", "AutoModelForCausalLM", text=True),
+        Library("diffusers", "diffusion_pytorch_model", "_class_name", None, text=False),
+    )
+}
+
+
+def library_of(form: Any) -> Library:
+    """The library that a Hugging Face form, or its class, is for: its `library`, or else transformers."""
+    return LIBRARIES[getattr(form, "library", "transformers")]
+
+
+def type_in(config_json: Mapping[str, Any]) -> str:
+    """The model that a config.json of any of the libraries names.
+
+    Raises:
+        KeyError: it names none.
+    """
+    named = [config_json[library.key] for library in LIBRARIES.values() if library.key in config_json]
+    if not named:
+        raise KeyError("model_type")
+    return named[0]
