@@ -2,7 +2,8 @@
 
 `attend` is the door: whatever a family's layers see (all before them, a sliding window, chunks, their
 document, a sink), it comes here and leaves as calls of `scaled_dot_product_attention`, which has fast kernels
-on every device. Nothing makes a matrix of S x S but masks of documents.
+on every device. Nothing makes a matrix of S x S but masks of documents, and these are blocks on a GPU
+(`titancli.models.blocks.flex`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from titancli.models.blocks.rope import rotate
 from titancli.parallel.tensor import local
 
 if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
     from titancli.models.blocks.cache import LayerCache
 
 __all__ = ["Attention", "attend", "document_mask", "with_sinks"]
@@ -30,7 +33,7 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
+    mask: Tensor | BlockMask | None,
     *,
     causal: bool = True,
     reach: Reach = WHOLE,
@@ -44,7 +47,7 @@ def attend(
         q: [B, S, heads, head_dim].
         k: [B, T, kv heads, head_dim].
         v: [B, T, kv heads, value_dim].
-        mask: [B or 1, 1, S, T] bool, the reach in it already; None: `causal` says.
+        mask: [B or 1, 1, S, T], bool or in blocks, the reach in it already; None: `causal` says.
         causal: without a mask, whether a token sees those before it and itself, within `reach`; S is T then.
         reach: how far back a token sees.
         scale: None: 1 / √head_dim.
@@ -56,6 +59,8 @@ def attend(
     """
     if scale is None:
         scale = (q.shape[-1] - EXTRA if sinks else q.shape[-1]) ** -0.5
+    if mask is not None and not isinstance(mask, Tensor):
+        return _in_blocks(q, k, v, mask, scale, grouped, sinks)
     core = _Core(scale, grouped, sinks)
     if mask is not None or not causal or not reach.limits(q.shape[1]):
         return core(q, k, v, mask, causal)
@@ -128,6 +133,19 @@ def _unit(k: Tensor) -> Tensor:
 
 def _before(x: Tensor, first: Tensor) -> Tensor:
     return torch.cat((first.expand(x.shape[0], 1, x.shape[2], -1), x), 1)
+
+
+def _in_blocks(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, grouped: bool, sinks: bool
+) -> Tensor:
+    """A sink is no key there: what it takes follows from the sums of the softmax."""
+    from titancli.models.blocks.flex import attend_in_blocks  # brings torch's compiler
+
+    sink = None
+    if sinks:
+        width = q.shape[-1] - EXTRA
+        q, k, sink = q[..., :width], k[..., :width], q[..., width] * scale
+    return attend_in_blocks(q, k, v, mask, scale=scale, grouped=grouped, sink=sink)
 
 
 def _in_chunks(core: _Core, q: Tensor, k: Tensor, v: Tensor, chunk: int) -> Tensor:

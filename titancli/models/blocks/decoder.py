@@ -23,6 +23,7 @@ from titancli.models.blocks.rope import rotation
 if TYPE_CHECKING:
     from titancli.data.batch import Batch
     from titancli.losses.result import LossResult
+    from titancli.parallel.context import RowCut
     from titancli.registry.kinds import Loss
 
 
@@ -85,6 +86,8 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A decoder of blocks; a family gives the blocks and the rotary frequencies."""
 
+    row_cut: RowCut | None = None
+    """Set by context parallel: how rows are cut over ranks."""
     inputs = ("tokens", "positions", "document_ids")
     sequence_dim: ClassVar = {"tokens": 1, "positions": 1}
     tensor_plan: ClassVar = {
@@ -152,7 +155,9 @@ class Decoder(nn.Module):
             return self._continue(tokens, cache)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        angles, mask = self.angles(positions), document_masks(document_ids)
+        # Under context parallel attention sees parts of rows, which masks are cut for.
+        mask = document_masks(document_ids, dense=self.row_cut is not None)
+        angles = self.angles(positions)
         hidden = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for block in self.layers.values():
             attention: Any = block.attention

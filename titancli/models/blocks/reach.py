@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 class Reach(NamedTuple):
@@ -50,8 +53,9 @@ class Reach(NamedTuple):
 WHOLE = Reach()
 """All that is before a token, and itself."""
 
-MaskOf = Callable[[Reach], "Tensor | None"]
-"""The mask [B or 1, 1, S, T] bool of layers that see so far; None: none is needed beside the reach itself."""
+MaskOf = Callable[[Reach], "Tensor | BlockMask | None"]
+"""The mask [B or 1, 1, S, T] of layers that see so far, bool or as blocks (`titancli.models.blocks.flex`);
+None: none is needed beside the reach itself."""
 
 
 def document_positions(document_ids: Tensor) -> Tensor:
@@ -76,15 +80,27 @@ def document_mask(document_ids: Tensor, reach: Reach = WHOLE) -> Tensor:
     return same.tril_().view(-1, 1, length, length)
 
 
-def document_masks(document_ids: Tensor | None) -> MaskOf:
-    """The masks of one forward; each is made once, whatever layers ask for it."""
-    made: dict[Reach, Tensor] = {}
+def document_masks(document_ids: Tensor | None, *, dense: bool = False) -> MaskOf:
+    """The masks of one forward; each is made once, whatever layers ask for it.
 
-    def of(reach: Reach) -> Tensor | None:
+    Args:
+        dense: whether bool masks are needed on a GPU too, where blocks are quicker and take no S x S.
+    """
+    made: dict[Reach, Tensor | BlockMask] = {}
+    in_blocks = document_ids is not None and document_ids.device.type == "cuda" and not dense
+
+    def of(reach: Reach) -> Tensor | BlockMask | None:
         if document_ids is None:
             return None
         if reach not in made:
-            made[reach] = document_mask(document_ids, reach)
+            make = _block_mask if in_blocks else document_mask
+            made[reach] = make(document_ids, reach)
         return made[reach]
 
     return of
+
+
+def _block_mask(document_ids: Tensor, reach: Reach) -> BlockMask:
+    from titancli.models.blocks.flex import document_block_mask  # brings torch's compiler
+
+    return document_block_mask(document_ids, reach)

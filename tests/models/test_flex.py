@@ -1,0 +1,107 @@
+"""Masks of documents in blocks, and attention under them, against the dense way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from titancli.models.blocks.attention import attend, with_sinks
+from titancli.models.blocks.flex import BLOCK, document_block_mask
+from titancli.models.blocks.reach import WHOLE, Reach, document_mask, document_masks
+
+REACHES = {
+    "whole": WHOLE,
+    "window": Reach(window=70),
+    "chunks": Reach(chunk=150),
+    "both": Reach(window=70, chunk=150),
+}
+WIDTH, SCALE = 16, 0.3
+
+
+def documents(rows: int, length: int, device: str = "cpu") -> torch.Tensor:
+    """Some long enough for whole blocks, and ids in no order."""
+    generator = torch.Generator().manual_seed(length)
+    starts = torch.rand(rows, length, generator=generator) < 3 / length
+    return ((starts.cumsum(1) * 5) % 7).int().to(device)
+
+
+@pytest.mark.parametrize("length", [40, 2 * BLOCK, 5 * BLOCK + 3])
+@pytest.mark.parametrize("reach", REACHES.values(), ids=REACHES)
+def test_blocks_are_those_that_torch_finds_in_the_dense_mask(reach, length):
+    ids = documents(3, length)
+    dense = document_mask(ids, reach)
+    found = document_block_mask(ids, reach)
+
+    def looked_up(row, head, query, key):
+        return dense[row, 0, query, key]
+
+    wanted = create_block_mask(looked_up, 3, None, length, length, device="cpu", BLOCK_SIZE=BLOCK)
+    assert found.seq_lengths == (length, length)
+    assert torch.equal(found.to_dense(), wanted.to_dense())
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        numbers = getattr(found, f"{kind}_num_blocks")
+        assert torch.equal(numbers, getattr(wanted, f"{kind}_num_blocks")), kind
+        listed = torch.arange(numbers.shape[-1]) < numbers[..., None]
+        mine, theirs = (getattr(mask, f"{kind}_indices") for mask in (found, wanted))
+        assert torch.equal(mine[listed], theirs[listed]), kind
+    row, query, key = torch.meshgrid(*(torch.arange(n) for n in (3, length, length)), indexing="ij")
+    assert torch.equal(found.mask_mod(row, 0, query, key), dense[:, 0])
+
+
+def attention(mask, length: int, kind: str, device: str, dtype: torch.dtype = torch.float32):
+    """The attention of all that is drawn alike, and what it was drawn from."""
+    draw = torch.Generator().manual_seed(length)
+    value_width = 8 if kind == "narrow values" else WIDTH
+    shapes = [(2, length, 4, WIDTH), (2, length, 2, WIDTH), (2, length, 2, value_width), (4,)]
+    given = [torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes]
+    for tensor in given:
+        tensor.requires_grad_()
+    q, k, v, sinks = given
+    if kind == "sinks":
+        q, k = with_sinks(q, k, sinks, SCALE)
+    return attend(q, k, v, mask, scale=SCALE, grouped=True, sinks=kind == "sinks"), given
+
+
+def compare(found, expected, tolerance: float) -> None:
+    """Attention and the gradients of what it was drawn from, each a pair as `attention` gives it."""
+    weights = torch.randn(expected[0].shape, generator=torch.Generator().manual_seed(0)).to(found[0].device)
+    given = []
+    for out, drawn in (found, expected):
+        gradients = torch.autograd.grad((out.float() * weights).sum(), drawn, allow_unused=True)
+        given.append((out, *gradients))
+    for one, other in zip(*given, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert (one.float() - other).norm() <= tolerance * other.norm()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kind", ["plain", "sinks", "narrow values"])
+@pytest.mark.parametrize("reach", REACHES.values(), ids=REACHES)
+def test_attention_in_blocks_is_that_under_a_dense_mask(reach, kind, monkeypatch):
+    """By torch's plain arithmetic for it, which knows gradients though a CPU is refused them."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
+    length = BLOCK + 31
+    ids = documents(2, length)
+    found = attention(document_block_mask(ids, reach), length, kind, "cpu")
+    compare(found, attention(document_mask(ids, reach), length, kind, "cpu"), 1e-5)
+
+
+def test_a_cpu_has_dense_masks():
+    of = document_masks(documents(2, 40))
+    assert of(WHOLE).dtype == torch.bool and of(WHOLE) is of(WHOLE)
+    assert document_masks(None)(WHOLE) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flex attention runs backward on a GPU only")
+@pytest.mark.parametrize("length", [40, 5 * BLOCK + 3])
+@pytest.mark.parametrize("kind", ["plain", "sinks", "narrow values"])
+@pytest.mark.parametrize("reach", REACHES.values(), ids=REACHES)
+def test_on_a_gpu_attention_and_its_gradients_are_those_under_a_dense_mask(reach, kind, length):
+    ids = documents(2, length, "cuda")
+    mask = document_masks(ids)(reach)
+    assert isinstance(mask, BlockMask)
+    found = attention(mask, length, kind, "cuda", torch.bfloat16)
+    compare(found, attention(document_masks(ids, dense=True)(reach), length, kind, "cuda"), 2e-2)
