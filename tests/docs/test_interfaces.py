@@ -51,6 +51,8 @@ def test_a_document_has_the_keys_that_are_told(
     }
     if name in ("checkpoints", "checkpoint", "verification"):
         save(tmp_path / "RUN" / "checkpoints" / "step-500")
+    if name == "rollouts":
+        write_rollouts(tmp_path / "RUN")
     main(shlex.split(command))
     document = json.loads(capsys.readouterr().out)
     assert (document.pop("schema"), document.pop("version")) == (f"titan.{name}", 1)
@@ -58,6 +60,15 @@ def test_a_document_has_the_keys_that_are_told(
         assert any(key == known or key.startswith(f"{known}.") for known in told), f"{key} is not told"
     roots = {re.split(r"[.\[]", key)[0] for key in told}
     assert roots == set(document)
+
+
+def write_rollouts(run: Path) -> None:
+    sample = {"text": "5", "tokens": 1, "finish": "eos", "reward": 1.0, "rewards": {"exact_match": 1.0}}
+    sample |= {"failed": {}, "counted": True, "advantage": 0.5}
+    (run / "rollouts").mkdir(parents=True)
+    (run / "recipe.lock.toml").touch()
+    row = {"step": 7, "prompt": "2+3=", "answer": "5", "samples": [sample]}
+    (run / "rollouts" / "step-7.jsonl").write_text(json.dumps(row) + "\n")
 
 
 def keys(value: Any, at: str = "") -> Iterator[str]:

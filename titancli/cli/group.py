@@ -28,6 +28,7 @@ COMMANDS = [
     Entry("Run", "plan", "plan", "Say what a recipe takes on so many devices, and whether it fits."),
     Entry("Run", "convert-checkpoint", "convert", "Turn a checkpoint into a Hugging Face folder, or back."),
     Entry("Runs", "checkpoint", "checkpoint", "List, show and verify checkpoints."),
+    Entry("Runs", "rollouts", "rollouts", "Show what a run has sampled, with rewards and advantages."),
     Entry("Recipes", "validate", "validate", "Check recipes without running them."),
     Entry("Recipes", "config", "config", "Print a recipe with everything filled in."),
     Entry("Recipes", "list-recipes", "recipes", "List the recipes that can be named."),

@@ -95,6 +95,8 @@ class Scorer:
                 alarm.stop()  # it may have rung within the line above
                 late[name] += 1
                 failed[name] = f"took longer than {self._seconds:g} s"
+            except _NoNumber as error:
+                failed[name] = str(error)
             except (Exception, SystemExit) as error:
                 failed[name] = f"{type(error).__name__}: {error}".removesuffix(": ") + _place(error)
             if name in failed:

@@ -1,0 +1,209 @@
+"""GRPO as whole runs: what it learns, what is told of it, and that a resume changes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run.conftest import Finished, here, train, train_on
+from titancli.cli import main
+from titancli.observe.events import read_events
+
+__all__ = ["here", "train", "train_on"]
+
+TINY = """\
+extends = "titan:grpo_digit"
+name = "tiny"
+[model]
+dim = 32
+hidden_dim = 64
+[loop]
+prompts = 4
+samples = 6
+eval_freq = 4
+eval_prompts = 10
+[loop.task]
+type = "sum"
+[loop.generator]
+type = "local"
+max_new_tokens = 7
+top_p = 0.99
+[training]
+steps = 6
+[checkpoint]
+interval = 2
+"""
+ALWAYS = """
+reward reward_std solved zero_std_groups response_length truncated entropy ratio clip_fraction sampler_k1
+sampler_k3 reference_kl grad_norm sample_seconds train_seconds reward_seconds version_lag reward_failed
+"""
+
+
+@pytest.fixture
+def tiny(here: Path) -> Path:
+    (here / "grpo.toml").write_text(TINY)
+    return here
+
+
+def steps(run: str) -> dict[int, dict[str, float]]:
+    return {e["step"]: e["metrics"] for e in read_events(Path(run, "events.jsonl")) if e["event"] == "step"}
+
+
+def learnt(run: str, step: int) -> tuple[str, dict[str, str]]:
+    """What lies on the disk after a step, but for times: weights, optimizer, and all that was sampled."""
+    files = sorted(Path(run, "checkpoints", f"step-{step}").glob("*.safetensors"))
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return digest, {file.name: file.read_text() for file in Path(run, "rollouts").iterdir()}
+
+
+def test_a_resume_is_bitwise_what_was_sampled_included(train: Callable[..., Finished], tiny: Path) -> None:
+    """With two updates on what was sampled, and a reference."""
+    more = ("loop.updates=2", "optimizer.lr=1e-2")
+    assert train("grpo.toml", "--run-dir", "whole", *more).code == 0
+    assert train("grpo.toml", "--run-dir", "cut", *more, "training.steps=2", "loop.eval_freq=0").code == 0
+    assert train("cut", "--resume", "training.steps=6", "loop.eval_freq=4").code == 0
+    assert learnt("whole", 6) == learnt("cut", 6)
+    assert sorted(learnt("whole", 6)[1]) == ["step-1.jsonl", "step-3.jsonl", "step-5.jsonl"]
+    whole, cut = steps("whole"), steps("cut")
+    names = [name for name in whole[6] if not name.endswith(("seconds", "second", "_gib"))]
+    assert [whole[6][name] for name in names] == [cut[6][name] for name in names]
+    assert set(ALWAYS.split()) <= set(whole[6])
+    assert [whole[n]["version_lag"] for n in (1, 2, 3, 4)] == [0, 1, 0, 1]
+    for step in (1, 3, 5):  # nothing was learnt since it was sampled
+        assert abs(whole[step]["sampler_k1"]) < 1e-6 and 0 <= whole[step]["sampler_k3"] < 1e-6
+        assert whole[step]["ratio"] == pytest.approx(1.0, abs=1e-6) and whole[step]["clip_fraction"] == 0
+    assert whole[4]["sampler_k3"] > 1e-4 and whole[6]["reference_kl"] > 1e-4
+    assert "eval_solved" in whole[4] and "eval_solved" in whole[6] and "eval_solved" not in whole[5]
+
+
+def rollouts(run: str, step: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(run, "rollouts", f"step-{step}.jsonl").read_text().splitlines()]
+
+
+def test_two_ranks_learn_the_same_as_one(
+    train: Callable[..., Finished], train_on: Callable[..., Finished], tiny: Path
+) -> None:
+    """Prompts dealt out, FSDP2, unevenly many rows; one prompt a rank and update."""
+    more = ("training.steps=4", "training.local_batch_size=1", "training.seq_len=16")
+    assert train("grpo.toml", "--run-dir", "one", *more).code == 0
+    assert train_on(2, "grpo.toml", "--run-dir", "two", *more).code == 0
+    for step in (1, 2, 3, 4):
+        assert rollouts("one", step) == rollouts("two", step)
+        for name in ("loss", "reward", "grad_norm", "entropy", "response_length", "reference_kl"):
+            expected = steps("one")[step][name]
+            assert steps("two")[step][name] == pytest.approx(expected, rel=1e-4, abs=1e-7), (step, name)
+    assert steps("one")[4]["eval_reward"] == steps("two")[4]["eval_reward"]
+
+
+FAULTY = """\
+import time
+from titancli import component, hookimpl
+
+@component("reward", "bad", target="bad:build")
+class Bad:
+    "Raises, hangs and returns NaN in turn."
+    weight: float = 10.0
+    "Its weight."
+
+def build(config):
+    asked = []
+    def reward(prompt, completion):
+        asked.append(completion)
+        number = len(asked) % 6
+        if number == 1:
+            raise ValueError("no such answer")
+        if number == 2 and len(asked) < 9:
+            time.sleep(60)
+        return float("nan") if number == 3 else 0.1
+    return reward
+
+@hookimpl
+def titan_components():
+    return [Bad]
+"""
+
+
+@pytest.mark.parametrize("policy", ["zero", "drop"])
+def test_a_reward_that_fails_ends_no_run(train: Callable[..., Finished], tiny: Path, policy: str) -> None:
+    (tiny / f"bad_{policy}.py").write_text(FAULTY.replace("bad:build", f"bad_{policy}:build"))
+    rewards = 'loop.rewards=[{type = "exact_match"}, {type = "bad"}]'
+    more = ("training.steps=2", "loop.reward_timeout=0.1", f"loop.failed_reward={policy}")
+    done = train("grpo.toml", "--run-dir", "r", "-p", f"./bad_{policy}.py", rewards, *more)
+    assert done.code == 0
+    assert "the reward bad failed: ValueError: no such answer" in done.err and "10 rewards failed" in done.err
+    assert steps("r")[1]["reward_failed"] == 10
+    samples = [sample for row in rollouts("r", 1) for sample in row["samples"]]
+    told = [sample["failed"].get("bad", "") for sample in samples[:4]]
+    words = ["ValueError: no such answer", "took longer than 0.1 s", "it returned nan", ""]
+    assert [found.partition(" (")[0] for found in told] == words
+    assert sum(not sample["counted"] for sample in samples) == (10 if policy == "drop" else 0)
+    assert all(sample["advantage"] == 0 for sample in samples if not sample["counted"])
+    assert {sample["reward"] for sample in samples if not sample["failed"]} <= {1.0, 2.0}
+    assert main(["rollouts", "r", "--step", "1"]) == 0
+
+
+def test_grpo_digit_learns_every_digit(train: Callable[..., Finished], here: Path) -> None:
+    """One seed of the recipe, as far as it needs; all three seeds are in the slow set."""
+    assert (
+        train(
+            "grpo_digit",
+            "--run-dir",
+            "r",
+            "training.seed=2",
+            "training.steps=40",
+            "lr_scheduler.total_steps=100",
+        ).code
+        == 0
+    )
+    assert steps("r")[40]["eval_solved"] >= 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_grpo_digit_learns_every_digit_from_any_seed(
+    train: Callable[..., Finished], here: Path, seed: int
+) -> None:
+    assert train("grpo_digit", "--run-dir", "r", f"training.seed={seed}").code == 0
+    assert steps("r")[100]["eval_solved"] >= 0.95
+
+
+@pytest.mark.slow
+def test_grpo_goes_on_from_what_was_fine_tuned(train: Callable[..., Finished], here: Path) -> None:
+    assert train("sft_sum", "--run-dir", "sft").code == 0
+    assert train("sft_then_grpo_sum", "--run-dir", "r", "weights=sft/checkpoints/step-140").code == 0
+    rewards = [metrics["eval_solved"] for metrics in steps("r").values() if "eval_solved" in metrics]
+    assert rewards[-1] >= 0.85 and rewards[-1] > rewards[0] + 0.1
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("loss=cross_entropy", 'the loss cross_entropy does not learn from samples: write loss = "grpo"'),
+        ("dataset=python_stdlib", "the loop grpo has prompts of its own, from loop.task"),
+        ("training.global_batch_size=64", "leave training.global_batch_size out"),
+        ("loop.generator.max_new_tokens=64", "it leaves no room for a prompt"),
+        ("loop.updates=4", "training.steps = 6 is not a multiple of it"),
+        ("mesh.tp=2", "it samples from whole rows and a whole model, and mesh.tp = 2 cuts them"),
+        ("mesh.cp=2", "mesh.cp = 2 cuts them"),
+        ("mesh.pp=2", "mesh.pp = 2 cuts them"),
+        ("loss.length_norm=constant", "a constant go together"),
+        ('loop.rewards=[{type = "regex", pattern = "("}]', "is no regular expression"),
+        ("loop.rewards=[]", "loop.rewards"),
+    ],
+)
+def test_what_does_not_fit_is_said_before_a_run(
+    tiny: Path, capsys: pytest.CaptureFixture[str], override: str, words: str
+) -> None:
+    assert main(["validate", "grpo.toml", override]) == 3
+    told = "".join(capsys.readouterr())
+    assert words in told
+
+
+def test_prompts_that_cannot_be_dealt_out_are_refused(train: Callable[..., Finished], tiny: Path) -> None:
+    done = train("grpo.toml", "--run-dir", "r", "loop.prompts=3", "loop.updates=2")
+    assert done.code == 3 and "loop.prompts = 3 is not a multiple of" in done.err and "take 4" in done.err
