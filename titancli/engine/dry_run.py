@@ -178,8 +178,10 @@ def _batches(engine: Engine, recipe: Recipe) -> list[Batch]:
     found = []
     for _ in range(count):
         tensors = {name: torch.zeros(shape, dtype=torch.int64, device=CPU) for name in names}
-        if getattr(recipe.dataset, "document_mask", False):
+        if recipe.dataset is None or getattr(recipe.dataset, "document_mask", False):
             tensors["document_ids"] = torch.zeros(shape, dtype=torch.int32, device=CPU)
+        for name in getattr(engine.loss, "needs", ()):
+            tensors[name] = torch.zeros(shape, device=CPU)
         found.append(Batch(tensors))
     return found
 

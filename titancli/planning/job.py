@@ -205,7 +205,13 @@ def assumed(recipe: Recipe, *, described: bool) -> list[str]:
         found.append(
             f"the optimizer {name} does not say what it keeps: two fp32 numbers per parameter are taken"
         )
-    if not (_is(recipe.loss, "cross_entropy") or _is(recipe.loss, "cross_entropy_full")):
+    if recipe.dataset is None:
+        copy = ", and of no reference model" if getattr(recipe.loss, "kl_coef", 0.0) > 0 else ""
+        found.append(
+            f"a step of the loop {component_info(recipe.loop).name} is taken to be one micro-batch a rank: "
+            f"nothing is told of sampling{copy}"
+        )
+    elif not (_is(recipe.loss, "cross_entropy") or _is(recipe.loss, "cross_entropy_full")):
         found.append(f"the loss {component_info(recipe.loss).name} is taken to be computed in chunks")
     if not _is(recipe.parallelize, "decoder"):
         name = component_info(recipe.parallelize).name
