@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from titancli.data.batch import Batch
-from titancli.errors import TitanError
 from titancli.loops.held_out import Validation
+from titancli.loops.reference import Reference
 
 if TYPE_CHECKING:
     from typing import Any
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def build(
     config: DPO, *, engine: Engine, data: Loader, tokenizer: Any, observers: Observers, run: Run
 ) -> Callable[[], None]:
-    reference = Reference(engine, run)
+    reference = Referenced(engine, run)
     validation = Validation(config, engine, run, reference) if config.validation is not None else None
     return partial(dpo, engine, data, observers, run, reference, validation)
 
@@ -33,7 +33,7 @@ def dpo(
     data: Loader,
     observers: Observers,
     run: Run,
-    reference: Reference,
+    reference: Referenced,
     validation: Validation | None,
 ) -> None:
     """Train until the last step, the end of the data, or a signal; evaluate and save on the way."""
@@ -52,30 +52,15 @@ def dpo(
     run.finish(engine, data)
 
 
-class Reference:
-    """Adds `reference_logps` to a batch that has none: of the model that the run began with.
-
-    That is the base where adapters are trained that began at zero, and a frozen engine elsewhere, which is
-    built when it is first asked for.
-    """
+class Referenced:
+    """Adds `reference_logps` to a batch that has none: of the model that the run began with."""
 
     def __init__(self, engine: Engine, run: Run) -> None:
-        self._engine, self._build = engine, run.reference
-        self._frozen: Engine | None = None
+        self._engine, self._reference = engine, Reference(engine, run)
 
     def __call__(self, batch: Batch) -> Batch:
         """Collective."""
         if "reference_logps" in batch:  # the data bring them
             return batch
         batch = batch.to(self._engine.device)
-        return Batch({**batch, "reference_logps": self._log_probs(batch).sum(1)}, unit=batch.unit)
-
-    def _log_probs(self, batch: Batch) -> Any:
-        if self._engine.begins_as_base:
-            with self._engine.as_base():
-                return self._engine.forward(batch)
-        if self._frozen is None:
-            if self._build is None:
-                raise TitanError("a run of dpo must be able to build its reference")
-            self._frozen = self._build()
-        return self._frozen.forward(batch)
+        return Batch({**batch, "reference_logps": self._reference.log_probs(batch).sum(1)}, unit=batch.unit)

@@ -14,6 +14,7 @@ from torch import Tensor
 from titancli.data.batch import Batch
 from titancli.engine.seeds import derive
 from titancli.errors import RecipeError
+from titancli.loops.reference import Reference
 from titancli.registry.component import build
 from titancli.rl.packing import Sample, pack, rows_of
 from titancli.rl.prompts import Asked, PromptSource
@@ -222,7 +223,7 @@ class Learner:
     def __init__(self, config: Grpo, engine: Engine, run: Run) -> None:
         self._updates, self._engine, self._shape = config.updates, engine, run.batch_shape
         wanted = "reference_logprobs" in getattr(engine.loss, "needs", ())
-        self._reference = run.reference() if wanted and run.reference is not None else None
+        self._reference = Reference(engine, run) if wanted else None
 
     def minibatches(self, rollouts: Rollouts) -> Iterator[list[Batch]]:
         """One list an update; as many micro-batches in it on every rank. Collective."""
@@ -237,7 +238,7 @@ class Learner:
         for number in range(self._most(max(1, -(-len(rows) // size)))):
             batch = pack(rows[number * size : (number + 1) * size], length, size).to(self._engine.device)
             if self._reference is not None:
-                batch = Batch({**batch, "reference_logprobs": self._reference.forward(batch)})
+                batch = Batch({**batch, "reference_logprobs": self._reference.log_probs(batch)})
             batches.append(batch)
         return batches
 

@@ -1,0 +1,34 @@
+"""The model that a run began with, to compare the present one with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from titancli.errors import TitanError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from titancli.data.batch import Batch
+    from titancli.engine import Engine
+    from titancli.loops.run import Run
+
+
+class Reference:
+    """The base, where adapters are trained that began at zero; elsewhere a frozen engine, which is built when
+    it is first asked for."""
+
+    def __init__(self, engine: Engine, run: Run) -> None:
+        self._engine, self._build = engine, run.reference
+        self._frozen: Engine | None = None
+
+    def log_probs(self, batch: Batch) -> Tensor:
+        """log p(targets), [B, S] fp32; see `Engine.forward`. Collective."""
+        if self._engine.begins_as_base:
+            with self._engine.as_base():
+                return self._engine.forward(batch)
+        if self._frozen is None:
+            if self._build is None:
+                raise TitanError("this loop needs a run that can build the model that it began with")
+            self._frozen = self._build()
+        return self._frozen.forward(batch)
