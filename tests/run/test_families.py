@@ -1,0 +1,62 @@
+"""Families of models through `titan train`: the loss falls, a resumed run is the one that went on, bit for bit,
+and transformers takes over where it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.run.conftest import Finished, losses
+from titancli.cli import main
+
+pytestmark = pytest.mark.e2e
+
+FAMILIES = {
+    "deepseek_v3": """\
+extends = ["titan:deepseek_v3_debug", "tiny.toml"]
+name = "tiny_deepseek"
+[model]
+type = "deepseek_v3"
+flavor = "debugmodel"
+dim = 32
+n_layers = 2
+n_heads = 4
+hidden_dim = 48
+q_lora_rank = 16
+kv_lora_rank = 24
+qk_nope_head_dim = 16
+qk_rope_head_dim = 8
+v_head_dim = 16
+[model.moe]
+hidden_dim = 16
+score_func = "sigmoid"
+route_norm = true
+num_expert_groups = 4
+num_limited_groups = 2
+[optimizer]
+type = "adamw"
+lr = 5e-3
+[lr_scheduler]
+total_steps = 8
+""",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_learns_goes_on_and_is_exported(
+    train: Callable[..., Finished], here: Path, capfd: pytest.CaptureFixture[str], family: str
+) -> None:
+    (here / "family.toml").write_text(FAMILIES[family])
+    done = train("family.toml", "--run-dir", "one", "training.steps=8")
+    assert done.code == 0, done.err
+    found = losses(here / "one")
+    assert found[8] < 0.8 * found[1]
+    assert train("family.toml", "--run-dir", "two", "training.steps=4").code == 0
+    assert train("two", "--resume", "training.steps=8").code == 0
+    assert losses(here / "two") == found
+    one, two = (sorted((here / run / "checkpoints" / "step-8").glob("*.safetensors")) for run in ("one", "two"))
+    assert one and [file.read_bytes() for file in one] == [file.read_bytes() for file in two]
+    assert main(["convert-checkpoint", "one", "hf", "--to", "hf", "--verify"]) == 0
+    assert "verified: yes" in "".join(capfd.readouterr())
