@@ -113,6 +113,8 @@ class Grpo:
             yield "generator.max_new_tokens", message
         if recipe.tokenizer is None:
             yield "task", "prompts are text, and there is no [tokenizer]"
+        if self.prompts % self.updates:
+            yield "updates", f"loop.prompts = {self.prompts} is not a multiple of it"
         if self.updates == 1:
             return
         if recipe.checkpoint.enable_first_step_checkpoint:
