@@ -64,4 +64,4 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def config(name: str, **changes: Any) -> HFCausalLM:
-    return HFCausalLM(config=CONFIGS[name], changes=changes)
+    return HFCausalLM(config={**CONFIGS[name], **changes})

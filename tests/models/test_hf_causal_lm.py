@@ -23,6 +23,7 @@ from titancli.engine.build import allocate
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.losses import CrossEntropy
 from titancli.models import HFCausalLM
+from titancli.models.blocks.hf_modules import plan_fault
 from titancli.models.blocks.state import named_state
 from titancli.models.hf_causal_lm import SameNames, TransformersModel, build
 from titancli.registry.component import build as build_component
@@ -260,10 +261,15 @@ PLANS = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_tensor_parallel_without_a_plan_is_refused(name: str) -> None:
+    assert PLANS[name] in (plan_fault(config(name).values) or "")
+
+
+def test_what_a_plan_leaves_out_has_no_style() -> None:
     with torch.device("meta"):
-        model = build(config(name), seq_len=16)
-    with pytest.raises(RecipeError, match=PLANS[name]):
-        _ = model.tensor_plan
+        model = build(config("gpt2"), seq_len=16)
+    styles = {key: model.tensor_plan.get(key) for key, _ in model.named_parameters()}
+    assert styles["transformer.wte.weight"] == "vocab" and styles["transformer.ln_f.bias"] == "norm"
+    assert styles["transformer.h.0.attn.c_attn.weight"] is None
 
 
 def test_the_plan_is_the_one_that_transformers_declares() -> None:

@@ -67,13 +67,24 @@ def wrong(*overrides: str) -> list[Problem]:
 def test_the_lock_file_holds_what_was_in_the_folder(here: Path, write: Callable[..., None]) -> None:
     values = {**LLAMA, "sliding_window": None, "rope_scaling": {"factor": 2.0, "rope_type": None}}
     write(values)
-    loaded = load_recipe("exp.toml", ["model.changes.num_hidden_layers=1"])
-    assert loaded.recipe.model.values == {**values, "num_hidden_layers": 1}
+    loaded = load_recipe(
+        "exp.toml", ["model.config.num_hidden_layers=1", "model.config.rope_scaling.factor=4.0"]
+    )
+    rope = {"factor": 4.0, "rope_type": None}
+    assert loaded.recipe.model.values == {**values, "num_hidden_layers": 1, "rope_scaling": rope}
     lock = lock_text(loaded)
     assert tomli.loads(lock)["model"]["config"]["sliding_window"] == "null"
     (here / "folder" / "config.json").unlink()
     (here / "lock.toml").write_text(lock)
     assert load_recipe("lock.toml").recipe.model == loaded.recipe.model
+
+
+def test_a_folder_over_a_table_leaves_nothing_of_it(here: Path, write: Callable[..., None]) -> None:
+    write(LLAMA)
+    loaded = load_recipe("titan:hf_causal_lm_debug", ["model.config=./folder", "training.seq_len=64"])
+    assert loaded.recipe.model.values == LLAMA
+    with pytest.raises(RecipeError, match="there is no folder nowhere"):
+        load_recipe("titan:hf_causal_lm_debug", ["model.config=./nowhere"])
 
 
 def test_null_goes_both_ways() -> None:

@@ -168,9 +168,8 @@ class TransformersModel(nn.Module):
 
     @property
     def tensor_plan(self) -> dict[str, str]:
-        """From transformers' plan. Raises RecipeError where there is none, or it has gaps."""
-        parts = self._parts
-        return tensor_plan(self.config.values, parts.config, self, parts.base_name, self.output)
+        """From transformers' plan; empty where there is none."""
+        return tensor_plan(self._parts.config, self, self.base, self.output)
 
     def flops_per_token(self, seq_len: int) -> float:
         """6 per matrix weight that a token meets, and 12 · layers · width of attention · seq_len.

@@ -212,7 +212,7 @@ def _refuse_odd_blocks(values: Mapping[str, Any], base: nn.Module, blocks: Any) 
         raise refused(
             values,
             f"it drops activations at random ({named}), which no step here does",
-            hint="write 0.0 for these in [model.changes]",
+            hint="write 0.0 for these in [model.config]",
         )
 
 
@@ -347,31 +347,23 @@ def is_norm(module: nn.Module) -> bool:
     return "Norm" in type(module).__name__ and bool(own) and all(p.ndim == 1 for p in own)
 
 
-def tensor_plan(
-    values: Mapping[str, Any], config: Any, model: nn.Module, base_name: str, output: nn.Module
-) -> dict[str, str]:
-    """Every parameter's style, from the plan that transformers declares for modules.
+def tensor_plan(config: Any, model: nn.Module, base: Any, output: nn.Module) -> dict[str, str]:
+    """Every parameter's style, from the plan that transformers declares for a base's modules.
 
-    Raises:
-        RecipeError: there is no plan, or a parameter of which it says nothing and that cannot stay whole.
+    What it says nothing of, and is no norm, is left out: tensor parallelism then refuses it by name.
     """
-    if fault := plan_fault(values):
-        raise refused(values, f"mesh.tp: {fault}", hint="write mesh.tp = 1")
-    declared = {f"{base_name}.{pattern}": style for pattern, style in config.base_model_tp_plan.items()}
-    embedding = model.get_submodule(base_name).get_input_embeddings()  # type: ignore[operator]
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    declared = {pattern: STYLES[style] for pattern, style in plan.items() if style in STYLES}
+    paths = {module: path for path, module in base.named_modules()}
     found: dict[str, str] = {}
     for path, module in model.named_modules():
         own = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
-        style = next((STYLES[s] for pattern, s in declared.items() if fnmatchcase(path, pattern)), None)
-        if module in (output, embedding):
-            style = "vocab"
-        elif style in ("column", "row"):
-            style = style if type(module) is nn.Linear else None
+        place = paths.get(module, "")
+        style = next((style for pattern, style in declared.items() if fnmatchcase(place, pattern)), None)
+        if module in (output, base.get_input_embeddings()):
+            found |= dict.fromkeys(own, "vocab")
         elif is_norm(module):
-            style = "norm"
-        if own and style is None:
-            kind = type(module).__name__
-            what = f"mesh.tp: {path} ({kind}) is neither a norm nor a matrix in transformers' plan"
-            raise refused(values, what, hint="write mesh.tp = 1")
-        found |= dict.fromkeys(own, style or "")
+            found |= dict.fromkeys(own, "norm")
+        elif style is not None and isinstance(module, nn.Linear):
+            found |= dict.fromkeys(own, style)
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,8 +20,9 @@ NULL = "null"
 class FolderOrTable:
     """Marks a table of config.json's keys, for which a folder that has the file may stand.
 
-    The folder is read when the recipe is: the lock file holds the table, so that a run, and each of its
-    checkpoints, knows its model whatever becomes of the folder.
+    A folder's name is the table's `type`, as a component's is; keys beside it win. The folder is read when
+    the recipe is: the lock file holds the table, so that a run, and each of its checkpoints, knows its model
+    whatever becomes of the folder.
     """
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
@@ -44,22 +44,19 @@ class HFCausalLM:
     """Any causal language model of transformers, by its config.json: its modules, titan's engine."""
 
     config: Annotated[Path | dict[str, Any], FolderOrTable()]
-    """A folder with config.json; or the keys of such a file as a table, where "null" stands for null."""
-    changes: dict[str, Any] = field(default_factory=dict)
-    """Keys of it that are to be otherwise, such as fewer layers."""
+    """A folder with config.json; or the keys of such a file as a table, where "null" stands for null; or a
+    table whose `type` is the folder, with the keys that are to be otherwise."""
 
     mesh_degrees = ("dp_replicate", "dp_shard", "tp")
 
     @property
     def values(self) -> dict[str, Any]:
-        """What config.json says, with the changes.
+        """What config.json says.
 
         Raises:
             EnvironmentProblem: there is no such file.
         """
-        return decoded(
-            _merged(_read(self.config) if isinstance(self.config, Path) else self.config, self.changes)
-        )
+        return decoded(_read(self.config) if isinstance(self.config, Path) else self.config)
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         values = self.values
@@ -144,10 +141,11 @@ def decoded(value: Any) -> Any:
 
 def _table(value: Any) -> Any:
     """A folder's table in place of the folder. Errors are those that pydantic takes."""
-    if not isinstance(value, str):
+    above = value if isinstance(value, dict) else {"type": value}
+    if not isinstance(above.get("type"), str):
         return value
     try:
-        return _read(Path(value))
+        return _merged(_read(Path(above["type"])), {k: v for k, v in above.items() if k != "type"})
     except TitanError as error:
         raise ValueError(error.message) from error
 
