@@ -130,7 +130,8 @@ def _member_faults(protocol: type, built: Any, optional: set[str]) -> Iterator[s
 def _method_faults(name: str, wanted: Callable[..., Any], method: Any) -> Iterator[str]:
     parameters = list(inspect.signature(wanted).parameters.values())[1:]
     try:
-        inspect.signature(method).bind(*(None for _ in parameters))
+        by_name = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}
+        inspect.signature(method).bind(*(None for p in parameters if p.name not in by_name), **by_name)
     except TypeError as error:
         words = ", ".join(parameter.name for parameter in parameters)
         yield f"{name} of what it builds cannot be called as {name}({words}): {error}"
