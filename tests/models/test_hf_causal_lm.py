@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -93,6 +94,29 @@ def test_loss_and_gradients_equal_a_plain_loop(name: str) -> None:
     for key, parameter in ours.named_parameters():
         reference = expected[key].grad
         assert (parameter.grad - reference).norm() <= 1e-5 * reference.norm(), key
+
+
+class Reads(TorchDispatchMode):
+    """Counts what waits for the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        waits = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        self.count += func in waits
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_forward_waits_for_no_device(name: str) -> None:
+    ours, text = made(name), tokens(2, 24)
+    theirs, documents = in_transformers(ours), torch.zeros(2, 24, dtype=torch.int32)
+    with Reads() as reads, torch.no_grad():
+        ours(text)
+        ours(text, torch.arange(24).expand(2, -1), documents)
+        assert reads.count == 0
+        theirs(text, use_cache=False)
+        assert reads.count > 0  # what is avoided
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -148,6 +148,14 @@ def test_degrees_that_it_is_not_cut_by(write: Callable[..., None]) -> None:
         )
 
 
+def test_an_export_that_would_fail_is_told_before_the_run(write: Callable[..., None]) -> None:
+    write(CONFIGS["experts"])
+    load_recipe("exp.toml")
+    assert told(wrong("checkpoint.last_save_in_hf=true")).startswith(
+        "checkpoint.last_save_in_hf: transformers converts the tensors of a qwen3_moe folder"
+    )
+
+
 def test_tensor_parallel_needs_a_plan_and_sizes_that_it_divides(write: Callable[..., None]) -> None:
     write(CONFIGS["gpt2"])
     assert told(wrong("mesh.tp=2")) == "mesh.tp = 2: transformers declares no tensor parallel plan for gpt2"

@@ -19,6 +19,7 @@ from titancli.errors import EnvironmentProblem
 from titancli.models.blocks.head import Output
 from titancli.models.blocks.hf_modules import (
     Rows,
+    conversion_fault,
     initial_values,
     is_norm,
     seen_by_attention,
@@ -290,14 +291,9 @@ class SameNames:
         """
         if self._copies is not None:
             return
-        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-        names = (self.model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(self.model_type, ""))
-        if any(get_checkpoint_conversion_mapping(name) for name in names):
+        if fault := conversion_fault(self.values):
             raise EnvironmentProblem(
-                f"transformers converts the tensors of a {self.model_type} folder (it has stacked experts or "
-                "other names than the files), and hf_causal_lm does not",
+                fault,
                 hint="take a family that reads them (titan list-components model); runs from new weights, "
                 "their checkpoints and generation need no such folder",
             )

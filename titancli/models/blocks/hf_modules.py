@@ -323,7 +323,24 @@ def initial_values(
     unit.to("meta")
 
 
-# --------------------------------------------------------------------------------------- tensor parallel
+# ------------------------------------------------------------------------------- what a config's check asks
+
+
+def conversion_fault(values: Mapping[str, Any]) -> str | None:
+    """Why the tensors of a Hugging Face folder are not the modules' parameters; None: they are."""
+    with _quiet():
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        model_type = values["model_type"]
+        names = (model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, ""))
+        converted = any(get_checkpoint_conversion_mapping(name) for name in names)
+    if not converted:
+        return None
+    return (
+        f"transformers converts the tensors of a {model_type} folder (it has stacked experts, or other names "
+        "than the files), and hf_causal_lm does not"
+    )
 
 
 def plan_fault(values: Mapping[str, Any]) -> str | None:

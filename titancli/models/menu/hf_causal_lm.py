@@ -65,12 +65,16 @@ class HFCausalLM:
         if self.max_seq_len is not None and recipe.training.seq_len > self.max_seq_len:
             message = f"training.seq_len {recipe.training.seq_len} is beyond the model's {self.max_seq_len}"
             yield "config", message
-        if recipe.mesh.tp > 1 and not wrong:
-            # Only transformers knows, and to ask it takes seconds; nobody else waits for it.
-            from titancli.models.blocks.hf_modules import plan_fault
+        exports = recipe.checkpoint.last_save_in_hf
+        if wrong or not (exports or recipe.mesh.tp > 1):
+            return
+        # Only transformers knows, and to ask it takes seconds; nobody else waits for it.
+        from titancli.models.blocks.hf_modules import conversion_fault, plan_fault
 
-            if fault := plan_fault(values):
-                yield "config", f"mesh.tp = {recipe.mesh.tp}: {fault}"
+        if recipe.mesh.tp > 1 and (fault := plan_fault(values)):
+            yield "config", f"mesh.tp = {recipe.mesh.tp}: {fault}"
+        if exports and (fault := conversion_fault(values)):
+            yield "config", f"checkpoint.last_save_in_hf: {fault}"
 
     # ------------------------------------------------------------------------------------------- sizes
     # By transformers' usual names. None where config.json leaves them to the architecture's defaults.
