@@ -70,10 +70,9 @@ def grpo(
             metrics = engine.forward_backward(batches) | engine.optim_step()
             clock.lap("train_seconds", after=metrics["grad_norm"])
             generator.update(engine.version)
-            metrics |= (
-                measured | clock.seconds | {"version_lag": lag} | evaluation.due(engine.step, run.steps)
-            )
-            observers.step_end(engine.step, metrics)
+            if evaluation.due(engine.step, run.steps):
+                observers.evaluated(*evaluation())
+            observers.step_end(engine.step, metrics | measured | clock.seconds | {"version_lag": lag})
             run.step_done(engine.step)
         if recorder is not None and config.save_rollouts and step % config.save_rollouts == 0:
             rollouts.save(recorder, step + 1, engine)

@@ -277,15 +277,19 @@ class Evaluation:
             every = data.first(config.eval_prompts)
             self._asked = every[engine.mesh.dp_rank :: engine.mesh.degrees.dp]
 
-    def due(self, step: int, last: int) -> dict[str, float]:
-        """`eval_reward` and `eval_solved` over all ranks, now and then and after the last step; else none."""
+    def due(self, step: int, last: int) -> bool:
+        """Every so many steps, and after the last."""
         freq = self._config.eval_freq
-        if not freq or (step % freq and step != last):
-            return {}
+        return freq > 0 and (step % freq == 0 or step == last)
+
+    def __call__(self) -> tuple[dict[str, float], float]:
+        """`eval_reward` and `eval_solved` over all ranks, and the seconds that it took. Collective."""
+        began = time.perf_counter()
         seeds = [[0] for _ in self._asked]
         sampled = _continued(self._generator, self._asked, seeds, self._seq_len, greedy=True)
         totals = [score.total for row in self._scorer.score(sampled.pairs) for score in row]
         solved = float(sum(total >= self._config.solved - ROUNDING for total in totals))
         sums = {"count": float(len(totals)), "reward": sum(totals), "solved": solved}
         sums = _summed(sums, self._engine)
-        return {f"eval_{name}": sums[name] / sums["count"] for name in ("reward", "solved")}
+        found = {f"eval_{name}": sums[name] / sums["count"] for name in ("reward", "solved")}
+        return found, time.perf_counter() - began
