@@ -116,3 +116,10 @@ def test_an_evaluation_that_would_never_end_is_refused(train: Callable[..., Fini
     done = train("sft_debug", "loop.validation.repeat=true")
     assert done.code == 3
     assert "an evaluation would never end: write false, or set eval_batches" in done.err
+
+
+def test_what_cannot_keep_conversations_apart_is_refused(train: Callable[..., Finished]) -> None:  # noqa: F811
+    ring = ("mesh.cp=2", "parallelize.context_parallel=ring", "--nproc", "2")
+    done = train("sft_debug", *ring)
+    assert done.code == 3
+    assert 'context_parallel = "ring" cannot keep conversations of a row apart' in done.err

@@ -148,6 +148,12 @@ class Chat:
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", absolute_lines(self.path))
 
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        ring = getattr(recipe.parallelize, "context_parallel", None) == "ring"
+        if self.pack and ring and recipe.mesh.cp != 1:
+            message = 'parallelize.context_parallel = "ring" cannot keep conversations of a row apart: write '
+            yield "pack", message + 'false, or "allgather"'
+
 
 @component("dataset", "preference", target="titancli.data.chat_pairs:build")
 class Preference:
