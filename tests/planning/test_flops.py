@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,6 +44,16 @@ def test_all_that_is_multiplied_in_the_blocks(mode: str, family: tuple[str, ...]
         if kernel.kind != "attention"
     )
     assert counted(found) == expected
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 40])
+@pytest.mark.parametrize("chunk", [None, 1, 5, 16, 40])
+def test_keys_that_a_query_sees_on_average(window: int | None, chunk: int | None) -> None:
+    job = replace(planned(recipe(), 1).job, seq_len=33)
+    layer = replace(job.shape.blocks[0].attention, window=window, chunk=chunk)
+    seen = [min(place % (chunk or 33) + 1, window or 33) for place in range(33)]
+    assert job.seen(layer) == pytest.approx(sum(seen) / 33)
+    assert layer.most(33) == max(seen)
 
 
 def counted(found: Any) -> int:
