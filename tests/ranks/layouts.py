@@ -9,8 +9,9 @@ from tests.engine.cases import VOCABULARY, Layout
 from tests.models import hf_configs
 from titan_float8 import Float8Linear
 from titancli.losses import CrossEntropyFull
-from titancli.models import DeepSeekV3, GptOss, Qwen3
+from titancli.models import DeepSeekV3, GptOss, Llama4, Qwen3
 from titancli.models.menu.deepseek_v3 import LatentYarn
+from titancli.models.menu.llama4 import AttnTemperature
 from titancli.models.menu.moe import MoE
 from titancli.models.menu.rope import Yarn
 from titancli.recipe.stages import SCHEDULES
@@ -251,6 +252,40 @@ LATENTS = {
         4, config=LATENT, dp_shard=2, tp=2, ep=2, compile="aot_eager", activation_checkpoint=FULL_AC
     ),
 }
+# Chunks that no piece of a row begins or ends with.
+IROPE = Llama4(
+    **{**SIZES, "n_layers": 4},
+    hidden_dim=48,
+    interleave_moe_layer_step=2,
+    every_n_layers_nope=4,
+    fixed_attn_block_size=6,
+    qk_norm=True,
+    attn_temperature=AttnTemperature(floor_scale=4, attn_scale=0.5),
+    moe=MoE(num_experts=4, top_k=1, hidden_dim=16, num_shared_experts=1, load_balance_coeff=1e-2),
+)
+CHUNKS = {
+    "llama4, FSDP2": case(2, "adam", config=IROPE, dp_shard=2),
+    "llama4, TP2": case(2, config=IROPE, tp=2),
+    "llama4, EP2xTP2": case(4, config=IROPE, dp_shard=2, tp=2, ep=2),
+    "llama4, CP2, allgather": case(2, config=IROPE, cp=2),
+    "llama4, CP2, ulysses, documents": case(
+        2, config=IROPE, cp=2, context_parallel="ulysses", documents=True
+    ),
+    "llama4, EP2 of FSDP2xCP2, documents": case(4, config=IROPE, dp_shard=2, cp=2, ep=2, documents=True),
+    "llama4, PP2xEP2": case(4, config=IROPE, pp=2, dp_shard=2, ep=2),
+    "llama4, EP2, AC by op": case(2, config=IROPE, dp_shard=2, ep=2, activation_checkpoint=BY_OP),
+    "llama4, EP2xFSDP2": case(4, config=IROPE, dp_shard=4, ep=2),
+    "llama4, PP2xCP2, backward in two": case(
+        4, config=IROPE, pp=2, cp=2, pipeline={"schedule": "ZBVZeroBubble"}
+    ),
+    "llama4, CP2xTP2": case(4, config=IROPE, cp=2, tp=2),
+    "llama4, EP2, compiled, AC by op": case(
+        2, config=IROPE, dp_shard=2, ep=2, compile="aot_eager", activation_checkpoint=BY_OP
+    ),
+    "llama4, CP2xTP2, documents, compiled, AC full": case(
+        4, config=IROPE, cp=2, tp=2, documents=True, compile="aot_eager", activation_checkpoint=FULL_AC
+    ),
+}
 # Sliding windows, a scaled embedding and norms of transformers' own classes; and tied weights.
 GEMMA, TIED = hf_configs.config("gemma3"), hf_configs.config("llama, tied")
 TRANSFORMERS = {
@@ -291,6 +326,11 @@ SLOW = {
     "latent, PP2xCP2, backward in two",
     "latent, EP2, compiled, AC by op",
     "latent, EP2xTP2, compiled, AC full",
+    "llama4, EP2xFSDP2",
+    "llama4, PP2xCP2, backward in two",
+    "llama4, CP2xTP2",
+    "llama4, EP2, compiled, AC by op",
+    "llama4, CP2xTP2, documents, compiled, AC full",
 }
 """Compiling takes half a minute each where cores are few, and each has a sister that is not left out."""
 
@@ -303,5 +343,6 @@ LAYOUTS: dict[str, Case] = {
     **EXPERTS,
     **SINKS,
     **LATENTS,
+    **CHUNKS,
     **TRANSFORMERS,
 }
