@@ -209,12 +209,18 @@ def test_grpo_goes_on_from_what_was_fine_tuned(train: Callable[..., Finished], h
         ("loss.length_norm=constant", "a constant go together"),
         ('loop.rewards=[{type = "regex", pattern = "("}]', "is no regular expression"),
         ("loop.rewards=[]", "loop.rewards"),
+        ("loop.prompts=5 loop.updates=2", "loop.prompts = 5 is not a multiple of it"),
+        (
+            "loop.reward_timeout=40.0",
+            "beyond what other ranks wait for in all (comm.train_timeout_seconds = 100)",
+        ),
     ],
 )
 def test_what_does_not_fit_is_said_before_a_run(
     tiny: Path, capsys: pytest.CaptureFixture[str], override: str, words: str
 ) -> None:
-    assert main(["validate", "grpo.toml", override]) == 3
+    overrides = [override] if "[" in override else override.split()
+    assert main(["validate", "grpo.toml", *overrides]) == 3
     told = "".join(capsys.readouterr())
     assert words in told
 

@@ -10,9 +10,9 @@ import pytest
 
 from titancli.errors import RecipeError
 from titancli.registry.component import build
-from titancli.rl import ExactMatch, JsonSchema, Length, Numeric, Regex
+from titancli.rl import PATIENCE, ExactMatch, JsonSchema, Length, Numeric, Regex
 from titancli.rl.samples import Completion, Prompt
-from titancli.rl.scoring import PATIENCE, Scorer
+from titancli.rl.scoring import Scorer
 
 
 def said(text: str, tokens: int = 1) -> Completion:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from annotated_types import Ge, Gt, MinLen
 
 from titancli.registry.component import Component, Slot, component, component_info
-from titancli.rl import GroupNorm, Local
+from titancli.rl import PATIENCE, GroupNorm, Local
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
@@ -113,6 +113,10 @@ class Grpo:
             yield "generator.max_new_tokens", message
         if recipe.tokenizer is None:
             yield "task", "prompts are text, and there is no [tokenizer]"
+        waiting = recipe.comm.train_timeout_seconds
+        if PATIENCE * self.reward_timeout >= waiting:
+            message = f"{PATIENCE} times this is beyond what other ranks wait for in all"
+            yield "reward_timeout", f"{message} (comm.train_timeout_seconds = {waiting})"
         if self.prompts % self.updates:
             yield "updates", f"loop.prompts = {self.prompts} is not a multiple of it"
         if self.updates == 1:

@@ -17,6 +17,9 @@ from titancli.registry.component import component
 if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
 
+PATIENCE = 3
+"""A reward that ran out of time so often is not asked again in the same step: other ranks are waiting."""
+
 
 @component("generator", "local", target="titancli.rl.generator:build")
 class Local:

@@ -18,12 +18,11 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from titancli.registry.component import build, component_info
+from titancli.rl import PATIENCE
 from titancli.rl.samples import Completion, Prompt
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 3
-"""A reward that ran out of time so often is not asked again in the same step: other ranks are waiting."""
 AGAIN = 1.0
 """Seconds after which the alarm rings once more, for code that takes no notice of it."""
 
