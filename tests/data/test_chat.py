@@ -93,7 +93,11 @@ def test_what_the_assistant_says_and_its_end_are_found_with_markers_and_without(
 
 
 def test_a_last_turn_that_has_more_than_others_is_found_by_its_end(tokenizer_with: Any) -> None:
-    assert trained(tokenizer_with(THINKING), TALK) == [" return it <|end|>", "<think></think>the end<|end|>"]
+    tokenizer = tokenizer_with(THINKING)
+    assert trained(tokenizer, TALK) == [" return it <|end|>", "<think></think>the end<|end|>"]
+    for short in ("e", "<", "<|end|>"):  # what stands in the end as well
+        talk = [*TALK[:2], said("assistant", short), *TALK[3:]]
+        assert trained(tokenizer, talk) == [f"{short}<|end|>", "<think></think>the end<|end|>"]
 
 
 @pytest.mark.parametrize("template", [PROMPTED, NUMBERED], ids=["prompt", "all turns"])

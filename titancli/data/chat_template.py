@@ -146,8 +146,11 @@ def _end(until: str, whole: str, start: int, content: str) -> int | None:
     if whole.startswith(until) and len(until) > start:
         return len(until)
     # Some templates (Qwen 3) put more into the last turn than into others; its content and its end are alike.
+    first = start if until.startswith(whole[:start]) else 0
     for said in (content, content.strip()):
-        at = until.rfind(said)
-        if said and at >= 0 and whole.startswith(until[at:], start):
-            return start + len(until) - at
+        at = until.find(said, first) if said else -1
+        while at >= 0:
+            if whole.startswith(until[at:], start):
+                return start + len(until) - at
+            at = until.find(said, at + 1)
     return None
