@@ -81,6 +81,10 @@ def against_a_plain_model() -> tuple[Any, Any, list[str]]:
     batch = my_batches(engine)[0]
     messages = []
     with engine.sampling() as model:
+        hooks = [
+            h for m in model.modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
+        ]
+        assert hooks == [], "they would gather and free parameters, out of step"
         made = sample(model)
         for verb in (
             lambda: engine.forward(batch),

@@ -56,8 +56,8 @@ class Engine(Core):
 
         It runs in the process group that is initialised; else in one of the ranks that torchrun has started;
         else in one of this process alone. A group that was made here ends with the last engine that is
-        closed. Of the recipe it takes what concerns model, layout and optimisation; data, loggers, loop and
-        launcher are a run's.
+        closed. Of the recipe it takes what concerns model, layout and optimisation; data, loggers, loop,
+        launcher, `comm` and `env` are a run's.
 
         Args:
             recipe: a path, a bundled name such as `"llama3_debug"`; a run folder (its newest good
