@@ -190,13 +190,13 @@ def make_job(recipe: Recipe, shape: Decoder, degrees: Degrees, device: Device) -
 
 def assumed(recipe: Recipe, *, described: bool) -> list[str]:
     """What nobody tells, and what is taken instead; a sentence each."""
-    found = []
     if not described:
         name = component_info(recipe.model).name
-        found.append(
+        return [
             f"the config of the model {name} does not say its sizes (it has no `shape()`): "
             "memory, traffic and speed are not estimated"
-        )
+        ]
+    found = []
     if recipe.converters:
         names = ", ".join(component_info(config).name for config in recipe.converters)
         found.append(f"computed as if the converters ({names}) were not there")
