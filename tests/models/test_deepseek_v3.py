@@ -116,7 +116,9 @@ def made(config: DeepSeekV3):
             if "norm" in name:  # each its own, so that a norm that is taken for another shows
                 parameter.normal_(1.0, 0.2, generator=torch.Generator().manual_seed(len(name)))
             elif "attention" in name or "moe" in name:
-                parameter.mul_(8)  # they weigh as much as the rest, and attention looks at some more than others
+                parameter.mul_(
+                    8
+                )  # they weigh as much as the rest, and attention looks at some more than others
         for number, layer in enumerate(moe_layers(model).values()):
             if layer.expert_bias is not None and config.moe.score_func == "sigmoid":
                 layer.expert_bias.normal_(0, 0.1, generator=torch.Generator().manual_seed(number))
@@ -233,6 +235,57 @@ def test_layers_that_predict_further_tokens_are_left_unread_in_words(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "layers beyond the 3 of the model are not read"
     ]
+
+
+def test_a_released_config_is_that_of_its_flavor():
+    """DeepSeek-V2-Lite's, the keys that say something of the model."""
+    released = {
+        "model_type": "deepseek_v2",
+        "attention_bias": False,
+        "aux_loss_alpha": 0.001,
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "moe_intermediate_size": 1408,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax",
+        "seq_aux": True,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "v_head_dim": 128,
+        "vocab_size": 102400,
+    }
+    ours = flavor("16B")
+    changed = replace(ours.rope_scaling, mscale=0.707)
+    expected = replace(ours, max_seq_len=163840, norm_eps=1e-6, rope_scaling=changed)
+    assert bind(DeepSeekV3, DeepSeekHF.from_config_json(released), current()) == expected
 
 
 @pytest.mark.parametrize(

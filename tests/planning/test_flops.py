@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.planning.measure import planned, recipe
 from titancli.parallel.activation_checkpoint import apply_activation_checkpoint
 from titancli.planning.blocks import forwards
+from titancli.recipe import load_recipe
+from titancli.recipe.schema import Recipe
 from titancli.registry.component import build
 
 ROWS, LENGTH = 2, 32
@@ -36,14 +37,25 @@ def test_all_that_is_multiplied_in_the_blocks(mode: str, family: tuple[str, ...]
         f"training.local_batch_size={ROWS}",
         f"training.seq_len={LENGTH}",
     )
+    assert counted(found) == expected(found)
+
+
+@pytest.mark.parametrize("more", [(), ("model.q_lora_rank=64", "activation_checkpoint.mode=full")])
+def test_all_that_is_multiplied_where_keys_and_values_come_from_a_latent(more: tuple[str, ...]) -> None:
+    size = (f"training.local_batch_size={ROWS}", f"training.seq_len={LENGTH}")
+    found = load_recipe("deepseek_v3_debug", [*size, *more]).recipe
+    assert counted(found) == expected(found)
+
+
+def expected(found: Recipe) -> float:
+    """Of a pass through the blocks, as it is computed."""
     job = planned(found, 1).job
-    expected = sum(
+    return sum(
         times * kernel.flops + kernel.backward_flops
         for block, recompute, count in job.kinds(range(len(job.shape.blocks)))
         for kernel, times in count * list(forwards(block, job, recompute))
         if kernel.kind != "attention"
     )
-    assert counted(found) == expected
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 40])
@@ -56,8 +68,8 @@ def test_keys_that_a_query_sees_on_average(window: int | None, chunk: int | None
     assert layer.most(33) == max(seen)
 
 
-def counted(found: Any) -> int:
-    """Of a pass through the blocks, by torch's own counter."""
+def counted(found: Recipe) -> int:
+    """The same by torch's own counter."""
     model = build(found.model, seq_len=LENGTH)
     model.norm = model.output = None
     model.init_weights(lambda name: torch.Generator().manual_seed(0))

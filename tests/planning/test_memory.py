@@ -126,3 +126,19 @@ def test_a_family_with_chunks_and_with_experts_in_every_second_block(case: str) 
     computed, (real, *_) = planned(found, world).worst, dry_run(found, world).ranks
     assert computed.total == pytest.approx(real.peak_bytes, rel=0.03)
     assert computed.parameters == real.parameters
+
+
+LATENT: dict[str, tuple[int, tuple[str, ...]]] = {
+    "bf16, by op": (1, (BF16, OP)),
+    "queries from a latent, tp 2": (2, (BF16, "model.q_lora_rank=96", "mesh.tp=2")),
+    "cp 2": (4, ("mesh.cp=2",)),
+}
+
+
+@pytest.mark.parametrize("case", LATENT)
+def test_a_family_with_latents_and_with_values_narrower_than_keys(case: str) -> None:
+    world, overrides = LATENT[case]
+    found = load_recipe("deepseek_v3_debug", overrides).recipe
+    computed, (real, *_) = planned(found, world).worst, dry_run(found, world).ranks
+    assert computed.total == pytest.approx(real.peak_bytes, rel=0.05)
+    assert computed.parameters == real.parameters

@@ -1,5 +1,5 @@
-"""Families of models through `titan train`: the loss falls, a resumed run is the one that went on, bit for bit,
-and transformers takes over where it ends."""
+"""Families of models through `titan train`: the loss falls, a resumed run is the one that went on, and
+transformers takes over where it ends."""
 
 from __future__ import annotations
 
@@ -41,6 +41,28 @@ lr = 5e-3
 [lr_scheduler]
 total_steps = 8
 """,
+    "llama4": """\
+extends = ["titan:llama4_debug", "tiny.toml"]
+name = "tiny_llama4"
+[model]
+type = "llama4"
+flavor = "debugmodel_irope"
+dim = 32
+n_layers = 2
+n_heads = 4
+n_kv_heads = 2
+hidden_dim = 48
+every_n_layers_nope = 2
+fixed_attn_block_size = 10
+qk_norm = true
+attn_temperature = { floor_scale = 8 }
+moe = { num_experts = 4, hidden_dim = 16 }
+[optimizer]
+type = "adamw"
+lr = 1e-2
+[lr_scheduler]
+total_steps = 8
+""",
 }
 
 
@@ -56,7 +78,8 @@ def test_it_learns_goes_on_and_is_exported(
     assert train("family.toml", "--run-dir", "two", "training.steps=4").code == 0
     assert train("two", "--resume", "training.steps=8").code == 0
     assert losses(here / "two") == found
-    one, two = (sorted((here / run / "checkpoints" / "step-8").glob("*.safetensors")) for run in ("one", "two"))
-    assert one and [file.read_bytes() for file in one] == [file.read_bytes() for file in two]
+    folders = [here / run / "checkpoints" / "step-8" for run in ("one", "two")]
+    one, two = ([file.read_bytes() for file in sorted(folder.glob("*.safetensors"))] for folder in folders)
+    assert one and one == two
     assert main(["convert-checkpoint", "one", "hf", "--to", "hf", "--verify"]) == 0
     assert "verified: yes" in "".join(capfd.readouterr())
