@@ -35,6 +35,7 @@ from titancli.engine.state import initialise_state
 from titancli.errors import TitanError, UsageError
 from titancli.models.blocks.moe import moe_layers
 from titancli.parallel.mesh import forget_meshes
+from titancli.recipe.hints import needs_dataset
 from titancli.recipe.schema import Compile
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ def _batches(engine: Engine, recipe: Recipe) -> list[Batch]:
     found = []
     for _ in range(count):
         tensors = {name: torch.zeros(shape, dtype=torch.int64, device=CPU) for name in names}
-        if recipe.dataset is None or getattr(recipe.dataset, "document_mask", False):
+        if not needs_dataset(recipe.loop) or getattr(recipe.dataset, "document_mask", False):
             tensors["document_ids"] = torch.zeros(shape, dtype=torch.int32, device=CPU)
         for name in getattr(engine.loss, "needs", ()):
             tensors[name] = torch.zeros(shape, device=CPU)

@@ -9,6 +9,7 @@ from typing import Any
 from titancli.models.shape import Attention, Block, Decoder
 from titancli.observe.peaks import Device
 from titancli.planning.kernels import Engine
+from titancli.recipe.hints import needs_dataset
 from titancli.recipe.schema import Degrees, Pipeline, Recipe
 from titancli.recipe.stages import cut, stages_of
 from titancli.registry.component import component_info
@@ -205,7 +206,7 @@ def assumed(recipe: Recipe, *, described: bool) -> list[str]:
         found.append(
             f"the optimizer {name} does not say what it keeps: two fp32 numbers per parameter are taken"
         )
-    if recipe.dataset is None:
+    if not needs_dataset(recipe.loop):
         copy = ", and of no reference model" if getattr(recipe.loss, "kl_coef", 0.0) > 0 else ""
         found.append(
             f"a step of the loop {component_info(recipe.loop).name} is taken to be one micro-batch a rank: "
