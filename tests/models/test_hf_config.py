@@ -125,6 +125,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "code": ({**LLAMA, "auto_map": {"AutoConfig": "code.Config"}}, "(auto_map), which titan does not run"),
     "fp8": ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, "the weights are quantised by 'fp8'"),
     "mxfp4": ({**LLAMA, "quantization_config": {"quant_method": "mxfp4"}}, "quantised by 'mxfp4'"),
+    "routers": ({**LLAMA, "output_router_logits": True}, "the routers' own loss (output_router_logits)"),
     "encoder": ({"model_type": "t5", "is_encoder_decoder": True}, "t5 is an encoder with a decoder"),
     "short": ({**LLAMA, "max_position_embeddings": 32}, "training.seq_len 64 is beyond the model's 32"),
 }

@@ -108,8 +108,8 @@ def _made(values: Mapping[str, Any]) -> Any:
     with _quiet():
         from transformers import AutoModelForCausalLM
 
-        known = type(config) in AutoModelForCausalLM._model_mapping
-    if not known:
+        kind: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if kind is None:
         raise refused(values, "transformers has no causal language model of this type")
     if config.get_text_config() is not config:
         raise refused(
@@ -117,6 +117,8 @@ def _made(values: Mapping[str, Any]) -> Any:
             "a model of more than text",
             hint="give its text_config, if transformers has a model for that",
         )
+    if not getattr(kind, "_supports_attention_backend", False) or not kind._supports_sdpa:
+        raise refused(values, f"{kind.__name__} has an attention of its own, not that of torch")
     try:
         with _quiet(), torch.device("meta"):
             _register_attention()
@@ -125,8 +127,6 @@ def _made(values: Mapping[str, Any]) -> Any:
             )
     except Exception as error:  # whatever it is, it is of what was written
         raise refused(values, f"transformers cannot build it: {_line(error)}") from error
-    if not getattr(model, "_supports_attention_backend", False) or not model._supports_sdpa:
-        raise refused(values, f"{type(model).__name__} has an attention of its own, not that of torch")
     return model
 
 
@@ -187,28 +187,37 @@ def _refuse_more_than_a_matrix(values: Mapping[str, Any], whole: Any, base: Any,
 
 
 def _longest_list(values: Mapping[str, Any], base: nn.Module) -> str:
-    lists = {path: len(module) for path, module in base.named_modules() if isinstance(module, nn.ModuleList)}
-    if not lists:
-        raise refused(values, f"{type(base).__name__} has no list of blocks")
+    """The path of the blocks: the longest list of modules that all have attention (experts have not)."""
+    lists = {
+        path: len(module)
+        for path, module in base.named_modules()
+        if isinstance(module, nn.ModuleList) and all(_causal(block) for block in module)
+    }
+    if not any(lists.values()):
+        raise refused(values, f"{type(base).__name__} has no list of blocks that all have an attention")
     return max(lists, key=lambda path: lists[path])
 
 
-def _refuse_odd_blocks(values: Mapping[str, Any], base: nn.Module, blocks: Any) -> None:
+def _causal(block: nn.Module) -> list[bool]:
+    """Of each attention in it, whether it is causal, as transformers says."""
+    return [bool(module.is_causal) for module in block.modules() if hasattr(module, "is_causal")]
+
+
+def _refuse_odd_blocks(values: Mapping[str, Any], base: Any, blocks: Any) -> None:
     takes = inspect.signature(base.forward).parameters
     lacking = [name for name in ("input_ids", "position_ids", "attention_mask") if name not in takes]
     if lacking:
         raise refused(values, f"{type(base).__name__} takes no {' and no '.join(lacking)}")
     for block in blocks:
-        causal = [module.is_causal for module in block.modules() if hasattr(module, "is_causal")]
-        if not causal or not all(causal):
+        if not all(_causal(block)):
             raise refused(values, f"{type(block).__name__} has no causal attention")
         if any(isinstance(module, nn.Conv1d) for module in block.modules()):
-            raise refused(
-                values, f"{type(block).__name__} mixes tokens by a convolution, across documents too"
-            )
+            what = f"{type(block).__name__} mixes tokens by a convolution, across documents too"
+            raise refused(values, what)
     if draws := sorted(_random(base)):
-        keys = sorted(k for k, v in values.items() if "drop" in k and isinstance(v, float) and v > 0)
-        named = ", ".join(f"{key} = {values[key]}" for key in keys) or ", ".join(draws)
+        told = base.config.to_dict()  # its defaults too
+        keys = [k for k, v in told.items() if "drop" in k and isinstance(v, float) and v > 0]
+        named = ", ".join(f"{key} = {told[key]}" for key in sorted(keys)) or ", ".join(draws)
         raise refused(
             values,
             f"it drops activations at random ({named}), which no step here does",

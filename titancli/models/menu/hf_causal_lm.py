@@ -121,6 +121,8 @@ def faults(values: Mapping[str, Any]) -> Iterator[str]:
             f"config.json says that the weights are quantised by {method!r}, and such weights are not "
             "trained; take those that they were made from"
         )
+    if values.get("output_router_logits"):
+        yield "config.json wants the routers' own loss (output_router_logits), and titan adds none: say false"
     if values.get("is_encoder_decoder"):
         yield f"{values['model_type']} is an encoder with a decoder, and no causal language model"
 
