@@ -5,6 +5,7 @@
     events.jsonl        what happened, one JSON object a line
     run.lock            held while a command works in the folder; says which host and process
     ranks.lock          held by each rank, which may outlive a command that was killed
+    rollouts/           of a run that learns from samples: what these were
     logs/  checkpoints/
 
 Commands look at run folders, so nothing here imports torch.

@@ -15,6 +15,13 @@ def step(number: int, **metrics: Any) -> dict[str, Any]:
     return {"event": "step", "step": number, "steps": 100, "metrics": metrics}
 
 
+def test_the_status_line_tells_rewards_where_there_are_some() -> None:
+    rewards = {"reward": 0.41234, "solved": 0.25, "eval_solved": 0.5, "reward_failed": 3.0}
+    line = status_line(step(10, loss=0.5, **rewards))
+    assert "loss 0.5000  reward 0.412  solved 25%  eval 50%  3 rewards failed  MFU" in line
+    assert "rewards failed" not in status_line(step(10, **{**rewards, "reward_failed": 0.0}))
+
+
 def test_the_status_line_has_everything_and_a_dash_for_what_is_unknown() -> None:
     line = status_line(
         step(
