@@ -121,3 +121,5 @@ def test_what_does_not_give_or_take_pairs_is_refused(train: Callable[..., Finish
     assert 'dpo learns from pairs: write [dataset] type = "preference"' in done.err
     done = train(*SMALL, "training.local_batch_size=3")
     assert done.code == 3 and "write an even training.local_batch_size" in done.err
+    done = train(*SMALL, "mesh.pp=2", "--nproc", "2")
+    assert done.code == 3 and "write an even pipeline.microbatch_size" in done.err

@@ -191,6 +191,8 @@ class Preference:
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if recipe.training.local_batch_size % 2:
             yield "", "a pair is two rows: write an even training.local_batch_size"
+        if recipe.mesh.pp != 1 and recipe.pipeline.microbatch_size % 2:
+            yield "", "a pair is two rows: write an even pipeline.microbatch_size"
 
 
 @component("tokenizer", "byte", target="titancli.data.byte_tokenizer:build")
