@@ -35,8 +35,14 @@ def alone(ranks) -> dict:
     return ranks(1, flux_cases.trained, WHOLE)[0]
 
 
+SISTERS = ("HSDP2x2, never freed", "FSDP2, accumulated")
+"""What the others prove as well, each a part of it."""
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SISTERS)) for name in LAYOUTS]
+)
 def test_a_layout_trains_as_one_rank_does(ranks, alone: dict, name: str) -> None:
     world, overrides = LAYOUTS[name]
     for found in ranks(world, flux_cases.trained, overrides):
