@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,6 +120,7 @@ def test_an_engine_of_parts_has_a_recipes_defaults() -> None:
         assert rates == [AdamW().lr] * 3, "no schedule without a length"
         assert type(engine.loss).__name__ == "CrossEntropy"
         assert engine.config["compute_dtype"] == "bfloat16" and engine.config["world"] == 1
+        assert json.loads(json.dumps(engine.config)) == engine.config
     parts: dict[str, Any] = dict(
         optimizer=AdamW(lr=0.5),
         training=Training(steps=4, seq_len=16, mixed_precision_param="float32"),
@@ -285,6 +288,13 @@ def test_what_a_loss_raises_comes_through_and_takes_the_steps_gradients_with_it(
         engine.optim_step()
     engine.forward_backward(GOOD)
     assert float(engine.optim_step()["grad_norm"]) > 0
+
+
+def test_whole_weights_are_no_adapters(engine: Engine) -> None:
+    engine.converters = [SimpleNamespace(owns=lambda name: name.endswith("lora_a"))]  # type: ignore[list-item]
+    with pytest.raises(TitanError, match="this engine has adapters beside its base"):
+        engine.load_weights([])
+    assert engine.version == 0
 
 
 def test_a_frozen_engine_computes_and_a_closed_one_does_nothing(tmp_path: Path) -> None:

@@ -173,7 +173,10 @@ def plain_config(recipe: Recipe, degrees: Degrees, device: torch.device, paramet
     """What was built, as plain data: `Engine.config`."""
     training = recipe.training
     return {
-        "model": {"type": component_info(recipe.model).name, **asdict(recipe.model)},
+        "model": {
+            "type": component_info(recipe.model).name,
+            **json.loads(json.dumps(asdict(recipe.model), default=str)),  # a path is text
+        },
         "mesh": asdict(recipe.mesh),
         "degrees": asdict(degrees),
         "world": degrees.world,

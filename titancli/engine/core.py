@@ -288,9 +288,14 @@ class Core:
         Raises:
             TitanError: a name is unknown, missing or comes twice, or a shape is wrong: all are told, on every
                 rank, at the end. Weights that fit have been taken by then: load again before going on. Or
-                the model declares no Hugging Face form.
+                the model declares no Hugging Face form, or has adapters (which `weights` merges).
         """
         self.ready("load_weights")
+        if self.adapters is not None:
+            raise TitanError(
+                "load_weights: this engine has adapters beside its base, and whole weights are neither",
+                hint="build an engine without them, or load a checkpoint of theirs",
+            )
         if self.adapters is not None:
             raise TitanError("load_weights: this engine trains adapters, whose base stays", hint="use load()")
         try:
