@@ -176,7 +176,7 @@ class HFBuilder(Protocol):
     model_type: str
     """`model_type` in the `config.json` that this form reads and writes (`_class_name`, where the library is
     diffusers). A class that reads several has `model_types: tuple[str, ...]` as well, and each of its
-    instances the one that it writes."""
+    instances the one that it writes; empty, it reads a folder of any type, but only if it is named."""
 
     def __call__(self, config: Any) -> HFForm: ...
 
