@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
@@ -48,7 +47,7 @@ class Llama4Attention(Attention):
             self.angles = "temperature"
 
     def place(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """As of `Attention`; without RoPE `cos` and `sin` are what queries and keys are multiplied by."""
+        """As of `Attention`; without RoPE `cos` is what queries are multiplied by, if they are."""
         if self.rope:
             q, k = super().place(q, k, cos, sin)
             return (q, k) if self.norm_eps is None else (self._normed(q), self._normed(k))
@@ -90,13 +89,13 @@ class Llama4Model(Decoder):
         self.temperature = config.attn_temperature
 
     def angles(self, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """Beside "rope" the "temperature" of queries and of keys, [B or 1, S, 1, 1] fp32."""
+        """Beside "rope" the "temperature" of queries, [B or 1, S, 1, 1] fp32, in both places."""
         found = super().angles(positions)
         if self.temperature is not None:
             # What pads a row in front has positions below 0, of which there would be no logarithm.
             steps = ((positions.clamp(min=0) + 1) // self.temperature.floor_scale).float()
             scale = (steps.log1p() * self.temperature.attn_scale + 1)[..., None, None]
-            found["temperature"] = scale, torch.ones_like(scale)
+            found["temperature"] = scale, scale
         return found
 
 
