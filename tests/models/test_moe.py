@@ -22,6 +22,9 @@ ROUTINGS = {
         num_shared_experts=2,
     ),
     "groups": dict(score_func="sigmoid", top_k=3, num_expert_groups=4, num_limited_groups=2),
+    "groups by their best": dict(
+        score_func="softmax", top_k=3, num_expert_groups=4, num_limited_groups=2, group_top_k=1
+    ),
     "gate bias": dict(score_func="softmax", route_norm=True, gate_bias=True, top_k=4),
     "balanced": dict(score_func="sigmoid", top_k=2, load_balance_coeff=1e-3),
     "all experts": dict(score_func="softmax", top_k=EXPERTS),
@@ -60,7 +63,8 @@ def one_token(moe: MoE, x: torch.Tensor) -> torch.Tensor:
     if config.num_expert_groups:
         size = EXPERTS // config.num_expert_groups
         groups = [range(g * size, (g + 1) * size) for g in range(config.num_expert_groups)]
-        groups.sort(key=lambda group: -sum(sorted((float(wanted[e]) for e in group), reverse=True)[:2]))
+        most = config.group_top_k
+        groups.sort(key=lambda group: -sum(sorted((float(wanted[e]) for e in group), reverse=True)[:most]))
         open_to = [e for group in groups[: config.num_limited_groups] for e in group]
     chosen = sorted(open_to, key=lambda e: -float(wanted[e]))[: config.top_k]
     total = sum(scores[e] for e in chosen) if config.route_norm else 1.0
