@@ -18,7 +18,7 @@ from titancli.planning.head import HeadMemory, embedding_peak, head_memory
 from titancli.planning.job import Job
 from titancli.planning.ledger import CLASSES
 from titancli.planning.pipeline import in_flight
-from titancli.planning.shards import Group, Stage, group, groups, reshards, stages
+from titancli.planning.shards import Group, Stage, groups, reshards, stages
 
 FORWARD_FIRST = ("GPipe", "LoopedBFS")
 """Schedules in which all micro-batches are through forward before the first goes back."""
@@ -102,12 +102,11 @@ class _Step:
         return self._blocks[key]
 
     def end(self, parameters: tuple[Parameter, ...]) -> Group | None:
-        return group("end", parameters, self.job) if parameters else None
+        return groups("end", parameters, self.job)[0] if parameters else None
 
     def of(self, stage: Stage) -> Iterator[Group]:
         for end in (stage.front, stage.back):
-            if end:
-                yield group("end", end, self.job)
+            yield from groups("end", end, self.job)
         for number in stage.blocks:
             yield from self.groups(number)
 

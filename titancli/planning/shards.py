@@ -61,14 +61,6 @@ def groups(name: str, parameters: Iterable[Parameter], job: Job) -> list[Group]:
     return [_group(n, part, job) for n, part in ((name, dense), (EXPERTS, experts)) if part]
 
 
-def group(name: str, parameters: Iterable[Parameter], job: Job) -> Group:
-    """All of them as one group, which is nearly what their memory is."""
-    first, *others = groups(name, parameters, job)
-    for other in others:
-        first = first.joined(other)
-    return first
-
-
 def _group(name: str, parameters: Iterable[Parameter], job: Job) -> Group:
     ranks = job.expert_fsdp if name == EXPERTS else job.fsdp
     shapes = [local_shape(parameter, job.degrees.tp, job.degrees.ep) for parameter in parameters]
