@@ -11,6 +11,7 @@ import torch
 from titancli.checkpoint.hf import put
 from titancli.checkpoint.libraries import library_of
 from titancli.checkpoint.tensors import Tensors
+from titancli.checkpoint.which import hf_form
 from titancli.errors import EnvironmentProblem, UsageError
 from titancli.models.blocks.state import named_state
 from titancli.registry.component import build
@@ -40,6 +41,11 @@ def verdict(
         f"largest difference of logits: {absolute:.3g} absolute, {relative:.3g} of the largest logit",
         f"verified: {'yes' if good else f'NO, more than {VERIFY_LIMIT:g}'}",
     ]
+    form = hf_form(model)
+    if any(not form.sources(name) and bool(reader.read(name).any()) for name in reader.names()):
+        lines.append(
+            "compared without what a Hugging Face folder has no place for: the experts' balancing biases"
+        )
     return lines, good
 
 
@@ -50,14 +56,18 @@ def logit_difference(
     """The largest difference of logits between our model and transformers', on random tokens.
 
     Both run on the CPU in float32, on `VERIFY_SHAPE` tokens; weights are rounded to `dtype` first, as the
-    conversion did. Returns the largest absolute difference, and that divided by the largest logit.
+    conversion did, and what the folder has no place for is as it would come back.
+
+    Returns:
+        The largest absolute difference, and that divided by the largest logit.
 
     Raises:
         EnvironmentProblem: transformers cannot load the folder.
     """
     ours = build(model, seq_len=VERIFY_SHAPE[1])
+    form = hf_form(model)
     for name, tensor in named_state(ours):
-        value = reader.read(name)
+        value = reader.read(name) if form.sources(name) else form.from_hf(name, [])
         put(tensor, value.to(dtype) if dtype else value)
     tokens = torch.randint(
         0, ours.output.weight.shape[0], VERIFY_SHAPE, generator=torch.Generator().manual_seed(0)
