@@ -26,9 +26,15 @@ LLAMA4 = (
     "model.flavor=debugmodel_irope",
     *(f"model.{size}" for size in ("n_layers=4", "fixed_attn_block_size=16", "vocab_size=256")),
 )
+GPT_OSS = (
+    "model.type=gpt_oss",
+    *(f"model.{size}" for size in ("dim=256", "n_heads=8", "n_kv_heads=4", "head_dim=32")),
+    "model.sliding_window=8",
+    "model.moe={num_experts=8, top_k=2, hidden_dim=256, gate_bias=true, score_before_experts=false}",
+)
 
 
-@pytest.mark.parametrize("family", [(), MOE, LLAMA4], ids=["dense", "experts", "llama4"])
+@pytest.mark.parametrize("family", [(), MOE, LLAMA4, GPT_OSS], ids=["dense", "experts", "llama4", "gpt_oss"])
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_all_that_is_multiplied_in_the_blocks(mode: str, family: tuple[str, ...]) -> None:
     found = recipe(

@@ -142,3 +142,18 @@ def test_a_family_with_latents_and_with_values_narrower_than_keys(case: str) -> 
     computed, (real, *_) = planned(found, world).worst, dry_run(found, world).ranks
     assert computed.total == pytest.approx(real.peak_bytes, rel=0.05)
     assert computed.parameters == real.parameters
+
+
+SINKS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "fp32, windows": (1, ("model.sliding_window=64",)),
+    "bf16, spread experts": (2, (BF16, "mesh.ep=2")),
+}
+
+
+@pytest.mark.parametrize("case", SINKS)
+def test_a_family_with_sinks_and_windows_and_with_clamped_experts(case: str) -> None:
+    world, overrides = SINKS[case]
+    found = load_recipe("gpt_oss_debug", ["model.n_layers=2", "model.vocab_size=256", *overrides]).recipe
+    computed, (real, *_) = planned(found, world).worst, dry_run(found, world).ranks
+    assert computed.total == pytest.approx(real.peak_bytes, rel=0.03)
+    assert computed.parameters == real.parameters

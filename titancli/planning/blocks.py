@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from titancli.models.shape import Attention, Block, Experts, FeedForward
-from titancli.planning import latent
+from titancli.planning import gpt_oss, latent
 from titancli.planning.expert_kernels import add_up, combine, joined_swish_times, permute, route, score
 from titancli.planning.job import Job
 from titancli.planning.kernels import (
@@ -159,10 +159,13 @@ def _attention(part: Attention, job: Job) -> Iterator[Kernel]:
     kernels, out = _core(part, job)
     yield from kernels
     width, made = part.heads / tp * part.value_dim, "o" if tp == 1 else "ow"
-    # What keys and values are views of stays until the module has returned.
-    yield linear("wo", out, made, tokens, (width, dim), c, grad=None if tp > 1 else "grad:x1", after=("kv",))
+    yield linear("wo", out, made, tokens, (width, dim), c, grad=None if tp > 1 else "grad:x1", after=_GONE)
     if tp > 1:
         yield scatter("ow", "o", tokens * dim * c, tp, gone="n1")
+
+
+_GONE = ("kv", "qs", "ks", "v", "kg", "vg", "qa", "ka", "va", "qp", "kw", "vw")
+"""What attention is made of, or a view of, and need not keep: it stays until the module has returned."""
 
 
 def _products(part: Attention, job: Job, x: str) -> Iterator[Kernel]:
@@ -178,6 +181,9 @@ def _products(part: Attention, job: Job, x: str) -> Iterator[Kernel]:
         yield sharpen("q0", "q", tokens * q, c, engine)
     if part.rotary:
         yield from _rotated(part, (tokens * heads, tokens * kv_heads), c, engine)
+    if part.sinks:
+        share = part.head_dim / (part.head_dim + gpt_oss.SINK)
+        yield gpt_oss.with_sinks(tokens * q * c, tokens * k * c, share)
 
 
 def _core(part: Attention, job: Job) -> tuple[list[Kernel], str]:
@@ -185,21 +191,29 @@ def _core(part: Attention, job: Job) -> tuple[list[Kernel], str]:
     out."""
     c, cp, how = job.compute, job.degrees.cp, job.context if job.degrees.cp > 1 else ""
     heads, kv_heads = part.heads / job.degrees.tp, part.kv_heads / job.degrees.tp
-    q, k, v = heads * part.head_dim, kv_heads * part.head_dim, kv_heads * part.value_dim
-    length, keys, scale, names = job.row_tokens, job.row_tokens, 1.0, ("q", "k", "v")
+    width = part.head_dim + gpt_oss.SINK * part.sinks
+    q, k, v = heads * width, kv_heads * width, kv_heads * part.value_dim
+    length, keys, scale = job.row_tokens, job.row_tokens, 1.0
+    names = ("qs", "ks", "v") if part.sinks else ("q", "k", "v")
     whole, made = job.rows * job.seq_len * c, job.tokens * heads * part.value_dim * c
     kernels: list[Kernel] = []
     if how == "allgather":
-        keys, names = job.seq_len, ("q", "kg", "vg")
-        kernels.append(gather("k", "kg", whole * k, cp, over="cp"))
+        kernels.append(gather(names[1], "kg", whole * k, cp, over="cp"))
         kernels.append(gather("v", "vg", whole * v, cp, over="cp"))
+        keys, names = job.seq_len, (names[0], "kg", "vg")
     elif how == "ring":
         kernels.append(Kernel(kind="collective", sends=("cp", whole * (k + v))))
     elif how:
         length = keys = job.seq_len
+        for name, to, size in zip(names, ("qa", "ka", "va"), (q, k, v), strict=True):
+            kernels.append(exchange(name, to, job.tokens * size * c, over="cp"))
         scale, names = 1 / cp, ("qa", "ka", "va")
-        for name, size in (("q", q), ("k", k), ("v", v)):
-            kernels.append(exchange(name, f"{name}a", job.tokens * size * c, over="cp"))
+    if part.sinks:
+        sizes = gpt_oss.Rows(job.rows, length, keys, heads * scale, kv_heads * scale, c)
+        kernels += gpt_oss.core(part, sizes, names, seen=job.seen(part), masked=how == "allgather")
+        if how == "ulysses":
+            kernels.append(exchange("outn", "outa", made, over="cp"))
+        return kernels, "outa" if how == "ulysses" else "outn"
     widths, narrow = (part.head_dim, part.value_dim), part.value_dim < part.head_dim
     if narrow:
         full, own = (job.rows * keys * heads * scale * width * c for width in widths)
@@ -307,8 +321,15 @@ def _experts(part: Experts, job: Job) -> Iterator[Kernel]:
         sent_from, inside = inside, "guests"
         yield permute("arrived", inside, visits * dim * c, into="arrived", size=visits * dim * c)
     into, back = (dim, part.hidden), (part.hidden, dim)
-    if part.joined:
-        both = (dim, 2 * part.hidden)
+    made, both = "made", (dim, 2 * part.hidden)
+    if part.clamped:
+        made, numbers = "made0", visits * part.hidden
+        grouped = [
+            linear("e13", inside, "eraw", visits, both, c, matrices=matrices),
+            gpt_oss.with_bias("eraw", "eboth", 2 * numbers, c),
+            gpt_oss.clamped_swiglu("eboth", "einner", numbers, c, engine),
+        ]
+    elif part.joined:
         grouped = [
             linear("e13", inside, "eboth", visits, both, c, matrices=matrices),
             *joined_swish_times("eboth", "einner", visits * part.hidden, c, engine),
@@ -321,7 +342,10 @@ def _experts(part: Experts, job: Job) -> Iterator[Kernel]:
             silu,
             replace(times, forward=(*times.forward, "silu:egate", "egate", "eup")),
         ]
-    grouped.append(linear("e2", "einner", "made", visits, back, c, after=("einner",), matrices=matrices))
+    gone = ("einner", "eboth") if part.clamped else ("einner",)
+    grouped.append(linear("e2", "einner", made, visits, back, c, after=gone, matrices=matrices))
+    if part.clamped:
+        grouped.append(gpt_oss.with_bias(made, "made", visits * dim, c))
     for kernel in grouped:
         yield replace(kernel, kind="grouped") if kernel.kind == "product" else kernel
     home = "made"
