@@ -26,6 +26,7 @@ KEPT = {
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.higher_order.flex_attention,
     ring_forward._opoverload,
     # What has come over the network does not travel again.
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
