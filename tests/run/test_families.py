@@ -63,6 +63,25 @@ lr = 1e-2
 [lr_scheduler]
 total_steps = 8
 """,
+    "gpt_oss": """\
+extends = ["titan:gpt_oss_debug", "tiny.toml"]
+name = "tiny_gpt_oss"
+[model]
+type = "gpt_oss"
+flavor = "debugmodel"
+dim = 32
+n_layers = 2
+n_heads = 4
+n_kv_heads = 2
+head_dim = 8
+sliding_window = 10
+moe = { num_experts = 4, top_k = 2, hidden_dim = 16 }
+[optimizer]
+type = "adamw"
+lr = 1e-2
+[lr_scheduler]
+total_steps = 8
+""",
 }
 
 
