@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from titancli.errors import EXIT_INTERRUPTED
@@ -56,4 +56,5 @@ def _tell(words: str) -> None:
     """Not through Python's streams: the signal may have come in the middle of a write."""
     # What is below the cursor of a terminal is the live panel, which will be drawn again.
     before = b"\r\x1b[J" if os.isatty(2) else b"\n"
-    os.write(2, before + words.encode() + b"\n")
+    with suppress(OSError):  # where nobody reads any more (`2>&1 | head`), the run still stops in good order
+        os.write(2, before + words.encode() + b"\n")

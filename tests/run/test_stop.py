@@ -41,6 +41,21 @@ def test_a_second_ctrl_c_leaves_whatever_came_before_it(monkeypatch: pytest.Monk
     assert stop.requested == "SIGTERM"
 
 
+def test_a_run_whose_words_nobody_reads_stops_all_the_same() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    kept = os.dup(2)
+    os.dup2(writer, 2)
+    try:
+        with Stop().listening(leave=lambda: None) as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested == "SIGTERM"
+    finally:
+        os.dup2(kept, 2)
+        for handle in (kept, writer):
+            os.close(handle)
+
+
 def test_ranks_that_came_after_a_signal_know_of_it() -> None:
     with Stop("SIGUSR1").listening() as stop:
         assert stop.requested == "SIGUSR1"
