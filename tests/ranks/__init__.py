@@ -89,6 +89,9 @@ class Ranks:
                     raise AssertionError(f"rank {rank} of {world} died with {process.exitcode}") from None
         failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(outcomes) if not ok]
         if failures:
+            # A group that could not be made leaves torch's count of groups, and with it the next one's name,
+            # another on each rank: every case after it would wait for the others in vain.
+            self.close()
             raise AssertionError("\n".join(failures))
         return [value for _, value in outcomes]
 
