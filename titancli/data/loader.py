@@ -69,8 +69,16 @@ class Loader(Iterator[Batch]):
     here, at the place of the batch that it prevented, and again at each call after it.
     """
 
-    def __init__(self, dataset: Dataset, *, device: torch.device | str, prefetch: int = 2) -> None:
-        self._dataset = dataset
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        device: torch.device | str,
+        prefetch: int = 2,
+        vocab_size: int | None = None,
+    ) -> None:
+        """`vocab_size`: a token id from here on ends the data with an error; None: not looked at."""
+        self._dataset, self._vocab_size = dataset, vocab_size
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device(
@@ -125,7 +133,10 @@ class Loader(Iterator[Batch]):
         # finalizer runs at exit too: a daemon thread that torch finds running when Python ends can crash it.
         queue = _Queue(self._prefetch)
         thread = threading.Thread(
-            target=_produce, args=(self._dataset, self._device, queue), name="titan-data", daemon=True
+            target=_produce,
+            args=(self._dataset, self._device, queue, self._vocab_size),
+            name="titan-data",
+            daemon=True,
         )
         self._finalizer = weakref.finalize(self, _stop, queue, thread)
         self._queue, self._thread = queue, thread
@@ -133,12 +144,14 @@ class Loader(Iterator[Batch]):
         return queue
 
 
-def _produce(dataset: Dataset, device: torch.device, queue: _Queue) -> None:
+def _produce(dataset: Dataset, device: torch.device, queue: _Queue, vocab_size: int | None) -> None:
     cuda = device.type == "cuda"
     try:
         if cuda:  # a new thread begins on device 0 and would open a context there
             torch.cuda.set_device(device)
         for batch in dataset:
+            if vocab_size is not None:
+                _check_ids(batch, vocab_size)
             if cuda:
                 batch = Batch({name: tensor.pin_memory() for name, tensor in batch.items()}, unit=batch.unit)
             if not queue.put(_Item(batch, dataset.state_dict())):
@@ -146,6 +159,17 @@ def _produce(dataset: Dataset, device: torch.device, queue: _Queue) -> None:
         queue.put(_Item(None, dataset.state_dict()))
     except BaseException as error:  # whatever it is, it belongs to the consumer
         queue.put(_Item(None, {}, error))
+
+
+def _check_ids(batch: Batch, vocab_size: int) -> None:
+    """A loss over a part of the vocabulary at a time would take an id that no part has for none at all."""
+    for name in ("tokens", "targets"):
+        if name in batch and batch[name].numel() and (found := int(batch[name].max())) >= vocab_size:
+            raise EnvironmentProblem(
+                f"the dataset gives the token id {found} in {name!r}, "
+                f"and the model's vocab_size is {vocab_size}",
+                hint="give the tokenizer that the model was made for, or data that it has made",
+            )
 
 
 def _stop(queue: _Queue, thread: threading.Thread) -> None:

@@ -236,7 +236,11 @@ def check_vocabulary(recipe: Recipe, tokenizer: Any) -> None:
 
 
 def _loader(recipe: Recipe, tokenizer: Any, engine: Engine) -> Loader:
-    return Loader(_dataset(recipe, tokenizer, engine, recipe.dataset), device=engine.device)
+    return Loader(
+        _dataset(recipe, tokenizer, engine, recipe.dataset),
+        device=engine.device,
+        vocab_size=getattr(recipe.model, "vocab_size", None),
+    )
 
 
 def _dataset(recipe: Recipe, tokenizer: Any, engine: Engine, config: Any) -> Dataset:
