@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from titancli.errors import RecipeError
-from titancli.models import Llama3
+from titancli.models import DeepSeekV3, Llama3
+from titancli.models.deepseek_v3 import build as build_latent
 from titancli.models.llama3 import Llama3Model, build
+from titancli.models.menu.moe import MoE
+from titancli.parallel.activation_checkpoint import apply_activation_checkpoint
 from titancli.parallel.compile import compile_model, within_budget
 from titancli.recipe.schema import ActivationCheckpoint, Compile
 
@@ -110,3 +113,23 @@ def test_a_compiled_loss_over_ranks_equals_the_eager_one(ranks: Any) -> None:
     for expected, found in zip(eager, compiled, strict=True):
         for a, b in zip(expected, found, strict=True):
             assert (a - b).norm() <= 1e-5 * a.norm()
+
+
+def test_many_kinds_of_blocks_that_run_again_are_compiled_with_and_without_gradients() -> None:
+    """A dense block and the four parts of one of experts, each in both modes: more than torch allows."""
+    torch._dynamo.reset()
+    experts = MoE(num_experts=4, top_k=2, hidden_dim=16, num_shared_experts=1)
+    sizes = dict(dim=32, n_layers=2, n_heads=2, hidden_dim=32, vocab_size=64, kv_lora_rank=16)
+    heads = dict(qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+    made = build_latent(DeepSeekV3(**sizes, **heads, moe=experts), seq_len=16)
+    made.init_weights(lambda name: torch.Generator().manual_seed(len(name)))
+    tokens = torch.randint(0, 64, (1, 16), generator=torch.Generator().manual_seed(3))
+    expected = made(tokens).detach()
+    section = ActivationCheckpoint(mode="selective", selective_ac_option="op")
+    apply_activation_checkpoint(made.layers, section)
+    compile_model(made, Compile(enable=True, backend="eager"), section)
+    with torch.no_grad():
+        torch.testing.assert_close(made(tokens), expected)
+    out = made(tokens)
+    out.square().sum().backward()
+    torch.testing.assert_close(out, expected)

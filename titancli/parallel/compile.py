@@ -13,6 +13,10 @@ from titancli.errors import RecipeError
 from titancli.parallel.activation_checkpoint import parts
 from titancli.recipe.schema import ActivationCheckpoint, Compile
 
+RECOMPILES = 64
+"""Of one function, at most. What is run again in backward torch compiles through one function of its own, for
+every kind of block, with and without gradients: its own limit of 8 is soon reached, and would end the run."""
+
 
 def compile_model(model: nn.Module, section: Compile, activation_checkpoint: ActivationCheckpoint) -> None:
     """Compile in place what `section` names, without changing a name in the module tree.
@@ -26,6 +30,7 @@ def compile_model(model: nn.Module, section: Compile, activation_checkpoint: Act
             f"compile.backend = {section.backend!r} is not one of torch's",
             hint=f"write one of {', '.join(sorted(torch._dynamo.list_backends()))}",
         )
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILES)
     if "model" in section.components:
         backend: Any = section.backend
         if activation_checkpoint.mode == "memory_budget":
