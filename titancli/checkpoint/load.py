@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from titancli.checkpoint.exclude import NOTHING, Exclusion
 from titancli.checkpoint.hashed import Digest
-from titancli.checkpoint.layout import FILE_NAME, TensorLayout, read_layout
+from titancli.checkpoint.layout import FILE_NAME, Chunk, TensorLayout, read_layout
 from titancli.checkpoint.manifest import Manifest, Verify, faults, read_manifest
 from titancli.checkpoint.reader import Reader, load_planner
 from titancli.checkpoint.save import raise_failure
@@ -229,9 +230,14 @@ class CheckpointReader:
         if len(pieces) == 1:
             return pieces[0]
         whole = self._empty(layout.shape, TORCH_DTYPE[layout.dtype])
-        for chunk, piece in zip((c for c in layout.chunks if math.prod(c.shape)), pieces, strict=True):
+
+        def put_in(chunk: Chunk, piece: Tensor) -> None:
             box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.shape, strict=True))
             whole[box] = piece
+
+        filled = [chunk for chunk in layout.chunks if math.prod(chunk.shape)]
+        with ThreadPoolExecutor(2) as pool:  # one thread does not read a file as fast as it could be
+            list(pool.map(put_in, filled, pieces))
         return whole
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
