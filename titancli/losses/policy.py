@@ -11,6 +11,7 @@ divergence".
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +50,7 @@ class Samples:
         return x.new_zeros(shape).scatter_add(0, self._numbers, x.flatten())
 
 
-class PolicyLoss:
+class PolicyLoss(ABC):
     """What these losses share; each says its objective."""
 
     output = "logprobs"
@@ -63,10 +64,10 @@ class PolicyLoss:
         if config.kl_coef > 0:
             self.needs = (*self.needs, "reference_logprobs")
 
+    @abstractmethod
     def objective(self, out: Tensor, log_ratio: Tensor, advantages: Tensor, samples: Samples) -> Any:
         """What is to become great, the ratio of probabilities that it is made of, and whether it is clipped:
         [B, S] each. All arguments are 0 where nothing was drawn."""
-        raise NotImplementedError
 
     def __call__(self, out: Tensor, batch: Batch) -> LossResult:
         """

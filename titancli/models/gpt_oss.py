@@ -15,12 +15,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from titancli.errors import EnvironmentProblem
 from titancli.models import GptOss
 from titancli.models.blocks.attention import Attention
 from titancli.models.blocks.decoder import Block, Decoder
 from titancli.models.blocks.grouped import add_bias, grouped_linear
-from titancli.models.blocks.hf import LAYER, UnbalancedHF, refuse_others, rope_of, theta_of
+from titancli.models.blocks.hf import (
+    LAYER,
+    UnbalancedHF,
+    refuse_other_routing,
+    refuse_others,
+    rope_of,
+    theta_of,
+)
 from titancli.models.blocks.moe import Experts, MoE
 from titancli.models.blocks.reach import Reach
 from titancli.models.blocks.rope import inverse_frequencies, yarn_frequencies
@@ -154,7 +160,7 @@ class GptOssHF(UnbalancedHF):
             EnvironmentProblem: the experts are routed as transformers' are not.
         """
         config, moe = self.config, self.config.moe
-        _refuse_other_routing(moe)
+        refuse_other_routing(moe, "gpt-oss", _ROUTING)
         return {
             "architectures": ["GptOssForCausalLM"],
             "model_type": self.model_type,
@@ -261,16 +267,13 @@ def _yarn_of(rope: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
     }
 
 
-def _refuse_other_routing(moe: Any) -> None:
-    only = {
-        "score_func": "softmax",
-        "route_norm": True,
-        "route_scale": 1.0,
-        "score_before_experts": False,
-        "gate_bias": True,
-        "num_shared_experts": 0,
-        "num_expert_groups": None,
-    }
-    wrong = [f"moe.{k} = {getattr(moe, k)!r}" for k, good in only.items() if getattr(moe, k) != good]
-    if wrong:
-        raise EnvironmentProblem(f"transformers' gpt-oss has no {', '.join(wrong)}")
+_ROUTING = {
+    "score_func": "softmax",
+    "route_norm": True,
+    "route_scale": 1.0,
+    "score_before_experts": False,
+    "gate_bias": True,
+    "num_shared_experts": 0,
+    "num_expert_groups": None,
+}
+"""What transformers' experts have, whatever config.json says."""
