@@ -5,16 +5,26 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from tests.data.helpers import global_rows, make, rows_of, stream
-from titancli.data import HFDataset
+from titancli.data import Chat, HFDataset, Preference
 from titancli.errors import EnvironmentProblem, RecipeError
+from titancli.registry.component import build
+from titancli.rl import Prompts
 
 TEXTS = [f"row {i} " * (i % 5) for i in range(150)]
 """Some are empty."""
+LAYOUT = SimpleNamespace(
+    parallelize=None,
+    mesh=SimpleNamespace(cp=1, pp=1),
+    training=SimpleNamespace(local_batch_size=2),
+    pipeline=SimpleNamespace(microbatch_size=2),
+)
+"""What of a recipe the configs look at."""
 
 
 @pytest.fixture(autouse=True)
@@ -165,3 +175,63 @@ def test_a_stream_that_breaks_off_says_so(lines: Path) -> None:
     with pytest.raises(EnvironmentProblem, match="broke off"):
         for _ in dataset:
             pass
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str | None, list[str]]:
+    """A dataset on a Hub of our own: its texts at each revision, which `datasets` is asked for as ever."""
+    import datasets
+
+    texts: dict[str | None, list[str]] = {None: ["of main"] * 9, "v1": ["of v1"] * 9, "v2": ["of v1"] * 9}
+
+    def load_dataset(path: str, name: Any = None, *, revision: Any, split: str, streaming: bool) -> Any:
+        assert (path, name, split) == ("some/corpus", None, "train")
+        rows = datasets.Dataset.from_dict({"text": texts[revision]})
+        return rows.to_iterable_dataset() if streaming else rows
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return texts
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_revision_is_what_is_read_and_belongs_to_what_a_resume_compares(hub, streaming: bool) -> None:
+    def config(revision: str | None) -> HFDataset:
+        return HFDataset(path="some/corpus", revision=revision, streaming=streaming, repeat=False)
+
+    for revision, texts in hub.items():
+        assert tokens_of(config(revision)) == stream(texts)[:-1]
+    state = make(config("v1")).state_dict()
+    make(config("v1")).load_state_dict(state)
+    for other in ("v2", None):  # v2 holds what v1 does: it is another revision all the same
+        with pytest.raises(EnvironmentProblem, match=f"revision was v1 and is {other}"):
+            make(config(other)).load_state_dict(state)
+
+
+def test_conversations_are_read_at_their_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def load_dataset(path: str, name: str | None = None, *, revision=None, **options: Any) -> Any:
+        talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": f"at {revision}"}]
+        return datasets.Dataset.from_list([{"messages": talk}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    read = make(Chat(path="some/talks", revision="v1"), seq_len=64)
+    assert b"at v1" in bytes(i for i in next(iter(read))["tokens"][0].tolist() if i < 256)
+    other = make(Chat(path="some/talks", revision="v2"), seq_len=64)
+    with pytest.raises(EnvironmentProblem, match="revision was v1 and is v2"):
+        other.load_state_dict(read.state_dict())
+
+
+@pytest.mark.parametrize("path", ["./here", "./rows.jsonl", "titan:sums"])
+@pytest.mark.parametrize("key", ["name", "revision"])
+def test_what_only_the_hub_has_is_refused_for_data_on_this_machine(
+    saved: Path, lines: Path, path: str, key: str
+) -> None:
+    path = {"./here": str(saved), "./rows.jsonl": str(lines / "a.jsonl")}.get(path, path)
+    configs: list[Any] = [Chat(path=path, **{key: "x"}), Preference(path=path, **{key: "x"})]
+    if not path.startswith("titan:"):
+        configs += [HFDataset(path=path, **{key: "x"}), Prompts(path=path, **{key: "x"})]
+    for config in configs:
+        assert key in dict(config.check(cast(Any, LAYOUT)))
+        with pytest.raises(RecipeError, match=f"dataset.{key}: a {key} is for datasets on the Hub, not for "):
+            build(config, seed=0) if isinstance(config, Prompts) else make(config)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Gt, MinLen
 
@@ -77,6 +77,7 @@ class HFDataset:
         object.__setattr__(self, "path", _absolute(self.path))
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        yield from hub_keys(self)
         if self.streaming and self.shuffle:
             yield "shuffle", "a stream cannot be shuffled and resumed exactly: drop shuffle or streaming"
         if self.streaming and "[" in self.split:
@@ -92,6 +93,14 @@ def _absolute(path: str) -> str:
 def absolute_lines(path: str) -> str:
     """The same; what ends in `.jsonl` is always local."""
     return os.path.abspath(path) if path.endswith(".jsonl") and path[:1] not in "~" else _absolute(path)
+
+
+def hub_keys(config: Any) -> Iterator[tuple[str, str]]:
+    """Which keys of a config say something of the Hub while its `path` is on this machine, and why not."""
+    if os.path.isabs(config.path) or config.path.startswith("titan:"):
+        for key in ("name", "revision"):
+            if getattr(config, key) is not None:
+                yield key, f"a {key} is for datasets on the Hub, not for {config.path}: drop it"
 
 
 @component("dataset", "jsonl", target="titancli.data.jsonl:build")
@@ -149,6 +158,7 @@ class Chat:
         object.__setattr__(self, "path", absolute_lines(self.path))
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        yield from hub_keys(self)
         ring = getattr(recipe.parallelize, "context_parallel", None) == "ring"
         if self.pack and ring and recipe.mesh.cp != 1:
             message = 'parallelize.context_parallel = "ring" cannot keep conversations of a row apart: write '
@@ -189,6 +199,7 @@ class Preference:
         object.__setattr__(self, "path", absolute_lines(self.path))
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        yield from hub_keys(self)
         if recipe.training.local_batch_size % 2:
             yield "", "a pair is two rows: write an even training.local_batch_size"
         if recipe.mesh.pp != 1 and recipe.pipeline.microbatch_size % 2:

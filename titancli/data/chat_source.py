@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Protocol
 from titancli.data import Chat, HFDataset, Preference
 from titancli.data.chat_template import ChatRefused
 from titancli.data.files import TextFile, corpus_identity, find_files
-from titancli.data.hf_datasets import GROUP, load
+from titancli.data.hf_datasets import GROUP, at_revision, load, refuse_hub_keys
 from titancli.data.jsonl import BadRow, BadRows, LineReader, check_characters, parse
 from titancli.data.source import document_order
 from titancli.errors import EnvironmentProblem
@@ -61,6 +61,7 @@ class HFRows:
             "rows": len(dataset),
             "contents": dataset._fingerprint,
             "order": f"shuffled by seed {seed}" if config.shuffle else "as listed",
+            **at_revision(config),
         }
 
     def read(
@@ -89,7 +90,9 @@ def rows_of(config: Chat | Preference, kind: str, *, seed: int, dp_rank: int) ->
 
     Raises:
         EnvironmentProblem: there is nothing, or it cannot be read.
+        RecipeError: a name or a revision for data on this machine.
     """
+    refuse_hub_keys(config)
     path, label = config.path, f"dataset {kind} ({config.path})"
     if path.startswith(BUNDLED):
         return LineRows(label, config, find_files(_bundled(path)), seed)

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from titancli.data import HFDataset
+from titancli.data import HFDataset, hub_keys
 from titancli.data.packing import PackedDataset
 from titancli.data.source import Piece, document_order
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
@@ -52,6 +52,7 @@ class IndexedSource:
             "column": config.text,
             "contents": dataset._fingerprint,
             "order": f"shuffled by seed {seed}" if config.shuffle else "as listed",
+            **at_revision(config),
         }
         self._dataset = dataset.select_columns([config.text])
 
@@ -104,6 +105,11 @@ class StreamedSource:
                     _no_column(self.label, self._column, sorted(row))
                 text = _text(self.label, self._column, row[self._column])
                 yield Piece(text, True, True, {"state": state, "past": number % GROUP})
+
+
+def at_revision(config: Any) -> dict[str, Any]:
+    """What the identity of data says of the revision that they are read at: nothing where none is named."""
+    return {} if config.revision is None else {"revision": config.revision}
 
 
 def _text(label: str, column: str, value: Any) -> str:
@@ -160,20 +166,33 @@ def load(config: HFDataset, *, progress: bool = False) -> Any:
                 f"dataset.path = {config.path!r} could be the folder here or a name on the Hub",
                 hint=f"write './{config.path}' for the folder; for the Hub, start from another folder",
             )
-        return datasets.load_dataset(config.path, config.name, split=config.split, streaming=config.streaming)
+        return datasets.load_dataset(
+            config.path,
+            config.name,
+            revision=config.revision,
+            split=config.split,
+            streaming=config.streaming,
+        )
     except TitanError:
         raise
     except Exception as error:  # the library raises its own, the Hub's, the network's and bare ValueErrors
         _failed(label, "cannot be loaded", error)
 
 
+def refuse_hub_keys(config: Any) -> None:
+    """
+    Raises:
+        RecipeError: data on this machine are given a configuration or a revision, which only the Hub has.
+    """
+    for key, reason in hub_keys(config):
+        raise RecipeError(f"dataset.{key}: {reason}", hint=f"drop {key}")
+
+
 def _load_local(config: HFDataset, datasets: Any) -> Any:
     path, label = config.path, _label(config)
     if not os.path.exists(path):
         raise EnvironmentProblem(f"{label} does not exist", hint="correct dataset.path")
-    for key in ("name", "revision"):
-        if getattr(config, key) is not None:
-            raise RecipeError(f"dataset.{key} is for datasets on the Hub, not for {path}", hint=f"drop {key}")
+    refuse_hub_keys(config)
     if any(os.path.exists(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json")):
         return _load_saved(config, datasets)
     options = {"split": config.split, "streaming": config.streaming}

@@ -110,6 +110,9 @@ class Prompts:
         object.__setattr__(self, "path", absolute_lines(self.path))
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        from titancli.data import hub_keys
+
+        yield from hub_keys(self)
         if self.system is not None and not self.chat:
             yield "system", "a system message needs the chat template: write chat = true"
 
