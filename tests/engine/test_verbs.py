@@ -179,3 +179,25 @@ def resume(folder):
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_resumed_engine_is_bitwise_the_one_that_went_on(ranks, tmp_path, world):
     assert ranks(world, resume, str(tmp_path / "step-2")) == [(True, True)] * world
+
+
+def saved_before_the_first_step(folder):
+    layout = Layout({"dp_shard": dist.get_world_size()})
+    plain, saving = (Engine.build(cases.recipe(layout)) for _ in range(2))
+    for engine in (plain, saving):
+        for number in range(2):
+            engine.forward_backward(cases.my_batches(engine, number))
+            if engine is saving:
+                engine.save(folder / f"step-{number}")
+    norms = [float(engine.optim_step()["grad_norm"]) for engine in (plain, saving)]
+    return norms, [
+        torch.equal(a.to_local(), b.to_local())
+        for (_, a), (_, b) in zip(plain.named_parameters(), saving.named_parameters(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_saving_before_the_first_step_leaves_the_gradients_alone(ranks, tmp_path, world):
+    for (norm, saved), same in ranks(world, saved_before_the_first_step, tmp_path):
+        assert norm == saved > 0
+        assert all(same)

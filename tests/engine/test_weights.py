@@ -110,8 +110,9 @@ def wrong_weights() -> list[Any]:
         raised(lambda: engine.load_weights(None)),
         raised(lambda: engine.load_weights([("model.norm.weight", [1.0])] if first else None)),
     ]
-    engine.load_weights(engine.weights())  # ranks are still in step
-    return [*messages, engine.version]
+    refused = raised(engine.optim_step)
+    engine.load_weights(Engine.build(recipe(Layout({"dp_shard": 2}))).weights())  # ranks are still in step
+    return [*messages, refused, engine.version]
 
 
 def test_what_is_wrong_with_weights_is_told_on_every_rank(ranks: Any) -> None:
@@ -124,7 +125,8 @@ def test_what_is_wrong_with_weights_is_told_on_every_rank(ranks: Any) -> None:
     assert "rank 0 was given no weights" in here[2]
     assert "model.norm.weight comes with a list, not with a tensor" in here[3]
     assert all("what rank 0 was given failed there" in message for message in there[1:4])
-    assert here[-1] == there[-1] == 5
+    assert "optim_step: the engine is unusable: load_weights has failed half way" in here[4] == there[4]
+    assert here[-1] == there[-1] > 1
 
 
 # --------------------------------------------------------------------------------------------- handing on

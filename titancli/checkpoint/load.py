@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ def load_checkpoint(
     verify: Verify = "full",
     exclude: Exclusion = NOTHING,
     group: dist.ProcessGroup | None = None,
+    begin: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
     """Fill tensors in place from a checkpoint, whatever layout it was saved under; return its JSON state.
 
@@ -41,7 +42,7 @@ def load_checkpoint(
     unused, and values are cast to the dtypes asked for. Each rank reads only what it needs; where
     `verify` is "full", each file is read whole by one of them, and hashed on its way into the tensors.
 
-    What `exclude` has is left as it is.
+    What `exclude` has is left as it is. `begin` is called before the first tensor is written.
 
     Raises:
         EnvironmentProblem: it is no checkpoint, or damaged; names the file. When a wrong checksum is found
@@ -64,6 +65,8 @@ def load_checkpoint(
             hint='undo the change of the recipe, or start a new run from its weights: weights = "CHECKPOINT"',
         )
     data = {name: digest for name, digest in manifest.files.items() if FILE_NAME.match(name)}
+    if begin is not None:
+        begin()
     _fill(folder, layouts, tensors, data if verify == "full" else {}, group)
     return manifest.state
 

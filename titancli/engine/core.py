@@ -17,6 +17,7 @@ from titancli.engine.exchange import NamedTensor, Target, push, take_weights
 from titancli.engine.guard import Guard
 from titancli.engine.runners import Runner
 from titancli.engine.state import load_state, optimizer_tensors, whole_tensors
+from titancli.engine.unusable import MendedBy, Unusable
 from titancli.errors import TitanError
 from titancli.models.blocks.state import named_state
 
@@ -90,6 +91,8 @@ class Core:
     """Whether adapters began at zero, so that without them the model is what training began with."""
     busy: str | None = None
     """Why no verb can be called now, if so."""
+    unusable: Unusable | None = None
+    """Why no verb but `load` may be called any more, if so."""
     _weight: Tensor | None = field(default=None, repr=False)
     _loss: Tensor | None = field(default=None, repr=False)
     """The sum that is to be divided by the weight, of all calls since the last step."""
@@ -121,14 +124,27 @@ class Core:
             tokens_seen=self.tokens_seen,
         )
 
-    def ready(self, verb: str) -> None:
+    def ready(self, verb: str, mends: MendedBy | None = None) -> None:
         """See to it that a verb can be called.
 
+        Args:
+            mends: what the verb does for an engine that is unusable, if anything.
+
         Raises:
-            TitanError: the engine is closed, or in the middle of `sampling`.
+            TitanError: the engine is closed, in the middle of `sampling`, or unusable.
         """
         if self.busy is not None:
             raise TitanError(f"{verb}: the engine {self.busy}")
+        if self.unusable is not None and not self.unusable.mended_by_this(mends):
+            raise self.unusable.error(verb)
+
+    def spoil(self, why: str, mended_by: MendedBy = "load") -> None:
+        """Have each later verb refused: something has raised where nothing can be put back. Of several
+        reasons the worst stays, or the first of them."""
+        found = Unusable(why, mended_by)
+        if self.unusable is None or found.worse_than(self.unusable.mended_by):
+            self.unusable = found
+            self.version += 1  # weights may have changed
 
     def trained(self, verb: str) -> torch.optim.Optimizer:
         """The optimizer.
@@ -137,6 +153,9 @@ class Core:
             TitanError: there is none, or as in `ready`.
         """
         self.ready(verb)
+        return self._has_optimizer(verb)
+
+    def _has_optimizer(self, verb: str) -> torch.optim.Optimizer:
         if self.optimizer is None:
             raise TitanError(f"{verb} on a frozen engine", hint="build it with Engine.build, frozen=False")
         return self.optimizer
@@ -162,6 +181,10 @@ class Core:
     def save_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything a resume needs: tensors by name (the live ones, sharded), and counters as plain JSON."""
         self.ready("save_state")
+        return self.live_state()
+
+    def live_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The same, of an engine that may be unusable: to load into."""
         tensors = {f"model.{name}": tensor for name, tensor in self.saved_parameters()}
         if self.optimizer is not None:
             tensors |= optimizer_tensors(self.optimizer, self.trained_parameters())
@@ -207,7 +230,8 @@ class Core:
     ) -> dict[str, Any]:
         """Continue from a checkpoint made on any layout; with optimizer=False take its weights alone.
 
-        Gradients that were accumulated are forgotten. Collective.
+        Gradients that were accumulated are forgotten. Collective. Where it raises after it has begun to
+        replace anything, the engine is unusable until a `load` succeeds.
 
         Args:
             folder: a checkpoint, or a run, of which it takes the newest good one.
@@ -223,15 +247,18 @@ class Core:
         """
         from titancli.engine.opening import checkpoint_of
 
-        self.ready("load")
-        if optimizer:
-            self.trained("load(optimizer=True)")
         wanted = self.optimizer is not None if optimizer is None else optimizer
+        everything = wanted or self.optimizer is None
+        mends: MendedBy | None = "load" if everything else "weights"
+        self.ready("load" if everything else "load(optimizer=False)", None if exclude.patterns else mends)
+        if wanted:
+            self._has_optimizer("load(optimizer=True)")
         before = self.version
         state = load_state(
             self, checkpoint_of(Path(folder)), optimizer=wanted, verify=verify, exclude=exclude
         )
         self._has_new_weights(max(self.version, before + 1))
+        self.unusable = None
         return state
 
     def _has_new_weights(self, version: int) -> None:
@@ -286,25 +313,24 @@ class Core:
         accumulated gradients are forgotten. What Hugging Face has no name for (a balancing bias) stays.
 
         Raises:
-            TitanError: a name is unknown, missing or comes twice, or a shape is wrong: all are told, on every
-                rank, at the end. Weights that fit have been taken by then: load again before going on. Or
-                the model declares no Hugging Face form, or has adapters (which `weights` merges).
+            TitanError: a name is unknown, missing or comes twice, or a shape is wrong: all are reported, on
+                every rank, at the end. Weights that fit have been taken by then, and the engine is unusable
+                until weights are loaded again. Or the model declares no Hugging Face form, or has adapters
+                (which `weights` merges).
         """
-        self.ready("load_weights")
+        self.ready("load_weights", mends="weights")
         if self.adapters is not None:
             raise TitanError(
                 "load_weights: this engine has adapters beside its base, and whole weights are neither",
                 hint="build an engine without them, or load a checkpoint of theirs",
             )
-        if self.adapters is not None:
-            raise TitanError("load_weights: this engine trains adapters, whose base stays", hint="use load()")
-        try:
-            take_weights(self, self._form(), weights)
-        finally:
-            self._has_new_weights(self.version + 1)
-            for converter in self.converters:
-                for part in self.parts:
-                    converter.after_step(part)
+        before = self.version
+        take_weights(self, self._form(), weights)
+        self._has_new_weights(before + 1)
+        for converter in self.converters:
+            for part in self.parts:
+                converter.after_step(part)
+        self.unusable = None
 
     def _form(self) -> HFForm:
         if self.hf_form is None:

@@ -73,7 +73,11 @@ def take_weights(engine: Core, form: HFForm, weights: Iterable[NamedTensor] | No
     given: Iterator[Any] = iter(() if weights is None else weights)
     if weights is None and dist.get_rank() == 0:
         given = _nothing_given()
-    intake = Intake(dict(engine.plain_parameters()), parameter_shapes(engine), form)
+
+    def begin() -> None:
+        engine.spoil("load_weights has failed half way", "weights")
+
+    intake = Intake(dict(engine.plain_parameters()), parameter_shapes(engine), form, begin)
     for name, tensor in _everywhere(given, engine.device):
         intake.take(name, tensor)
     intake.finish()
@@ -82,13 +86,20 @@ def take_weights(engine: Core, form: HFForm, weights: Iterable[NamedTensor] | No
 class Intake:
     """Puts tensors in their places as they come, and remembers what was wrong. Every rank has one."""
 
-    def __init__(self, mine: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], form: HFForm) -> None:
+    def __init__(
+        self,
+        mine: dict[str, Tensor],
+        shapes: dict[str, tuple[int, ...]],
+        form: HFForm,
+        begin: Callable[[], None],
+    ) -> None:
         """
         Args:
             mine: this rank's parameters.
             shapes: of the whole model's.
+            begin: called before a parameter is replaced, here or on another rank.
         """
-        self._mine, self._shapes, self._form = mine, shapes, form
+        self._mine, self._shapes, self._form, self._begin = mine, shapes, form, begin
         self._wanted = {name: sources for name in shapes if (sources := form.sources(name))}
         self._owners = {source: name for name, sources in self._wanted.items() for source in sources}
         self._waiting: dict[str, dict[str, Tensor]] = {}
@@ -123,8 +134,10 @@ class Intake:
             given = " + ".join(str(list(tensor.shape)) for tensor in tensors)
             names = " + ".join(self._wanted[name])
             self._wrong["shapes differ"].append(f"{names} is {given}, {name} is {list(wanted)}")
-        elif name in self._mine:
-            put(self._mine[name], whole)
+        else:
+            self._begin()
+            if name in self._mine:
+                put(self._mine[name], whole)
 
     def finish(self) -> None:
         """

@@ -36,20 +36,28 @@ def optimizer_tensors(
 def initialise_state(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer that has not stepped yet create its state, changing no parameter.
 
-    A step with a learning rate and gradients of zero does it for any optimizer; its count is taken back.
+    A step with a learning rate and gradients of zero does it for any optimizer; its count is taken back. The
+    gradients that there are stay.
     """
     if optimizer.state:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
     rates = [group["lr"] for group in optimizer.param_groups]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    optimizer.zero_grad(set_to_none=True)
+    try:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        optimizer.step()
+    except BaseException:
+        optimizer.state.clear()
+        raise
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
     for state in optimizer.state.values():
         if isinstance(state.get("step"), Tensor):
             state["step"].zero_()
@@ -67,10 +75,14 @@ def load_state(
     from titancli.checkpoint import load_checkpoint
 
     told_adapters(engine, folder, base=engine.base)
-    tensors, _ = engine.save_state()
+    tensors, _ = engine.live_state()
     if not optimizer:
         tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
-    state = load_checkpoint(folder, tensors, verify=verify, exclude=exclude)
+
+    def begin() -> None:
+        engine.spoil(f"loading {folder} has failed half way", "load" if optimizer else "weights")
+
+    state = load_checkpoint(folder, tensors, verify=verify, exclude=exclude, begin=begin)
     for converter in engine.converters:
         for part in engine.parts:
             converter.after_step(part)

@@ -1,0 +1,100 @@
+"""An engine that nobody can put right says so, at each verb, until something does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.test_library import TINY, batch
+from titancli import Engine, TitanError
+from titancli.errors import EnvironmentProblem
+from titancli.models import Llama3
+from titancli.recipe.schema import Training
+
+GOOD = batch()
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    training = Training(steps=9, seq_len=16, mixed_precision_param="float32")
+    with Engine.of(Llama3(**TINY), training=training) as made:
+        yield made
+
+
+def damage(folder: Path) -> None:
+    """Change one byte of the numbers."""
+    path = next(folder.glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 64
+    path.write_bytes(data)
+
+
+def step(engine: Engine) -> float:
+    engine.forward_backward(GOOD)
+    return float(engine.optim_step()["grad_norm"])
+
+
+def refused(engine: Engine) -> None:
+    verbs: tuple[Any, ...] = (
+        lambda: engine.forward(GOOD),
+        lambda: engine.evaluate(GOOD),
+        lambda: engine.forward_backward(GOOD),
+        engine.optim_step,
+        lambda: engine.save("nowhere"),
+        lambda: dict(engine.weights()),
+        engine.sampling().__enter__,
+        engine.clear_gradients,
+    )
+    for verb in verbs:
+        with pytest.raises(TitanError, match=r"the engine is unusable: .* half way\n.*load"):
+            verb()
+
+
+def test_a_load_that_fails_half_way_is_mended_by_one_that_does_not(engine: Engine, tmp_path: Path) -> None:
+    step(engine)
+    for name in ("step-1", "step-2"):
+        engine.save(tmp_path / name)
+    expected = step(engine)
+    damage(tmp_path / "step-2")
+    with pytest.raises(EnvironmentProblem):
+        engine.load(tmp_path / "step-2")
+    refused(engine)
+    with pytest.raises(TitanError, match="the engine is unusable"):
+        engine.load(tmp_path / "step-1", optimizer=False)  # the optimizer's state would stay as it is
+    with pytest.raises(TitanError, match="the engine is unusable"):
+        engine.load_weights(None)
+    engine.load(tmp_path / "step-1")
+    assert step(engine) == expected
+
+
+def test_weights_that_come_half_way_are_mended_by_whole_ones(engine: Engine) -> None:
+    kept = {name: tensor.clone() for name, tensor in engine.weights()}
+    expected = engine.forward(GOOD)
+    name = next(iter(kept))
+    with pytest.raises(TitanError, match="not this model's weights"):
+        engine.load_weights([(name, torch.zeros_like(kept[name]))])
+    refused(engine)
+    engine.load_weights(kept.items())
+    assert torch.equal(engine.forward(GOOD), expected)
+
+
+def test_a_load_that_fails_before_it_begins_changes_nothing(engine: Engine, tmp_path: Path) -> None:
+    engine.forward_backward(GOOD)
+    gradients = [p.grad.clone() for _, p in engine.named_parameters()]
+    with pytest.raises(EnvironmentProblem):
+        engine.load(tmp_path)
+    assert engine.status["accumulated"] == 1
+    for (name, parameter), gradient in zip(engine.named_parameters(), gradients, strict=True):
+        assert torch.equal(parameter.grad.to_local(), gradient.to_local()), name
+
+
+def test_what_no_load_mends_needs_a_new_engine(engine: Engine, tmp_path: Path) -> None:
+    engine.save(tmp_path / "step-0")
+    engine.spoil("rank 1 is gone", "nothing")
+    engine.spoil("and this is said after it")
+    with pytest.raises(TitanError, match="load: the engine is unusable: rank 1 is gone\nbuild a new engine"):
+        engine.load(tmp_path / "step-0")
