@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.data.helpers import global_rows, make, same
-from titancli.data import ByteTokenizer, Chat, HFTokenizer
+from titancli.data import ByteTokenizer, Chat, HFTokenizer, Preference
 from titancli.data.batch import IGNORE
 from titancli.data.chat import best_fit
 from titancli.data.chat_template import MARKERS, assistant_spans
@@ -120,6 +120,120 @@ def test_a_turn_that_only_seems_to_begin_alike_is_not_taken() -> None:
 
     with pytest.raises(RecipeError, match="in another way"):
         assistant_spans(render, TALK, 0, "here")
+
+
+CHATML = (
+    "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] | trim }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+CHATML_MARKED = CHATML.replace(
+    "{{ m['content'] | trim }}<|end|>\n",
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] | trim }}<|end|>\n{% endgeneration %}"
+    "{% else %}{{ m['content'] | trim }}<|end|>\n{% endif %}",
+)
+LLAMA3 = "{{ '<|begin|>' }}" + CHATML.replace("<|end|>\n", "<|end|>").replace("|>\n", "|>\n\n")
+# An end marker in letters, which a tokenizer may merge with the line break; and none but line breaks.
+LETTERS = CHATML.replace("<|end|>\n", " END\n")
+NOTHING = CHATML.replace("<|end|>\n", "\n\n")
+
+
+@pytest.mark.parametrize(
+    ("template", "marker", "behind"),
+    [
+        (CHATML, "<|end|>", "\n"),
+        (CHATML_MARKED, "<|end|>", "\n"),
+        (CHATML.replace("<|end|>\n", "<|end|> \n\n"), "<|end|>", " \n\n"),
+        (LLAMA3, "<|end|>", ""),
+        (LETTERS, " END", "\n"),
+        (NOTHING, "\n\n", ""),
+    ],
+    ids=["chatml", "chatml, marked", "more space", "llama 3", "letters", "no marker"],
+)
+def test_a_turn_ends_with_its_end_marker_and_the_line_break_behind_it_only_on_demand(
+    tokenizer_with: Any, template: str, marker: str, behind: str
+) -> None:
+    tokenizer = tokenizer_with(template)
+    turns = ["return it" + marker, "the end" + marker]
+    assert trained(tokenizer, TALK) == turns
+    assert trained(tokenizer, TALK, first=4) == turns[1:]
+    assert trained(tokenizer, TALK, trailing_newline=True) == [turn + behind for turn in turns]
+
+
+@pytest.mark.parametrize("content", ["", "<|end|>", "x\n", "END", "]"])
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, LETTERS], ids=["chatml", "marked", "letters"])
+def test_what_a_turn_says_does_not_change_where_it_ends(
+    tokenizer_with: Any, template: str, content: str
+) -> None:
+    talk = [*TALK[:2], said("assistant", content), *TALK[3:]]
+    [first, last] = trained(tokenizer_with(template), talk)
+    marker = " END" if template is LETTERS else "<|end|>"
+    assert (first, last) == (content.strip() + marker, "the end" + marker)
+
+
+def test_a_token_of_the_marker_and_the_line_break_is_the_turns(tmp_path: Path) -> None:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens = Tokenizer(
+        models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
+    )
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokens.decoder = decoders.ByteLevel()
+    tokens.add_special_tokens([AddedToken("<|end|>", rstrip=True), "<|user|>", "<|assistant|>"])
+    tokens.save(str(tmp_path / "tokenizer.json"))
+    config = {"eos_token": "<|end|>", "chat_template": CHATML, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = build(HFTokenizer(path=tmp_path))
+    talk = [said("user", "q"), said("assistant", "a")]
+    ids, mask = tokenizer.chat_with_mask(talk)
+    assert [i for i, flag in zip(ids, mask, strict=True) if flag] == [
+        *tokenizer.encode("a"),
+        tokenizer.eos_id,
+    ]
+    assert (ids, mask) == tokenizer.chat_with_mask(talk, trailing_newline=True)
+
+
+def test_targets_end_with_the_marker_unless_the_recipe_says_otherwise(
+    tokenizer_with: Any, tmp_path: Path
+) -> None:
+    tokenizer = tokenizer_with(CHATML)
+    path = lines(tmp_path / "rows.jsonl", [{"messages": TALK}])
+    newline = tokenizer.encode("\n")
+    for wanted in (False, True):
+        config = Chat(path=path, trailing_newline=wanted, repeat=False)
+        data = make(config, tokenizer=tokenizer, seq_len=128, rows=1)
+        targets = [i for i in next(iter(data))["targets"].flatten().tolist() if i != IGNORE]
+        assert targets.count(tokenizer.eos_id) == 2
+        assert targets.count(newline[0]) == 2 * wanted
+    with pytest.raises(RecipeError, match="trailing_newline: the chat template of ByteTokenizer"):
+        make(Chat(path=path, trailing_newline=True))
+    with pytest.raises(EnvironmentProblem, match="trailing_newline was False and is True"):
+        state = make(Chat(path=path), tokenizer=tokenizer).state_dict()
+        make(Chat(path=path, trailing_newline=True), tokenizer=tokenizer).load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", [Chat, Preference])
+def test_a_run_that_began_before_there_was_a_choice_goes_on_as_it_began(
+    tokenizer_with: Any, tmp_path: Path, kind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer, pair = (
+        tokenizer_with(CHATML),
+        {"chosen": TALK, "rejected": [*TALK[:4], said("assistant", "x")]},
+    )
+    path = lines(tmp_path / "rows.jsonl", [{"messages": TALK, **pair}])
+
+    def resumed(state: Any) -> Any:
+        data = make(kind(path=path), tokenizer=tokenizer, seq_len=128)
+        data.load_state_dict(state)
+        return data
+
+    state = make(kind(path=path), tokenizer=tokenizer, seq_len=128).state_dict()
+    [newline] = tokenizer.encode("\n")
+    assert newline not in next(iter(resumed(state)))["targets"] and not caplog.text
+    del state["data"]["trailing_newline"]
+    data = resumed(state)
+    assert newline in next(iter(data))["targets"]
+    assert "line break behind end markers" in caplog.text
+    assert newline in next(iter(resumed(data.state_dict())))["targets"]  # and again
 
 
 def test_the_byte_tokenizers_template_ends_messages_with_what_no_text_holds() -> None:

@@ -139,7 +139,10 @@ class Chat:
     messages: str = "messages"
     """The key of a row that holds its messages, `{"role": …, "content": …}` each."""
     train_on: Literal["assistant", "all"] = "assistant"
-    """Whether targets are what the assistant says, or every token."""
+    """Whether targets are what the assistant says, up to its end marker, or every token."""
+    trailing_newline: bool = False
+    """The line break that a chat template puts behind the assistant's end marker (ChatML: `<|im_end|>\\n`) is
+    a target too; false: the end marker is a turn's last one."""
     pack: bool = True
     """Several whole conversations share a row and do not see each other; false: one a row."""
     too_long: Literal["cut", "skip"] = "cut"
@@ -159,6 +162,8 @@ class Chat:
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from hub_keys(self)
+        if self.trailing_newline and self.train_on == "all":
+            yield "trailing_newline", 'every token is a target under train_on = "all": leave it out'
         ring = getattr(recipe.parallelize, "context_parallel", None) == "ring"
         if self.pack and ring and recipe.mesh.cp != 1:
             message = 'parallelize.context_parallel = "ring" cannot keep conversations of a row apart: write '

@@ -7,7 +7,9 @@ is n - 1 long: its last token is a target and no input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +23,8 @@ from titancli.errors import RecipeError
 from titancli.observe.metrics import report
 from titancli.registry.kinds import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 
 class Conversation(NamedTuple):
     """Tokens, and which of them are trained on."""
@@ -31,14 +35,70 @@ class Conversation(NamedTuple):
     """[n] bool; the first is nobody's target."""
 
 
+class Masked:
+    """A tokenizer's conversations, and which of their tokens are the assistant's."""
+
+    def __init__(self, tokenizer: Any, *, trailing_newline: bool = False) -> None:
+        """
+        Raises:
+            RecipeError: the tokenizer does not tell which tokens an assistant said, or not whether a line
+                break behind its end marker is among them.
+        """
+        if not hasattr(tokenizer, "chat_with_mask"):
+            raise RecipeError(
+                f"the tokenizer ({type(tokenizer).__name__}) does not tell which tokens are the assistant's",
+                hint="take one that has chat_with_mask, such as hf",
+            )
+        self._tokenizer = tokenizer
+        knows = "trailing_newline" in inspect.signature(tokenizer.chat_with_mask).parameters
+        if trailing_newline and not knows:
+            raise RecipeError(
+                f"dataset.trailing_newline: the chat template of {type(tokenizer).__name__} is not known to "
+                "put one behind its end marker",
+                hint="leave it out",
+            )
+        self.trailing_newline = trailing_newline
+        self._options = {"trailing_newline": trailing_newline} if knows else {}
+
+    def __call__(self, messages: list[dict[str, Any]], first: int = 0) -> tuple[list[int], list[bool]]:
+        return self._tokenizer.chat_with_mask(messages, first=first, **self._options)
+
+    def as_before(self) -> None:
+        """With the line break behind end markers, which was a target before there was a choice."""
+        if self._options and not self._options["trailing_newline"]:
+            self._options = {"trailing_newline": True}
+            logger.warning(
+                "the checkpoint is of a run whose targets have the line break behind end markers, if the "
+                "chat template puts one there; it goes on so (a new run has trailing_newline = false)"
+            )
+
+
+class ConversationRows(RowDataset):
+    """Rows of conversations, which know a position that was saved before `trailing_newline` was a choice."""
+
+    def __init__(
+        self, *parts: Any, masked: Masked | None, settings: Mapping[str, Any], **options: Any
+    ) -> None:
+        """`masked`: None where every token is trained on."""
+        chosen = {} if masked is None else {"trailing_newline": masked.trailing_newline}
+        super().__init__(*parts, settings={**settings, **chosen}, **options)
+        self._masked = masked
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._masked is not None and "trailing_newline" not in state.get("data", self._identity):
+            self._masked.as_before()
+            self._identity.pop("trailing_newline", None)
+        super().load_state_dict(state)
+
+
 class ConversationReader:
     """Makes conversations of rows."""
 
-    def __init__(self, config: Chat, tokenizer: Any, seq_len: int) -> None:
+    def __init__(self, config: Chat, tokenizer: Any, seq_len: int, masked: Masked | None) -> None:
+        """`masked`: None where every token is trained on."""
         self._config, self._tokenizer, self._seq_len = config, tokenizer, seq_len
+        self._masked = masked
         self._cut = 0
-        if config.train_on == "assistant":
-            require_mask(tokenizer)
 
     def __call__(self, row: dict[str, Any]) -> Conversation:
         """
@@ -48,13 +108,13 @@ class ConversationReader:
         """
         key = self._config.messages
         messages = check_messages(key, value_of(row, key))
-        if self._config.train_on == "all":
+        if self._masked is None:
             ids = self._tokenizer.chat(messages)
             mask = [True] * len(ids)
         else:
             if not any(message["role"] == "assistant" for message in messages):
                 raise BadRow(f"{key!r} has no message of the assistant")
-            ids, mask = self._tokenizer.chat_with_mask(messages)
+            ids, mask = self._masked(messages)
         longest = self._seq_len + 1
         if len(ids) > longest and self._config.too_long == "skip":
             raise BadRow(f"it has {len(ids)} tokens, and a row takes {longest} (training.seq_len)")
@@ -65,18 +125,6 @@ class ConversationReader:
             self._cut += 1
             report("cut_rows", self._cut, reduce="max")
         return found
-
-
-def require_mask(tokenizer: Any) -> None:
-    """
-    Raises:
-        RecipeError: the tokenizer does not tell which tokens an assistant said.
-    """
-    if not hasattr(tokenizer, "chat_with_mask"):
-        raise RecipeError(
-            f"the tokenizer ({type(tokenizer).__name__}) does not tell which tokens are the assistant's",
-            hint="take one that has chat_with_mask, such as hf",
-        )
 
 
 class PackedRows:
@@ -144,17 +192,18 @@ def row_of(
 
 def build(
     config: Chat, *, tokenizer: Tokenizer, seq_len: int, seed: int, dp_rank: int, **runtime: Any
-) -> RowDataset:
+) -> ConversationRows:
     """`[dataset] type = "chat"`.
 
     Raises:
         EnvironmentProblem: there is nothing to read.
         RecipeError: the tokenizer has no chat template.
     """
-    read: Callable[[dict[str, Any]], Conversation] = ConversationReader(config, tokenizer, seq_len)
+    masked = Masked(tokenizer, trailing_newline=config.trailing_newline) if config.train_on != "all" else None
+    read = ConversationReader(config, tokenizer, seq_len, masked)
     rows = rows_of(config, "chat", seed=seed, dp_rank=dp_rank)
     settings = {"messages": config.messages, "train_on": config.train_on, "too_long": config.too_long}
-    return RowDataset(
+    return ConversationRows(
         ChatExamples(rows, read, strict=config.strict),
         PackedRows(seq_len, tokenizer.eos_id, pack=config.pack),
         tokenizer=tokenizer,
@@ -162,5 +211,6 @@ def build(
         dp_rank=dp_rank,
         repeat=config.repeat,
         settings={**settings, "pack": config.pack},
+        masked=masked,
         **runtime,
     )

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titancli.data import Preference
-from titancli.data.chat import Conversation, require_mask, row_of
+from titancli.data.chat import Conversation, ConversationRows, Masked, row_of
 from titancli.data.chat_source import ChatExamples, check_messages, rows_of
 from titancli.data.jsonl import BadRow, check_characters, value_of
-from titancli.data.rows import Row, RowDataset
+from titancli.data.rows import Row
 from titancli.errors import RecipeError
 from titancli.registry.kinds import Tokenizer
 
@@ -32,9 +32,8 @@ class Pair(NamedTuple):
 class PairReader:
     """Makes pairs of rows."""
 
-    def __init__(self, config: Preference, tokenizer: Any, seq_len: int) -> None:
-        require_mask(tokenizer)
-        self._config, self._tokenizer, self._seq_len = config, tokenizer, seq_len
+    def __init__(self, config: Preference, masked: Masked, seq_len: int) -> None:
+        self._config, self._masked, self._seq_len = config, masked, seq_len
 
     def __call__(self, row: dict[str, Any]) -> Pair:
         """
@@ -56,7 +55,7 @@ class PairReader:
     def _answer(self, key: str, messages: list[dict[str, Any]], first: int) -> Conversation:
         if not any(message["role"] == "assistant" for message in messages[first:]):
             raise BadRow(f"{key!r} has no answer of the assistant of its own")
-        ids, mask = self._tokenizer.chat_with_mask(messages, first=first)
+        ids, mask = self._masked(messages, first)
         longest = self._seq_len + 1
         if len(ids) > longest:  # a cut answer is another one, so the pair is left out
             raise BadRow(f"{key!r} has {len(ids)} tokens, and a row takes {longest} (training.seq_len)")
@@ -127,7 +126,7 @@ def build(
     seed: int,
     dp_rank: int,
     **runtime: Any,
-) -> RowDataset:
+) -> ConversationRows:
     """`[dataset] type = "preference"`.
 
     Raises:
@@ -138,9 +137,10 @@ def build(
         raise RecipeError(
             f"training.local_batch_size = {rows}: a pair is two rows", hint="write an even number"
         )
-    read = PairReader(config, tokenizer, seq_len)
+    masked = Masked(tokenizer)
+    read = PairReader(config, masked, seq_len)
     found = rows_of(config, "preference", seed=seed, dp_rank=dp_rank)
-    return RowDataset(
+    return ConversationRows(
         ChatExamples(found, read, strict=config.strict),
         PairRows(seq_len, tokenizer.eos_id, reference=config.reference_logps),
         tokenizer=tokenizer,
@@ -149,5 +149,6 @@ def build(
         dp_rank=dp_rank,
         repeat=config.repeat,
         settings={"pairs": True, "reference_logps": config.reference_logps},
+        masked=masked,
         **runtime,
     )

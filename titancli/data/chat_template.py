@@ -3,6 +3,9 @@
 A template may mark what the assistant says with `{% generation %}`. Where it has no markers, the turns are
 found in the rendered text: what is rendered of the messages before a turn, with the prompt to generate it,
 must be how the whole begins. A template for which that does not hold is refused: nothing is guessed.
+
+A turn ends with its end marker. The line break that many templates put behind it (ChatML: `<|im_end|>\n`) is
+no part of the turn unless it is asked for: a model that has said the marker is not sampled from any further.
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ class ChatTemplate:
         self._tokenizer, self._folder = tokenizer, folder
         self.text = str(tokenizer.chat_template)
         self.has_markers = MARKERS.search(self.text) is not None
+        added = {token: i for token, i in tokenizer.get_added_vocab().items() if token.strip()}
+        self._ends, self._end_ids = tuple(added), frozenset(added.values())
 
     def ids(self, messages: Messages, *, add_generation_prompt: bool = False) -> list[int]:
         """
@@ -56,26 +61,54 @@ class ChatTemplate:
             )
         )
 
-    def ids_and_mask(self, messages: Messages, first: int = 0) -> tuple[list[int], list[bool]]:
+    def ids_and_mask(
+        self, messages: Messages, first: int = 0, *, trailing_newline: bool = False
+    ) -> tuple[list[int], list[bool]]:
         """Ids, and which of them belong to assistant turns among `messages[first:]`.
+
+        A token belongs to where it begins; one that holds the end marker and the line break behind it is the
+        turn's.
+
+        Args:
+            trailing_newline: with the line break behind the end marker.
 
         Raises:
             ChatRefused: the template does not take these messages.
             RecipeError: it has no markers, and renders a turn in another way when others follow.
         """
         if self.has_markers:
-            return self._marked(messages, first)
+            return self._marked(messages, first, trailing_newline)
         text = self._render(messages)
         spans = assistant_spans(self._render, messages, first, str(self._folder))
+        if not trailing_newline:
+            turns = [message for message in messages[first:] if message["role"] == "assistant"]
+            spans = [
+                (start, self._marker_end(text[start:end], message, start))
+                for (start, end), message in zip(spans, turns, strict=True)
+            ]
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        # A token belongs to where it begins; one that begins before a turn was no answer to it.
-        mask = [
+        mask = [  # a token that begins before a turn was no answer to it
             any(start <= at < end for start, end in spans) and after > at
             for at, after in encoded["offset_mapping"]
         ]
         return list(encoded["input_ids"]), mask
 
-    def _marked(self, messages: Messages, first: int) -> tuple[list[int], list[bool]]:
+    def _marker_end(self, turn: str, message: dict[str, Any], start: int) -> int:
+        """Where a turn that begins at `start` ends without the space behind its end marker.
+
+        The marker is a token that was added to the vocabulary, or what else stands behind the content. Of a
+        turn without one the space is all that ends it, and stays.
+        """
+        bare = turn.rstrip()
+        said = (message.get("content") or "").strip()
+        indent = len(bare) - len(bare.lstrip())
+        at = indent if bare.startswith(said, indent) else bare.rfind(said)
+        marked = bare.endswith(self._ends) or (
+            "tool_calls" not in message and 0 <= at < len(bare) - len(said)
+        )
+        return start + len(bare if marked else turn)
+
+    def _marked(self, messages: Messages, first: int, trailing_newline: bool) -> tuple[list[int], list[bool]]:
         found = self._apply(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         mask = [bool(flag) for flag in found["assistant_masks"]]
         turns = sum(message["role"] == "assistant" for message in messages)
@@ -91,7 +124,22 @@ class ChatTemplate:
             for flag, length in runs:
                 seen += flag
                 mask += [flag and seen > earlier] * length
-        return list(found["input_ids"]), mask
+        ids = list(found["input_ids"])
+        return ids, mask if trailing_newline else self._without_newlines(ids, mask)
+
+    def _without_newlines(self, ids: list[int], mask: list[bool]) -> list[bool]:
+        """The mask without tokens of space that stand between an end marker and the end of a stretch."""
+        result, at = list(mask), 0
+        for flag, run in groupby(mask):
+            start, at = at, at + len(list(run))
+            last = at
+            while flag and last > start and not self._tokenizer.decode([ids[last - 1]]).strip():
+                if ids[last - 1] in self._end_ids:
+                    break
+                last -= 1
+            if flag and start < last < at and ids[last - 1] in self._end_ids:
+                result[last:at] = [False] * (at - last)
+        return result
 
     def _render(self, messages: Messages, add_generation_prompt: bool = False) -> str:
         return self._apply(messages, tokenize=False, add_generation_prompt=add_generation_prompt)

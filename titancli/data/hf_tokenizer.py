@@ -82,10 +82,10 @@ class HFTokenizer:
         return self._template().ids(messages, add_generation_prompt=add_generation_prompt)
 
     def chat_with_mask(
-        self, messages: list[dict[str, Any]], *, first: int = 0
+        self, messages: list[dict[str, Any]], *, first: int = 0, trailing_newline: bool = False
     ) -> tuple[list[int], list[bool]]:
         """The same, and which ids are of assistant turns among `messages[first:]`; see `ChatTemplate`."""
-        return self._template().ids_and_mask(messages, first)
+        return self._template().ids_and_mask(messages, first, trailing_newline=trailing_newline)
 
     @property
     def chat_fingerprint(self) -> str:

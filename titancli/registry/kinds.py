@@ -199,8 +199,9 @@ class Tokenizer(Protocol):
     integers), `bos_id: int | None`, `adds_bos: bool` (a text to continue begins with bos), and
     `fingerprint: str`, which changes when its ids do, `chat_fingerprint` for those of `chat`; and to train on
     what an assistant says `chat_with_mask(messages, *, first=0) -> (ids, mask)`: the ids of `chat`, and
-    which of them are of assistant turns among `messages[first:]`. What a template does not take is a
-    `titancli.data.chat_template.ChatRefused`.
+    which of them are of assistant turns among `messages[first:]`, the end marker included. One that takes
+    `trailing_newline: bool = False` too can include the line break that its template puts behind the marker.
+    What a template does not take is a `titancli.data.chat_template.ChatRefused`.
     """
 
     vocab_size: int
