@@ -77,8 +77,8 @@ def runs_again_outside(block: nn.Module, section: ActivationCheckpoint) -> bool:
 
 
 def _recomputing(forward: Callable[..., Any], context: Callable[[], Any] | None) -> Callable[..., Any]:
-    # Nothing in a block draws random numbers, so their state need not be kept.
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    # A converter may have put dropout into any block: what is run again must draw the same numbers.
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
     if context is not None:
         options["context_fn"] = context
     return partial(checkpoint, forward, **options)
@@ -89,7 +89,8 @@ def _keep_products() -> Any:
     seen: dict[bool, int] = defaultdict(int)
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in KEPT:
+        # What draws runs again, so that what draws after it finds the generator where it was.
+        if op in KEPT and not draws(op, args, kwargs):
             return CheckpointPolicy.MUST_SAVE
         if op in MATRIX_PRODUCTS:
             seen[context.is_recompute] += 1
@@ -98,3 +99,13 @@ def _keep_products() -> Any:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+def draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of an operator takes random numbers. Attention does where it drops weights."""
+    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
+        return False
+    for place, argument in enumerate(op._schema.arguments):
+        if argument.name == "dropout_p":
+            return bool(args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value))
+    return True

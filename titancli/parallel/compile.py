@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,6 +9,7 @@ from torch import nn
 
 from titancli.errors import RecipeError
 from titancli.parallel.activation_checkpoint import parts
+from titancli.parallel.budget import in_our_words, within_budget
 from titancli.recipe.schema import ActivationCheckpoint, Compile
 
 RECOMPILES = 64
@@ -39,23 +38,8 @@ def compile_model(model: nn.Module, section: Compile, activation_checkpoint: Act
             for module, name in parts(block):
                 # The forward, not the module: FSDP2's hooks stay outside of the compiled code, which blocks
                 # of one shape share.
-                compiled = torch.compile(getattr(module, name), backend=backend, fullgraph=True)
-                setattr(module, name, compiled)
+                compiled: Any = torch.compile(getattr(module, name), backend=backend, fullgraph=True)
+                setattr(module, name, in_our_words(compiled) if backend is not section.backend else compiled)
     output: Any = getattr(model, "output", None)  # a pipeline stage may have none
     if "loss" in section.components and hasattr(output, "loss_backend"):
         output.loss_backend = section.backend
-
-
-@lru_cache  # blocks share compiled code only while their backend is one object
-def within_budget(backend: str, budget: float) -> Callable[..., Any]:
-    """A backend that may keep this share of a graph's activations for backward, and makes the others again.
-
-    The partitioner chooses, by the time that each would take (`torch._functorch.config`); the setting holds
-    while a graph is compiled, and nowhere else.
-    """
-
-    def compile_graph(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        with torch._functorch.config.patch(activation_memory_budget=budget):
-            return torch._dynamo.lookup_backend(backend)(graph, inputs, **options)
-
-    return compile_graph

@@ -226,7 +226,7 @@ ACTIVATION_CHECKPOINT = [
         False,
         "no curve of budgets is drawn",
     ),
-    told("activation_checkpoint.preserve_rng_state", bool, True, "nothing that is recomputed is random"),
+    told("activation_checkpoint.preserve_rng_state", bool, True, "random state is always kept"),
     told("activation_checkpoint.determinism_check", str, "default", "torch's default check is used"),
     told("activation_checkpoint.debug", bool, False, "there is no debug output of recomputing"),
 ]
