@@ -13,6 +13,7 @@ from tests.engine.cases import Layout, my_batches, recipe, wholes
 from titancli.converters import LoRA
 from titancli.engine import Engine
 from titancli.errors import TitanError
+from titancli.parallel.tensor import local
 from titancli.recipe.schema import Recipe
 
 RANK, ALPHA = 4, 6.0
@@ -111,3 +112,32 @@ def refused(weights: Path, load: Path | None, lora: LoRA | None) -> str:
     finally:
         dist.barrier()
     return "nothing"
+
+
+def save_random(folder: Path, config: Any) -> None:
+    """A base in which nothing is at its initial value: biases are not 0, norms not 1."""
+    engine = Engine.build(recipe(Layout(config=config)))
+    with torch.no_grad():
+        for number, (_, parameter) in enumerate(engine.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+            local(parameter).add_(0.2 * noise)  # of one rank: the whole
+    engine.save(folder)
+
+
+def merged_of(layout: Layout, base: Path, lora: LoRA) -> dict[str, Any]:
+    """After two steps: `weights()` and what `push_weights` hands on; the adapters; and log-probabilities of
+    the model with adapters."""
+    engine = Engine.build(lora_recipe(layout, base, lora))
+    for step in range(2):
+        engine.forward_backward(my_batches(engine, step))
+        engine.optim_step()
+    pushed: dict[str, torch.Tensor] = {}
+    engine.push_weights(lambda name, tensor: pushed.update({name: tensor.clone()}))
+    weights = [(name, None if tensor is None else tensor.clone()) for name, tensor in engine.weights()]
+    return {
+        "names": [name for name, _ in weights],
+        "weights": {name: tensor for name, tensor in weights if tensor is not None},
+        "pushed": pushed,
+        "adapters": wholes(engine.trained_parameters()),
+        "log-probs": engine.forward(my_batches(engine, 3)[0]),
+    }

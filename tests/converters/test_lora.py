@@ -15,17 +15,24 @@ from tests.converters.lora_cases import (
     against_merged,
     begin_with_adapters,
     load_adapters,
+    merged_of,
     refused,
     save_adapters,
     save_base,
+    save_random,
     steps,
 )
 from tests.engine.cases import Layout, recipe
+from tests.models.hf_configs import CONFIGS, LLAMA
 from tests.ranks import Ranks
+from tests.ranks.layouts import GPT_OSS
 from tests.run.conftest import Finished, here, train  # noqa: F401 - fixtures
+from titancli.checkpoint import CheckpointReader
+from titancli.checkpoint.which import hf_form
 from titancli.converters import LoRA
 from titancli.converters.lora import Adapters, merge
 from titancli.errors import RecipeError
+from titancli.models import HFCausalLM
 from titancli.recipe.check import component_checks
 from titancli.registry.component import build
 
@@ -167,10 +174,94 @@ def test_what_cannot_go_with_it_is_told_by_the_recipe() -> None:
     assert "adapters need a base" in said and "lora and float8_linear change the same layers" in said
 
 
-def test_merging_keeps_the_weights_dtype() -> None:
+# ------------------------------------------------------------------------------------------------ biases
+
+PLAIN_GPT_OSS = replace(
+    GPT_OSS, moe=replace(GPT_OSS.moe, load_balance_coeff=None)
+)  # its wq and wo are square
+QWEN2 = HFCausalLM(config={**LLAMA, "model_type": "qwen2"})  # q, k and v have biases
+ODD = HFCausalLM(  # all have, and no size is a multiple of another
+    config={**LLAMA, "attention_bias": True, "mlp_bias": True, "hidden_size": 35, "head_dim": 6}
+    | {"intermediate_size": 37, "num_attention_heads": 5, "num_key_value_heads": 1}
+)
+BIASED = {"gpt_oss": PLAIN_GPT_OSS, "qwen2": QWEN2, "odd": ODD}
+BIASED_LAYOUTS = {
+    "gpt_oss": (1, Layout(config=PLAIN_GPT_OSS)),
+    "gpt_oss, TP2": (2, Layout({"tp": 2}, config=PLAIN_GPT_OSS)),
+    "gpt_oss, PP2": (2, Layout({"pp": 2}, config=PLAIN_GPT_OSS)),
+    "qwen2, TP2": (2, Layout({"tp": 2}, config=QWEN2)),
+    "odd": (1, Layout(config=ODD)),
+    "odd, FSDP2": (2, Layout({"dp_shard": 2}, config=ODD)),
+}
+THREE = LoRA(rank=3, alpha=5.0)
+
+
+@pytest.fixture(scope="module")
+def biased_bases(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {name: tmp_path_factory.mktemp("biased") / name for name in BIASED}
+    for name, folder in folders.items():
+        ranks(1, save_random, folder, BIASED[name])
+    return folders
+
+
+@pytest.mark.parametrize("name", BIASED_LAYOUTS)
+def test_a_bias_stays_the_bases_and_only_the_weight_gets_the_product(
+    ranks: Ranks, biased_bases: dict[str, Path], name: str
+) -> None:
+    """On every layout the same; biases bit for bit, weights as fp64 has them."""
+    world, layout = BIASED_LAYOUTS[name]
+    family = name.partition(",")[0]
+    base = CheckpointReader(biased_bases[family], prefix="model.")
+    form = hf_form(BIASED[family])
+    first, *others = ranks(world, merged_of, layout, biased_bases[family], THREE)
+    found = first["weights"]
+    adapters = {key: value for result in (first, *others) for key, value in result["adapters"].items()}
+    assert any(key.endswith("lora_b") and value.any() for key, value in adapters.items())
+    expected: dict[str, torch.Tensor] = {}
+    for key in base.names():
+        whole = base.read(key)
+        layer = key.removesuffix(".weight")
+        if key.endswith(".weight") and f"{layer}.lora_a" in adapters:
+            a, b = (adapters[f"{layer}.{own}"].double() for own in ("lora_a", "lora_b"))
+            whole = (whole.double() + 5.0 / 3.0 * b @ a).float()
+        expected |= dict(form.to_hf(key, whole))
+    assert first["names"] == list(found) and found.keys() == expected.keys()
+    assert any(key.endswith("bias") for key in found)
+    for key, value in expected.items():
+        if key.endswith("bias"):
+            assert torch.equal(found[key], value), key
+        assert far(found[key], value) < 1e-6, key
+        assert torch.equal(first["pushed"][key], found[key]), key
+    for other in others:
+        assert other["names"] == first["names"] and not other["weights"]
+
+
+@pytest.mark.parametrize("name", ["gpt_oss, TP2", "qwen2, TP2", "odd, FSDP2"])
+def test_layers_with_a_bias_train_alike_on_every_layout(
+    ranks: Ranks, biased_bases: dict[str, Path], name: str
+) -> None:
+    world, layout = BIASED_LAYOUTS[name]
+    family = name.partition(",")[0]
+    [alone] = ranks(1, steps, Layout(config=BIASED[family]), biased_bases[family])
+    for result in ranks(world, steps, layout, biased_bases[family]):
+        assert result.keys() == alone.keys()
+        assert [key for key in alone if far(result[key], alone[key]) > TOLERANCE] == []
+
+
+def test_a_model_of_which_no_layer_fits_is_refused() -> None:
+    with torch.device("meta"):
+        model = build(HFCausalLM(config=CONFIGS["gpt2"]), seq_len=16)  # Conv1D, and no plan
+    with pytest.raises(RecipeError, match="no layer of this model can have an adapter"):
+        Adapters(LoRA()).convert(model)
+
+
+# ---------------------------------------------------------------------------------------------- precision
+
+
+def test_a_merge_is_rounded_by_who_writes_it_alone() -> None:
     weight = torch.ones(2, 3, dtype=torch.bfloat16)
-    merged = merge(weight, torch.ones(1, 3), torch.full((2, 1), 2.0), 0.5)
-    assert merged.dtype == torch.bfloat16 and (merged == 2).all()
+    merged = merge(weight, torch.ones(1, 3), torch.full((2, 1), 2.0 + 2**-9), 0.5)
+    assert merged.dtype == torch.float32 and (merged == 2 + 2**-10).all()
 
 
 # ------------------------------------------------------------------------------------------- by commands

@@ -72,31 +72,35 @@ def require_base(told: dict[str, Any], folder: Path, base: dict[str, str] | None
 
 
 class MergedReader:
-    """The weights of a base with adapters added in, one tensor at a time."""
+    """The weights of a base with adapters added in, one tensor at a time.
+
+    What is added to is read in fp32, whatever the base's dtype is (`dtype`): who writes it rounds it, once.
+    """
 
     def __init__(self, adapters: CheckpointReader, base: Tensors, scale: float) -> None:
         self.folder, self.manifest = adapters.folder, adapters.manifest
-        self._adapters, self._base, self._scale = adapters, base, scale
+        self.adapters, self.base, self.scale = adapters, base, scale
         self._own = set(adapters.names())
         wanted = {name.removesuffix(OWN[0]) + ".weight" for name in self._own if name.endswith(OWN[0])}
         if missing := wanted - set(base.names()):
             raise TitanError(f"{self.folder} holds adapters of {min(missing)}, which their base has not")
 
     def names(self) -> list[str]:
-        return list(self._base.names())
+        return list(self.base.names())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._base.shape(name))
+        return tuple(self.base.shape(name))
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._base.dtype(name)
+        return self.base.dtype(name)
 
     def read(self, name: str) -> Tensor:
-        weight = self._base.read(name)
-        a, b = (name.removesuffix(".weight") + end for end in OWN)
-        if a not in self._own:
+        weight = self.base.read(name)
+        layer, _, own = name.rpartition(".")
+        a, b = (layer + end for end in OWN)
+        if own != "weight" or a not in self._own:
             return weight
-        return merge(weight, self._adapters.read(a), self._adapters.read(b), self._scale)
+        return merge(weight, self.adapters.read(a), self.adapters.read(b), self.scale)
 
 
 class HFTensors:
@@ -140,9 +144,16 @@ def open_weights(
     reader = CheckpointReader(folder, verify=verify, prefix="model.")
     path = require_base(told, folder)
     say(f"adapters are merged into {path}")
-    base: Tensors
-    if (path / MANIFEST).is_file():
-        base = CheckpointReader(path, verify=verify, prefix="model.", reuse=reuse)
-    else:
-        base = HFTensors(path, model)
+    base = open_base(path, model, verify=verify, reuse=reuse)
     return MergedReader(reader, base, told["alpha"] / told["rank"])
+
+
+def open_base(path: Path, model: Any, *, verify: Verify = "full", reuse: bool = False) -> Tensors:
+    """The weights of a base: a checkpoint's, or a Hugging Face folder's under our names.
+
+    Raises:
+        EnvironmentProblem: it is damaged, or holds another model.
+    """
+    if (path / MANIFEST).is_file():
+        return CheckpointReader(path, verify=verify, prefix="model.", reuse=reuse)
+    return HFTensors(path, model)

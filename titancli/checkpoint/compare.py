@@ -1,4 +1,4 @@
-"""`convert-checkpoint --verify`: whether our logits are transformers'."""
+"""`convert-checkpoint --verify`: whether our logits are transformers', or peft's."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from titancli.checkpoint.hf import put
+from titancli.checkpoint.base import MergedReader
+from titancli.checkpoint.hf import cast_of, put
 from titancli.checkpoint.libraries import library_of
 from titancli.checkpoint.tensors import Tensors
 from titancli.checkpoint.which import hf_form
+from titancli.converters.lora import AdaptedLinear
 from titancli.errors import EnvironmentProblem, UsageError
 from titancli.models.blocks.state import named_state
 from titancli.registry.component import build
@@ -32,16 +35,34 @@ def refuse_incomparable(form: Any) -> None:
 
 
 def verdict(
-    model: Any, reader: Tensors, hf_folder: Path, dtype: torch.dtype | None
+    model: Any, reader: Tensors, hf_folder: Path, dtype: torch.dtype | None, *, exported: bool = True
 ) -> tuple[list[str], bool]:
-    """Lines on how our logits differ from transformers', and whether that is little enough."""
-    absolute, relative = logit_difference(model, reader, hf_folder, dtype)
-    good = relative <= VERIFY_LIMIT
-    lines = [
-        f"largest difference of logits: {absolute:.3g} absolute, {relative:.3g} of the largest logit",
-        f"verified: {'yes' if good else f'NO, more than {VERIFY_LIMIT:g}'}",
-    ]
+    """Lines on how our logits differ from transformers', and whether that is little enough.
+
+    Both run on the CPU in float32. What a reader of merged adapters stands for is computed with the adapters
+    beside their base, not by the merge that is being verified.
+
+    Args:
+        reader: our weights, before an export rounded them or after an import did.
+        dtype: what floating-point weights were cast to on the way; None: each one's own.
+        exported: whether the folder was written from `reader`; else `reader` is of what was written from it.
+
+    Raises:
+        EnvironmentProblem: transformers cannot load the folder.
+    """
     form = hf_form(model)
+    tokens = verify_tokens(model)
+    theirs = load_in_transformers(hf_folder)
+    if exported:
+        made = logits_of(theirs, tokens)
+        del theirs
+        found = _export_differences(model, reader, made, tokens, dtype)
+    else:
+        ours = our_logits(model, reader, tokens)
+        found = [(ours, logits_of(theirs, tokens))]
+        if dtype is not None and _round(theirs, dtype):
+            found.append((ours, logits_of(theirs, tokens)))
+    lines, good = verdict_on(found)
     if any(not form.sources(name) and bool(reader.read(name).any()) for name in reader.names()):
         lines.append(
             "compared without what a Hugging Face folder has no place for: the experts' balancing biases"
@@ -49,41 +70,124 @@ def verdict(
     return lines, good
 
 
-@torch.no_grad()
-def logit_difference(
-    model: Any, reader: Tensors, hf_folder: Path, dtype: torch.dtype | None = None
-) -> tuple[float, float]:
-    """The largest difference of logits between our model and transformers', on random tokens.
+def _export_differences(
+    model: Any, reader: Tensors, made: Tensor, tokens: Tensor, dtype: torch.dtype | None
+) -> list[tuple[Tensor, Tensor]]:
+    """See `verdict_on`: what transformers made of the export, and what the reader stands for; then, if the
+    export rounded something, both sides of each of its steps alone."""
+    rounded = Rounded(reader, dtype)
+    logits = our_logits(model, rounded, tokens)
+    if isinstance(reader, MergedReader):
+        meant = logits_beside(model, reader.base, reader.adapters, reader.scale, tokens)
+        steps = [(made, logits), (our_logits(model, reader, tokens), meant)] if rounded.changed else []
+        return [(made, meant), *steps]
+    if rounded.changed:
+        return [(made, our_logits(model, reader, tokens)), (made, logits)]
+    return [(made, logits)]
 
-    Both run on the CPU in float32, on `VERIFY_SHAPE` tokens; weights are rounded to `dtype` first, as the
-    conversion did, and what the folder has no place for is as it would come back.
 
-    Returns:
-        The largest absolute difference, and that divided by the largest logit.
+def verdict_on(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[str], bool]:
+    """Lines for the user, and whether the logits are equal up to `VERIFY_LIMIT`.
 
-    Raises:
-        EnvironmentProblem: transformers cannot load the folder.
+    Args:
+        pairs: logits that were found and those that were meant. If there are more pairs than one, the weights
+            were rounded on the way: the first pair tells how far that goes, and the others, which have the
+            same rounding on both sides, decide.
     """
-    ours = build(model, seq_len=VERIFY_SHAPE[1])
+    absolute = float((pairs[0][0] - pairs[0][1]).abs().max())
+    lines = [
+        f"largest difference of logits: {absolute:.3g} absolute, {far(*pairs[0]):.3g} of the largest logit"
+    ]
+    left = [far(*pair) for pair in pairs[1:] or pairs]
+    if pairs[1:]:
+        words = " and ".join(f"{value:.3g}" for value in left)
+        lines.append(f"apart from the rounding of weights: {words} of the largest logit")
+    good = all(value <= VERIFY_LIMIT for value in left)  # NaN is not
+    lines.append(f"verified: {'yes, at most' if good else 'NO, more than'} {VERIFY_LIMIT:g}")
+    return lines, good
+
+
+def far(found: Tensor, meant: Tensor) -> float:
+    """The largest difference, relative to the largest of what was meant."""
+    return float((found - meant).abs().max() / meant.abs().max().clamp(min=1e-30))
+
+
+class Rounded:
+    """Tensors as an export writes them; afterwards `changed` is whether one of them is another for it."""
+
+    def __init__(self, reader: Tensors, dtype: torch.dtype | None) -> None:
+        self._reader, self._dtype = reader, dtype
+        self.changed = False
+
+    def names(self) -> list[str]:
+        return self._reader.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._reader.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return cast_of(self._reader.dtype(name), self._dtype)
+
+    def read(self, name: str) -> Tensor:
+        value = self._reader.read(name)
+        rounded = value.to(self.dtype(name))
+        self.changed |= rounded.dtype != value.dtype and not torch.equal(rounded.to(value.dtype), value)
+        return rounded
+
+
+def verify_tokens(model: Any) -> Tensor:
+    """Random tokens of a model's vocabulary, `VERIFY_SHAPE`; the same ones each time."""
+    with torch.device("meta"):
+        vocabulary = build(model, seq_len=1).output.weight.shape[0]
+    return torch.randint(0, vocabulary, VERIFY_SHAPE, generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def _round(model: torch.nn.Module, dtype: torch.dtype) -> bool:
+    """Round parameters, not buffers (which hold rotary frequencies); whether one of them changed."""
+    changed = False
+    for parameter in model.parameters():
+        rounded = parameter.to(dtype).to(parameter.dtype)
+        changed |= not torch.equal(rounded, parameter)
+        parameter.copy_(rounded)
+    return changed
+
+
+@torch.no_grad()
+def our_logits(model: Any, reader: Tensors, tokens: Tensor) -> Tensor:
+    """In float32; what a Hugging Face folder has no place for is as it would come back out of one."""
+    ours = build(model, seq_len=tokens.shape[1])
     form = hf_form(model)
     for name, tensor in named_state(ours):
-        value = reader.read(name) if form.sources(name) else form.from_hf(name, [])
-        put(tensor, value.to(dtype) if dtype else value)
-    tokens = torch.randint(
-        0, ours.output.weight.shape[0], VERIFY_SHAPE, generator=torch.Generator().manual_seed(0)
-    )
-    logits = ours.float().eval()(tokens=tokens)
-    del ours
-    theirs = load_in_transformers(hf_folder)
-    for parameter in theirs.parameters() if dtype else ():
-        parameter.copy_(parameter.to(dtype))  # not the buffers: they hold rotary frequencies
-    expected = theirs.eval()(input_ids=tokens).logits
-    difference = float((logits - expected).abs().max())
-    return difference, difference / float(expected.abs().max())
+        put(tensor, reader.read(name) if form.sources(name) else form.from_hf(name, []))
+    return ours.float().eval()(tokens=tokens)
 
 
-def load_in_transformers(folder: Path) -> torch.nn.Module:
-    """The folder as transformers loads it, in float32 on the CPU.
+@torch.no_grad()
+def logits_beside(model: Any, base: Tensors, adapters: Tensors, scale: float, tokens: Tensor) -> Tensor:
+    """Of a base with adapters beside it, as they were trained, in float32."""
+    ours = build(model, seq_len=tokens.shape[1]).float()
+    form = hf_form(model)
+    for name, tensor in named_state(ours):
+        put(tensor, base.read(name) if form.sources(name) else form.from_hf(name, []))
+    for name in adapters.names():
+        layer, _, own = name.rpartition(".")
+        if own == "lora_a":
+            adapted: Any = ours.get_submodule(layer)
+            AdaptedLinear.adapt(adapted, adapters.shape(name)[0], scale)
+            put(adapted.lora_a, adapters.read(name))
+            put(adapted.lora_b, adapters.read(f"{layer}.lora_b"))
+    return ours.eval()(tokens=tokens)
+
+
+@torch.no_grad()
+def logits_of(model: Any, tokens: Tensor) -> Tensor:
+    """Of a model of transformers."""
+    return model.eval()(input_ids=tokens).logits
+
+
+def load_in_transformers(folder: Path, adapters: Path | None = None) -> torch.nn.Module:
+    """The folder as transformers loads it, in float32 on the CPU; with adapters as peft loads those.
 
     Raises:
         EnvironmentProblem: it cannot.
@@ -97,8 +201,15 @@ def load_in_transformers(folder: Path) -> torch.nn.Module:
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        if adapters is None:
+            return model
+        from peft import PeftModel
+
+        return PeftModel.from_pretrained(model, str(adapters))
     except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise EnvironmentProblem(f"transformers cannot load {folder}: {error}") from error
+        who = f"transformers cannot load {folder}" if adapters is None else f"peft cannot load {adapters}"
+        hint = "pip install peft" if isinstance(error, ImportError) and adapters else None
+        raise EnvironmentProblem(f"{who}: {error}", hint=hint) from error
     finally:
         logging.disable(before)

@@ -5,14 +5,24 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from titancli.checkpoint.base import adapters_of, require_base
+from titancli.checkpoint.base import adapters_of, open_base, require_base
+from titancli.checkpoint.compare import (
+    Rounded,
+    load_in_transformers,
+    logits_beside,
+    logits_of,
+    refuse_incomparable,
+    verdict_on,
+    verify_tokens,
+)
 from titancli.checkpoint.disk import write_file
-from titancli.checkpoint.hf import cast_of
+from titancli.checkpoint.hf import cast_of, export_hf
 from titancli.checkpoint.load import CheckpointReader
 from titancli.checkpoint.manifest import MANIFEST
 from titancli.checkpoint.newfolder import new_folder, refuse_used
@@ -29,9 +39,18 @@ ENDS = dict(zip(OWN, ("lora_A.weight", "lora_B.weight"), strict=True))
 
 
 def to_peft(
-    src: Path, dst: Path, *, dtype: torch.dtype | None = None, progress: Progress = no_progress, say: Say
-) -> list[str]:
-    """Write the adapters of a checkpoint, or of a run's newest good one; returns lines for the user.
+    src: Path,
+    dst: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    verify: bool = False,
+    progress: Progress = no_progress,
+    say: Say,
+) -> tuple[list[str], bool]:
+    """Write the adapters of a checkpoint, or of a run's newest good one.
+
+    Returns:
+        Lines for the user, and whether it passed the comparison with peft, if there was one.
 
     Raises:
         TitanError: it holds no adapters, the model has no Hugging Face form, or one in which an adapted
@@ -45,6 +64,8 @@ def to_peft(
         raise UsageError(f"{folder} holds no adapters", hint="a whole model is exported with --to hf")
     base = require_base(told, folder)
     model, _ = recipe_of(folder)
+    if verify:
+        refuse_incomparable(hf_form(model))
     modules = hf_modules(
         model, [name.removesuffix(OWN[0]) for name in reader.names() if name.endswith(OWN[0])]
     )
@@ -59,13 +80,35 @@ def to_peft(
     with new_folder(dst, needed, say=say) as new:
         write_files(new, jobs, lambda number, count: WEIGHTS, limit=1 << 62, progress=progress)
         write_file(new / CONFIG, config.encode())
-    lines = [f"PEFT folder: {dst.absolute()}"]
+    dst = dst.absolute()
+    lines, good = _verdict(model, reader, told, base, dst, dtype) if verify else ([], True)
+    lines.append(f"PEFT folder: {dst}")
     if (base / MANIFEST).is_file():
         lines.append(f"its base is a titan checkpoint: titan convert-checkpoint {base} BASE --to hf")
-    return [
-        *lines,
-        f"load it with: from peft import PeftModel; PeftModel.from_pretrained(base, {str(dst.absolute())!r})",
-    ]
+    lines.append(f"load it with: from peft import PeftModel; PeftModel.from_pretrained(base, {str(dst)!r})")
+    return lines, good
+
+
+def _verdict(
+    model: Any,
+    reader: CheckpointReader,
+    told: dict[str, Any],
+    base: Path,
+    dst: Path,
+    dtype: torch.dtype | None,
+) -> tuple[list[str], bool]:
+    """Our base with the adapters beside it, against what transformers and peft make of base and folder."""
+    tokens, scale = verify_tokens(model), told["alpha"] / told["rank"]
+    weights = open_base(base, model, verify="size")
+    with TemporaryDirectory(prefix=f".{dst.name}.base-", dir=dst.parent) as folder:
+        if (base / MANIFEST).is_file():
+            base = Path(folder) / "hf"
+            export_hf(weights, hf_form(model), {}, base)
+        made = logits_of(load_in_transformers(base, dst), tokens)
+    pairs = [(made, logits_beside(model, weights, reader, scale, tokens))]
+    rounded = Rounded(reader, dtype)
+    logits = logits_beside(model, weights, rounded, scale, tokens)
+    return verdict_on([*pairs, (made, logits)] if rounded.changed else pairs)
 
 
 def _job(reader: CheckpointReader, ours: str, theirs: str, dtype: torch.dtype | None) -> Job:

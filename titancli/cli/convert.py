@@ -51,7 +51,7 @@ class Size(click.ParamType):
     show_default=True,
     help="The largest file; a tensor that is larger has one of its own.",
 )
-@click.option("--verify", is_flag=True, help="Compare the logits with transformers' on random tokens.")
+@click.option("--verify", is_flag=True, help="Compare the logits with transformers' (or peft's).")
 @click.option(
     "--model-component",
     metavar="NAME",
@@ -86,11 +86,11 @@ def command(
     elif to == "peft":
         from titancli.checkpoint.peft import to_peft
 
-        if verify:
-            raise UsageError("--verify compares whole models", hint="use it with --to hf")
         with on_disk(src, dst.absolute().parent, say=note) as folder:
-            lines = to_peft(folder, dst, dtype=convert.dtype_of(dtype), progress=show, say=note)
-        result = convert.Result(lines)
+            lines, good = to_peft(
+                folder, dst, dtype=convert.dtype_of(dtype), verify=verify, progress=show, say=note
+            )
+        result = convert.Result(lines, good)
     else:
         if not isinstance(src, Path):
             raise UsageError("--to titan reads a folder on a disk", hint=f"copy {src} first")

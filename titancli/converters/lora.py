@@ -93,6 +93,7 @@ class Adapters:
         self.scale = config.alpha / config.rank
         self.facts = {"form": "lora", "rank": config.rank, "alpha": config.alpha}
         """What a checkpoint tells of its adapters."""
+        self._adapted: set[str] = set()
 
     def convert(self, model: Any) -> None:
         """Freeze the model, and put adapters beside the layers that are to have one.
@@ -111,6 +112,12 @@ class Adapters:
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         chosen = _chosen(model, self._config.targets)
+        if not chosen:
+            raise RecipeError(
+                "lora: no layer of this model can have an adapter",
+                hint="it takes plain linear layers of the blocks that the tensor_plan has as column or row",
+            )
+        self._adapted = set(chosen)
         for name in chosen:
             AdaptedLinear.adapt(model.get_submodule(name), self._config.rank, self.scale)
         trained = sum(parameter.numel() for parameter in model.parameters()) - whole
@@ -149,27 +156,26 @@ class Adapters:
                 layer.enabled = True
 
     def merged(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The plain model's tensors out of all in the order of their modules, adapters added in; one weight
-        is held at a time."""
-        weight: tuple[str, Tensor] | None = None
-        a: Tensor | None = None
+        """The plain model's tensors out of all in the order of their modules, adapters added in and rounded
+        once to the weight's dtype; one adapted layer is held at a time."""
+        held: dict[str, Tensor] = {}
         for name, tensor in tensors:
-            if name.endswith(".lora_a"):
-                a = tensor
-            elif name.endswith(".lora_b") and weight is not None and a is not None:
-                yield weight[0], merge(weight[1], a, tensor, self.scale)
-                weight = a = None
-            else:
-                if weight is not None:
-                    yield weight
-                weight = name, tensor
-        if weight is not None:
-            yield weight
+            layer, _, own = name.rpartition(".")
+            if layer not in self._adapted:
+                yield name, tensor
+                continue
+            held[own] = tensor
+            if own == "lora_b":  # the last of its layer
+                a, b = held.pop("lora_a"), held.pop("lora_b")
+                for key, value in held.items():  # a bias beside the weight is the base's
+                    value = merge(value, a, b, self.scale).to(value.dtype) if key == "weight" else value
+                    yield f"{layer}.{key}", value
+                held = {}
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """W + scale · B·A, summed in fp32, in the weight's dtype."""
-    return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale).to(weight.dtype)
+    """W + scale · B·A in fp32, whatever dtypes these have: who writes it down rounds it, once."""
+    return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
 
 
 def _chosen(model: Any, targets: list[str] | None) -> list[str]:
@@ -177,11 +183,11 @@ def _chosen(model: Any, targets: list[str] | None) -> list[str]:
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     styles = {name: _style(name, model.tensor_plan) for name in linears}
     if targets is None:
-        blocks = {f"layers.{name}" for name in model.layers}
+        inside = {module for _, block in model.layers.items() for module in block.modules()}
         return [
             name
             for name, layer in linears.items()
-            if type(layer) is nn.Linear and styles[name] in STYLES and ".".join(name.split(".")[:2]) in blocks
+            if type(layer) is nn.Linear and styles[name] in STYLES and layer in inside
         ]
     found: dict[str, None] = {}
     for pattern in targets:
