@@ -61,6 +61,62 @@ def test_validate_takes_unset(titan: Titan) -> None:
     assert titan("validate", "llama3_debug", "--unset", "training.max_norm").code == 0
 
 
+BROKEN = '''
+from titancli import component, hookimpl
+
+@component("loss", "sour", target="cli_sour:build")
+class Sour:
+    """A loss whose code is broken."""
+
+@component("logger", "leaves", target="cli_leaving:build")
+class Leaves:
+    """A logger whose code leaves."""
+
+@hookimpl
+def titan_components():
+    return [Sour, Leaves]
+'''
+
+
+@pytest.fixture
+def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What names a loss and a logger whose modules are there, and fail when they are imported."""
+    (tmp_path / "cli_broken.py").write_text(BROKEN)
+    (tmp_path / "cli_sour.py").write_text("import no_such_library\n\ndef build(config): ...\n")
+    (tmp_path / "cli_leaving.py").write_text("import sys\nsys.exit(7)\n\ndef build(config): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return ["llama3_debug", "loss=sour", 'loggers=["leaves"]', "-p", str(tmp_path / "cli_broken.py")]
+
+
+def test_what_cannot_be_imported_is_told_under_strict_alone(titan: Titan, broken: list[str]) -> None:
+    assert titan("validate", *broken).code == 0
+    done = titan("validate", "--strict", *broken)
+    assert done.code == 4 and "ok:" not in done.out
+    assert "loss/sour of the plugin cli_broken: 'cli_sour:build' cannot be imported" in done.err
+    assert "ModuleNotFoundError: No module named 'no_such_library'" in done.err
+    assert (
+        "logger/leaves of the plugin cli_broken: 'cli_leaving:build' cannot be imported: SystemExit: 7"
+        in done.err
+    )
+    assert "2 problems" in done.err and "Traceback" not in done.err
+
+
+def test_what_cannot_be_imported_is_told_as_json(titan: Titan, broken: list[str]) -> None:
+    done = titan("validate", "--strict", "--format", "json", "llama3_8b", *broken)
+    [again, found] = json.loads(done.out)["recipes"]
+    assert (done.code, found["ok"], again["ok"]) == (4, False, False)
+    assert [problem["code"] for problem in found["problems"]] == ["import", "import"]
+    assert "loss=sour" in str(found["problems"])
+
+
+def test_what_can_be_imported_passes_under_strict(titan: Titan) -> None:
+    assert titan("validate", "--strict", "llama3_debug", "llama3_8b") == (
+        0,
+        "ok: llama3_debug\nok: llama3_8b\n",
+        "",
+    )
+
+
 # ---------------------------------------------------------------------------------------------- config
 
 
@@ -173,11 +229,11 @@ def test_show_of_an_unknown_name_offers_the_nearest(titan: Titan, name: str, nea
 
 
 def test_plugins_shows_a_broken_one_with_its_traceback(titan: Titan, tmp_path: Path) -> None:
-    file = tmp_path / "cli_broken_plugin.py"
+    file = tmp_path / "cli_cli_broken.py"
     file.write_text("import nothing_of_that_name\n")
     row = next(line for line in titan("plugins", "-p", str(file)).out.splitlines() if "cli_broken" in line)
     assert "broken" in row and "No module named 'nothing_of_that_name'" in row
-    shown = titan("plugins", "cli_broken_plugin", "-p", str(file)).out
+    shown = titan("plugins", "cli_cli_broken", "-p", str(file)).out
     assert "Traceback (most recent call last)" in shown and str(file) in shown
 
 

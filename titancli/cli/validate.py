@@ -15,6 +15,7 @@ from titancli.cli.group import note_broken
 from titancli.cli.output import note, print_json
 from titancli.errors import Problem, RecipeError, TitanError, UsageError
 from titancli.recipe import load_recipe, render_problems
+from titancli.recipe.imports import import_components
 
 Format = Literal["text", "json", "github"]
 
@@ -24,6 +25,7 @@ Format = Literal["text", "json", "github"]
     "arguments", metavar="RECIPE... [KEY=VALUE]...", nargs=-1, required=True, type=RecipeOrOverride()
 )
 @click.option("--unset", metavar="KEY", multiple=True, help="Return a key to its default.")
+@click.option("--strict", is_flag=True, help="Import the code that the components are built by, too.")
 @click.option(
     "--format",
     "format_",
@@ -31,8 +33,8 @@ Format = Literal["text", "json", "github"]
     default="text",
     help="How problems are printed: for people, as one JSON document, or as GitHub annotations.",
 )
-def command(arguments: tuple[str, ...], unset: tuple[str, ...], format_: Format) -> int:
-    """Check recipes without running them, and without importing what they name.
+def command(arguments: tuple[str, ...], unset: tuple[str, ...], strict: bool, format_: Format) -> int:
+    """Check recipes without running them, and without importing what they name unless --strict is given.
 
     Every argument with a = is an override, for all of the recipes.
     """
@@ -43,12 +45,14 @@ def command(arguments: tuple[str, ...], unset: tuple[str, ...], format_: Format)
     documents: list[dict[str, Any]] = []
     for reference in recipes:
         try:
-            name = load_recipe(reference, overrides, unset=unset).recipe.name
+            loaded = load_recipe(reference, overrides, unset=unset)
+            if strict:
+                import_components(loaded)
         except TitanError as error:
             code = code or error.exit_code
             documents.append(_failed(reference, error, format_))
         else:
-            documents.append({"recipe": reference, "name": name, "ok": True, "problems": []})
+            documents.append({"recipe": reference, "name": loaded.recipe.name, "ok": True, "problems": []})
             if format_ == "text":
                 print(f"ok: {reference}")
     if format_ == "json":
