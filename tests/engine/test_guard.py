@@ -20,6 +20,8 @@ from tests.engine.wrong import Wrong
 from titancli.engine import Engine
 from titancli.engine.guard import Guard
 from titancli.errors import TitanError
+from titancli.losses import CrossEntropy
+from titancli.losses.result import LossResult
 from titancli.optimizers import AdamW
 from titancli.recipe.schema import Stability
 
@@ -120,6 +122,50 @@ def test_without_a_guard_wrong_numbers_are_applied(ranks: Any) -> None:
     assert ranks(1, _applied_when_nobody_asks, Wrong(calls=[1])) == [(False, True)]
 
 
+def _a_script_that_only_skips(mesh: dict[str, int]) -> list[Any]:
+    loss = Wrong(rank=1 if mesh else 0, calls=[3, 4, 5, 7])
+    engine = engine_of(mesh, loss, stability=Stability(max_skips=2))
+    found: list[Any] = []
+    for number in range(7):
+        try:
+            found.append(step(engine, number)["skipped_steps"])
+        except TitanError as error:
+            found.append(error.message)
+    return [*found, engine.status["step"], engine.status["accumulated"]]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2}])
+def test_a_script_is_told_by_an_error_on_every_rank_and_can_go_on(ranks: Any, mesh: dict[str, int]) -> None:
+    told = "2 steps in a row were skipped, up to step 4: the loss and the gradient norm are not finite"
+    for found in ranks(len(mesh) + 1, _a_script_that_only_skips, mesh):
+        assert found == [0, 0, 1, told, 3, 3, 4, 7, 0]
+
+
+def _of_another_scale(steady: bool) -> list[bool]:
+    """A script's own loss, which is a hundred times greater from the ninth step on."""
+    engine = engine_of({}, CrossEntropy())
+    found = []
+    for number in range(18):
+        scale = 100.0 if number >= 8 else 1.0
+
+        def loss(log_probs: torch.Tensor, batch: Any, scale: float = scale) -> LossResult:
+            return LossResult(-scale * log_probs.sum(), (batch["targets"] >= 0).sum())
+
+        loss.steady = steady  # type: ignore[attr-defined]
+        before = bits(engine)
+        engine.forward_backward(my_batches(engine, number), loss)
+        engine.optim_step()
+        found.append(bits(engine) == before)
+    return found
+
+
+@pytest.mark.ranks
+def test_a_loss_of_another_scale_is_skipped_five_times_at_most_and_one_without_level_never(ranks: Any) -> None:
+    assert ranks(1, _of_another_scale, True) == [[False] * 8 + [True] * 4 + [False] * 6]
+    assert ranks(1, _of_another_scale, False) == [[False] * 18]
+
+
 @contextmanager
 def no_reading() -> Iterator[None]:
     """Every way in which Python reads a tensor's numbers fails."""
@@ -136,6 +182,8 @@ def no_reading() -> Iterator[None]:
 
 def _steps_unread(optimizer: str) -> list[float]:
     engine = engine_of({}, Wrong(calls=[3]), optimizer)
+    assert engine.guard is not None
+    engine.guard.too_many()  # as a run does, which reads what the device is done with
     for number in range(4):
         engine.forward_backward(my_batches(engine, number))
         with no_reading():
@@ -230,12 +278,88 @@ def test_each_skipped_step_is_told_with_its_reason(caplog: pytest.LogCaptureFixt
     assert not guard.too_many()
 
 
+def noisy(level: float, count: int, seed: int = 0) -> list[float]:
+    return list(level * np.random.default_rng(seed).lognormal(0.0, 0.3, count))
+
+
+@pytest.mark.parametrize("which", ["loss", "norm", "both"])
+def test_a_new_level_is_recognised_and_reported_once(which: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The loss, its gradient's norm or both are ten times greater from step 141 on."""
+    guard = Guard(Stability(), CPU)
+    usual, risen = noisy(2.0, 140), noisy(20.0, 200, seed=1)
+    values = {"usual": usual + noisy(2.0, 200, seed=2), "risen": usual + risen}
+    losses = values["risen" if which != "norm" else "usual"]
+    norms = values["risen" if which != "loss" else "usual"]
+    with caplog.at_level(logging.WARNING):
+        skipped = []
+        for number, (norm, loss) in enumerate(zip(norms, losses, strict=True), start=1):
+            skipped.append(judge(guard, number, norm, loss))
+            assert not guard.too_many()
+    assert sum(skipped) == sum(skipped[140:144]) == 4
+    told = [message for message in caplog.messages if "new level" in message]
+    assert len(told) == 1 and "step 145 is applied: the " in told[0] and "in 5 steps in a row" in told[0]
+    assert judge(guard, 400, 500.0, 500.0), "a spike at the new level is one"
+
+
+def test_spikes_that_do_not_agree_are_no_level() -> None:
+    guard = Guard(Stability(window=8, max_skips=100), CPU)
+    assert not any(judge(guard, number, 1.0) for number in range(8))
+    assert all(judge(guard, number, 3.0 ** (number % 7 + 1)) for number in range(8, 40))
+    assert not judge(guard, 40, 1.0)
+
+
+def test_what_lies_between_makes_no_level_of_single_spikes() -> None:
+    guard = Guard(Stability(window=8), CPU)
+    assert not any(judge(guard, number, 1.0) for number in range(8))
+    for number in range(8, 80):
+        good, broken = number % 4 == 0, number % 7 == 0
+        assert judge(guard, number, float("nan") if broken else 1.0 if good else 9.0) != (good and not broken)
+
+
+@pytest.mark.parametrize("shorter", [1, 2, 4])
+def test_more_skips_than_allowed_end_a_script_before_there_is_a_level(shorter: int) -> None:
+    guard = Guard(Stability(window=8, max_skips=shorter), CPU)
+    for number in range(8):
+        judge(guard, number, 1.0)
+        guard.check()
+    for number in range(8, 8 + shorter):
+        assert judge(guard, number, 9.0)
+        if number < 7 + shorter:
+            guard.check()
+    with pytest.raises(TitanError, match=f"{shorter} steps in a row were skipped, up to step {7 + shorter}"):
+        guard.check()
+    judge(guard, 20, 1.0)
+    guard.check()
+
+
+def test_where_numbers_arrive_late_a_script_hears_of_them_at_the_same_step_on_every_rank() -> None:
+    guard = Guard(Stability(max_skips=2), CPU)
+    guard._lag = 2  # as on a GPU
+    for number in (1, 2, 3):
+        judge(guard, number, float("nan"))
+        guard.check()
+    judge(guard, 4, 1.0)
+    with pytest.raises(TitanError, match="2 steps in a row were skipped, up to step 2"):
+        guard.check()
+    for number in (5, 6, 7, 8):
+        judge(guard, number, 1.0)
+        guard.check()
+
+
+def test_a_state_of_before_there_were_levels_is_taken() -> None:
+    guard = Guard(Stability(window=4), CPU)
+    guard.load_state({"skipped": 3, "in_a_row": 2, "losses": [1.0] * 4, "norms": [1.0] * 4})
+    assert [judge(guard, number, 9.0) for number in range(6)] == [True] * 4 + [False] * 2
+    assert guard.skipped == 7
+
+
 def test_a_guard_that_was_loaded_judges_as_the_one_that_was_saved() -> None:
     section = Stability(window=8, sigma=2.0)
     norms = np.random.default_rng(1).lognormal(0.0, 0.5, 60)
+    norms[27:] *= 10
     whole, first = Guard(section, CPU), Guard(section, CPU)
     verdicts = [judge(whole, number, float(norm)) for number, norm in enumerate(norms)]
-    for cut in (3, 8, 30):
+    for cut in (3, 8, 29, 30, 40):
         first = Guard(section, CPU)
         halves = [judge(first, number, float(norm)) for number, norm in enumerate(norms[:cut])]
         second = Guard(section, CPU)

@@ -20,6 +20,7 @@ from titancli.checkpoint.libraries import type_in
 from titancli.engine.engine import Engine, EngineSettings
 from titancli.engine.guard import Guard
 from titancli.engine.pipelined import PipelinedModel
+from titancli.engine.rates import keep_peaks
 from titancli.engine.runners import Runner, WholeModel
 from titancli.engine.seeds import generator_for
 from titancli.engine.state import parameter_shapes, told_adapters
@@ -105,8 +106,7 @@ def build_engine(
             named_parameters=engine.trained_parameters(),
             model_names=names,
         )
-        for group in engine.optimizer.param_groups:
-            group.setdefault("initial_lr", group["lr"])
+        keep_peaks(engine.optimizer, getattr(recipe.optimizer, "lr", None))
         if recipe.stability.skip_nonfinite or recipe.stability.sigma > 0:
             engine.guard = Guard(recipe.stability, device)
     return engine

@@ -96,6 +96,8 @@ class Core:
     _weight: Tensor | None = field(default=None, repr=False)
     _loss: Tensor | None = field(default=None, repr=False)
     """The sum that is to be divided by the weight, of all calls since the last step."""
+    _steady: bool = True
+    """Whether all losses since the last step keep to a level (`titancli.registry.kinds.Loss`)."""
     _step_tokens: int = 0
     _accumulated: int = 0
     _given: tuple[Any, Any] | None = field(default=None, repr=False)
@@ -174,6 +176,7 @@ class Core:
             if token_counts(part):
                 part.forget_token_counts()
         self._weight = self._loss = None
+        self._steady = True
         self._step_tokens = self._accumulated = 0
 
     # ------------------------------------------------------------------------------------- checkpoints

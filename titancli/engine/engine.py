@@ -17,6 +17,7 @@ from titancli.engine.core import Core, EngineSettings, token_counts
 from titancli.engine.given import Given, Logits, LogProbs, batch_of, batches_of, check_batch, checked, loss_of
 from titancli.engine.gradients import divide_and_clip
 from titancli.engine.guard import step_unless
+from titancli.engine.rates import set_rates
 from titancli.engine.runners import Sums
 from titancli.engine.sampling import gathered, refuse_layout
 from titancli.engine.seeds import seed_step
@@ -229,6 +230,7 @@ class Engine(Core):
             optimizer.zero_grad(set_to_none=True)
             self._weight = torch.zeros((), dtype=torch.float32, device=self.device)
             self._loss = torch.zeros_like(self._weight)
+        self._steady = self._steady and getattr(loss, "steady", True)
         try:
             sums = self.runner.forward_backward(placed, loss)
         except BaseException:
@@ -258,23 +260,25 @@ class Engine(Core):
         all else goes on as after any other step.
 
         Args:
-            lr: the learning rate of this step; None: the recipe's peak times its schedule.
+            lr: the learning rate of this step, in place of the recipe's peak times its schedule (None). Groups
+                whose own peak is another (AdamW beside Muon) keep their ratio to it.
 
         Returns:
             `grad_norm` (before clipping), `lr`, `version` (see `Status`) and, with a guard, `skipped_steps`
             of the run so far.
 
         Raises:
-            TitanError: no gradients have been made since the last step, or the engine is frozen or closed.
+            TitanError: no gradients have been made since the last step, or the engine is frozen or closed; or
+                the learning rate is no finite number of 0 or more. In a script also after the step, where it
+                was the last of `stability.max_skips` in a row that were skipped (on a GPU two steps later, on
+                all ranks alike); the weights are those before them, and as many may be skipped again.
         """
         optimizer = self.trained("optim_step")
         if self._weight is None:
             raise TitanError("optim_step without gradients", hint="call forward_backward first")
+        rate = set_rates(optimizer, lr, self.settings.lr_factor(self.step))
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = divide_and_clip(parameters, self._weight, self.settings.max_norm, self.mesh.pp_group)
-        factor = self.settings.lr_factor(self.step)
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * factor if lr is None else lr
         wrong = self._judge(norm)
         if wrong is None:
             optimizer.step()
@@ -288,14 +292,18 @@ class Engine(Core):
         self.version += 1
         self.tokens_seen += self._step_tokens
         self.clear_gradients()
-        told = {"grad_norm": norm, "lr": optimizer.param_groups[0]["lr"], "version": self.version}
-        return told | ({"skipped_steps": self.guard.skipped} if self.guard else {})
+        told = {"grad_norm": norm, "lr": rate, "version": self.version}
+        if self.guard is None:
+            return told
+        self.guard.check()
+        return told | {"skipped_steps": self.guard.skipped}
 
     def _judge(self, norm: Tensor) -> Tensor | None:
         """1.0 where the step must not be applied; None where nobody asks."""
         if self.guard is None or self._loss is None or self._weight is None:
             return None
-        return self.guard.judge(self.step + 1, norm, _quotient(self._loss, self._weight))
+        average = _quotient(self._loss, self._weight)
+        return self.guard.judge(self.step + 1, norm, average, steady=self._steady)
 
     def _after_step(self, wrong: Tensor | None) -> None:
         """Let the model move what moves without gradients, by the tokens that all ranks' experts had."""

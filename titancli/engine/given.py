@@ -76,12 +76,13 @@ def check_batch(batch: Batch, part: Any, loss: Any) -> None:
 
 
 class FunctionLoss:
-    """A plain callable as a loss; its attributes `output`, `entropy` and `token_weights` are heeded."""
+    """A plain callable as a loss; its attributes `output`, `entropy`, `steady` and `token_weights` are heeded."""
 
     def __init__(self, function: LossFunction) -> None:
         self._function = function
         self.output = getattr(function, "output", "logprobs")
         self.entropy = getattr(function, "entropy", False)
+        self.steady = getattr(function, "steady", True)
         if hasattr(function, "token_weights"):
             self.token_weights = function.token_weights
 

@@ -3,12 +3,15 @@
 A step is judged by two numbers that all ranks share, its gradient norm and its loss. It is skipped where one
 of them is not finite, or lies above what the last steps lead to expect: their mean plus `sigma` standard
 deviations. (That it helps to leave out the data of a spike is the experience of PaLM, arXiv 2204.02311.)
-Nothing is read to the host for it: what the host tells the user, it hears of later.
+Skipped steps leave the weights as they are; so where several in a row agree on a number, it is no spike but a
+new level, and to skip on would be to stand still for ever: from then on steps are judged by it.
+Nothing is read to the host for it: what the host reports, it hears of later.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 LEAST_DEVIATION = 0.1
 """Of the mean: numbers that hardly vary would make a spike of anything."""
+LEVEL = 5
+"""Steps in a row above the limit that make a new level, if they agree."""
+LAG = 2
+"""Steps after which a script is told what a GPU found: all ranks read the same one, and hardly ever wait."""
 NAMES = ("the loss", "the gradient norm")
 
 
@@ -36,15 +43,28 @@ class Guard:
         """Losses and gradient norms of the last steps that were applied, the newest last."""
         self._applied = torch.zeros((), dtype=torch.int64, device=device)
         """How many of these columns are steps; no more is counted."""
-        self._record = torch.zeros(9, dtype=torch.float64, device=device)
+        self._above = torch.zeros(2, LEVEL, device=device)
+        """The same of the last steps in a row that were above their limits."""
+        self._above_count = torch.zeros_like(self._applied)
+        self._record = torch.zeros(15, dtype=torch.float64, device=device)
         """Skipped steps in all and in a row; of the last one its number, which of the two numbers were not
-        finite, both numbers, and what they should have stayed below."""
-        self._copy: Copy | None = None
-        self._told = 0.0
+        finite, both numbers, and what they should have stayed below. How many new levels there were; of the
+        last one the step's number, both means before and both since."""
+        self._copies: deque[Copy] = deque(maxlen=16)
+        self._lag = LAG if device.type == "cuda" else 0
+        self._is_asked = False
+        """Whether somebody asks `too_many`, and answers for the skipped steps."""
+        self._told = [0.0, 0.0]
+        """Skipped steps and new levels that the user has heard of."""
 
     @torch.no_grad()
-    def judge(self, step: int, norm: Tensor, loss: Tensor) -> Tensor:
-        """1.0 where a step must not be applied, else 0.0: fp32 scalar, the same on every rank. Collective."""
+    def judge(self, step: int, norm: Tensor, loss: Tensor, *, steady: bool = True) -> Tensor:
+        """1.0 where a step must not be applied, else 0.0: fp32 scalar, the same on every rank. Collective.
+
+        Args:
+            steady: whether the loss is one that keeps to a level; another is judged by what is not finite
+                alone, and is not remembered.
+        """
         mine = torch.stack((loss, norm)).float()
         # What is not finite is replaced before ranks compare: a maximum over NaN is whatever comes first.
         shared = torch.cat(((~mine.isfinite()).float(), mine.nan_to_num(0.0, 0.0, 0.0)))
@@ -52,12 +72,17 @@ class Guard:
             # The same bits on every rank, or replicas whose sums differ in the last one would part for ever.
             dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         broken, numbers = shared[:2] > 0, shared[2:]
-        limits = self._limits()
-        wrong = (numbers > limits).any()
+        limits = self._limits() if steady else torch.full_like(numbers, torch.inf)
+        above = (numbers > limits).any()
+        is_level = self._is_level(numbers, limits, above & ~broken.any())
+        wrong = above & ~is_level
         if self._section.skip_nonfinite:
             wrong = wrong | broken.any()
-        self._remember(numbers, keep=~(wrong | broken.any()))
         self._count(step, wrong, broken, numbers, limits)
+        self._count_level(step, is_level)
+        if steady:
+            self._remember(numbers, is_level, keep=~(wrong | broken.any()))
+        self._copies.append(Copy(self._record))
         return wrong.float()
 
     @property
@@ -72,45 +97,98 @@ class Guard:
         known = (self._applied >= self._section.window) & (self._section.sigma > 0)
         return torch.where(known, limits, torch.full_like(limits, torch.inf))
 
-    def _remember(self, numbers: Tensor, *, keep: Tensor) -> None:
+    def _is_level(self, numbers: Tensor, limits: Tensor, is_above: Tensor) -> Tensor:
+        """Whether this step and those before it, all above their limits, agree on what they found.
+
+        They do where a number that was too great varies by less than half of what it has risen by.
+        """
+        moved = torch.cat((self._above[:, 1:], numbers[:, None]), dim=1)
+        self._above = torch.where(is_above, moved, self._above)
+        self._above_count = torch.where(is_above, (self._above_count + 1).clamp(max=LEVEL), 0)
+        risen = self._above.mean(dim=1) - self._values.mean(dim=1)
+        agree = self._above.std(dim=1, correction=0) <= risen / 2
+        within = (self._above <= limits[:, None]).all(dim=1)
+        return (self._above_count >= LEVEL) & (agree | within).all()
+
+    def _remember(self, numbers: Tensor, is_level: Tensor, *, keep: Tensor) -> None:
         moved = torch.cat((self._values[:, 1:], numbers[:, None]), dim=1)
         self._values = torch.where(keep, moved, self._values)
         self._applied = (self._applied + keep).clamp(max=self._section.window)
+        # A new level: the window begins anew with the steps that made it.
+        known = min(LEVEL, self._section.window)
+        anew = torch.zeros_like(self._values)
+        anew[:, -known:] = self._above[:, -known:]
+        self._values = torch.where(is_level, anew, self._values)
+        self._applied = torch.where(is_level, known, self._applied)
+        self._above_count = torch.where(is_level, 0, self._above_count)
 
     def _count(self, step: int, wrong: Tensor, broken: Tensor, numbers: Tensor, limits: Tensor) -> None:
         total, in_a_row = self._record[0], self._record[1]
         head = torch.stack((total + 1, in_a_row + 1, torch.full_like(total, step)))
-        skipped = torch.cat((head, broken.double(), numbers.double(), limits.double()))
+        skipped = torch.cat((head, broken.double(), numbers.double(), limits.double(), self._record[9:]))
         applied = self._record.clone()
         applied[1] = 0.0
         self._record = torch.where(wrong, skipped, applied)
-        if self._copy is None:
-            self._copy = Copy(self._record)
+
+    def _count_level(self, step: int, is_level: Tensor) -> None:
+        count = self._record[9]
+        head = torch.stack((count + 1, torch.full_like(count, step)))
+        means = torch.cat((self._values.mean(dim=1), self._above.mean(dim=1))).double()
+        found = torch.cat((self._record[:9], head, means))
+        self._record = torch.where(is_level, found, self._record)
 
     # -------------------------------------------------------------------------------------- on the host
 
     def too_many(self) -> bool:
-        """Tell of steps that were skipped, and whether they are `max_skips` in a row.
+        """Report steps that were skipped, and whether they are `max_skips` in a row.
 
-        Waits for nothing: what the device has not done yet is told at a later call.
+        Waits for nothing: what the device has not done yet is reported at a later call. Whoever asks answers
+        for it: `check` does nothing from now on.
         """
-        record = self._copy.read() if self._copy is not None else None
-        if record is None:
-            return False
-        self._copy = None
-        new, self._told = record[0] - self._told, record[0]
-        if new > 0:
-            others = f" ({new - 1:.0f} more before it)" if new > 1 else ""
+        self._is_asked = True
+        record = None
+        while self._copies and (numbers := self._copies[0].read()) is not None:
+            record = numbers
+            self._copies.popleft()
+        return record is not None and self._tell(record)
+
+    def check(self) -> None:
+        """The same after a step of a script, where nobody asks `too_many`. On every rank of the same step.
+
+        Raises:
+            TitanError: `max_skips` steps in a row were skipped. As many may be skipped again.
+        """
+        if self._is_asked or len(self._copies) <= self._lag:
+            return
+        record = self._copies.popleft().wait()
+        if self._tell(record):
+            self._copies.clear()
+            self._record[1] = 0.0
+            raise self.verdict(None, record)
+
+    def _tell(self, record: list[float]) -> bool:
+        """Report what is new; whether too many steps in a row were skipped."""
+        skipped, levels = record[0] - self._told[0], record[9] - self._told[1]
+        self._told = [record[0], record[9]]
+        if skipped > 0:
+            others = f" ({skipped - 1:.0f} more before it)" if skipped > 1 else ""
             logger.warning("step %.0f is skipped%s: %s", record[2], others, reason(record))
+        if levels > 0:
+            logger.warning(
+                "step %.0f is applied: %s in %d steps in a row. This is taken for the new level, not for a "
+                "spike; nothing is a spike until %d steps were applied at it",
+                *(record[10], new_level(record), LEVEL, self._section.window),
+            )
         return record[1] >= self._section.max_skips
 
-    def verdict(self, saved: str | None) -> TitanError:
+    def verdict(self, saved: str | None, record: list[float] | None = None) -> TitanError:
         """Why a run ends whose steps were skipped.
 
         Args:
             saved: its last checkpoint, such as "checkpoints/step-60".
+            record: what was read of the device; None: what is there now.
         """
-        record = self._record.tolist()
+        record = self._record.tolist() if record is None else record
         in_a_row, step = int(record[1]), int(record[2])
         hint = "lower the learning rate, look at the data of these steps, or change [stability]"
         if saved:
@@ -127,20 +205,27 @@ class Guard:
         count = int(self._applied)
         total, in_a_row = self._record[:2].tolist()
         losses, norms = self._values[:, self._section.window - count :].tolist()
-        return {"skipped": int(total), "in_a_row": int(in_a_row), "losses": losses, "norms": norms}
+        above = self._above[:, LEVEL - int(self._above_count) :].tolist()
+        found = {"skipped": int(total), "in_a_row": int(in_a_row), "losses": losses, "norms": norms}
+        return found | {"above": {"losses": above[0], "norms": above[1]}}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from `state`. A run that ended for its skipped steps may skip as many again."""
         in_a_row = state["in_a_row"] if state["in_a_row"] < self._section.max_skips else 0
         self._record.zero_()
         self._record[0], self._record[1] = state["skipped"], in_a_row
-        self._told = float(state["skipped"])
+        self._told = [float(state["skipped"]), 0.0]
         known = torch.tensor([state["losses"], state["norms"]], device=self._values.device)
         known = known[:, -self._section.window :]
         self._values.zero_()
         self._values[:, self._section.window - known.shape[1] :] = known
         self._applied.fill_(known.shape[1])
-        self._copy = None
+        above = state.get("above", {"losses": [], "norms": []})  # older checkpoints have none
+        count = len(above["losses"])
+        self._above.zero_()
+        self._above[:, LEVEL - count :] = torch.tensor([above["losses"], above["norms"]])
+        self._above_count.fill_(count)
+        self._copies.clear()
 
 
 class Copy:
@@ -160,6 +245,12 @@ class Copy:
         """The numbers, or None as long as they are under way."""
         return self._numbers.tolist() if self._done is None or self._done.query() else None
 
+    def wait(self) -> list[float]:
+        """The numbers, however long it takes."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._numbers.tolist()
+
 
 def reason(record: list[float]) -> str:
     """In words: what of the last skipped step was wrong."""
@@ -174,6 +265,17 @@ def reason(record: list[float]) -> str:
         if number > limit
     ]
     return "; ".join(told)
+
+
+def new_level(record: list[float]) -> str:
+    """In words: which numbers have risen, and how far."""
+    before, since = record[11:13], record[13:15]
+    risen = (
+        f"{name} is about {new:.4g} instead of {old:.4g}"
+        for name, old, new in zip(NAMES, before, since, strict=True)
+        if new > old
+    )
+    return " and ".join(risen)
 
 
 def step_unless(wrong: Tensor, optimizer: torch.optim.Optimizer) -> None:

@@ -56,6 +56,8 @@ class PolicyLoss(ABC):
     output = "logprobs"
     entropy = True
     """The engine puts `entropy` [B, S] into the batch; it is reported."""
+    steady = False
+    """What it is worth changes with every batch of samples: a jump is no spike."""
     needs: tuple[str, ...] = ("advantages", "old_logprobs")
     """What the batch must bring along."""
 

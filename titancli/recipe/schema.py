@@ -231,11 +231,13 @@ class Stability:
     """Skip a step whose loss or gradient norm is NaN or infinite."""
     sigma: Annotated[float, Ge(0)] = 6.0
     """Skip a step whose loss or gradient norm is so many standard deviations above the mean of the last
-    `window` steps that were applied; one deviation is taken to be a tenth of the mean at least. 0: never."""
+    `window` steps that were applied; one deviation is taken to be a tenth of the mean at least. Five such
+    steps in a row that agree are a new level: it is reported, and steps are applied again. 0: never."""
     window: Annotated[int, Ge(2)] = 128
-    """Nothing is a spike before so many steps were applied."""
+    """Nothing is a spike before so many steps were applied, at the beginning or at a new level."""
     max_skips: Annotated[int, Gt(0)] = 10
-    """So many skipped steps in a row end the run, with a checkpoint of the weights before them."""
+    """So many skipped steps in a row end the run, with a checkpoint of the weights before them; in a script
+    `optim_step` raises an error."""
 
 
 @section

@@ -321,7 +321,9 @@ class Loss(Protocol):
     """A sum and the weight that it is to be divided by; see `titancli.losses.result`.
 
     A loss with a class attribute `entropy = True` finds `batch["entropy"]`: [B, S] fp32 without gradient, the
-    entropy of the model's distribution at each position in nats, 0 where there is no target.
+    entropy of the model's distribution at each position in nats, 0 where there is no target. One with
+    `steady = False` keeps to no level, as a policy's does: that it or its gradient norm jumps is no spike, and
+    the guard ([stability]) skips its steps only where they are not finite.
     """
 
     output: Literal["logprobs", "model"]

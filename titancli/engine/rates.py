@@ -1,0 +1,88 @@
+"""The learning rates of a step: of each group of parameters its own, in the ratio that the recipe gives them."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import torch
+
+from titancli.errors import TitanError
+
+
+def keep_peaks(optimizer: torch.optim.Optimizer, peak: Any) -> None:
+    """Note in each group its own peak, `initial_lr`, and the recipe's, `peak_lr`.
+
+    The recipe's is not the first group's on a pipeline stage that has no parameters of that kind.
+
+    Args:
+        peak: the optimizer's `lr` in the recipe; what is no number stands for the first group's.
+    """
+    groups = optimizer.param_groups
+    for group in groups:
+        group.setdefault("initial_lr", group["lr"])
+        group.setdefault("peak_lr", peak if isinstance(peak, numbers.Real) else groups[0]["initial_lr"])
+
+
+def set_rates(optimizer: torch.optim.Optimizer, lr: Any, factor: float) -> float:
+    """Give each group its learning rate for the next step.
+
+    Args:
+        lr: what takes the place of the recipe's peak and its schedule; None: nothing does.
+        factor: the schedule's.
+
+    Returns:
+        The recipe's rate at this step, or `lr`.
+
+    Raises:
+        TitanError: a rate is not a finite number of 0 or more. No group has been changed then.
+    """
+    groups = optimizer.param_groups
+    if lr is None:
+        what = "the recipe's learning rate"
+        rates = [_checked(group["initial_lr"] * factor, what) for group in groups]
+        shown = _checked(_peak(groups[0]) * factor, what) if groups else 0.0
+    else:
+        shown = _checked(lr, "optim_step(lr)")
+        rates = [shown * _ratio(group) for group in groups]
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
+    return shown
+
+
+def _peak(group: dict[str, Any]) -> float:
+    peak: float = group.get("peak_lr", group["initial_lr"])  # a script's own optimizer has none
+    return peak
+
+
+def _ratio(group: dict[str, Any]) -> float:
+    own, peak = group.get("initial_lr", group["lr"]), group.get("peak_lr")
+    if peak is None or own == peak:
+        return 1.0
+    if peak == 0:
+        raise TitanError(
+            f"optim_step(lr): optimizer.lr is 0 in the recipe and another group's is {own:g}, so they have no "
+            "ratio to keep",
+            hint="give the recipe's optimizer an lr above 0",
+        )
+    ratio: float = own / peak
+    return ratio
+
+
+def _checked(lr: Any, what: str) -> float:
+    if isinstance(lr, torch.Tensor):
+        if lr.device.type != "cpu" or lr.numel() != 1:
+            raise TitanError(
+                f"{what} must be a plain number, not a tensor of shape {list(lr.shape)} on {lr.device}",
+                hint="pass a float: to read a tensor from a device, training would have to wait for it",
+            )
+        lr = lr.item()
+    if isinstance(lr, bool) or not isinstance(lr, numbers.Real):
+        raise TitanError(f"{what} must be a number, not a {type(lr).__name__}")
+    if not (math.isfinite(lr) and lr >= 0):
+        raise TitanError(
+            f"{what} is {float(lr)}: a learning rate is a finite number of 0 or more",
+            hint="nothing was changed; the gradients still wait for an optim_step",
+        )
+    return float(lr)
