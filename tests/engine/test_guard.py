@@ -161,7 +161,7 @@ def _of_another_scale(steady: bool) -> list[bool]:
 
 
 @pytest.mark.ranks
-def test_a_loss_of_another_scale_is_skipped_five_times_at_most_and_one_without_level_never(ranks: Any) -> None:
+def test_a_loss_of_another_scale_is_a_new_level_and_no_spike_where_there_is_none(ranks: Any) -> None:
     assert ranks(1, _of_another_scale, True) == [[False] * 8 + [True] * 4 + [False] * 6]
     assert ranks(1, _of_another_scale, False) == [[False] * 18]
 

@@ -260,8 +260,8 @@ class Engine(Core):
         all else goes on as after any other step.
 
         Args:
-            lr: the learning rate of this step, in place of the recipe's peak times its schedule (None). Groups
-                whose own peak is another (AdamW beside Muon) keep their ratio to it.
+            lr: the learning rate of this step, in place of the recipe's peak times its schedule (None).
+                Groups whose own peak is another (AdamW beside Muon) keep their ratio to it.
 
         Returns:
             `grad_norm` (before clipping), `lr`, `version` (see `Status`) and, with a guard, `skipped_steps`

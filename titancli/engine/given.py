@@ -76,7 +76,7 @@ def check_batch(batch: Batch, part: Any, loss: Any) -> None:
 
 
 class FunctionLoss:
-    """A plain callable as a loss; its attributes `output`, `entropy`, `steady` and `token_weights` are heeded."""
+    """A plain callable as a loss, which is asked for `output`, `entropy`, `steady` and `token_weights`."""
 
     def __init__(self, function: LossFunction) -> None:
         self._function = function

@@ -1,4 +1,4 @@
-"""The learning rates of a step: of each group of parameters its own, in the ratio that the recipe gives them."""
+"""The learning rates of a step: each group of parameters has its own, in the ratio of the recipe."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def _ratio(group: dict[str, Any]) -> float:
         return 1.0
     if peak == 0:
         raise TitanError(
-            f"optim_step(lr): optimizer.lr is 0 in the recipe and another group's is {own:g}, so they have no "
-            "ratio to keep",
+            f"optim_step(lr): optimizer.lr is 0 in the recipe and another group's is {own:g}, "
+            "so they have no ratio to keep",
             hint="give the recipe's optimizer an lr above 0",
         )
     ratio: float = own / peak

@@ -322,8 +322,8 @@ class Loss(Protocol):
 
     A loss with a class attribute `entropy = True` finds `batch["entropy"]`: [B, S] fp32 without gradient, the
     entropy of the model's distribution at each position in nats, 0 where there is no target. One with
-    `steady = False` keeps to no level, as a policy's does: that it or its gradient norm jumps is no spike, and
-    the guard ([stability]) skips its steps only where they are not finite.
+    `steady = False` keeps to no level, as a policy's does: that it or its gradient norm jumps is no spike,
+    and the guard ([stability]) skips its steps only where they are not finite.
     """
 
     output: Literal["logprobs", "model"]
