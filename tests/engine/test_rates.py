@@ -1,4 +1,4 @@
-"""The learning rate of a step, as a script gives it: groups keep their ratio, and no other number is taken."""
+"""The learning rate of a step, as a script gives it: groups keep their ratio, and NaN is refused."""
 
 from __future__ import annotations
 
