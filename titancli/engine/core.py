@@ -168,10 +168,12 @@ class Core:
         Raises:
             TitanError: the engine is frozen or closed.
         """
-        self.trained("clear_gradients").zero_grad(set_to_none=True)
-        self._forget_step()
+        self.trained("clear_gradients")
+        self._forget_gradients()
 
-    def _forget_step(self) -> None:
+    def _forget_gradients(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
         for part in self.parts:
             if token_counts(part):
                 part.forget_token_counts()
@@ -266,9 +268,7 @@ class Core:
 
     def _has_new_weights(self, version: int) -> None:
         self.version = version
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
-        self._forget_step()
+        self._forget_gradients()
 
     # ----------------------------------------------------------------------------------------- weights
 

@@ -22,6 +22,7 @@ from titancli.engine.runners import Sums
 from titancli.engine.sampling import gathered, refuse_layout
 from titancli.engine.seeds import seed_step
 from titancli.errors import TitanError
+from titancli.parallel.aborted import forget_iteration
 from titancli.process import settings_of
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ class Engine(Core):
         """
         self.ready("forward")
         loss = Logits() if return_logits else LogProbs()
-        with self._no_gradients():
+        with self._no_gradients("forward"):
             return self.runner.forward(self._placed(batch_of(batch), loss), loss)
 
     def evaluate(self, batches: Given | Sequence[Given], loss: Any = None) -> Metrics:
@@ -164,7 +165,7 @@ class Engine(Core):
         """
         self.ready("evaluate")
         loss, sums = self._loss_of(loss), dict[str, Any]()
-        with self._no_gradients():
+        with self._no_gradients("evaluate"):
             for batch in batches_of(batches):
                 result = checked(self.runner.forward(self._placed(batch, loss), loss), loss)
                 numbers = {"loss": result.sum, "weight": result.weight, **result.metrics}
@@ -231,15 +232,13 @@ class Engine(Core):
             self._weight = torch.zeros((), dtype=torch.float32, device=self.device)
             self._loss = torch.zeros_like(self._weight)
         self._steady = self._steady and getattr(loss, "steady", True)
-        try:
+        # Some micro-batches' gradients may be there by then, and nobody knows which.
+        with self._aborted("forward_backward", forget=True):
             sums = self.runner.forward_backward(placed, loss)
-        except BaseException:
-            self.clear_gradients()  # some micro-batches' may be among them, and nobody knows which
-            raise
-        tokens = sum(tokens_of(self.parts[0], batch) for batch in placed) * self.mesh.degrees.dp
-        self._step_tokens += tokens
-        self._accumulated += len(placed)
-        return {**self._reduce_metrics(sums), "tokens": tokens}
+            tokens = sum(tokens_of(self.parts[0], batch) for batch in placed) * self.mesh.degrees.dp
+            self._step_tokens += tokens
+            self._accumulated += len(placed)
+            return {**self._reduce_metrics(sums), "tokens": tokens}
 
     def _reduce_metrics(self, sums: Sums) -> Metrics:
         worst = _quotient(sums["loss"], sums["weight"])
@@ -272,13 +271,27 @@ class Engine(Core):
                 the learning rate is no finite number of 0 or more. In a script also after the step, where it
                 was the last of `stability.max_skips` in a row that were skipped (on a GPU two steps later, on
                 all ranks alike); the weights are those before them, and as many may be skipped again.
+                Whatever else raises in the middle comes through; the engine is then unusable until `load`.
         """
         optimizer = self.trained("optim_step")
         if self._weight is None:
             raise TitanError("optim_step without gradients", hint="call forward_backward first")
         rate = set_rates(optimizer, lr, self.settings.lr_factor(self.step))
+        try:
+            norm = self._step(optimizer, self._weight)
+        except BaseException:
+            self.spoil("optim_step has raised half way")
+            raise
+        told = {"grad_norm": norm, "lr": rate, "version": self.version}
+        if self.guard is None:
+            return told
+        self.guard.check()
+        return told | {"skipped_steps": self.guard.skipped}
+
+    def _step(self, optimizer: torch.optim.Optimizer, weight: Tensor) -> Tensor:
+        """Everything that `optim_step` does to the engine; the gradients' norm before clipping."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = divide_and_clip(parameters, self._weight, self.settings.max_norm, self.mesh.pp_group)
+        norm = divide_and_clip(parameters, weight, self.settings.max_norm, self.mesh.pp_group)
         wrong = self._judge(norm)
         if wrong is None:
             optimizer.step()
@@ -291,12 +304,8 @@ class Engine(Core):
         self.step += 1
         self.version += 1
         self.tokens_seen += self._step_tokens
-        self.clear_gradients()
-        told = {"grad_norm": norm, "lr": rate, "version": self.version}
-        if self.guard is None:
-            return told
-        self.guard.check()
-        return told | {"skipped_steps": self.guard.skipped}
+        self._forget_gradients()
+        return norm
 
     def _judge(self, norm: Tensor) -> Tensor | None:
         """1.0 where the step must not be applied; None where nobody asks."""
@@ -335,14 +344,32 @@ class Engine(Core):
         return self._given[1]
 
     @contextmanager
-    def _no_gradients(self) -> Iterator[None]:
+    def _no_gradients(self, verb: str) -> Iterator[None]:
         # no_grad, never inference_mode: parameters gathered inside it would poison the next training step.
-        with torch.no_grad():
+        with self._aborted(verb), torch.no_grad():
             yield
         # Backward frees what forward gathered; without one, the next step would use weights gone stale.
         for module in (module for part in self.parts for module in part.modules()):
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    @contextmanager
+    def _aborted(self, verb: str, *, forget: bool = False) -> Iterator[None]:
+        """Where something raises inside, have the parts as they are between two verbs.
+
+        Args:
+            forget: the gradients of the step so far, too.
+        """
+        try:
+            yield
+        except BaseException:
+            if forget:
+                self._forget_gradients()
+            for part in self.parts:
+                forget_iteration(part)
+            if self.runner.exchanging:
+                self.spoil(f"{verb} has raised while its pipeline's ranks were exchanging tensors", "nothing")
+            raise
 
 
 def tokens_of(model: Any, batch: Batch) -> int:

@@ -105,6 +105,7 @@ class PipelinedModel:
         self._sums: Sums = {}
         self._names: tuple[Any, list[str]] | None = None
         """What a loss reports, and the loss: asked of the last stage once."""
+        self.exchanging = False
 
     @property
     def _has_last(self) -> bool:
@@ -123,6 +124,7 @@ class PipelinedModel:
         schedule = self._schedule(whole.rows // rows, self._hidden(whole, rows))
         self._loss, self._unit, self._sums = loss, whole.unit, {}
         tensors = dict(whole)
+        self.exchanging = True  # and so it stays where something raises
         try:
             # The target is not looked at: the stage has made the loss.
             schedule.step(batch=tensors, target=next(iter(tensors.values())), return_outputs=False)
@@ -131,7 +133,9 @@ class PipelinedModel:
                 raise error.__cause__ from None
             raise
         sums, self._sums, self._loss = self._sums, {}, None
-        return self._everywhere(sums, loss)
+        found = self._everywhere(sums, loss)
+        self.exchanging = False
+        return found
 
     def forward_backward_part(
         self, part: Any, received: tuple[Tensor, ...], tensors: dict[str, Tensor]
@@ -186,10 +190,13 @@ class PipelinedModel:
         if rows % batch.unit:
             rows = batch.unit
         sends: list[tuple[Any, Tensor]] = []
+        self.exchanging = True
         results = [self._through(piece, loss, sends) for piece in batch.split(rows)]
         for work, _ in sends:
             work.wait()
-        return self._spread(results)
+        found = self._spread(results)
+        self.exchanging = False
+        return found
 
     def _through(self, batch: Batch, loss: Any, sends: list[tuple[Any, Tensor]]) -> Any:
         """One micro-batch through this rank's stages; the result where the last one is.

@@ -22,6 +22,9 @@ Sums = dict[str, Tensor]
 class Runner(Protocol):
     """Collective: every rank calls with as many batches of the same shapes."""
 
+    exchanging: bool
+    """Whether messages may be under way that only another rank can take: not between two calls."""
+
     def forward(self, batch: Batch, loss: Any) -> Any:
         """What the loss makes of the batch, on every rank that has a part of it; the caller has turned
         gradients off."""
@@ -33,6 +36,8 @@ class Runner(Protocol):
 
 class WholeModel:
     """All layers on this rank: micro-batches one after the other."""
+
+    exchanging = False
 
     def __init__(self, model: Any, *, accumulate: str, row_cut: RowCut | None = None) -> None:
         self._model, self._accumulate, self._row_cut = model, accumulate, row_cut

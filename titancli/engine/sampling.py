@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from titancli.errors import TitanError
+from titancli.parallel.aborted import forget_iteration
 
 if TYPE_CHECKING:
     from titancli.engine.core import Core
@@ -47,10 +48,10 @@ def gathered(model: nn.Module) -> Iterator[None]:
     """Have all parameters whole on every rank, and forwards run as they are written: without FSDP2's hooks,
     compiled code and activation checkpointing. All of it is put back. Collective at its beginning."""
     with ExitStack() as stack:
+        stack.callback(forget_iteration, model)  # frees what is gathered, also where gathering raises
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.unshard()
-                stack.callback(module.reshard)
         for module in model.modules():
             stack.enter_context(_without_fsdp_hooks(module))
         for block in model.layers.values():  # type: ignore[operator]
