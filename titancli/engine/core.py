@@ -23,6 +23,7 @@ from titancli.models.blocks.state import named_state
 
 if TYPE_CHECKING:
     from titancli.checkpoint.manifest import Verify
+    from titancli.engine.seeds import Stream
     from titancli.parallel.mesh import Mesh
     from titancli.parallel.pipeline import Placement
     from titancli.registry.kinds import Converter, HFForm, Loss
@@ -98,6 +99,8 @@ class Core:
     """The sum that is to be divided by the weight, of all calls since the last step."""
     _steady: bool = True
     """Whether all losses since the last step keep to a level (`titancli.registry.kinds.Loss`)."""
+    _stream: Stream | None = field(default=None, repr=False)
+    """The random numbers of the step that is under way."""
     _step_tokens: int = 0
     _accumulated: int = 0
     _given: tuple[Any, Any] | None = field(default=None, repr=False)
@@ -177,7 +180,7 @@ class Core:
         for part in self.parts:
             if token_counts(part):
                 part.forget_token_counts()
-        self._weight = self._loss = None
+        self._weight = self._loss = self._stream = None
         self._steady = True
         self._step_tokens = self._accumulated = 0
 

@@ -214,7 +214,7 @@ def _process_group(rank: int, world: int) -> Iterator[None]:
 
 @contextmanager
 def _random_state() -> Iterator[None]:
-    """A step seeds every generator of the process."""
+    """Building a model may draw from the generators of the process."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):

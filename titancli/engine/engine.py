@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -19,8 +19,8 @@ from titancli.engine.gradients import divide_and_clip
 from titancli.engine.guard import step_unless
 from titancli.engine.rates import set_rates
 from titancli.engine.runners import Sums
-from titancli.engine.sampling import gathered, refuse_layout
-from titancli.engine.seeds import seed_step
+from titancli.engine.sampling import gathered, not_training, refuse_layout
+from titancli.engine.seeds import Stream
 from titancli.errors import TitanError
 from titancli.parallel.aborted import forget_iteration
 from titancli.process import settings_of
@@ -139,7 +139,7 @@ class Engine(Core):
     # ----------------------------------------------------------------------------------------- forward
 
     def forward(self, batch: Given, *, return_logits: bool = False) -> Tensor:
-        """log p(targets), [B, S] fp32 in nats, 0 where there is no target; no gradients.
+        """log p(targets), [B, S] fp32 in nats, 0 where there is no target; no gradients, no dropout.
 
         With `return_logits` the model's raw output, [B, S, V] in the dtype it computes in, for which the
         batch needs no targets; whole on every rank, which takes as much memory as it says.
@@ -155,7 +155,7 @@ class Engine(Core):
             return self.runner.forward(self._placed(batch_of(batch), loss), loss)
 
     def evaluate(self, batches: Given | Sequence[Given], loss: Any = None) -> Metrics:
-        """The loss over all ranks and batches, without gradients.
+        """The loss over all ranks and batches, without gradients and without dropout.
 
         Args:
             loss: as in `forward_backward`.
@@ -194,7 +194,7 @@ class Engine(Core):
         self.ready("sampling")
         refuse_layout(self)
         model = self.model
-        with torch.no_grad(), gathered(model):
+        with torch.no_grad(), not_training([model]), gathered(model):
             self.busy = "is being sampled from: leave `with engine.sampling()` first"
             try:
                 yield model
@@ -207,7 +207,8 @@ class Engine(Core):
         """Add the gradients of the loss's sum over one batch, or several as micro-batches of one reduction.
 
         It may be called any number of times before `optim_step`, which divides once by the weight of all of
-        them; so calls, ranks and accumulation do not change the step.
+        them; so calls, ranks and accumulation do not change the step. Random numbers of a step follow from
+        the seed, the step and the data-parallel rank; the process's own generators stay as they are.
 
         Args:
             loss: the config of a loss component; an object or a function called with (out, batch), which
@@ -227,13 +228,13 @@ class Engine(Core):
         loss = self._loss_of(loss)
         placed = [self._placed(batch, loss) for batch in batches_of(batches)]
         if self._weight is None:
-            seed_step(self.settings.seed, self.step, self.mesh.dp_rank)
+            self._stream = Stream(self.device, self.settings.seed, self.step, self.mesh.dp_rank)
             optimizer.zero_grad(set_to_none=True)
             self._weight = torch.zeros((), dtype=torch.float32, device=self.device)
             self._loss = torch.zeros_like(self._weight)
         self._steady = self._steady and getattr(loss, "steady", True)
         # Some micro-batches' gradients may be there by then, and nobody knows which.
-        with self._aborted("forward_backward", forget=True):
+        with self._aborted("forward_backward", forget=True), self._drawing():
             sums = self.runner.forward_backward(placed, loss)
             tokens = sum(tokens_of(self.parts[0], batch) for batch in placed) * self.mesh.degrees.dp
             self._step_tokens += tokens
@@ -293,14 +294,15 @@ class Engine(Core):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = divide_and_clip(parameters, weight, self.settings.max_norm, self.mesh.pp_group)
         wrong = self._judge(norm)
-        if wrong is None:
-            optimizer.step()
-        else:
-            step_unless(wrong, optimizer)
-        self._after_step(wrong)
-        for converter in self.converters:
-            for part in self.parts:
-                converter.after_step(part)
+        with self._drawing():
+            if wrong is None:
+                optimizer.step()
+            else:
+                step_unless(wrong, optimizer)
+            self._after_step(wrong)
+            for converter in self.converters:
+                for part in self.parts:
+                    converter.after_step(part)
         self.step += 1
         self.version += 1
         self.tokens_seen += self._step_tokens
@@ -342,6 +344,10 @@ class Engine(Core):
         if self._given is None or self._given[0] is not given:
             self._given = (given, loss_of(given))
         return self._given[1]
+
+    def _drawing(self) -> AbstractContextManager[None]:
+        """Random numbers of the step; one that has begun goes on with them."""
+        return self._stream.drawn()  # type: ignore[union-attr]
 
     @contextmanager
     def _no_gradients(self, verb: str) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,20 @@ def refuse_layout(engine: Core) -> None:
             f"sampling: {type(engine.model).__name__} cannot generate: it has no new_cache",
             hint="what a model needs for that is in titancli.registry.kinds.Model",
         )
+
+
+@contextmanager
+def not_training(parts: Iterable[nn.Module]) -> Iterator[None]:
+    """Have modules compute as they do after training: dropout drops nothing. What was training trains again
+    afterwards."""
+    training = [module for part in parts for module in part.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 @contextmanager
