@@ -75,17 +75,24 @@ def test_degrees_that_only_the_ranks_decide(titan: Titan) -> None:
     assert "mesh.tp = 3 does not divide" in done.err and "1, 2, 4, 8 or 16 can" in done.err
 
 
-def test_weights_of_a_model_of_other_sizes(titan: Titan) -> None:
-    Path("w").mkdir()
-    Path("w/config.json").write_text(json.dumps({"hidden_size": 4096, "vocab_size": 2048}))
+def test_weights_of_another_model(titan: Titan) -> None:
+    from titancli.models.llama3 import LlamaHF
+    from titancli.recipe import load_recipe
+
     exp(RECIPE)
-    done = titan("train", "exp.toml", "--run-dir", "r")
-    assert done.code == 3 and " --> exp.toml:2:" in done.err
-    assert "dim is 4096 there and 256 here" in done.err and "vocab_size" not in done.err
+    Path("w").mkdir()
+    own = LlamaHF(load_recipe("exp.toml").recipe.model).config_json()
+    Path("w/config.json").write_text(json.dumps({**own, "hidden_size": 4096, "rope_theta": 1e4}))
+    for command in (["train", "exp.toml", "--run-dir", "r"], ["validate", "exp.toml"]):
+        done = titan(*command)
+        assert done.code == 3 and " --> exp.toml:2:" in done.err
+        assert "dim is 256 in the recipe, 4096 there" in done.err and "vocab_size" not in done.err
+        assert "rope_theta is 500000.0 in the recipe, 10000.0 there" in done.err
+        assert "write in [model]: dim = 4096; " in done.err.replace("\n", " ")
 
 
 def test_a_checkpoint_of_another_model(titan: Titan) -> None:
     Path("w").mkdir()
     Path("w/recipe.lock.toml").write_text('[model]\ntype = "lab/other"\ndim = 256\n')
     exp(RECIPE)
-    assert "type is lab/other there and titan/llama3 here" in titan("train", "exp.toml").err
+    assert "holds a 'lab/other' model, and this recipe trains a 'llama3'" in titan("train", "exp.toml").err

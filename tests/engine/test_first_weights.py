@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.engine.cases import Layout, recipe
+from titancli.checkpoint.likeness import refuse_other_model
 from titancli.engine.build import load_weights
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
 from titancli.models.llama3 import LlamaHF
@@ -19,8 +21,8 @@ from titancli.models.llama3 import LlamaHF
     ("config", "form", "kind", "words"),
     [
         (None, LlamaHF, EnvironmentProblem, "is neither a Hugging Face folder"),
-        ('{"model_type": "lla', LlamaHF, EnvironmentProblem, "config.json cannot be read, or names no"),
-        ("[]", LlamaHF, EnvironmentProblem, "config.json cannot be read, or names no model_type"),
+        ('{"model_type": "lla', LlamaHF, EnvironmentProblem, "config.json is damaged, or names no"),
+        ("[]", LlamaHF, EnvironmentProblem, "config.json is damaged, or names no model_type"),
         (
             '{"model_type": "gpt2"}',
             LlamaHF,
@@ -40,3 +42,15 @@ def test_what_cannot_be_begun_from_is_told(
     with pytest.raises(kind, match=words) as caught:
         load_weights(engine, made)
     assert caught.value.hint
+
+
+def test_weights_of_another_rotary_base_are_refused_unless_it_is_meant(tmp_path: Path) -> None:
+    own = recipe(Layout())
+    form = LlamaHF(own.model)
+    (tmp_path / "config.json").write_text(json.dumps({**form.config_json(), "rope_theta": 1e7}))
+    made = dataclasses.replace(own, weights=tmp_path)
+    engine: Any = SimpleNamespace(base_parameters=dict, hf_form=form)
+    with pytest.raises(EnvironmentProblem, match=r"rope_theta is .* in the recipe, 10000000.0 there"):
+        load_weights(engine, made)
+    meant = dataclasses.replace(own.checkpoint, model_differs=["rope_theta"])
+    refuse_other_model(dataclasses.replace(made, checkpoint=meant), tmp_path)

@@ -199,7 +199,7 @@ def test_pairs_are_told_apart():
 def test_the_scale_of_attention_grows_with_the_context():
     plain = (128 + 64) ** -0.5
     assert softmax_scale(flavor("671B")) == pytest.approx(plain * (0.1 * math.log(40) + 1) ** 2)
-    assert softmax_scale(flavor("16B")) == pytest.approx(plain * (0.07 * math.log(40) + 1) ** 2)
+    assert softmax_scale(flavor("16B")) == pytest.approx(plain * (0.0707 * math.log(40) + 1) ** 2)
     assert softmax_scale(replace(flavor("16B"), rope_scaling=None)) == plain
     assert softmax_scale(small("V2")) == pytest.approx(24**-0.5)
 
@@ -282,10 +282,13 @@ def test_a_released_config_is_that_of_its_flavor():
         "v_head_dim": 128,
         "vocab_size": 102400,
     }
-    ours = flavor("16B")
-    changed = replace(ours.rope_scaling, mscale=0.707)
-    expected = replace(ours, max_seq_len=163840, norm_eps=1e-6, rope_scaling=changed)
-    assert bind(DeepSeekV3, DeepSeekHF.from_config_json(released), current()) == expected
+    assert bind(DeepSeekV3, DeepSeekHF.from_config_json(released), current()) == flavor("16B")
+
+
+@pytest.mark.parametrize(("name", "mscale"), [("16B", 0.707), ("236B", 0.707), ("671B", 1.0)])
+def test_the_flavors_are_what_was_released(name: str, mscale: float) -> None:
+    config = flavor(name)
+    assert (config.norm_eps, config.max_seq_len, config.rope_scaling.mscale) == (1e-6, 163840, mscale)
 
 
 @pytest.mark.parametrize(

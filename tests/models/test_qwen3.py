@@ -264,3 +264,9 @@ def test_after_a_step_every_layer_is_balanced_by_its_own_counts():
         torch.testing.assert_close(layer.expert_bias, 1e-3 * (even - counts[name]).sign())
     model.forget_token_counts()
     assert not any(count.any() for count in model.token_counts().values())
+
+
+def test_the_flavors_have_the_context_and_the_rotary_base_of_the_releases():
+    for name in (name for name in SIZES if not name.startswith("debugmodel")):
+        config = bind(Qwen3, Qwen3.flavors[name], current())
+        assert (config.max_seq_len, config.rope_theta) == (40960, 1000000.0), name

@@ -16,6 +16,8 @@ import pytest
 from tests.run.conftest import Finished, furnish, train_here
 from titancli.checkpoint import read_manifest
 from titancli.checkpoint.manifest import manifest_bytes
+from titancli.models.llama3 import LlamaHF
+from titancli.recipe import load_recipe
 
 Train = Callable[..., Finished]
 
@@ -40,7 +42,9 @@ def hostile(here: Path) -> Path:
         for file in files:
             (here / name / file).write_bytes(BOMB)
         if name != "dcp":
-            (here / name / "config.json").write_text(json.dumps({"model_type": "llama"}))
+            (here / name / "config.json").write_text(
+                json.dumps(LlamaHF(load_recipe("tiny.toml").recipe.model).config_json())
+            )
     (here / "model.pt").write_bytes(BOMB)
     return here
 

@@ -28,7 +28,7 @@ from titancli.checkpoint.tensors import (
     read_tensor,
 )
 from titancli.errors import EnvironmentProblem, TitanError
-from titancli.models.blocks.hf import DEQUANTISE
+from titancli.models.config_json import DEQUANTISE
 from titancli.registry.kinds import HFForm
 
 PICKLED = ("*.bin", "*.pth", "*.pt", "*.ckpt")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from titancli.checkpoint.libraries import type_in
+from titancli.checkpoint.likeness import CONFIG, bind, read_config
 from titancli.checkpoint.load import name_lists
 from titancli.checkpoint.manifest import LOCK, MANIFEST, Manifest, newest_good, read_manifest
 from titancli.checkpoint.tensors import Tensors
@@ -60,17 +60,9 @@ def model_of(src: Path, component: str | None) -> tuple[str, dict[str, Any], Any
     """
     from titancli.registry import current
 
-    path = src / "config.json"
-    try:
-        keys = json.loads(path.read_bytes())
-        model_type = type_in(keys)
-    except OSError as error:
-        raise EnvironmentProblem(
-            f"{src} is no Hugging Face model folder: {path.name} cannot be read ({error.strerror})",
-            hint="name a folder with config.json and *.safetensors",
-        ) from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise EnvironmentProblem(f"{path} is damaged: it names no model_type") from error
+    path = src / CONFIG
+    keys = read_config(path)
+    model_type = type_in(keys)
     registry = current()
     if component:
         cls = registry.find("model", component)
@@ -114,23 +106,6 @@ def _by_type(components: Iterable[tuple[str, type]], model_type: str) -> type:
         if willing
         else "install a plugin that offers it, or name a model with --model-component",
     )
-
-
-def bind(cls: type, keys: dict[str, Any], where: str) -> Any:
-    """A component's config from plain values, as strictly as a recipe is bound.
-
-    Raises:
-        EnvironmentProblem: they do not fit; `where` says whose they are.
-    """
-    from pydantic import TypeAdapter, ValidationError
-
-    try:
-        return TypeAdapter(cls).validate_json(json.dumps(keys))
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        name = component_info(cls).name
-        raise EnvironmentProblem(f"{where} does not fit the model {name}: {place}: {first['msg']}") from error
 
 
 def hf_form(model: Any) -> HFForm:

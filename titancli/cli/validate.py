@@ -14,8 +14,10 @@ from titancli.cli.failures import tell
 from titancli.cli.group import note_broken
 from titancli.cli.output import note, print_json
 from titancli.errors import Problem, RecipeError, TitanError, UsageError
+from titancli.launchers.fit import check_weights
 from titancli.recipe import load_recipe, render_problems
 from titancli.recipe.imports import import_components
+from titancli.recipe.urls import url_of
 
 Format = Literal["text", "json", "github"]
 
@@ -46,6 +48,8 @@ def command(arguments: tuple[str, ...], unset: tuple[str, ...], strict: bool, fo
     for reference in recipes:
         try:
             loaded = load_recipe(reference, overrides, unset=unset)
+            if loaded.recipe.weights is not None and url_of(loaded.recipe.weights) is None:
+                check_weights(loaded)
             if strict:
                 import_components(loaded)
         except TitanError as error:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titancli.checkpoint.exclude import Exclusion
-from titancli.checkpoint.libraries import type_in
+from titancli.checkpoint.likeness import refuse_other_model
 from titancli.engine.engine import Engine, EngineSettings
 from titancli.engine.guard import Guard
 from titancli.engine.pipelined import PipelinedModel
@@ -268,6 +268,7 @@ def _load_base(engine: Engine, recipe: Recipe, folder: Path) -> None:
 
     parameters = engine.base_parameters()
     if (folder / "manifest.json").is_file():
+        refuse_other_model(recipe, folder)
         tensors = {f"model.{name}": tensor for name, tensor in parameters.items()}
         exclude = Exclusion.once(recipe.checkpoint.exclude_from_loading, folder)
         load_checkpoint(folder, tensors, verify=recipe.checkpoint.verify, exclude=exclude)
@@ -288,21 +289,5 @@ def _load_base(engine: Engine, recipe: Recipe, folder: Path) -> None:
             f"weights: the model cannot be read from a Hugging Face folder, such as {folder}",
             hint="name a checkpoint: RUN/checkpoints/step-N",
         )
-    model_type = _model_type(folder / "config.json")
-    expected = getattr(engine.hf_form, "model_type", model_type)
-    if model_type != expected:
-        raise EnvironmentProblem(
-            f"weights: {folder} holds a {model_type!r} model, and this recipe trains a {expected!r} one",
-            hint="name weights of that model, or give the [model] of these",
-        )
+    refuse_other_model(recipe, folder)
     load_hf_weights(folder, engine.hf_form, parameters, shapes=parameter_shapes(engine))
-
-
-def _model_type(path: Path) -> str:
-    try:
-        return type_in(json.loads(path.read_bytes()))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise EnvironmentProblem(
-            f"weights: {path} cannot be read, or names no model_type: {type(error).__name__}: {error}",
-            hint="download the folder again",
-        ) from error

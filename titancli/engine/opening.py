@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from titancli.checkpoint.exclude import Exclusion
+from titancli.checkpoint.likeness import refuse_other_model
 from titancli.checkpoint.manifest import LOCK, MANIFEST, newest_good
 from titancli.checkpoint.remote import take_weights, weights_here
 from titancli.errors import EnvironmentProblem, UsageError
@@ -132,6 +133,7 @@ def take_over(engine: Core, recipe: Recipe) -> None:
     if recipe.weights is None or recipe.checkpoint.initial_load_model_only:
         return
     folder = weights_here(recipe.weights)
+    refuse_other_model(recipe, folder)
     engine.load(folder, exclude=Exclusion.once(recipe.checkpoint.exclude_from_loading, folder))
 
 

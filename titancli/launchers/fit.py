@@ -5,10 +5,6 @@ A recipe alone cannot tell; so these are asked when a run starts, and answered a
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
 from titancli.errors import Problem, RecipeError
 from titancli.recipe import Loaded
 from titancli.recipe.check import component_checks, components
@@ -16,14 +12,6 @@ from titancli.recipe.layout import check_layout, on, takes
 from titancli.recipe.schema import Degrees
 from titancli.recipe.tree import dotted
 from titancli.registry.component import component_info
-
-SIZES = {
-    "hidden_size": "dim",
-    "num_hidden_layers": "n_layers",
-    "num_attention_heads": "n_heads",
-    "vocab_size": "vocab_size",
-}
-"""What `config.json` calls the sizes that every decoder has, and what a model's config does."""
 
 
 def check_world(loaded: Loaded, world: int) -> tuple[Degrees, int]:
@@ -66,41 +54,21 @@ def check_devices(loaded: Loaded, gpus: int) -> None:
 
 
 def check_weights(loaded: Loaded) -> None:
-    """Refuse weights of a model of other sizes; what is no folder of weights is told where it is read.
+    """Refuse weights that were made by another model. What holds no weights is reported when they are read.
 
     Raises:
-        RecipeError: says which sizes differ.
+        RecipeError: says which fields differ.
+        EnvironmentProblem: a config.json cannot be read, or has what the recipe's model does not have.
     """
+    from titancli.checkpoint.likeness import complaint
     from titancli.checkpoint.remote import weights_here
 
-    folder, model = loaded.recipe.weights, loaded.data["model"]
-    found = _sizes(weights_here(folder)) if folder is not None else {}
-    wrong = [
-        f"{key} is {found[key]} there and {model[key]} here"
-        for key in found
-        if key in model and found[key] != model[key]
-    ]
-    if wrong:
-        message = f"{folder} holds weights of another model: {'; '.join(wrong)}"
-        raise _problem(loaded, "weights", message, "give the [model] of these weights, or other weights")
-
-
-def _sizes(folder: Path) -> dict[str, Any]:
-    """The sizes of a model that lies in a Hugging Face folder or in a checkpoint; those that are told."""
-    import tomli
-
-    try:
-        if (folder / "config.json").is_file():
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            return {
-                ours: config[theirs] for theirs, ours in SIZES.items() if isinstance(config.get(theirs), int)
-            }
-        if (folder / "recipe.lock.toml").is_file():
-            table = tomli.loads((folder / "recipe.lock.toml").read_text(encoding="utf-8"))["model"]
-            return {key: table[key] for key in ("type", *SIZES.values()) if key in table}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}  # a folder that cannot be read is told, and why, when its weights are
-    return {}
+    recipe = loaded.recipe
+    if recipe.weights is None:
+        return
+    found = complaint(recipe.model, weights_here(recipe.weights), recipe.checkpoint.model_differs)
+    if found is not None:
+        raise _problem(loaded, "weights", *found)
 
 
 def _problem(loaded: Loaded, key: str, message: str, hint: str | None) -> RecipeError:

@@ -258,7 +258,7 @@ def require_inputs(
 
     Raises:
         EnvironmentProblem: names every one of them.
-        RecipeError: the weights are those of a model of other sizes.
+        RecipeError: the weights were made by another model.
     """
     from titancli.checkpoint.remote import take_weights, weights_here
     from titancli.recipe.urls import url_of

@@ -23,13 +23,11 @@ from titancli.models.blocks.hf import (
     LAYER,
     UnbalancedHF,
     refuse_other_routing,
-    refuse_others,
-    rope_of,
-    theta_of,
 )
 from titancli.models.blocks.moe import Experts, MoE
 from titancli.models.blocks.reach import Reach
 from titancli.models.blocks.rope import inverse_frequencies, yarn_frequencies
+from titancli.models.config_json.gpt_oss import layer_types, read
 
 
 class GptOssModel(Decoder):
@@ -176,7 +174,7 @@ class GptOssHF(UnbalancedHF):
             "rope_theta": config.rope_theta,
             "rope_scaling": _rope_json(config),
             "sliding_window": config.sliding_window,
-            "layer_types": _layer_types(config.n_layers),
+            "layer_types": layer_types(config.n_layers),
             "num_local_experts": moe.num_experts,
             "num_experts_per_tok": moe.top_k,
             "swiglu_alpha": config.swiglu_alpha,
@@ -187,61 +185,7 @@ class GptOssHF(UnbalancedHF):
             "tie_word_embeddings": config.tied,
         }
 
-    @staticmethod
-    def from_config_json(config_json: dict[str, Any]) -> dict[str, Any]:
-        """The keys of [model].
-
-        Raises:
-            EnvironmentProblem: attention without biases, other layers that slide than every other one,
-                another RoPE than YaRN with its usual sharpness, or quantised weights (MXFP4, as released).
-        """
-        layers = config_json["num_hidden_layers"]
-        kind, rope = rope_of(config_json)
-        plain = {**config_json, "rope_type": "default" if kind == "yarn" else kind}
-        plain |= {key: rope[key] for key in _SHARPNESS if rope.get(key) is not None}
-        plain["layer_types"] = config_json.get("layer_types") or _layer_types(layers)
-        expected = {
-            "attention_bias": True,
-            "hidden_act": "silu",
-            "layer_types": _layer_types(layers),
-            "rope_type": "default",
-            **dict.fromkeys(_SHARPNESS),
-        }
-        refuse_others(plain, "gpt_oss", expected)
-        keys = {
-            "dim": config_json["hidden_size"],
-            "n_layers": layers,
-            "n_heads": config_json["num_attention_heads"],
-            "n_kv_heads": config_json.get("num_key_value_heads") or config_json["num_attention_heads"],
-            "head_dim": config_json.get("head_dim") or 64,
-            "vocab_size": config_json["vocab_size"],
-            "max_seq_len": config_json.get("max_position_embeddings", 131072),
-            "rope_theta": theta_of(config_json, 150000.0),
-            "norm_eps": config_json.get("rms_norm_eps", 1e-5),
-            "tied": bool(config_json.get("tie_word_embeddings", False)),
-            "sliding_window": config_json.get("sliding_window", 128),
-            "swiglu_alpha": config_json.get("swiglu_alpha", 1.702),
-            "swiglu_limit": config_json.get("swiglu_limit", 7.0),
-        }
-        routing = {
-            "num_experts": config_json.get("num_local_experts") or config_json["num_experts"],
-            "top_k": config_json.get("num_experts_per_tok") or config_json["experts_per_token"],
-            "hidden_dim": config_json["intermediate_size"],
-        }
-        keys["moe"] = {**GptOss.flavors["20b"]["moe"], **routing}
-        if kind == "yarn":
-            keys["yarn"] = _yarn_of(rope, keys["max_seq_len"])
-        elif not rope:  # transformers takes gpt-oss's own
-            keys["yarn"] = GptOss.flavors["20b"]["yarn"]
-        return keys
-
-
-_SHARPNESS = ("attention_factor", "mscale", "mscale_all_dim")
-"""Keys by which a config.json changes what cos and sin are multiplied by."""
-
-
-def _layer_types(layers: int) -> list[str]:
-    return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
+    from_config_json = staticmethod(read)
 
 
 def _rope_json(config: GptOss) -> dict[str, Any]:
@@ -254,16 +198,6 @@ def _rope_json(config: GptOss) -> dict[str, Any]:
         "beta_slow": config.yarn.beta_slow,
         "truncate": config.yarn.truncate,
         "original_max_position_embeddings": config.yarn.original_max_position,
-    }
-
-
-def _yarn_of(rope: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
-    return {
-        "factor": float(rope["factor"]),
-        "beta_fast": float(rope.get("beta_fast") or 32.0),
-        "beta_slow": float(rope.get("beta_slow") or 1.0),
-        "truncate": bool(rope.get("truncate", True)),
-        "original_max_position": int(rope.get("original_max_position_embeddings") or max_seq_len),
     }
 
 

@@ -27,7 +27,7 @@ from titancli.models.blocks.hf_modules import (
     tensor_plan,
 )
 from titancli.models.blocks.init import fill
-from titancli.models.menu.hf_causal_lm import HFCausalLM, encoded, faults
+from titancli.models.menu.hf_causal_lm import HFCausalLM
 from titancli.parallel.tensor import with_local_parameters
 
 if TYPE_CHECKING:
@@ -313,13 +313,4 @@ class SameNames:
         kept = {key: value for key, value in self.values.items() if key not in left_out}
         return {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.model_type]], **kept}
 
-    @staticmethod
-    def from_config_json(config_json: dict[str, Any]) -> dict[str, Any]:
-        """The keys of `[model]`.
-
-        Raises:
-            EnvironmentProblem: code that comes with the weights, quantised weights, an encoder.
-        """
-        for fault in faults(config_json):
-            raise EnvironmentProblem(fault)
-        return {"config": encoded(config_json)}
+    from_config_json = staticmethod(HFCausalLM.from_config_json)

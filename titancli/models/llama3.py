@@ -16,12 +16,9 @@ from titancli.models.blocks.feed_forward import FeedForward
 from titancli.models.blocks.hf import (
     DecoderHF,
     llama3_rope_json,
-    llama3_rope_keys,
-    refuse_others,
-    rope_of,
-    theta_of,
 )
 from titancli.models.blocks.rope import inverse_frequencies
+from titancli.models.config_json.llama3 import read
 
 
 class Llama3Model(Decoder):
@@ -70,30 +67,4 @@ class LlamaHF(DecoderHF):
             "tie_word_embeddings": config.tied,
         }
 
-    @staticmethod
-    def from_config_json(config_json: dict[str, Any]) -> dict[str, Any]:
-        """The keys of `[model]` for a `config.json`.
-
-        Raises:
-            EnvironmentProblem: biases, another activation, another RoPE than Llama 3's, quantised weights.
-        """
-        kind, _ = rope_of(config_json)
-        expected = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "rope_type": "default"}
-        refuse_others(
-            {**config_json, "rope_type": "default" if kind == "llama3" else kind}, "llama3", expected
-        )
-        return {
-            "dim": config_json["hidden_size"],
-            "n_layers": config_json["num_hidden_layers"],
-            "n_heads": config_json["num_attention_heads"],
-            "n_kv_heads": config_json.get("num_key_value_heads") or config_json["num_attention_heads"],
-            "head_dim": config_json.get("head_dim")
-            or config_json["hidden_size"] // config_json["num_attention_heads"],
-            "hidden_dim": config_json["intermediate_size"],
-            "vocab_size": config_json["vocab_size"],
-            "max_seq_len": config_json.get("max_position_embeddings", 2048),
-            "rope_theta": theta_of(config_json),
-            "norm_eps": config_json.get("rms_norm_eps", 1e-6),
-            "tied": bool(config_json.get("tie_word_embeddings", False)),
-            **llama3_rope_keys(config_json),
-        }
+    from_config_json = staticmethod(read)

@@ -18,12 +18,10 @@ from titancli.models.blocks.hf import (
     LAYER,
     UnbalancedHF,
     refuse_other_routing,
-    refuse_others,
-    rope_of,
-    theta_of,
 )
 from titancli.models.blocks.moe import MoE
 from titancli.models.blocks.rope import inverse_frequencies
+from titancli.models.config_json.qwen3 import read
 
 
 class Qwen3Model(Decoder):
@@ -101,50 +99,7 @@ class Qwen3HF(UnbalancedHF):
             }
         return {"architectures": ["Qwen3MoeForCausalLM"], **common, **_experts_json(config)}
 
-    @staticmethod
-    def from_config_json(config_json: dict[str, Any]) -> dict[str, Any]:
-        """The keys of [model].
-
-        Raises:
-            EnvironmentProblem: biases, sliding windows, dense layers between those of experts, a stretched
-                RoPE, or quantised weights.
-        """
-        kind, _ = rope_of(config_json)
-        plain = {**config_json, "rope_type": kind}
-        plain["mlp_only_layers"] = config_json.get("mlp_only_layers") or []
-        expected = {
-            "attention_bias": False,
-            "hidden_act": "silu",
-            "use_sliding_window": False,
-            "rope_type": "default",
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
-        refuse_others(plain, "qwen3", expected)
-        dense = config_json["model_type"] == "qwen3"
-        head_dim = 128 if dense else config_json["hidden_size"] // config_json["num_attention_heads"]
-        keys = {
-            "dim": config_json["hidden_size"],
-            "n_layers": config_json["num_hidden_layers"],
-            "n_heads": config_json["num_attention_heads"],
-            "n_kv_heads": config_json.get("num_key_value_heads") or config_json["num_attention_heads"],
-            "head_dim": config_json.get("head_dim") or head_dim,
-            "vocab_size": config_json["vocab_size"],
-            "max_seq_len": config_json.get("max_position_embeddings", 32768),
-            "rope_theta": theta_of(config_json),
-            "norm_eps": config_json.get("rms_norm_eps", 1e-6),
-            "tied": bool(config_json.get("tie_word_embeddings", False)),
-        }
-        if dense:
-            return {**keys, "hidden_dim": config_json["intermediate_size"]}
-        experts = config_json.get("num_experts") or config_json["num_local_experts"]
-        routing = {
-            "num_experts": experts,
-            "top_k": config_json["num_experts_per_tok"],
-            "hidden_dim": config_json["moe_intermediate_size"],
-            "route_norm": bool(config_json.get("norm_topk_prob", False)),
-        }
-        return {**keys, "moe": {**Qwen3.flavors["30B-A3B"]["moe"], **routing}}
+    from_config_json = staticmethod(read)
 
 
 def _experts_json(config: Qwen3) -> dict[str, Any]:

@@ -215,6 +215,9 @@ class Checkpoint:
     exclude_from_loading: list[str] = field(default_factory=list)
     """What to leave out of a checkpoint: `"optimizer"`, `"data"`, `"step"`, `"guard"`, or tensors, as in
     `"model.output.*"`. Once: a checkpoint that was saved under the same list is loaded whole."""
+    model_differs: list[str] = field(default_factory=list)
+    """Keys of [model], such as `"rope_theta"`, that are meant to differ from those of the model that
+    `weights` come from. Any other difference that changes what is computed is refused."""
     last_save_model_only: bool = False
     """At the end save the weights alone as well, in RUN/exports/step-N."""
     last_save_in_hf: bool = False

@@ -1,4 +1,4 @@
-"""What the Hugging Face forms of decoders share: tables of names, stacked experts, checks of config.json."""
+"""What the Hugging Face forms of decoders share: tables of names, stacked experts, checks of routing."""
 
 from __future__ import annotations
 
@@ -33,12 +33,6 @@ LAYER = {
 }
 
 logger = logging.getLogger(__name__)
-
-DEQUANTISE = (
-    "take the unquantised weights that they were made from; or load them in transformers, call "
-    "model.dequantize() and save_pretrained(NEW_FOLDER), and remove quantization_config from its config.json"
-)
-"""What to do with quantised weights."""
 
 
 class DecoderHF:
@@ -111,37 +105,6 @@ class UnbalancedHF(DecoderHF):
         return name.endswith("moe.expert_bias")
 
 
-def refuse_others(config_json: Mapping[str, Any], model: str, expected: Mapping[str, Any]) -> None:
-    """See to it that the keys that a `config.json` has are as the model needs them.
-
-    Raises:
-        EnvironmentProblem: some are not (names them all), or the weights are quantised.
-    """
-    wrong = [f"{k} = {config_json[k]!r}" for k, good in expected.items() if config_json.get(k, good) != good]
-    if quantised := config_json.get("quantization_config"):
-        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"
-        raise EnvironmentProblem(
-            f"config.json says that the weights are quantised by {method!r}, and such weights are not read",
-            hint=DEQUANTISE,
-        )
-    if wrong:
-        raise EnvironmentProblem(f"config.json has {', '.join(wrong)}, which the model {model} does not have")
-
-
-def rope_of(config_json: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The kind of rotary embedding, `"default"` for the plain one, and its parameters.
-
-    transformers 4 writes `rope_scaling` and `rope_theta`, 5 both into `rope_parameters`.
-    """
-    rope = config_json.get("rope_parameters") or config_json.get("rope_scaling") or {}
-    return rope.get("rope_type", rope.get("type", "default")), rope
-
-
-def theta_of(config_json: Mapping[str, Any], default: float = 10000.0) -> float:
-    """The base of the rotary frequencies."""
-    return float(config_json.get("rope_theta") or rope_of(config_json)[1].get("rope_theta", default))
-
-
 def llama3_rope_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
     """`rope_scaling` as transformers 4 reads it; 5 turns it into its `rope_parameters`."""
     if scaling is None:
@@ -153,20 +116,6 @@ def llama3_rope_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
         "high_freq_factor": scaling.high_freq_factor,
         "original_max_position_embeddings": scaling.original_max_position,
     }
-
-
-def llama3_rope_keys(config_json: Mapping[str, Any]) -> dict[str, Any]:
-    """The key `rope_scaling` of `[model]`, or none where frequencies are plain."""
-    kind, rope = rope_of(config_json)
-    if kind != "llama3":
-        return {}
-    scaling = {
-        "factor": float(rope["factor"]),
-        "low_freq_factor": float(rope["low_freq_factor"]),
-        "high_freq_factor": float(rope["high_freq_factor"]),
-        "original_max_position": int(rope["original_max_position_embeddings"]),
-    }
-    return {"rope_scaling": scaling}
 
 
 def refuse_other_routing(moe: MoE, theirs: str, only: Mapping[str, Any]) -> None:

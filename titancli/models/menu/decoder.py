@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from annotated_types import Gt
 
@@ -34,6 +35,9 @@ class Sizes:
     tied: bool = False
     """Whether the output uses the embedding's weight."""
 
+    without_effect: ClassVar[tuple[str, ...]] = ("max_seq_len",)
+    """Fields that do not change what the model computes from tokens and weights."""
+
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if recipe.training.seq_len > self.max_seq_len:
             yield (
@@ -50,6 +54,10 @@ class DecoderConfig(Sizes):
     """Key and value heads; None: n_heads."""
     head_dim: Annotated[int, Gt(0)] | None = None
     """Width of a head; None: dim / n_heads."""
+
+    def explicit(self) -> Self:
+        """The same, with what follows from other fields written out."""
+        return replace(self, n_kv_heads=self.kv_heads, head_dim=self.head_width)
 
     @property
     def kv_heads(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt
@@ -28,6 +28,7 @@ class LatentYarn(Yarn):
 _SOFTMAX = {"score_func": "softmax", "score_before_experts": False, "load_balance_coeff": 1e-3}
 _SIGMOID = {**_SOFTMAX, "score_func": "sigmoid", "route_norm": True}
 _YARN = {"factor": 40.0, "original_max_position": 4096}
+_RELEASED: dict[str, Any] = {"max_seq_len": 163840, "norm_eps": 1e-6}
 
 
 @component(
@@ -60,6 +61,7 @@ class DeepSeekV3(Sizes):
     rope_scaling: LatentYarn | None = None
     norm_eps: Annotated[float, Gt(0)] = 1e-5
 
+    model_types: ClassVar[tuple[str, ...]] = ("deepseek_v3", "deepseek_v2")
     flavors: ClassVar[dict[str, dict[str, Any]]] = {
         "debugmodel": dict(
             dim=256,
@@ -71,22 +73,24 @@ class DeepSeekV3(Sizes):
             moe=dict(_SOFTMAX, num_experts=8, num_shared_experts=2, top_k=3, hidden_dim=256),
         ),
         "16B": dict(
+            _RELEASED,
             dim=2048,
             n_layers=27,
             n_heads=16,
             hidden_dim=10944,
             vocab_size=102400,
-            rope_scaling=dict(_YARN, mscale=0.7),
+            rope_scaling=dict(_YARN, mscale=0.707),
             moe=dict(_SOFTMAX, num_experts=64, num_shared_experts=2, top_k=6, hidden_dim=1408),
         ),
         "236B": dict(
+            _RELEASED,
             dim=5120,
             n_layers=60,
             n_heads=128,
             hidden_dim=12288,
             vocab_size=102400,
             q_lora_rank=1536,
-            rope_scaling=dict(_YARN, mscale=1.0),
+            rope_scaling=dict(_YARN, mscale=0.707),
             moe=dict(
                 _SOFTMAX,
                 num_experts=160,
@@ -100,6 +104,7 @@ class DeepSeekV3(Sizes):
             ),
         ),
         "671B": dict(
+            _RELEASED,
             dim=7168,
             n_layers=61,
             n_heads=128,
@@ -120,6 +125,13 @@ class DeepSeekV3(Sizes):
             ),
         ),
     }
+
+    @staticmethod
+    def from_config_json(config_json: Mapping[str, Any]) -> dict[str, Any]:
+        """See `titancli.models.config_json.deepseek_v3`."""
+        from titancli.models.config_json.deepseek_v3 import read
+
+        return read(config_json)
 
     def shape(self) -> Decoder:
         """The sizes of it all; see `titancli.models.shape`."""

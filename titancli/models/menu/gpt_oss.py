@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -51,6 +51,7 @@ class GptOss(DecoderConfig):
     """How rotary positions are stretched beyond the original context; None: they are not."""
     norm_eps: Annotated[float, Gt(0)] = 1e-5
 
+    model_types: ClassVar[tuple[str, ...]] = ("gpt_oss",)
     flavors: ClassVar[dict[str, dict[str, Any]]] = {
         "debugmodel": dict(_COMMON, dim=256, n_layers=4, vocab_size=2048, moe=dict(_ROUTING, num_experts=8)),
         "20b": dict(_COMMON, dim=2880, n_layers=24, vocab_size=201088, moe=dict(_ROUTING, num_experts=32)),
@@ -60,6 +61,13 @@ class GptOss(DecoderConfig):
     def window_of(self, layer: int) -> int | None:
         """Tokens that a token sees at most in the layer of this number; None: all before it."""
         return None if layer % 2 else self.sliding_window
+
+    @staticmethod
+    def from_config_json(config_json: Mapping[str, Any]) -> dict[str, Any]:
+        """See `titancli.models.config_json.gpt_oss`."""
+        from titancli.models.config_json.gpt_oss import read
+
+        return read(config_json)
 
     def shape(self) -> Decoder:
         """The sizes of it all; see `titancli.models.shape`."""

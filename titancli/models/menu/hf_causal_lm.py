@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from titancli.errors import EnvironmentProblem, TitanError
+from titancli.models.config_json import HARMLESS
 from titancli.registry.component import component
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
 
+PLAIN_ROPES = {"default", "linear", "llama3"}
+"""Rotary embeddings that max_position_embeddings has no part in."""
 NULL = "null"
 """What stands in a table for JSON's null, which TOML has not."""
 
@@ -57,6 +62,35 @@ class HFCausalLM:
             EnvironmentProblem: there is no such file.
         """
         return decoded(_read(self.config) if isinstance(self.config, Path) else self.config)
+
+    @staticmethod
+    def from_config_json(config_json: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys of `[model]` for a `config.json`.
+
+        Raises:
+            EnvironmentProblem: code that comes with the weights, quantised weights, an encoder.
+        """
+        for fault in faults(config_json):
+            raise EnvironmentProblem(fault)
+        return {"config": encoded(dict(config_json))}
+
+    def explicit(self) -> HFCausalLM:
+        """The same, without keys that do not change what is computed; with the architecture's defaults where
+        transformers is there already to name them."""
+        values = self.values
+        if "transformers" in sys.modules:
+            from titancli.models.blocks.hf_modules import hf_config
+
+            values = hf_config(values).to_dict()
+        ropes = (values.get("rope_parameters") or {}, values.get("rope_scaling") or {})
+        kinds = {rope.get("rope_type", rope.get("type", "default")) for rope in ropes}
+        harmless = HARMLESS if kinds <= PLAIN_ROPES else HARMLESS - {"max_position_embeddings"}
+        kept = {
+            key: value
+            for key, value in values.items()
+            if key not in harmless and not key.startswith("_") and not re.search("dropout|pdrop", key)
+        }
+        return HFCausalLM(config=encoded(kept))
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         values = self.values

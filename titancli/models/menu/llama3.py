@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Gt
@@ -40,6 +41,7 @@ class Llama3(DecoderConfig):
     rope_scaling: RopeScaling | None = None
     norm_eps: Annotated[float, Gt(0)] = 1e-5
 
+    model_types: ClassVar[tuple[str, ...]] = ("llama",)
     flavors: ClassVar[dict[str, dict[str, Any]]] = {
         "debugmodel": dict(
             dim=256, n_layers=6, n_heads=16, hidden_dim=768, vocab_size=2048, rope_scaling=_LLAMA31
@@ -92,6 +94,13 @@ class Llama3(DecoderConfig):
             rope_scaling=_LLAMA31,
         ),
     }
+
+    @staticmethod
+    def from_config_json(config_json: Mapping[str, Any]) -> dict[str, Any]:
+        """See `titancli.models.config_json.llama3`."""
+        from titancli.models.config_json.llama3 import read
+
+        return read(config_json)
 
     def shape(self) -> Decoder:
         """The sizes of it all; see `titancli.models.shape`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -48,13 +48,22 @@ _DEBUG = dict(
     moe=dict(_ROUTING, num_experts=8, hidden_dim=512),
 )
 _17B = dict(dim=5120, n_layers=48, n_heads=40, n_kv_heads=8, vocab_size=202048)
+_IROPE = dict(every_n_layers_nope=4, fixed_attn_block_size=8192, attn_temperature={})
 _16E = dict(
-    _17B, max_seq_len=10485760, rope_scaling=_ROPE, moe=dict(_ROUTING, num_experts=16, hidden_dim=8192)
+    _17B,
+    **_IROPE,
+    qk_norm=True,
+    max_seq_len=10485760,
+    rope_scaling=_ROPE,
+    moe=dict(_ROUTING, num_experts=16, hidden_dim=8192),
 )
 _128E = dict(
-    _17B, hidden_dim=16384, interleave_moe_layer_step=2, moe=dict(_ROUTING, num_experts=128, hidden_dim=8192)
+    _17B,
+    **_IROPE,
+    hidden_dim=16384,
+    interleave_moe_layer_step=2,
+    moe=dict(_ROUTING, num_experts=128, hidden_dim=8192),
 )
-_IROPE = dict(every_n_layers_nope=4, fixed_attn_block_size=8192)
 
 
 @component("model", "llama4", target="titancli.models.llama4:build", hf="titancli.models.llama4:Llama4HF")
@@ -62,8 +71,8 @@ class Llama4(DecoderConfig):
     """Llama 4, its text model: mixture of experts with a shared one, local attention between blocks without
     RoPE (iRoPE).
 
-    The flavors norm no queries and keys and have no attention temperature, as in torchtitan. Meta's release
-    has both (`qk_norm` in Scout alone): `config.json` of a Hugging Face folder says so.
+    17bx16e and 17bx128e, with or without `_irope`, are Meta's Scout and Maverick as released: with chunks,
+    blocks without RoPE and a temperature there, and in Scout norms of queries and keys.
     """
 
     hidden_dim: Annotated[int, Gt(0)] | None = None
@@ -85,13 +94,14 @@ class Llama4(DecoderConfig):
     rope_scaling: RopeScaling | None = None
     norm_eps: Annotated[float, Gt(0)] = 1e-5
 
+    model_types: ClassVar[tuple[str, ...]] = ("llama4_text", "llama4")
     flavors: ClassVar[dict[str, dict[str, Any]]] = {
         "debugmodel": _DEBUG,
         "debugmodel_irope": dict(_DEBUG, every_n_layers_nope=4, fixed_attn_block_size=256),
         "17bx16e": _16E,
-        "17bx16e_irope": dict(_16E, **_IROPE),
+        "17bx16e_irope": _16E,
         "17bx128e": _128E,
-        "17bx128e_irope": dict(_128E, **_IROPE),
+        "17bx128e_irope": _128E,
     }
 
     def has_experts(self, number: int) -> bool:
@@ -101,6 +111,13 @@ class Llama4(DecoderConfig):
     def has_rope(self, number: int) -> bool:
         """Whether the block of this number (from 0) has RoPE."""
         return self.every_n_layers_nope is None or (number + 1) % self.every_n_layers_nope != 0
+
+    @staticmethod
+    def from_config_json(config_json: Mapping[str, Any]) -> dict[str, Any]:
+        """See `titancli.models.config_json.llama4`."""
+        from titancli.models.config_json.llama4 import read
+
+        return read(config_json)
 
     def shape(self) -> Decoder:
         """The sizes of it all; see `titancli.models.shape`."""

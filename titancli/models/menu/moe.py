@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt
 
@@ -41,6 +42,13 @@ class MoE:
     """How many of a group's scores, the best ones, add up to the group's own: 2 in DeepSeek-V3, 1 in V2."""
     load_balance_coeff: Annotated[float, Gt(0)] | None = None
     """Step of the bias that evens out how often experts are chosen, without a loss; None: no such bias."""
+
+    without_effect: ClassVar[tuple[str, ...]] = ("load_balance_coeff",)
+    """Fields that change how it is trained, not what it computes."""
+
+    def explicit(self) -> MoE:
+        """The same, without what counts among groups where there are none."""
+        return self if self.num_expert_groups else replace(self, group_top_k=2)
 
     def shape(self, dim: int, *, joined: bool = False) -> Experts:
         """The sizes of the layer, as the child `moe` of a block of this width; see `mixture`."""

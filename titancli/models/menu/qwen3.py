@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Gt
@@ -15,7 +15,8 @@ from titancli.registry.component import component
 if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
 
-_DENSE = {"n_kv_heads": 8, "head_dim": 128, "vocab_size": 151936}
+_RELEASED: dict[str, Any] = {"vocab_size": 151936, "max_seq_len": 40960}
+_DENSE: dict[str, Any] = {**_RELEASED, "n_kv_heads": 8, "head_dim": 128}
 _ROUTING = {
     "top_k": 8,
     "score_func": "softmax",
@@ -39,6 +40,7 @@ class Qwen3(DecoderConfig):
     rope_theta: Annotated[float, Gt(0)] = 1000000.0
     norm_eps: Annotated[float, Gt(0)] = 1e-6
 
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3", "qwen3_moe")
     flavors: ClassVar[dict[str, dict[str, Any]]] = {
         "debugmodel": dict(
             dim=256, n_layers=8, n_heads=16, n_kv_heads=8, hidden_dim=3072, vocab_size=2048, tied=True
@@ -58,24 +60,29 @@ class Qwen3(DecoderConfig):
             moe=dict(_ROUTING, num_experts=64, hidden_dim=768),
         ),
         "30B-A3B": dict(
+            _RELEASED,
             dim=2048,
             n_layers=48,
             n_heads=32,
             n_kv_heads=4,
-            vocab_size=151936,
-            max_seq_len=262144,
             moe=dict(_ROUTING, num_experts=128, hidden_dim=768),
         ),
         "235B-A22B": dict(
+            _RELEASED,
             dim=4096,
             n_layers=94,
             n_heads=64,
             n_kv_heads=4,
-            vocab_size=151936,
-            rope_theta=5000000.0,
             moe=dict(_ROUTING, num_experts=128, hidden_dim=1536),
         ),
     }
+
+    @staticmethod
+    def from_config_json(config_json: Mapping[str, Any]) -> dict[str, Any]:
+        """See `titancli.models.config_json.qwen3`."""
+        from titancli.models.config_json.qwen3 import read
+
+        return read(config_json)
 
     def shape(self) -> Decoder:
         """The sizes of it all; see `titancli.models.shape`."""

@@ -1,0 +1,218 @@
+"""Whether weights were made for the very model that a recipe describes, field by field. Torch-free.
+
+Shapes alone do not show it: weights of another rotary base, or of another eps, load without a fault, and what
+they then compute is wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titancli.checkpoint.libraries import type_in
+from titancli.checkpoint.manifest import LOCK, MANIFEST, read_manifest
+from titancli.errors import EnvironmentProblem
+from titancli.registry.component import component_info, load_target
+
+if TYPE_CHECKING:
+    from titancli.recipe.schema import Recipe
+
+CONFIG = "config.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A field in which two configs of one model are not alike."""
+
+    key: str
+    """Within `[model]`: `rope_theta`, `moe.top_k`."""
+    here: Any
+    there: Any
+
+    def line(self) -> str:
+        """What to write in `[model]`."""
+        return f"{self.key} = {_toml(self.there)}" if self.there is not None else f"no {self.key}"
+
+
+def differences(here: Any, there: Any, key: str = "") -> Iterator[Difference]:
+    """The fields in which two configs of one class are not alike.
+
+    Fields that a class names in `without_effect` are left out; what its `explicit()` returns, if it has one,
+    has what follows from other fields written out.
+    """
+    if dataclasses.is_dataclass(here) and type(here) is type(there):
+        here, there = (side.explicit() if hasattr(side, "explicit") else side for side in (here, there))
+        for field in dataclasses.fields(here):
+            if field.name not in getattr(here, "without_effect", ()):
+                values = getattr(here, field.name), getattr(there, field.name)
+                yield from differences(*values, f"{key}.{field.name}" if key else field.name)
+    elif isinstance(here, dict) and isinstance(there, dict):
+        for name in here.keys() & there.keys():  # what is left out has a default that nobody here knows
+            yield from differences(here[name], there[name], f"{key}.{name}")
+    elif here != there:
+        yield Difference(key, _plain(here), _plain(there))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Other:
+    """A model that is none of the recipe's family."""
+
+    name: str
+    own: str
+
+
+def complaint(model: Any, folder: Path, meant: Collection[str]) -> tuple[str, str] | None:
+    """What is wrong with weights for a model, and what to write; None where nothing is, or cannot be told.
+
+    Args:
+        model: the recipe's, bound.
+        folder: a Hugging Face folder, or a checkpoint.
+        meant: keys of `[model]` that are to differ.
+
+    Raises:
+        EnvironmentProblem: the folder's config.json cannot be read, or names what the model does not have.
+    """
+    there = _model_in(folder, model)
+    if isinstance(there, _Other):
+        hint = "name weights of that model, or give the [model] of these"
+        return f"{folder} holds a {there.name!r} model, and this recipe trains a {there.own} one", hint
+    if there is None:
+        return None
+    found = [d for d in differences(model, there) if not _covered(d.key, meant)]
+    if not found:
+        return None
+    listed = "\n".join(f"  {d.key} is {_toml(d.here)} in the recipe, {_toml(d.there)} there" for d in found)
+    names = json.dumps(sorted({d.key for d in found}))
+    return (
+        f"{folder} holds weights of another model:\n{listed}",
+        f"write in [model]: {'; '.join(d.line() for d in found)}. Where it is meant, to train on with other "
+        f"values: checkpoint.model_differs = {names}",
+    )
+
+
+def refuse_other_model(recipe: Recipe, folder: Path) -> None:
+    """See to it that the weights in a folder were made by the recipe's model, whatever their shapes are.
+
+    Raises:
+        EnvironmentProblem: they were not; names every field that differs.
+    """
+    if found := complaint(recipe.model, folder, recipe.checkpoint.model_differs):
+        raise EnvironmentProblem(f"weights: {found[0]}", hint=found[1])
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A config.json that names its model.
+
+    Raises:
+        EnvironmentProblem: there is none, or it is damaged.
+    """
+    try:
+        keys = json.loads(path.read_bytes())
+        type_in(keys)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"{path.parent} is no Hugging Face model folder: {path.name} cannot be read ({error.strerror})",
+            hint="name a folder with config.json and *.safetensors",
+        ) from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise EnvironmentProblem(
+            f"{path} is damaged, or names no model_type: {type(error).__name__}: {error}",
+            hint="download the folder again",
+        ) from error
+    return keys
+
+
+def bind(cls: type, keys: dict[str, Any], where: str) -> Any:
+    """A component's config from plain values, as strictly as a recipe is bound.
+
+    Raises:
+        EnvironmentProblem: they do not fit; `where` says whose they are.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(cls).validate_json(json.dumps(keys))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        name = component_info(cls).name
+        raise EnvironmentProblem(f"{where} does not fit the model {name}: {place}: {first['msg']}") from error
+
+
+def _model_in(folder: Path, like: Any) -> Any:
+    """The config of the model in a folder, or an `_Other`; None where it cannot be told."""
+    if (folder / MANIFEST).is_file() or (folder / LOCK).is_file():
+        return _in_checkpoint(folder, like)
+    return _in_hf(folder / CONFIG, like) if (folder / CONFIG).is_file() else None
+
+
+def _in_hf(path: Path, like: Any) -> Any:
+    reader = reader_of(like)
+    if reader is None:
+        return None
+    keys = read_config(path)
+    types = model_types(reader)
+    if types and type_in(keys) not in types:
+        return _Other(type_in(keys), " or ".join(map(repr, types)))
+    try:
+        found = reader.from_config_json(keys)
+    except (KeyError, TypeError, ValueError) as error:
+        raise EnvironmentProblem(f"{path} lacks {error}, which {component_info(like).name} needs") from error
+    return bind(type(like), found, str(path))
+
+
+def reader_of(model: Any) -> Any:
+    """What has `from_config_json` for a model's config or its class: the class itself, which needs no torch,
+    or else its Hugging Face form, where torch is there already. None: nothing has."""
+    cls = model if isinstance(model, type) else type(model)
+    if hasattr(cls, "from_config_json"):
+        return cls
+    hf = component_info(cls).hf
+    return load_target(hf) if hf and "torch" in sys.modules else None
+
+
+def model_types(reader: Any) -> tuple[str, ...]:
+    """The model_types that it reads; none: any."""
+    if hasattr(reader, "model_types"):
+        return reader.model_types
+    return (reader.model_type,) if isinstance(getattr(reader, "model_type", None), str) else ()
+
+
+def _in_checkpoint(folder: Path, like: Any) -> Any:
+    import tomli
+
+    if (folder / LOCK).is_file():
+        try:
+            table = tomli.loads((folder / LOCK).read_text(encoding="utf-8"))["model"]
+        except (OSError, ValueError, KeyError):
+            return None  # a damaged checkpoint is reported, and why, when its weights are read
+    else:
+        table = read_manifest(folder).state.get("model")
+    if not isinstance(table, dict) or not isinstance(table.get("type"), str):
+        return None
+    own = component_info(like).name
+    if table["type"].rpartition("/")[2] != own:
+        return _Other(table["type"], repr(own))
+    keys = {key: value for key, value in table.items() if key not in ("type", "flavor")}
+    return bind(type(like), keys, str(folder))
+
+
+def _covered(key: str, meant: Collection[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in meant)
+
+
+def _plain(value: Any) -> Any:
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+
+
+def _toml(value: Any) -> str:
+    if value is None:
+        return "not set"
+    if isinstance(value, dict):
+        rows = (f"{key} = {_toml(item)}" for key, item in value.items() if item is not None)
+        return f"{{ {', '.join(rows)} }}"
+    return json.dumps(value, default=str)
