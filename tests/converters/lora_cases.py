@@ -28,9 +28,9 @@ def save_base(folder: Path, seed: int = 7) -> None:
     Engine.build(recipe(Layout(), seed=seed)).save(folder)
 
 
-def steps(layout: Layout, base: Path, count: int = 3) -> dict[str, torch.Tensor]:
+def steps(layout: Layout, base: Path, count: int = 3, lora: LoRA = LORA) -> dict[str, torch.Tensor]:
     """Losses and norms of some steps; gradients of the last; all parameters before and after."""
-    engine = Engine.build(lora_recipe(layout, base))
+    engine = Engine.build(lora_recipe(layout, base, lora))
     found = {f"first {name}": t for name, t in wholes(engine.named_parameters()).items()}
     for step in range(count):
         metrics = engine.forward_backward(my_batches(engine, step))
@@ -141,3 +141,22 @@ def merged_of(layout: Layout, base: Path, lora: LoRA) -> dict[str, Any]:
         "adapters": wholes(engine.trained_parameters()),
         "log-probs": engine.forward(my_batches(engine, 3)[0]),
     }
+
+
+def on_one_stage(layout: Layout, base: Path, folder: Path, lora: LoRA) -> tuple[float, bool]:
+    """Save between gradients and their step, go on in another engine: its norm, and whether a stage here has
+    nothing to train. Both engines' steps are the same."""
+    engine = Engine.build(lora_recipe(layout, base, lora))
+    engine.forward_backward(my_batches(engine))
+    engine.optim_step()
+    engine.forward_backward(my_batches(engine, 1))
+    engine.save(folder)
+    norm = engine.optim_step()["grad_norm"]
+    other = Engine.build(lora_recipe(layout, base, lora))
+    other.load(folder)
+    other.forward_backward(my_batches(other, 1))
+    assert torch.equal(other.optim_step()["grad_norm"], norm)
+    for (name, here), (_, there) in zip(engine.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(local(here), local(there)), name
+    assert dict(engine.weights()).keys() == dict(other.weights()).keys()
+    return float(norm), not engine.trained_parameters()

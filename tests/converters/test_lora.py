@@ -16,6 +16,7 @@ from tests.converters.lora_cases import (
     begin_with_adapters,
     load_adapters,
     merged_of,
+    on_one_stage,
     refused,
     save_adapters,
     save_base,
@@ -100,6 +101,21 @@ def test_every_layout_trains_the_same_adapters(
             if key.startswith("first ") or ("lora" not in key and key.startswith("last ")):
                 assert torch.equal(value, alone[key]), key  # initial values, and the base
     assert seen == alone.keys()
+
+
+@pytest.mark.parametrize("layer", ["layers.0", "layers.3"])
+def test_a_pipeline_stage_may_have_nothing_to_train(
+    ranks: Ranks, base: Path, tmp_path: Path, layer: str
+) -> None:
+    lora = LoRA(rank=4, targets=[f"{layer}.*"])
+    layout = Layout(mesh={"pp": 2})
+    [alone] = ranks(1, steps, Layout(), base, 3, lora)
+    for result in ranks(2, steps, layout, base, 3, lora):
+        for key, value in result.items():
+            assert far(value, alone[key]) < TOLERANCE, key
+    found = ranks(2, on_one_stage, layout, base, tmp_path / "step-1", lora)
+    assert [nothing for _, nothing in found] == [layer == "layers.3", layer == "layers.0"]
+    assert found[0][0] == found[1][0] > 0
 
 
 def test_it_computes_what_the_merged_model_computes(ranks: Ranks, base: Path) -> None:

@@ -27,6 +27,7 @@ from titancli.engine.state import parameter_shapes, told_adapters
 from titancli.errors import EnvironmentProblem, Problem, RecipeError, TitanError
 from titancli.models.blocks.kernels import prefer_fast_kernels
 from titancli.models.blocks.moe import moe_layers
+from titancli.optimizers.nothing import Nothing
 from titancli.optimizers.schedule import lr_factor
 from titancli.parallel.context import RowCut
 from titancli.parallel.mesh import Mesh
@@ -101,15 +102,33 @@ def build_engine(
     )
     (fill or materialise)(engine, recipe)
     if not frozen:
-        engine.optimizer = build(
-            recipe.optimizer,
-            named_parameters=engine.trained_parameters(),
-            model_names=names,
-        )
+        engine.optimizer = optimizer_of(recipe, engine.trained_parameters(), names)
         keep_peaks(engine.optimizer, getattr(recipe.optimizer, "lr", None))
         if recipe.stability.skip_nonfinite or recipe.stability.sigma > 0:
             engine.guard = Guard(recipe.stability, device)
     return engine
+
+
+def optimizer_of(
+    recipe: Recipe, trained: list[tuple[str, nn.Parameter]], model_names: list[str]
+) -> torch.optim.Optimizer:
+    """The recipe's optimizer of what this rank has to train, which may be nothing under a pipeline.
+
+    Args:
+        model_names: of everything in the whole model that is trained.
+
+    Raises:
+        RecipeError: the whole model has nothing to train.
+    """
+    if not model_names:
+        raise RecipeError(
+            "no parameter of the model requires a gradient, so there is nothing to train",
+            hint="build it frozen, or with a converter that adds something, such as lora",
+        )
+    if not trained:
+        return Nothing(getattr(recipe.optimizer, "lr", 0.0))
+    made: torch.optim.Optimizer = build(recipe.optimizer, named_parameters=trained, model_names=model_names)
+    return made
 
 
 def refuse_unfit(recipe: Recipe, degrees: Degrees) -> None:
