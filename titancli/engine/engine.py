@@ -352,7 +352,8 @@ class Engine(Core):
     @contextmanager
     def _no_gradients(self, verb: str) -> Iterator[None]:
         # no_grad, never inference_mode: parameters gathered inside it would poison the next training step.
-        with self._aborted(verb), torch.no_grad():
+        stream = Stream(self.device, self.settings.seed, self.step, self.mesh.dp_rank, "no gradients")
+        with self._aborted(verb), torch.no_grad(), not_training(self.parts), stream.drawn():
             yield
         # Backward frees what forward gathered; without one, the next step would use weights gone stale.
         for module in (module for part in self.parts for module in part.modules()):
