@@ -18,8 +18,10 @@ from torch import Tensor
 
 from tests.docs.markdown import ROOT, blocks
 from titancli import Batch, Engine, LossResult, TitanError, load_recipe
+from titancli.engine import given as inputs
+from titancli.engine.given import RESERVED
 from titancli.errors import EnvironmentProblem, RecipeError, UsageError
-from titancli.losses import CrossEntropy
+from titancli.losses import DPO, SFT, CrossEntropy, CrossEntropyFull, Grpo, Gspo
 from titancli.models import Llama3
 from titancli.optimizers import AdamW
 from titancli.recipe import lock_text
@@ -230,8 +232,13 @@ def returns(value: Any) -> Callable[[Tensor, Batch], Any]:
     return lambda log_probs, batch: value(log_probs)
 
 
-GOOD = batch()
+GOOD = dict(batch())
 TOKENS = GOOD["tokens"]
+ROLLOUT = {"advantages": torch.ones(4, 16), "old_logprobs": -torch.ones(4, 16)}
+
+
+def reporting(name: Any) -> Callable[[Tensor, Batch], LossResult]:
+    return lambda log_probs, batch: LossResult(log_probs.sum(), 1, {name: 23})
 
 
 def with_output(name: str) -> Any:
@@ -254,6 +261,42 @@ def with_output(name: str) -> Any:
         ({"tokens": TOKENS.float(), "targets": TOKENS}, None, "tokens are torch.float32"),
         ({"tokens": TOKENS, "targets": TOKENS[:, 1:]}, None, r"targets are \[4, 15\], its tokens \[4, 16\]"),
         ({"tokens": TOKENS, "targets": TOKENS[1:]}, None, "the same number of rows"),
+        (
+            {"tokens": TOKENS[0], "targets": TOKENS[0]},
+            None,
+            r"tokens are \[16\], and must be \[rows, length\]",
+        ),
+        ({"tokens": TOKENS[:0], "targets": TOKENS[:0]}, None, r"\[0, 16\]: there is nothing in them"),
+        ({"tokens": TOKENS[:, :0], "targets": TOKENS[:, :0]}, None, r"\[4, 0\]: there is nothing"),
+        (
+            GOOD | {"tokens": TOKENS + 60},
+            None,
+            "token id [0-9]+ in 'tokens', and the model's vocab_size is 64",
+        ),
+        (GOOD | {"tokens": -TOKENS}, None, "token id -[0-9]+ in 'tokens'"),
+        (GOOD | {"targets": TOKENS.clamp(max=2) - 3}, None, "token id -[123] in 'targets'"),
+        (GOOD | {"targets": TOKENS + 60}, CrossEntropyFull(), "token id [0-9]+ in 'targets'"),
+        (GOOD | {"positions": TOKENS - 64}, None, "the position -[0-9]+"),
+        (GOOD | {"positions": TOKENS.float()}, None, "positions are torch.float32"),
+        (GOOD | {"positions": TOKENS + 64}, None, "the model was made for 0 to 63"),
+        (GOOD | {"positions": TOKENS[:, 1:]}, None, r"positions are \[4, 15\], its tokens \[4, 16\]"),
+        (GOOD | {"document_ids": TOKENS[:, 0]}, None, r"document_ids are \[4\]"),
+        (GOOD | {"document_ids": TOKENS > 3}, None, "document_ids are torch.bool"),
+        (GOOD | {"document_ids": TOKENS * 0 + torch.arange(16) % 2}, None, "document_ids that come back"),
+        ({k: v.repeat(1, 2) for k, v in GOOD.items()}, None, "rows are 32 tokens long, and .* made for 16"),
+        (GOOD, Grpo(), "the loss Grpo needs advantages, old_logprobs in the batch, which has tokens"),
+        (
+            GOOD | ROLLOUT | {"advantages": TOKENS[:, 0]},
+            Grpo(),
+            r"takes advantages as \[B, S\], .* are \[4\]",
+        ),
+        (GOOD | ROLLOUT, Gspo(kl_coef=0.1), "needs reference_logprobs"),
+        (GOOD | {"reference_logps": TOKENS.float()}, DPO(), r"takes reference_logps as \[B\]"),
+        (GOOD | {"weights": torch.ones(4)}, SFT(), r"takes weights as \[B, S\], which is \[4, 16\] here"),
+        ({"tokens": TOKENS}, CrossEntropyFull(), "the loss CrossEntropyFull needs targets"),
+        (GOOD, reporting("weight"), "reports a metric called 'weight'"),
+        (GOOD, reporting("loss"), "reports a metric called 'loss'"),
+        (GOOD, reporting(3), "called 3, which is no text"),
         (GOOD, CrossEntropy, "write CrossEntropy()"),
         (GOOD, AdamW(), "AdamW is a optimizer"),
         (GOOD, "cross_entropy", "str is no loss"),
@@ -281,13 +324,66 @@ def test_what_a_loss_raises_comes_through_and_takes_the_steps_gradients_with_it(
         return LossResult((log_probs * batch["advantages"]).sum(), 1)
 
     engine.forward_backward(GOOD)
-    with pytest.raises(KeyError, match="advantages"):
+    with pytest.raises(KeyError, match="no 'advantages'; it has tokens, targets") as caught:
         engine.forward_backward([batch(seed=1), batch(seed=2)], forgetful)
+    assert isinstance(caught.value, TitanError)
     assert engine.status["accumulated"] == 0
     with pytest.raises(TitanError, match="call forward_backward first"):
         engine.optim_step()
     engine.forward_backward(GOOD)
     assert float(engine.optim_step()["grad_norm"]) > 0
+
+
+def test_every_name_that_a_verb_returns_is_reserved(engine: Engine) -> None:
+    found = engine.forward_backward(GOOD) | engine.optim_step() | engine.evaluate(GOOD)
+    assert found.keys() <= RESERVED
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.uint16])
+def test_integers_of_any_kind_are_the_same_batch(engine: Engine, dtype: torch.dtype) -> None:
+    documents = {
+        "document_ids": torch.arange(16).expand(4, 16) // 5,
+        "positions": torch.arange(16).expand(4, 16) % 5,
+    }
+    given = GOOD | documents
+    other = {name: value.to(dtype) for name, value in given.items()}
+    assert torch.equal(engine.forward(other), engine.forward(given))
+    loss = engine.forward_backward(given)["loss"]
+    assert torch.equal(engine.forward_backward(other)["loss"], loss)
+
+
+def test_rows_without_a_named_length_are_as_long_as_the_model_allows() -> None:
+    def rows(length: int) -> Tensor:
+        return torch.ones(1, length, dtype=torch.int64)
+
+    with Engine.of(Llama3(**TINY), frozen=True) as engine:
+        assert engine.forward({"tokens": rows(64), "targets": rows(64)}).shape == (1, 64)
+        with pytest.raises(TitanError, match="rows are 65 tokens long, and the model was made for 64"):
+            engine.forward({"tokens": rows(65), "targets": rows(65)})
+
+
+def test_what_is_looked_at_on_no_gpu_makes_every_number_nan(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = engine.forward_backward(GOOD) | engine.optim_step() | engine.evaluate(GOOD)
+    log_probs = engine.forward(GOOD)
+    with Engine.of(
+        Llama3(**TINY), training=Training(steps=9, seq_len=16, mixed_precision_param="float32")
+    ) as same:
+        monkeypatch.setattr(inputs, "readable", lambda batch: False)
+        found = same.forward_backward(GOOD) | same.optim_step() | same.evaluate(GOOD)
+        assert {name: float(value) for name, value in found.items()} == {
+            name: float(value) for name, value in expected.items()
+        }
+        assert torch.equal(same.forward(GOOD), log_probs)
+        before = [parameter.clone() for _, parameter in same.named_parameters()]
+        for wrong in (GOOD | {"tokens": TOKENS + 60}, GOOD | {"targets": TOKENS - 7}):
+            assert same.forward(wrong).isnan().all()
+            assert same.evaluate([GOOD, wrong])["loss"].isnan()
+            assert same.forward_backward([GOOD, wrong])["loss"].isnan()
+            assert same.optim_step()["grad_norm"].isnan()
+        after = [parameter for _, parameter in same.named_parameters()]
+        assert same.guard is not None and all(map(torch.equal, before, after))
 
 
 def test_whole_weights_are_no_adapters(engine: Engine) -> None:

@@ -47,6 +47,31 @@ def test_greedy_equals_transformers(variant: str) -> None:
     assert len(set(made[0])) > 8  # not one token again and again, which would show nothing
 
 
+@pytest.mark.parametrize(
+    ("prompts", "row", "words"),
+    [
+        ([[]], Row(0, 0, 1), "prompt 0 is empty"),
+        ([[1], [2, 10**6]], Row(0, 0, 1), "prompt 1 holds the token id 1000000, and the model's vocab_size"),
+        ([[-1]], Row(0, 0, 1), "token id -1"),
+        ([[1]], Row(1, 0, 1), "continues prompt 1 of 1"),
+        ([[1]], Row(0, 0, 0), "by 0 tokens"),
+        ([[1]], Row(0, 0, 10**7), r"the model's context \(max_seq_len\) is"),
+    ],
+)
+def test_what_cannot_be_continued_is_told(prompts: list[list[int]], row: Row, words: str) -> None:
+    with pytest.raises(TitanError, match=words):
+        run(small(), prompts, [row], GREEDY)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}],
+)
+def test_a_way_to_sample_that_is_none_is_told(settings: dict[str, float]) -> None:
+    with pytest.raises(TitanError, match=f"sampling: {next(iter(settings))} is"):
+        Sampling(**settings)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
 def test_a_row_among_others_equals_the_row_alone(sampling: Sampling) -> None:
     model = small()

@@ -69,7 +69,15 @@ def test_metrics_are_sums_over_pairs() -> None:
 def test_what_is_missing_is_named() -> None:
     out, batch = problem()
     loss = build(DPO())
-    with pytest.raises(TitanError, match="needs reference_logps"):
+    with pytest.raises(TitanError, match="no 'reference_logps'; it has targets"):
         loss(out, Batch({"targets": batch["targets"]}))
     with pytest.raises(TitanError, match="needs pairs of rows, and was given 3"):
-        loss(out[:3], batch)
+        loss.check_batch(Batch({"targets": batch["targets"][:3]}))
+
+
+def test_what_stands_beside_no_pair_is_not_read() -> None:
+    out, batch = problem()
+    reference = torch.where(torch.arange(len(out)) < 4, batch["reference_logps"], torch.nan)
+    loss = build(DPO())
+    expected, found = loss(out, batch), loss(out, Batch({**batch, "reference_logps": reference}))
+    assert (found.sum, found.metrics) == (expected.sum, expected.metrics)

@@ -122,6 +122,17 @@ def test_the_metrics_are_averages_of_what_was_drawn() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("number", [LENGTH, -1, 2**31 - 1, -(2**40)])
+def test_documents_may_have_any_ids(name: str, number: int) -> None:
+    out, batch = problem()
+    loss, ids = build(CASES[name]), batch["document_ids"].long()
+    other = torch.where(ids == 1, number, ids)
+    found = loss(out, Batch({**batch, "document_ids": other if abs(number) >> 31 else other.int()}))
+    expected = loss(out, batch)
+    assert (found.sum, found.weight, found.metrics) == (expected.sum, expected.weight, expected.metrics)
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_rows_with_nothing_drawn_change_nothing(name: str) -> None:
     """They fill up the last micro-batch of a rank."""
     out, batch = problem()

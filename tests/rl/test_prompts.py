@@ -13,6 +13,8 @@ from titancli.errors import EnvironmentProblem, TitanError
 from titancli.registry.component import build
 from titancli.rl import Digit, Prompts, Sum
 from titancli.rl.prompts import PromptSource
+from titancli.rl.samples import Prompt
+from titancli.rl.tasks import Made
 
 
 @pytest.mark.parametrize("config", [Digit(), Sum()])
@@ -62,6 +64,29 @@ def test_messages_go_through_the_chat_template(tmp_path: Path) -> None:
     wanted = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hi"}]
     assert asked.tokens == tokenizer.chat(wanted, add_generation_prompt=True)
     assert asked.prompt.text == "system: Be kind.\nuser: hi"
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        ("3+9=", "the task Made gave a str as prompt 0"),
+        (None, "gave a NoneType"),
+        (Prompt(None), "text is a NoneType"),  # type: ignore[arg-type]
+        (Prompt(""), "prompt 0 of the task Made has no tokens: ''"),
+    ],
+)
+def test_what_is_no_prompt_is_told(made: Any, words: str) -> None:
+    class WithoutEnd(ByteTokenizer):
+        eos_id = None  # type: ignore[assignment]
+
+    task = Made("mine", lambda numbers: made, 0)
+    with pytest.raises(TitanError, match=words):
+        PromptSource(task, WithoutEnd(), longest=9).take(1)
+
+
+def test_an_empty_prompt_begins_after_the_end_of_a_text() -> None:
+    source = PromptSource(Made("mine", lambda numbers: Prompt(""), 0), ByteTokenizer(), longest=9)
+    assert source.take(1)[0].tokens == [ByteTokenizer.eos_id]
 
 
 def test_a_place_is_gone_back_to_and_long_prompts_are_passed_over(

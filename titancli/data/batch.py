@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 
 IGNORE = -100
 """A target that is none."""
+EXAMPLE = 'give titancli.Batch({"tokens": ..., "targets": ...})'
+
+
+class MissingTensor(TitanError, KeyError):
+    """A batch was asked for a tensor that it does not have."""
 
 
 class Batch(Mapping[str, "Tensor"]):
@@ -27,21 +32,40 @@ class Batch(Mapping[str, "Tensor"]):
     | any other | [B, …] | a loss's own inputs |
 
     `unit` rows belong together (2 for preference pairs) and are never split.
+
+    Raises:
+        TitanError: there is no tensor; one has no rows, or another number of them than the others; or that is
+            no multiple of `unit`. Asking for what is not there raises one that is a KeyError too.
     """
 
     __slots__ = ("_tensors", "unit")
 
     def __init__(self, tensors: Mapping[str, Tensor], *, unit: int = 1) -> None:
+        if not tensors:
+            raise TitanError("a batch has no tensors", hint=EXAMPLE)
+        for name, value in tensors.items():
+            if not getattr(value, "ndim", 0) or not hasattr(value, "shape"):
+                number = hasattr(value, "ndim")
+                what = "a tensor of one number" if number else f"a {type(value).__name__}"
+                raise TitanError(
+                    f"a batch's {name} must be a tensor whose first dimension is rows, not {what}",
+                    hint=EXAMPLE,
+                )
         rows = {name: tensor.shape[0] for name, tensor in tensors.items()}
         if len(set(rows.values())) != 1:
             raise TitanError(f"a batch's tensors must have the same number of rows, not {rows}")
-        if next(iter(rows.values())) % unit:
+        if unit < 1 or next(iter(rows.values())) % unit:
             raise TitanError(f"a batch of {next(iter(rows.values()))} rows cannot hold units of {unit}")
         self._tensors = dict(tensors)
         self.unit = unit
 
     def __getitem__(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            raise MissingTensor(f"the batch has no {name!r}; it has {', '.join(self._tensors)}")
         return self._tensors[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -59,7 +83,7 @@ class Batch(Mapping[str, "Tensor"]):
 
     def split(self, rows: int) -> list[Batch]:
         """Pieces of `rows` rows each, a multiple of `unit`."""
-        if rows % self.unit or self.rows % rows:
+        if rows < 1 or rows % self.unit or self.rows % rows:
             raise TitanError(f"a batch of {self.rows} rows (units of {self.unit}) cannot be split by {rows}")
         pieces = {name: tensor.split(rows) for name, tensor in self.items()}
         return [

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from titancli.data.batch import Batch
+from titancli.data.values import Limits, fault, readable
 from titancli.errors import EnvironmentProblem
 from titancli.registry.kinds import Dataset
 
@@ -77,8 +78,9 @@ class Loader(Iterator[Batch]):
         prefetch: int = 2,
         vocab_size: int | None = None,
     ) -> None:
-        """`vocab_size`: a token id from here on ends the data with an error; None: not looked at."""
-        self._dataset, self._vocab_size = dataset, vocab_size
+        """A negative token id or position ends the data with an error, and so does an id from `vocab_size`
+        on; None: there is no such limit."""
+        self._dataset, self._limits = dataset, Limits(vocab_size)
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device(
@@ -134,7 +136,7 @@ class Loader(Iterator[Batch]):
         queue = _Queue(self._prefetch)
         thread = threading.Thread(
             target=_produce,
-            args=(self._dataset, self._device, queue, self._vocab_size),
+            args=(self._dataset, self._device, queue, self._limits),
             name="titan-data",
             daemon=True,
         )
@@ -144,14 +146,13 @@ class Loader(Iterator[Batch]):
         return queue
 
 
-def _produce(dataset: Dataset, device: torch.device, queue: _Queue, vocab_size: int | None) -> None:
+def _produce(dataset: Dataset, device: torch.device, queue: _Queue, limits: Limits) -> None:
     cuda = device.type == "cuda"
     try:
         if cuda:  # a new thread begins on device 0 and would open a context there
             torch.cuda.set_device(device)
         for batch in dataset:
-            if vocab_size is not None:
-                _check_ids(batch, vocab_size)
+            _check_values(batch, limits)
             if cuda:
                 batch = Batch({name: tensor.pin_memory() for name, tensor in batch.items()}, unit=batch.unit)
             if not queue.put(_Item(batch, dataset.state_dict())):
@@ -161,15 +162,10 @@ def _produce(dataset: Dataset, device: torch.device, queue: _Queue, vocab_size: 
         queue.put(_Item(None, {}, error))
 
 
-def _check_ids(batch: Batch, vocab_size: int) -> None:
-    """A loss over a part of the vocabulary at a time would take an id that no part has for none at all."""
-    for name in ("tokens", "targets"):
-        if name in batch and batch[name].numel() and (found := int(batch[name].max())) >= vocab_size:
-            raise EnvironmentProblem(
-                f"the dataset gives the token id {found} in {name!r}, "
-                f"and the model's vocab_size is {vocab_size}",
-                hint="give the tokenizer that the model was made for, or data that it has made",
-            )
+def _check_values(batch: Batch, limits: Limits) -> None:
+    """Here, where they are on the CPU: on a GPU nobody looks at them."""
+    if readable(batch) and (found := fault(batch, limits, "the dataset gives")) is not None:
+        raise EnvironmentProblem(found.message, hint=found.hint)
 
 
 def _stop(queue: _Queue, thread: threading.Thread) -> None:

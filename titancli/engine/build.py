@@ -17,6 +17,7 @@ from torch import nn
 
 from titancli.checkpoint.exclude import Exclusion
 from titancli.checkpoint.likeness import refuse_other_model
+from titancli.data.values import Limits
 from titancli.engine.engine import Engine, EngineSettings
 from titancli.engine.guard import Guard
 from titancli.engine.pipelined import PipelinedModel
@@ -221,6 +222,17 @@ def _settings(recipe: Recipe, accumulation: int) -> EngineSettings:
         max_norm=training.max_norm,
         accumulation=accumulation,
         lr_factor=lambda step: lr_factor(recipe.lr_scheduler, step, training.steps),
+        limits=limits_of(recipe),
+    )
+
+
+def limits_of(recipe: Recipe) -> Limits:
+    """What a batch may hold: the model is built for rows of seq_len."""
+    longest = recipe.training.seq_len
+    return Limits(
+        vocab_size=getattr(recipe.model, "vocab_size", None),
+        row_length=longest,
+        positions=getattr(recipe.model, "max_seq_len", None) or longest,
     )
 
 

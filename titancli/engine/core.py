@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titancli.checkpoint.exclude import NOTHING, Exclusion
+from titancli.data.values import Limits
 from titancli.engine.exchange import NamedTensor, Target, push, take_weights
 from titancli.engine.guard import Guard
 from titancli.engine.runners import Runner
@@ -53,6 +54,8 @@ class EngineSettings:
     """Micro-batches in one step, for the loop."""
     lr_factor: Callable[[int], float]
     """What the peak learning rate is multiplied by at a step, counted from 0."""
+    limits: Limits = Limits()  # noqa: RUF009 - a tuple
+    """What a batch may hold."""
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ import logging
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -181,8 +181,10 @@ def _batches(engine: Engine, recipe: Recipe) -> list[Batch]:
         tensors = {name: torch.zeros(shape, dtype=torch.int64, device=CPU) for name in names}
         if not needs_dataset(recipe.loop) or getattr(recipe.dataset, "document_mask", False):
             tensors["document_ids"] = torch.zeros(shape, dtype=torch.int32, device=CPU)
-        for name in getattr(engine.loss, "needs", ()):
-            tensors[name] = torch.zeros(shape, device=CPU)
+        needs = getattr(engine.loss, "needs", ())
+        for name in set(needs) - set(tensors):
+            dims = len(needs[name]) if isinstance(needs, Mapping) else len(shape)
+            tensors[name] = torch.zeros(shape[:dims], device=CPU)
         found.append(Batch(tensors))
     return found
 

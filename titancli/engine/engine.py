@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from titancli.engine import opening
 from titancli.engine.core import Core, EngineSettings, token_counts
-from titancli.engine.given import Given, Logits, LogProbs, batch_of, batches_of, check_batch, checked, loss_of
+from titancli.engine.given import Given, Logits, LogProbs, batches_of, checked, checked_batches, loss_of
 from titancli.engine.gradients import divide_and_clip
 from titancli.engine.guard import step_unless
 from titancli.engine.rates import set_rates
@@ -117,7 +118,10 @@ class Engine(Core):
         """
         chosen = opening.join(device)
         try:
-            return cls._built(opening.recipe_of(model, parts), chosen, frozen)
+            engine = cls._built(opening.recipe_of(model, parts), chosen, frozen)
+            if "training" not in parts:  # nobody has said how long rows are
+                engine.settings = replace(engine.settings, limits=engine.settings.limits.of_model())
+            return engine
         finally:
             opening.leave()
 
@@ -151,8 +155,10 @@ class Engine(Core):
         """
         self.ready("forward")
         loss = Logits() if return_logits else LogProbs()
+        (placed,), spoiled = self._placed([batch], loss)
         with self._no_gradients("forward"):
-            return self.runner.forward(self._placed(batch_of(batch), loss), loss)
+            out: Tensor = self.runner.forward(placed, loss)
+        return out if spoiled is None else out + spoiled.to(out.dtype)
 
     def evaluate(self, batches: Given | Sequence[Given], loss: Any = None) -> Metrics:
         """The loss over all ranks and batches, without gradients and without dropout.
@@ -165,13 +171,16 @@ class Engine(Core):
         """
         self.ready("evaluate")
         loss, sums = self._loss_of(loss), dict[str, Any]()
+        placed, spoiled = self._placed(batches, loss)
         with self._no_gradients("evaluate"):
-            for batch in batches_of(batches):
-                result = checked(self.runner.forward(self._placed(batch, loss), loss), loss)
+            for batch in placed:
+                result = checked(self.runner.forward(batch, loss), loss)
                 numbers = {"loss": result.sum, "weight": result.weight, **result.metrics}
                 for name, value in numbers.items():
                     sums[name] = sums.get(name, 0.0) + value.float()
         total = torch.stack(list(sums.values()))
+        if spoiled is not None:
+            total = total + spoiled
         dist.all_reduce(total, group=self.mesh.dp_group)
         totals = dict(zip(sums, total.unbind(), strict=True))
         weight = totals.pop("weight")
@@ -226,7 +235,7 @@ class Engine(Core):
         """
         optimizer = self.trained("forward_backward")
         loss = self._loss_of(loss)
-        placed = [self._placed(batch, loss) for batch in batches_of(batches)]
+        placed, spoiled = self._placed(batches, loss)
         if self._weight is None:
             self._stream = Stream(self.device, self.settings.seed, self.step, self.mesh.dp_rank)
             optimizer.zero_grad(set_to_none=True)
@@ -236,6 +245,8 @@ class Engine(Core):
         # Some micro-batches' gradients may be there by then, and nobody knows which.
         with self._aborted("forward_backward", forget=True), self._drawing():
             sums = self.runner.forward_backward(placed, loss)
+            if spoiled is not None:
+                sums = {name: value + spoiled for name, value in sums.items()}
             tokens = sum(tokens_of(self.parts[0], batch) for batch in placed) * self.mesh.degrees.dp
             self._step_tokens += tokens
             self._accumulated += len(placed)
@@ -332,9 +343,10 @@ class Engine(Core):
 
     # ----------------------------------------------------------------------------------------- helpers
 
-    def _placed(self, batch: Batch, loss: Any) -> Batch:
-        check_batch(batch, self.parts[0], loss)
-        return batch.to(self.device)
+    def _placed(self, given: Given | Sequence[Given], loss: Any) -> tuple[list[Batch], Tensor | None]:
+        """What was given as batches on the device, checked; see `checked_batches`. The only place that does,
+        and before anything is exchanged."""
+        return checked_batches(batches_of(given), self.parts[0], loss, self.settings.limits, self.device)
 
     def _loss_of(self, given: Any) -> Any:
         """The loss to use. One that is given again stays the same object: a pipeline asks a new one for the
@@ -386,5 +398,5 @@ def tokens_of(model: Any, batch: Batch) -> int:
 
 
 def _quotient(total: Tensor, weight: Tensor) -> Tensor:
-    """total / weight, and 0 where nothing was weighed."""
-    return torch.where(weight > 0, total / weight, torch.zeros_like(total))
+    """total / weight, and 0 where nothing was weighed; NaN where the weight is."""
+    return torch.where(weight <= 0, torch.zeros_like(total), total / weight)

@@ -8,14 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titancli.data.batch import Batch
+from titancli.data.batch import EXAMPLE, Batch
+from titancli.data.values import INTEGERS, Limits, fault, harmless, readable
 from titancli.errors import TitanError
-from titancli.losses.result import LossResult
+from titancli.losses.result import LossResult, check_shape
 from titancli.registry.component import build, component_info
 
 Given = Batch | Mapping[str, Tensor]
 LossFunction = Callable[[Tensor, Batch], LossResult]
 OUTPUTS = ("logprobs", "model")
+RESERVED = frozenset(
+    (
+        *("loss", "weight", "loss_max", "tokens", "grad_norm", "lr", "version", "skipped_steps"),
+        *("step", "step_seconds", "eta_seconds", "tokens_per_second", "mfu", "memory_gib"),
+        *("data_wait", "data_wait_share", "slow_rank", "slow_rank_seconds"),
+    )
+)
+"""What the engine and a run report themselves: no loss has a metric of that name."""
 
 
 # ---------------------------------------------------------------------------------------------- batches
@@ -35,56 +44,143 @@ def batches_of(given: Given | Sequence[Given]) -> list[Batch]:
 
 def batch_of(given: Given) -> Batch:
     """A batch, or a plain mapping as one."""
-    if isinstance(given, Batch):
-        return given
     if not isinstance(given, Mapping) or not given:
         raise TitanError(
             f"a batch maps names to tensors, and this is {'empty' if given == {} else type(given).__name__}",
-            hint='give titancli.Batch({"tokens": ..., "targets": ...})',
+            hint=EXAMPLE,
         )
     for name, value in given.items():
-        if not isinstance(value, Tensor) or value.ndim == 0:
-            what = "a tensor of one number" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise TitanError(f"a batch's {name} must be a tensor whose first dimension is rows, not {what}")
-    return Batch(given)
+        if not isinstance(value, Tensor):
+            raise TitanError(
+                f"a batch's {name} must be a tensor whose first dimension is rows, "
+                f"not a {type(value).__name__}",
+                hint=EXAMPLE,
+            )
+    return given if isinstance(given, Batch) else Batch(given)
 
 
-def check_batch(batch: Batch, part: Any, loss: Any) -> None:
-    """See to it that a batch has what the model and the loss take.
+def checked_batches(
+    batches: Sequence[Batch], part: Any, loss: Any, limits: Limits, device: torch.device
+) -> tuple[list[Batch], Tensor | None]:
+    """The batches on the device, with what the model and the loss take of them; all are looked at before any
+    is moved.
+
+    Returns:
+        The batches, and what to add to every number that is made of them: None where all was looked at, else
+        a scalar that is 0, or NaN where a number in a tensor on a GPU may not be there.
 
     Raises:
-        TitanError: a tensor is missing, or has another shape or dtype.
+        TitanError: a tensor is missing, has another shape or dtype, or holds what it may not.
+    """
+    found, marks = [], []
+    for batch in map(with_integers, batches):
+        check_batch(batch, part, loss, limits)
+        if readable(batch):
+            if (wrong := fault(batch, limits)) is not None:
+                raise TitanError(wrong.message, hint=wrong.hint)
+        else:
+            batch, mark = harmless(batch, limits)
+            marks.append(mark)
+        found.append(batch)
+    placed = [batch.to(device) for batch in found]
+    if not marks:
+        return placed, None
+    wrong_at_all = torch.stack([mark.to(device, non_blocking=True) for mark in marks]).any()
+    return placed, torch.zeros((), device=device).masked_fill(wrong_at_all, torch.nan)
+
+
+def with_integers(batch: Batch) -> Batch:
+    """Ids and positions as int64, whatever integers they are; document ids as int32 or int64.
+
+    Raises:
+        TitanError: they are no integers.
+    """
+    tensors = dict(batch)
+    for name in {*INTEGERS} & {*batch}:
+        dtype = batch[name].dtype
+        if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+            raise TitanError(f"the batch's {name} are {dtype}, and must be integers", hint="int64, say")
+        if dtype != torch.int64 and not (name == "document_ids" and dtype == torch.int32):
+            tensors[name] = batch[name].long()
+    return Batch(tensors, unit=batch.unit)
+
+
+def check_batch(batch: Batch, part: Any, loss: Any, limits: Limits) -> None:
+    """See to it that a batch has what the model and the loss take, in the right shapes.
+
+    Raises:
+        TitanError: it has not.
     """
     first = part.inputs[0]
     needed = [first, "targets"] if loss.output == "logprobs" else [first]
     if missing := [name for name in needed if name not in batch]:
         raise TitanError(
-            f"the batch has no {' and no '.join(missing)}; it has {', '.join(batch) or 'nothing'}",
+            f"the batch has no {' and no '.join(missing)}; it has {', '.join(batch)}",
             hint="targets[b, t] is what follows tokens[b, t]; -100 is no target",
         )
-    for name in {"tokens", "targets"} & set(batch):
-        if batch[name].dtype not in (torch.int64, torch.int32):
-            raise TitanError(f"the batch's {name} are {batch[name].dtype}, and must be integers")
-    if len(needed) == 2 and batch["targets"].shape != batch[first].shape[:2]:
+    if not all(batch[first].shape):
+        raise TitanError(
+            f"the batch's {first} are {list(batch[first].shape)}: there is nothing in them",
+            hint="a rank with nothing left gives rows whose targets are all -100",
+        )
+    if len(needed) == 2 and first != "tokens" and batch["targets"].shape != batch[first].shape[:2]:
         raise TitanError(
             f"the batch's targets are {list(batch['targets'].shape)}, its {first} {list(batch[first].shape)}",
             hint="there is a target for each position, already shifted; -100 is none",
         )
+    if first == "tokens":
+        _check_rows(batch, limits)
+    _check_needs(batch, loss)
+
+
+def _check_rows(batch: Batch, limits: Limits) -> None:
+    shape = batch["tokens"].shape
+    if len(shape) != 2:
+        raise TitanError(
+            f"the batch's tokens are {list(shape)}, and must be [rows, length]",
+            hint="one row alone: tokens[None]",
+        )
+    for name in ("targets", "positions", "document_ids"):
+        if name in batch and batch[name].shape != shape:
+            raise TitanError(
+                f"the batch's {name} are {list(batch[name].shape)}, its tokens {list(shape)}",
+                hint="there is one for each token" + ("; -100 is no target" if name == "targets" else ""),
+            )
+    if limits.row_length is not None and shape[1] > limits.row_length:
+        raise TitanError(
+            f"the batch's rows are {shape[1]} tokens long, and the model was made for {limits.row_length}",
+            hint="give shorter rows, or a greater training.seq_len (up to the model's max_seq_len)",
+        )
+
+
+def _check_needs(batch: Batch, loss: Any) -> None:
+    needs = getattr(loss, "needs", ())
+    if missing := [name for name in needs if name not in batch]:
+        raise TitanError(
+            f"the loss {_name(loss)} needs {', '.join(missing)} in the batch, which has {', '.join(batch)}",
+            hint="a loss's own inputs are further tensors of the batch, their first dimension rows",
+        )
+    shapes: Mapping[str, str] = needs if isinstance(needs, Mapping) else {}
+    for name, shape in shapes.items():
+        check_shape(batch, name, shape, _name(loss))
+    if (check := getattr(loss, "check_batch", None)) is not None:
+        check(batch)
 
 
 # ----------------------------------------------------------------------------------------------- losses
 
 
 class FunctionLoss:
-    """A plain callable as a loss, which is asked for `output`, `entropy`, `steady` and `token_weights`."""
+    """A plain callable as a loss, which is asked for `output`, `entropy`, `steady` and so on."""
 
     def __init__(self, function: LossFunction) -> None:
         self._function = function
         self.output = getattr(function, "output", "logprobs")
         self.entropy = getattr(function, "entropy", False)
         self.steady = getattr(function, "steady", True)
-        if hasattr(function, "token_weights"):
-            self.token_weights = function.token_weights
+        for name in ("token_weights", "needs", "check_batch"):
+            if hasattr(function, name):
+                setattr(self, name, getattr(function, name))
 
     def __call__(self, out: Tensor, batch: Batch) -> LossResult:
         return self._function(out, batch)
@@ -133,6 +229,17 @@ def checked(made: Any, loss: Any) -> LossResult:
         raise TitanError(
             f"the sum of the loss {name} carries no gradient",
             hint="make it of the log-probs or logits that the loss is given; multiply by 0 where none counts",
+        )
+    if not isinstance(made.metrics, Mapping):
+        raise TitanError(
+            f"the metrics of the loss {name} must be a dict, not a {type(made.metrics).__name__}"
+        )
+    if taken := [key for key in made.metrics if key in RESERVED or not isinstance(key, str)]:
+        raise TitanError(
+            f"the loss {name} reports a metric called {taken[0]!r}, a name that titan itself uses"
+            if taken[0] in RESERVED
+            else f"the loss {name} reports a metric called {taken[0]!r}, which is no text",
+            hint=f"give it another name; titan's own are {', '.join(sorted(RESERVED))}",
         )
     numbers = {"weight": made.weight, **made.metrics}
     tensors = {key: torch.as_tensor(value, device=made.sum.device).detach() for key, value in numbers.items()}

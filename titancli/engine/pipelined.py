@@ -278,7 +278,7 @@ def _joined(batches: Sequence[Batch]) -> Batch:
     first = batches[0]
     if len(batches) == 1:
         return first
-    shapes = {str({name: tuple(x.shape[1:]) for name, x in batch.items()}) for batch in batches}
+    shapes = {str({name: tuple(batch[name].shape[1:]) for name in sorted(batch)}) for batch in batches}
     if len(shapes) > 1:
         raise TitanError(f"under a pipeline the batches of a call have one shape, not {', '.join(shapes)}")
     return Batch({name: torch.cat([b[name] for b in batches]) for name in first}, unit=first.unit)

@@ -186,6 +186,8 @@ def _fitting(config: Any, prompts: list[list[int]]) -> list[list[int]]:
     vocab_size, longest = getattr(config, "vocab_size", None), getattr(config, "max_seq_len", None)
     for number, prompt in enumerate(prompts, start=1):
         which = "the prompt" if len(prompts) == 1 else f"prompt {number}"
+        if not prompt:
+            raise UsageError(f"{which} has no tokens", hint="give it text")
         if vocab_size is not None and max(prompt) >= vocab_size:
             raise EnvironmentProblem(
                 f"{which} has the token {max(prompt)}, and the model has only {vocab_size} tokens",

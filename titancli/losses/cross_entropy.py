@@ -39,6 +39,7 @@ class CrossEntropyFull:
     """The same from logits [B, S, V]."""
 
     output = "model"
+    needs = ("targets",)
 
     def __init__(self, config: Any = None) -> None:
         """The config has no fields."""

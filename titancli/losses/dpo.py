@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from torch.nn.functional import logsigmoid
 
 from titancli.data.batch import IGNORE
@@ -26,28 +27,30 @@ class DPO:
     """
 
     output = "logprobs"
-    needs = ("reference_logps",)
+    needs: ClassVar = {"reference_logps": "B"}
 
     def __init__(self, config: losses.DPO) -> None:
         self.config = config
+
+    def check_batch(self, batch: Batch) -> None:
+        """
+        Raises:
+            TitanError: rows are no pairs.
+        """
+        if batch.rows % 2:
+            raise TitanError(
+                f"the loss dpo needs pairs of rows, and was given {batch.rows}",
+                hint="rows 2i and 2i + 1 are a pair, the chosen answer first",
+            )
 
     def __call__(self, out: Tensor, batch: Batch) -> LossResult:
         """
         Args:
             out: [B, S] fp32 log-probabilities, 0 where there is no target.
-
-        Raises:
-            TitanError: rows are no pairs, or the batch has no `reference_logps`.
         """
-        if out.shape[0] % 2:
-            raise TitanError(f"the loss dpo needs pairs of rows, and was given {out.shape[0]}")
-        if "reference_logps" not in batch:
-            raise TitanError(
-                "the loss dpo needs reference_logps [B] in the batch", hint='the loop "dpo" puts them there'
-            )
         gained = self.config.beta * (out.sum(1) - batch["reference_logps"])
         chosen, rejected = gained[0::2], gained[1::2]
-        pairs = (batch["targets"] != IGNORE).any(1).view(-1, 2).all(1).float()
+        pairs = (batch["targets"] != IGNORE).any(1).view(-1, 2).all(1)
         margin = chosen - rejected
         smoothing = self.config.label_smoothing
         each = -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
@@ -57,5 +60,5 @@ class DPO:
             "reward_chosen": chosen,
             "reward_rejected": rejected,
         }
-        metrics = {name: (value.detach() * pairs).sum() for name, value in told.items()}
-        return LossResult(sum=(each * pairs).sum(), weight=pairs.sum(), metrics=metrics)
+        metrics = {name: torch.where(pairs, value.detach(), 0.0).sum() for name, value in told.items()}
+        return LossResult(torch.where(pairs, each, 0.0).sum(), pairs.sum().float(), metrics)

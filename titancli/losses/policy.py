@@ -1,8 +1,9 @@
 """Losses of policy gradients: what a model wrote is made more or less probable, by its advantage.
 
-They read from the batch, besides `targets` (what was sampled) and `document_ids` (which sample it is of;
-absent: a row is one): `advantages` [B, S], `old_logprobs` [B, S], log-probabilities under the weights that
-sampled, and with `kl_coef` `reference_logprobs` [B, S]; all fp32. Only what stands at a target is read.
+They read from the batch, besides `targets` (what was sampled) and `document_ids` (which sample it is of: any
+integers, each sample in one piece; absent: a row is one): `advantages` [B, S], `old_logprobs` [B, S],
+log-probabilities under the weights that sampled, and with `kl_coef` `reference_logprobs` [B, S]; all fp32.
+Only what stands at a target is read.
 
 Each is a sum over tokens, Σ c·(−objective + kl_coef·k3), where c makes of it an average over tokens, or over
 samples of their averages; and so is each metric. k1 and k3 are the estimates of Schulman, "Approximating KL
@@ -12,10 +13,12 @@ divergence".
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from titancli.data.batch import IGNORE
 from titancli.losses.result import LossResult
@@ -33,9 +36,13 @@ class Samples:
         rows, length = targets.shape
         self.drawn = targets != IGNORE
         """[B, S] bool."""
-        first = torch.arange(rows, device=targets.device)[:, None] * (length + 1)
-        ids = batch["document_ids"].long() if "document_ids" in batch else torch.zeros_like(targets)
-        self._numbers = (first + ids).flatten()
+        # Numbers in the order of the row, whatever integers the ids are: a document lies in one piece.
+        numbers = torch.arange(rows, device=targets.device)[:, None].expand(rows, length) * length
+        if "document_ids" in batch:
+            ids = batch["document_ids"]
+            begins = functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0))
+            numbers = numbers + begins.cumsum(1)
+        self._numbers = numbers.flatten()
         self._lengths = self._sums(self.drawn.float())
         self.length = self._lengths[self._numbers].view(rows, length).clamp(min=1.0)
         """[B, S] fp32, tokens of the sample that a token is of."""
@@ -46,8 +53,7 @@ class Samples:
         return self._sums(x)[self._numbers].view(x.shape) / self.length
 
     def _sums(self, x: Tensor) -> Tensor:
-        shape = (self.drawn.shape[0] * (self.drawn.shape[1] + 1),)
-        return x.new_zeros(shape).scatter_add(0, self._numbers, x.flatten())
+        return x.new_zeros(x.numel()).scatter_add(0, self._numbers, x.flatten())
 
 
 class PolicyLoss(ABC):
@@ -58,13 +64,13 @@ class PolicyLoss(ABC):
     """The engine puts `entropy` [B, S] into the batch; it is reported."""
     steady = False
     """What it is worth changes with every batch of samples: a jump is no spike."""
-    needs: tuple[str, ...] = ("advantages", "old_logprobs")
+    needs: Mapping[str, str] = {"advantages": "BS", "old_logprobs": "BS"}
     """What the batch must bring along."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
         if config.kl_coef > 0:
-            self.needs = (*self.needs, "reference_logprobs")
+            self.needs = {**self.needs, "reference_logprobs": "BS"}
 
     @abstractmethod
     def objective(self, out: Tensor, log_ratio: Tensor, advantages: Tensor, samples: Samples) -> Any:

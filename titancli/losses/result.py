@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from titancli.errors import TitanError
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from titancli.data.batch import Batch
 
 
 class LossResult(NamedTuple):
@@ -20,3 +24,20 @@ class LossResult(NamedTuple):
     """Scalar, fp32, without gradient: tokens, pairs, sequences, …"""
     metrics: dict[str, Tensor] = {}  # noqa: RUF012 - never written to
     """Further scalars to report, as sums over the same weight."""
+
+
+def check_shape(batch: Batch, name: str, shape: str, loss: str) -> None:
+    """See to it that one of the batch's tensors has a number for each row ("B") or token ("BS").
+
+    Raises:
+        TitanError: it has another shape.
+    """
+    wanted, found = batch["targets"].shape[: len(shape)], batch[name].shape
+    if found != wanted:
+        each = "token" if shape == "BS" else "row"
+        spread = f"; one for a whole row: {name}[:, None].expand({wanted[0]}, {wanted[-1]})"
+        raise TitanError(
+            f"the loss {loss} takes {name} as [{', '.join(shape)}], which is {list(wanted)} here, "
+            f"and the batch's are {list(found)}",
+            hint=f"give one number for each {each}" + (spread if each == "token" and len(found) == 1 else ""),
+        )

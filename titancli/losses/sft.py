@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from titancli.data.batch import IGNORE
-from titancli.losses.result import LossResult
+from titancli.losses.result import LossResult, check_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,10 +23,18 @@ class SFT:
     def __init__(self, config: Any = None) -> None:
         """The config has no fields."""
 
+    def check_batch(self, batch: Batch) -> None:
+        """
+        Raises:
+            TitanError: there are `weights`, and not one for each token.
+        """
+        if "weights" in batch:
+            check_shape(batch, "weights", "BS", "sft")
+
     def token_weights(self, batch: Batch) -> Tensor:
         """[B, S] fp32: the batch's `weights`, or 1, where there is a target; else 0."""
-        there = (batch["targets"] != IGNORE).float()
-        return there * batch["weights"].float() if "weights" in batch else there
+        there = batch["targets"] != IGNORE
+        return torch.where(there, batch["weights"].float(), 0.0) if "weights" in batch else there.float()
 
     def __call__(self, out: Tensor, batch: Batch) -> LossResult:
         """

@@ -329,6 +329,13 @@ class Loss(Protocol):
     output: Literal["logprobs", "model"]
     """What the loss is called with: log p(targets) [B, S] fp32, or the model's raw output (logits)."""
 
+    needs: Sequence[str] | Mapping[str, Literal["B", "BS"]]
+    """Optional. What the batch must have besides the model's inputs and targets; as a mapping with its shape,
+    a number for each row or for each token. Checked before anything is computed."""
+
+    def check_batch(self, batch: Batch) -> None:
+        """Optional. Called before anything is computed; raises a TitanError where a batch will not do."""
+
     def token_weights(self, batch: Batch) -> Tensor | None:
         """Optional. The weights w [B, S] of a loss that is −Σ w·log p: gradients are then made in forward, in
         chunks, and the loss is called with log-probs that carry none, for its weight and metrics."""

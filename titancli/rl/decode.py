@@ -52,8 +52,10 @@ def decode(
             model gives, among all of its ids, whatever they are drawn with.
 
     Raises:
-        TitanError: the model gives numbers that are not finite.
+        TitanError: a prompt is empty, holds an id that the model does not have, or leaves less room in its
+            context than a row may take; or the model gives numbers that are not finite.
     """
+    _check(model, prompts, rows)
     tokens, padding = _left_padded(prompts, device)
     limit = max(row.limit for row in rows)
     # The last token that is drawn is never read.
@@ -80,6 +82,36 @@ def decode(
             cache.select(selected)
             chosen = chosen[selected]
         logits = model(chosen[:, None], cache=cache)[:, -1]
+
+
+def _check(model: Any, prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> None:
+    config = getattr(model, "config", None)
+    vocab_size, longest = getattr(config, "vocab_size", None), getattr(config, "max_seq_len", None)
+    if not rows:
+        raise TitanError("no row is to be decoded", hint="name a Row for each completion")
+    for number, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise TitanError(
+                f"prompt {number} is empty", hint="begin a text with the tokenizer's bos or eos id"
+            )
+        if wrong := [i for i in (min(prompt), max(prompt)) if i < 0 or (vocab_size and i >= vocab_size)]:
+            raise TitanError(
+                f"prompt {number} holds the token id {wrong[0]}, and the model's vocab_size is {vocab_size}",
+                hint="give the ids of the tokenizer that the model was made for",
+            )
+    for number, row in enumerate(rows):
+        if not 0 <= row.prompt < len(prompts) or row.limit < 1:
+            raise TitanError(
+                f"row {number} continues prompt {row.prompt} of {len(prompts)} by {row.limit} tokens at most",
+                hint="prompts are numbered from 0, and limits from 1",
+            )
+        length = len(prompts[row.prompt]) + row.limit - 1  # the last token that is drawn is never read
+        if longest is not None and length > longest:
+            raise TitanError(
+                f"prompt {row.prompt} has {len(prompts[row.prompt])} tokens and may have {row.limit} more, "
+                f"and the model's context (max_seq_len) is {longest}",
+                hint="shorten the prompt, or lower the limit",
+            )
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:

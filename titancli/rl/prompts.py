@@ -39,7 +39,8 @@ class PromptSource:
         """The next ones.
 
         Raises:
-            TitanError: the tokenizer has no chat template; or all are too long.
+            TitanError: the tokenizer has no chat template; or what the task gives is no prompt, or an empty
+                one; or all are too long.
         """
         found = []
         for _ in range(count):
@@ -59,7 +60,17 @@ class PromptSource:
         """The first prompt from a number on that is not too long, and the number after it."""
         for tried in range(number, number + TRIES):
             prompt = self._task.prompt(tried)
+            if not isinstance(prompt, Prompt):
+                raise TitanError(
+                    f"the task {type(self._task).__name__} gave a {type(prompt).__name__} as prompt {tried}",
+                    hint='it must be a titancli.rl.samples.Prompt: Prompt("3+9=", answer="2")',
+                )
             tokens = self._tokens(prompt)
+            if not tokens:
+                raise TitanError(
+                    f"prompt {tried} of the task {type(self._task).__name__} has no tokens: {prompt.text!r}",
+                    hint="a prompt needs text, or a tokenizer with an end marker to begin after",
+                )
             if len(tokens) <= self._longest:
                 return Asked(prompt, tokens), tried + 1
             self.too_long += 1
@@ -78,7 +89,13 @@ class PromptSource:
     def _tokens(self, prompt: Prompt) -> list[int]:
         if prompt.messages:
             return self._tokenizer.chat(list(prompt.messages), add_generation_prompt=True)
-        return self._tokenizer.encode(prompt.text) or [self._tokenizer.eos_id]
+        if not isinstance(prompt.text, str):
+            raise TitanError(
+                f"a prompt's text is a {type(prompt.text).__name__}", hint="Prompt(text, answer)"
+            )
+        ids = self._tokenizer.encode(prompt.text)
+        # An empty text begins after the end of another.
+        return ids or ([] if self._tokenizer.eos_id is None else [self._tokenizer.eos_id])
 
     # -------------------------------------------------------------------------- as the data of a run
 

@@ -6,16 +6,23 @@ CPU, so that what is drawn depends neither on the device nor on what else is in 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from titancli.errors import TitanError
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen."""
+    """How tokens are chosen.
+
+    Raises:
+        TitanError: a number is out of its range.
+    """
 
     temperature: float = 1.0
     """Logits are divided by this; 0: the most probable token always."""
@@ -23,6 +30,20 @@ class Sampling:
     """Only so many most probable tokens; None: all."""
     top_p: float = 1.0
     """Of the most probable tokens, as few as reach this probability together."""
+
+    def __post_init__(self) -> None:
+        for name, value, fits, range_ in (
+            (
+                "temperature",
+                self.temperature,
+                0 <= self.temperature < math.inf,
+                "0 (the most probable) or more",
+            ),
+            ("top_k", self.top_k, self.top_k is None or self.top_k >= 1, "1 or more, or None for all tokens"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+        ):
+            if not fits:
+                raise TitanError(f"sampling: {name} is {value}", hint=f"it is {range_}")
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:

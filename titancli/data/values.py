@@ -1,0 +1,116 @@
+"""Which numbers the integers of a batch may hold: ids that the model has, and places that it was made for.
+
+On the CPU they are read and refused by name. A tensor on a GPU is not read, since that would wait for the
+device: what is wrong there is replaced by something harmless, and the step's numbers become NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titancli.data.batch import IGNORE, Batch
+
+INTEGERS = ("tokens", "targets", "positions", "document_ids")
+"""The tensors of a batch that hold integers."""
+
+
+class Limits(NamedTuple):
+    """What a model was made for; None: no limit."""
+
+    vocab_size: int | None = None
+    """Ids are 0 to vocab_size - 1."""
+    row_length: int | None = None
+    """Tokens in a row at most."""
+    positions: int | None = None
+    """Positions are 0 to positions - 1."""
+
+    def of_model(self) -> Limits:
+        """Those of the model alone: rows as long as it has positions."""
+        return self._replace(row_length=self.positions)
+
+    def top(self, name: str) -> int | None:
+        """What a tensor's integers must be below."""
+        return self.positions if name == "positions" else self.vocab_size
+
+
+class Fault(NamedTuple):
+    """What is wrong with a batch's numbers."""
+
+    message: str
+    hint: str
+
+
+def readable(batch: Batch) -> bool:
+    """Whether values can be looked at without waiting for a device. (A fake tensor has none.)"""
+    return all(type(batch[name]) is Tensor and batch[name].device.type == "cpu" for name in _given(batch))
+
+
+def fault(batch: Batch, limits: Limits, who: str = "the batch holds") -> Fault | None:
+    """The first number that may not be there, of a batch that is readable; `who` begins the sentence."""
+    for name, outside in _outside(batch, limits):
+        if bool(outside.any()):
+            place = outside.nonzero()[0].tolist()
+            return _fault(who, name, int(batch[name][tuple(place)]), place, limits.top(name))
+    if "document_ids" in batch and bool((split := _split(batch["document_ids"])).any()):
+        row = int(split.nonzero()[0])
+        return Fault(
+            f"{who} document_ids that come back, in row {row}, to an id after another one",
+            "a document lies in one piece: give each piece, and padding at either end, an id of its own",
+        )
+    return None
+
+
+def harmless(batch: Batch, limits: Limits) -> tuple[Batch, Tensor]:
+    """The batch with 0 for every number that may not be there, and whether there was one.
+
+    Nothing is read to the host: what says so is a bool tensor on the device.
+    """
+    tensors, found = dict(batch), []
+    for name, outside in _outside(batch, limits):
+        tensors[name] = batch[name].masked_fill(outside, 0)
+        found.append(outside.any())
+    if "document_ids" in batch:
+        found.append(_split(batch["document_ids"]).any())
+    return Batch(tensors, unit=batch.unit), torch.stack(found).any()
+
+
+def _given(batch: Batch) -> list[str]:
+    return [name for name in INTEGERS if name in batch]
+
+
+def _outside(batch: Batch, limits: Limits) -> Iterator[tuple[str, Tensor]]:
+    """Where ids and positions are none, bool, by name."""
+    for name in _given(batch):
+        if name == "document_ids":  # any integers
+            continue
+        values, top = batch[name], limits.top(name)
+        outside = values < 0 if top is None else (values < 0) | (values >= top)
+        yield name, outside & (values != IGNORE) if name == "targets" else outside
+
+
+def _split(document_ids: Tensor) -> Tensor:
+    """[B] bool: whether an id of a row [B, S] comes back after another one."""
+
+    def changes(ids: Tensor) -> Tensor:
+        return (ids[:, 1:] != ids[:, :-1]).sum(1)
+
+    return changes(document_ids) != changes(document_ids.sort(1).values)
+
+
+def _fault(who: str, name: str, value: int, place: list[int], top: int | None) -> Fault:
+    if name == "positions":
+        limit = "they count from 0" if top is None else f"the model was made for 0 to {top - 1}"
+        return Fault(
+            f"{who} the position {value} at {place}, and {limit}",
+            "positions count from 0 in each document; without them they are counted in each row",
+        )
+    limit = "ids count from 0" if top is None else f"the model's vocab_size is {top}"
+    return Fault(
+        f"{who} the token id {value} in {name!r}, and {limit} (it is at {place})",
+        "give the ids of the tokenizer that the model was made for"
+        + (f"; a target of {IGNORE} is none" if name == "targets" else ""),
+    )
