@@ -43,14 +43,16 @@ class Checkpointer:
         lock_text: str,
         run_id: str,
         mesh: Mapping[str, int] | None = None,
+        kept: Mapping[str, bytes] | None = None,
         on_saved: Callable[[int, Path], None] = lambda step, path: None,
         uploads: Uploads | None = None,
     ) -> None:
-        """`mesh`: the degrees that manifests tell. `on_saved(step, path)` is called on every rank, in the
+        """`mesh`: the degrees that manifests tell. `kept`: what each checkpoint has for an export, see
+        `titancli.checkpoint.kept`. `on_saved(step, path)` is called on every rank, in the
         caller's thread, when a save is complete. `uploads` is rank 0's, and is woken after each."""
         self._folder, self._section = folder, section
         self._lock_text, self._run_id, self._on_saved = lock_text, run_id, on_saved
-        self._mesh, self._uploads = mesh, uploads
+        self._mesh, self._kept, self._uploads = mesh, kept or {}, uploads
         self._group: dist.ProcessGroup | None = None
         self._main = not several_ranks(None) or dist.get_rank() == 0
         self._staging = Staging(pinned=section.async_mode == "async_with_pinned_mem")
@@ -144,7 +146,7 @@ class Checkpointer:
 
     def _draft(self, path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Draft:
         degrees = mesh_of(tensors) if self._mesh is None else dict(self._mesh)
-        return Draft(path, dict(state), self._lock_text, self._run_id, degrees)
+        return Draft(path, dict(state), self._lock_text, self._run_id, degrees, kept=self._kept)
 
     def wait(self) -> None:
         """Wait for the save that is under way, if any.

@@ -15,6 +15,7 @@ from titancli.checkpoint.compare import refuse_incomparable, verdict
 from titancli.checkpoint.disk import write_file
 from titancli.checkpoint.hashed import BLOCK, HashedReader
 from titancli.checkpoint.hf import HFReader, cast_of, export_hf, read_hf
+from titancli.checkpoint.kept import kept_of, not_kept, of_another_tokenizer
 from titancli.checkpoint.layout import METADATA, Chunk, TensorLayout, layout_text
 from titancli.checkpoint.libraries import library_of
 from titancli.checkpoint.load import CheckpointReader
@@ -73,6 +74,9 @@ def to_hf(
     check_parameters(reader, model, folder)
     say(f"exporting {folder}")
     built = build(tokenizer) if tokenizer is not None else None
+    kept = kept_of(folder, tokenizer=built is None)
+    if of_another_tokenizer(kept, getattr(built, "eos_id", None)):
+        say("the ids of special tokens are those of the recipe's tokenizer, not of the folder it began with")
     # Looking for the newest good one has read every file already.
     with Checksums(folder, reader.manifest, data=folder == src.absolute()) as checksums:
 
@@ -89,6 +93,7 @@ def to_hf(
             max_shard=max_shard,
             eos_id=getattr(built, "eos_id", None),
             bos_id=getattr(built, "bos_id", None),
+            kept=kept,
             progress=watch,
             say=say,
             before_rename=checksums.check,
@@ -128,7 +133,10 @@ def to_titan(
     shapes = parameter_shapes(model)
     reader.check(shapes)
     say(f"reading {src} as {name}")
-    draft = Draft(dst, {"model": {"type": name, **config}}, "", f"weights of {src}", {})
+    if left := not_kept(src):
+        say(f"left out: {', '.join(left)}")
+    state = {"model": {"type": name, **config}}
+    draft = Draft(dst, state, "", f"weights of {src}", {}, kept=kept_of(src, tokenizer=True))
     jobs = [_job(reader, parameter, shape, dtype_of(dtype)) for parameter, shape in shapes.items()]
     _save(draft, jobs, max_shard, progress, say)
     lines: list[str] = []
@@ -158,6 +166,7 @@ def _save(draft: Draft, jobs: list[Job], max_shard: int | None, progress: Progre
             for entry in file.entries:
                 whole = Chunk((0,) * len(entry.shape), entry.shape, file.name, entry.key)
                 layouts[entry.key] = replace(layouts[entry.key], chunks=(whole,))
+        files |= draft.write_kept(folder)
         files[METADATA] = write_file(folder / METADATA, layout_text(layouts).encode())
         write_file(folder / MANIFEST, manifest_bytes(draft.manifest(files, serial=1)))
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titancli.checkpoint.disk import write_file
+from titancli.checkpoint.kept import CONFIG, TOKENIZER, texts
 from titancli.checkpoint.libraries import Library, library_of
 from titancli.checkpoint.load import name_lists
 from titancli.checkpoint.newfolder import new_folder
@@ -52,6 +53,7 @@ def export_hf(
     max_shard: int | None = None,
     eos_id: int | None = None,
     bos_id: int | None = None,
+    kept: Mapping[str, bytes] | None = None,
     progress: Progress = no_progress,
     say: Callable[[str], None] = lambda line: None,
     before_rename: Callable[[], None] = lambda: None,
@@ -66,6 +68,8 @@ def export_hf(
         dtype: what floating-point tensors are cast to; None keeps each one's own.
         max_shard: bytes of data in one file at most, save that no tensor is cut; None: 5 GB.
         eos_id, bos_id: the tokenizer's, for config.json and generation_config.json.
+        kept: what the folder that the weights once came from had beside them (`titancli.checkpoint.kept`); a
+            tokenizer's files among it are copied too.
         say: is told of what killed exports to `out` left, which is removed.
         before_rename: called when all is written; if it raises, nothing is left of it.
 
@@ -77,14 +81,15 @@ def export_hf(
     source = MemoryTensors(tensors) if isinstance(tensors, Mapping) else tensors
     jobs = _jobs(source, form, dtype)
     needed = sum(entry.nbytes for job in jobs for entry in job.entries)
-    texts = {
+    small = {
         name: (json.dumps(text, indent=2) + "\n").encode()
-        for name, text in _texts(form, jobs, eos_id, bos_id).items()
+        for name, text in _texts(form, jobs, kept or {}, eos_id, bos_id).items()
     }
-    texts |= {Path(name).name: _bytes_of(Path(path)) for name, path in tokenizer_files.items()}
-    with new_folder(out, needed + sum(map(len, texts.values())), say=say) as folder:
+    small |= {name: data for name, data in (kept or {}).items() if name in TOKENIZER}
+    small |= {Path(name).name: _bytes_of(Path(path)) for name, path in tokenizer_files.items()}
+    with new_folder(out, needed + sum(map(len, small.values())), say=say) as folder:
         _write_weights(folder, library_of(form), jobs, max_shard, progress)
-        for name, text in texts.items():
+        for name, text in small.items():
             write_file(folder / name, text)
         before_rename()
 
@@ -131,7 +136,7 @@ def _write_weights(
 
 
 def _texts(
-    form: HFForm, jobs: Iterable[Job], eos_id: int | None, bos_id: int | None
+    form: HFForm, jobs: Iterable[Job], kept: Mapping[str, bytes], eos_id: int | None, bos_id: int | None
 ) -> dict[str, dict[str, Any]]:
     """The JSON files. transformers' config.json names the dtype that most numbers are stored in."""
     if not library_of(form).text:
@@ -139,15 +144,11 @@ def _texts(
     sizes: dict[str, int] = {}
     for entry in (entry for job in jobs for entry in job.entries):
         sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.nbytes
-    ids = {"bos_token_id": bos_id, "eos_token_id": eos_id}
-    # A form may keep those of a config.json that it read, for when no tokenizer says them.
-    config = {**ids, **form.config_json(), **{key: i for key, i in ids.items() if i is not None}}
+    made = texts(form.config_json(), kept, eos_id, bos_id)
     if sizes:
-        config["dtype"] = str(TORCH_DTYPE[max(sizes, key=lambda name: sizes[name])]).removeprefix("torch.")
-    texts = {"config.json": config}
-    if eos_id is not None:
-        texts["generation_config.json"] = {"_from_model_config": True, **ids}
-    return texts
+        most = TORCH_DTYPE[max(sizes, key=lambda name: sizes[name])]
+        made[CONFIG]["dtype"] = str(most).removeprefix("torch.")
+    return made
 
 
 def _bytes_of(path: Path) -> bytes:

@@ -206,7 +206,8 @@ def _covered(key: str, meant: Collection[str]) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+    is_section = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return dataclasses.asdict(value) if is_section else value
 
 
 def _toml(value: Any) -> str:

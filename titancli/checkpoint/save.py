@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 import titancli
 from titancli.checkpoint.disk import need, refusal, sync_folder, write_file
 from titancli.checkpoint.hashed import Digest
+from titancli.checkpoint.kept import PREFIX
 from titancli.checkpoint.layout import METADATA, TensorLayout, layout_text
 from titancli.checkpoint.manifest import (
     LOCK,
@@ -54,15 +55,17 @@ def save_checkpoint(
     lock_text: str,
     run_id: str,
     mesh: Mapping[str, int] | None = None,
+    kept: Mapping[str, bytes] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Save tensors and a JSON state as `folder`, which is then whole, or else as it was before.
 
     Collective over `group` (the default group when None; one process needs none). Every rank gives what it
     has, which under a pipeline are its stages' names; a DTensor is written in the pieces that the ranks hold,
-    each piece once; of a plain tensor one rank's copy. The state and the texts are rank 0's, and so is
-    `mesh`, the degrees that the manifest tells (None: those of the largest mesh of a tensor). An older
-    `folder` of the same run is replaced, and is deleted only after the new one has its name.
+    each piece once; of a plain tensor one rank's copy. The state and the texts are rank 0's, and so are
+    `mesh`, the degrees that the manifest tells (None: those of the largest mesh of a tensor), and `kept`,
+    files for an export (`titancli.checkpoint.kept`). An older `folder` of the same run is replaced, and is
+    deleted only after the new one has its name.
 
     Raises:
         EnvironmentProblem: the disk is full or cannot be written, on any rank; raised on all of them. Nothing
@@ -70,7 +73,7 @@ def save_checkpoint(
         TitanError: a state that is not JSON, an entry that is no tensor.
     """
     degrees = mesh_of(tensors) if mesh is None else dict(mesh)
-    run_save(plan_of(tensors), Draft(folder, dict(state), lock_text, run_id, degrees), group)
+    run_save(plan_of(tensors), Draft(folder, dict(state), lock_text, run_id, degrees, kept=kept or {}), group)
 
 
 def mesh_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -94,6 +97,8 @@ class Draft:
     run_id: str
     mesh: dict[str, int]
     ranks: int = 1
+    kept: Mapping[str, bytes] = field(default_factory=dict)
+    """Of the Hugging Face folder that the weights once came from; see `titancli.checkpoint.kept`."""
     hidden: Path | None = field(default=None, init=False)
     """Where it lies until it is complete."""
     old: Path | None = field(default=None, init=False)
@@ -130,7 +135,11 @@ class Draft:
         if self.hidden is None:
             raise TitanError(f"{self.folder} was not opened")
         try:
-            files = {**files, METADATA: write_file(self.hidden / METADATA, layout_text(layouts).encode())}
+            files = {
+                **files,
+                **self.write_kept(self.hidden),
+                METADATA: write_file(self.hidden / METADATA, layout_text(layouts).encode()),
+            }
             if self.lock_text:
                 files[LOCK] = write_file(self.hidden / LOCK, self.lock_text.encode())
             serial = 1 + max((m.serial for m in steps(self.folder.parent).values()), default=0)
@@ -143,6 +152,11 @@ class Draft:
             self._rename(self.hidden)
         except OSError as error:
             raise self.explain(error, sum(digest.size for digest in files.values())) from error
+
+    def write_kept(self, folder: Path) -> dict[str, Digest]:
+        """Write what is kept into the folder, and return the files' rows of the manifest."""
+        named = {f"{PREFIX}{name}": data for name, data in self.kept.items()}
+        return {name: write_file(folder / name, data) for name, data in named.items()}
 
     def discard(self) -> None:
         """After a failure: leave nothing half-written, and the older folder under its name."""

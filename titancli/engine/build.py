@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titancli.checkpoint.exclude import Exclusion
+from titancli.checkpoint.kept import kept_of
 from titancli.checkpoint.likeness import refuse_other_model
 from titancli.data.values import Limits
 from titancli.engine.engine import Engine, EngineSettings
@@ -286,6 +287,7 @@ def load_weights(engine: Engine, recipe: Recipe) -> None:
     told = told_adapters(engine, folder)
     base = folder if told is None else require_base(told, folder)
     _load_base(engine, recipe, base)
+    engine.kept = kept_of(base)
     if engine.adapters is not None:
         engine.base, engine.begins_as_base = base_of(base), told is None
     if told is not None:

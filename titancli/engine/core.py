@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -93,6 +93,8 @@ class Core:
     """`path` and `digest` of the weights that adapters were put beside."""
     begins_as_base: bool = False
     """Whether adapters began at zero, so that without them the model is what training began with."""
+    kept: Mapping[str, bytes] = field(default_factory=dict)
+    """What the Hugging Face folder that the weights once came from had beside them, for checkpoints."""
     busy: str | None = None
     """Why no verb can be called now, if so."""
     unusable: Unusable | None = None
@@ -229,6 +231,7 @@ class Core:
             lock_text=lock_text,
             run_id=run_id,
             mesh=asdict(self.mesh.degrees),
+            kept=self.kept,
         )
 
     def load(

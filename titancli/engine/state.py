@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titancli.checkpoint.exclude import NOTHING, Exclusion
+from titancli.checkpoint.kept import kept_of
 from titancli.errors import EnvironmentProblem, TitanError
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def load_state(
     from titancli.checkpoint import load_checkpoint
 
     told_adapters(engine, folder, base=engine.base)
+    kept = kept_of(folder)
     tensors, _ = engine.live_state()
     if not optimizer:
         tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
@@ -100,6 +102,7 @@ def load_state(
                 f"{folder} holds a training state that titan does not write: {type(error).__name__}: {error}",
                 hint="take another checkpoint (--step N)",
             ) from error
+    engine.kept = kept or engine.kept
     return state
 
 

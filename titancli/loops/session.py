@@ -90,6 +90,7 @@ def run(
             lock_text=lock_text,
             run_id=run_id,
             mesh=asdict(engine.mesh.degrees),
+            kept=engine.kept,
             on_saved=partial(_saved, this, observers),
             uploads=uploads,
         )

@@ -23,7 +23,7 @@ def read(config_json: ConfigJSON) -> dict[str, Any]:
     """
     layers = config_json["num_hidden_layers"]
     kind, rope = rope_of(config_json)
-    computed = {"rope_type": "default" if kind == "yarn" else kind}
+    computed: dict[str, Any] = {"rope_type": "default" if kind == "yarn" else kind}
     computed |= {key: rope[key] for key in _SHARPNESS if rope.get(key) is not None}
     computed["layer_types"] = config_json.get("layer_types") or layer_types(layers)
     expected = {

@@ -1,0 +1,115 @@
+"""What a Hugging Face folder has beside its weights, kept in checkpoints so that an export has it again.
+
+A checkpoint has each such file as `hf-NAME`, listed in its manifest as any other: of a converted folder its
+configs and its tokenizer, of a run the configs of the folder that it began with. (A run's tokenizer is its
+recipe's.)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from titancli.checkpoint.manifest import MANIFEST
+from titancli.data.hf_tokenizer import FILES
+from titancli.errors import EnvironmentProblem
+from titancli.models.config_json import HARMLESS
+
+PREFIX = "hf-"
+CONFIG, GENERATION = "config.json", "generation_config.json"
+TOKENIZER = (*FILES, "chat_template.json", "spiece.model", "sentencepiece.bpe.model")
+OWN = {"architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version"}
+"""Harmless keys of config.json that an export says for itself."""
+WEIGHTS = (".safetensors", ".index.json", ".bin", ".pth", ".pt", ".gguf", ".onnx", ".h5", ".msgpack")
+TALK = ("readme", "license", "notice", "use_policy", ".")
+"""How files begin that no program reads."""
+
+
+def kept_of(folder: Path, *, tokenizer: bool = False) -> dict[str, bytes]:
+    """Files beside the weights of a Hugging Face folder, or those that a checkpoint has kept of one, by name.
+
+    Args:
+        tokenizer: its tokenizer's too.
+
+    Raises:
+        EnvironmentProblem: one cannot be read, or is no JSON though it should be.
+    """
+    prefix = PREFIX if (folder / MANIFEST).is_file() else ""
+    found = {}
+    for name in (CONFIG, GENERATION, *(TOKENIZER if tokenizer else ())):
+        path = folder / f"{prefix}{name}"
+        try:
+            found[name] = path.read_bytes()
+            if name in (CONFIG, GENERATION) and not isinstance(json.loads(found[name]), dict):
+                raise ValueError("no object")
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise EnvironmentProblem(f"{path} cannot be read: {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
+            raise EnvironmentProblem(f"{path} is damaged: {error}", hint="download it again") from error
+    return found
+
+
+def not_kept(folder: Path) -> list[str]:
+    """What else a Hugging Face folder has, by name: code, for one."""
+    known = (CONFIG, GENERATION, *TOKENIZER)
+    return sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.name not in known
+        and not path.name.endswith(WEIGHTS)
+        and not path.name.lower().startswith(TALK)
+    )
+
+
+def texts(
+    own: Mapping[str, Any], kept: Mapping[str, bytes], eos_id: int | None, bos_id: int | None
+) -> dict[str, dict[str, Any]]:
+    """config.json and, where there is anything to say in it, generation_config.json of an export.
+
+    A tokenizer whose end marker is among those of the folder is the folder's, and all its ids stay. Another
+    one's are written in their place.
+
+    Args:
+        own: what the model's form writes.
+        kept: as of `kept_of`.
+        eos_id, bos_id: the tokenizer's; None: there is none.
+    """
+    before = json.loads(kept.get(CONFIG, b"{}"))
+    before = before.get("text_config", before)
+    before = {key: value for key, value in before.items() if key in HARMLESS - OWN}
+    config = {"bos_token_id": None, "eos_token_id": None, **before, **own}
+    generation = json.loads(kept[GENERATION]) if GENERATION in kept else None
+    if eos_id is None:
+        return {CONFIG: config} if generation is None else {CONFIG: config, GENERATION: generation}
+    ids = {"bos_token_id": bos_id, "eos_token_id": eos_id}
+    if eos_id in _ends(config) | _ends(generation or {}):
+        ids = {key: known if (known := config[key]) is not None else i for key, i in ids.items()}
+        config |= ids
+    else:
+        config = _without_ids(config, own)
+        config |= {key: i for key, i in ids.items() if i is not None or key not in own}
+        generation = None if generation is None else {**_without_ids(generation, {}), **ids}
+    return {CONFIG: config, GENERATION: generation or {"_from_model_config": True, **ids}}
+
+
+def of_another_tokenizer(kept: Mapping[str, bytes], eos_id: int | None) -> bool:
+    """Whether the folder names end markers, and a tokenizer's is none of them."""
+    ends: set[Any] = set()
+    for name in (CONFIG, GENERATION):
+        found = json.loads(kept.get(name, b"{}"))
+        ends |= _ends(found.get("text_config", found))
+    return bool(ends) and eos_id is not None and eos_id not in ends
+
+
+def _ends(config: Mapping[str, Any]) -> set[Any]:
+    found = config.get("eos_token_id")
+    return set(found) if isinstance(found, list) else {found} - {None}
+
+
+def _without_ids(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the ids of another tokenizer, save those that the model's form writes."""
+    return {key: value for key, value in config.items() if key in own or not key.endswith("_token_id")}
