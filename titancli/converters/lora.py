@@ -147,13 +147,14 @@ class Adapters:
     def disabled(self, parts: Iterable[nn.Module]) -> Iterator[None]:
         """The parts as the base is."""
         layers = [m for part in parts for m in part.modules() if isinstance(m, AdaptedLinear)]
+        before = [layer.enabled for layer in layers]
         for layer in layers:
             layer.enabled = False
         try:
             yield
         finally:
-            for layer in layers:
-                layer.enabled = True
+            for layer, enabled in zip(layers, before, strict=True):
+                layer.enabled = enabled
 
     def merged(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The plain model's tensors out of all in the order of their modules, adapters added in and rounded

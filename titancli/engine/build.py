@@ -26,6 +26,7 @@ from titancli.engine.rates import keep_peaks
 from titancli.engine.runners import Runner, WholeModel
 from titancli.engine.seeds import generator_for
 from titancli.engine.state import parameter_shapes, told_adapters
+from titancli.engine.watched import Watched
 from titancli.errors import EnvironmentProblem, Problem, RecipeError, TitanError
 from titancli.models.blocks.kernels import prefer_fast_kernels
 from titancli.models.blocks.moe import moe_layers
@@ -103,6 +104,7 @@ def build_engine(
         config=plain_config(recipe, degrees, device, count),
     )
     (fill or materialise)(engine, recipe)
+    engine.watched = Watched(engine.parts)
     if not frozen:
         engine.optimizer = optimizer_of(recipe, engine.trained_parameters(), names)
         keep_peaks(engine.optimizer, getattr(recipe.optimizer, "lr", None))

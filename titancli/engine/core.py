@@ -19,6 +19,7 @@ from titancli.engine.guard import Guard
 from titancli.engine.runners import Runner
 from titancli.engine.state import load_state, optimizer_tensors, whole_tensors
 from titancli.engine.unusable import MendedBy, Unusable
+from titancli.engine.watched import Watched
 from titancli.errors import TitanError
 from titancli.models.blocks.state import named_state
 
@@ -99,6 +100,8 @@ class Core:
     """Why no verb can be called now, if so."""
     unusable: Unusable | None = None
     """Why no verb but `load` may be called any more, if so."""
+    watched: Watched | None = field(default=None, repr=False)
+    """The parameters that it was built with."""
     _weight: Tensor | None = field(default=None, repr=False)
     _loss: Tensor | None = field(default=None, repr=False)
     """The sum that is to be divided by the weight, of all calls since the last step."""
@@ -120,7 +123,7 @@ class Core:
         Raises:
             TitanError: it is cut into pipeline stages.
         """
-        self.ready("model")
+        self._usable("model")
         if self.mesh.degrees.pp > 1:
             raise TitanError("this rank has only some stages of the model: mesh.pp is not 1")
         return self.parts[0]
@@ -141,8 +144,14 @@ class Core:
             mends: what the verb does for an engine that is unusable, if anything.
 
         Raises:
-            TitanError: the engine is closed, in the middle of `sampling`, or unusable.
+            TitanError: the engine is closed, in the middle of `sampling`, or unusable; or a script has put
+                other parameters into the model, or had more of them require gradients.
         """
+        self._usable(verb, mends)
+        if self.watched is not None:
+            self.watched.check(verb, self.parts, self.optimizer)
+
+    def _usable(self, verb: str, mends: MendedBy | None = None) -> None:
         if self.busy is not None:
             raise TitanError(f"{verb}: the engine {self.busy}")
         if self.unusable is not None and not self.unusable.mended_by_this(mends):
@@ -200,7 +209,7 @@ class Core:
         """The same, of an engine that may be unusable: to load into."""
         tensors = {f"model.{name}": tensor for name, tensor in self.saved_parameters()}
         if self.optimizer is not None:
-            tensors |= optimizer_tensors(self.optimizer, self.trained_parameters())
+            tensors |= optimizer_tensors(self.optimizer, self.named_parameters())
         more: dict[str, Any] = {"guard": self.guard.state()} if self.guard else {}
         if self.adapters is not None:
             more["adapters"] = {**self.adapters.facts, "base": self.base}
@@ -400,6 +409,7 @@ class Core:
             return
         self.busy = CLOSED
         self.parts, self.optimizer, self._weight, self._loss = [], None, None, None
+        self.watched = None
         self.runner = None  # type: ignore[assignment]
         self._ends.close()
 

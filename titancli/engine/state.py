@@ -35,31 +35,35 @@ def optimizer_tensors(
 
 @torch.no_grad()
 def initialise_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer that has not stepped yet create its state, changing no parameter.
+    """Make an optimizer create the state of what it has not moved yet, changing no parameter.
 
     A step with a learning rate and gradients of zero does it for any optimizer; its count is taken back. The
     gradients that there are stay.
     """
-    if optimizer.state:
-        return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    lacking = [p for p in parameters if p not in optimizer.state]
+    if not lacking:
+        return
     gradients = [parameter.grad for parameter in parameters]
     rates = [group["lr"] for group in optimizer.param_groups]
     try:
-        for parameter in parameters:
+        optimizer.zero_grad(set_to_none=True)
+        for parameter in lacking:
             parameter.grad = torch.zeros_like(parameter)
         for group in optimizer.param_groups:
             group["lr"] = 0.0
         optimizer.step()
     except BaseException:
-        optimizer.state.clear()
+        for parameter in lacking:
+            optimizer.state.pop(parameter, None)
         raise
     finally:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-    for state in optimizer.state.values():
+    for parameter in lacking:
+        state = optimizer.state.get(parameter, {})
         if isinstance(state.get("step"), Tensor):
             state["step"].zero_()
 
