@@ -37,9 +37,13 @@ def generator_for(name: str) -> torch.Generator:
 
 
 def made(name: str) -> TransformersModel:
+    return made_of(CONFIGS[name])
+
+
+def made_of(values: dict[str, Any]) -> TransformersModel:
     """As the engine makes it, with weights that are apart from their initial values."""
     with torch.device("meta"):
-        model = build(config(name), seq_len=64)
+        model = build(HFCausalLM(config=values), seq_len=64)
     allocate(model, torch.device("cpu"))
     model.init_weights(generator_for)
     with torch.no_grad():

@@ -120,6 +120,7 @@ def test_a_config_that_is_no_object(write: Callable[..., None], text: str) -> No
     assert "folder/config.json" in told(wrong())
 
 
+ORIGINAL = "original_max_position_embeddings"
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "no model_type": ({"hidden_size": 8}, "config.json names no model_type"),
     "code": ({**LLAMA, "auto_map": {"AutoConfig": "code.Config"}}, "(auto_map), which titan does not run"),
@@ -127,6 +128,14 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "mxfp4": ({**LLAMA, "quantization_config": {"quant_method": "mxfp4"}}, "quantised by 'mxfp4'"),
     "routers": ({**LLAMA, "output_router_logits": True}, "the routers' own loss (output_router_logits)"),
     "encoder": ({"model_type": "t5", "is_encoder_decoder": True}, "t5 is an encoder with a decoder"),
+    "longrope": (
+        {**LLAMA, "rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 32},
+        "training.seq_len 64 is beyond 32: from there on RoPE of the type longrope depends on",
+    ),
+    "one of two kinds of layers": (
+        {**LLAMA, "rope_parameters": {"full_attention": {"rope_type": "longrope"} | {ORIGINAL: 48}}},
+        "training.seq_len 64 is beyond 48: from there on RoPE of the type longrope depends on",
+    ),
     "short": ({**LLAMA, "max_position_embeddings": 32}, "training.seq_len 64 is beyond the model's 32"),
 }
 

@@ -8,7 +8,7 @@ not depend on the layout; and the styles of tensor parallel, from the plan that 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from titancli.errors import EnvironmentProblem
 from titancli.models.blocks.head import Output
 from titancli.models.blocks.hf_modules import (
+    GrowingRope,
+    Parts,
     Rows,
     conversion_fault,
     initial_values,
@@ -26,6 +28,7 @@ from titancli.models.blocks.hf_modules import (
     take_apart,
     tensor_plan,
 )
+from titancli.models.blocks.hf_trial import try_once
 from titancli.models.blocks.init import fill
 from titancli.models.menu.hf_causal_lm import HFCausalLM
 from titancli.parallel.tensor import with_local_parameters
@@ -65,6 +68,7 @@ class TransformersModel(nn.Module):
         self.add_module(parts.base_name, parts.base)
         self.add_module(parts.head_name, output)
         self.layers.__class__ = Blocks
+        self._tied = self.tied
         for module in filter(is_norm, parts.base.modules()):
             module.tensor_parallel = partial(_cut_norm, module)
 
@@ -78,6 +82,11 @@ class TransformersModel(nn.Module):
         return getattr(self, self._parts.head_name)
 
     @property
+    def rope(self) -> GrowingRope | None:
+        """Where a row's RoPE depends on the rows beside it."""
+        return self._parts.rope
+
+    @property
     def layers(self) -> Any:
         """The blocks."""
         return self.base.get_submodule(self._parts.layers_path)
@@ -86,6 +95,11 @@ class TransformersModel(nn.Module):
     def tied(self) -> bool:
         """Whether the output uses the embedding's weight."""
         return self.output.weight is self.base.get_input_embeddings().weight
+
+    def tie(self) -> None:
+        """Make the output's weight the embedding's again, where they are tied and have got other memory."""
+        if self._tied:
+            self.output.weight = self.base.get_input_embeddings().weight
 
     def forward(
         self,
@@ -110,6 +124,8 @@ class TransformersModel(nn.Module):
         if cache is not None:
             hidden = cache.extend(self.base, tokens)
             return self.output(hidden[:, -1:])
+        if self.rope is not None:
+            self.rope.refuse(self._parts.config, tokens.shape[1])
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         with seen_by_attention(self._parts.config, Rows(document_ids)):
@@ -123,7 +139,7 @@ class TransformersModel(nn.Module):
 
     def new_cache(self, length: int, padding: Tensor | None = None) -> Cache:
         """An empty cache for `forward(tokens, cache=…)`; its memory grows with the rows."""
-        return Cache(self._parts.config, padding)
+        return Cache(self._parts, padding)
 
     # ------------------------------------------------------------------------------------------- values
 
@@ -199,16 +215,24 @@ def _cut_norm(module: nn.Module, group: Group, style: str | None) -> None:
 class Cache:
     """transformers' cache of a model's layers, for rows that grow together."""
 
-    def __init__(self, config: Any, padding: Tensor | None) -> None:
+    def __init__(self, parts: Parts, padding: Tensor | None) -> None:
         from transformers import DynamicCache
 
-        self._states = DynamicCache(config=config)
+        self._parts = parts
+        self._states = DynamicCache(config=parts.config)
         self._padding = padding
         self._used = 0
 
     def extend(self, base: Any, tokens: Tensor) -> Tensor:
-        """Hidden states [B, S, dim] of tokens [B, S] that follow those that the cache holds."""
+        """Hidden states [B, S, dim] of tokens [B, S] that follow those that the cache holds.
+
+        Raises:
+            TitanError: they come to where RoPE depends on other rows, or on what was there before.
+        """
         start, self._used = self._used, self._used + tokens.shape[1]
+        if (rope := self._parts.rope) is not None:
+            alone = rope.kind == "longrope" and len(tokens) == 1 and not 0 < start <= rope.length
+            rope.refuse(self._parts.config, 0 if alone else self._used)
         slots = torch.arange(self._used, device=tokens.device)
         positions, mask = slots[None, start:], None
         if self._padding is not None:
@@ -238,12 +262,16 @@ def build(config: HFCausalLM, *, seq_len: int) -> TransformersModel:
     device = torch.get_default_device()
     with torch.device("meta"):
         model = TransformersModel(config)
+    try_once(config.values, _on_meta)
     if device.type != "meta":
-        tied = model.tied
         model.to_empty(device=device)
-        if tied:
-            model.output.weight = model.base.get_input_embeddings().weight
+        model.tie()
     return model
+
+
+def _on_meta(values: Mapping[str, Any]) -> TransformersModel:
+    with torch.device("meta"):
+        return TransformersModel(HFCausalLM(config=dict(values)))
 
 
 class SameNames:

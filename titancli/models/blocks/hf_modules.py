@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from titancli.errors import RecipeError
+from titancli.errors import RecipeError, TitanError
 from titancli.models.menu.hf_causal_lm import faults
 
 ATTENTION = "titan"
 """What transformers knows our attention by: its own SDPA, with masks that `Rows` decides."""
+UNREAD = ("position_ids", "sliding_window", "past_key_values", "use_cache", "cache_position")
+"""What transformers' models hand to attention and SDPA has no use for: masks hold it already."""
 STYLES = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "norm"}
 """transformers' ways to cut a module, by ours."""
 
@@ -50,6 +53,30 @@ class Parts:
     """Where the blocks are in the base."""
     buffers: dict[str, Tensor]
     """The values of all buffers of the base by name, on the CPU: on meta they would be lost."""
+    rope: GrowingRope | None
+    """Where a row's RoPE depends on the rows beside it."""
+
+
+@dataclass(frozen=True)
+class GrowingRope:
+    """RoPE whose frequencies transformers chooses by the longest row in a batch."""
+
+    kind: str
+    """transformers' name: dynamic, or longrope."""
+    length: int
+    """Rows of at most so many tokens all have the same frequencies, whatever is beside them."""
+
+    def refuse(self, config: Any, tokens: int) -> None:
+        """
+        Raises:
+            TitanError: rows of so many tokens have others.
+        """
+        if tokens > self.length:
+            raise TitanError(
+                f"{config.model_type}: rows of {tokens} tokens; beyond {self.length}, RoPE of the type "
+                f"{self.kind} depends on the longest row in a batch",
+                hint=f"take rows of at most {self.length} tokens, or one row at a time to generate from",
+            )
 
 
 def refused(values: Mapping[str, Any], what: str, hint: str | None = None) -> RecipeError:
@@ -62,7 +89,7 @@ def hf_config(values: Mapping[str, Any]) -> Any:
     Raises:
         RecipeError: they ask for what is refused, or transformers does not know them.
     """
-    with _quiet():
+    with quiet():
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     for fault in faults(values):
@@ -72,10 +99,10 @@ def hf_config(values: Mapping[str, Any]) -> Any:
 
         raise refused(values, f"transformers {transformers.__version__} has no such model")
     try:
-        with _quiet():
+        with quiet():
             return CONFIG_MAPPING[values["model_type"]].from_dict(dict(values))
     except Exception as error:  # whatever it is, it is of what was written
-        raise refused(values, f"transformers does not take this config: {_line(error)}") from error
+        raise refused(values, f"transformers does not take this config: {line_of(error)}") from error
 
 
 def take_apart(values: Mapping[str, Any]) -> Parts:
@@ -100,12 +127,13 @@ def take_apart(values: Mapping[str, Any]) -> Parts:
     _refuse_more_than_a_matrix(values, whole, base, head)
     layers_path = _longest_list(values, base)
     _refuse_odd_blocks(values, base, base.get_submodule(layers_path))
-    return Parts(config, base_name, base, head_name, head, layers_path, _buffer_values(values, base))
+    rope = _growing_rope(base)
+    return Parts(config, base_name, base, head_name, head, layers_path, _buffer_values(values, base), rope)
 
 
 def _made(values: Mapping[str, Any]) -> Any:
     config = hf_config(values)
-    with _quiet():
+    with quiet():
         from transformers import AutoModelForCausalLM
 
         kind: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
@@ -120,23 +148,23 @@ def _made(values: Mapping[str, Any]) -> Any:
     if not getattr(kind, "_supports_attention_backend", False) or not kind._supports_sdpa:
         raise refused(values, f"{kind.__name__} has an attention of its own, not that of torch")
     try:
-        with _quiet(), torch.device("meta"):
+        with quiet(), torch.device("meta"):
             _register_attention()
             model = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=ATTENTION
             )
     except Exception as error:  # whatever it is, it is of what was written
-        raise refused(values, f"transformers cannot build it: {_line(error)}") from error
+        raise refused(values, f"transformers cannot build it: {line_of(error)}") from error
     return model
 
 
-def _line(error: Exception) -> str:
+def line_of(error: Exception) -> str:
     told = " ".join(str(error).split())
     return f"{type(error).__name__}: {told[:300]}" if told else type(error).__name__
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without what transformers warns of along the way: kernels that are not there, for one."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -172,7 +200,7 @@ def _refuse_more_than_a_matrix(values: Mapping[str, Any], whole: Any, base: Any,
         logits = whole(input_ids=tokens, use_cache=False).logits
     except Exception as error:
         raise refused(
-            values, f"{type(whole).__name__}'s forward cannot be followed: {_line(error)}"
+            values, f"{type(whole).__name__}'s forward cannot be followed: {line_of(error)}"
         ) from error
     finally:
         del base.forward
@@ -233,6 +261,29 @@ def _random(base: nn.Module) -> Iterator[str]:
         yield from (k for k, v in vars(module).items() if "drop" in k and isinstance(v, float) and v > 0)
 
 
+# ------------------------------------------------------------------------------------------------- RoPE
+
+
+def _growing_rope(base: nn.Module) -> GrowingRope | None:
+    """The one that reaches least far. `dynamic` is kept from growing: what it once grew to, it would keep for
+    shorter rows, and it reads positions to the host in every forward."""
+    found = []
+    for module in base.modules():
+        types = getattr(module, "rope_type", None)
+        for layer, kind in types.items() if isinstance(types, dict) else [(None, types)]:
+            if kind == "longrope":
+                told = module.config.rope_parameters  # type: ignore[union-attr]
+                told = told if layer is None else told[layer]
+                found.append(GrowingRope(kind, int(told["original_max_position_embeddings"])))
+            elif kind is not None and "dynamic" in kind:
+                found.append(GrowingRope(kind, int(module.original_max_seq_len)))  # type: ignore[arg-type]
+        if isinstance(types, dict):
+            module.rope_type = {k: "default" if "dynamic" in v else v for k, v in types.items()}  # type: ignore[assignment]
+        elif types is not None and "dynamic" in types:
+            module.rope_type = "default"  # type: ignore[assignment]
+    return min(found, key=lambda rope: rope.length, default=None)
+
+
 # ------------------------------------------------------------------------------------------ attention
 
 
@@ -240,8 +291,45 @@ def _register_attention() -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, ALL_ATTENTION_FUNCTIONS["sdpa"])
+    plain = partial(_attention, ALL_ATTENTION_FUNCTIONS["sdpa"])
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, plain)
     ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, _mask)
+
+
+def _attention(
+    sdpa: Callable[..., tuple[Tensor, None]],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """transformers' SDPA, for models that ask it for nothing else than attention.
+
+    Raises:
+        RecipeError: a model gives it what it would leave out without a word: sinks, capped scores, a choice
+            of keys, a bias.
+    """
+    other = [
+        name
+        for name, given in more.items()
+        if name not in UNREAD and given is not None and given is not False
+    ]
+    if dropout:
+        other.append("dropout")
+    if is_causal is False and attention_mask is None:
+        other.append("is_causal")
+    if other:
+        raise RecipeError(
+            f"model.config: {type(module).__name__} is not plain attention: it also takes {', '.join(other)}",
+            hint="hf_causal_lm trains models whose attention is torch's scaled_dot_product_attention alone",
+        )
+    return sdpa(module, query, key, value, attention_mask, dropout=0.0, scaling=scaling, is_causal=is_causal)
 
 
 def _mask(*, config: Any, kv_length: int, q_length: int, attention_mask: Tensor | None, **rest: Any) -> Any:
@@ -337,7 +425,7 @@ def initial_values(
 
 def conversion_fault(values: Mapping[str, Any]) -> str | None:
     """Why the tensors of a Hugging Face folder are not the modules' parameters; None: they are."""
-    with _quiet():
+    with quiet():
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

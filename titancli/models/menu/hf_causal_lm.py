@@ -99,6 +99,13 @@ class HFCausalLM:
         if self.max_seq_len is not None and recipe.training.seq_len > self.max_seq_len:
             message = f"training.seq_len {recipe.training.seq_len} is beyond the model's {self.max_seq_len}"
             yield "config", message
+        for kind, length in growing_rope(values):
+            if recipe.training.seq_len > length:
+                yield (
+                    "config",
+                    f"training.seq_len {recipe.training.seq_len} is beyond {length}: from there on RoPE of "
+                    f"the type {kind} depends on the longest row in a batch",
+                )
         exports = recipe.checkpoint.last_save_in_hf
         if wrong or not (exports or recipe.mesh.tp > 1):
             return
@@ -159,6 +166,21 @@ def faults(values: Mapping[str, Any]) -> Iterator[str]:
         yield "config.json wants the routers' own loss (output_router_logits), and titan adds none: say false"
     if values.get("is_encoder_decoder"):
         yield f"{values['model_type']} is an encoder with a decoder, and no causal language model"
+
+
+def growing_rope(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """The RoPE of which a row's frequencies depend on the rows beside it, and the tokens from which on."""
+    told = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    longest = _first(values, "max_position_embeddings")
+    for table in (told, *(row for row in told.values() if isinstance(row, dict))):
+        kind = table.get("rope_type") or table.get("type") or ""
+        length = longest
+        if kind in ("longrope", "su"):
+            length = _first({**table, **values}, "original_max_position_embeddings") or longest
+        elif "dynamic" not in kind:
+            continue
+        if length is not None:
+            yield kind, length
 
 
 def encoded(value: Any) -> Any:

@@ -1,0 +1,158 @@
+"""Whether a model of transformers computes under titan what it computes by itself: tried, on a tiny copy.
+
+What transformers gives to an attention function, and what it does around one, differs between its models and
+its releases. So each config is tried once a process, before it is trained: a copy of it with small sizes and
+random weights (`titancli.models.blocks.hf_tiny`), rows side by side, whole and of documents, against
+transformers' own eager forward of each document by itself: logits, and gradients.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titancli.errors import RecipeError
+from titancli.models.blocks.hf_modules import hf_config, line_of, quiet, refused
+from titancli.models.blocks.hf_tiny import fewer_layers, tiny
+
+LIMIT = 1e-3
+"""The largest difference of logits, relative to the largest one, and of gradients, relative to their norm."""
+ROWS, LENGTH = 2, 24
+"""Tokens that are tried; fewer, where RoPE reaches less far."""
+LARGEST = 50_000_000
+"""Parameters that a copy may have: some cannot be made with layers that are less wide."""
+
+_tried: dict[str, RecipeError | None] = {}
+
+
+def try_once(values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], Any]) -> None:
+    """Compare a tiny copy with transformers, unless these values have been tried in this process.
+
+    Args:
+        make: titan's model of values, on meta.
+
+    Raises:
+        RecipeError: they differ, or the copy cannot be made or does not run; says which and how far.
+    """
+    key = json.dumps(values, sort_keys=True, default=str)
+    if key not in _tried:
+        try:
+            _try(values, make)
+            _tried[key] = None
+        except RecipeError as error:
+            _tried[key] = error
+    if (found := _tried[key]) is not None:
+        raise RecipeError(found.message, hint=found.hint)
+
+
+def _try(values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], Any]) -> None:
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad(), quiet():
+        copy, theirs = _eager(values)
+        try:
+            ours = make(copy).to_empty(device="cpu")
+            ours.tie()
+            _draw(ours)
+            theirs.load_state_dict(ours.state_dict())
+            found = list(_differences(ours, theirs))
+        except RecipeError:
+            raise
+        except Exception as error:  # whatever it is, it is of what was written
+            what = f"a tiny copy of it does not run: {line_of(error)}"
+            raise refused(values, what, HINT) from error
+    for name, difference in found:
+        if not difference <= LIMIT:  # NaN is not
+            what = (
+                f"on a tiny copy {name} differ from transformers' own by {difference:.2g} (eager attention)"
+            )
+            raise refused(values, what, HINT)
+
+
+HINT = "hf_causal_lm cannot train it; titan list-components model shows the families that titan has itself"
+
+
+def _eager(values: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """A copy's values, and transformers' own model of them: the smallest that can be made.
+
+    Raises:
+        RecipeError: none can, in so little memory.
+    """
+    from transformers import AutoModelForCausalLM
+
+    whole = hf_config(values).to_dict() | {"model_type": values["model_type"]}
+    errors = []
+    for smaller in (tiny, fewer_layers, dict):
+        copy = smaller(whole)
+        try:
+            config = hf_config(copy)
+            with torch.device("meta"):
+                model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            if (count := sum(p.numel() for p in model.parameters())) > LARGEST:
+                errors.append(f"{count:,} parameters")
+                continue
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+            with torch.no_grad():
+                model(input_ids=_tokens(model)[:, :2], use_cache=False)
+        except Exception as error:  # sizes that do not go together
+            errors.append(line_of(error))
+            continue
+        return copy, model.eval()
+    told = "; ".join(dict.fromkeys(errors))
+    raise refused(values, f"no tiny copy of it can be made, to compare with transformers' own ({told})", HINT)
+
+
+def _tokens(model: Any) -> Tensor:
+    rows = model.get_input_embeddings().weight.shape[0]
+    return torch.randint(0, rows, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def _draw(model: nn.Module) -> None:
+    """Weights under which everything shows: scores apart from each other, no bias at 0, no norm at 1."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.ndim < 2:
+            parameter.uniform_(0.5, 1.5, generator=generator)
+        else:
+            parameter.normal_(0, max(parameter.shape[-2:]) ** -0.5, generator=generator)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.weight.normal_(generator=generator)
+
+
+def _differences(ours: Any, theirs: Any) -> Iterator[tuple[str, float]]:
+    length = LENGTH if ours.rope is None else min(LENGTH, ours.rope.length)
+    cut = length // 2 + 1
+    tokens = _tokens(theirs)[:, :length]
+    before = torch.get_rng_state()
+    whole = ours(tokens)
+    if not torch.equal(before, torch.get_rng_state()):
+        what = "it draws random numbers in forward, which no step here does"
+        hint = "if there is a noise in [model.config], write 0.0 for it"
+        raise refused({"model_type": theirs.config.model_type}, what, hint)
+    with torch.no_grad():
+        rows = torch.cat([theirs(row[None], use_cache=False).logits for row in tokens])
+    yield "logits", _far(whole, rows)
+    positions = torch.cat((torch.arange(cut), torch.arange(length - cut))).expand(ROWS, -1)
+    documents = (torch.arange(length) >= cut).int().expand(ROWS, -1)
+    mine = ours(tokens, positions, documents)
+    parts = [theirs(part[None], use_cache=False).logits for row in tokens for part in (row[:cut], row[cut:])]
+    meant = torch.cat(parts, dim=1).view_as(mine)
+    yield "logits of documents", _far(mine, meant)
+    towards = torch.randn(mine.shape, generator=torch.Generator().manual_seed(1))
+    (mine * towards).sum().backward()
+    (meant * towards).sum().backward()
+    expected = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    squares = torch.zeros(2)
+    for name, parameter in ours.named_parameters():
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        reference = expected.get(name, torch.zeros_like(parameter))
+        squares += torch.stack(((grad - reference).square().sum(), reference.square().sum()))
+    yield "gradients", float((squares[0] / squares[1]).sqrt())
+
+
+def _far(found: Tensor, meant: Tensor) -> float:
+    return float((found - meant).abs().max() / meant.abs().max())
