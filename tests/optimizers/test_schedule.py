@@ -47,5 +47,18 @@ def test_total_steps_sets_the_length():
     assert lr_factor(LRScheduler(warmup_steps=0, total_steps=20), 10, 15) == pytest.approx(0.5)
 
 
-def test_warm_up_longer_than_the_run_stays_as_slow_as_it_was_asked_for():
-    assert factors(steps=4, warmup_steps=8) == [0.125, 0.25, 0.375, 0.5]
+def test_warm_up_longer_than_the_run_takes_all_of_it():
+    assert factors(steps=4, warmup_steps=8) == [0.25, 0.5, 0.75, 1.0]
+    assert factors(steps=4, warmup_steps=8, decay_ratio=0.5) == [0.25, 0.5, 0.75, 1.0]
+    assert factors(steps=4, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_decay_takes_what_warm_up_leaves():
+    assert factors(steps=10, warmup_steps=6, decay_ratio=0.8)[5:] == pytest.approx([1, 1, 0.75, 0.5, 0.25])
+
+
+def test_a_resume_with_more_steps_follows_the_longer_schedule():
+    section = LRScheduler(warmup_steps=10)
+    assert [lr_factor(section, step, 3) for step in range(3)] == pytest.approx([1 / 3, 2 / 3, 1])
+    assert lr_factor(section, 3, 20) == pytest.approx(0.4)
+    assert lr_factor(section, 9, 20) == lr_factor(section, 10, 20) == 1.0

@@ -77,6 +77,7 @@ def command(
     """
     from titancli.launchers.plan import Request, make_plan
     from titancli.launchers.start import Processes, count_processes, start
+    from titancli.recipe.remarks import remarks
 
     recipe, overrides = _one_recipe(arguments)
     if nnodes > 1 and ((run_dir is None and not resume) or rdzv is None):
@@ -91,6 +92,8 @@ def command(
         Request(recipe, overrides, unset, run_dir, resume, step, allow_drift, files, dry_run, note)
     )
     count = Processes(count_processes(plan, nproc, may_exceed=dry_run), nnodes, rdzv)
+    for line in remarks(plan.loaded.recipe):
+        note(f"note: {line}")
     if dry_run:
         return _show(plan, count, files, as_json)
     for line in plan.notes:

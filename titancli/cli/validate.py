@@ -17,6 +17,7 @@ from titancli.errors import Problem, RecipeError, TitanError, UsageError
 from titancli.launchers.fit import check_weights
 from titancli.recipe import load_recipe, render_problems
 from titancli.recipe.imports import import_components
+from titancli.recipe.remarks import remarks
 from titancli.recipe.urls import url_of
 
 Format = Literal["text", "json", "github"]
@@ -59,6 +60,8 @@ def command(arguments: tuple[str, ...], unset: tuple[str, ...], strict: bool, fo
             documents.append({"recipe": reference, "name": loaded.recipe.name, "ok": True, "problems": []})
             if format_ == "text":
                 print(f"ok: {reference}")
+            for line in remarks(loaded.recipe):
+                note(f"note: {reference}: {line}")
     if format_ == "json":
         print_json("validation", {"ok": code == 0, "recipes": documents})
     note_broken()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Lt
 
@@ -27,9 +27,11 @@ class AdamW:
     no_decay: list[str] = field(default_factory=list)
     """Patterns of parameter names that do not decay, e.g. `["*norm.weight", "tok_embeddings.weight"]`."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """Which of torch's steps is used; one of our own where parameters or state are bfloat16."""
+    """Which of torch's steps is used; one of our own where parameters or state are bfloat16, which rounds
+    stochastically."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """What the two moments are stored in."""
+    rounds_stochastically: ClassVar[bool] = True
 
     def state_bytes(self, stored: int) -> float:
         """For `titan plan`: bytes of state of each number of a parameter that is stored in `stored` bytes."""

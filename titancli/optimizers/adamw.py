@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache, lru_cache
 from typing import Any
@@ -13,6 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from titancli.errors import RecipeError
 from titancli.optimizers import AdamW
+from titancli.optimizers.rounding import indices, place_of, random_halves, salt_of, store
+
+CHUNK = 2**18
+"""Numbers that a CPU updates at a time, so that what lies between stays in its cache."""
 
 
 def build(
@@ -48,15 +52,20 @@ def build(
     if state_dtype == torch.float32 and all(p.dtype == torch.float32 for _, p in named_parameters):
         fused, foreach = config.implementation == "fused", config.implementation == "foreach"
         return torch.optim.AdamW(groups, **shared, fused=fused, foreach=foreach)
-    return MixedAdamW(groups, **shared, state_dtype=state_dtype, fused=config.implementation == "fused")
+    fused, names = config.implementation == "fused", {p: name for name, p in named_parameters}
+    return MixedAdamW(groups, **shared, state_dtype=state_dtype, fused=fused, names=names)
 
 
 class MixedAdamW(torch.optim.Optimizer):
     """AdamW whose parameters and moments may each be float32 or bfloat16; the arithmetic is float32.
 
     torch's own steps refuse float32 parameters with bfloat16 moments, and give bfloat16 parameters bfloat16
-    moments whether wanted or not. With `fused` a GPU does each parameter in one compiled kernel, in which
-    every number is read and written once.
+    moments whether wanted or not; and they round to nearest, under which small changes are lost for ever.
+    Here what is stored in bfloat16 is rounded stochastically (`titancli.optimizers.rounding`). With `fused` a
+    GPU does each parameter in one compiled kernel, in which every number is read and written once.
+
+    Args:
+        names: of the parameters in the plain model, for the random bits; None: their numbers.
     """
 
     def __init__(
@@ -69,10 +78,18 @@ class MixedAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         state_dtype: torch.dtype,
         fused: bool = False,
+        names: Mapping[nn.Parameter, str] | None = None,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.state_dtype = state_dtype
         self._fused = fused
+        every = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._salts = {
+            parameter: salt_of(str(number) if names is None else names[parameter])
+            for number, parameter in enumerate(every)
+        }
+        self._places = {parameter: place_of(parameter) for parameter in every}
+        self._places_on_device: dict[nn.Parameter, tuple[Any, ...]] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -94,18 +111,38 @@ class MixedAdamW(torch.optim.Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.state_dtype)
         state["step"] += 1
         beta1, beta2 = group["betas"]
-        step = state["step"].item()
-        weight, gradient = _local(parameter), _local(grad)
-        first, second = _local(state["exp_avg"]), _local(state["exp_avg_sq"])
-        decay = 1 - group["lr"] * group["weight_decay"]
-        size, correction = group["lr"] / (1 - beta1**step), 1 - beta2**step
-        tensors = (weight, gradient, first, second)
+        step = int(state["step"].item())
+        tensors = tuple(map(_local, (parameter, grad, state["exp_avg"], state["exp_avg_sq"])))
+        if not tensors[0].numel():
+            return  # of a parameter that is cut for more ranks than it has rows
+        rates = (
+            1 - group["lr"] * group["weight_decay"],
+            group["lr"] / (1 - beta1**step),
+            1 - beta2**step,
+        )
+        flat = [tensor.reshape(-1) for tensor in tensors]
+        step_salt, fixed = salt_of(str(step)), (beta1, beta2, group["eps"])
         if self._in_one_kernel(tensors):
-            flat = (tensor.view(-1) for tensor in tensors)
-            changing = _on_device((decay, size, correction), weight.device)
-            _compiled_update()(*flat, *changing, beta1, beta2, group["eps"])
-        else:
-            _update_(*tensors, decay, size, correction, beta1, beta2, group["eps"])
+            *changing, salt = _on_device((*rates, step_salt), flat[0].device)
+            _compiled_update()(*flat, *changing, *fixed, salt, *self._place_on_device(parameter), 0)
+            return
+        place = (self._salts[parameter], *self._places[parameter])
+        size = CHUNK if flat[0].device.type == "cpu" else flat[0].numel()
+        for start in range(0, flat[0].numel(), size):
+            pieces = (tensor[start : start + size] for tensor in flat)
+            _update_(*pieces, *rates, *fixed, step_salt, *place, start)
+        for tensor, changed in zip(tensors, flat, strict=True):
+            if not tensor.is_contiguous() and tensor is not tensors[1]:  # then what was changed is a copy
+                tensor.copy_(changed.view(tensor.shape))
+
+    def _place_on_device(self, parameter: nn.Parameter) -> tuple[Any, ...]:
+        """Salt, offset and steps as scalars on the device."""
+        if parameter not in self._places_on_device:
+            offset, steps = self._places[parameter]
+            numbers = (self._salts[parameter], offset, *(steps or ()))
+            scalars = torch.tensor(numbers, dtype=torch.int32, device=_local(parameter).device).unbind()
+            self._places_on_device[parameter] = (*scalars[:2], scalars[2:] or None)
+        return self._places_on_device[parameter]
 
     def _in_one_kernel(self, tensors: Sequence[Tensor]) -> bool:
         return self._fused and all(tensor.is_cuda and tensor.is_contiguous() for tensor in tensors)
@@ -122,27 +159,42 @@ def _update_(
     beta1: float,
     beta2: float,
     eps: float,
+    step_salt: Any,
+    name_salt: Any,
+    offset: Any,
+    steps: Any,
+    start: int,
 ) -> None:
-    """One step of one parameter, in place.
+    """One step of numbers of one parameter, in place; all tensors have one dimension.
 
     Args:
         decay: what the weight is multiplied by.
         size: the learning rate over the first moment's bias correction.
         correction: the second moment's bias correction.
+        step_salt, name_salt, offset, steps, start: for the random bits, see `titancli.optimizers.rounding`.
     """
     gradient = gradient.float()
     mean = first.float().lerp_(gradient, 1 - beta1)
     square = second.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    first.copy_(mean)
-    second.copy_(square)
     denominator = square.div(correction).sqrt_().add_(eps)
-    weight.copy_(weight.float().mul_(decay).sub_(mean.mul(size).div_(denominator)))
+    moved = weight.float().mul_(decay).sub_(mean.mul(size).div_(denominator))
+    halves: Iterator[Tensor] = iter(())
+    if torch.bfloat16 in (weight.dtype, first.dtype, second.dtype):
+        index = indices(start, weight.numel(), offset, steps, weight.device)
+        halves = random_halves(index, name_salt, step_salt)
+    for into, values in ((weight, moved), (first, mean), (second, square)):
+        store(into, values, halves)
 
 
 @lru_cache(maxsize=4)
 def _on_device(numbers: tuple[float, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """What changes from step to step, as tensors: as numbers it would be compiled in, again at each step."""
-    return torch.tensor(numbers, dtype=torch.float32, device=device).unbind()
+    """What changes from step to step, as tensors: as numbers it would be compiled in, again at each step.
+
+    The last one is an int32, and stays one.
+    """
+    host = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
+    here = host.to(device, non_blocking=True)  # or each step would wait for the device
+    return (*here[:-1].float().unbind(), here[-1].to(torch.int32))
 
 
 @cache

@@ -18,13 +18,9 @@ def lr_factor(section: LRScheduler, step: int, training_steps: int) -> float:
 
     The first step already has a learning rate, and so has the last: decay would reach its end one step later.
     """
-    total = section.total_steps or training_steps
-    warmup = section.warmup_steps
+    total, warmup, decay = section.phases(training_steps)
     if step < warmup:
         return (step + 1) / warmup
-    decay = max(0, total - warmup)
-    if section.decay_ratio is not None:
-        decay = min(decay, round(total * section.decay_ratio))
     if step < total - decay:
         return 1.0
     progress = min(1.0, (step - (total - decay)) / decay) if decay else 1.0

@@ -230,10 +230,10 @@ def _optimizer(config: Any, stored: int, device: Device) -> tuple[float, float, 
     if config.state_dtype == "float32" and stored == 4:
         extra = {"fused": 0.0, "foreach": 4.0, "for-loop": 8.0}[config.implementation]
         return state, extra, config.implementation == "foreach"
-    if device.is_gpu and config.implementation == "fused":
-        return state, 0.0, False
+    if not device.is_gpu or config.implementation == "fused":
+        return state, 0.0, False  # a CPU does a little at a time
     copies = 2 * (config.state_dtype == "bfloat16") + 2 * (stored == 2)  # of moments; of gradient and weight
-    return state, 4.0 * (2 + copies), False
+    return state, 4.0 * (2 + copies + 4), False  # and what random bits are made of
 
 
 def _is(config: Any, name: str) -> bool:

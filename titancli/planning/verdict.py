@@ -108,7 +108,9 @@ def ranks_that_fit(recipe: Recipe, found: Estimate) -> int | None:
 def _changes(recipe: Recipe, found: Estimate) -> Iterator[Change]:
     """The cheap ones first."""
     job, degrees = found.job, found.job.degrees
-    if hasattr(recipe.optimizer, "state_dtype") and recipe.optimizer.state_dtype != "bfloat16":
+    # Rounded to nearest, a second moment does not decay.
+    rounds = getattr(recipe.optimizer, "rounds_stochastically", False)
+    if rounds and getattr(recipe.optimizer, "state_dtype", "bfloat16") != "bfloat16":
         yield _field("optimizer", "state_dtype", "bfloat16")
     if recipe.activation_checkpoint.mode == "none":
         yield _section("activation_checkpoint", "recompute", mode="selective", selective_ac_option="op")

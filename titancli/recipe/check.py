@@ -32,7 +32,7 @@ def check_recipe(recipe: Recipe, root: Node, registry: Registry, problems: Probl
     Raises:
         PluginError: a check of a component or of a plugin that the recipe uses is broken.
     """
-    found = [*_core_checks(recipe, root), *component_checks(recipe)]
+    found = [*_core_checks(recipe), *component_checks(recipe)]
     for path, message, hint in found:
         _add(problems, root, path, message, hint)
     for path, message, hint in check_env(recipe.env):
@@ -41,7 +41,7 @@ def check_recipe(recipe: Recipe, root: Node, registry: Registry, problems: Probl
         _add(problems, root, _path(key), message, None)
 
 
-def _core_checks(recipe: Recipe, root: Node) -> Iterator[Finding]:
+def _core_checks(recipe: Recipe) -> Iterator[Finding]:
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", recipe.name, re.ASCII):
         message = f"name {recipe.name!r} cannot begin the name of a run folder"
         yield ("name",), message, "use letters, digits, '_', '-' and '.', beginning with a letter or digit"
@@ -54,7 +54,6 @@ def _core_checks(recipe: Recipe, root: Node) -> Iterator[Finding]:
     yield from _activation_checkpoint(recipe)
     yield from _checkpoint(recipe)
     yield from check_layout(recipe)
-    yield from _schedule(recipe, root)
 
 
 def _activation_checkpoint(recipe: Recipe) -> Iterator[Finding]:
@@ -110,26 +109,6 @@ def _remote(url: str) -> tuple[str, str] | None:
     if not re.fullmatch(r"[a-z][a-z0-9+.-]+://[^?#:\s]*[^/?#:\s]/*", url):
         return f"{url!r} is not the URL of a folder in an object store", 'write "s3://bucket/prefix"'
     return None
-
-
-def _schedule(recipe: Recipe, root: Node) -> Iterator[Finding]:
-    schedule = recipe.lr_scheduler
-    of = "training.steps" if schedule.total_steps is None else "lr_scheduler.total_steps"
-    total = schedule.total_steps or recipe.training.steps
-    if schedule.warmup_steps > total:
-        message = f"warm-up of {schedule.warmup_steps} steps is longer than {of} = {total}"
-        hint = f"set lr_scheduler.warmup_steps to {total // 5}, for one"
-        written: KeyPath = ("lr_scheduler", "warmup_steps")
-        is_default = root.follow(written)[1] != written
-        yield ("training", "steps") if is_default else written, message, hint
-    elif schedule.decay_ratio is not None:
-        decay = round(total * schedule.decay_ratio)
-        if schedule.warmup_steps + decay > total:
-            message = (
-                f"warm-up ({schedule.warmup_steps} steps) and decay ({decay}) overlap: {of} is only {total}"
-            )
-            hint = f"decay_ratio can be at most {(total - schedule.warmup_steps) / total:g}"
-            yield ("lr_scheduler", "decay_ratio"), message, hint
 
 
 def component_checks(recipe: Recipe) -> Iterator[Finding]:

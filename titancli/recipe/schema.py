@@ -178,14 +178,24 @@ class LRScheduler:
     """Warm-up, stable, decay: a factor on the optimizer's learning rate."""
 
     warmup_steps: Annotated[int, Ge(0)] = 200
-    """Steps of linear warm-up."""
+    """Steps of linear warm-up; in a run that has fewer, all of them."""
     total_steps: Annotated[int, Gt(0)] | None = None
     """The length of the schedule; None: training.steps."""
     decay_ratio: Annotated[float, Ge(0), Le(1)] | None = None
-    """The share of the steps that decay takes; None: decay begins right after warm-up."""
+    """The share of the steps that decay takes, after warm-up at the earliest; None: right after warm-up."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     min_lr_factor: Annotated[float, Ge(0), Le(1)] = 0.0
     """What is left of the learning rate at the end, as a share."""
+
+    def phases(self, training_steps: int) -> tuple[int, int, int]:
+        """How many steps the schedule has, and how many of them warm-up and decay take.
+
+        Warm-up takes no more than there are, and decay what that leaves, as in torchtitan.
+        """
+        total = self.total_steps or training_steps
+        warmup = min(self.warmup_steps, total)
+        share = total if self.decay_ratio is None else round(total * self.decay_ratio)
+        return total, warmup, min(share, total - warmup)
 
 
 @section

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -349,6 +349,10 @@ class LossBuilder(Protocol):
 
 class OptimizerConfig(Protocol):
     """What `titan plan` asks an optimizer's config, torch-free. Optional: else two fp32 numbers are taken."""
+
+    rounds_stochastically: ClassVar[bool]
+    """Whether weights and state in bfloat16 are rounded so that small changes are not lost. Optional: else a
+    run with such weights says that they may be."""
 
     def state_bytes(self, stored: int) -> float:
         """Bytes of state for each number of a parameter that is stored in `stored` bytes."""

@@ -127,7 +127,7 @@ def optimizer(job: Job, registry: Registry) -> None:
 
 
 def schedule(job: Job, registry: Registry) -> None:
-    """torchtitan shortens a warm-up or a decay that is too long for the run; titan refuses it."""
+    """A warm-up or a decay that is too long for the run is written as short as torchtitan makes it."""
     total = job.value("lr_scheduler.total_steps") or job.value("training.steps")
     warmup, ratio = job.value("lr_scheduler.warmup_steps"), job.value("lr_scheduler.decay_ratio")
     if warmup > total:
