@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.engine.test_library import TINY, batch
-from titancli import Engine, TitanError
+from titancli import Batch, Engine, LossResult, TitanError
 from titancli.errors import EnvironmentProblem
 from titancli.models import Llama3
 from titancli.recipe.schema import Training
@@ -98,3 +98,38 @@ def test_what_no_load_mends_needs_a_new_engine(engine: Engine, tmp_path: Path) -
     engine.spoil("and this is said after it")
     with pytest.raises(TitanError, match="load: the engine is unusable: rank 1 is gone\nbuild a new engine"):
         engine.load(tmp_path / "step-0")
+
+
+def test_a_loss_that_calls_a_verb_is_refused_and_leaves_nothing(engine: Engine) -> None:
+    expected = engine.evaluate(GOOD)["loss"]
+
+    def loss(out: torch.Tensor, given: Batch) -> LossResult:
+        return LossResult((out - engine.forward(given)).sum(), 1)
+
+    for verb in (engine.forward_backward, engine.evaluate):
+        with pytest.raises(TitanError, match="forward: the engine is in the middle of"):
+            verb(GOOD, loss)
+    assert torch.equal(engine.evaluate(GOOD)["loss"], expected)
+
+
+def test_an_optimizer_that_fails_at_its_first_save_leaves_gradients_and_state(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.forward_backward(GOOD)
+    kept = engine.optimizer.step
+
+    def step(*args: Any) -> None:
+        kept(*args)
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.optimizer, "step", step)
+        with pytest.raises(MemoryError):
+            engine.save(tmp_path / "step-0")
+    assert not engine.optimizer.state
+    assert engine.optimizer.param_groups[0]["lr"] > 0
+    with Engine.of(
+        Llama3(**TINY), training=Training(steps=9, seq_len=16, mixed_precision_param="float32")
+    ) as other:
+        other.forward_backward(GOOD)
+        assert torch.equal(other.optim_step()["grad_norm"], engine.optim_step()["grad_norm"])

@@ -7,7 +7,7 @@ clean step, which must be the same to the last bit, or the engine must refuse al
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -191,6 +191,11 @@ def gathering_raises(engine: Engine, batches: list[Batch], folder: Path) -> None
         pass
 
 
+def load_good(engine: Engine, batches: list[Batch], folder: Path) -> None:
+    engine.load(folder / "step-0")
+    raise Broken  # nothing of it is titan's: gradients that waited are forgotten
+
+
 def cleared(engine: Engine, batches: list[Batch], folder: Path) -> None:
     engine.forward_backward(batches)
     engine.clear_gradients()
@@ -244,6 +249,7 @@ def harms(layout: Layout) -> list[Harm]:
         Harm("optim_step", "a converter's after_step", after_step_raises),
         Harm("save", "the disk", save_fails, "kept", EnvironmentProblem),
         Harm("load", "nothing there", load_nothing, "kept", EnvironmentProblem),
+        Harm("load", "a good one, gradients wait", load_good, "lost"),
         Harm("load", "a damaged file", load_damaged, "lost", EnvironmentProblem),
         Harm("sampling", "inside", body_raises, "kept"),
         Harm("sampling", "gathering", gathering_raises, "kept"),
@@ -258,12 +264,74 @@ def harms(layout: Layout) -> list[Harm]:
     return found
 
 
-def run(layout: Layout, folder: Path) -> list[Outcome]:
-    """Every harm in turn, on the same two engines."""
+def run(layout: Layout, folder: Path, exchanging: str = "forward_backward") -> list[Outcome]:
+    """Every harm in turn, on the same two engines.
+
+    Args:
+        exchanging: the verb in which a pipeline raises at last, while its ranks exchange tensors.
+    """
     plain, hurt = (Engine.build(recipe(layout)) for _ in range(2))
     found = []
+    pipeline = hurt.mesh.degrees.pp > 1
     for number, harm in enumerate(harms(layout)):
+        if pipeline and harm.verb in ("forward", "evaluate", "forward_backward"):
+            continue  # a stage that raises alone leaves the others waiting for it
         found.append(Outcome(harm.verb, harm.what, one(plain, hurt, harm, number, folder / str(number))))
+    if pipeline:
+        found.append(Outcome(exchanging, "all stages", stages_raise(hurt, exchanging, folder)))
+    return found
+
+
+def stages_raise(engine: Engine, verb: str, folder: Path) -> str:
+    """Each stage raises once it has handed on what the next one needs to come so far."""
+    batches = my_batches(engine)
+    engine.save(folder / "step-9")
+    verbs: dict[str, Callable[[], Any]] = {
+        "forward": lambda: engine.forward(batches[0]),
+        "evaluate": lambda: engine.evaluate(batches),
+        "forward_backward": lambda: engine.forward_backward(batches),
+    }
+    try:
+        with layer_raises(engine, call=engine.mesh.degrees.pp - engine.mesh.pp_rank):
+            verbs[verb]()
+    except Broken:
+        pass
+    else:
+        return "nothing was raised"
+    try:
+        engine.load(folder / "step-9")
+    except TitanError as error:
+        if "exchanging tensors\nbuild a new engine" in str(error) and refused(engine, batches):
+            return REFUSES
+    return "is usable"
+
+
+def stages_alone(layout: Layout, verb: str, folder: Path) -> str:
+    return stages_raise(Engine.build(recipe(layout)), verb, folder)
+
+
+def first_of_all(world: int, by_hand: bool) -> list[str]:
+    """What differs where a new engine's first forward, or its first gathering, has raised."""
+    layout = Layout({"dp_shard": world}, micro_batches=2, accumulate="unsharded")
+    found = []
+    with ExitStack() as stack:
+        if by_hand and hasattr(FSDPModule, "reset_iter_state"):
+            kept = FSDPModule.reset_iter_state
+            del FSDPModule.reset_iter_state
+            stack.callback(setattr, FSDPModule, "reset_iter_state", kept)
+        for what, raises in {
+            "gathering": gathering_raises,
+            "evaluate": lambda e, b, f: within(layer_raises(e), lambda: e.evaluate(b)),
+            "forward": lambda e, b, f: within(layer_raises(e, call=2), lambda: e.forward_backward(b)),
+            "backward": lambda e, b, f: within(gradient_raises(e, call=2), lambda: e.forward_backward(b)),
+        }.items():
+            plain, hurt = (Engine.build(recipe(layout)) for _ in range(2))
+            for _ in range(2):
+                with suppress(Broken):
+                    raises(hurt, my_batches(hurt, 5), Path())
+                    found.append(f"{what}: nothing was raised")
+                if wrong := differs(plain, hurt, 0):
+                    found.append(f"{what}: {wrong}")
     return found
 
 
@@ -291,6 +359,11 @@ def one(plain: Engine, hurt: Engine, harm: Harm, number: int, folder: Path) -> s
         hurt.load(folder / "step-0")
     elif harm.gradients != "kept" and hurt.status["accumulated"]:
         return "gradients are left"
+    return differs(plain, hurt, number) or outcome
+
+
+def differs(plain: Engine, hurt: Engine, number: int) -> str:
+    """Do a step with both; what it makes different, or nothing."""
     batches = my_batches(plain, number)
     for engine in (plain, hurt):
         engine.forward_backward(batches)
@@ -300,7 +373,7 @@ def one(plain: Engine, hurt: Engine, harm: Harm, number: int, folder: Path) -> s
     for (name, here), (_, there) in zip(plain.plain_parameters(), hurt.plain_parameters(), strict=True):
         if not torch.equal(local(here), local(there)):
             return f"{name} differs"
-    return outcome
+    return ""
 
 
 def sampled(engine: Engine) -> bool:

@@ -19,6 +19,7 @@ LAYOUTS: dict[str, Case] = {
     "TP2": case(2, tp=2, micro_batches=2),
     "CP2": case(2, cp=2, micro_batches=2),
     "EP2": case(2, config=EIGHT, dp_shard=2, ep=2, micro_batches=2),
+    "PP2": case(2, pp=2, activation_checkpoint=FULL_AC),
 }
 SLOW: dict[str, Case] = {
     "FSDP2, always reshard": case(2, dp_shard=2, reshard="always", micro_batches=2),
@@ -44,6 +45,11 @@ SLOW: dict[str, Case] = {
     "FSDP2, compiled, AC by op": case(
         2, dp_shard=2, micro_batches=2, compile="aot_eager", activation_checkpoint=BY_OP
     ),
+    **{
+        f"PP2, {name}": case(2, pp=2, pipeline={"schedule": name})
+        for name in ("GPipe", "Interleaved1F1B", "ZBVZeroBubble")
+    },
+    "PP2xFSDP2": case(4, pp=2, dp_shard=2),
 }
 
 
@@ -55,4 +61,18 @@ def test_a_verb_that_raises_leaves_no_trace_or_says_so(ranks, tmp_path, name):
     assert all(other == found for other in others), "ranks differ"
     wrong = [row for row in found if row.found not in (raising.EQUAL, raising.REFUSES, raising.NOT_THERE)]
     assert not wrong
-    assert {row.verb for row in found if row.found == raising.REFUSES} == {"optim_step", "load"}
+    refusing = {row.verb for row in found if row.found == raising.REFUSES}
+    assert refusing == {"optim_step", "load"} | ({"forward_backward"} if "PP2" in name else set())
+
+
+@pytest.mark.parametrize("verb", ["evaluate", pytest.param("forward", marks=pytest.mark.slow)])
+def test_a_pipeline_that_raises_without_gradients_is_unusable(ranks, tmp_path, verb):
+    for found in ranks(2, raising.stages_alone, case(2, pp=2).layout, verb, tmp_path):
+        assert found == raising.REFUSES
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_nothing_is_left_of_a_first_forward_that_raised(ranks, world, by_hand):
+    """`by_hand`: as on a torch whose FSDP2 has no `reset_iter_state`."""
+    assert ranks(world, raising.first_of_all, world, by_hand) == [[]] * world

@@ -102,6 +102,8 @@ class Core:
     """Why no verb but `load` may be called any more, if so."""
     watched: Watched | None = field(default=None, repr=False)
     """The parameters that it was built with."""
+    _verb: str | None = None
+    """The verb that is running."""
     _weight: Tensor | None = field(default=None, repr=False)
     _loss: Tensor | None = field(default=None, repr=False)
     """The sum that is to be divided by the weight, of all calls since the last step."""
@@ -144,12 +146,26 @@ class Core:
             mends: what the verb does for an engine that is unusable, if anything.
 
         Raises:
-            TitanError: the engine is closed, in the middle of `sampling`, or unusable; or a script has put
-                other parameters into the model, or had more of them require gradients.
+            TitanError: the engine is closed, in the middle of `sampling` or another verb, or unusable; or a
+                script has put other parameters into the model, or had more of them require gradients.
         """
         self._usable(verb, mends)
+        if self._verb is not None:
+            raise TitanError(
+                f"{verb}: the engine is in the middle of {self._verb}",
+                hint="call it before: what a loss needs travels with the batch",
+            )
         if self.watched is not None:
             self.watched.check(verb, self.parts, self.optimizer)
+
+    @contextmanager
+    def inside(self, verb: str) -> Iterator[None]:
+        """Have other verbs refused meanwhile: of a loss that calls one, or of another thread."""
+        self._verb = verb
+        try:
+            yield
+        finally:
+            self._verb = None
 
     def _usable(self, verb: str, mends: MendedBy | None = None) -> None:
         if self.busy is not None:

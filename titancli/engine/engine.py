@@ -290,7 +290,8 @@ class Engine(Core):
             raise TitanError("optim_step without gradients", hint="call forward_backward first")
         rate = set_rates(optimizer, lr, self.settings.lr_factor(self.step))
         try:
-            norm = self._step(optimizer, self._weight)
+            with self.inside("optim_step"):
+                norm = self._step(optimizer, self._weight)
         except BaseException:
             self.spoil("optim_step has raised half way")
             raise
@@ -380,7 +381,8 @@ class Engine(Core):
             forget: the gradients of the step so far, too.
         """
         try:
-            yield
+            with self.inside(verb):
+                yield
         except BaseException:
             if forget:
                 self._forget_gradients()
