@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from titancli.models.blocks.grouped import add_bias, grouped_linear
 from titancli.models.blocks.moe import Experts, MoE, moe_layers
+from titancli.models.blocks.router import Gate, Router
 from titancli.models.menu.moe import MoE as MoEConfig
 
 DIM, HIDDEN, EXPERTS = 16, 24, 8
@@ -250,3 +251,31 @@ def test_fields_that_do_not_fit_are_told(wrong, key, said):
 
 def test_fields_that_fit_are_not():
     assert all(not list(MoEConfig(num_experts=8, hidden_dim=8, **r).problems()) for r in ROUTINGS.values())
+
+
+def test_the_router_sends_tokens_in_bf16_where_fp32_sends_them() -> None:
+    """Of the same rounded tokens and weights: rounded once more, logits would tie and change places."""
+    generator = torch.Generator().manual_seed(0)
+    router = Router(256, MoEConfig(num_experts=128, top_k=8, hidden_dim=8, score_func="softmax"))
+    with torch.no_grad():
+        router.gate.weight.normal_(0, 0.02, generator=generator)
+    x = torch.randn(2000, 256, generator=generator).bfloat16()
+    found = router.bfloat16()(x, None)
+    expected = router.float()(x.float(), None)
+    assert torch.equal(found.experts, expected.experts)
+    assert torch.equal(found.scores, expected.scores)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_routers_product_has_the_gradients_of_a_linear_and_keeps_no_cast(bias: bool) -> None:
+    gate = Gate(6, 4, bias=bias).double()
+    x = torch.randn(5, 6, dtype=torch.double, requires_grad=True)
+    inputs = (x, gate.weight, *([gate.bias] if bias else []))
+    assert torch.autograd.gradcheck(lambda x, *parameters: gate(x), inputs)
+    frozen = Gate(6, 4, bias=bias).requires_grad_(False)
+    frozen(x.float()).sum().backward()  # adapters beside it, say
+    assert frozen.weight.grad is None
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.dtype) or t, lambda t: t):
+        assert gate.bfloat16()(x.bfloat16()).dtype == torch.float32
+    assert torch.float32 not in kept

@@ -7,33 +7,20 @@ from titancli.planning.ledger import Event
 
 
 def route(name: str, x: str, tokens: float, widths: tuple[float, float], top_k: int, c: int) -> Kernel:
-    """The router: scores in fp32, of which autograd keeps two copies (what made them, and they)."""
+    """The router: its product in fp32, and scores, of which autograd keeps two copies (what made them, and
+    they). The casts come and go; the visits, right after, take more."""
     scores = tokens * widths[1] * FP32
     chosen = tokens * top_k * (FP32 + 8)
-    product = linear(name, x, "routes0", tokens, widths, c)
-    own = tokens * widths[1] * c
+    product = linear(name, x, "logits", tokens, widths, c)
+    cast = tokens * widths[0] * FP32 if c < FP32 else 0.0
     return Kernel(
-        (
-            ("routes0", own),
-            ("logits", scores),
-            ("scores", scores),
-            "routes0",
-            "logits",
-            ("chosen", 2 * chosen),
-        ),
-        (
-            ("grad:logits", scores),
-            ("grad:routes0", own),
-            "grad:logits",
-            "scores",
-            "chosen",
-            *product.backward,
-        ),
+        (("logits", scores), ("scores", scores), "logits", ("chosen", 2 * chosen)),
+        (("grad:logits", scores), "scores", "chosen", *product.backward),
         (x, "scores", "chosen"),
         flops=product.flops,
         backward_flops=product.backward_flops,
-        moved=product.moved + 4 * scores,
-        backward_moved=product.backward_moved + 4 * scores,
+        moved=product.moved + 4 * scores + 2 * cast,
+        backward_moved=product.backward_moved + 4 * scores + 4 * cast,
         kind="product",
     )
 

@@ -1,4 +1,5 @@
-"""Mixture of experts: a router, the experts it chooses from, and a bias that evens out its choices.
+"""Mixture of experts: a router (`titancli.models.blocks.router`), the experts it chooses from, and a bias
+that evens out its choices.
 
 Source: the sparsely gated layer (arXiv 1701.06538), shared experts and limited groups (DeepSeek-V2, arXiv
 2405.04434), balancing without a loss (arXiv 2408.15664). Single-device code: `Experts.forward` is where
@@ -8,7 +9,7 @@ Source: the sparsely gated layer (arXiv 1701.06538), shared experts and limited 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,59 +17,12 @@ from torch.nn.functional import silu
 
 from titancli.models.blocks.feed_forward import FeedForward
 from titancli.models.blocks.grouped import grouped_linear
+from titancli.models.blocks.router import Router, Routes
 
 if TYPE_CHECKING:
     from titancli.models.menu.moe import MoE as MoEConfig
 
-
-class Routes(NamedTuple):
-    """Where N tokens go."""
-
-    experts: Tensor
-    """[N, top_k] int64."""
-    scores: Tensor
-    """[N, top_k] fp32."""
-    counts: Tensor
-    """[E] int64: how many of them each expert gets."""
-
-
-class Router(nn.Module):
-    """Chooses the experts of each token, and what each of them counts for."""
-
-    def __init__(self, dim: int, config: MoEConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.gate = nn.Linear(dim, config.num_experts, bias=config.gate_bias)
-        self.force_load_balance = False
-
-    def forward(self, x: Tensor, expert_bias: Tensor | None) -> Routes:
-        """Routes of tokens [N, dim]; `expert_bias` [E] has a say in the choice, none in the scores."""
-        config = self.config
-        logits = self.gate(x).float()
-        scores = logits.softmax(-1) if config.score_func == "softmax" else logits.sigmoid()
-        experts = self._choose(scores.detach(), expert_bias)
-        chosen = scores.gather(1, experts)
-        if config.route_norm:
-            chosen = chosen / chosen.sum(-1, keepdim=True).clamp(min=1e-20)
-        flat = experts.flatten()
-        # Not bincount: that has no shape before it has run.
-        counts = flat.new_zeros(config.num_experts).scatter_add(0, flat, torch.ones_like(flat))
-        return Routes(experts, chosen * config.route_scale, counts)
-
-    def _choose(self, scores: Tensor, expert_bias: Tensor | None) -> Tensor:
-        config = self.config
-        if self.force_load_balance:
-            slots = torch.arange(len(scores) * config.top_k, device=scores.device)
-            return (slots % config.num_experts).view(-1, config.top_k)
-        if expert_bias is not None:
-            scores = scores + expert_bias
-        if config.num_expert_groups is not None and config.num_limited_groups is not None:
-            grouped = scores.view(len(scores), config.num_expert_groups, -1)
-            worth = grouped.topk(config.group_top_k, dim=-1).values.sum(-1)
-            best = worth.topk(config.num_limited_groups, dim=-1).indices
-            closed = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, False)
-            scores = grouped.masked_fill(closed[..., None], float("-inf")).flatten(1)
-        return scores.topk(config.top_k, dim=-1).indices
+__all__ = ["Experts", "MoE", "Rearrange", "Router", "Routes", "moe_layers"]
 
 
 class Experts(nn.Module):

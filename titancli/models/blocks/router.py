@@ -1,0 +1,106 @@
+"""The router of a mixture of experts: which experts each token visits, and what each of them counts for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from titancli.parallel.tensor import local
+
+if TYPE_CHECKING:
+    from titancli.models.menu.moe import MoE as MoEConfig
+
+
+class Routes(NamedTuple):
+    """Where N tokens go."""
+
+    experts: Tensor
+    """[N, top_k] int64."""
+    scores: Tensor
+    """[N, top_k] fp32."""
+    counts: Tensor
+    """[E] int64: how many of them each expert gets."""
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token, and what each of them counts for."""
+
+    def __init__(self, dim: int, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.gate = Gate(dim, config.num_experts, bias=config.gate_bias)
+        self.force_load_balance = False
+
+    def forward(self, x: Tensor, expert_bias: Tensor | None) -> Routes:
+        """Routes of tokens [N, dim]; `expert_bias` [E] has a say in the choice, none in the scores."""
+        config = self.config
+        logits = self.gate(x).float()
+        scores = logits.softmax(-1) if config.score_func == "softmax" else logits.sigmoid()
+        experts = self._choose(scores.detach(), expert_bias)
+        chosen = scores.gather(1, experts)
+        if config.route_norm:
+            chosen = chosen / chosen.sum(-1, keepdim=True).clamp(min=1e-20)
+        flat = experts.flatten()
+        # Not bincount: that has no shape before it has run.
+        counts = flat.new_zeros(config.num_experts).scatter_add(0, flat, torch.ones_like(flat))
+        return Routes(experts, chosen * config.route_scale, counts)
+
+    def _choose(self, scores: Tensor, expert_bias: Tensor | None) -> Tensor:
+        config = self.config
+        if self.force_load_balance:
+            slots = torch.arange(len(scores) * config.top_k, device=scores.device)
+            return (slots % config.num_experts).view(-1, config.top_k)
+        if expert_bias is not None:
+            scores = scores + expert_bias
+        if config.num_expert_groups is not None and config.num_limited_groups is not None:
+            grouped = scores.view(len(scores), config.num_expert_groups, -1)
+            worth = grouped.topk(config.group_top_k, dim=-1).values.sum(-1)
+            best = worth.topk(config.num_limited_groups, dim=-1).indices
+            closed = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, False)
+            scores = grouped.masked_fill(closed[..., None], float("-inf")).flatten(1)
+        return scores.topk(config.top_k, dim=-1).indices
+
+
+class Gate(nn.Linear):
+    """The router's product, in fp32 whatever it is given: rounded to bf16, two logits of hundreds are often
+    the same or change places, and a token would go to other experts.
+
+    Source: Switch Transformer (arXiv 2101.03961, section 2.4). What is rounded before it, a token and under
+    mixed precision the weight, stays so.
+    """
+
+    takes_local_parameters = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, dim] -> [N, E] fp32."""
+        return _Product.apply(x, local(self.weight), None if self.bias is None else local(self.bias))
+
+
+class _Product(torch.autograd.Function):
+    """x · weightᵀ + bias, in fp32 or more. It keeps what comes in: autograd would keep the casts, which for
+    tokens in bf16 take twice as much."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        wide = _at_least_fp32(x)
+        return linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        wide = _at_least_fp32(x)
+        for_x, for_weight, for_bias = ctx.needs_input_grad
+        return (
+            (grad @ weight.to(wide)).to(x.dtype) if for_x else None,
+            (grad.t() @ x.to(wide)).to(weight.dtype) if for_weight else None,
+            grad.sum(0).to(ctx.bias_dtype) if for_bias else None,
+        )
+
+
+def _at_least_fp32(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
