@@ -237,6 +237,14 @@ TOKENS = GOOD["tokens"]
 ROLLOUT = {"advantages": torch.ones(4, 16), "old_logprobs": -torch.ones(4, 16)}
 
 
+def needing(needs: Any) -> Any:
+    def loss(out: Tensor, batch: Batch) -> LossResult:
+        return LossResult(out.sum(), 1)
+
+    loss.needs = needs  # type: ignore[attr-defined]
+    return loss
+
+
 def reporting(name: Any) -> Callable[[Tensor, Batch], LossResult]:
     return lambda log_probs, batch: LossResult(log_probs.sum(), 1, {name: 23})
 
@@ -294,6 +302,9 @@ def with_output(name: str) -> Any:
         (GOOD | {"reference_logps": TOKENS.float()}, DPO(), r"takes reference_logps as \[B\]"),
         (GOOD | {"weights": torch.ones(4)}, SFT(), r"takes weights as \[B, S\], which is \[4, 16\] here"),
         ({"tokens": TOKENS}, CrossEntropyFull(), "the loss CrossEntropyFull needs targets"),
+        (GOOD, needing("score"), "the loss loss needs score in the batch"),
+        (GOOD | {"score": TOKENS}, needing({"score": "B"}), r"takes score as \[B\], which is \[4\] here"),
+        (GOOD | {"score": TOKENS}, needing({"score": "SB"}), "needs score as 'SB'"),
         (GOOD, reporting("weight"), "reports a metric called 'weight'"),
         (GOOD, reporting("loss"), "reports a metric called 'loss'"),
         (GOOD, reporting(3), "called 3, which is no text"),

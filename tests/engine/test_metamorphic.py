@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.engine.cases import whole
-from titancli import Batch, Engine
+from titancli import Batch, Engine, TitanError
 from titancli.losses import (
     DPO,
     SFT,
@@ -35,7 +35,7 @@ from titancli.models import DeepSeekV3, GptOss, Llama3, Llama4, Qwen3
 from titancli.models.menu.moe import MoE
 from titancli.optimizers import AdamW
 from titancli.parallel.tensor import local
-from titancli.recipe.schema import ActivationCheckpoint, Stability, Training
+from titancli.recipe.schema import ActivationCheckpoint, Mesh, Pipeline, Stability, Training
 from titancli.registry.component import build
 
 VOCABULARY, LENGTH, ROOM = 48, 12, 8
@@ -85,6 +85,12 @@ MODELS: dict[str, Callable[[random.Random], Any]] = {
         moe=MoE(**ROUTED, num_shared_experts=1),
     ),
 }
+PARTS: Any = dict(
+    optimizer=AdamW(lr=1e-2, eps=1e-4),
+    activation_checkpoint=ActivationCheckpoint(mode="none"),
+    stability=Stability(skip_nonfinite=False, sigma=0.0),
+)
+TRAINING: Any = dict(steps=10, seq_len=LENGTH + ROOM, mixed_precision_param="float32", max_norm=0.7)
 LOSSES: dict[str, Any] = {
     "cross_entropy": CrossEntropy(),
     "cross_entropy_full": CrossEntropyFull(),
@@ -102,20 +108,9 @@ LOSSES: dict[str, Any] = {
 @cache
 def engine_of(name: str, seed: int) -> Engine:
     """One for all cases of a model of these sizes: each leaves it as it found it."""
-    engine = Engine.of(
-        MODELS[name](random.Random(seed)),
-        optimizer=AdamW(lr=1e-2, eps=1e-4),
-        training=Training(
-            steps=10,
-            seq_len=LENGTH + ROOM,
-            mixed_precision_param="float32",
-            max_norm=0.7,
-            seed=seed,
-            accumulate="unsharded" if seed % 2 else "sharded",
-        ),
-        activation_checkpoint=ActivationCheckpoint(mode="none"),
-        stability=Stability(skip_nonfinite=False, sigma=0.0),
-    )
+    accumulate = "unsharded" if seed % 2 else "sharded"
+    training = Training(**TRAINING, seed=seed, accumulate=accumulate)
+    engine = Engine.of(MODELS[name](random.Random(seed)), training=training, **PARTS)
     OPEN.append(engine)
     return engine
 
@@ -318,6 +313,10 @@ CHANGES: dict[str, Callable[[dict[str, Tensor], random.Random, int], Calls]] = {
 }
 
 
+INTACT = ("named_in_another_order", "of_other_integers", "with_other_documents", "not_contiguous")
+"""They leave rows and batches as they are."""
+
+
 # -------------------------------------------------------------------------------------------- what follows
 
 
@@ -339,7 +338,7 @@ def step(engine: Engine, loss: Any, given: Calls, unit: int) -> dict[str, Tensor
     """What an evaluation and a step come to; the engine is then as it was."""
     loss = Reversed(loss) if given.backwards else loss
     calls = [[Batch(batch, unit=unit) for batch in call] for call in given.calls]
-    before = [whole(p) for _, p in engine.named_parameters()]
+    before = [(local(p).clone(), whole(p)) for _, p in engine.named_parameters()]
     found = {
         f"evaluated {name}": value
         for name, value in engine.evaluate([batch for call in calls for batch in call], loss).items()
@@ -352,9 +351,9 @@ def step(engine: Engine, loss: Any, given: Calls, unit: int) -> dict[str, Tensor
     }
     found["grad_norm"] = engine.optim_step()["grad_norm"]
     with torch.no_grad():
-        for (name, parameter), was in zip(engine.named_parameters(), before, strict=True):
+        for (name, parameter), (mine, was) in zip(engine.named_parameters(), before, strict=True):
             found[f"update of {name}"] = whole(parameter) - was
-            local(parameter).copy_(was)  # one rank has all of it
+            local(parameter).copy_(mine)
     engine.optimizer.state.clear()  # type: ignore[union-attr]
     engine.step = 0
     return {name: value.clone() for name, value in (found | gradients).items()}
@@ -381,6 +380,48 @@ def check(model: str, sizes: int, loss: str, change: str, count: int, seed: int)
     expected = step(engine, made, Calls([[rows]]), unit)
     assert_close(step(engine, made, CHANGES[change](rows, random.Random(seed), unit), unit), expected)
 
+
+# ------------------------------------------------------------------------------------------------- layouts
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "sharded": {"mesh": Mesh(dp_shard=2)},
+    "replicated": {"mesh": Mesh(dp_replicate=2, dp_shard=1)},
+    "tensor": {"mesh": Mesh(dp_shard=1, tp=2)},
+    "context": {"mesh": Mesh(dp_shard=1, cp=2)},
+    "stages": {"mesh": Mesh(dp_shard=1, pp=2), "pipeline": Pipeline(microbatch_size=2)},
+}
+ON_LAYOUTS = ("called_often", "permuted", "with_rows_of_nothing", *INTACT)
+
+
+def on_layout(name: str, losses: list[str], seed: int) -> list[str]:
+    """What a step depends on and should not; the ranks that differ in data give different rows."""
+    wrong, parts = [], {**PARTS, **LAYOUTS[name]}
+    r = random.Random(seed)
+    model = Llama3(**SIZES, n_heads=4, n_kv_heads=2, hidden_dim=24)
+    with Engine.of(model, **parts, training=Training(**TRAINING, seed=seed)) as engine:
+        dp, mine = engine.mesh.degrees.dp, engine.mesh.dp_rank
+        for loss in losses:
+            whole_step = rows_of(loss, 8, seed)
+            # A call is 4 rows: 2 micro-batches of a pipeline; and a rank has its share of the rows.
+            shares = pieces(whole_step, 8 // dp)
+            expected = step(engine, build(LOSSES[loss]), Calls([pieces(shares[mine], 4)]), 2)
+            for change in ON_LAYOUTS:
+                given = CHANGES[change](shares[(mine + 1) % dp], random.Random(r.random()), 4)
+                try:
+                    assert_close(step(engine, build(LOSSES[loss]), given, 2), expected)
+                except (AssertionError, TitanError) as error:
+                    wrong.append(f"{loss}, {change}: {error}")
+    return wrong
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_step_of_two_ranks_depends_on_it_neither(ranks: Any, name: str) -> None:
+    losses = ["sft", "gspo", "dpo"] if name in ("sharded", "stages") else ["grpo"]
+    assert ranks(2, on_layout, name, losses, 5) == [[], []]
+
+
+# -------------------------------------------------------------------------------------------------- cases
 
 cases = {
     "model": st.sampled_from(sorted(MODELS)),

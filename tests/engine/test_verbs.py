@@ -37,6 +37,40 @@ def test_evaluate_averages_over_all_ranks(ranks):
         torch.testing.assert_close(metrics["loss"], one["loss"])
 
 
+IDS = [("targets", 64), ("targets", -1), ("targets", -7), ("tokens", 64), ("tokens", -100)]
+CUT = [{"dp_shard": 2}, {"dp_shard": 1, "tp": 2}, {"dp_shard": 1, "cp": 2}, {"dp_shard": 1, "pp": 2}]
+
+
+def ids_that_are_none(meshes):
+    found = []
+    for mesh in meshes:
+        with Engine.build(cases.recipe(Layout(mesh, pipeline={"microbatch_size": 4}))) as engine:
+            good = cases.my_batches(engine)[0]
+            before = engine.evaluate(good)["loss"]
+            for name, number in IDS:
+                other = good[name].clone()
+                other[1, 3] = number
+                wrong = {**good, name: other}
+                for verb, given in (
+                    (engine.forward, wrong),
+                    (engine.evaluate, wrong),
+                    (engine.forward_backward, [good, wrong]),
+                ):
+                    try:
+                        verb(given)
+                        found.append("no error")
+                    except TitanError as error:
+                        found.append(str(error) if f"token id {number} in '{name}'" not in str(error) else "")
+            found.append("" if torch.equal(engine.evaluate(good)["loss"], before) else "it has changed")
+            found.append("" if engine.status["accumulated"] == 0 else "gradients are there")
+    return found
+
+
+def test_an_id_that_the_model_has_no_row_for_is_told_on_every_layout(ranks):
+    for found in ranks(2, ids_that_are_none, CUT):
+        assert found == [""] * len(found) and len(found) == len(CUT) * (3 * len(IDS) + 2)
+
+
 def evaluate_between_steps():
     plain, disturbed = (Engine.build(cases.recipe(Layout({"dp_shard": 2}))) for _ in range(2))
     for step in range(2):

@@ -155,10 +155,10 @@ class Engine(Core):
         """
         self.ready("forward")
         loss = Logits() if return_logits else LogProbs()
-        (placed,), spoiled = self._placed([batch], loss)
+        (placed,), poison = self._placed([batch], loss)
         with self._no_gradients("forward"):
             out: Tensor = self.runner.forward(placed, loss)
-        return out if spoiled is None else out + spoiled.to(out.dtype)
+        return out if poison is None else out + poison.to(out.dtype)
 
     def evaluate(self, batches: Given | Sequence[Given], loss: Any = None) -> Metrics:
         """The loss over all ranks and batches, without gradients and without dropout.
@@ -171,7 +171,7 @@ class Engine(Core):
         """
         self.ready("evaluate")
         loss, sums = self._loss_of(loss), dict[str, Any]()
-        placed, spoiled = self._placed(batches, loss)
+        placed, poison = self._placed(batches, loss)
         with self._no_gradients("evaluate"):
             for batch in placed:
                 result = checked(self.runner.forward(batch, loss), loss)
@@ -179,8 +179,8 @@ class Engine(Core):
                 for name, value in numbers.items():
                     sums[name] = sums.get(name, 0.0) + value.float()
         total = torch.stack(list(sums.values()))
-        if spoiled is not None:
-            total = total + spoiled
+        if poison is not None:
+            total = total + poison
         dist.all_reduce(total, group=self.mesh.dp_group)
         totals = dict(zip(sums, total.unbind(), strict=True))
         weight = totals.pop("weight")
@@ -235,7 +235,7 @@ class Engine(Core):
         """
         optimizer = self.trained("forward_backward")
         loss = self._loss_of(loss)
-        placed, spoiled = self._placed(batches, loss)
+        placed, poison = self._placed(batches, loss)
         if self._weight is None:
             self._stream = Stream(self.device, self.settings.seed, self.step, self.mesh.dp_rank)
             optimizer.zero_grad(set_to_none=True)
@@ -245,8 +245,8 @@ class Engine(Core):
         # Some micro-batches' gradients may be there by then, and nobody knows which.
         with self._aborted("forward_backward", forget=True), self._drawing():
             sums = self.runner.forward_backward(placed, loss)
-            if spoiled is not None:
-                sums = {name: value + spoiled for name, value in sums.items()}
+            if poison is not None:
+                sums = {name: value + poison for name, value in sums.items()}
             tokens = sum(tokens_of(self.parts[0], batch) for batch in placed) * self.mesh.degrees.dp
             self._step_tokens += tokens
             self._accumulated += len(placed)

@@ -79,14 +79,13 @@ def checked_batches(
             if (wrong := fault(batch, limits)) is not None:
                 raise TitanError(wrong.message, hint=wrong.hint)
         else:
-            batch, mark = harmless(batch, limits)
+            batch, mark = harmless(batch.to(device), limits)
             marks.append(mark)
         found.append(batch)
     placed = [batch.to(device) for batch in found]
     if not marks:
         return placed, None
-    wrong_at_all = torch.stack([mark.to(device, non_blocking=True) for mark in marks]).any()
-    return placed, torch.zeros((), device=device).masked_fill(wrong_at_all, torch.nan)
+    return placed, torch.zeros((), device=device).masked_fill(torch.stack(marks).any(), torch.nan)
 
 
 def with_integers(batch: Batch) -> Batch:
@@ -155,6 +154,7 @@ def _check_rows(batch: Batch, limits: Limits) -> None:
 
 def _check_needs(batch: Batch, loss: Any) -> None:
     needs = getattr(loss, "needs", ())
+    needs = (needs,) if isinstance(needs, str) else needs
     if missing := [name for name in needs if name not in batch]:
         raise TitanError(
             f"the loss {_name(loss)} needs {', '.join(missing)} in the batch, which has {', '.join(batch)}",

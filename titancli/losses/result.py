@@ -30,8 +30,10 @@ def check_shape(batch: Batch, name: str, shape: str, loss: str) -> None:
     """See to it that one of the batch's tensors has a number for each row ("B") or token ("BS").
 
     Raises:
-        TitanError: it has another shape.
+        TitanError: it has another shape, or that is neither of these.
     """
+    if shape not in ("B", "BS"):
+        raise TitanError(f"the loss {loss} needs {name} as {shape!r}", hint='a shape is "B" or "BS"')
     wanted, found = batch["targets"].shape[: len(shape)], batch[name].shape
     if found != wanted:
         each = "token" if shape == "BS" else "row"
