@@ -130,7 +130,7 @@ def test_a_missing_key_points_at_its_table(problem) -> None:
 def test_missing_sections_say_what_they_need(problems) -> None:
     found = problems("recipe = 1\n")
     assert [p.hint for p in found] == [
-        "add [model] with a type, one of: plain, tiny",
+        "add [model] with a type, one of: plain, tiny; or weights = HF_FOLDER, whose model it then is",
         "add [tokenizer] with a type, one of: chars",
         "add [dataset] with a type, one of: lines",
         "add [training] with steps",

@@ -150,6 +150,8 @@ def _missing_key(
     if slot is not None:
         names = [name.rpartition("/")[2] for name in registry.names(slot.kind)]
         example = f"[{key}] with a type, one of: {', '.join(names[:8]) or 'none is installed'}"
+        if key == "model":
+            example += "; or weights = HF_FOLDER, whose model it then is"
     else:
         section = fields_of(Recipe)[key]
         needed = [f.name for f in dataclasses.fields(section) if _is_required(f)]

@@ -169,11 +169,13 @@ def _whole_recipe(registry: Registry) -> dict[str, Any]:
     slots = {name: slot.kind for name, slot in recipe_slots().items() if name == slot.kind}
     defaults = {kind.name for kind in KINDS.values() if kind.default}
     properties: dict[str, Any] = {name: {"$ref": f"#/$defs/whole.{kind}"} for name, kind in slots.items()}
-    required = [name for name in _required(Recipe) if name not in defaults]
+    required = [name for name in _required(Recipe) if name not in defaults and name != "model"]
+    model = {"required": ["model"], "properties": {"model": properties.pop("model")}}
     for field in dataclasses.fields(Recipe):
         if field.name in required and field.name not in slots:
             properties[field.name] = {"required": _required_of(field.name)}
     needed = [
+        {"if": {"required": ["weights"]}, "else": model},  # a folder of weights says which model it is
         _needed("tokenizer", registry, "dataset", needs_tokenizer),
         _needed("dataset", registry, "loop", needs_dataset),
     ]

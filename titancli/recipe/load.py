@@ -21,6 +21,7 @@ from titancli.recipe.resolve import resolve
 from titancli.recipe.scan import KeyPath
 from titancli.recipe.schema import Recipe
 from titancli.recipe.tree import DEFAULT, Node, Origin, Source, dotted, from_python, leaves
+from titancli.recipe.weights import model_of_weights
 
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
@@ -70,6 +71,7 @@ def load_recipe(
     removed = read_unset(unset, problems)
     root, absent = _without_all(root, removed)
 
+    root = model_of_weights(root, registry, problems)
     all_there = check_requires(root, problems)
     resolved = resolve(root, registry, problems, removed)
     if not all_there:

@@ -291,7 +291,8 @@ class Recipe:
     """The run folder begins with it."""
     description: str = ""
     weights: Path | None = None
-    """A Hugging Face folder, or a titan checkpoint, to take the first weights from; or a checkpoint's URL."""
+    """A Hugging Face folder, or a titan checkpoint, to take the first weights from; or a checkpoint's URL.
+    Without a [model], a Hugging Face folder's is taken."""
     requires: Requires = field(default_factory=Requires)
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of the workers, e.g. `NCCL_DEBUG = "INFO"`. Names that look like secrets are

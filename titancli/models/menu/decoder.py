@@ -35,8 +35,8 @@ class Sizes:
     tied: bool = False
     """Whether the output uses the embedding's weight."""
 
+    # Fields that do not change what the model computes from tokens and weights.
     without_effect: ClassVar[tuple[str, ...]] = ("max_seq_len",)
-    """Fields that do not change what the model computes from tokens and weights."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if recipe.training.seq_len > self.max_seq_len:

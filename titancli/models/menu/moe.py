@@ -43,8 +43,8 @@ class MoE:
     load_balance_coeff: Annotated[float, Gt(0)] | None = None
     """Step of the bias that evens out how often experts are chosen, without a loss; None: no such bias."""
 
+    # Fields that change how it is trained, not what it computes.
     without_effect: ClassVar[tuple[str, ...]] = ("load_balance_coeff",)
-    """Fields that change how it is trained, not what it computes."""
 
     def explicit(self) -> MoE:
         """The same, without what counts among groups where there are none."""

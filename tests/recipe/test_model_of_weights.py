@@ -1,0 +1,132 @@
+"""A recipe without [model] whose weights are a Hugging Face folder trains the folder's model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+
+from titancli.errors import Problem, RecipeError
+from titancli.models import Llama3, Qwen3
+from titancli.recipe import load_recipe, lock_text
+
+RECIPE = """\
+recipe = 1
+name = "tuned"
+weights = "./folder"
+
+[tokenizer]
+type = "byte"
+
+[dataset]
+type = "python_stdlib"
+
+[lr_scheduler]
+warmup_steps = 0
+
+[training]
+steps = 10
+seq_len = 64
+"""
+QWEN: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "vocab_size": 300,
+    "rope_theta": 12345.0,
+    "rms_norm_eps": 1e-3,
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "exp.toml").write_text(RECIPE)
+    (tmp_path / "folder").mkdir()
+    return tmp_path
+
+
+def write(here: Path, **change: Any) -> None:
+    (here / "folder/config.json").write_text(json.dumps({**QWEN, **change}))
+
+
+def wrong(*overrides: str) -> list[Problem]:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("exp.toml", overrides)
+    return caught.value.problems
+
+
+def test_the_folders_model_is_the_recipes(here: Path) -> None:
+    write(here)
+    loaded = load_recipe("exp.toml")
+    model = loaded.recipe.model
+    assert isinstance(model, Qwen3)
+    assert (model.dim, model.rope_theta, model.norm_eps, model.hidden_dim) == (32, 12345.0, 1e-3, 48)
+    assert str(loaded.origins["model.rope_theta"]) == "folder/config.json (exp.toml:3)"
+
+
+def test_the_lock_file_needs_the_folder_no_longer(here: Path) -> None:
+    write(here)
+    loaded = load_recipe("exp.toml")
+    lock = lock_text(loaded)
+    assert tomli.loads(lock)["model"]["type"] == "titan/qwen3"
+    (here / "folder/config.json").unlink()
+    (here / "lock.toml").write_text(lock)
+    assert load_recipe("lock.toml").recipe.model == loaded.recipe.model
+
+
+def test_keys_that_stand_in_model_win(here: Path) -> None:
+    write(here)
+    assert load_recipe("exp.toml", ["model.max_seq_len=77"]).recipe.model.max_seq_len == 77
+    (here / "exp.toml").write_text(RECIPE + "[model]\nmax_seq_len = 78\n")
+    assert load_recipe("exp.toml").recipe.model.max_seq_len == 78
+
+
+def test_a_model_with_a_type_is_not_touched(here: Path) -> None:
+    write(here)
+    model = load_recipe("exp.toml", ["model.type=llama3", "model.flavor=debugmodel"]).recipe.model
+    assert isinstance(model, Llama3)
+    assert model.dim == 256
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"final_logit_softcapping": 30.0},
+            "final_logit_softcapping = 30.0, which",
+        ),
+        ({"model_type": "mamba"}, "no model of titan's own reads model_type 'mamba'"),
+        ({"hidden_size": "wide"}, "dim"),
+    ],
+)
+def test_a_folder_that_says_too_little_or_too_much_is_refused_at_its_line(
+    here: Path, change: dict[str, Any], words: str
+) -> None:
+    write(here, **change)
+    problem = next(problem for problem in wrong() if words in problem.message)
+    assert problem.location is not None
+    assert problem.location.source == 'weights = "./folder"'
+
+
+def test_without_a_folder_there_is_no_model(here: Path) -> None:
+    assert any("the recipe has no [model]" in problem.message for problem in wrong())
+    assert any("whose model it then is" in (problem.hint or "") for problem in wrong())
+
+
+def test_the_schema_asks_for_a_model_or_weights(here: Path) -> None:
+    check_with = pytest.importorskip("jsonschema").Draft202012Validator
+    from titancli.recipe.json_schema import recipe_schema
+    from titancli.registry import current
+
+    check = check_with(json.loads(json.dumps(recipe_schema(current()))))
+    recipe = tomli.loads(RECIPE)
+    assert not list(check.iter_errors(recipe))
+    assert list(check.iter_errors({key: value for key, value in recipe.items() if key != "weights"}))
