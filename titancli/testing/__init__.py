@@ -12,8 +12,9 @@ def test_it_trains(tmp_path):
 
 from __future__ import annotations
 
+from titancli.testing.behaviour import Example
 from titancli.testing.check import check_plugin
 from titancli.testing.commands import Done, run_cli
 from titancli.testing.recipes import recipe
 
-__all__ = ["Done", "check_plugin", "recipe", "run_cli"]
+__all__ = ["Done", "Example", "check_plugin", "recipe", "run_cli"]

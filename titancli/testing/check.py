@@ -8,15 +8,18 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titancli.errors import PluginError, TitanError
 from titancli.registry import current
 from titancli.registry.component import component_info, load_target
 from titancli.registry.describe import describe, summary
 from titancli.registry.plugins import PluginStatus, own_traceback
+
+if TYPE_CHECKING:
+    from titancli.testing.behaviour import Example
 
 HEAVY = ("torch", "transformers", "datasets", "numpy", "rich", "pydantic")
 """What a menu must not import."""
@@ -38,6 +41,9 @@ def check_plugin(
     name: str,
     *,
     configs: Mapping[str, Mapping[str, Any]] | None = None,
+    examples: Mapping[str, Callable[[int], Example]] | None = None,
+    skip: Mapping[str, Collection[str]] | None = None,
+    seq_len: int = 16,
     file: str | Path | None = None,
     seconds: float = 0.25,
 ) -> None:
@@ -45,12 +51,18 @@ def check_plugin(
 
     Its menu loads without torch and quickly. Components, and all of their fields, have a docstring; their
     types can be bound; their defaults come back from TOML as they were. Targets can be imported and take what
-    their kind's Protocol gives; what they build has what the Protocol asks for. Its recipes are valid.
+    their kind's Protocol gives; what they build has what the Protocol asks for, and behaves as its kind must:
+    docs/plugins.md lists these checks by name. Its recipes are valid.
 
     Args:
         name: its entry point's, or a file's stem.
         configs: values for the fields that a component needs to be built, `{"loss/lab": {"weight": 0.1}}`;
             in a slot a table whose `type` is a full name. What needs values and has none here is not built.
+            A model is tried on a CPU: give it small sizes.
+        examples: what a model or a loss is tried on that takes something else than tokens, as a function of
+            the number of rows: `{"model/lab": lambda rows: Example(batch, loss=...)}`.
+        seq_len: how long the rows are that datasets are tried with.
+        skip: names of checks that a component does without, `{"loss/lab": ["accumulation"]}`.
         file: a plugin in a single file.
         seconds: what loading the menu may take.
 
@@ -61,23 +73,37 @@ def check_plugin(
 
     if file is not None:
         registry.configure(files=[Path(file)])
-    faults = list(_faults(name, dict(configs or {}), file, seconds))
+    with tempfile.TemporaryDirectory() as folder:
+        trial = Trial(dict(configs or {}), dict(examples or {}), dict(skip or {}), seq_len, Path(folder))
+        faults = list(_faults(name, trial, file, seconds))
     if faults:
         lines = "\n".join(f"- {fault}" for fault in faults)
         raise PluginError(f"plugin {name!r} has {len(faults)} fault{'s' * (len(faults) > 1)}:\n{lines}")
 
 
-def _faults(
-    name: str, configs: dict[str, Mapping[str, Any]], file: str | Path | None, seconds: float
-) -> Iterator[str]:
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """What components are tried with, by `kind/name`."""
+
+    configs: dict[str, Mapping[str, Any]]
+    examples: dict[str, Callable[[int], Example]]
+    skip: dict[str, Collection[str]]
+    seq_len: int
+    folder: Path
+    """What they write lies in folders of their own in it."""
+
+
+def _faults(name: str, trial: Trial, file: str | Path | None, seconds: float) -> Iterator[str]:
     yield from _menu(name, file, seconds)
     status = next((plugin for plugin in current().plugins if plugin.name == name), None)
     if status is None or status.state != "ok":
         return
-    for key in configs.keys() - set(status.components):
-        yield f"configs: it offers no {key}"
+    for what in ("configs", "examples", "skip"):
+        for key in getattr(trial, what).keys() - set(status.components):
+            yield f"{what}: it offers no {key}"
     for label, cls in _components(status):
-        yield from (f"{label}: {fault}" for fault in _component(cls, configs.get(label)))
+        yield from (f"{label}: {fault}" for fault in _component(label, cls, trial))
+    yield from _on_two_ranks(file)
     yield from _recipes(name)
     current().commands()
     current().check_targets()
@@ -119,9 +145,10 @@ def _menu(name: str, file: str | Path | None, seconds: float) -> Iterator[str]:
 # ----------------------------------------------------------------------------------------- one component
 
 
-def _component(cls: type, values: Mapping[str, Any] | None) -> Iterator[str]:
-    from titancli.testing.protocols import built_faults, target_faults
+def _component(label: str, cls: type, trial: Trial) -> Iterator[str]:
+    from titancli.testing.protocols import target_faults
 
+    values = trial.configs.get(label)
     if not summary(cls):
         yield "it has no docstring, whose first line `titan list-components` shows"
     for field in describe(cls):
@@ -146,8 +173,35 @@ def _component(cls: type, values: Mapping[str, Any] | None) -> Iterator[str]:
     if form is not None and not (callable(form) and hasattr(form, "from_config_json")):
         yield f"{info.hf} has no from_config_json; see HFBuilder in titancli.registry.kinds"
     if config is not None and not faults:
-        with tempfile.TemporaryDirectory() as folder:
-            yield from built_faults(info.kind, target, config, Path(folder))
+        yield from _built(label, config, target, trial)
+
+
+def _built(label: str, config: Any, target: Callable[..., Any], trial: Trial) -> Iterator[str]:
+    """Build it, and where that goes well see what it does."""
+    from titancli.testing.behaviour import Subject, behaviour_faults, checks_of
+    from titancli.testing.protocols import built_faults
+
+    kind = component_info(config).kind
+    folder = trial.folder / label.replace("/", "-")
+    for name in ("built", "tried"):
+        (folder / name).mkdir(parents=True)
+    faults = list(built_faults(kind, target, config, folder / "built", trial.seq_len))
+    yield from faults
+    skip = frozenset(trial.skip.get(label, ()))
+    if unknown := skip - checks_of(kind).keys():
+        known = ", ".join(checks_of(kind)) or "none"
+        yield f"skip: there is no check {', '.join(unknown)} of a {kind}; there are {known}"
+    if not faults:
+        example = trial.examples.get(label)
+        subject = Subject(label, kind, config, target, folder / "tried", example, trial.seq_len)
+        yield from behaviour_faults(subject, skip)
+
+
+def _on_two_ranks(file: str | Path | None) -> Iterator[str]:
+    """What the checks have left for two ranks."""
+    from titancli.testing.behaviour.ranks import run_jobs, take_jobs
+
+    yield from run_jobs(take_jobs(), [Path(file).absolute()] if file is not None else [])
 
 
 def _config(cls: type, values: Mapping[str, Any] | None) -> Any:

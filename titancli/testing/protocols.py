@@ -63,7 +63,9 @@ def target_faults(kind: str, target: Any) -> Iterator[str]:
         return
 
 
-def built_faults(kind: str, target: Callable[..., Any], config: Any, folder: Path) -> Iterator[str]:
+def built_faults(
+    kind: str, target: Callable[..., Any], config: Any, folder: Path, seq_len: int
+) -> Iterator[str]:
     """Build a component as a run would, on the CPU and on one rank, and look at what came out."""
     if kind not in BUILT:
         return
@@ -71,7 +73,7 @@ def built_faults(kind: str, target: Callable[..., Any], config: Any, folder: Pat
 
     try:
         with torch.device("meta" if kind == "model" else "cpu"):
-            built = target(config, **_runtime(kind, config, folder))
+            built = target(config, **_runtime(kind, config, folder, seq_len))
     except Exception as error:
         yield f"it cannot be built: {own_traceback(error)}"
         return
@@ -86,7 +88,7 @@ def built_faults(kind: str, target: Callable[..., Any], config: Any, folder: Pat
         yield from _member_faults(protocol, built, OPTIONAL.get(kind, set()))
 
 
-def _runtime(kind: str, config: Any, folder: Path) -> dict[str, Any]:
+def _runtime(kind: str, config: Any, folder: Path, seq_len: int) -> dict[str, Any]:
     """What a kind's builder is given."""
     if kind == "model":
         return {"seq_len": 16}
@@ -96,7 +98,7 @@ def _runtime(kind: str, config: Any, folder: Path) -> dict[str, Any]:
         from titancli.registry.component import build
 
         tokenizer = build(ByteTokenizer()) if needs_tokenizer(config) else None
-        return dict(tokenizer=tokenizer, seq_len=16, rows=2, dp_rank=0, dp_size=1, seed=0)
+        return dict(tokenizer=tokenizer, seq_len=seq_len, rows=2, dp_rank=0, dp_size=1, seed=0)
     if kind == "converter":
         from titancli.recipe.schema import Degrees
 

@@ -9,8 +9,10 @@ import flux_cases
 import pytest
 from safetensors import safe_open
 
+from titan_flux import FlowMatching, RandomLatents
 from titan_flux.shards import write_shard
-from titancli.testing import check_plugin, run_cli
+from titancli.registry.component import build
+from titancli.testing import Example, check_plugin, run_cli
 
 RECIPE = "titan-flux:flux_debug"
 WHOLE = ["training.local_batch_size=8"]
@@ -58,9 +60,20 @@ def test_tokens_are_those_of_text_and_image(alone: dict) -> None:
 
 
 def test_the_plugin_is_sound(tmp_path: Path) -> None:
-    sizes = {"height": 4, "width": 4, "channels": 1, "text_length": 12, "context_dim": 3, "pooled_dim": 2}
-    configs = {"dataset/random_latents": sizes, "model/flux": {"double_blocks": 1, "single_blocks": 1}}
-    check_plugin("titan-flux", configs=configs)
+    encoded = {"context_dim": 3, "pooled_dim": 2}
+    image = {"height": 4, "width": 4, "channels": 1, "text_length": 12, **encoded}
+    model = {"dim": 32, "n_heads": 2, "double_blocks": 1, "single_blocks": 1, "axes_dim": [4, 6, 6]}
+
+    def example(rows: int) -> Example:
+        shape = {"seq_len": 16, "rows": rows, "dp_rank": 0, "dp_size": 1, "seed": 0}
+        batch = next(iter(build(RandomLatents(**image), tokenizer=None, **shape)))
+        return Example(batch, loss=FlowMatching(), out=batch["velocity"].flip(0))
+
+    check_plugin(
+        "titan-flux",
+        configs={"dataset/random_latents": image, "model/flux": {**model, "in_channels": 4, **encoded}},
+        examples={"model/flux": example, "loss/flow_matching": example},
+    )
 
 
 def losses(run: Path) -> list[float]:

@@ -1,0 +1,487 @@
+"""The kit finds what a component does wrong, names the check, and says what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import dropout
+
+from titancli import Batch, LossResult
+from titancli.data import ByteTokenizer, PythonStdlib
+from titancli.losses import CrossEntropy, Grpo
+from titancli.models import Llama3
+from titancli.optimizers import AdamW
+from titancli.registry.component import build, component, load_target
+from titancli.testing import Example
+from titancli.testing.behaviour import Subject, behaviour_faults, checks_of
+from titancli.testing.behaviour.engines import LENGTH, small_model
+from titancli.testing.behaviour.ranks import take_jobs
+
+Faults = Callable[..., str]
+
+
+@pytest.fixture
+def faults(tmp_path: Path) -> Iterator[Faults]:
+    """`faults(kind, config, target)`: what the kit says of a component, as one text."""
+
+    def run(kind: str, config: Any, target: Any = None, *, skip: tuple[str, ...] = (), **more: Any) -> str:
+        target = target or load_target(config.__component__.target)
+        subject = Subject(f"{kind}/mine", kind, config, target, tmp_path, **more)
+        return "\n".join(behaviour_faults(subject, frozenset(skip)))
+
+    yield run
+    take_jobs()  # which nobody runs
+
+
+# --------------------------------------------------------------------------------------------------- losses
+
+
+class Sums:
+    """Cross-entropy as it should be; what is below it is not."""
+
+    output = "logprobs"
+
+    def __init__(self, config: Any = None) -> None: ...
+
+    def __call__(self, out: torch.Tensor, batch: Batch) -> LossResult:
+        return LossResult(-out.sum(), (batch["targets"] != -100).sum().float(), {"seen": out.detach().sum()})
+
+
+class Averages(Sums):
+    def __call__(self, out: torch.Tensor, batch: Batch) -> LossResult:
+        found = super().__call__(out, batch)
+        return LossResult(found.sum / found.weight, torch.ones(()))
+
+
+class Noisy(Sums):
+    def __call__(self, out: torch.Tensor, batch: Batch) -> LossResult:
+        return LossResult(-(out * random.random()).sum(), torch.ones(()))
+
+
+class Named(Sums):
+    name = "weight"
+
+    def __call__(self, out: torch.Tensor, batch: Batch) -> LossResult:
+        return super().__call__(out, batch)._replace(metrics={self.name: torch.ones(())})
+
+
+class Spaced(Named):
+    name = "of the best"
+
+
+class Sometimes(Sums):
+    def __call__(self, out: torch.Tensor, batch: Batch) -> LossResult:
+        told = {"late": torch.zeros(())} if (batch["targets"] == -100).any() else {}
+        return super().__call__(out, batch)._replace(metrics=told)
+
+
+class Filler(Sums):
+    def __call__(self, out: torch.Tensor, batch: Batch) -> LossResult:
+        return LossResult(-out.sum(), torch.tensor(float(out.numel())))
+
+
+class OtherWeights(Sums):
+    def token_weights(self, batch: Batch) -> torch.Tensor:
+        return torch.full(batch["targets"].shape, 2.0)
+
+
+class Blind(Sums):
+    def __call__(self, out: torch.Tensor, batch: Batch) -> LossResult:
+        return super().__call__(out * 0, batch)
+
+
+class Needy(Sums):
+    needs = ("moods",)
+
+
+@pytest.mark.parametrize(
+    ("loss", "fault"),
+    [
+        (Sums, ""),
+        (Averages, "[accumulation] two micro-batches do not add up to one batch: "),
+        (Noisy, "[backward] called a second time with the same numbers it gives others"),
+        (Named, "[metrics] it reports 'weight', which is the engine's own name"),
+        (Spaced, "[metrics] it reports 'of the best': a metric's name is"),
+        (Sometimes, "[metrics] it reports "),
+        (Filler, "[nothing left] of rows without a target it gives weight that is not 0"),
+        (OtherWeights, "[chunks] token_weights are not what the loss is made of: "),
+        (Blind, "[backward] its sum does not depend on what the model gives"),
+        (Needy, "it needs 'moods' in its batches, which the kit does not know: give examples="),
+    ],
+)
+def test_a_loss(faults: Faults, loss: Any, fault: str) -> None:
+    said = faults("loss", CrossEntropy(), loss, skip=("engine",))
+    assert fault in said and bool(fault) == bool(said)
+
+
+def test_a_loss_with_an_example_of_its_own(faults: Faults) -> None:
+    def example(rows: int) -> Example:
+        return Example(Batch({"moods": torch.ones(rows)}), out=torch.arange(rows * 3.0).view(rows, 3))
+
+    def loss(scale: float) -> Any:
+        def total(out: torch.Tensor, batch: Batch) -> LossResult:
+            return LossResult((out.sum(1) * batch["moods"]).sum() ** scale, batch["moods"].sum())
+
+        return lambda config: SimpleNamespace(output="model", __call__=None) and Called(total)
+
+    assert faults("loss", CrossEntropy(), loss(1.0), example=example) == ""
+    assert "[accumulation]" in faults("loss", CrossEntropy(), loss(2.0), example=example)
+
+
+class Called:
+    output = "model"
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __call__(self, out: torch.Tensor, batch: Batch) -> LossResult:
+        return self.function(out, batch)
+
+
+def test_losses_that_need_more_than_targets_are_given_it(faults: Faults) -> None:
+    assert faults("loss", Grpo(kl_coef=0.1)) == ""
+
+
+# ------------------------------------------------------------------------------------------------- datasets
+
+
+class Counting:
+    """Rows that count up: a dataset as it should be."""
+
+    def __init__(
+        self, config: Any, *, tokenizer: Any, seq_len: int, rows: int, dp_rank: int, dp_size: int, seed: int
+    ):
+        self.rows, self.length, self.dp_rank, self.dp_size = rows, seq_len, dp_rank, dp_size
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            first = self.at + self.dp_rank * self.rows
+            self.at += self.rows * self.dp_size
+            yield self.batch(torch.arange(first, first + self.rows))
+
+    def batch(self, numbers: torch.Tensor) -> Batch:
+        tokens = (numbers[:, None] + torch.arange(self.length)) % 250
+        return Batch({"tokens": tokens, "targets": tokens + 1})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class Aliased(Counting):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.state: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        self.state["at"] = self.at
+        return self.state
+
+
+class Forgetful(Counting):
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class OwnRows(Counting):
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            self.at += self.rows
+            yield self.batch(torch.arange(self.at, self.at + self.rows))
+
+
+class Drawn(Counting):
+    def batch(self, numbers: torch.Tensor) -> Batch:
+        return Batch({"tokens": torch.randint(0, 9, (len(numbers), self.length))})
+
+
+class Short(Counting):
+    def __iter__(self) -> Iterator[Batch]:
+        yield self.batch(torch.arange(self.rows))
+
+
+class Large(Counting):
+    def batch(self, numbers: torch.Tensor) -> Batch:
+        return Batch({"tokens": super().batch(numbers)["tokens"] + 10_000})
+
+
+class Narrow(Counting):
+    def batch(self, numbers: torch.Tensor) -> Batch:
+        return Batch({"tokens": super().batch(numbers)["tokens"].int()})
+
+
+class Tuples(Counting):
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": (self.at,)}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "fault"),
+    [
+        (Counting, ""),
+        (Aliased, "[position] a state changes after it was handed out"),
+        (Aliased, "[prefetch] read ahead, the state that goes with a batch is a later one"),
+        (Forgetful, "[position] a fresh dataset in the state after a batch goes on with another batch"),
+        (OwnRows, "[ranks] two ranks together have other rows than one: tokens has other values"),
+        (Drawn, "[again] batch 0 is another when it is built again: tokens has other values"),
+        (Short, "[batches] it ends after 1 batches of 4 rows of 16"),
+        (Large, "[batches] tokens holds 10000, which is no id of the tokenizer"),
+        (Narrow, "[batches] tokens are torch.int32, and must be int64"),
+        (Tuples, "a state must be plain JSON"),
+    ],
+)
+def test_a_dataset(faults: Faults, dataset: Any, fault: str) -> None:
+    said = faults("dataset", PythonStdlib(), dataset)
+    assert fault in said and bool(fault) == bool(said)
+
+
+# ----------------------------------------------------------------------------------------------- tokenizers
+
+
+def tokenizer(**changes: Any) -> Any:
+    """Titan's byte tokenizer with other members."""
+    found = build(ByteTokenizer())
+    for name, value in changes.items():
+        setattr(found, name, value)
+    return lambda config: found
+
+
+BYTES = build(ByteTokenizer())
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({}, ""),
+        ({"vocab_size": 200}, "ids are integers below vocab_size, 200"),
+        ({"eos_id": ord("e")}, "gives eos_id: a text would end in the middle"),
+        ({"encode": lambda text: [7, *BYTES.encode(text)]}, "[ids] encode('') gives [7]"),
+        ({"decode": lambda ids: BYTES.decode(ids) + "!"}, "[round trip] "),
+        ({"encode_batch": lambda texts: [[1]] * len(texts)}, "[batches] encode_batch makes another thing of"),
+        (
+            {"chat_with_mask": lambda messages, first=0: (BYTES.chat(messages), [True] * 99)},
+            "[chat] chat_with_mask gives other ids than chat, or a mask of another length",
+        ),
+        (
+            {"chat_with_mask": lambda messages, first=0: BYTES.chat_with_mask(messages)},
+            "[chat] chat_with_mask(first=3) must choose the last answer alone",
+        ),
+    ],
+)
+def test_a_tokenizer(faults: Faults, changes: dict[str, Any], fault: str) -> None:
+    said = faults("tokenizer", ByteTokenizer(), tokenizer(**changes))
+    assert fault in said and bool(fault) == bool(said)
+
+
+# ----------------------------------------------------------------------------------------------- optimizers
+
+
+class Hidden(torch.optim.SGD):
+    """Momentum in a dict of its own."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.means: dict[Any, torch.Tensor] = {}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                mean = self.means.get(parameter, torch.zeros_like(parameter)).lerp(parameter.grad, 0.1)
+                self.means[parameter] = mean
+                parameter.data.sub_(mean, alpha=group["lr"])
+
+
+class OwnRate(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.sub_(parameter.grad, alpha=0.1)
+
+
+@component("optimizer", "kit", target="tests.testing.test_behaviour:built_optimizer")
+class KitOptimizer:
+    """One of those above."""
+
+    kind: str = "AdamW"
+    """Which."""
+    lr: float = 0.1
+    """Rate."""
+
+
+def built_optimizer(config: KitOptimizer, *, named_parameters: list[Any], model_names: Any) -> Any:
+    parameters = [parameter for _, parameter in named_parameters]
+    if config.kind == "few":
+        return torch.optim.SGD(parameters[1:], lr=config.lr)
+    return {"hidden": Hidden, "own rate": OwnRate}[config.kind](parameters, lr=config.lr)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        ("hidden", "[resume] a step after a resume is another: "),
+        ("own rate", "[moves] a step at a learning rate of 0 moves weights"),
+        ("few", "[moves] a step leaves "),
+    ],
+)
+def test_an_optimizer(faults: Faults, kind: str, fault: str) -> None:
+    assert fault in faults("optimizer", KitOptimizer(kind=kind), built_optimizer)
+
+
+def test_titans_optimizer(faults: Faults) -> None:
+    assert faults("optimizer", AdamW()) == ""
+    [job] = take_jobs()
+    assert job.measure == "weights" and job.layouts == {"dp_shard = 2": {"dp_shard": 2}}
+
+
+# -------------------------------------------------------------------------------------------------- loggers
+
+
+class Strict:
+    def __init__(self, config: Any, **options: Any) -> None: ...
+
+    def step_end(self, step: int, metrics: dict[str, float]) -> None:
+        if metrics["loss"] > 1e9:
+            raise OverflowError("too much")
+
+
+def test_a_logger_is_told_of_steps_without_the_numbers_that_it_expects(faults: Faults) -> None:
+    assert "[run] it raises" in (said := faults("logger", None, Strict)) and "too much" in said
+    assert faults("logger", None, lambda config, **options: object()) == ""
+
+
+# ----------------------------------------------------------------------------------------------- converters
+
+
+@component("converter", "kit", target="tests.testing.test_behaviour:KitConverter")
+class KitConversion:
+    """A converter with a fault."""
+
+    fault: str = ""
+    """Which."""
+
+
+class Dropping(nn.Linear):
+    generator: Any = None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        found = super().forward(input)
+        if self.generator is None:
+            return dropout(found, 0.5, self.training)
+        return found * torch.empty(found.shape).bernoulli_(0.5, generator=self.generator)
+
+
+class KitConverter:
+    def __init__(self, config: KitConversion, **runtime: Any) -> None:
+        self.fault = config.fault
+
+    def convert(self, model: Any) -> None:
+        for block in model.layers.values():
+            if self.fault == "renamed":
+                block.feed_forward.wide = block.feed_forward.w2
+                del block.feed_forward.w2
+                block.feed_forward.forward = lambda x, ff=block.feed_forward: ff.wide(ff.w1(x) * ff.w3(x))
+            if self.fault in ("drops", "own generator"):
+                block.feed_forward.w2.__class__ = Dropping
+            if self.fault == "own generator":
+                block.feed_forward.w2.generator = torch.Generator()
+
+    def after_step(self, model: Any) -> None: ...
+
+    def plain(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if self.fault == "copies" else tensor
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("", ""),
+        ("drops", ""),
+        (
+            "own generator",
+            "[recomputation] with activation_checkpoint.mode = 'full' the gradients are others",
+        ),
+        ("renamed", "[names] parameters lose their names: layers.0.feed_forward.w2.weight"),
+        ("copies", "[plain] what is written into plain("),
+    ],
+)
+def test_a_converter(faults: Faults, fault: str, said: str) -> None:
+    only = {"renamed": "names", "copies": "plain"}.get(fault)
+    skip = tuple(name for name in checks_of("converter") if only not in (None, name))
+    found = faults("converter", KitConversion(fault=fault), KitConverter, skip=skip)
+    assert said in found and bool(said) == bool(found)
+
+
+def test_dropout_whose_draws_are_lost_when_blocks_run_again_is_found(
+    faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from titancli.parallel import activation_checkpoint
+
+    kept = activation_checkpoint.checkpoint
+
+    def without(function: Any, *args: Any, preserve_rng_state: bool = True, **options: Any) -> Any:
+        return kept(function, *args, preserve_rng_state=False, **options)
+
+    only = tuple(name for name in checks_of("converter") if name != "recomputation")
+    assert faults("converter", KitConversion(fault="drops"), KitConverter, skip=only) == ""
+    monkeypatch.setattr(activation_checkpoint, "checkpoint", without)
+    said = faults("converter", KitConversion(fault="drops"), KitConverter, skip=only)
+    assert "mode = 'full' the gradients are others than without" in said
+    assert "mode = 'selective' the gradients are others than without" in said
+
+
+# --------------------------------------------------------------------------------------------------- models
+
+
+@component("model", "kit", target="tests.testing.test_behaviour:built_model")
+class KitModel(Llama3):
+    """A Llama 3 with a fault."""
+
+    fault: str = ""
+    """Which."""
+
+
+def built_model(config: KitModel, *, seq_len: int) -> Any:
+    from titancli.models.llama3 import Llama3Model
+
+    class Faulty(Llama3Model):
+        def forward(self, tokens: Any, positions: Any = None, document_ids: Any = None, **more: Any) -> Any:
+            return super().forward(
+                tokens, positions, None if config.fault == "sees all" else document_ids, **more
+            )
+
+        def init_weights(self, generator_for: Any) -> None:
+            drawn = torch.Generator()
+            drawn.seed()
+            super().init_weights((lambda name: drawn) if config.fault == "draws" else generator_for)
+
+    return Faulty(config)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("", ""),
+        ("sees all", "[documents] documents of one row see each other"),
+        ("draws", "[initial values] initial values are others when they are drawn again"),
+    ],
+)
+def test_a_model(faults: Faults, fault: str, said: str) -> None:
+    sizes = dataclasses.asdict(small_model())
+    found = faults("model", KitModel(**{**sizes, "rope_scaling": None, "fault": fault}), built_model)
+    assert said in found and bool(said) == bool(found)
+
+
+def test_a_model_that_is_too_large_is_told(faults: Faults) -> None:
+    large = dataclasses.replace(small_model(), dim=4096)
+    said = faults("model", large, load_target(large.__component__.target))
+    assert "[size] with these values it has" in said and "configs=" in said and LENGTH == 16

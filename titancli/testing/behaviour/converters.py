@@ -1,0 +1,191 @@
+"""Converters and plans: names that stay, gradients that recomputation does not change, weights that load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from titancli.recipe.schema import Degrees
+from titancli.registry.component import build
+from titancli.testing.behaviour import Check, Subject, first_difference
+from titancli.testing.behaviour.engines import (
+    LENGTH,
+    batch_of,
+    engine_of,
+    gradients,
+    small_model,
+    step,
+    weights,
+    whole,
+)
+from titancli.testing.behaviour.ranks import Job, later
+
+RECOMPUTED = ("full", "selective")
+RANKS = 0.25
+"""How far gradients on two ranks may be off: what rounds by a scale of its rank's rows (float8) differs with
+their number, while a sum that is taken twice, or not at all, is off by half of itself or more."""
+
+
+def parts(subject: Subject) -> dict[str, Any]:
+    """What of an engine it takes the place of; a converter finds weights there, which adapters need."""
+    if subject.kind == "parallelize":
+        return {"parallelize": subject.config}
+    base = subject.folder / "base" / "step-1"
+    if not base.is_dir():
+        with engine_of() as engine:
+            engine.save(base)
+    return {"converters": [subject.config], "weights": str(base)}
+
+
+def names(subject: Subject) -> Iterator[str]:
+    """Parameters keep their names and shapes; what is added is the converter's own."""
+    with torch.device("meta"):
+        model = build(small_model(), seq_len=LENGTH)
+    before = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    owns = lambda name: False  # noqa: E731
+    if subject.kind == "converter":
+        converter = subject.target(subject.config, mesh=Degrees(), compile=False)
+        converter.convert(model)
+        owns = getattr(converter, "owns", owns)
+        after = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    else:
+        with engine_of(**parts(subject)) as engine:
+            after = {name: tuple(p.shape) for name, p in engine.named_parameters()}
+    if gone := before.keys() - after.keys():
+        yield f"parameters lose their names: {', '.join(sorted(gone))}; change layers in place"
+    if other := [name for name in before.keys() & after.keys() if before[name] != after[name]]:
+        yield f"parameters change their shapes: {', '.join(sorted(other))}"
+    if new := sorted(name for name in after.keys() - before.keys() if not owns(name)):
+        yield f"it adds {', '.join(new)}, and owns(name) does not say that they are its own"
+
+
+def recomputation(subject: Subject) -> Iterator[str]:
+    """The gradients are the same whether blocks keep what backward needs or run again for it."""
+    found = {}
+    for mode in ("none", *RECOMPUTED):
+        engine = engine_of(**parts(subject), recompute=mode)
+        try:
+            found[mode] = gradients(engine, batch_of(), batch_of(seed=1))
+        finally:
+            engine.close()
+    for mode in RECOMPUTED:
+        if difference := first_difference(found["none"], found[mode], 1e-5):
+            yield (
+                f"with activation_checkpoint.mode = {mode!r} the gradients are others than without: "
+                f"{difference}. What runs again must compute the same: what it draws comes from torch's own "
+                "generators, and it writes no state in forward"
+            )
+
+
+def again(subject: Subject) -> Iterator[str]:
+    """A step that is made again is the same one: what it draws follows from the seed and the step."""
+    found = []
+    for _ in range(2):
+        engine = engine_of(**parts(subject))
+        try:
+            found.append(gradients(engine, batch_of()))
+        finally:
+            engine.close()
+    if difference := first_difference(*found, 0.0):
+        yield f"the same step has other gradients when it is made again: {difference}"
+
+
+def plain(subject: Subject) -> Iterator[str]:
+    """`plain` gives each parameter without the converter's own class, in the same memory."""
+    from torch.distributed.tensor import DTensor
+
+    engine = engine_of(**parts(subject))
+    try:
+        for name, parameter in engine.named_parameters():
+            for converter in engine.converters:
+                found = converter.plain(name, parameter.detach())
+                inner = found.to_local() if isinstance(found, DTensor) else found
+                if type(inner) not in (torch.Tensor, torch.nn.Parameter):
+                    yield f"plain({name!r}) is a {type(inner).__name__}, not a plain tensor"
+                elif tuple(found.shape) != tuple(parameter.shape):
+                    yield f"plain({name!r}) is {list(found.shape)}, and the parameter {list(parameter.shape)}"
+                else:
+                    yield from _same_memory(converter, name, parameter, inner)
+    finally:
+        engine.close()
+
+
+def _same_memory(converter: Any, name: str, parameter: Any, inner: torch.Tensor) -> Iterator[str]:
+    inner.fill_(3.0)
+    if not (whole(converter.plain(name, parameter.detach())) == 3.0).all():
+        yield f"what is written into plain({name!r}) is not in the parameter: a load would be lost"
+
+
+def saved(subject: Subject) -> Iterator[str]:
+    """Saved after a step and loaded into a fresh model, the next step is the same, bit for bit."""
+    engine, fresh = engine_of(**parts(subject)), None
+    try:
+        step(engine, batch_of())
+        engine.save(subject.folder / "step-1")
+        fresh = engine_of(**parts(subject))
+        fresh.load(subject.folder / "step-1")
+        if found := first_difference(weights(engine), weights(fresh), 0.0):
+            yield f"weights come back from a checkpoint as others: {found}"
+        one, other = gradients(engine, batch_of(seed=1)), gradients(fresh, batch_of(seed=1))
+        if found := first_difference(one, other, 0.0):
+            yield (
+                f"after a resume the gradients are others: {found}. What depends on the weights is made anew "
+                "in after_step"
+            )
+    finally:
+        engine.close()
+        if fresh is not None:
+            fresh.close()
+
+
+def two_ranks(subject: Subject) -> Iterator[str]:
+    """On two ranks the gradients are those of one, or a TitanError refuses the layout."""
+    engine = engine_of(**parts(subject))
+    try:
+        deterministic = not first_difference(
+            gradients(engine, batch_of()), _at_another_step(engine), tolerance=1e-6
+        )
+        reference = gradients(engine, batch_of())
+    finally:
+        engine.close()
+    if not deterministic:  # what is drawn is each data-parallel rank's own
+        return
+    layouts = {"dp_shard = 2": {"dp_shard": 2}, "tp = 2": {"tp": 2}}
+    later(Job(subject.label, "ranks", parts(subject), layouts, "gradients", RANKS, [batch_of()], reference))
+    return
+    yield
+
+
+def _at_another_step(engine: Any) -> dict[str, torch.Tensor]:
+    """The same gradients under the draws of another step."""
+    engine.step += 1
+    try:
+        return gradients(engine, batch_of())
+    finally:
+        engine.step -= 1
+
+
+def same_answer(subject: Subject) -> Iterator[str]:
+    """On one rank a plan changes no gradient."""
+    one, other = engine_of(), engine_of(**parts(subject))
+    try:
+        if found := first_difference(gradients(one, batch_of()), gradients(other, batch_of()), 1e-5):
+            yield f"the gradients are others than those of the model itself: {found}"
+    finally:
+        one.close()
+        other.close()
+
+
+COMMON: dict[str, Check] = {
+    "names": names,
+    "again": again,
+    "recomputation": recomputation,
+    "resume": saved,
+    "ranks": two_ranks,
+}
+CHECKS: dict[str, dict[str, Check]] = {
+    "converter": {**COMMON, "plain": plain},
+    "parallelize": {"same answer": same_answer, **COMMON},
+}

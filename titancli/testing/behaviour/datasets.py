@@ -1,0 +1,188 @@
+"""Datasets: batches of one shape, a position that leads back, and the same rows on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+
+from titancli.data import ByteTokenizer
+from titancli.data.batch import IGNORE, Batch
+from titancli.data.loader import Loader
+from titancli.recipe.hints import needs_tokenizer
+from titancli.registry.component import build
+from titancli.testing.behaviour import Check, Subject
+
+ROWS, SEED = 4, 7
+
+
+def made(subject: Subject, *, dp_rank: int = 0, dp_size: int = 1, state: Any = None) -> Any:
+    """A rank's dataset; all ranks together have ROWS rows."""
+    tokenizer = build(ByteTokenizer()) if needs_tokenizer(subject.config) else None
+    dataset = subject.target(
+        subject.config,
+        tokenizer=tokenizer,
+        seq_len=subject.seq_len,
+        rows=ROWS // dp_size,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        seed=SEED,
+    )
+    if state is not None:
+        dataset.load_state_dict(json.loads(json.dumps(state)))
+    return dataset
+
+
+def difference(one: Batch, other: Batch) -> str | None:
+    """What two batches differ in, if anything."""
+    if set(one) != set(other):
+        return f"one has {', '.join(sorted(one))}, the other {', '.join(sorted(other))}"
+    for name in one:
+        if one[name].shape != other[name].shape:
+            return f"{name} is {list(one[name].shape)} and {list(other[name].shape)}"
+        if not torch.equal(one[name], other[name]):
+            return f"{name} has other values"
+    return None
+
+
+def _two(subject: Subject) -> list[Batch]:
+    found = list(islice(made(subject), 2))
+    for batch in found:
+        if not isinstance(batch, Batch):
+            raise TypeError(f"it gave a {type(batch).__name__}, not a titancli.Batch")
+    return found
+
+
+def batches(subject: Subject) -> Iterator[str]:
+    """Two batches of one shape, as the engine takes them."""
+    found = _two(subject)
+    if len(found) < 2:
+        yield (
+            f"it ends after {len(found)} batches of {ROWS} rows of {subject.seq_len}, and two are needed to "
+            "check it: give values with more data in configs"
+        )
+        return
+    shapes = [{name: (list(t.shape), t.dtype) for name, t in batch.items()} for batch in found]
+    if shapes[0] != shapes[1]:
+        yield f"two batches have different shapes: {shapes[0]} and {shapes[1]}; fill the last one up"
+    first = found[0]
+    if first.rows != ROWS:
+        yield f"a batch has {first.rows} rows, and it was built for rows={ROWS}"
+    if wrong := [name for name, tensor in first.items() if tensor.device.type != "cpu"]:
+        yield f"{', '.join(wrong)} is not on the CPU: the loader brings batches to the device"
+    for name in {"tokens", "targets"} & set(first):
+        yield from _ids(subject, name, first[name])
+
+
+def _ids(subject: Subject, name: str, ids: torch.Tensor) -> Iterator[str]:
+    if ids.dtype != torch.int64:
+        yield f"{name} are {ids.dtype}, and must be int64"
+    vocabulary = build(ByteTokenizer()).vocab_size if needs_tokenizer(subject.config) else None
+    legal = (ids >= 0) | ((ids == IGNORE) & torch.tensor(name == "targets"))
+    if vocabulary is not None:
+        legal &= ids < vocabulary
+    if not legal.all():
+        yield f"{name} holds {int(ids[~legal][0])}, which is no id of the tokenizer"
+
+
+def again(subject: Subject) -> Iterator[str]:
+    """The same configuration and seed give the same rows."""
+    for number, (one, other) in enumerate(zip(_two(subject), _two(subject), strict=True)):
+        if found := difference(one, other):
+            yield (
+                f"batch {number} is another when it is built again: {found}; whatever is drawn must follow "
+                "from seed, epoch and the row's number"
+            )
+
+
+def position(subject: Subject) -> Iterator[str]:
+    """The state after a batch is plain JSON, stays what it was, and leads a fresh dataset to the next one."""
+    dataset = made(subject)
+    rows = iter(dataset)
+    begin = _plain(dataset.state_dict())
+    first = next(rows)
+    state = dataset.state_dict()
+    kept = _plain(state)
+    second = next(rows)
+    dataset.state_dict()
+    if _plain(state) != kept:
+        yield "a state changes after it was handed out, when the next batch is made: return a copy"
+    if kept == begin:
+        yield "the state does not change when a batch is read"
+        return
+    for what, at, wanted in (("a batch", kept, second), ("nothing", begin, first)):
+        fresh = made(subject, state=at)
+        if found := difference(wanted, next(iter(fresh))):
+            yield f"a fresh dataset in the state after {what} goes on with another batch: {found}"
+        if _plain(made(subject, state=at).state_dict()) != at:
+            yield f"a state that was loaded (after {what}) is not the state that is handed out then"
+
+
+def _plain(state: Any) -> Any:
+    """The state as JSON brings it back."""
+    found = json.loads(json.dumps(state, allow_nan=False))
+    if found != state:
+        raise TypeError(f"a state must be plain JSON, and comes back as another: {state} as {found}")
+    return found
+
+
+def prefetched(subject: Subject) -> Iterator[str]:
+    """Read ahead by a thread, the state of a batch is still that of the batch."""
+    dataset = made(subject)
+    rows = iter(dataset)
+    wanted = []
+    for _ in range(2):
+        batch = next(rows)
+        wanted.append((batch, _plain(dataset.state_dict())))
+    loader = Loader(made(subject), device="cpu", prefetch=4)
+    try:
+        read = [(next(loader), loader.state) for _ in wanted]
+    finally:
+        loader.close()
+    for (batch, state), (other, its) in zip(wanted, read, strict=True):
+        if found := difference(batch, other):
+            yield f"read ahead it gives another batch: {found}"
+        if _plain(its) != state:
+            yield "read ahead, the state that goes with a batch is a later one: it must be a copy"
+            return
+
+
+def ranks(subject: Subject) -> Iterator[str]:
+    """One rank and two see the same rows in the same order, and leave the same state."""
+    alone = made(subject)
+    one = next(iter(alone))
+    state = _plain(alone.state_dict())
+    two = [made(subject, dp_rank=rank, dp_size=2) for rank in range(2)]
+    parts = [next(iter(dataset)) for dataset in two]
+    if found := difference(one, _joined(parts)):
+        yield f"two ranks together have other rows than one: {found}; rank 0 has the first half"
+    states = [_plain(dataset.state_dict()) for dataset in two]
+    if states[0] != states[1] or states[0] != state:
+        yield (
+            "the state depends on the ranks: one has "
+            f"{state}, two have {states[0]} and {states[1]}; count rows of all ranks together"
+        )
+        return
+    wanted = next(iter(alone))
+    resumed = [next(iter(made(subject, dp_rank=rank, dp_size=2, state=state))) for rank in range(2)]
+    if found := difference(wanted, _joined(resumed)):
+        yield f"two ranks do not go on where one stopped: {found}"
+
+
+def _joined(parts: list[Batch]) -> Batch:
+    """The rows of all ranks, as one batch."""
+    return Batch({name: torch.cat([part[name] for part in parts]) for name in parts[0]}, unit=parts[0].unit)
+
+
+CHECKS: dict[str, dict[str, Check]] = {
+    "dataset": {
+        "batches": batches,
+        "again": again,
+        "position": position,
+        "prefetch": prefetched,
+        "ranks": ranks,
+    }
+}

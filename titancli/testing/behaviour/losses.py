@@ -1,0 +1,207 @@
+"""Losses: sums that add up, whatever rows stand beside each other, and metrics with names of their own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titancli.data.batch import IGNORE, Batch
+from titancli.engine.given import checked
+from titancli.losses.result import LossResult
+from titancli.testing.behaviour import Check, Example, Subject, first_difference
+from titancli.testing.behaviour.engines import LENGTH, VOCABULARY, batch_of, engine_of
+
+KNOWN = {
+    "weights": (ROW_AND_PLACE := "row and place", 0.1, 1.0),
+    "advantages": (ROW_AND_PLACE, -1.0, 1.0),
+    "old_logprobs": (ROW_AND_PLACE, -5.0, -3.5),
+    "reference_logprobs": (ROW_AND_PLACE, -5.0, -3.5),
+    "reference_logps": ("row", -60.0, -40.0),
+}
+"""What a loss may need in a batch of tokens: of which shape, and between which numbers."""
+RESERVED = {"loss", "loss_max", "weight", "tokens"}
+"""What `forward_backward` reports itself."""
+TOLERANCE = 1e-5
+
+
+def example(subject: Subject, rows: int = 4) -> Example:
+    """The author's, or tokens with what the loss says that it needs."""
+    if subject.example is not None:
+        return subject.example(rows)
+    loss = subject.target(subject.config)
+    batch = dict(batch_of(rows=rows))
+    generator = torch.Generator().manual_seed(1)
+    for name in {*getattr(loss, "needs", ()), "weights"}:
+        if name not in KNOWN:
+            raise LookupError(
+                f"it needs {name!r} in its batches, which the kit does not know: give "
+                f'examples={{"{subject.label}": rows -> Example(batch, out=...)}}'
+            )
+        shape, low, high = KNOWN[name]
+        size = (rows, LENGTH) if shape == ROW_AND_PLACE else (rows,)
+        batch[name] = low + (high - low) * torch.rand(size, generator=generator)
+    out = torch.randn(rows, LENGTH, VOCABULARY, generator=generator)
+    if loss.output == "logprobs":
+        out = log_probs(out, batch["targets"])
+    if getattr(loss, "entropy", False):
+        batch["entropy"] = torch.rand(rows, LENGTH, generator=generator)
+    return Example(
+        Batch(batch, unit=2 if getattr(subject.config, "learns_from_pairs", False) else 1), out=out
+    )
+
+
+def log_probs(logits: Tensor, targets: Tensor) -> Tensor:
+    """log p(targets), [B, S]; 0 where there is no target."""
+    picked = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    return torch.where(targets == IGNORE, 0.0, picked)
+
+
+def called(loss: Any, out: Tensor, batch: Batch) -> tuple[LossResult, Tensor]:
+    """What the loss returns, and the gradient of its sum."""
+    leaf = out.detach().clone().requires_grad_()
+    result = checked(loss(leaf, batch), loss)
+    (gradient,) = torch.autograd.grad(result.sum, leaf, allow_unused=True)
+    return result, torch.zeros_like(leaf) if gradient is None else gradient
+
+
+def _numbers(result: LossResult) -> dict[str, Tensor]:
+    return {"sum": result.sum.detach(), "weight": result.weight, **result.metrics}
+
+
+def backward(subject: Subject) -> Iterator[str]:
+    """A gradient, finite numbers, and the same again."""
+    loss, given = subject.target(subject.config), example(subject)
+    assert given.out is not None
+    result, gradient = called(loss, given.out, given.batch)
+    numbers = _numbers(result)
+    if wrong := [name for name, value in numbers.items() if not torch.isfinite(value)]:
+        yield f"{', '.join(wrong)} is not finite"
+    if not gradient.isfinite().all():
+        yield "the gradient is not finite"
+    elif not gradient.any():
+        yield "its sum does not depend on what the model gives: the gradient is zero everywhere"
+    if result.weight <= 0:
+        yield f"its weight is {float(result.weight)}, and everything is divided by it"
+    if first_difference(numbers, _numbers(called(loss, given.out, given.batch)[0]), 0.0):
+        yield "called a second time with the same numbers it gives others"
+
+
+def metrics(subject: Subject) -> Iterator[str]:
+    """Metrics that have names of their own, and the same ones for every batch."""
+    loss, given = subject.target(subject.config), example(subject)
+    assert given.out is not None
+    names = list(loss(given.out, given.batch).metrics)
+    for name in names:
+        if name in RESERVED:
+            yield f"it reports {name!r}, which is the engine's own name: take another"
+        elif not re.fullmatch(r"[A-Za-z_][\w./-]*", name):
+            yield f"it reports {name!r}: a metric's name is letters, digits, _, ., / and -"
+    pieces = given.batch.split(given.batch.unit)
+    outs = given.out.split(given.batch.unit)
+    for out, piece in zip(outs, pieces, strict=True):
+        others = set(loss(out, piece).metrics)
+        if others != set(names):
+            yield (
+                f"it reports {', '.join(sorted(others))} of some rows and {', '.join(sorted(names))} of all "
+                "of them: ranks and micro-batches must agree on the names"
+            )
+            return
+
+
+def accumulation(subject: Subject) -> Iterator[str]:
+    """Two micro-batches are one batch: sums, weights and metrics add up, and gradients are the same."""
+    loss, given = subject.target(subject.config), example(subject)
+    assert given.out is not None
+    half = given.batch.rows // 2
+    result, gradient = called(loss, given.out, given.batch)
+    parts = [
+        called(loss, out, piece)
+        for out, piece in zip(given.out.split(half), given.batch.split(half), strict=True)
+    ]
+    added = {
+        name: sum((_numbers(part)[name] for part, _ in parts), torch.zeros(()))
+        for name in _numbers(parts[0][0])
+    }
+    wanted = _numbers(result)
+    if found := first_difference(wanted, added, TOLERANCE):
+        yield (
+            f"two micro-batches do not add up to one batch: {found}. A loss returns sums, and its weight "
+            "says what they are divided by; the engine divides once"
+        )
+    if found := first_difference(
+        {"the gradient": gradient}, {"the gradient": torch.cat([g for _, g in parts])}, TOLERANCE
+    ):
+        yield f"two micro-batches do not give the gradients of one batch: {found}"
+
+
+def nothing_left(subject: Subject) -> Iterator[str]:
+    """Rows without a target count for nothing: a rank whose data have ended gives such a batch."""
+    loss, given = subject.target(subject.config), example(subject)
+    assert given.out is not None
+    if "targets" not in given.batch:
+        return
+    targets = torch.full_like(given.batch["targets"], IGNORE)
+    out = torch.zeros_like(given.out) if loss.output == "logprobs" else given.out
+    result, gradient = called(loss, out, Batch({**given.batch, "targets": targets}, unit=given.batch.unit))
+    if wrong := [name for name, value in _numbers(result).items() if value != 0]:
+        yield f"of rows without a target it gives {', '.join(wrong)} that is not 0"
+    if not gradient.isfinite().all() or (loss.output == "model" and gradient.any()):
+        yield "rows without a target have a gradient"
+
+
+def chunks(subject: Subject) -> Iterator[str]:
+    """With `token_weights` the engine makes the gradient in chunks: it is that of the loss itself."""
+    loss = subject.target(subject.config)
+    if getattr(loss, "token_weights", None) is None:
+        return
+    given = example(subject)
+    assert given.out is not None
+    weights = loss.token_weights(given.batch)
+    if weights is None:
+        return
+    result, gradient = called(loss, given.out, given.batch)
+    there = given.batch["targets"] != IGNORE
+    wanted = torch.where(there, -weights.float(), 0.0)
+    found = first_difference(
+        {"the gradient": torch.where(there, gradient, 0.0), "the sum": result.sum.detach()},
+        {"the gradient": wanted, "the sum": (wanted * given.out).sum()},
+        TOLERANCE,
+    )
+    if found:
+        yield (
+            f"token_weights are not what the loss is made of: {found}. A loss that is not −Σ w·log p must "
+            "not have them"
+        )
+
+
+def on_an_engine(subject: Subject) -> Iterator[str]:
+    """Through a model's head, in micro-batches and in one piece, the gradients are the same."""
+    if subject.example is not None:
+        return
+    from titancli.testing.behaviour.engines import gradients
+
+    batch = example(subject).batch
+    batch = Batch({k: v for k, v in batch.items() if k != "entropy"}, unit=batch.unit)
+    engine = engine_of(loss=subject.config)
+    try:
+        one, several = gradients(engine, batch), gradients(engine, *batch.split(batch.rows // 2))
+    finally:
+        engine.close()
+    if found := first_difference(one, several, 1e-4):
+        yield f"two micro-batches do not give a model the gradients of one batch: {found}"
+
+
+CHECKS: dict[str, dict[str, Check]] = {
+    "loss": {
+        "backward": backward,
+        "metrics": metrics,
+        "accumulation": accumulation,
+        "nothing left": nothing_left,
+        "chunks": chunks,
+        "engine": on_an_engine,
+    }
+}

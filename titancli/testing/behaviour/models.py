@@ -1,0 +1,157 @@
+"""Models: initial values that follow from the seed, and one answer on every layout that a model claims."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from titancli.data.batch import Batch
+from titancli.testing.behaviour import Check, Example, Subject, first_difference
+from titancli.testing.behaviour.engines import LENGTH, ROWS, batch_of, engine_of, gradients, weights
+from titancli.testing.behaviour.ranks import Job, later
+
+LARGEST = 20_000_000
+"""Parameters of a model that is tried here."""
+LAYOUTS: dict[str, dict[str, int]] = {
+    "dp_shard = 2": {"dp_shard": 2},
+    "dp_replicate = 2": {"dp_replicate": 2},
+    "tp = 2": {"tp": 2},
+    "cp = 2": {"cp": 2},
+    "pp = 2": {"pp": 2},
+    "ep = 2": {"dp_shard": 2, "ep": 2},
+}
+
+
+def example(subject: Subject, seed: int = 0) -> Example:
+    """The author's, or tokens of the model's vocabulary."""
+    if subject.example is not None:
+        return subject.example(ROWS)
+    with torch.device("meta"):
+        model = subject.target(subject.config, seq_len=LENGTH)
+    if "tokens" not in model.inputs:
+        raise LookupError(
+            f"it takes {', '.join(model.inputs)}, and the kit knows tokens only: give "
+            f'examples={{"{subject.label}": rows -> Example(batch, loss=...)}}'
+        )
+    vocabulary = getattr(subject.config, "vocab_size", None) or model.output.weight.shape[0]
+    return Example(batch_of(vocabulary, seed))
+
+
+def size(subject: Subject) -> Iterator[str]:
+    """It is small enough to be tried."""
+    if (count := _parameters(subject)) > LARGEST:
+        yield (
+            f"with these values it has {count:.1e} parameters, too many to be tried on a CPU: give small "
+            f'ones, configs={{"{subject.label}": {{...}}}}'
+        )
+
+
+def _parameters(subject: Subject) -> int:
+    with torch.device("meta"):
+        model = subject.target(subject.config, seq_len=LENGTH)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def initial_values(subject: Subject) -> Iterator[str]:
+    """Drawn again they are the same, finite, and all there."""
+    if _parameters(subject) > LARGEST:
+        return
+    given, found = example(subject), []
+    for _ in range(2):
+        engine = engine_of(subject.config, loss=given.loss)
+        try:
+            found.append(weights(engine))
+        finally:
+            engine.close()
+    if difference := first_difference(*found, 0.0):
+        yield (
+            f"initial values are others when they are drawn again: {difference}. init_weights fills every "
+            "parameter, each from generator_for(its name)"
+        )
+    if wrong := [name for name, value in found[0].items() if not value.isfinite().all()]:
+        yield f"init_weights leaves {', '.join(wrong)} not finite, or not filled"
+
+
+def recomputation(subject: Subject) -> Iterator[str]:
+    """Every parameter has a gradient, in micro-batches and with blocks that run again the same one."""
+    if _parameters(subject) > LARGEST:
+        return
+    given, found = example(subject), {}
+    for mode in ("none", "full", "selective"):
+        engine = engine_of(subject.config, loss=given.loss, recompute=mode)
+        try:
+            found[mode] = gradients(engine, given.batch)
+            if mode == "none":
+                halves = gradients(engine, *given.batch.split(ROWS // 2))
+                trained = [name for name, _ in engine.trained_parameters()]
+        finally:
+            engine.close()
+    if missing := [name for name in trained if name not in found["none"]]:
+        yield f"{', '.join(missing)} has no gradient: it takes no part in forward"
+    if difference := first_difference(found["none"], halves, 1e-4):
+        yield f"two micro-batches do not give the gradients of one batch: {difference}"
+    for mode in ("full", "selective"):
+        if difference := first_difference(found["none"], found[mode], 1e-5):
+            yield f"with activation_checkpoint.mode = {mode!r} the gradients are others: {difference}"
+
+
+def documents(subject: Subject) -> Iterator[str]:
+    """Two documents in a row do not see each other: a row of both is each by itself."""
+    with torch.device("meta"):
+        model = subject.target(subject.config, seq_len=LENGTH)
+    if subject.example is not None or "document_ids" not in model.inputs or _parameters(subject) > LARGEST:
+        return
+    half = LENGTH // 2
+    tokens = example(subject).batch["tokens"]
+    positions = torch.arange(half).repeat(ROWS, 2)
+    ids = torch.arange(LENGTH).div(half, rounding_mode="floor").int().repeat(ROWS, 1)
+    packed = {"tokens": tokens, "targets": tokens, "positions": positions, "document_ids": ids}
+    engine = engine_of(subject.config)
+    try:
+        together = engine.forward(Batch(packed))
+        apart = [
+            engine.forward(
+                Batch({"tokens": piece, "targets": piece, "positions": torch.arange(half).repeat(ROWS, 1)})
+            )
+            for piece in tokens.split(half, dim=1)
+        ]
+    finally:
+        engine.close()
+    if found := first_difference({"log p": torch.cat(apart, 1)}, {"log p": together}, 1e-4):
+        yield f"documents of one row see each other, though document_ids are among its inputs: {found}"
+
+
+def layouts(subject: Subject) -> Iterator[str]:
+    """On two ranks, in every way that it can be cut, it has the gradients of one; or a TitanError refuses."""
+    if _parameters(subject) > LARGEST:
+        return
+    given = example(subject)
+    engine = engine_of(subject.config, loss=given.loss)
+    try:
+        reference = gradients(engine, given.batch)
+        experts = bool(getattr(engine.model, "experts", None))
+    finally:
+        engine.close()
+    degrees = getattr(subject.config, "mesh_degrees", None)
+    chosen = {
+        name: mesh
+        for name, mesh in LAYOUTS.items()
+        if (degrees is None or mesh.keys() <= set(degrees)) and (experts or "ep" not in mesh)
+    }
+    made: dict[str, Any] = {"model": subject.config, **({"loss": given.loss} if given.loss else {})}
+    later(Job(subject.label, "layouts", made, chosen, "gradients", 1e-4, [given.batch], reference))
+    return
+    yield
+
+
+CHECKS: dict[str, dict[str, Check]] = {
+    "model": {
+        "size": size,
+        "initial values": initial_values,
+        "recomputation": recomputation,
+        "documents": documents,
+        "layouts": layouts,
+    }
+}

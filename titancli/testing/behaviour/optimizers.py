@@ -1,0 +1,79 @@
+"""Optimizers: a step that the learning rate decides on, and state that is saved by name and led back to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from titancli.testing.behaviour import Check, Subject, first_difference
+from titancli.testing.behaviour.engines import batch_of, engine_of, step, weights
+from titancli.testing.behaviour.ranks import Job, later
+
+
+def moves(subject: Subject) -> Iterator[str]:
+    """A step moves weights, to finite numbers; one at a learning rate of 0 moves none."""
+    engine = engine_of(optimizer=subject.config)
+    try:
+        begin = weights(engine)
+        step(engine, batch_of(), lr=0.0)
+        if first_difference(begin, weights(engine), 0.0):
+            yield "a step at a learning rate of 0 moves weights: it must heed the `lr` of its param_groups"
+        step(engine, batch_of(seed=1))
+        after = weights(engine)
+        if wrong := [name for name, value in after.items() if not value.isfinite().all()]:
+            yield f"a step makes {', '.join(wrong)} something that is not finite"
+        still = [name for name, value in after.items() if torch.equal(value, begin[name])]
+        if still:
+            yield f"a step leaves {', '.join(still)} as it was: every parameter that it is given is trained"
+    finally:
+        engine.close()
+
+
+def resume(subject: Subject) -> Iterator[str]:
+    """Saved by name and loaded into a fresh optimizer, its state gives the next step bit for bit."""
+    engine, fresh = engine_of(optimizer=subject.config), None
+    try:
+        step(engine, batch_of())
+        engine.save(subject.folder / "step-1")
+        step(engine, batch_of(seed=1))
+        fresh = engine_of(optimizer=subject.config)
+        fresh.load(subject.folder / "step-1")
+        step(fresh, batch_of(seed=1))
+        if found := first_difference(weights(engine), weights(fresh), 0.0):
+            yield (
+                f"a step after a resume is another: {found}. All that it remembers must be tensors in "
+                "optimizer.state[parameter]"
+            )
+    finally:
+        engine.close()
+        if fresh is not None:
+            fresh.close()
+
+
+def two_ranks(subject: Subject) -> Iterator[str]:
+    """Two ranks that each hold a part of every parameter take the steps that one takes, and resume."""
+    engine = engine_of(optimizer=subject.config)
+    try:
+        for number in range(2):
+            step(engine, batch_of(seed=number))
+        reference = weights(engine)
+    finally:
+        engine.close()
+    later(
+        Job(
+            subject.label,
+            "ranks",
+            {"optimizer": subject.config},
+            {"dp_shard = 2": {"dp_shard": 2}},
+            "weights",
+            1e-2,
+            [batch_of(seed=number) for number in range(2)],
+            reference,
+        )
+    )
+    return
+    yield
+
+
+CHECKS: dict[str, dict[str, Check]] = {"optimizer": {"moves": moves, "resume": resume, "ranks": two_ranks}}

@@ -1,0 +1,246 @@
+"""What needs two ranks: jobs that checks leave behind, run together by two processes that start once.
+
+The processes are `python -m titancli.testing.behaviour.ranks FOLDER`. They find the jobs in `jobs.json`, with
+batches and what one rank has computed in safetensors, and write what is wrong to `faults.json`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titancli.errors import TitanError
+from titancli.registry.plugins import own_traceback
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from titancli.data.batch import Batch
+
+WORLD = 2
+SECONDS = 240
+"""How long the ranks may take in all, and a tenth of it for one exchange between them."""
+
+_jobs: list[Job] = []
+
+
+@dataclass(frozen=True)
+class Job:
+    """An engine that is to compute on two ranks what one has computed."""
+
+    label: str
+    check: str
+    parts: dict[str, Any]
+    """What `engine_of` takes: configs, lists of them, and a path."""
+    layouts: dict[str, dict[str, int]]
+    measure: str
+    """`gradients` of the first batch, or `weights` after a step on each."""
+    tolerance: float
+    batches: list[Batch]
+    reference: dict[str, Tensor]
+
+
+def later(job: Job) -> None:
+    """Leave a job behind for `run_jobs`."""
+    _jobs.append(job)
+
+
+def take_jobs() -> list[Job]:
+    """The jobs that were left behind, once."""
+    found = list(_jobs)
+    _jobs.clear()
+    return found
+
+
+def run_jobs(jobs: list[Job], files: list[Path]) -> Iterator[str]:
+    """Run them on two ranks, and say what is wrong, each with its component and check.
+
+    Args:
+        files: the plugins in single files that the ranks load too.
+    """
+    if not jobs:
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _write(jobs, files, folder)
+        common = {
+            "OMP_NUM_THREADS": "1",
+            "WORLD_SIZE": str(WORLD),
+            "LOCAL_WORLD_SIZE": str(WORLD),
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
+        ranks = []
+        for rank in range(WORLD):
+            environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            log = (folder / f"rank-{rank}.log").open("w")
+            command = [sys.executable, "-m", "titancli.testing.behaviour.ranks", name]
+            ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+            log.close()
+        try:
+            for process in ranks:
+                process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            yield f"two ranks gave no answer in {SECONDS} s: {_last_words(folder)}"
+            return
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        if not (folder / "faults.json").is_file():
+            yield f"two ranks could not be run: {_last_words(folder)}"
+            return
+        yield from json.loads((folder / "faults.json").read_text())
+
+
+def _last_words(folder: Path) -> str:
+    logs = [(folder / f"rank-{rank}.log").read_text().strip() for rank in range(WORLD)]
+    return "\n".join(log[-2000:] for log in logs if log) or "they said nothing"
+
+
+def _write(jobs: list[Job], files: list[Path], folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    listed = []
+    for number, job in enumerate(jobs):
+        save_file({k: v.contiguous() for k, v in job.reference.items()}, folder / f"{number}.reference")
+        for place, batch in enumerate(job.batches):
+            tensors = {name: tensor.contiguous().clone() for name, tensor in batch.items()}
+            save_file(tensors, folder / f"{number}.batch.{place}")
+        listed.append(
+            {
+                "label": job.label,
+                "check": job.check,
+                "parts": {name: _told(part) for name, part in job.parts.items()},
+                "layouts": job.layouts,
+                "measure": job.measure,
+                "tolerance": job.tolerance,
+                "units": [batch.unit for batch in job.batches],
+            }
+        )
+    (folder / "jobs.json").write_text(json.dumps({"jobs": listed, "files": [str(file) for file in files]}))
+
+
+def _told(part: Any) -> Any:
+    """A config, or a list of them, as plain data."""
+    from titancli.recipe.lock import resolved_data
+    from titancli.recipe.tree import DEFAULT, Node
+    from titancli.registry import current
+    from titancli.registry.component import component_info
+
+    if isinstance(part, list):
+        return [_told(config) for config in part]
+    if isinstance(part, str):
+        return part
+    data = resolved_data(part, Node({}, DEFAULT), current())
+    return {"kind": component_info(part).kind, "name": data.pop("type"), "values": data}
+
+
+# ------------------------------------------------------------------------------------------ on each rank
+
+
+def main(folder: Path) -> None:
+    """A rank's whole life."""
+    import torch
+    import torch.distributed as dist
+
+    from titancli import registry
+
+    torch.set_num_threads(1)
+    told = json.loads((folder / "jobs.json").read_text())
+    registry.configure(files=[Path(file) for file in told["files"]])
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(folder / "store"), WORLD),
+        rank=int(os.environ["RANK"]),
+        world_size=WORLD,
+        timeout=timedelta(seconds=SECONDS / 10),
+    )
+    faults: list[str] = []
+    for number, job in enumerate(told["jobs"]):
+        for layout, mesh in job["layouts"].items():
+            mine = _fault(folder, number, job, mesh)
+            both: list[Any] = [None] * WORLD
+            dist.all_gather_object(both, mine)
+            if found := next((fault for fault in both if fault), None):
+                faults.append(f"{job['label']}: [{job['check']}] {layout}: {found}")
+    if dist.get_rank() == 0:
+        part = folder / "faults.part"
+        part.write_text(json.dumps(faults))
+        part.rename(folder / "faults.json")
+    dist.destroy_process_group()
+
+
+def _fault(folder: Path, number: int, job: dict[str, Any], mesh: dict[str, int]) -> str | None:
+    """What is wrong with a job on one layout, as this rank sees it; None where a TitanError refuses it."""
+    try:
+        return _compared(folder, number, job, mesh)
+    except TitanError:
+        return None  # right, or refused by name
+    except Exception as error:
+        return f"it raises: {own_traceback(error)}"
+
+
+def _compared(folder: Path, number: int, job: dict[str, Any], mesh: dict[str, int]) -> str | None:
+    from safetensors.torch import load_file
+
+    from titancli.data.batch import Batch
+    from titancli.testing.behaviour import first_difference
+    from titancli.testing.behaviour.engines import engine_of, gradients, step, weights
+
+    parts = {name: _bound(part) for name, part in job["parts"].items()}
+    reference = load_file(folder / f"{number}.reference")
+    with contextlib.ExitStack() as ends:
+        engine = ends.enter_context(engine_of(**parts, mesh=mesh))
+        dp = engine.mesh.degrees.dp
+        batches = [
+            _mine(Batch(load_file(folder / f"{number}.batch.{place}"), unit=unit), dp, engine.mesh.dp_rank)
+            for place, unit in enumerate(job["units"])
+        ]
+        if job["measure"] == "gradients":
+            found = gradients(engine, batches[0])
+        else:
+            saved = folder / f"{number}.saved" / "step-1"
+            step(engine, batches[0])
+            engine.save(saved)
+            step(engine, batches[1])
+            found = weights(engine)
+            fresh = ends.enter_context(engine_of(**parts, mesh=mesh))
+            fresh.load(saved)
+            step(fresh, batches[1])
+            if difference := first_difference(found, weights(fresh), 0.0):
+                return f"a step after a resume is another: {difference}"
+        missing = [name for name in found if name not in reference]
+        if missing:
+            return f"parameters have other names: {', '.join(missing)}"
+        if difference := first_difference({n: reference[n] for n in found}, found, job["tolerance"]):
+            return f"it computes something else than one rank does: {difference}"
+    return None
+
+
+def _bound(part: Any) -> Any:
+    from titancli.registry import current
+    from titancli.registry.binding import bind
+
+    if isinstance(part, list):
+        return [_bound(config) for config in part]
+    if isinstance(part, str):
+        return part
+    return bind(current().find(part["kind"], part["name"]), part["values"], current())
+
+
+def _mine(batch: Batch, dp: int, dp_rank: int) -> Batch:
+    """This data-parallel rank's rows."""
+    return batch.split(batch.rows // dp)[dp_rank]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

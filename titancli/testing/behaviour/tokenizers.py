@@ -1,0 +1,106 @@
+"""Tokenizers: ids that are in the vocabulary, text that comes back, batches that are their texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from titancli.errors import TitanError
+from titancli.testing.behaviour import Check, Subject
+
+TEXTS = ["", "a", "The end.", "def f(x):\n    return x + 1\n", "naïve Ἀχιλῆος 東京 🙂", "  two  spaces \t"]
+TALK = [
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "And then?"},
+    {"role": "assistant", "content": "5."},
+]
+
+
+def ids(subject: Subject) -> Iterator[str]:
+    """Every id is below vocab_size, the end marker too, and no text makes an end marker."""
+    tokenizer = subject.target(subject.config)
+    size, end = tokenizer.vocab_size, tokenizer.eos_id
+    if not 0 <= end < size:
+        yield f"eos_id is {end}, and vocab_size {size}"
+    for text in TEXTS:
+        found = tokenizer.encode(text)
+        if wrong := [i for i in found if type(i) is not int or not 0 <= i < size]:
+            yield f"encode({text!r}) gives {wrong[0]!r}: ids are integers below vocab_size, {size}"
+        if end in found:
+            yield f"encode({text!r}) gives eos_id: a text would end in the middle"
+    if tokenizer.encode(""):
+        yield f"encode('') gives {tokenizer.encode('')}: no special tokens are added"
+
+
+def round_trip(subject: Subject) -> Iterator[str]:
+    """Text that was decoded once comes back whole, and the end marker leaves no trace."""
+    tokenizer = subject.target(subject.config)
+    for text in TEXTS:
+        once = tokenizer.decode(tokenizer.encode(text))
+        if not isinstance(once, str) or (text.isascii() and text.strip() and not once.strip()):
+            yield f"decode(encode({text!r})) is {once!r}"
+            continue
+        twice = tokenizer.decode(tokenizer.encode(once))
+        if twice != once:
+            yield f"{once!r} comes back as {twice!r}"
+    found = tokenizer.encode("The end.")
+    if tokenizer.decode([*found, tokenizer.eos_id]) != tokenizer.decode(found):
+        yield "decode leaves a trace of the end marker"
+
+
+def many(subject: Subject) -> Iterator[str]:
+    """A batch of texts is its texts one by one, in every form."""
+    tokenizer = subject.target(subject.config)
+    wanted = [list(tokenizer.encode(text)) for text in TEXTS]
+    forms = {"encode_batch": tokenizer.encode_batch}
+    if hasattr(tokenizer, "encode_arrays"):
+        forms["encode_arrays"] = tokenizer.encode_arrays
+    for name, encode in forms.items():
+        found = [[int(i) for i in row] for row in encode(TEXTS)]
+        for text, one, other in zip(TEXTS, wanted, found, strict=True):
+            if one != other:
+                yield f"{name} makes another thing of {text!r} than encode: {other} and {one}"
+                break
+
+
+def again(subject: Subject) -> Iterator[str]:
+    """Built a second time it is the same, by its ids and by what it says of itself."""
+    from titancli.data.packing import tokenizer_identity
+
+    one, other = subject.target(subject.config), subject.target(subject.config)
+    if tokenizer_identity(one) != tokenizer_identity(other):
+        yield "its fingerprint is another when it is built again: a resume would be refused"
+    if [one.encode(text) for text in TEXTS] != [other.encode(text) for text in TEXTS]:
+        yield "it gives other ids when it is built again"
+
+
+def chat(subject: Subject) -> Iterator[str]:
+    """A conversation has ids, or a TitanError says that there is no template; a mask is of these ids."""
+    tokenizer = subject.target(subject.config)
+    try:
+        found = tokenizer.chat(TALK)
+    except TitanError:
+        return
+    if wrong := [i for i in found if not 0 <= i < tokenizer.vocab_size]:
+        yield f"chat gives {wrong[0]}, and vocab_size is {tokenizer.vocab_size}"
+    prompt = tokenizer.chat(TALK[:3], add_generation_prompt=True)
+    if hasattr(tokenizer, "chat_with_mask"):
+        yield from _mask(tokenizer, found, prompt)
+
+
+def _mask(tokenizer: Any, found: list[int], prompt: list[int]) -> Iterator[str]:
+    masked, mask = tokenizer.chat_with_mask(TALK)
+    if list(masked) != list(found) or len(mask) != len(found):
+        yield "chat_with_mask gives other ids than chat, or a mask of another length"
+        return
+    last, only = tokenizer.chat_with_mask(TALK, first=3)
+    if any(only[: len(prompt)]) or not any(only[len(prompt) :]) or list(last) != list(found):
+        yield "chat_with_mask(first=3) must choose the last answer alone, behind the prompt to generate it"
+    if not any(mask[: len(prompt)]):
+        yield "chat_with_mask chooses nothing of the first answer"
+
+
+CHECKS: dict[str, dict[str, Check]] = {
+    "tokenizer": {"ids": ids, "round trip": round_trip, "batches": many, "again": again, "chat": chat}
+}
