@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 # Spinning OpenMP threads of several processes on few cores ruin tests; set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell that starts them in the background has Ctrl-C ignored, and what they start would ignore it as well.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 
