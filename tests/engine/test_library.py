@@ -19,11 +19,13 @@ from torch import Tensor
 from tests.docs.markdown import ROOT, blocks
 from titancli import Batch, Engine, LossResult, TitanError, load_recipe
 from titancli.engine import given as inputs
+from titancli.engine import opening
 from titancli.engine.given import RESERVED
 from titancli.errors import EnvironmentProblem, RecipeError, UsageError
 from titancli.losses import DPO, SFT, CrossEntropy, CrossEntropyFull, Grpo, Gspo
 from titancli.models import Llama3
 from titancli.optimizers import AdamW
+from titancli.optimizers.schedule import lr_factor
 from titancli.recipe import lock_text
 from titancli.recipe.schema import Debug, LRScheduler, Mesh, Training
 
@@ -116,12 +118,27 @@ def test_a_run_stands_for_its_recipe_and_its_newest_weights(recipe_file: Path, t
         assert torch.equal(scorer.forward(batch()), trained) and scorer.step == 0
 
 
+@pytest.mark.parametrize("parts", [{}, {"training": Training(steps=9, seq_len=16)}])
+def test_a_scripts_defaults_are_float32_on_a_cpu_no_recomputation_and_a_constant_rate(
+    parts: dict[str, Any],
+) -> None:
+    recipe = opening.recipe_of(Llama3(**TINY), parts, torch.device("cpu"))  # type: ignore[arg-type]
+    assert recipe.training.mixed_precision_param == "float32"
+    assert recipe.activation_checkpoint.mode == "none"
+    assert [lr_factor(recipe.lr_scheduler, step, recipe.training.steps) for step in range(9)] == [1.0] * 9
+    on_gpu = opening.recipe_of(Llama3(**TINY), parts, torch.device("cuda"))  # type: ignore[arg-type]
+    assert on_gpu.training.mixed_precision_param == "bfloat16"
+    written = Training(steps=1, mixed_precision_param="bfloat16")
+    asked = opening.recipe_of(Llama3(**TINY), {"training": written}, torch.device("cpu"))
+    assert asked.training.mixed_precision_param == "bfloat16"
+
+
 def test_an_engine_of_parts_has_a_recipes_defaults() -> None:
     with Engine.of(Llama3(**TINY)) as engine:
         rates = [(engine.forward_backward(batch()), engine.optim_step())[1]["lr"] for _ in range(3)]
         assert rates == [AdamW().lr] * 3, "no schedule without a length"
         assert type(engine.loss).__name__ == "CrossEntropy"
-        assert engine.config["compute_dtype"] == "bfloat16" and engine.config["world"] == 1
+        assert engine.config["compute_dtype"] == "float32" and engine.config["world"] == 1
         assert json.loads(json.dumps(engine.config)) == engine.config
     parts: dict[str, Any] = dict(
         optimizer=AdamW(lr=0.5),

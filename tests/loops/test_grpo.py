@@ -159,6 +159,47 @@ def test_a_reward_that_fails_ends_no_run(train: Callable[..., Finished], tiny: P
     assert done.code == 2 and "the nearest is 2" in done.stderr
 
 
+ALWAYS_BAD = FAULTY.replace("number = len(asked) % 6", "number = 1").replace("Raises, hangs", "Fails")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "more", "words", "steps_done"),
+    [
+        (["bad"], [], "the reward alone failed every time\n  alone: ValueError: no such answer", 2),
+        (["bad", "exact_match"], [], "the reward both failed every time\n  both: ValueError", 2),
+        (
+            ["bad"],
+            ["loop.max_failed=1"],
+            "every reward failed in 1 samplings in a row, up to step 1\n",
+            1,
+        ),
+    ],
+    ids=["alone", "both", "most"],
+)
+def test_rewards_that_always_fail_end_the_run_with_an_error(
+    train: Callable[..., Finished],
+    tiny: Path,
+    rewards: list[str],
+    more: list[str],
+    words: str,
+    steps_done: int,
+    request: pytest.FixtureRequest,
+) -> None:
+    name = request.node.callspec.id
+    plugin = ALWAYS_BAD.replace('"bad"', f'"{name}"').replace("bad:build", f"always_{name}:build")
+    (tiny / f"always_{name}.py").write_text(plugin)
+    listed = ", ".join(f'{{type = "{name if reward == "bad" else reward}"}}' for reward in rewards)
+    done = train(
+        *("grpo.toml", "--run-dir", "r", "-p", f"./always_{name}.py", f"loop.rewards=[{listed}]"),
+        *("training.steps=2", "loop.eval_freq=0", *more),
+    )
+    assert done.code == 1
+    assert words in done.err and "Traceback" not in done.err
+    told = "every reward failed, so there is nothing to learn from it"
+    assert done.err.count(told) == (0 if "exact_match" in rewards else steps_done)
+    assert Path("r", "checkpoints", f"step-{steps_done}", "manifest.json").is_file()
+
+
 def test_grpo_digit_learns_every_digit(train: Callable[..., Finished], here: Path) -> None:
     """One seed of the recipe, as far as it needs; all three seeds are in the slow set."""
     assert (

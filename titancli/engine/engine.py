@@ -105,12 +105,14 @@ class Engine(Core):
         frozen: bool = False,
         **parts: Unpack[opening.Parts],
     ) -> Engine:
-        """The engine of a model's config and what else is given, with a recipe's defaults for the rest.
+        """The engine of a model's config and what else is given.
 
         `Engine.of(Llama3(dim=256, n_layers=4, ...), optimizer=AdamW(lr=1e-3), mesh=Mesh(tp=2))`. Parts are
         configs of components (`optimizer`, `loss`, `converters`, `parallelize`) and sections of a recipe
-        (`training`, `lr_scheduler`, `mesh`, …; `titancli.recipe.schema`), and `weights`, a path. Without
-        `training` the learning rate is constant.
+        (`training`, `lr_scheduler`, `mesh`, …; `titancli.recipe.schema`), and `weights`, a path. What is left
+        out is as in a recipe, but for three things: without `lr_scheduler` the learning rate is constant,
+        without `activation_checkpoint` nothing is recomputed, and on a CPU `training.mixed_precision_param`
+        is float32.
 
         Raises:
             UsageError: a part that there is not, or of another kind.
@@ -118,7 +120,7 @@ class Engine(Core):
         """
         chosen = opening.join(device)
         try:
-            engine = cls._built(opening.recipe_of(model, parts), chosen, frozen)
+            engine = cls._built(opening.recipe_of(model, parts, chosen), chosen, frozen)
             if "training" not in parts:  # nobody has said how long rows are
                 engine.settings = replace(engine.settings, limits=engine.settings.limits.of_model())
             return engine

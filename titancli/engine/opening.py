@@ -28,6 +28,7 @@ from titancli.recipe.schema import (
     Debug,
     LRScheduler,
     Mesh,
+    OfRecipes,
     Pipeline,
     Recipe,
     Stability,
@@ -158,9 +159,9 @@ def checkpoint_of(folder: Path, *, verify: Verify = "full") -> Path:
     return comm.on_rank_zero(look)
 
 
-def recipe_of(model: Any, parts: Parts) -> Recipe:
-    """A recipe out of parts, with the defaults of a recipe for the rest; a constant learning rate and one
-    step where no `training` says how long the schedule is.
+def recipe_of(model: Any, parts: Parts, device: torch.device) -> Recipe:
+    """A recipe out of parts. What is not given is as in a recipe, but for what a script does not expect: the
+    learning rate is constant, nothing is recomputed in backward, and on a CPU all is computed in float32.
 
     Raises:
         UsageError: a part that there is not, that is of another kind, or a class in place of its instance.
@@ -170,9 +171,10 @@ def recipe_of(model: Any, parts: Parts) -> Recipe:
             f"Engine.of takes no {' and no '.join(unknown)}",
             hint=f"its parts are model, {', '.join(Parts.__annotations__)}",
         )
-    if "lr_scheduler" in parts and "training" not in parts:
+    if "lr_scheduler" in parts and "training" not in parts and parts["lr_scheduler"].total_steps is None:
         raise UsageError(
-            "a schedule needs its length", hint="give training=Training(steps=...) with lr_scheduler"
+            "a schedule needs its length",
+            hint="give training=Training(steps=...) with lr_scheduler, or its total_steps",
         )
     given: dict[str, Any] = {"model": model, **parts}
     for name, kind in SLOTS.items():
@@ -184,6 +186,14 @@ def recipe_of(model: Any, parts: Parts) -> Recipe:
         given.setdefault(kind, _default(kind))
     given.setdefault("training", Training(steps=1, seq_len=min(2048, getattr(model, "max_seq_len", 2048))))
     given.setdefault("lr_scheduler", LRScheduler(warmup_steps=0, decay_ratio=0.0, min_lr_factor=1.0))
+    given.setdefault("activation_checkpoint", ActivationCheckpoint(mode="none"))
+    training = given["training"]
+    if not isinstance(training, Training):
+        raise UsageError(
+            f"training: this is a {type(training).__name__}", hint="write training=Training(steps=...)"
+        )
+    if device.type == "cpu" and isinstance(training.mixed_precision_param, OfRecipes):
+        given["training"] = dataclasses.replace(training, mixed_precision_param="float32")
     weights = parts.get("weights")
     if weights is not None:
         given["weights"] = Path(weights) if url_of(Path(weights)) else Path(weights).absolute()

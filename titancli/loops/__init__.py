@@ -91,6 +91,8 @@ class Grpo:
     """Seconds that a reward may take for one completion."""
     failed_reward: Literal["zero", "drop"] = "zero"
     """A reward that raised, took too long, or was no number counts 0; or its sample is left out."""
+    max_failed: Annotated[int, Gt(0)] = 10
+    """So many samplings in a row in which every reward failed end the run, with a checkpoint and an error."""
     eval_freq: Annotated[int, Ge(0)] = 0
     """Steps between two evaluations on most probable completions; after the last step there is one too. 0:
     none."""

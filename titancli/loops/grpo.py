@@ -9,7 +9,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from titancli.loops.grpo_steps import Evaluation, Learner, Rollouts, Stopwatch, check_fits, sample
+from titancli.loops.grpo_steps import (
+    Evaluation,
+    Failures,
+    Learner,
+    Rollouts,
+    Stopwatch,
+    check_fits,
+    sample,
+)
 from titancli.registry.component import build as build_component
 from titancli.rl.rollouts import Recorder
 from titancli.rl.scoring import Scorer
@@ -54,9 +62,14 @@ def grpo(
     observers: Observers,
     run: Run,
 ) -> None:
-    """Train until the last step or a signal; save on the way and at the end."""
+    """Train until the last step or a signal; save on the way and at the end.
+
+    Raises:
+        TitanError: all is saved, and rewards failed every time, or in too many samplings in a row.
+    """
     recorder, clock = Recorder(run.folder) if run.folder else None, Stopwatch()
-    while run.goes_on(engine.step):
+    failures = Failures(scorer, config.max_failed)
+    while run.goes_on(engine.step) and not failures.too_many:
         step = engine.step
         clock.start()
         asked = data.take(config.prompts)
@@ -65,6 +78,7 @@ def grpo(
         rollouts = Rollouts(sampled, scorer.score(sampled.pairs), config)
         rollouts.advantages = advantage(rollouts.rewards, rollouts.counted)
         measured = rollouts.metrics(engine, scorer.names)
+        failures.count(rollouts, step + 1)
         clock.lap("reward_seconds")
         for lag, batches in enumerate(learner.minibatches(rollouts)):
             metrics = engine.forward_backward(batches) | engine.optim_step()
@@ -79,3 +93,5 @@ def grpo(
         if run.checkpoint_due(engine.step):
             run.save(engine, data)
     run.finish(engine, data)
+    if (error := failures.verdict(run.why)) is not None:
+        raise error

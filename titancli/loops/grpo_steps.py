@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from titancli.data.batch import Batch
 from titancli.engine.seeds import derive
-from titancli.errors import RecipeError
+from titancli.errors import RecipeError, TitanError
 from titancli.loops.reference import Reference
 from titancli.registry.component import build
 from titancli.rl.packing import Sample, pack, rows_of
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from titancli.rl.rollouts import Recorder
     from titancli.rl.samples import Completion, Prompt
     from titancli.rl.scoring import Score, Scorer
+
+logger = logging.getLogger(__name__)
 
 ROUNDING = 1e-9
 """Sums of weighted rewards that differ by less are equal."""
@@ -119,6 +122,8 @@ class Rollouts:
         self.counted = torch.tensor(kept)
         """[prompts, samples] bool: what the policy for failed rewards leaves in."""
         self.advantages = torch.zeros_like(self.rewards)
+        self.worked: dict[str, int] = {}
+        """By reward, how often it gave a number, over all ranks; `metrics` counts."""
 
     def samples(self, first: int, count: int) -> list[Sample]:
         """What is learnt from, of `count` prompts; one with an advantage of 0 counts in averages too."""
@@ -153,7 +158,9 @@ class Rollouts:
         for name in names:
             found = [score.rewards[name] for score in scores if name in score.rewards]
             sums |= {f"reward/{name}": float(sum(found)), f"count {name}": float(len(found))}
-        return _averages(_summed(sums, engine), names)
+        sums = _summed(sums, engine)
+        self.worked = {name: round(sums[f"count {name}"]) for name in names}
+        return _averages(sums, names)
 
     def save(self, recorder: Recorder, step: int, engine: Engine) -> None:
         """Those of all ranks, on rank 0. Collective."""
@@ -183,6 +190,49 @@ class Rollouts:
             )
         ]
         return {"step": step, "prompt": prompt.text, "answer": prompt.answer, "samples": samples}
+
+
+class Failures:
+    """Ends a run whose rewards say nothing. The same on every rank."""
+
+    def __init__(self, scorer: Scorer, most: int) -> None:
+        self._scorer, self._most = scorer, most
+        self._in_a_row = 0
+        self._last = 0
+        self._never = set(scorer.names)
+
+    def count(self, rollouts: Rollouts, step: int) -> None:
+        """Take note of what led to a step, and report it where every reward of it failed."""
+        worked = {name for name, times in rollouts.worked.items() if times}
+        self._never -= worked
+        self._last = step
+        self._in_a_row = 0 if worked else self._in_a_row + 1
+        if not worked:
+            logger.warning("step %d: every reward failed, so there is nothing to learn from it", step)
+
+    @property
+    def too_many(self) -> bool:
+        return self._in_a_row >= self._most
+
+    def verdict(self, why: str) -> TitanError | None:
+        """Why the run has failed, if so; a reward that never gave a number is no reward.
+
+        Args:
+            why: how the run ended, see `Run`. One that is stopped may go on, and is not judged.
+        """
+        hint = "mend it and go on with --resume; `titan rollouts RUN` shows each failure"
+        if self.too_many:
+            found = f"every reward failed in {self._in_a_row} samplings in a row, up to step {self._last}"
+            return TitanError(found + self._first(self._scorer.names), hint=hint)
+        if why in ("finished", "data_ended") and self._last and self._never:
+            names = sorted(self._never)
+            them = f"reward {names[0]}" if len(names) == 1 else f"rewards {', '.join(names)}"
+            return TitanError(f"the {them} failed every time" + self._first(names), hint=hint)
+        return None
+
+    def _first(self, names: Sequence[str]) -> str:
+        first = self._scorer.first_failures
+        return "".join(f"\n  {name}: {first[name]}" for name in names if name in first)
 
 
 def _all_alike(row: Tensor) -> bool:

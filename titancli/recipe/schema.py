@@ -17,6 +17,12 @@ from titancli.recipe.fitting import nearest_degrees
 from titancli.registry.component import Component, Slot, section
 
 
+class OfRecipes(str):
+    """A default of recipes, where a script's may be another. The same text, when it is written, is none."""
+
+    __slots__ = ()
+
+
 @section
 class Requires:
     """What must be installed for this recipe."""
@@ -45,7 +51,7 @@ class Training:
     """Gradients are clipped to this total norm; 0 never clips."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What parameters, gradients and optimizer state are stored in."""
-    mixed_precision_param: Literal["float32", "bfloat16"] = "bfloat16"
+    mixed_precision_param: Literal["float32", "bfloat16"] = OfRecipes("bfloat16")  # type: ignore[assignment]
     """What parameters and activations are cast to for forward and backward."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """What gradients are summed over ranks in."""

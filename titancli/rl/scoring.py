@@ -56,7 +56,8 @@ class Scorer:
         """`seconds`: what one call of a reward may take."""
         self._rewards: list[_Weighted] = []
         self._seconds = seconds
-        self._told: Counter[str] = Counter()
+        self.first_failures: dict[str, str] = {}
+        """By reward, in words: how it failed first."""
         count: Counter[str] = Counter()
         for config in configs:
             name = component_info(config).name
@@ -104,8 +105,8 @@ class Scorer:
         return Score(rewards, failed, total)
 
     def _tell(self, name: str, why: str) -> None:
-        self._told[name] += 1
-        if self._told[name] == 1:
+        if name not in self.first_failures:
+            self.first_failures[name] = why
             logger.warning(
                 "the reward %s failed: %s; further failures are only counted (reward_failed)", name, why
             )
