@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -120,3 +121,14 @@ def test_a_hand_edited_lock_file_is_checked_like_any_recipe(load, tmp_path: Path
     path.write_text(lock_text(load(BASE)).replace("steps = 1000", "steps = 'x'"))
     with pytest.raises(RecipeError, match=r"training\.steps must be an integer"):
         load_recipe(path, registry=registry_of())
+
+
+def test_a_lock_file_keeps_what_a_flavor_gives_only_since(tmp_path: Path) -> None:
+    """It says None by leaving a key out; a flavor that fills it in by now changes no run that was begun."""
+    path = tmp_path / "lock.toml"
+    text = lock_text(load_recipe("llama4_17bx16e"))
+    assert "every_n_layers_nope = 4\n" in text
+    text = text.replace("every_n_layers_nope = 4\n", "").replace("fixed_attn_block_size = 8192\n", "")
+    path.write_text(re.sub(r"\[model\.attn_temperature\]\n(\w.*\n)*", "", text))
+    model = load_recipe(path).recipe.model
+    assert (model.every_n_layers_nope, model.fixed_attn_block_size, model.attn_temperature) == (None,) * 3

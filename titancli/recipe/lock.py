@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
 
 
+HEADER = "# A resolved recipe, written by titan"
+
+
 def lock_text(loaded: Loaded) -> str:
     """A recipe's resolved data as TOML 1.0. Loading it gives the same data."""
     import tomli_w
 
-    header = (
-        f"# A resolved recipe, written by titan {__version__}. It runs again as it is: titan train THIS_FILE"
-    )
+    header = f"{HEADER} {__version__}. It runs again as it is: titan train THIS_FILE"
     return f"{header}\n{tomli_w.dumps(loaded.data)}"
 
 

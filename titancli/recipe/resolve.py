@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from titancli.errors import PluginError
 from titancli.recipe.hints import arms, bare, element_of, false_literal, fields_of, recipe_slots, slot_of
+from titancli.recipe.lock import HEADER
 from titancli.recipe.overrides import without
 from titancli.recipe.problems import Problems, nearest
 from titancli.recipe.read import taken_as_text
@@ -161,7 +162,10 @@ class _Resolver:
             return Node(rest, node.origin)
         at = given.origin
         origin = Origin("flavor", at.source, at.key, at.value, f"flavor {given.value!r} of {name}")
-        filled = _under(node, from_python(flavors[given.value], origin))
+        row = flavors[given.value]
+        if at.source is not None and at.source.text.startswith(HEADER):
+            row = _not_null(row, cls)  # a lock file says None by leaving a key out
+        filled = _under(node, from_python(row, origin))
         for key in self.unset:
             if key[: len(path)] == tuple(map(str, path)):
                 filled, found = without(filled, key[len(path) :])
@@ -181,6 +185,12 @@ class _Resolver:
         else:
             hint = nearest(given.value, flavors) or f"one of {', '.join(flavors)}"
             self.problems.add("bad-choice", f"{name} has no flavor {given.value!r}", location, hint)
+
+
+def _not_null(row: dict[str, Any], cls: type) -> dict[str, Any]:
+    """A flavor's row without the fields that are None unless they are given."""
+    nullable = {field.name for field in dataclasses.fields(cls) if field.default is None}
+    return {key: value for key, value in row.items() if key not in nullable}
 
 
 def _under(node: Node, row: Node) -> Node:
