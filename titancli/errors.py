@@ -82,6 +82,10 @@ def _rebuild(cls: type[TitanError], message: str, hint: str | None) -> TitanErro
     return cls(message, hint=hint)
 
 
+class RankFailure(TitanError):
+    """Another rank failed, or cannot be reached: the echo, on this rank, of what went wrong there."""
+
+
 class UsageError(TitanError):
     """The command line itself is wrong."""
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +29,7 @@ from titancli.models import Llama3
 from titancli.optimizers import AdamW
 from titancli.optimizers.schedule import lr_factor
 from titancli.recipe import lock_text
-from titancli.recipe.schema import Debug, LRScheduler, Mesh, Training
+from titancli.recipe.schema import Comm, Debug, LRScheduler, Mesh, Training
 
 TINY: dict[str, Any] = dict(
     dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=64, max_seq_len=64
@@ -195,24 +197,111 @@ def test_the_last_engine_ends_the_group_that_the_first_made() -> None:
     again.close()
 
 
-def joined(port: int) -> tuple[int, float, bool]:
-    """What a script under torchrun does; the pool's own group is in the way."""
+@contextmanager
+def under_torchrun(port: int) -> Iterator[None]:
+    """Where a script of several ranks begins; the pool's own group is in the way."""
     dist.barrier()  # or one would leave while the other still arrives
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    with Engine.of(Llama3(**TINY), mesh=Mesh(dp_shard=2)) as engine:
-        found = engine.forward_backward(batch(seed=dist.get_rank()))
-        world = engine.config["world"]
-    return world, float(found["loss"]), dist.is_initialized()
+    yield
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def joined(port: int) -> list[tuple[float, bool]]:
+    """Six engines: one after the other, and two at once."""
+    found = []
+    with under_torchrun(port):
+        for number in range(4):
+            with Engine.of(Llama3(**TINY), mesh=Mesh(dp_shard=2)) as engine:
+                assert engine.config["world"] == 2
+                found.append(float(engine.forward_backward(batch(seed=dist.get_rank()))["loss"]))
+                if number == 3:
+                    with Engine.of(Llama3(**TINY), mesh=Mesh(dp_replicate=2), frozen=True) as other:
+                        found.append(float(other.evaluate(batch(seed=dist.get_rank()))["loss"]))
+                    found.append(float(engine.forward_backward(batch(seed=dist.get_rank()))["loss"]))
+            assert not dist.is_initialized()
+    return found
 
 
 @pytest.mark.ranks
-def test_ranks_that_torchrun_started_meet(ranks: Any) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    (world, loss, left), other = ranks(2, joined, port)
-    assert (world, loss, left) == other == (2, loss, False)
+def test_ranks_that_torchrun_started_meet_as_often_as_they_build_an_engine(ranks: Any, port: int) -> None:
+    found, other = ranks(2, joined, port)
+    assert found == other and len(found) == 6
+    assert found == pytest.approx([found[0]] * 6)
+
+
+def limits(port: int, recipe_file: Path) -> list[float]:
+    """The longest that a rank waits for the others in any group, as time goes by."""
+
+    def longest() -> float:
+        groups = list(dist.distributed_c10d._world.pg_map)
+        waits = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+        return max(wait.total_seconds() for wait in waits)
+
+    def used(engine: Engine) -> list[float]:
+        found = [longest()]
+        for _ in range(2):
+            engine.forward(batch())
+            found.append(longest())
+        return found
+
+    found = [longest()]
+    with Engine.of(Llama3(**TINY), comm=Comm(init_timeout_seconds=5)) as engine:
+        found += used(engine)
+    with under_torchrun(port):
+        settings = ["comm.init_timeout_seconds=40", "comm.train_timeout_seconds=30", "mesh.tp=2"]
+        with Engine.build(recipe_file, settings) as engine:
+            found += used(engine)
+            parts: Any = dict(comm=Comm(init_timeout_seconds=9, train_timeout_seconds=7))
+            with Engine.of(Llama3(**TINY), **parts) as other:
+                found += used(other)
+    return found
+
+
+@pytest.mark.ranks
+def test_the_time_limits_of_a_recipe_reach_the_groups_that_are_made_for_it(
+    ranks: Any, port: int, recipe_file: Path
+) -> None:
+    somebody_elses, made_here = [60.0] * 4, [40.0, 40.0, 30.0, 9.0, 9.0, 7.0]
+    assert ranks(2, limits, port, recipe_file) == [somebody_elses + made_here] * 2
+
+
+SCRIPT = """
+import torch
+from titancli import Batch, Engine
+from titancli.models import Llama3
+
+model = Llama3(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=64)
+rows = Batch({"tokens": torch.arange(32).view(2, 16), "targets": torch.arange(32).view(2, 16)})
+for number in range(3):
+    with Engine.of(model) as policy, Engine.of(model, frozen=True) as reference:
+        policy.forward_backward(rows)
+        policy.optim_step()
+        reference.load_weights(policy.weights())
+        print("engine", number, policy.config["world"], policy.status["tokens_seen"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_script_under_torchrun_builds_one_engine_after_the_other(tmp_path: Path, port: int) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "--master-port", str(port), "script.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n"))[1:] == [f"engine {n} 2 64" for n in range(3) for _ in range(2)]
 
 
 def test_a_group_that_somebody_else_made_is_left_alone() -> None:

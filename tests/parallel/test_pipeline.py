@@ -17,6 +17,7 @@ from titancli.engine.pipelined import SHORT
 from titancli.errors import RecipeError, TitanError
 from titancli.losses.result import LossResult
 from titancli.models.llama3 import Llama3Model
+from titancli.observe.comm import set_timeouts
 from titancli.parallel.pipeline import split
 from titancli.recipe.schema import Pipeline
 from titancli.recipe.stages import SCHEDULES, StageError
@@ -330,16 +331,16 @@ def test_what_a_stage_refuses_is_said_in_its_own_words(ranks) -> None:
 
 
 def too_wide() -> str:
+    set_timeouts(2)
     engine = Engine.build(recipe(pp()))
     engine.runner._width += 1
     with pytest.raises(TitanError) as caught:
-        if dist.get_rank() == 0:
-            engine.forward(whole_batch())
-        raise TitanError("waits for nothing")
+        engine.forward(whole_batch())
     return str(caught.value)
 
 
 @ranks_only
 def test_hidden_states_of_another_shape_are_not_sent(ranks) -> None:
-    said, _ = ranks(2, too_wide)
+    said, echo = ranks(2, too_wide)
+    assert echo.startswith("rank 0 failed in forward: TitanError: a stage of")
     assert "made hidden states [1, 16, 32] torch.float32, and the next one awaits [1, 16, 33]" in said

@@ -30,6 +30,7 @@ from titancli.engine.watched import Watched
 from titancli.errors import EnvironmentProblem, Problem, RecipeError, TitanError
 from titancli.models.blocks.kernels import prefer_fast_kernels
 from titancli.models.blocks.moe import moe_layers
+from titancli.observe.comm import groups_wait_as_the_default_one
 from titancli.optimizers.nothing import Nothing
 from titancli.optimizers.schedule import lr_factor
 from titancli.parallel.context import RowCut
@@ -61,7 +62,8 @@ def build_engine(
     training = recipe.training
     degrees = recipe.degrees(dist.get_world_size())
     refuse_unfit(recipe, degrees)
-    mesh = Mesh(degrees, device)
+    with groups_wait_as_the_default_one():
+        mesh = Mesh(degrees, device)
     with torch.device("meta"):
         model = build(recipe.model, seq_len=training.seq_len)
     model = model.to(getattr(torch, training.dtype))

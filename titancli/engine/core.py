@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from titancli.checkpoint.exclude import NOTHING, Exclusion
 from titancli.data.values import Limits
+from titancli.engine.agreement import Call, Together, together
 from titancli.engine.exchange import NamedTensor, Target, push, take_weights
 from titancli.engine.guard import Guard
 from titancli.engine.runners import Runner
@@ -98,6 +99,10 @@ class Core:
     """What the Hugging Face folder that the weights once came from had beside them, for checkpoints."""
     busy: str | None = None
     """Why no verb can be called now, if so."""
+    ranks: Together = field(default_factory=together, repr=False)
+    """Those of the process group that this engine was built in."""
+    number: int = field(init=False)
+    """Which of the group's engines it is, the same on every rank."""
     unusable: Unusable | None = None
     """Why no verb but `load` may be called any more, if so."""
     watched: Watched | None = field(default=None, repr=False)
@@ -117,6 +122,9 @@ class Core:
     """The loss that was given last, and what was made of it."""
     _ends: ExitStack = field(default_factory=ExitStack, repr=False)
     """What `close` undoes."""
+
+    def __post_init__(self) -> None:
+        self.number = self.ranks.enlist()
 
     @property
     def model(self) -> Any:
@@ -146,8 +154,9 @@ class Core:
             mends: what the verb does for an engine that is unusable, if anything.
 
         Raises:
-            TitanError: the engine is closed, in the middle of `sampling` or another verb, or unusable; or a
-                script has put other parameters into the model, or had more of them require gradients.
+            TitanError: the engine is closed, in the middle of `sampling` or another verb, or unusable; its
+                ranks have lost each other; or a script has put other parameters into the model, or had more
+                of them require gradients.
         """
         self._usable(verb, mends)
         if self._verb is not None:
@@ -170,8 +179,13 @@ class Core:
     def _usable(self, verb: str, mends: MendedBy | None = None) -> None:
         if self.busy is not None:
             raise TitanError(f"{verb}: the engine {self.busy}")
+        self.ranks.require(verb)
         if self.unusable is not None and not self.unusable.mended_by_this(mends):
             raise self.unusable.error(verb)
+
+    def call(self, verb: str) -> Call:
+        """A verb that is about to begin, and that every rank calls."""
+        return Call(self.ranks, verb, self.number, self.mesh.degrees)
 
     def spoil(self, why: str, mended_by: MendedBy = "load") -> None:
         """Have each later verb refused: something has raised where nothing can be put back. Of several
@@ -248,16 +262,21 @@ class Core:
         """
         from titancli.checkpoint import save_checkpoint
 
-        tensors, state = self.save_state()
-        save_checkpoint(
-            Path(folder),
-            tensors,
-            {"engine": state},
-            lock_text=lock_text,
-            run_id=run_id,
-            mesh=asdict(self.mesh.degrees),
-            kept=self.kept,
-        )
+        self.ready("save")
+        call = self.call("save")
+        with call.agreed():
+            tensors, state = self.save_state()
+            call.given(f"as {Path(folder).name}")
+        with call.shared():
+            save_checkpoint(
+                Path(folder),
+                tensors,
+                {"engine": state},
+                lock_text=lock_text,
+                run_id=run_id,
+                mesh=asdict(self.mesh.degrees),
+                kept=self.kept,
+            )
 
     def load(
         self,
@@ -292,10 +311,13 @@ class Core:
         self.ready("load" if everything else "load(optimizer=False)", None if exclude.patterns else mends)
         if wanted:
             self._has_optimizer("load(optimizer=True)")
-        before = self.version
-        state = load_state(
-            self, checkpoint_of(Path(folder)), optimizer=wanted, verify=verify, exclude=exclude
-        )
+        before, call = self.version, self.call("load")
+        with call.agreed():
+            call.given(f"of {Path(folder).name}, {'all of it' if wanted else 'its weights alone'}")
+        with call.shared():
+            state = load_state(
+                self, checkpoint_of(Path(folder)), optimizer=wanted, verify=verify, exclude=exclude
+            )
         self._has_new_weights(max(self.version, before + 1))
         self.unusable = None
         return state
@@ -317,10 +339,17 @@ class Core:
             TitanError: the model's component declares no Hugging Face form.
         """
         self.ready("weights")
-        form = self._form()
+        call = self.call("weights")
+        with call.agreed():
+            form = self._form()
         wholes = whole_tensors(self)
-        for name, whole in wholes if self.adapters is None else self.adapters.merged(wholes):
-            for hf_name, value in form.to_hf(name, whole):
+        parameters = iter(wholes if self.adapters is None else self.adapters.merged(wholes))
+        while True:
+            with call.shared():
+                parameter = next(parameters, None)
+            if parameter is None:
+                return
+            for hf_name, value in form.to_hf(*parameter):
                 yield hf_name, value if dist.get_rank() == 0 else None
 
     def push_weights(self, target: Target) -> int:
@@ -338,8 +367,11 @@ class Core:
                 target's own error).
         """
         self.ready("push_weights")
-        self._form()
-        push(self.weights(), target)
+        call = self.call("push_weights")
+        with call.agreed():
+            self._form()
+        with call.shared():
+            push(self.weights(), target)
         return self.version
 
     def load_weights(self, weights: Iterable[NamedTensor] | None) -> None:
@@ -361,8 +393,11 @@ class Core:
                 "load_weights: this engine has adapters beside its base, and whole weights are neither",
                 hint="build an engine without them, or load a checkpoint of theirs",
             )
-        before = self.version
-        take_weights(self, self._form(), weights)
+        before, call = self.version, self.call("load_weights")
+        with call.agreed():
+            form = self._form()
+        with call.shared():
+            take_weights(self, form, weights)
         self._has_new_weights(before + 1)
         for converter in self.converters:
             for part in self.parts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +15,20 @@ from torch.distributed.fsdp import FSDPModule
 
 from titancli.engine import opening
 from titancli.engine.core import Core, EngineSettings, token_counts
-from titancli.engine.given import Given, Logits, LogProbs, batches_of, checked, checked_batches, loss_of
+from titancli.engine.given import (
+    Given,
+    Logits,
+    LogProbs,
+    batches_of,
+    checked,
+    checked_batches,
+    loss_of,
+    name_of,
+)
 from titancli.engine.gradients import divide_and_clip
 from titancli.engine.guard import step_unless
 from titancli.engine.rates import set_rates
+from titancli.engine.reduction import largest, marked, quotient, summed
 from titancli.engine.runners import Sums
 from titancli.engine.sampling import gathered, not_training, refuse_layout
 from titancli.engine.seeds import Stream
@@ -28,6 +38,7 @@ from titancli.process import settings_of
 
 if TYPE_CHECKING:
     from titancli.data.batch import Batch
+    from titancli.engine.agreement import Call
     from titancli.recipe.schema import Recipe
 
 __all__ = ["Engine", "EngineSettings", "Metrics"]
@@ -59,8 +70,8 @@ class Engine(Core):
 
         It runs in the process group that is initialised; else in one of the ranks that torchrun has started;
         else in one of this process alone. A group that was made here ends with the last engine that is
-        closed. Of the recipe it takes what concerns model, layout and optimisation; data, loggers, loop,
-        launcher, `comm` and `env` are a run's.
+        closed. Of the recipe it takes what concerns model, layout and optimisation, and of a group that was
+        made here the time limits of `comm`; data, loggers, loop, launcher and `env` are a run's.
 
         Args:
             recipe: a path, a bundled name such as `"llama3_debug"`; a run folder (its newest good
@@ -77,8 +88,7 @@ class Engine(Core):
         """
         chosen = opening.join(device)
         try:
-            found = opening.recipe_from(recipe, overrides)
-            engine = cls._built(found, chosen, frozen)
+            engine, found = cls._built(lambda: opening.recipe_from(recipe, overrides), chosen, frozen)
             if found is not recipe and not frozen:
                 opening.take_over(engine, found)
             return engine
@@ -120,7 +130,7 @@ class Engine(Core):
         """
         chosen = opening.join(device)
         try:
-            engine = cls._built(opening.recipe_of(model, parts, chosen), chosen, frozen)
+            engine, _ = cls._built(lambda: opening.recipe_of(model, parts, chosen), chosen, frozen)
             if "training" not in parts:  # nobody has said how long rows are
                 engine.settings = replace(engine.settings, limits=engine.settings.limits.of_model())
             return engine
@@ -128,19 +138,27 @@ class Engine(Core):
             opening.leave()
 
     @classmethod
-    def _built(cls, recipe: Recipe, device: torch.device, frozen: bool) -> Engine:
+    def _built(
+        cls, recipe_here: Callable[[], Recipe], device: torch.device, frozen: bool
+    ) -> tuple[Engine, Recipe]:
+        """The engine, and its recipe as it was read here: all ranks must have read the same."""
         from titancli.engine.build import build_engine
 
-        if frozen:
-            recipe = opening.weights_alone(recipe)
-        with ExitStack() as ends:
+        call = opening.call()
+        with call.shared():
+            found = recipe_here()
+        with call.agreed():
+            opening.compare(call, found, frozen)
+        recipe = opening.weights_alone(found) if frozen else found
+        with ExitStack() as ends, call.shared():
             if recipe.debug.deterministic:
                 ends.enter_context(settings_of(recipe.debug))
+            opening.limit(recipe.comm)
             engine = build_engine(recipe, device=device, frozen=frozen)
             opening.enlist(engine)
             ends.callback(opening.leave, engine)
             engine._ends = ends.pop_all()
-        return engine
+        return engine, found
 
     # ----------------------------------------------------------------------------------------- forward
 
@@ -156,9 +174,12 @@ class Engine(Core):
             TitanError: the batch lacks tokens or targets, or their shapes or dtypes are wrong.
         """
         self.ready("forward")
-        loss = Logits() if return_logits else LogProbs()
-        (placed,), poison = self._placed([batch], loss)
-        with self._no_gradients("forward"):
+        call, loss = self.call("forward"), Logits() if return_logits else LogProbs()
+        with call.agreed():
+            (placed,), poison = self._placed([batch], loss)
+            call.given_batches([placed])
+            call.given(f"with return_logits={return_logits}")
+        with self._no_gradients("forward"), call.shared():
             out: Tensor = self.runner.forward(placed, loss)
         return out if poison is None else out + poison.to(out.dtype)
 
@@ -172,21 +193,18 @@ class Engine(Core):
             `loss`, the average; `weight`, what it was divided by; and what the loss reports, divided too.
         """
         self.ready("evaluate")
-        loss, sums = self._loss_of(loss), dict[str, Any]()
-        placed, poison = self._placed(batches, loss)
-        with self._no_gradients("evaluate"):
+        call, sums = self.call("evaluate"), dict[str, Any]()
+        with call.agreed():
+            loss, placed, poison = self._taken(call, batches, loss)
+        with self._no_gradients("evaluate"), call.shared():
             for batch in placed:
                 result = checked(self.runner.forward(batch, loss), loss)
                 numbers = {"loss": result.sum, "weight": result.weight, **result.metrics}
                 for name, value in numbers.items():
                     sums[name] = sums.get(name, 0.0) + value.float()
-        total = torch.stack(list(sums.values()))
-        if poison is not None:
-            total = total + poison
-        dist.all_reduce(total, group=self.mesh.dp_group)
-        totals = dict(zip(sums, total.unbind(), strict=True))
+            totals = summed(marked(call.in_order(sums), poison), self.mesh.dp_group)
         weight = totals.pop("weight")
-        averages = {name: _quotient(value, weight) for name, value in totals.items()}
+        averages = {name: quotient(value, weight) for name, value in totals.items()}
         return {**averages, "weight": weight}
 
     @contextmanager
@@ -203,7 +221,9 @@ class Engine(Core):
             TitanError: with mesh.tp, cp, pp or ep above 1, or a model without `new_cache`.
         """
         self.ready("sampling")
-        refuse_layout(self)
+        call = self.call("sampling")
+        with call.agreed():
+            refuse_layout(self)
         model = self.model
         with torch.no_grad(), not_training([model]), gathered(model):
             self.busy = "is being sampled from: leave `with engine.sampling()` first"
@@ -236,8 +256,9 @@ class Engine(Core):
                 gradients of the step so far are then forgotten.
         """
         optimizer = self.trained("forward_backward")
-        loss = self._loss_of(loss)
-        placed, poison = self._placed(batches, loss)
+        call = self.call("forward_backward")
+        with call.agreed():
+            loss, placed, poison = self._taken(call, batches, loss)
         if self._weight is None:
             self._stream = Stream(self.device, self.settings.seed, self.step, self.mesh.dp_rank)
             optimizer.zero_grad(set_to_none=True)
@@ -245,25 +266,20 @@ class Engine(Core):
             self._loss = torch.zeros_like(self._weight)
         self._steady = self._steady and getattr(loss, "steady", True)
         # Some micro-batches' gradients may be there by then, and nobody knows which.
-        with self._aborted("forward_backward", forget=True), self._drawing():
-            sums = self.runner.forward_backward(placed, loss)
-            if poison is not None:
-                sums = {name: value + poison for name, value in sums.items()}
-            tokens = sum(tokens_of(self.parts[0], batch) for batch in placed) * self.mesh.degrees.dp
-            self._step_tokens += tokens
-            self._accumulated += len(placed)
-            return {**self._reduce_metrics(sums), "tokens": tokens}
+        with self._aborted("forward_backward", forget=True), self._drawing(), call.shared():
+            sums = call.in_order(self.runner.forward_backward(placed, loss))
+            metrics = self._reduce_metrics(marked(sums, poison))
+        self._step_tokens += call.all_tokens
+        self._accumulated += len(placed)
+        return {**metrics, "tokens": call.all_tokens}
 
     def _reduce_metrics(self, sums: Sums) -> Metrics:
-        worst = _quotient(sums["loss"], sums["weight"])
-        total = torch.stack(list(sums.values()))
-        dist.all_reduce(total, group=self.mesh.dp_group)
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self.mesh.dp_group)
-        totals = dict(zip(sums, total.unbind(), strict=True))
+        worst = largest(quotient(sums["loss"], sums["weight"]), self.mesh.dp_group)
+        totals = summed(sums, self.mesh.dp_group)
         weight = totals.pop("weight")
         self._weight = self._weight + weight  # type: ignore[operator]
         self._loss = self._loss + totals["loss"]  # type: ignore[operator]
-        averages = {name: _quotient(value, weight) for name, value in totals.items()}
+        averages = {name: quotient(value, weight) for name, value in totals.items()}
         return {**averages, "loss_max": worst}
 
     def optim_step(self, lr: float | None = None) -> Metrics:
@@ -288,11 +304,14 @@ class Engine(Core):
                 Whatever else raises in the middle comes through; the engine is then unusable until `load`.
         """
         optimizer = self.trained("optim_step")
-        if self._weight is None:
-            raise TitanError("optim_step without gradients", hint="call forward_backward first")
-        rate = set_rates(optimizer, lr, self.settings.lr_factor(self.step))
+        call = self.call("optim_step")
+        with call.agreed():
+            if self._weight is None:
+                raise TitanError("optim_step without gradients", hint="call forward_backward first")
+            rate = set_rates(optimizer, lr, self.settings.lr_factor(self.step))
+            call.given("with the recipe's rate" if lr is None else f"with lr={rate!r}")
         try:
-            with self.inside("optim_step"):
+            with self.inside("optim_step"), call.shared():
                 norm = self._step(optimizer, self._weight)
         except BaseException:
             self.spoil("optim_step has raised half way")
@@ -327,7 +346,7 @@ class Engine(Core):
         """1.0 where the step must not be applied; None where nobody asks."""
         if self.guard is None or self._loss is None or self._weight is None:
             return None
-        average = _quotient(self._loss, self._weight)
+        average = quotient(self._loss, self._weight)
         return self.guard.judge(self.step + 1, norm, average, steady=self._steady)
 
     def _after_step(self, wrong: Tensor | None) -> None:
@@ -350,6 +369,16 @@ class Engine(Core):
         """What was given as batches on the device, checked; see `checked_batches`. The only place that does,
         and before anything is exchanged."""
         return checked_batches(batches_of(given), self.parts[0], loss, self.settings.limits, self.device)
+
+    def _taken(
+        self, call: Call, given: Given | Sequence[Given], loss: Any
+    ) -> tuple[Any, list[Batch], Tensor | None]:
+        """The loss, and what `_placed` makes of the batches."""
+        loss = self._loss_of(loss)
+        placed, poison = self._placed(given, loss)
+        call.given_batches(placed, sum(tokens_of(self.parts[0], batch) for batch in placed))
+        call.given(f"with the loss {name_of(loss)}")
+        return loss, placed, poison
 
     def _loss_of(self, given: Any) -> Any:
         """The loss to use. One that is given again stays the same object: a pipeline asks a new one for the
@@ -388,10 +417,12 @@ class Engine(Core):
         except BaseException:
             if forget:
                 self._forget_gradients()
-            for part in self.parts:
-                forget_iteration(part)
-            if self.runner.exchanging:
-                self.spoil(f"{verb} has raised while its pipeline's ranks were exchanging tensors", "nothing")
+            if self.ranks.lost is None:  # else it would wait for ranks that are gone
+                for part in self.parts:
+                    forget_iteration(part)
+                if self.runner.exchanging:
+                    why = f"{verb} has raised while its pipeline's ranks were exchanging tensors"
+                    self.spoil(why, "nothing")
             raise
 
 
@@ -399,8 +430,3 @@ def tokens_of(model: Any, batch: Batch) -> int:
     """How long the batch's rows are, in all: one after the other, the inputs that are the model's tokens."""
     names = getattr(model, "token_inputs", ("tokens",))
     return sum(batch.rows * batch[name].shape[model.sequence_dim[name]] for name in names)
-
-
-def _quotient(total: Tensor, weight: Tensor) -> Tensor:
-    """total / weight, and 0 where nothing was weighed; NaN where the weight is."""
-    return torch.where(weight <= 0, torch.zeros_like(total), total / weight)

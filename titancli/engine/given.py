@@ -157,12 +157,12 @@ def _check_needs(batch: Batch, loss: Any) -> None:
     needs = (needs,) if isinstance(needs, str) else needs
     if missing := [name for name in needs if name not in batch]:
         raise TitanError(
-            f"the loss {_name(loss)} needs {', '.join(missing)} in the batch, which has {', '.join(batch)}",
+            f"the loss {name_of(loss)} needs {', '.join(missing)} in the batch, which has {', '.join(batch)}",
             hint="a loss's own inputs are further tensors of the batch, their first dimension rows",
         )
     shapes: Mapping[str, str] = needs if isinstance(needs, Mapping) else {}
     for name, shape in shapes.items():
-        check_shape(batch, name, shape, _name(loss))
+        check_shape(batch, name, shape, name_of(loss))
     if (check := getattr(loss, "check_batch", None)) is not None:
         check(batch)
 
@@ -216,7 +216,7 @@ def checked(made: Any, loss: Any) -> LossResult:
     Raises:
         TitanError: it is no LossResult, or not of scalars, or has no gradient where one is needed.
     """
-    name = _name(loss)
+    name = name_of(loss)
     if not isinstance(made, LossResult):
         raise TitanError(
             f"the loss {name} returned a {type(made).__name__}",
@@ -250,7 +250,7 @@ def checked(made: Any, loss: Any) -> LossResult:
     return LossResult(made.sum, tensors.pop("weight"), tensors)
 
 
-def _name(loss: Any) -> str:
+def name_of(loss: Any) -> str:
     function = getattr(loss, "_function", loss)
     return getattr(function, "__name__", type(function).__name__)
 

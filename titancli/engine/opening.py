@@ -17,6 +17,7 @@ from titancli.checkpoint.exclude import Exclusion
 from titancli.checkpoint.likeness import refuse_other_model
 from titancli.checkpoint.manifest import LOCK, MANIFEST, newest_good
 from titancli.checkpoint.remote import take_weights, weights_here
+from titancli.engine.agreement import Call, together
 from titancli.errors import EnvironmentProblem, UsageError
 from titancli.observe import comm
 from titancli.parallel.mesh import forget_meshes
@@ -24,6 +25,7 @@ from titancli.process import Place
 from titancli.recipe import load_recipe
 from titancli.recipe.schema import (
     ActivationCheckpoint,
+    Comm,
     Compile,
     Debug,
     LRScheduler,
@@ -46,8 +48,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-JOIN_SECONDS = 300
-"""How long ranks wait for each other, at the start and in a collective."""
+JOIN_SECONDS = Comm().init_timeout_seconds
+"""How long ranks wait for each other until a recipe says it (`comm.init_timeout_seconds`)."""
 
 
 # ---------------------------------------------------------------------------------------------- recipes
@@ -68,12 +70,18 @@ class Parts(TypedDict, total=False):
     compile: Compile
     stability: Stability
     debug: Debug
+    comm: Comm
     weights: str | Path | None
 
 
 SLOTS = {"model": "model", "optimizer": "optimizer", "loss": "loss", "parallelize": "parallelize"}
 SLOTS |= {"converters": "converter"}
 """The parts that are components, and their kinds."""
+
+
+BUILT = ("model", "mesh", "pipeline", "parallelize", "activation_checkpoint", "compile", "optimizer", "loss")
+BUILT += ("lr_scheduler", "training", "stability", "comm")
+"""The sections of a recipe that an engine is built of; they are the same on every rank."""
 
 
 def recipe_from(recipe: Recipe | str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -273,6 +281,36 @@ def leave(engine: Any = None) -> None:
             dist.destroy_process_group()
             forget_meshes()
         sys.excepthook = _excepthook
+
+
+def limit(section: Comm) -> None:
+    """Have ranks wait for each other as long as a recipe says, in a group that was made here."""
+    if _made_here:
+        together().wait_for_the_first_verb(section.init_timeout_seconds, section.train_timeout_seconds)
+
+
+# ------------------------------------------------------------------------------------------- between ranks
+
+
+def call() -> Call:
+    """The building of an engine, which every rank takes part in.
+
+    Raises:
+        TitanError: the ranks have lost each other.
+    """
+    together().require("Engine.build")
+    return Call(together(), "Engine.build")
+
+
+def compare(building: Call, recipe: Recipe, frozen: bool) -> None:
+    """Say what this rank builds, field by field."""
+    building.given("frozen" if frozen else "to be trained")
+    for name in BUILT:
+        section = getattr(recipe, name)
+        building.given(f"with {name} = {type(section).__name__}")
+        for field in dataclasses.fields(section):
+            building.given(f"with {name}.{field.name} = {getattr(section, field.name)!r}")
+    building.given(f"with converters = {recipe.converters!r}")
 
 
 def _present_device() -> torch.device:

@@ -22,6 +22,7 @@ from titancli.engine.given import checked
 from titancli.engine.runners import Sums, add_up, inputs_of
 from titancli.errors import TitanError
 from titancli.losses.result import LossResult
+from titancli.observe import comm
 from titancli.recipe.stages import StageError, check_microbatches
 
 if TYPE_CHECKING:
@@ -103,8 +104,6 @@ class PipelinedModel:
         self._loss: Any = None
         self._unit = 1
         self._sums: Sums = {}
-        self._names: tuple[Any, list[str]] | None = None
-        """What a loss reports, and the loss: asked of the last stage once."""
         self.exchanging = False
 
     @property
@@ -133,7 +132,7 @@ class PipelinedModel:
                 raise error.__cause__ from None
             raise
         sums, self._sums, self._loss = self._sums, {}, None
-        found = self._everywhere(sums, loss)
+        found = self._everywhere(sums)
         self.exchanging = False
         return found
 
@@ -169,16 +168,12 @@ class PipelinedModel:
             return SHORT[name]
         return name
 
-    def _everywhere(self, sums: Sums, loss: Any) -> Sums:
+    def _everywhere(self, sums: Sums) -> Sums:
         """The last stage's sums on every rank of the pipeline."""
-        if self._names is None or self._names[0] is not loss:
-            self._names = (loss, self.tell(list(sums)))
-        names = self._names[1]
-        if self._has_last and list(sums) != names:
-            raise TitanError(f"the loss reports {', '.join(sums)}, and before it was {', '.join(names)}")
+        names = self.tell(sorted(sums))
         values = torch.empty(len(names), dtype=torch.float32, device=self.device)
         if self._has_last:
-            torch.stack(list(sums.values()), out=values)
+            torch.stack([sums[name] for name in names], out=values)
         dist.broadcast(values, group=self.group, group_src=self.placement.last)
         return dict(zip(names, values.unbind(), strict=True))
 
@@ -193,7 +188,7 @@ class PipelinedModel:
         self.exchanging = True
         results = [self._through(piece, loss, sends) for piece in batch.split(rows)]
         for work, _ in sends:
-            work.wait()
+            comm.wait(work)
         found = self._spread(results)
         self.exchanging = False
         return found
@@ -209,7 +204,7 @@ class PipelinedModel:
             received = () if stage == 0 else (made,)
             if stage > 0 and holders[stage - 1] != me:
                 hidden = torch.empty(self._hidden(batch, batch.rows), dtype=self.dtype, device=self.device)
-                dist.recv(hidden, group=self.group, group_src=holders[stage - 1])
+                comm.wait(dist.irecv(hidden, group=self.group, group_src=holders[stage - 1]))
                 received = (hidden,)
             made = self._run(part, batch, loss, *received)
             if stage + 1 < len(holders) and holders[stage + 1] != me:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from titancli.checkpoint.exclude import NOTHING, Exclusion
 from titancli.checkpoint.kept import kept_of
 from titancli.errors import EnvironmentProblem, TitanError
+from titancli.observe import comm
 
 if TYPE_CHECKING:
     from titancli.checkpoint.manifest import Verify
@@ -210,8 +211,8 @@ def whole_tensors(engine: Core) -> Iterator[tuple[str, Tensor]]:
             tensor = mine[known.name]
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if rank > 0 and to_rank_0:
-                dist.send(whole.to(home).contiguous(), dst=0, group=group)
+                comm.wait(dist.isend(whole.to(home).contiguous(), dst=0, group=group))
         elif dist.get_rank() == 0:
             whole = torch.empty(known.shape, dtype=known.dtype, device=home)
-            dist.recv(whole, group=group, group_src=known.holder)
+            comm.wait(dist.irecv(whole, group=group, group_src=known.holder))
         yield known.name, whole

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -69,23 +70,44 @@ def dump_flight_recorder(logs: Path, rank: int) -> Path | None:
     return path
 
 
+_store: tuple[Any, Any] | None = None
+"""Where this process meets the others, and what it is reached at: one for all groups that it makes there."""
+
+
 def init_process_group(
     device: torch.device, *, rank: int, world: int, restart: int = 0, timeout_seconds: int
 ) -> None:
     """Make the default process group: NCCL for GPU tensors and gloo for CPU tensors, or gloo alone.
 
-    One rank needs no address. Several take it from the environment that torchrun sets.
+    One rank needs no address. Several take it from the environment that torchrun sets. A process may make
+    one group after another; all ranks make as many.
     """
     import torch.distributed as dist
 
     timeout = timedelta(seconds=timeout_seconds)
     store: dist.Store = dist.HashStore()
     if world > 1:
-        shared, rank, world = next(dist.rendezvous("env://", rank, world, timeout=timeout))
-        # torchrun's store outlives a restart: without a prefix ranks would call those that are dead.
-        store = dist.PrefixStore(f"start-{restart}", shared)
+        shared = _meeting_place(rank, world, timeout)
+        # torchrun's store outlives a restart, and every group: without a prefix of their own ranks would call
+        # those that are gone.
+        number = shared.add(f"groups-of-rank-{rank}-start-{restart}", 1)
+        store = dist.PrefixStore(f"start-{restart}-group-{number}", shared)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def _meeting_place(rank: int, world: int, timeout: timedelta) -> Any:
+    """The store that all ranks share. It is kept: where rank 0 serves it, a second one at the same address
+    would race with the end of the first."""
+    import torch.distributed as dist
+
+    global _store
+    address = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), rank, world)
+    if _store is None or _store[0] != address:
+        _store = None
+        _store = (address, next(dist.rendezvous("env://", rank, world, timeout=timeout))[0])
+    _store[1].set_timeout(timeout)
+    return _store[1]
 
 
 def tighten_timeouts(seconds: int) -> None:
@@ -95,7 +117,6 @@ def tighten_timeouts(seconds: int) -> None:
     """
     import torch
     import torch.distributed as dist
-    from torch.distributed import distributed_c10d
 
     if not dist.is_initialized():
         return
@@ -103,28 +124,66 @@ def tighten_timeouts(seconds: int) -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     all_gather(None)
+    set_timeouts(seconds)
+
+
+def set_timeouts(seconds: float) -> None:
+    """The same, of what is started from now on; nothing is waited for."""
+    from torch.distributed import distributed_c10d
+
     for group in list(distributed_c10d._world.pg_map):
         distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
-    if not torch.cuda.is_available():
-        _limit_waits_of_pipelines()
+    _limit_waits_of_pipelines()
+
+
+def present_timeout() -> timedelta | None:
+    """The limit of collectives on CPU tensors in the default group; None where it has none."""
+    import torch
+    import torch.distributed as dist
+
+    world: Any = dist.group.WORLD
+    if torch.device("cpu") not in world._device_types:
+        return None
+    options = world._get_backend(torch.device("cpu")).options  # none: a dry run's group, which never waits
+    return options._timeout if options else None
+
+
+@contextmanager
+def groups_wait_as_the_default_one() -> Iterator[None]:
+    """Let the groups that are made inside have the default group's time limit: torch gives gloo's half an
+    hour."""
+    from torch.distributed import distributed_c10d
+
+    before, limit = set(distributed_c10d._world.pg_map), present_timeout()
+    yield
+    if limit is None:
+        return
+    for group in set(distributed_c10d._world.pg_map) - before:
+        distributed_c10d._set_pg_timeout(limit, group)
+    _limit_waits_of_pipelines()
 
 
 def _limit_waits_of_pipelines() -> None:
     """gloo's sends and receives keep the time limit that their group was made with, so torch's pipelines are
     told the present one where they wait for them. (NCCL's watchdog knows the group's.)"""
+    import torch
+
     schedules: Any = sys.modules.get("torch.distributed.pipelining.schedules")
-    if schedules is not None:
+    if schedules is not None and not torch.cuda.is_available():
         schedules._wait_batch_p2p = _wait  # torch 2.11 has it under no name: its waits keep the old limit
 
 
 def _wait(works: list[Any]) -> None:
-    import torch
-    import torch.distributed as dist
-
-    world: Any = dist.group.WORLD
-    options = world._get_backend(torch.device("cpu")).options  # none: a dry run's group, which never waits
     for work in works:
-        work.wait(options._timeout) if options else work.wait()
+        wait(work)
+
+
+def wait(work: Any) -> None:
+    """Wait for a send or a receive, as long as the default group's collectives may take."""
+    import torch
+
+    limit = None if torch.cuda.is_available() else present_timeout()
+    work.wait(limit) if limit else work.wait()
 
 
 def all_gather(value: T) -> list[T]:

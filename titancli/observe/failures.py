@@ -14,7 +14,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from titancli.errors import EXIT_FAILED, TitanError
+from titancli.errors import EXIT_FAILED, RankFailure, TitanError
 from titancli.runs import timestamp, write_atomically
 
 PASSED_THROUGH = ("titancli/worker.py", "/torch/")
@@ -52,6 +52,8 @@ def error_file(logs: Path, rank: int) -> Path:
 
 def write(logs: Path, error: BaseException, *, rank: int, world: int, step: int | None) -> None:
     """Leave `rank-N.error.json`. What keeps it from being written goes to stderr, after the error itself."""
+    if isinstance(error, RankFailure) and error.__cause__ is not None:
+        error = error.__cause__  # the cause is chosen among all reports; this rank's is what it saw itself
     expected = isinstance(error, TitanError)
     failure = Failure(
         rank=rank,
@@ -63,7 +65,7 @@ def write(logs: Path, error: BaseException, *, rank: int, world: int, step: int 
         hint=error.hint if isinstance(error, TitanError) else None,
         exit_code=error.exit_code if isinstance(error, TitanError) else EXIT_FAILED,
         expected=expected,
-        communication=not expected and is_communication(error),
+        communication=is_communication(error),
         traceback=_own_traceback(error),
         time=timestamp(),
     )
@@ -170,7 +172,11 @@ def _own_traceback(error: BaseException) -> str:
 
 def is_communication(error: BaseException) -> bool:
     """Whether it may be no more than the echo of another rank's end."""
-    if type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError"):
+    if isinstance(error, RankFailure) or type(error).__name__ in (
+        "DistBackendError",
+        "DistNetworkError",
+        "DistStoreError",
+    ):
         return True
     text = str(error).lower()
     words = ("connection closed", "connection reset", "gloo", "nccl", "broken pipe", "timed out")
