@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.parallel.dropout_cases import Dropping
 from tests.ranks import raising
 from tests.ranks.conftest import RAISED
 from tests.ranks.layouts import BY_OP, EIGHT, FULL_AC, Case, case
@@ -13,7 +14,13 @@ pytestmark = pytest.mark.ranks
 
 LAYOUTS: dict[str, Case] = {
     "one rank": case(1, micro_batches=2),
-    "one rank, unsharded": case(1, micro_batches=2, accumulate="unsharded", activation_checkpoint=FULL_AC),
+    "one rank, unsharded, dropout": case(
+        1,
+        micro_batches=2,
+        accumulate="unsharded",
+        activation_checkpoint=FULL_AC,
+        converters=[Dropping()],
+    ),
     "DDP2": case(2, dp_replicate=2, micro_batches=2),
     "FSDP2, unsharded": case(2, dp_shard=2, micro_batches=2, accumulate="unsharded"),
     "TP2": case(2, tp=2, micro_batches=2),
