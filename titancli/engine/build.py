@@ -19,6 +19,7 @@ from titancli.checkpoint.exclude import Exclusion
 from titancli.checkpoint.kept import kept_of
 from titancli.checkpoint.likeness import refuse_other_model
 from titancli.data.values import Limits
+from titancli.engine.balancing import begins_unbalanced, hold_biases
 from titancli.engine.engine import Engine, EngineSettings
 from titancli.engine.guard import Guard
 from titancli.engine.pipelined import PipelinedModel
@@ -112,6 +113,9 @@ def build_engine(
         keep_peaks(engine.optimizer, getattr(recipe.optimizer, "lr", None))
         if recipe.stability.skip_nonfinite or recipe.stability.sigma > 0:
             engine.guard = Guard(recipe.stability, device)
+        if fill is None and begins_unbalanced(engine, recipe):
+            engine.begins_unbalanced = True
+            hold_biases(engine)
     return engine
 
 

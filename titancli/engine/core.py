@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from titancli.checkpoint.exclude import NOTHING, Exclusion
 from titancli.data.values import Limits
 from titancli.engine.agreement import Call, Together, together
+from titancli.engine.balancing import hold_biases
 from titancli.engine.exchange import NamedTensor, Target, push, take_weights
 from titancli.engine.guard import Guard
 from titancli.engine.runners import Runner
@@ -97,6 +98,10 @@ class Core:
     """Whether adapters began at zero, so that without them the model is what training began with."""
     kept: Mapping[str, bytes] = field(default_factory=dict)
     """What the Hugging Face folder that the weights once came from had beside them, for checkpoints."""
+    begins_unbalanced: bool = False
+    """See `titancli.engine.balancing`."""
+    holds_biases: bool = False
+    """Whether the biases that would balance experts stay at zero."""
     busy: str | None = None
     """Why no verb can be called now, if so."""
     ranks: Together = field(default_factory=together, repr=False)
@@ -318,6 +323,8 @@ class Core:
             state = load_state(
                 self, checkpoint_of(Path(folder)), optimizer=wanted, verify=verify, exclude=exclude
             )
+        if self.begins_unbalanced:
+            hold_biases(self)
         self._has_new_weights(max(self.version, before + 1))
         self.unusable = None
         return state

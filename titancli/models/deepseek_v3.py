@@ -152,13 +152,14 @@ class DeepSeekHF(UnbalancedHF):
             logger.warning("layers beyond the %d of the model are not read", self.config.n_layers)
         return True
 
-    def _loses(self, name: str) -> bool:
-        return super()._loses(name) and not self._is_v3
+    @property
+    def loses_biases(self) -> bool:
+        return not self._is_v3
 
     def _brings_bias(self, name: str) -> bool:
         """Whether a gate stands for the bias as well: V3's files always have one, a model that is not
         balanced has none."""
-        return self._is_v3 and self.config.moe.load_balance_coeff is None and name.endswith(_GATE)
+        return self._is_v3 and not self.config.moe.load_balance_coeff and name.endswith(_GATE)
 
     def _bias_of(self, gate: str) -> str:
         (name,) = super().sources(gate.replace(_GATE, _BIAS))

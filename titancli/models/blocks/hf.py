@@ -78,6 +78,9 @@ class DecoderHF:
 class UnbalancedHF(DecoderHF):
     """A form of models whose experts may have been balanced; the biases that did it have no place in it."""
 
+    loses_biases = True
+    """Whether they have none."""
+
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._told = False
@@ -102,7 +105,7 @@ class UnbalancedHF(DecoderHF):
         return super().from_hf(name, tensors)
 
     def _loses(self, name: str) -> bool:
-        return name.endswith("moe.expert_bias")
+        return self.loses_biases and name.endswith("moe.expert_bias")
 
 
 def llama3_rope_json(scaling: RopeScaling | None) -> dict[str, Any] | None:

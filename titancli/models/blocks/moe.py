@@ -78,9 +78,11 @@ class MoE(nn.Module):
         self.experts = experts(dim, config.hidden_dim, config.num_experts)
         shared = config.num_shared_experts
         self.shared_experts = FeedForward(dim, shared * config.hidden_dim) if shared else None
-        balanced = config.load_balance_coeff is not None
+        balanced = bool(config.load_balance_coeff)
         # A buffer: it moves without gradients, and is no parameter that an optimizer might decay.
         self.register_buffer("expert_bias", torch.zeros(config.num_experts) if balanced else None)
+        self.holds_bias = False
+        """Whether the bias stays as it is, whatever the counts."""
         self._counts: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -151,7 +153,7 @@ class MoE(nn.Module):
         Args:
             counts: [E], how many tokens each had in the step, on all ranks together.
         """
-        if self.expert_bias is not None and self.config.load_balance_coeff is not None:
+        if self.expert_bias is not None and self.config.load_balance_coeff and not self.holds_bias:
             counts = counts.float()
             self.expert_bias += self.config.load_balance_coeff * (counts.mean() - counts).sign()
 

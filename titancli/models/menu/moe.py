@@ -40,8 +40,9 @@ class MoE:
     """Groups that a token may choose its experts from."""
     group_top_k: Annotated[int, Gt(0)] = 2
     """How many of a group's scores, the best ones, add up to the group's own: 2 in DeepSeek-V3, 1 in V2."""
-    load_balance_coeff: Annotated[float, Gt(0)] | None = None
-    """Step of the bias that evens out how often experts are chosen, without a loss; None: no such bias."""
+    load_balance_coeff: Annotated[float, Ge(0)] | None = None
+    """Step of the bias that evens out how often experts are chosen, without a loss; 0 or None: no such bias.
+    Given weights without one, whose Hugging Face form has no place for it, are trained without."""
 
     # Fields that change how it is trained, not what it computes.
     without_effect: ClassVar[tuple[str, ...]] = ("load_balance_coeff",)

@@ -1,0 +1,83 @@
+"""Biases that balance experts stay at zero where the weights know of none and an export has no place."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.cases import Layout, my_batches, recipe
+from tests.ranks.layouts import EIGHT, LATENT
+from titancli.engine import Engine
+from titancli.models.blocks.moe import moe_layers
+
+pytestmark = pytest.mark.ranks
+
+
+def moved(engine: Engine) -> bool:
+    """Whether a step moves a bias of this rank's layers."""
+    layers = [layer for part in engine.parts for layer in moe_layers(part).values()]
+    before = [layer.expert_bias.clone() for layer in layers]
+    engine.forward_backward(my_batches(engine))
+    engine.optim_step()
+    return any(not layer.expert_bias.equal(bias) for layer, bias in zip(layers, before, strict=True))
+
+
+def tuned(config: Any, folder: Path) -> dict[str, bool]:
+    """What moves biases: a run from scratch, one from weights without biases, …"""
+    layout = Layout(mesh={"dp_shard": 2}, config=config)
+    with Engine.build(recipe(layout)) as scratch:
+        scratch.save(folder / "plain")
+        found = {"scratch": moved(scratch)}
+        scratch.save(folder / "balanced")
+    given = recipe(layout)
+    with Engine.build(replace(given, weights=folder / "plain")) as engine:
+        found["weights"] = moved(engine)
+        engine.save(folder / "own")
+        engine.load(folder / "own")
+        found["resumed"] = moved(engine)
+        engine.load(folder / "balanced")
+        found["resumed from a balanced one"] = moved(engine)
+    with Engine.build(replace(given, weights=folder / "balanced")) as engine:
+        found["balanced weights"] = moved(engine)
+    return found
+
+
+def test_weights_without_biases_are_trained_without(ranks: Any, tmp_path: Path) -> None:
+    for found in ranks(2, tuned, EIGHT, tmp_path):
+        assert found == {
+            "scratch": True,
+            "weights": False,
+            "resumed": False,
+            "resumed from a balanced one": True,
+            "balanced weights": True,
+        }
+
+
+def test_a_form_that_has_a_place_for_biases_is_balanced_on(ranks: Any, tmp_path: Path) -> None:
+    v3 = replace(LATENT, moe=replace(LATENT.moe, score_func="sigmoid"))
+    for found in ranks(2, tuned, v3, tmp_path):
+        assert all(found.values())
+
+
+def test_that_the_biases_stay_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given = recipe(Layout(config=EIGHT))
+    with Engine.build(given) as engine:
+        engine.save(tmp_path / "plain")
+    with (
+        caplog.at_level(logging.WARNING, "titancli"),
+        Engine.build(replace(given, weights=tmp_path / "plain")),
+        Engine.build(replace(given, weights=tmp_path / "plain"), frozen=True),
+    ):
+        assert caplog.text.count("model.moe.load_balance_coeff is taken as 0") == 1
+
+
+def test_balancing_can_be_switched_off() -> None:
+    off = replace(EIGHT, moe=replace(EIGHT.moe, load_balance_coeff=0.0))
+    with Engine.build(recipe(Layout(config=off))) as engine:
+        assert all(layer.expert_bias is None for layer in moe_layers(engine.model).values())
+        engine.forward_backward(my_batches(engine))
+        engine.optim_step()
