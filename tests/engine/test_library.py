@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -135,6 +136,16 @@ def test_a_scripts_defaults_are_float32_on_a_cpu_no_recomputation_and_a_constant
     assert asked.training.mixed_precision_param == "bfloat16"
 
 
+def test_a_script_hears_what_the_commands_say_of_a_recipe(caplog: pytest.LogCaptureFixture) -> None:
+    parts: Any = {"training": Training(steps=9, seq_len=16), "lr_scheduler": LRScheduler()}
+    opening.recipe_of(Llama3(**TINY), parts, torch.device("cpu"))
+    opening.recipe_from("llama3_debug", ["training.steps=3"])
+    assert [message.partition(",")[0] for message in caplog.messages] == [
+        "the warm-up is shortened from 200 steps to 9",
+        "the warm-up is shortened from 10 steps to 3",
+    ]
+
+
 def test_an_engine_of_parts_has_a_recipes_defaults() -> None:
     with Engine.of(Llama3(**TINY)) as engine:
         rates = [(engine.forward_backward(batch()), engine.optim_step())[1]["lr"] for _ in range(3)]
@@ -163,6 +174,9 @@ def test_an_engine_of_parts_has_a_recipes_defaults() -> None:
         (lambda: Engine.of(Llama3(**TINY), optimiser=AdamW()), UsageError, "takes no optimiser"),
         (lambda: Engine.of(Llama3(**TINY), loss=AdamW()), UsageError, "loss: this is a optimizer"),
         (lambda: Engine.of(Llama3), UsageError, "Llama3 is a class"),
+        (lambda: Engine.of(Llama3(**TINY), training={"steps": 3}), UsageError, "training: this is a dict"),
+        (lambda: Engine.of(Llama3(**TINY), optimizer=AdamW(lr=math.nan)), RecipeError, "lr is nan"),
+        (lambda: Engine.of(Llama3(**TINY), optimizer=AdamW(lr=math.inf)), RecipeError, "lr is inf"),
         (lambda: Engine.of("llama3"), UsageError, "model: this is a str"),
         (lambda: Engine.of(Llama3(**TINY), lr_scheduler=LRScheduler()), UsageError, "needs its length"),
         (lambda: Engine.of(Llama3(**TINY), mesh=Mesh(tp=2)), RecipeError, "tp=2 does not make 1 rank"),

@@ -23,6 +23,7 @@ from titancli.observe import comm
 from titancli.parallel.mesh import forget_meshes
 from titancli.process import Place
 from titancli.recipe import load_recipe
+from titancli.recipe.remarks import remarks
 from titancli.recipe.schema import (
     ActivationCheckpoint,
     Comm,
@@ -117,6 +118,7 @@ def recipe_from(recipe: Recipe | str | Path, overrides: Sequence[str] = ()) -> R
             hint=f'name a recipe of its model, with the override "weights={folder}"',
         )
     loaded = _with_weights_here(load_recipe(recipe, overrides).recipe)
+    _remark(loaded)
     own_weights = any(override.partition("=")[0].strip() == "weights" for override in overrides)
     if own_weights or not (is_checkpoint or RunFolder.is_run(folder)):
         return loaded
@@ -206,7 +208,15 @@ def recipe_of(model: Any, parts: Parts, device: torch.device) -> Recipe:
     if weights is not None:
         given["weights"] = Path(weights) if url_of(Path(weights)) else Path(weights).absolute()
     made = Recipe(tokenizer=None, dataset=None, loop=_default("loop"), launcher=None, **given)
+    _remark(made)
     return _with_weights_here(made)
+
+
+def _remark(recipe: Recipe) -> None:
+    """Say what the commands say of a recipe that is not wrong, once."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        for line in remarks(recipe):
+            logger.warning(line)
 
 
 def _default(kind: str) -> Any:

@@ -80,9 +80,10 @@ def _checked(lr: Any, what: str) -> float:
         lr = lr.item()
     if isinstance(lr, bool) or not isinstance(lr, numbers.Real):
         raise TitanError(f"{what} must be a number, not a {type(lr).__name__}")
-    if not (math.isfinite(lr) and lr >= 0):
+    rate = float(lr)
+    if not (math.isfinite(rate) and rate >= 0):
         raise TitanError(
-            f"{what} is {float(lr)}: a learning rate is a finite number of 0 or more",
+            f"{what} is {rate}: a learning rate is a finite number of 0 or more",
             hint="nothing was changed; the gradients still wait for an optim_step",
         )
-    return float(lr)
+    return rate

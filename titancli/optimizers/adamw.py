@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache, lru_cache
@@ -28,8 +29,11 @@ def build(
     """An optimizer with one group that decays and, where `no_decay` names some, one that does not.
 
     Raises:
-        RecipeError: a pattern of `no_decay` matches no parameter of the whole model.
+        RecipeError: a pattern of `no_decay` matches no parameter of the whole model, or `lr` is no finite
+            number of 0 or more (which a recipe's text cannot say, and a script can).
     """
+    if not (math.isfinite(config.lr) and config.lr >= 0):
+        raise RecipeError(f"optimizer.lr is {config.lr}: a learning rate is a finite number of 0 or more")
     model_names = [name for name, _ in named_parameters] if model_names is None else model_names
     for pattern in config.no_decay:
         if not any(fnmatchcase(name, pattern) for name in model_names):
