@@ -27,6 +27,8 @@ class Limits(NamedTuple):
     """Tokens in a row at most."""
     positions: int | None = None
     """Positions are 0 to positions - 1."""
+    multiple: int = 1
+    """Rows are cut over ranks into so many equal pieces."""
 
     def of_model(self) -> Limits:
         """Those of the model alone: rows as long as it has positions."""

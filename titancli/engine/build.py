@@ -6,6 +6,7 @@ In order: mesh, model on meta, converters, the parallelize plan, materialise (in
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -99,7 +100,7 @@ def build_engine(
         placement=placement,
         loss=build(recipe.loss),
         optimizer=None,
-        settings=_settings(recipe, recipe.accumulation(degrees)),
+        settings=_settings(recipe, degrees, row_cut_of(parts[0], degrees)),
         converters=converters,
         hf_form=load_target(hf)(recipe.model) if hf else None,
         flops_per_token=flops,
@@ -224,24 +225,27 @@ def precision(training: Training) -> MixedPrecision:
     )
 
 
-def _settings(recipe: Recipe, accumulation: int) -> EngineSettings:
+def _settings(recipe: Recipe, degrees: Degrees, row_cut: RowCut | None) -> EngineSettings:
     training = recipe.training
     return EngineSettings(
         seed=training.seed,
         max_norm=training.max_norm,
-        accumulation=accumulation,
+        accumulation=recipe.accumulation(degrees),
         lr_factor=lambda step: lr_factor(recipe.lr_scheduler, step, training.steps),
-        limits=limits_of(recipe),
+        limits=limits_of(recipe, degrees, row_cut),
     )
 
 
-def limits_of(recipe: Recipe) -> Limits:
+def limits_of(recipe: Recipe, degrees: Degrees, row_cut: RowCut | None) -> Limits:
     """What a batch may hold: the model is built for rows of seq_len."""
     longest = recipe.training.seq_len
+    # A stage that is not the first would wait for hidden states that the first one cannot cut.
+    between_stages = degrees.cp * degrees.tp if degrees.pp > 1 else 1
     return Limits(
         vocab_size=getattr(recipe.model, "vocab_size", None),
         row_length=longest,
         positions=getattr(recipe.model, "max_seq_len", None) or longest,
+        multiple=math.lcm(between_stages, 1 if row_cut is None else row_cut.pieces),
     )
 
 

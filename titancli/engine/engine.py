@@ -176,11 +176,11 @@ class Engine(Core):
         self.ready("forward")
         call, loss = self.call("forward"), Logits() if return_logits else LogProbs()
         with call.agreed():
-            (placed,), poison = self._placed([batch], loss)
-            call.given_batches([placed])
+            (own,), poison = self._looked_at([batch], loss)
+            call.given_batches([own])
             call.given(f"with return_logits={return_logits}")
         with self._no_gradients("forward"), call.shared():
-            out: Tensor = self.runner.forward(placed, loss)
+            out: Tensor = self.runner.forward(own.to(self.device), loss)
         return out if poison is None else out + poison.to(out.dtype)
 
     def evaluate(self, batches: Given | Sequence[Given], loss: Any = None) -> Metrics:
@@ -195,10 +195,10 @@ class Engine(Core):
         self.ready("evaluate")
         call, sums = self.call("evaluate"), dict[str, Any]()
         with call.agreed():
-            loss, placed, poison = self._taken(call, batches, loss)
+            loss, own, poison = self._taken(call, batches, loss)
         with self._no_gradients("evaluate"), call.shared():
-            for batch in placed:
-                result = checked(self.runner.forward(batch, loss), loss)
+            for batch in own:
+                result = checked(self.runner.forward(batch.to(self.device), loss), loss)
                 numbers = {"loss": result.sum, "weight": result.weight, **result.metrics}
                 for name, value in numbers.items():
                     sums[name] = sums.get(name, 0.0) + value.float()
@@ -258,7 +258,8 @@ class Engine(Core):
         optimizer = self.trained("forward_backward")
         call = self.call("forward_backward")
         with call.agreed():
-            loss, placed, poison = self._taken(call, batches, loss)
+            loss, own, poison = self._taken(call, batches, loss)
+            placed = [batch.to(self.device) for batch in own]
         if self._weight is None:
             self._stream = Stream(self.device, self.settings.seed, self.step, self.mesh.dp_rank)
             optimizer.zero_grad(set_to_none=True)
@@ -365,20 +366,19 @@ class Engine(Core):
 
     # ----------------------------------------------------------------------------------------- helpers
 
-    def _placed(self, given: Given | Sequence[Given], loss: Any) -> tuple[list[Batch], Tensor | None]:
-        """What was given as batches on the device, checked; see `checked_batches`. The only place that does,
-        and before anything is exchanged."""
+    def _looked_at(self, given: Given | Sequence[Given], loss: Any) -> tuple[list[Batch], Tensor | None]:
+        """What was given as batches, checked before anything is exchanged: see `checked_batches`."""
         return checked_batches(batches_of(given), self.parts[0], loss, self.settings.limits, self.device)
 
     def _taken(
         self, call: Call, given: Given | Sequence[Given], loss: Any
     ) -> tuple[Any, list[Batch], Tensor | None]:
-        """The loss, and what `_placed` makes of the batches."""
+        """The loss, and the batches as `_looked_at` has them."""
         loss = self._loss_of(loss)
-        placed, poison = self._placed(given, loss)
-        call.given_batches(placed, sum(tokens_of(self.parts[0], batch) for batch in placed))
+        own, poison = self._looked_at(given, loss)
+        call.given_batches(own, sum(tokens_of(self.parts[0], batch) for batch in own))
         call.given(f"with the loss {name_of(loss)}")
-        return loss, placed, poison
+        return loss, own, poison
 
     def _loss_of(self, given: Any) -> Any:
         """The loss to use. One that is given again stays the same object: a pipeline asks a new one for the

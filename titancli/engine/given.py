@@ -62,12 +62,11 @@ def batch_of(given: Given) -> Batch:
 def checked_batches(
     batches: Sequence[Batch], part: Any, loss: Any, limits: Limits, device: torch.device
 ) -> tuple[list[Batch], Tensor | None]:
-    """The batches on the device, with what the model and the loss take of them; all are looked at before any
-    is moved.
+    """Batches with what the model and the loss take of them, looked at before anything is moved or exchanged.
 
     Returns:
-        The batches, and what to add to every number that is made of them: None where all was looked at, else
-        a scalar that is 0, or NaN where a number in a tensor on a GPU may not be there.
+        The batches where they are, and what to add to every number that is made of them: None where all was
+        looked at, else a scalar that is 0, or NaN where a number in a tensor on a GPU may not be there.
 
     Raises:
         TitanError: a tensor is missing, has another shape or dtype, or holds what it may not.
@@ -82,10 +81,9 @@ def checked_batches(
             batch, mark = harmless(batch.to(device), limits)
             marks.append(mark)
         found.append(batch)
-    placed = [batch.to(device) for batch in found]
     if not marks:
-        return placed, None
-    return placed, torch.zeros((), device=device).masked_fill(torch.stack(marks).any(), torch.nan)
+        return found, None
+    return found, torch.zeros((), device=device).masked_fill(torch.stack(marks).any(), torch.nan)
 
 
 def with_integers(batch: Batch) -> Batch:
@@ -145,6 +143,11 @@ def _check_rows(batch: Batch, limits: Limits) -> None:
                 f"the batch's {name} are {list(batch[name].shape)}, its tokens {list(shape)}",
                 hint="there is one for each token" + ("; -100 is no target" if name == "targets" else ""),
             )
+    if shape[1] % limits.multiple:
+        raise TitanError(
+            f"the batch's rows are {shape[1]} tokens long, and ranks cut them into {limits.multiple} pieces",
+            hint=f"pad rows to a multiple of {limits.multiple}, with targets of -100",
+        )
     if limits.row_length is not None and shape[1] > limits.row_length:
         raise TitanError(
             f"the batch's rows are {shape[1]} tokens long, and the model was made for {limits.row_length}",
