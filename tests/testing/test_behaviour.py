@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -99,13 +99,22 @@ class Blind(Sums):
 
 
 class Needy(Sums):
-    needs = ("moods",)
+    needs: ClassVar[Any] = ("moods",)
+
+
+class Shaped(Needy):
+    needs: ClassVar[Any] = {"moods": "B"}
+
+    def __call__(self, out: torch.Tensor, batch: Batch) -> LossResult:
+        found = super().__call__(out, batch)
+        return found._replace(sum=-(out * batch["moods"][:, None]).sum())
 
 
 @pytest.mark.parametrize(
     ("loss", "fault"),
     [
         (Sums, ""),
+        (Shaped, ""),
         (Averages, "[accumulation] two micro-batches do not add up to one batch: "),
         (Noisy, "[backward] called a second time with the same numbers it gives others"),
         (Named, "[metrics] it reports 'weight', which is the engine's own name"),
@@ -114,7 +123,7 @@ class Needy(Sums):
         (Filler, "[nothing left] of rows without a target it gives weight that is not 0"),
         (OtherWeights, "[chunks] token_weights are not what the loss is made of: "),
         (Blind, "[backward] its sum does not depend on what the model gives"),
-        (Needy, "it needs 'moods' in its batches, which the kit does not know: give examples="),
+        (Needy, "it needs 'moods' in its batches, which the kit does not know: write needs = "),
     ],
 )
 def test_a_loss(faults: Faults, loss: Any, fault: str) -> None:
@@ -330,7 +339,10 @@ def built_optimizer(config: KitOptimizer, *, named_parameters: list[Any], model_
     [
         ("hidden", "[resume] a step after a resume is another: "),
         ("own rate", "[moves] a step at a learning rate of 0 moves weights"),
-        ("few", "[moves] a step leaves "),
+        (
+            "few",
+            "[moves] forward_backward: tok_embeddings.weight requires a gradient",
+        ),
     ],
 )
 def test_an_optimizer(faults: Faults, kind: str, fault: str) -> None:

@@ -41,6 +41,8 @@ def import_components(loaded: Loaded) -> None:
                     f"{type(cause).__name__}: {cause}"
                 )
                 hint = f"repair or reinstall {plugin}; or name another {info.kind} in {dotted(path)}"
-                problems.append(Problem("import", message, origin and origin.location("value"), hint))
+                problems.append(
+                    Problem("import", message, origin.location("value") if origin else None, hint)
+                )
     if problems:
         raise NotImportable(problems)

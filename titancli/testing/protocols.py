@@ -13,7 +13,10 @@ from titancli.registry import kinds
 from titancli.registry.kinds import KINDS
 from titancli.registry.plugins import own_traceback
 
-OPTIONAL = {"loss": {"token_weights"}, "logger": {"run_start", "step_end", "checkpoint_saved", "run_end"}}
+OPTIONAL = {
+    "loss": {"token_weights", "needs", "check_batch"},
+    "logger": {"run_start", "step_end", "checkpoint_saved", "run_end"},
+}
 """Members that a component may be without."""
 BUILT = (
     "model",

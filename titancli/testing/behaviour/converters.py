@@ -83,12 +83,9 @@ def again(subject: Subject) -> Iterator[str]:
     """A step that is made again is the same one: what it draws follows from the seed and the step."""
     found = []
     for _ in range(2):
-        engine = engine_of(**parts(subject))
-        try:
+        with engine_of(**parts(subject)) as engine:
             found.append(gradients(engine, batch_of()))
-        finally:
-            engine.close()
-    if difference := first_difference(*found, 0.0):
+    if difference := first_difference(found[0], found[1], 0.0):
         yield f"the same step has other gradients when it is made again: {difference}"
 
 

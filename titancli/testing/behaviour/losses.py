@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from titancli.data.batch import IGNORE, Batch
-from titancli.engine.given import checked
+from titancli.engine.given import RESERVED, checked
+from titancli.errors import TitanError
 from titancli.losses.result import LossResult
 from titancli.testing.behaviour import Check, Example, Subject, first_difference
 from titancli.testing.behaviour.engines import LENGTH, VOCABULARY, batch_of, engine_of
 
 KNOWN = {
-    "weights": (ROW_AND_PLACE := "row and place", 0.1, 1.0),
-    "advantages": (ROW_AND_PLACE, -1.0, 1.0),
-    "old_logprobs": (ROW_AND_PLACE, -5.0, -3.5),
-    "reference_logprobs": (ROW_AND_PLACE, -5.0, -3.5),
-    "reference_logps": ("row", -60.0, -40.0),
+    "weights": ("BS", 0.1, 1.0),
+    "advantages": ("BS", -1.0, 1.0),
+    "old_logprobs": ("BS", -5.0, -3.5),
+    "reference_logprobs": ("BS", -5.0, -3.5),
+    "reference_logps": ("B", -60.0, -40.0),
 }
-"""What a loss may need in a batch of tokens: of which shape, and between which numbers."""
-RESERVED = {"loss", "loss_max", "weight", "tokens"}
-"""What `forward_backward` reports itself."""
+"""What a loss may need in a batch of tokens: a number for each row or token, and between which numbers."""
 TOLERANCE = 1e-5
 
 
@@ -35,14 +34,17 @@ def example(subject: Subject, rows: int = 4) -> Example:
     loss = subject.target(subject.config)
     batch = dict(batch_of(rows=rows))
     generator = torch.Generator().manual_seed(1)
-    for name in {*getattr(loss, "needs", ()), "weights"}:
-        if name not in KNOWN:
-            raise LookupError(
-                f"it needs {name!r} in its batches, which the kit does not know: give "
+    needs = getattr(loss, "needs", ())
+    shapes = dict(needs) if isinstance(needs, Mapping) else {}
+    for name in sorted({*needs, "weights"} - batch.keys()):
+        if name not in KNOWN and name not in shapes:
+            raise TitanError(
+                f"it needs {name!r} in its batches, which the kit does not know: write "
+                f'needs = {{{name!r}: "BS"}}, or "B", or give '
                 f'examples={{"{subject.label}": rows -> Example(batch, out=...)}}'
             )
-        shape, low, high = KNOWN[name]
-        size = (rows, LENGTH) if shape == ROW_AND_PLACE else (rows,)
+        shape, low, high = KNOWN.get(name, (shapes.get(name), 0.1, 1.0))
+        size = (rows, LENGTH) if shapes.get(name, shape) == "BS" else (rows,)
         batch[name] = low + (high - low) * torch.rand(size, generator=generator)
     out = torch.randn(rows, LENGTH, VOCABULARY, generator=generator)
     if loss.output == "logprobs":

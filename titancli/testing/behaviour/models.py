@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from titancli.data.batch import Batch
+from titancli.errors import TitanError
 from titancli.testing.behaviour import Check, Example, Subject, first_difference
 from titancli.testing.behaviour.engines import LENGTH, ROWS, batch_of, engine_of, gradients, weights
 from titancli.testing.behaviour.ranks import Job, later
@@ -31,7 +32,7 @@ def example(subject: Subject, seed: int = 0) -> Example:
     with torch.device("meta"):
         model = subject.target(subject.config, seq_len=LENGTH)
     if "tokens" not in model.inputs:
-        raise LookupError(
+        raise TitanError(
             f"it takes {', '.join(model.inputs)}, and the kit knows tokens only: give "
             f'examples={{"{subject.label}": rows -> Example(batch, loss=...)}}'
         )
@@ -65,7 +66,7 @@ def initial_values(subject: Subject) -> Iterator[str]:
             found.append(weights(engine))
         finally:
             engine.close()
-    if difference := first_difference(*found, 0.0):
+    if difference := first_difference(found[0], found[1], 0.0):
         yield (
             f"initial values are others when they are drawn again: {difference}. init_weights fills every "
             "parameter, each from generator_for(its name)"
