@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypedDict
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from titancli.checkpoint.exclude import NOTHING, Exclusion
-from titancli.data.values import Limits
 from titancli.engine.agreement import Call, Together, together
 from titancli.engine.balancing import hold_biases
 from titancli.engine.exchange import NamedTensor, Target, push, take_weights
 from titancli.engine.guard import Guard
+from titancli.engine.parameters import Parameters
 from titancli.engine.runners import Runner
+from titancli.engine.settings import EngineSettings, Status
 from titancli.engine.state import load_state, optimizer_tensors, whole_tensors
 from titancli.engine.unusable import MendedBy, Unusable
 from titancli.engine.watched import Watched
 from titancli.errors import TitanError
-from titancli.models.blocks.state import named_state
 
 if TYPE_CHECKING:
     from titancli.checkpoint.manifest import Verify
@@ -33,36 +33,8 @@ if TYPE_CHECKING:
     from titancli.registry.kinds import Converter, HFForm, Loss
 
 
-class Status(TypedDict):
-    """Where an engine stands: plain numbers, the same on every rank."""
-
-    step: int
-    """Optimizer steps done, skipped ones included."""
-    version: int
-    """Counts the changes of the weights: it differs whenever they may."""
-    accumulated: int
-    """Micro-batches whose gradients wait for `optim_step`."""
-    tokens_seen: int
-    """Input tokens of all steps, over all ranks."""
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """What the verbs need to know of a recipe."""
-
-    seed: int
-    max_norm: float
-    """Gradients are clipped to it; 0: never."""
-    accumulation: int
-    """Micro-batches in one step, for the loop."""
-    lr_factor: Callable[[int], float]
-    """What the peak learning rate is multiplied by at a step, counted from 0."""
-    limits: Limits = Limits()  # noqa: RUF009 - a tuple
-    """What a batch may hold."""
-
-
 @dataclass(eq=False)
-class Core:
+class Core(Parameters):
     """A sharded model, its optimizer, and their state."""
 
     parts: list[Any]
@@ -415,48 +387,6 @@ class Core:
         if self.hf_form is None:
             raise TitanError("this model declares no Hugging Face form, so its weights have no names there")
         return self.hf_form
-
-    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Parameters by the names of the plain model on one device."""
-        return [named for part in self.parts for named in part.named_parameters()]
-
-    def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Those of them that the optimizer moves."""
-        return [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
-
-    @property
-    def adapters(self) -> Any:
-        """The converter whose parameters are no part of the plain model, if there is one."""
-        return next((converter for converter in self.converters if hasattr(converter, "owns")), None)
-
-    @contextmanager
-    def as_base(self) -> Iterator[None]:
-        """The model without its adapters; only to compute with."""
-        if self.adapters is None:
-            raise TitanError("as_base: this engine has no adapters, such as the converter lora makes")
-        with self.adapters.disabled(self.parts):
-            yield
-
-    def saved_parameters(self) -> list[tuple[str, Tensor]]:
-        """What a checkpoint holds of `plain_parameters`: all, or the adapters alone where there are some."""
-        adapters = self.adapters
-        return [named for named in self.plain_parameters() if adapters is None or adapters.owns(named[0])]
-
-    def base_parameters(self) -> dict[str, Tensor]:
-        """Those of `plain_parameters` that the plain model has."""
-        adapters = self.adapters
-        return {n: t for n, t in self.plain_parameters() if adapters is None or not adapters.owns(n)}
-
-    def plain_parameters(self) -> list[tuple[str, Tensor]]:
-        """The same and what else is state, detached and without the converters' tensor classes: what is
-        saved, and loaded into."""
-        found = []
-        for name, live in (named for part in self.parts for named in named_state(part)):
-            tensor = live.detach()
-            for converter in reversed(self.converters):
-                tensor = converter.plain(name, tensor)
-            found.append((name, tensor))
-        return found
 
     # --------------------------------------------------------------------------------------------- end
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from titancli.engine import opening
-from titancli.engine.core import Core, EngineSettings, token_counts
+from titancli.engine.core import Core, token_counts
 from titancli.engine.given import (
     Given,
     Logits,
@@ -32,6 +32,7 @@ from titancli.engine.reduction import largest, marked, quotient, summed
 from titancli.engine.runners import Sums
 from titancli.engine.sampling import gathered, not_training, refuse_layout
 from titancli.engine.seeds import Stream
+from titancli.engine.settings import EngineSettings
 from titancli.errors import TitanError
 from titancli.parallel.aborted import forget_iteration
 from titancli.process import settings_of
