@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
+from titancli.errors import TitanError
 from titancli.rl.packing import Sample, pack, rows_of
 
 SAMPLES = [
@@ -29,3 +31,12 @@ def test_a_batch_holds_every_sample_as_it_is() -> None:
     assert batch["document_ids"].tolist()[:2] == [[0, 0, 0, 0, 1, 2], [0, 0, 0, 0, 1, 1]]
     torch.testing.assert_close(batch["advantages"][0], torch.tensor([0, 1.5, 1.5, 1.5, -2.0, 0]))
     torch.testing.assert_close(batch["old_logprobs"][1], torch.tensor([0, 0, -0.5, -0.6, 0, 0]))
+
+
+def test_what_is_no_sample_is_told() -> None:
+    with pytest.raises(TitanError, match="an empty prompt"):
+        Sample([], [1], [0.0], 1.0)
+    with pytest.raises(TitanError, match="2 tokens and 1 log-prob"):
+        Sample([1], [1, 2], [0.0], 1.0)
+    with pytest.raises(TitanError, match="takes 5 tokens of a row, and rows have 4"):
+        rows_of([Sample([1, 2], [3, 4, 5, 6], [0.0] * 4, 1.0)], 4)

@@ -9,17 +9,31 @@ import torch
 from torch import Tensor
 
 from titancli.data.batch import IGNORE, Batch
+from titancli.errors import TitanError
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What is learnt from: one completion of a prompt."""
+    """What is learnt from: one completion of a prompt.
+
+    Raises:
+        TitanError: there is no prompt, or not one log-probability for each token.
+    """
 
     prompt: Sequence[int]
     tokens: Sequence[int]
     logprobs: Sequence[float]
     """Of `tokens`, under the weights that drew them."""
     advantage: float
+
+    def __post_init__(self) -> None:
+        if not len(self.prompt):
+            raise TitanError("a sample has an empty prompt", hint="its first token would follow nothing")
+        if len(self.logprobs) != len(self.tokens):
+            raise TitanError(
+                f"a sample has {len(self.tokens)} tokens and {len(self.logprobs)} log-probabilities",
+                hint="a generator gives one for each token that it has drawn",
+            )
 
     @property
     def length(self) -> int:
@@ -30,8 +44,14 @@ class Sample:
 def rows_of(samples: Sequence[Sample], seq_len: int) -> list[list[Sample]]:
     """Which samples share a row: the longest first, each in the first row that has room.
 
-    No sample is longer than seq_len.
+    Raises:
+        TitanError: a sample is longer than seq_len.
     """
+    if samples and (longest := max(sample.length for sample in samples)) > seq_len:
+        raise TitanError(
+            f"a sample takes {longest} tokens of a row, and rows have {seq_len}",
+            hint="a generator keeps to the limits that it is given; or take a greater training.seq_len",
+        )
     rows: list[list[Sample]] = []
     room: list[int] = []
     for sample in sorted(samples, key=lambda sample: -sample.length):
