@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Titan
+from tests.models.hf_configs import LLAMA, SPARSE
 from titancli.registry.kinds import KINDS
 
 
@@ -115,6 +116,19 @@ def test_what_can_be_imported_passes_under_strict(titan: Titan) -> None:
         "ok: llama3_debug\nok: llama3_8b\n",
         "",
     )
+
+
+def test_a_model_of_transformers_is_tried_under_strict_alone(titan: Titan, tmp_path: Path) -> None:
+    """One whose attention is not plain: only a forward shows it."""
+    good, bad = (tmp_path / name / "config.json" for name in ("good", "bad"))
+    for path, values in ((good, LLAMA), (bad, SPARSE)):
+        path.parent.mkdir()
+        path.write_text(json.dumps(values | {"vocab_size": 300}))
+    recipe = ("hf_causal_lm_debug", "training.seq_len=64")
+    assert titan("validate", *recipe, f"model.config={bad.parent}").code == 0
+    done = titan("validate", "--strict", *recipe, f"model.config={bad.parent}")
+    assert done.code == 3 and "it also takes block_indices" in done.err and "Traceback" not in done.err
+    assert titan("validate", "--strict", *recipe, f"model.config={good.parent}").code == 0
 
 
 # ---------------------------------------------------------------------------------------------- config

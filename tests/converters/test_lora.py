@@ -200,12 +200,14 @@ ODD = HFCausalLM(  # all have, and no size is a multiple of another
     config={**LLAMA, "attention_bias": True, "mlp_bias": True, "hidden_size": 35, "head_dim": 6}
     | {"intermediate_size": 37, "num_attention_heads": 5, "num_key_value_heads": 1}
 )
-BIASED = {"gpt_oss": PLAIN_GPT_OSS, "qwen2": QWEN2, "odd": ODD}
+WITH_ALL = HFCausalLM(config={**LLAMA, "attention_bias": True, "mlp_bias": True})
+BIASED = {"gpt_oss": PLAIN_GPT_OSS, "qwen2": QWEN2, "odd": ODD, "llama": WITH_ALL}
 BIASED_LAYOUTS = {
     "gpt_oss": (1, Layout(config=PLAIN_GPT_OSS)),
     "gpt_oss, TP2": (2, Layout({"tp": 2}, config=PLAIN_GPT_OSS)),
     "gpt_oss, PP2": (2, Layout({"pp": 2}, config=PLAIN_GPT_OSS)),
     "qwen2, TP2": (2, Layout({"tp": 2}, config=QWEN2)),
+    "llama, TP2": (2, Layout({"tp": 2}, config=WITH_ALL)),
     "odd": (1, Layout(config=ODD)),
     "odd, FSDP2": (2, Layout({"dp_shard": 2}, config=ODD)),
 }
@@ -252,16 +254,17 @@ def test_a_bias_stays_the_bases_and_only_the_weight_gets_the_product(
         assert other["names"] == first["names"] and not other["weights"]
 
 
-@pytest.mark.parametrize("name", ["gpt_oss, TP2", "qwen2, TP2", "odd, FSDP2"])
+@pytest.mark.parametrize("name", ["gpt_oss, TP2", "qwen2, TP2", "llama, TP2", "odd, FSDP2"])
 def test_layers_with_a_bias_train_alike_on_every_layout(
     ranks: Ranks, biased_bases: dict[str, Path], name: str
 ) -> None:
+    """Weights are larger here than initial ones, and gradients of queries small: 1e-5 is noise."""
     world, layout = BIASED_LAYOUTS[name]
     family = name.partition(",")[0]
     [alone] = ranks(1, steps, Layout(config=BIASED[family]), biased_bases[family])
     for result in ranks(world, steps, layout, biased_bases[family]):
         assert result.keys() == alone.keys()
-        assert [key for key in alone if far(result[key], alone[key]) > TOLERANCE] == []
+        assert {k: d for k in alone if (d := far(result[k], alone[k])) > 5e-5} == {}
 
 
 def test_a_model_of_which_no_layer_fits_is_refused() -> None:
@@ -278,6 +281,20 @@ def test_a_merge_is_rounded_by_who_writes_it_alone() -> None:
     weight = torch.ones(2, 3, dtype=torch.bfloat16)
     merged = merge(weight, torch.ones(1, 3), torch.full((2, 1), 2.0 + 2**-9), 0.5)
     assert merged.dtype == torch.float32 and (merged == 2 + 2**-10).all()
+
+
+def test_a_merge_is_what_fp64_makes_whatever_fp32_products_are_computed_in() -> None:
+    drawn = torch.Generator().manual_seed(0)
+    shapes = ((3000, 37), (5, 37), (3000, 5))  # rows that no block divides
+    weight, a, b = (torch.randn(shape, generator=drawn) for shape in shapes)
+    before = weight.clone()
+    expected = weight.double() + 0.3 * (b.double() @ a.double())
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert torch.equal(merge(weight, a, b, 0.3), expected.float())
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert torch.equal(weight, before)
 
 
 # ------------------------------------------------------------------------------------------- by commands

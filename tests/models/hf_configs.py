@@ -61,6 +61,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16,
     },
 }
+# attention that chooses its keys, which SDPA would not
+SPARSE: dict[str, Any] = {
+    **LLAMA,
+    "model_type": "minimax_m3_vl_text",
+    "head_dim": 16,
+    "rotary_dim": 8,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "dense_intermediate_size": 32,
+    "shared_intermediate_size": 16,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_block_size": 4,
+    "index_topk_blocks": 2,
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def config(name: str, **changes: Any) -> HFCausalLM:

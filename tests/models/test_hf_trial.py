@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.models.hf_configs import CONFIGS, LLAMA
+from tests.models.hf_configs import CONFIGS, LLAMA, SPARSE
 from tests.models.test_hf_causal_lm import CLOSE, Reads, in_transformers, made_of, tokens
 from titancli.errors import RecipeError, TitanError
 from titancli.models import HFCausalLM
@@ -65,24 +65,6 @@ LATENT: dict[str, Any] = dict(
     eos_token_id=2,
     max_position_embeddings=128,
 )
-SPARSE: dict[str, Any] = {
-    **LLAMA,
-    "model_type": "minimax_m3_vl_text",
-    "head_dim": 16,
-    "rotary_dim": 8,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "dense_intermediate_size": 32,
-    "shared_intermediate_size": 16,
-    "index_n_heads": 2,
-    "index_head_dim": 16,
-    "index_block_size": 4,
-    "index_topk_blocks": 2,
-    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
-    "mlp_layer_types": ["dense", "sparse", "sparse"],
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 NOT_PLAIN = {
     "deepseek_v32": ({**LATENT, "model_type": "deepseek_v32"}, "DeepseekV32Attention", "indices"),
     "glm_moe_dsa": ({**LATENT, "model_type": "glm_moe_dsa"}, "GlmMoeDsaAttention", "indices"),

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OWN = (".lora_a", ".lora_b")
+MERGED_ROWS = 1024
+"""Rows of a weight that are merged at a time."""
 STYLES = {
     # A whole, B cut as the weight's rows are: what comes out is this rank's part.
     "column": {"lora_a": "replicate", "lora_b": "column"},
@@ -175,8 +177,15 @@ class Adapters:
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """W + scale · B·A in fp32, whatever dtypes these have: who writes it down rounds it, once."""
-    return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
+    """W + scale · B·A, rounded to fp32 alone: who writes it down in another dtype rounds it once more.
+
+    The product is one of fp64, in blocks of rows: what fp32 products are computed in is the process's setting
+    (`torch.set_float32_matmul_precision`).
+    """
+    merged, whole_a = weight.to(torch.float32, copy=True), a.double()
+    for rows, some_b in zip(merged.split(MERGED_ROWS), b.split(MERGED_ROWS), strict=True):
+        rows.add_(some_b.double() @ whole_a, alpha=scale)
+    return merged
 
 
 def _chosen(model: Any, targets: list[str] | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""Whether the code that a recipe names can be imported: the one check of a recipe that runs any."""
+"""Whether the code that a recipe names can be imported and used: the one check that runs any of it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ class NotImportable(RecipeError):
 
 
 def import_components(loaded: Loaded) -> None:
-    """Import what builds each component of a recipe, those in slots of others too.
+    """Import what builds each component of a recipe, those in slots of others too; and have the configs that
+    can (`try_out()`) see what only that code knows.
 
     Raises:
         NotImportable: some cannot be: which, whose they are, and the error.
+        RecipeError: a config's `try_out` says why it cannot be built.
     """
     problems, tried = [], set()
     for path, config in components(loaded.recipe):
@@ -46,3 +48,6 @@ def import_components(loaded: Loaded) -> None:
                 )
     if problems:
         raise NotImportable(problems)
+    for _, config in components(loaded.recipe):
+        if try_out := getattr(config, "try_out", None):
+            try_out()

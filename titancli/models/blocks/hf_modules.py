@@ -268,19 +268,20 @@ def _growing_rope(base: nn.Module) -> GrowingRope | None:
     """The one that reaches least far. `dynamic` is kept from growing: what it once grew to, it would keep for
     shorter rows, and it reads positions to the host in every forward."""
     found = []
-    for module in base.modules():
+    modules: Iterator[Any] = base.modules()
+    for module in modules:
         types = getattr(module, "rope_type", None)
-        for layer, kind in types.items() if isinstance(types, dict) else [(None, types)]:
+        by_layer = types if isinstance(types, dict) else {None: types or ""}
+        for layer, kind in by_layer.items():
             if kind == "longrope":
-                told = module.config.rope_parameters  # type: ignore[union-attr]
+                told = module.config.rope_parameters
                 told = told if layer is None else told[layer]
                 found.append(GrowingRope(kind, int(told["original_max_position_embeddings"])))
-            elif kind is not None and "dynamic" in kind:
-                found.append(GrowingRope(kind, int(module.original_max_seq_len)))  # type: ignore[arg-type]
-        if isinstance(types, dict):
-            module.rope_type = {k: "default" if "dynamic" in v else v for k, v in types.items()}  # type: ignore[assignment]
-        elif types is not None and "dynamic" in types:
-            module.rope_type = "default"  # type: ignore[assignment]
+            elif "dynamic" in kind:
+                found.append(GrowingRope(kind, int(module.original_max_seq_len)))
+        if any("dynamic" in kind for kind in by_layer.values()):
+            still = {layer: "default" if "dynamic" in kind else kind for layer, kind in by_layer.items()}
+            module.rope_type = still if isinstance(types, dict) else still[None]
     return min(found, key=lambda rope: rope.length, default=None)
 
 

@@ -155,4 +155,4 @@ def _differences(ours: Any, theirs: Any) -> Iterator[tuple[str, float]]:
 
 
 def _far(found: Tensor, meant: Tensor) -> float:
-    return float((found - meant).abs().max() / meant.abs().max())
+    return float(((found - meant).abs().max() / meant.abs().max()).detach())

@@ -117,6 +117,19 @@ class HFCausalLM:
         if exports and (fault := conversion_fault(values)):
             yield "config", f"checkpoint.last_save_in_hf: {fault}"
 
+    def try_out(self) -> None:
+        """Build the model on meta, and with that try it on a tiny copy. Imports torch; takes seconds.
+
+        Raises:
+            RecipeError: titan cannot train it.
+        """
+        import torch
+
+        from titancli.registry.component import build
+
+        with torch.device("meta"):
+            build(self, seq_len=1)
+
     # ------------------------------------------------------------------------------------------- sizes
     # By transformers' usual names. None where config.json leaves them to the architecture's defaults.
 
