@@ -64,6 +64,6 @@ def _table(path: Path, registry: Registry) -> dict[str, Any]:
         )
     [(name, cls)] = readers.items()
     try:
-        return {"type": name, **cls.from_config_json(keys)}  # type: ignore[attr-defined]
+        return {"type": name, **cls.from_config_json(keys)}
     except (KeyError, TypeError, ValueError) as error:
         raise EnvironmentProblem(f"{path} lacks {error}, which {name} needs") from error
