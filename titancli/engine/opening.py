@@ -25,13 +25,13 @@ from titancli.process import Place
 from titancli.recipe import load_recipe
 from titancli.recipe.remarks import remarks
 from titancli.recipe.schema import (
+    BFLOAT16,
     ActivationCheckpoint,
     Comm,
     Compile,
     Debug,
     LRScheduler,
     Mesh,
-    OfRecipes,
     Pipeline,
     Recipe,
     Stability,
@@ -202,7 +202,7 @@ def recipe_of(model: Any, parts: Parts, device: torch.device) -> Recipe:
         raise UsageError(
             f"training: this is a {type(training).__name__}", hint="write training=Training(steps=...)"
         )
-    if device.type == "cpu" and isinstance(training.mixed_precision_param, OfRecipes):
+    if device.type == "cpu" and training.mixed_precision_param is BFLOAT16:
         given["training"] = dataclasses.replace(training, mixed_precision_param="float32")
     weights = parts.get("weights")
     if weights is not None:

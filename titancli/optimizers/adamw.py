@@ -133,8 +133,8 @@ class MixedAdamW(torch.optim.Optimizer):
         place = (self._salts[parameter], *self._places[parameter])
         size = CHUNK if flat[0].device.type == "cpu" else flat[0].numel()
         for start in range(0, flat[0].numel(), size):
-            pieces = (tensor[start : start + size] for tensor in flat)
-            _update_(*pieces, *rates, *fixed, step_salt, *place, start)
+            weight, gradient, first, second = (tensor[start : start + size] for tensor in flat)
+            _update_(weight, gradient, first, second, *rates, *fixed, step_salt, *place, start)
         for tensor, changed in zip(tensors, flat, strict=True):
             if not tensor.is_contiguous() and tensor is not tensors[1]:  # then what was changed is a copy
                 tensor.copy_(changed.view(tensor.shape))

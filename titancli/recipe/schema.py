@@ -16,11 +16,9 @@ from titancli.errors import RecipeError
 from titancli.recipe.fitting import nearest_degrees
 from titancli.registry.component import Component, Slot, section
 
-
-class OfRecipes(str):
-    """A default of recipes, where a script's may be another. The same text, when it is written, is none."""
-
-    __slots__ = ()
+BFLOAT16: Literal["bfloat16"] = str(b"bfloat16", "ascii")  # type: ignore[assignment]
+"""What recipes compute in by default, and scripts on a CPU do not. An object of its own: `is` tells it from
+the same text when somebody has written that."""
 
 
 @section
@@ -51,7 +49,7 @@ class Training:
     """Gradients are clipped to this total norm; 0 never clips."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What parameters, gradients and optimizer state are stored in."""
-    mixed_precision_param: Literal["float32", "bfloat16"] = OfRecipes("bfloat16")  # type: ignore[assignment]
+    mixed_precision_param: Literal["float32", "bfloat16"] = BFLOAT16
     """What parameters and activations are cast to for forward and backward."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """What gradients are summed over ranks in."""
