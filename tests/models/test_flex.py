@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titancli.models.blocks.attention import attend, with_sinks
 from titancli.models.blocks.flex import BLOCK, document_block_mask
-from titancli.models.blocks.reach import WHOLE, Reach, document_mask, document_masks
+from titancli.models.blocks.reach import WHOLE, Piece, Reach, document_mask, document_masks
 
 REACHES = {
     "whole": WHOLE,
@@ -47,6 +48,64 @@ def test_blocks_are_those_that_torch_finds_in_the_dense_mask(reach, length):
         assert torch.equal(mine[listed], theirs[listed]), kind
     row, query, key = torch.meshgrid(*(torch.arange(n) for n in (3, length, length)), indexing="ij")
     assert torch.equal(found.mask_mod(row, 0, query, key), dense[:, 0])
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("queries", [range(200), range(300, 515), range(256, 512)], ids=str)
+@pytest.mark.parametrize("reach", REACHES.values(), ids=REACHES)
+def test_the_blocks_of_a_part_of_the_queries_are_a_part_of_the_dense_mask(reach, queries, monkeypatch):
+    """As context parallel needs them; and a bool mask of a part is cut out of the whole."""
+    ids = documents(3, 643)
+    piece = Piece.of(queries, reach)
+    whole = document_mask(ids, reach)
+    part = whole[:, :, queries.start : queries.stop, piece.keys.start : piece.keys.stop]
+    assert not whole[:, :, queries.start : queries.stop, : piece.keys.start].any()
+    assert torch.equal(document_mask(ids, reach, piece), part)
+    found = document_block_mask(ids, reach, piece)
+    sizes = (len(queries), len(piece.keys))
+
+    def looked_up(row, head, query, key):
+        return part[row, 0, query, key]
+
+    wanted = create_block_mask(looked_up, 3, None, *sizes, device="cpu", BLOCK_SIZE=BLOCK)
+    assert found.seq_lengths == sizes
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        assert torch.equal(getattr(found, f"{kind}_num_blocks"), getattr(wanted, f"{kind}_num_blocks")), kind
+    row, query, key = torch.meshgrid(*(torch.arange(n) for n in (3, *sizes)), indexing="ij")
+    assert torch.equal(found.mask_mod(row, 0, query, key), part[:, 0])
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(3, sizes[0], 4, WIDTH), (3, sizes[1], 2, WIDTH), (3, sizes[1], 2, WIDTH)]
+    given = [torch.randn(shape, generator=draw).requires_grad_() for shape in shapes]
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
+    compare(*((attend(*given, mask, scale=SCALE, grouped=True), given) for mask in (found, part)), 1e-5)
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that is made."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(tensor, torch.Tensor):
+                self.bytes = max(self.bytes, tensor.numel() * tensor.element_size())
+        return made
+
+
+def test_no_rank_of_context_parallel_makes_masks_of_whole_rows():
+    length, ranks = 4096, 4
+    ids, each = documents(1, length), length // ranks // 2
+    for rank in range(ranks):
+        pieces = [range(n * each, (n + 1) * each) for n in (rank, 2 * ranks - 1 - rank)]
+        with Largest() as dense:
+            masks = document_masks(ids, pieces)(WHOLE)
+        assert sum(mask.numel() for mask in masks) == sum(each * piece.stop for piece in pieces)
+        assert dense.bytes <= each * length
+        with Largest() as blocks:
+            for piece in pieces:
+                document_block_mask(ids, WHOLE, Piece.of(piece, WHOLE))
+        assert blocks.bytes <= 16 * length
 
 
 def attention(mask, length: int, kind: str, device: str, dtype: torch.dtype = torch.float32):
@@ -104,4 +163,4 @@ def test_on_a_gpu_attention_and_its_gradients_are_those_under_a_dense_mask(reach
     mask = document_masks(ids)(reach)
     assert isinstance(mask, BlockMask)
     found = attention(mask, length, kind, "cuda", torch.bfloat16)
-    compare(found, attention(document_masks(ids, dense=True)(reach), length, kind, "cuda"), 2e-2)
+    compare(found, attention(document_mask(ids, reach), length, kind, "cuda"), 2e-2)

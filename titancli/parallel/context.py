@@ -46,6 +46,14 @@ class RowCut:
     def _of(self, rank: int) -> tuple[int, ...]:
         return (rank,) if self.pieces == self.group.size else (rank, self.pieces - 1 - rank)
 
+    def queries(self, length: int) -> list[range] | None:
+        """Of a row, those whose attention this rank computes, piece by piece; None: it is given whole rows of
+        some heads."""
+        if self.pieces == self.group.size:
+            return None
+        each = length // self.pieces
+        return [range(number * each, (number + 1) * each) for number in self.mine]
+
     def cut(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of whole rows.
 
@@ -168,19 +176,22 @@ def _allgather(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
+    mask: Any,
 ) -> Tensor:
-    """Each piece of this rank's queries against the keys that it can see."""
+    """Each piece of this rank's queries against the keys that it can see. The mask is of whole rows, or for
+    each piece its own (`titancli.models.blocks.reach.document_masks`)."""
     keys_and_values = row_cut.gathered(torch.cat((k, v), -1), SEQUENCE)
     k, v = keys_and_values.split((k.shape[-1], v.shape[-1]), -1)
     parts = q.chunk(len(row_cut.mine), SEQUENCE)
     out = []
-    for number, part in zip(row_cut.mine, parts, strict=True):
+    for place, (number, part) in enumerate(zip(row_cut.mine, parts, strict=True)):
         length = part.shape[SEQUENCE]
         begin, end = number * length, (number + 1) * length
         first = reach.first(begin)
         keys, values = k[:, first:end], v[:, first:end]
-        if mask is not None:
+        if isinstance(mask, tuple):
+            out.append(core(part, keys, values, mask[place]))
+        elif mask is not None:
             out.append(core(part, keys, values, mask[:, :, begin:end, first:end]))
         elif number == 0:
             out.append(core(part, keys, values, None))

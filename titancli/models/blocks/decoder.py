@@ -155,8 +155,10 @@ class Decoder(nn.Module):
             return self._continue(tokens, cache)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        # Under context parallel attention sees parts of rows, which masks are cut for.
-        mask = document_masks(document_ids, dense=self.row_cut is not None)
+        pieces = None
+        if self.row_cut is not None and document_ids is not None:
+            pieces = self.row_cut.queries(document_ids.shape[1])
+        mask = document_masks(document_ids, pieces)
         angles = self.angles(positions)
         hidden = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for block in self.layers.values():

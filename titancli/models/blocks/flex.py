@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from titancli.models.blocks.reach import Reach, document_positions
+from titancli.models.blocks.reach import Piece, Reach, first_seen
 
 BLOCK = 128
 """Queries, and keys, of a block."""
@@ -23,46 +23,38 @@ BLOCK = 128
 _compiled: Any = torch.compile(flex_attention)
 
 
-def document_block_mask(document_ids: Tensor, reach: Reach) -> BlockMask:
+def document_block_mask(document_ids: Tensor, reach: Reach, piece: Piece | None = None) -> BlockMask:
     """What `titancli.models.blocks.reach.document_mask` says, as blocks.
 
     Args:
         document_ids: [B, S] integers; a document lies in one piece.
+        piece: of these queries and keys alone.
     """
     length = document_ids.shape[1]
-    first = first_seen(document_ids, reach)
+    queries, keys = piece or Piece(range(length), range(length))
+    # From here on both are counted from the piece's own first ones.
+    ahead, first = queries.start - keys.start, first_seen(document_ids, reach)
+    first = first[:, queries.start : queries.stop] - keys.start
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (key >= first[row, query])
+        return (key <= query + ahead) & (key >= first[row, query])
 
-    blocks = torch.arange(-(-length // BLOCK), device=first.device)
-    begin = blocks * BLOCK
-    last = (begin + BLOCK - 1).clamp(max=length - 1)
+    begin = torch.arange(0, len(queries), BLOCK, device=first.device)[:, None]
+    last = (begin + BLOCK - 1).clamp(max=len(queries) - 1)
+    key = torch.arange(0, len(keys), BLOCK, device=first.device)
     # Both grow with the query: the first one of a block sees farthest back, its last one least.
-    farthest, nearest = first[:, begin, None], first[:, last, None]
-    some = (begin <= last[:, None]) & (begin + BLOCK > farthest)
-    every = (begin + BLOCK <= begin[:, None] + 1) & (begin >= nearest)
-    every &= begin[:, None] + BLOCK <= length  # as torch has it, a short block is never whole
+    farthest, nearest = first[:, begin[:, 0], None], first[:, last[:, 0], None]
+    some = (key <= last + ahead) & (key + BLOCK > farthest)
+    every = (key + BLOCK <= begin + ahead + 1) & (key >= nearest)
+    # As torch has it, a short block is never whole.
+    every &= (begin + BLOCK <= len(queries)) & (key + BLOCK <= len(keys))
     return BlockMask.from_kv_blocks(
         *_listed(some & ~every),
         *_listed(every),
         BLOCK_SIZE=BLOCK,
         mask_mod=sees,
-        seq_lengths=(length, length),
+        seq_lengths=(len(queries), len(keys)),
     )
-
-
-def first_seen(document_ids: Tensor, reach: Reach) -> Tensor:
-    """[B, S] int64: the first key in its row that each query sees."""
-    position = document_positions(document_ids)
-    query = torch.arange(document_ids.shape[1], device=document_ids.device)
-    document = query - position
-    first = document
-    if reach.window is not None:
-        first = torch.maximum(first, query - reach.window + 1)
-    if reach.chunk is not None:
-        first = torch.maximum(first, document + position // reach.chunk * reach.chunk)
-    return first
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -78,9 +78,6 @@ class DecoderHF:
 class UnbalancedHF(DecoderHF):
     """A form of models whose experts may have been balanced; the biases that did it have no place in it."""
 
-    loses_biases = True
-    """Whether they have none."""
-
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._told = False
@@ -103,6 +100,11 @@ class UnbalancedHF(DecoderHF):
         if self._loses(name):
             return torch.zeros(self.config.moe.num_experts)
         return super().from_hf(name, tensors)
+
+    @property
+    def loses_biases(self) -> bool:
+        """Whether the biases have no place."""
+        return True
 
     def _loses(self, name: str) -> bool:
         return self.loses_biases and name.endswith("moe.expert_bias")

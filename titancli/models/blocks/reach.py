@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 import torch
 from torch import Tensor
@@ -53,9 +53,10 @@ class Reach(NamedTuple):
 WHOLE = Reach()
 """All that is before a token, and itself."""
 
-MaskOf = Callable[[Reach], "Tensor | BlockMask | None"]
-"""The mask [B or 1, 1, S, T] of layers that see so far, bool or as blocks (`titancli.models.blocks.flex`);
-None: none is needed beside the reach itself."""
+Mask = Union[Tensor, "BlockMask", tuple["Tensor | BlockMask", ...]]
+"""[B or 1, 1, S, T], bool or as blocks (`titancli.models.blocks.flex`); a tuple of them: `document_masks`."""
+MaskOf = Callable[[Reach], "Mask | None"]
+"""The mask of layers that see so far; None: none is needed beside the reach itself."""
 
 
 def document_positions(document_ids: Tensor) -> Tensor:
@@ -66,41 +67,72 @@ def document_positions(document_ids: Tensor) -> Tensor:
     return index - torch.where(begins, index, 0).cummax(1).values
 
 
-def document_mask(document_ids: Tensor, reach: Reach = WHOLE) -> Tensor:
+def first_seen(document_ids: Tensor, reach: Reach) -> Tensor:
+    """[B, S] int64: the first key in its row that each query sees; it never falls from one to the next."""
+    position = document_positions(document_ids)
+    query = torch.arange(document_ids.shape[1], device=document_ids.device)
+    document = query - position
+    first = document
+    if reach.window is not None:
+        first = torch.maximum(first, query - reach.window + 1)
+    if reach.chunk is not None:
+        first = torch.maximum(first, document + position // reach.chunk * reach.chunk)
+    return first
+
+
+class Piece(NamedTuple):
+    """Some queries of a row, and the keys that any of them may see."""
+
+    queries: range
+    keys: range
+
+    @classmethod
+    def of(cls, queries: range, reach: Reach) -> Piece:
+        return cls(queries, range(reach.first(queries.start), queries.stop))
+
+
+def document_mask(document_ids: Tensor, reach: Reach = WHOLE, piece: Piece | None = None) -> Tensor:
     """[B, 1, S, S] bool: a token sees those before it, and itself, within its document and its reach.
 
     Args:
         document_ids: [B, S] integers; a document lies in one piece.
+        piece: of these queries and keys alone, [B, 1, queries, keys].
     """
     length = document_ids.shape[1]
-    same = document_ids[:, :, None] == document_ids[:, None, :]
-    if reach.limits(length):
-        positions = document_positions(document_ids)
-        same &= reach.seen(positions[:, :, None], positions[:, None, :])
-    return same.tril_().view(-1, 1, length, length)
+    queries, keys = piece or Piece(range(length), range(length))
+    query = torch.arange(queries.start, queries.stop, device=document_ids.device)[:, None]
+    key = torch.arange(keys.start, keys.stop, device=document_ids.device)
+    # Documents lie in one piece: where the keys of a query begin says all.
+    first = first_seen(document_ids, reach)[:, queries.start : queries.stop, None]
+    return ((key >= first) & (key <= query))[:, None]
 
 
-def document_masks(document_ids: Tensor | None, *, dense: bool = False) -> MaskOf:
-    """The masks of one forward; each is made once, whatever layers ask for it.
+def document_masks(document_ids: Tensor | None, pieces: Sequence[range] | None = None) -> MaskOf:
+    """The masks of one forward; each is made once, whatever layers ask for it. On a GPU they are blocks,
+    which are quicker and take no S x S.
 
     Args:
-        dense: whether bool masks are needed on a GPU too, where blocks are quicker and take no S x S.
+        document_ids: [B, S], whole rows.
+        pieces: the queries that are here, where context parallel has others elsewhere. A mask is then a
+            tuple, for each of the pieces one of its queries and of the keys that `Piece.of` says.
     """
-    made: dict[Reach, Tensor | BlockMask] = {}
-    in_blocks = document_ids is not None and document_ids.device.type == "cuda" and not dense
+    made: dict[Reach, Mask] = {}
 
-    def of(reach: Reach) -> Tensor | BlockMask | None:
+    def of(reach: Reach) -> Mask | None:
         if document_ids is None:
             return None
         if reach not in made:
-            make = _block_mask if in_blocks else document_mask
-            made[reach] = make(document_ids, reach)
+            make: Any = _block_mask if document_ids.device.type == "cuda" else document_mask
+            if pieces is None:
+                made[reach] = make(document_ids, reach)
+            else:
+                made[reach] = tuple(make(document_ids, reach, Piece.of(piece, reach)) for piece in pieces)
         return made[reach]
 
     return of
 
 
-def _block_mask(document_ids: Tensor, reach: Reach) -> BlockMask:
+def _block_mask(document_ids: Tensor, reach: Reach, piece: Piece | None = None) -> BlockMask:
     from titancli.models.blocks.flex import document_block_mask  # brings torch's compiler
 
-    return document_block_mask(document_ids, reach)
+    return document_block_mask(document_ids, reach, piece)
