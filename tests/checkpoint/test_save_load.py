@@ -162,6 +162,20 @@ def test_a_step_saved_again_replaces_the_old(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
 
+def test_a_folder_that_was_renamed_to_another_step_is_neither_loaded_nor_resumed_from(tmp_path: Path):
+    for step in (1, 2):
+        save(tmp_path / f"step-{step}")
+    renamed = (tmp_path / "step-2").rename(tmp_path / "step-7777")
+    words = "is named for step 7777, and its manifest.json says step 2"
+    with pytest.raises(EnvironmentProblem, match=words):
+        load_checkpoint(renamed, {})
+    told: list[str] = []
+    assert newest_good(tmp_path, rejected=told.append) == tmp_path / "step-1"
+    assert len(told) == 1 and words in told[0]
+    # Of what has no step in its name nothing is asked.
+    load_checkpoint(renamed.rename(tmp_path / "best"), {})
+
+
 def test_another_runs_checkpoint_is_never_replaced(tmp_path: Path):
     save(tmp_path / "step-1", seed=1, run_id="theirs")
     with pytest.raises(EnvironmentProblem, match="written by another run"):

@@ -48,6 +48,16 @@ def test_list_says_what_is_wrong_by_names_and_sizes(titan: Titan, run: Path) -> 
     assert second.startswith("step-10") and "manifest.json is damaged" in second
 
 
+def test_a_folder_that_was_renamed_to_another_step_is_told(titan: Titan, run: Path) -> None:
+    (run / "checkpoints/step-10").rename(run / "checkpoints/step-7777")
+    words = "is named for step 7777, and its manifest.json says step 10"
+    done = titan("checkpoint", "list", "run")
+    assert done.code == 0 and words in done.out.splitlines()[1]
+    for named in ("run", "run/checkpoints/step-7777"):
+        done = titan("checkpoint", "verify", named)
+        assert done.code == 5 and words in done.out + done.err
+
+
 def test_a_run_without_checkpoints_has_none(titan: Titan, tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     done = titan("checkpoint", "list", "run")

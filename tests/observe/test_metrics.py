@@ -52,6 +52,15 @@ def test_a_nan_is_not_lost_in_a_maximum() -> None:
     assert math.isnan(read(collector)["x"])
 
 
+def test_a_nan_among_floats_of_one_rank_is_not_lost_in_a_maximum_and_spoils_no_other_name() -> None:
+    collector = Collector()
+    for value in (1.0, math.nan, 2.0):
+        collector.add("broken", value, "max")
+        collector.add("whole", 3.0, "max")
+    found = reduce_over_ranks(collector.drain())
+    assert math.isnan(found["broken"]) and found["whole"] == 3.0
+
+
 def test_the_slowest_rank_is_named_with_what_it_takes_longer() -> None:
     assert slowest({0: 0.5}) == {}
     assert slowest({0: 0.10, 1: 0.15}) == {"slow_rank": 1.0, "slow_rank_seconds": pytest.approx(0.05)}

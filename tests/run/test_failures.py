@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from titancli.errors import PluginError
+from titancli.errors import PluginError, RankFailure
 from titancli.observe import failures
 
 
@@ -21,6 +21,21 @@ def test_the_cause_is_the_first_error_that_is_not_about_the_connection(tmp_path:
     found = failures.cause(failures.read(tmp_path), [], [])
     assert found is not None
     assert (found.rank, found.step, found.message) == (1, 12, "bad row")
+
+
+def test_an_error_that_echoes_another_ranks_is_never_the_cause(tmp_path: Path) -> None:
+    leave(tmp_path, RankFailure("rank 1 failed in forward_backward: ValueError: bad row"), 0)
+    leave(tmp_path, ValueError("bad row"), 1)
+    found = failures.cause(failures.read(tmp_path), [], [])
+    assert found is not None and found.rank == 1
+
+
+def test_of_an_echo_the_report_holds_what_the_rank_saw_itself(tmp_path: Path) -> None:
+    echo = RankFailure("rank 1 did not take part in forward_backward within 5 s")
+    echo.__cause__ = RuntimeError("gloo: timed out")
+    leave(tmp_path, echo, 0)
+    [report] = failures.read(tmp_path)
+    assert (report.type, report.message, report.communication) == ("RuntimeError", "gloo: timed out", True)
 
 
 def test_a_rank_that_was_killed_is_the_cause_of_the_others_lost_connections(tmp_path: Path) -> None:

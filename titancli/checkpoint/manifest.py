@@ -78,7 +78,8 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and check a checkpoint's manifest.
 
     Raises:
-        EnvironmentProblem: the folder is no checkpoint, or its manifest is damaged.
+        EnvironmentProblem: the folder is no checkpoint, its manifest is damaged, or says another step than
+            its name.
     """
     path = folder / MANIFEST
     try:
@@ -105,6 +106,12 @@ def read_manifest(folder: Path) -> Manifest:
         _check(manifest)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise EnvironmentProblem(f"{path} is malformed: {error}") from error
+    named = STEP_NAME.match(folder.name) or REPLACED_NAME.match(folder.name)
+    if named and int(named[1]) != manifest.step:
+        raise EnvironmentProblem(
+            f"{folder} is named for step {int(named[1])}, and its {MANIFEST} says step {manifest.step}",
+            hint=f"it was renamed or copied: give it its own name, step-{manifest.step}, or another one",
+        )
     return manifest
 
 

@@ -78,7 +78,12 @@ def _maximum(a: Any, b: Any) -> Any:
         return a.maximum(b if hasattr(b, "detach") else a.new_tensor(b))
     if hasattr(b, "maximum"):
         return b.maximum(b.new_tensor(a))
-    return max(a, b)
+    return _largest([a, b])
+
+
+def _largest(values: list[float]) -> float:
+    """NaN where one of them is: max() would lose one that is not the first."""
+    return next((value for value in values if value != value), max(values))
 
 
 collector = Collector()
@@ -124,7 +129,6 @@ def reduce_over_ranks(readings: Mapping[str, Reading]) -> dict[str, float]:
 def _fold(parts: list[tuple[Reduce, float, int]]) -> float:
     reduce = parts[0][0]
     if reduce == "max":
-        # max() would lose a nan that is not the first
-        return next((value for _, value, _ in parts if value != value), max(value for _, value, _ in parts))
+        return _largest([value for _, value, _ in parts])
     total = sum(value for _, value, _ in parts)
     return total if reduce == "sum" else total / sum(count for _, _, count in parts)
