@@ -194,6 +194,22 @@ LARGE = {
 }
 
 
+def test_all_that_decides_how_far_attention_looks_is_within_a_row() -> None:
+    """In lists and tables by layer, too."""
+    values = {
+        **LLAMA,
+        "sliding_window": 4096,
+        "layer_windows": [512, 4096, None],
+        "per_layer_config": {"00": {"sliding_window": 1024}, "02": {"attention_chunk_size": 8192}},
+        "num_hidden_layers": 3,
+        "chunk_size_feed_forward": 0,
+        "max_window_layers": 28,
+    }
+    copy = tiny(values)
+    assert copy["sliding_window"] == 6 and copy["layer_windows"] == [6, 6, None]
+    assert copy["per_layer_config"] == {"00": {"sliding_window": 6}, "02": {"attention_chunk_size": 6}}
+
+
 @pytest.mark.parametrize("name", LARGE)  # of 405, 27 and 235 billion parameters
 def test_a_copy_is_small_and_has_every_kind_of_layer(name: str) -> None:
     whole = hf_modules.hf_config(LARGE[name]).to_dict() | {"model_type": LARGE[name]["model_type"]}
@@ -271,7 +287,11 @@ def test_one_long_row_is_generated_from_as_transformers_does() -> None:
 
 MORE: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**LATENT, "topk_method": "greedy"},
-    "dots1": {**LATENT, "n_shared_experts": 1},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+    | {"num_experts_per_tok": 2},
+    "lfm2_moe": {"layer_types": ["full_attention"] * 32, "num_hidden_layers": 32},
+    "ministral": {"head_dim": 32},
+    "nemotron": {"num_key_value_heads": 8, "head_dim": 32},
     "hunyuan_v1_dense": {"head_dim": 32},
     "hunyuan_v1_moe": {"head_dim": 32, "num_experts": 4, "moe_topk": [2] * 32},
     "minimax_m3_vl_text": SPARSE,

@@ -27,7 +27,7 @@ CAPS = [
     (re.compile(r"num_experts_per_tok|moe_topk|moe_k|top_k_experts|num_selected_experts|experts_top_k"), 2),
     (re.compile(r"n_shared_experts|num_shared_experts|moe_num_shared_experts"), 1),
     (re.compile(r"n_routed_experts|(moe_)?num_(local_)?experts|zero_expert_num|num_routed_experts"), EXPERTS),
-    (re.compile(r"(sliding_|attention_|local_)*(window|window_size|chunk_size)"), REACH),
+    (re.compile(r"\w*(window|window_size|chunk_size)s?"), REACH),
     (re.compile(r"index_topk|index_block_size"), 4),
     (re.compile(r"index_n_heads|index_topk_blocks|num_layers_per_stack"), 2),
     (re.compile(r"first_k_dense_replace|num_dense_layers"), 2),
@@ -96,6 +96,10 @@ def fewer_layers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _capped(key: str, value: Any) -> Any:
+    if isinstance(value, list):  # of a number for each layer
+        return [_capped(key, item) for item in value]
+    if isinstance(value, dict):
+        return {name: _capped(str(name), item) for name, item in value.items()}
     if not isinstance(value, int) or isinstance(value, bool):
         return value
     return min([value, *(most for pattern, most in CAPS if pattern.fullmatch(key))])
