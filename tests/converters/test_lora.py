@@ -31,7 +31,7 @@ from tests.run.conftest import Finished, here, train  # noqa: F401 - fixtures
 from titancli.checkpoint import CheckpointReader
 from titancli.checkpoint.which import hf_form
 from titancli.converters import LoRA
-from titancli.converters.lora import Adapters, merge
+from titancli.converters.lora import AdaptedLinear, Adapters, merge
 from titancli.errors import RecipeError
 from titancli.models import HFCausalLM
 from titancli.recipe.check import component_checks
@@ -356,3 +356,14 @@ def of_transformers(folder: str, adapters: str | None = None) -> torch.Tensor:
         peft = pytest.importorskip("peft", reason="the extra [dev] installs it")
         model = peft.PeftModel.from_pretrained(model, adapters)
     return model.eval()(input_ids=TOKENS).logits
+
+
+def test_the_base_within_the_base_stays_the_base() -> None:
+    layer = torch.nn.Linear(4, 4)
+    AdaptedLinear.adapt(layer, 2, 1.0)
+    adapters = Adapters(LoRA())
+    with adapters.disabled([layer]):
+        with adapters.disabled([layer]):
+            assert not layer.enabled
+        assert not layer.enabled
+    assert layer.enabled
