@@ -171,6 +171,16 @@ def test_verify_notices_a_peft_folder_that_is_wrong(
     assert code == 1 and "verified: NO" in out
 
 
+def test_verify_without_peft_is_refused_before_anything_is_written(
+    tmp_path: Path, convert: Convert, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapted(tmp_path, "llama3")
+    monkeypatch.setattr(peft, "find_spec", lambda name: None)
+    assert convert("peft", "--verify")[0] == 5
+    assert not (tmp_path / "peft").exists()
+    assert convert("peft")[0] == 0
+
+
 def test_peft_is_compared_over_a_base_that_is_a_checkpoint_too(tmp_path: Path, convert: Convert) -> None:
     made = adapted(tmp_path, "qwen2")
     (tmp_path / "step-1").rename(tmp_path / "of-hf")

@@ -177,6 +177,16 @@ def test_it_leaves_nothing_behind() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.parametrize(
+    "around",
+    [torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16)],
+    ids=["inference", "autocast"],
+)
+def test_what_the_caller_is_in_the_middle_of_does_not_count(around: Any) -> None:
+    with around:
+        on_meta(CONFIGS["llama"])
+
+
 def test_random_numbers_in_forward_are_refused() -> None:
     values = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "router_jitter_noise": 0.1}
     assert "draws random numbers in forward" in said(values)

@@ -209,7 +209,6 @@ def load_in_transformers(folder: Path, adapters: Path | None = None) -> torch.nn
         return PeftModel.from_pretrained(model, str(adapters))
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         who = f"transformers cannot load {folder}" if adapters is None else f"peft cannot load {adapters}"
-        hint = "pip install peft" if isinstance(error, ImportError) and adapters else None
-        raise EnvironmentProblem(f"{who}: {error}", hint=hint) from error
+        raise EnvironmentProblem(f"{who}: {error}") from error
     finally:
         logging.disable(before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,7 +32,7 @@ from titancli.checkpoint.tensorfile import Entry
 from titancli.checkpoint.tensors import dtype_name
 from titancli.checkpoint.which import Say, find_checkpoint, hf_form, parameter_shapes, recipe_of
 from titancli.converters.lora import OWN
-from titancli.errors import TitanError, UsageError
+from titancli.errors import EnvironmentProblem, TitanError, UsageError
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -66,6 +67,8 @@ def to_peft(
     model, _ = recipe_of(folder)
     if verify:
         refuse_incomparable(hf_form(model))
+        if find_spec("peft") is None:
+            raise EnvironmentProblem("--verify loads the folder with peft", hint="pip install peft")
     modules = hf_modules(
         model, [name.removesuffix(OWN[0]) for name in reader.names() if name.endswith(OWN[0])]
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def try_once(values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], Any]
 
 
 def _try(values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], Any]) -> None:
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad(), quiet():
+    with _undisturbed():
         copy, theirs = _eager(values)
         try:
             ours = make(copy).to_empty(device="cpu")
@@ -72,6 +73,20 @@ def _try(values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], Any]) ->
 
 
 HINT = "hf_causal_lm cannot train it; titan list-components model shows the families that titan has itself"
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """On the CPU with gradients, whatever the caller is in the middle of; its generator is put back."""
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.device("cpu"),
+        torch.random.fork_rng(devices=[]),
+        quiet(),
+    ):
+        yield
 
 
 def _eager(values: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
