@@ -16,8 +16,9 @@ from titancli.errors import RecipeError
 from titancli.optimizers import AdamW
 from titancli.optimizers.rounding import indices, place_of, random_halves, salt_of, store
 
-CHUNK = 2**18
-"""Numbers that a CPU updates at a time, so that what lies between stays in its cache."""
+CHUNK, PIECES = 2**18, 256
+"""Numbers that a CPU updates at a time, so that what lies between stays in its cache; more where there would
+be too many pieces, each of which costs a dry run as much as any."""
 
 
 def build(
@@ -131,8 +132,9 @@ class MixedAdamW(torch.optim.Optimizer):
             _compiled_update()(*flat, *changing, *fixed, salt, *self._place_on_device(parameter), 0)
             return
         place = (self._salts[parameter], *self._places[parameter])
-        size = CHUNK if flat[0].device.type == "cpu" else flat[0].numel()
-        for start in range(0, flat[0].numel(), size):
+        count = flat[0].numel()
+        size = max(CHUNK, count // PIECES) if flat[0].device.type == "cpu" else count
+        for start in range(0, count, size):
             weight, gradient, first, second = (tensor[start : start + size] for tensor in flat)
             _update_(weight, gradient, first, second, *rates, *fixed, step_salt, *place, start)
         for tensor, changed in zip(tensors, flat, strict=True):

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from tests.engine.cases import Layout
-from titancli import TitanError
+from titancli import TitanError, load_recipe
 from titancli.models import Qwen3
 from titancli.models.menu.moe import MoE
+from titancli.recipe.remarks import remarks
 from titancli.testing import check_plugin, recipe, run_cli
 
 FALLBACK = """
@@ -230,3 +231,9 @@ def test_muon_is_not_its_own_fallback(tmp_path: Path) -> None:
 def test_it_trains(tmp_path: Path) -> None:
     done = run_cli("train", recipe(tmp_path, FALLBACK), cwd=tmp_path)
     assert done.code == 0, done.stderr
+
+
+def test_bfloat16_weights_are_remarked_on() -> None:
+    given = ["optimizer=muon", "training.dtype=bfloat16"]
+    (line,) = remarks(load_recipe("llama3_debug", given).recipe)
+    assert "the optimizer muon does not say that it rounds stochastically" in line
