@@ -279,3 +279,18 @@ def test_the_routers_product_has_the_gradients_of_a_linear_and_keeps_no_cast(bia
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.dtype) or t, lambda t: t):
         assert gate.bfloat16()(x.bfloat16()).dtype == torch.float32
     assert torch.float32 not in kept
+
+
+def test_the_z_loss_adds_the_gradient_of_its_definition_and_nothing_else() -> None:
+    plain, with_loss = (
+        layer(score_func="softmax", top_k=2),
+        layer(score_func="softmax", top_k=2, z_loss_coeff=0.3),
+    )
+    x, expected_x = tokens().requires_grad_(), tokens().requires_grad_()
+    out, expected = with_loss(x), plain(expected_x)
+    assert torch.equal(out, expected)
+    logits = expected_x.flatten(0, 1) @ plain.router.gate.weight.t()
+    (expected.square().sum() + 0.3 * logits.exp().sum(1).log().square().sum()).backward()
+    checkpoint(with_loss, x, use_reentrant=False).square().sum().backward()
+    for found, reference in zip([x, *with_loss.parameters()], [expected_x, *plain.parameters()], strict=True):
+        assert_close(found.grad, reference.grad)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.cases import LENGTH, ROWS, Layout, my_batches, recipe, whole
+from tests.engine.cases import LENGTH, ROWS, Layout, gradients, my_batches, recipe, whole
 from tests.ranks import runs
 from tests.ranks.layouts import DEEP, EIGHT, SHARED, TWO
 from titancli.checkpoint.hf import put
@@ -122,3 +122,24 @@ def test_every_token_is_counted_once(ranks):
     counts = [value for key, value in result.items() if key.startswith("routes")]
     assert len(counts) == runs.STEPS * 2
     assert all(int(count.sum()) == ROWS * LENGTH * 3 for count in counts)
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (2, dict(dp_shard=2, ep=2, micro_batches=2)),
+        (2, dict(tp=2)),
+        (2, dict(cp=2, activation_checkpoint={"mode": "full"})),
+        (2, dict(pp=2, pipeline={"schedule": "1F1B"})),
+    ],
+)
+def test_the_z_loss_is_the_same_on_every_layout(ranks, world, options):
+    config = replace(EIGHT, moe=replace(EIGHT.moe, z_loss_coeff=0.1))
+    (expected,) = ranks(1, gradients, layout(config))
+    (without,) = ranks(1, gradients, layout())
+    gate = "layers.0.moe.router.gate.weight"
+    assert (expected[gate] - without[gate]).norm() > 0.1 * without[gate].norm()
+    found = {k: v for part in ranks(world, gradients, layout(config, **options)) for k, v in part.items()}
+    for name, reference in expected.items():
+        if name != "loss_max":
+            assert (found[name] - reference).norm() <= 1e-5 * reference.norm(), name

@@ -38,6 +38,8 @@ class Router(nn.Module):
         """Routes of tokens [N, dim]; `expert_bias` [E] has a say in the choice, none in the scores."""
         config = self.config
         logits = self.gate(x).float()
+        if config.z_loss_coeff:
+            logits = _ZLoss.apply(logits, config.z_loss_coeff)
         scores = logits.softmax(-1) if config.score_func == "softmax" else logits.sigmoid()
         experts = self._choose(scores.detach(), expert_bias)
         chosen = scores.gather(1, experts)
@@ -100,6 +102,25 @@ class _Product(torch.autograd.Function):
             (grad.t() @ x.to(wide)).to(weight.dtype) if for_weight else None,
             grad.sum(0).to(ctx.bias_dtype) if for_bias else None,
         )
+
+
+class _ZLoss(torch.autograd.Function):
+    """Logits as they are, which in backward get the gradient of coeff · Σ logsumexp² of all tokens as well.
+
+    A sum, as every loss here is: it does not matter which ranks and micro-batches the tokens are on, nor
+    whether forward runs again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, coeff: float) -> Tensor:
+        ctx.save_for_backward(logits)
+        ctx.coeff = coeff
+        return logits.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (logits,) = ctx.saved_tensors
+        return grad + 2 * ctx.coeff * logits.logsumexp(-1, keepdim=True) * logits.softmax(-1), None
 
 
 def _at_least_fp32(x: Tensor) -> torch.dtype:

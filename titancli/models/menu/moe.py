@@ -44,8 +44,13 @@ class MoE:
     """Step of the bias that evens out how often experts are chosen, without a loss; 0 or None: no such bias.
     Given weights without one, whose Hugging Face form has no place for it, are trained without."""
 
+    z_loss_coeff: Annotated[float, Ge(0)] = 0.0
+    """Weight of the router's z-loss (arXiv 2202.08906): in each layer the squared log-sum-exp of the logits
+    of every token, added to the loss's sum, and so divided by its weight (target tokens). It is part of the
+    gradients, not of the loss that is reported."""
+
     # Fields that change how it is trained, not what it computes.
-    without_effect: ClassVar[tuple[str, ...]] = ("load_balance_coeff",)
+    without_effect: ClassVar[tuple[str, ...]] = ("load_balance_coeff", "z_loss_coeff")
 
     def explicit(self) -> MoE:
         """The same, without what counts among groups where there are none."""
