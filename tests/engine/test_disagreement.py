@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from tests.engine import cases
 from tests.engine.cases import Layout
 from titancli import Batch, Engine, LossResult, TitanError
+from titancli.engine.agreement import together
 from titancli.errors import RankFailure
 from titancli.observe import comm
 
@@ -308,3 +310,19 @@ def test_a_rank_that_does_not_come_is_named(ranks) -> None:
     (message, seconds), _ = ranks(2, one_stays_away)
     assert message.startswith("rank 1 did not take part in forward within 1 s")
     assert seconds < 4
+
+
+def without_the_cpu(store: str) -> tuple[list[list[int]], float]:
+    """In a group as `init_process_group("nccl")` makes it, which takes no tensors on the CPU."""
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    place: Any = dict(store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=7))
+    dist.init_process_group("cuda:gloo", **place)
+    limit = comm.present_timeout()
+    assert limit is not None
+    return together().gather([rank, 5]), limit.total_seconds()
+
+
+def test_ranks_agree_in_a_group_that_takes_no_tensors_on_the_cpu(ranks, tmp_path) -> None:
+    assert ranks(2, without_the_cpu, str(tmp_path / "store")) == [([[0, 5], [1, 5]], 7.0)] * 2

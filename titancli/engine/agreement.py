@@ -69,6 +69,7 @@ class Together:
         self._failures = 0
         """That all ranks shared, and went on from."""
         self._later: int | None = None
+        self._gloo: dist.ProcessGroup | None = None
         self._verbs = 0
 
     def enlist(self) -> int:
@@ -114,8 +115,15 @@ class Together:
         """Numbers below 2**63 of every rank, by rank."""
         table = torch.zeros(self.world, len(numbers), dtype=torch.int64)
         table[self.rank] = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(table)
+        dist.all_reduce(table, group=self._for_the_cpu())
         return table.tolist()
+
+    def _for_the_cpu(self) -> dist.ProcessGroup | None:
+        """The default group, or all its ranks in another one where it takes no tensors on the CPU."""
+        world: Any = dist.group.WORLD
+        if self._gloo is None and torch.device("cpu") not in world._device_types:
+            self._gloo = dist.new_group(backend="gloo", timeout=comm.present_timeout())
+        return self._gloo
 
     def fails(self, verb: str, error: BaseException, seconds: float) -> None:
         """Let the others know of an error in the middle of a verb, and find out whether they shared it.
@@ -383,9 +391,8 @@ def _is_echo(error: BaseException | None) -> bool:
 def _places() -> dict[str, int]:
     from torch.distributed import distributed_c10d
 
-    return {
-        group.group_name: group._get_sequence_number_for_group() for group in distributed_c10d._world.pg_map
-    }
+    groups: list[Any] = list(distributed_c10d._world.pg_map)
+    return {group.group_name: group._get_sequence_number_for_group() for group in groups}
 
 
 def _same_places(reports: Iterator[Report] | Any) -> bool:
@@ -410,7 +417,7 @@ def _checksum(batch: Batch) -> str:
     tokens = batch.get("tokens")
     if tokens is None or tokens.device.type != "cpu":
         return ""
-    return xxhash.xxh3_64_hexdigest(tokens.contiguous().numpy())
+    return xxhash.xxh3_64_hexdigest(tokens.contiguous().numpy().data)
 
 
 def _either(phrases: list[str]) -> str:

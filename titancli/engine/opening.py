@@ -80,8 +80,8 @@ SLOTS |= {"converters": "converter"}
 """The parts that are components, and their kinds."""
 
 
-BUILT = ("model", "mesh", "pipeline", "parallelize", "activation_checkpoint", "compile", "optimizer", "loss")
-BUILT += ("lr_scheduler", "training", "stability", "comm")
+BUILT: tuple[str, ...] = ("model", "mesh", "pipeline", "parallelize", "activation_checkpoint", "compile")
+BUILT += ("optimizer", "loss", "lr_scheduler", "training", "stability", "comm")
 """The sections of a recipe that an engine is built of; they are the same on every rank."""
 
 

@@ -137,14 +137,13 @@ def set_timeouts(seconds: float) -> None:
 
 
 def present_timeout() -> timedelta | None:
-    """The limit of collectives on CPU tensors in the default group; None where it has none."""
+    """The limit of collectives in the default group, of those on the CPU if it has any; None: no limit."""
     import torch
     import torch.distributed as dist
 
     world: Any = dist.group.WORLD
-    if torch.device("cpu") not in world._device_types:
-        return None
-    options = world._get_backend(torch.device("cpu")).options  # none: a dry run's group, which never waits
+    device = min(world._device_types, key=lambda device: device.type != "cpu")
+    options = world._get_backend(torch.device(device.type)).options  # none: a dry run's, which never waits
     return options._timeout if options else None
 
 
