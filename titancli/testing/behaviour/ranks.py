@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 WORLD = 2
 SECONDS = 240
-"""How long the ranks may take in all, and a tenth of it for one exchange between them."""
+"""How long the ranks may take in all."""
+EXCHANGE_SECONDS = 15
+"""How long one may wait for the other in an exchange."""
 
 _jobs: list[Job] = []
 
@@ -148,48 +150,63 @@ def _told(part: Any) -> Any:
 
 
 def main(folder: Path) -> None:
-    """A rank's whole life."""
+    """A rank's whole life. What the ranks say to each other of a layout goes through a file, for a rank that
+    raises leaves the others in the middle of an exchange; what is left is then not tried."""
     import torch
     import torch.distributed as dist
 
     from titancli import registry
+    from titancli.parallel.mesh import forget_meshes
 
     torch.set_num_threads(1)
     told = json.loads((folder / "jobs.json").read_text())
     registry.configure(files=[Path(file) for file in told["files"]])
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(str(folder / "store"), WORLD),
-        rank=int(os.environ["RANK"]),
-        world_size=WORLD,
-        timeout=timedelta(seconds=SECONDS / 10),
-    )
+    rank, store = int(os.environ["RANK"]), dist.FileStore(str(folder / "store"), WORLD)
+    store.set_timeout(timedelta(seconds=SECONDS / 4))
     faults: list[str] = []
     for number, job in enumerate(told["jobs"]):
         for layout, mesh in job["layouts"].items():
-            mine = _fault(folder, number, job, mesh)
-            both: list[Any] = [None] * WORLD
-            dist.all_gather_object(both, mine)
-            if found := next((fault for fault in both if fault), None):
-                faults.append(f"{job['label']}: [{job['check']}] {layout}: {found}")
-    if dist.get_rank() == 0:
+            key = f"{number} {layout}"
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore(key, store),
+                rank=rank,
+                world_size=WORLD,
+                timeout=timedelta(seconds=EXCHANGE_SECONDS),
+            )
+            try:
+                outcome = {"fault": _compared(folder, number, job, mesh), "raised": False}
+            except Exception as error:
+                outcome = {"fault": f"it raises: {own_traceback(error)}", "raised": True}
+            finally:
+                dist.destroy_process_group()
+                forget_meshes()
+            store.set(f"{key} {rank}", json.dumps(outcome))
+            both = [json.loads(store.get(f"{key} {other}")) for other in range(WORLD)]
+            found = sorted((one["fault"] for one in both if one["fault"]), key=_secondhand)
+            faults += [f"{job['label']}: [{job['check']}] {layout}: {fault}" for fault in found[:1]]
+            if any(one["raised"] for one in both):
+                faults.append(f"{job['label']}: [{job['check']}] nothing after {layout} was tried")
+                _finish(folder, rank, faults)
+                return
+    _finish(folder, rank, faults)
+
+
+def _finish(folder: Path, rank: int, faults: list[str]) -> None:
+    if rank == 0:
         part = folder / "faults.part"
         part.write_text(json.dumps(faults))
         part.rename(folder / "faults.json")
-    dist.destroy_process_group()
 
 
-def _fault(folder: Path, number: int, job: dict[str, Any], mesh: dict[str, int]) -> str | None:
-    """What is wrong with a job on one layout, as this rank sees it; None where a TitanError refuses it."""
-    try:
-        return _compared(folder, number, job, mesh)
-    except TitanError:
-        return None  # right, or refused by name
-    except Exception as error:
-        return f"it raises: {own_traceback(error)}"
+def _secondhand(fault: str) -> bool:
+    """Whether a rank says no more than that another one has failed."""
+    return any(words in fault for words in ("gloo", "Connection closed", "timeout", "rank 0", "rank 1"))
 
 
 def _compared(folder: Path, number: int, job: dict[str, Any], mesh: dict[str, int]) -> str | None:
+    """What is wrong with a job on one layout, as this rank sees it; None where a TitanError refuses to build
+    it so: right, or refused by name."""
     from safetensors.torch import load_file
 
     from titancli.data.batch import Batch
@@ -199,7 +216,10 @@ def _compared(folder: Path, number: int, job: dict[str, Any], mesh: dict[str, in
     parts = {name: _bound(part) for name, part in job["parts"].items()}
     reference = load_file(folder / f"{number}.reference")
     with contextlib.ExitStack() as ends:
-        engine = ends.enter_context(engine_of(**parts, mesh=mesh))
+        try:
+            engine = ends.enter_context(engine_of(**parts, mesh=mesh))
+        except TitanError:
+            return None
         dp = engine.mesh.degrees.dp
         batches = [
             _mine(Batch(load_file(folder / f"{number}.batch.{place}"), unit=unit), dp, engine.mesh.dp_rank)
@@ -218,8 +238,7 @@ def _compared(folder: Path, number: int, job: dict[str, Any], mesh: dict[str, in
             step(fresh, batches[1])
             if difference := first_difference(found, weights(fresh), 0.0):
                 return f"a step after a resume is another: {difference}"
-        missing = [name for name in found if name not in reference]
-        if missing:
+        if missing := [name for name in found if name not in reference]:
             return f"parameters have other names: {', '.join(missing)}"
         if difference := first_difference({n: reference[n] for n in found}, found, job["tolerance"]):
             return f"it computes something else than one rank does: {difference}"
