@@ -312,7 +312,7 @@ def test_a_script_under_torchrun_builds_one_engine_after_the_other(tmp_path: Pat
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n"))[1:] == [f"engine {n} 2 64" for n in range(3) for _ in range(2)]
