@@ -111,14 +111,32 @@ def test_a_folder_that_says_too_little_or_too_much_is_refused_at_its_line(
     here: Path, change: dict[str, Any], words: str
 ) -> None:
     write(here, **change)
-    problem = next(problem for problem in wrong() if words in problem.message)
+    [problem] = wrong()
+    assert words in problem.message
     assert problem.location is not None
     assert problem.location.source == 'weights = "./folder"'
 
 
-def test_without_a_folder_there_is_no_model(here: Path) -> None:
-    assert any("the recipe has no [model]" in problem.message for problem in wrong())
-    assert any("whose model it then is" in (problem.hint or "") for problem in wrong())
+@pytest.mark.parametrize("overrides", [(), ("model.rope_theta=5.0",)])
+def test_a_folder_that_is_not_there_is_the_one_problem(here: Path, overrides: tuple[str, ...]) -> None:
+    [problem] = wrong(*overrides)  # not also: the recipe has no [model]
+    assert f"there is no {Path('folder/config.json')}" in problem.message
+    assert "relative to where the command is run" in (problem.hint or "")
+    assert problem.location is not None
+    assert problem.location.source == 'weights = "./folder"'
+
+
+def test_a_url_gives_no_model(here: Path) -> None:
+    (here / "exp.toml").write_text(RECIPE.replace("./folder", "s3://bucket/step-5"))
+    [problem] = wrong()
+    assert "no folder on this machine" in problem.message
+
+
+def test_neither_weights_nor_a_model_is_told_with_what_may_stand_there(here: Path) -> None:
+    (here / "exp.toml").write_text(RECIPE.replace('weights = "./folder"', ""))
+    [problem] = wrong()
+    assert "the recipe has no [model]" in problem.message
+    assert "whose model it then is" in (problem.hint or "")
 
 
 def test_the_schema_asks_for_a_model_or_weights(here: Path) -> None:

@@ -77,7 +77,7 @@ def _report(errors: Iterable[Any], resolved: Resolved, registry: Registry, probl
     for error in errors:
         node, path = resolved.root.follow(error["loc"])
         beyond = error["loc"][len(path) :]
-        if any(path[: len(hole)] == hole for hole in resolved.holes):
+        if any((*path, *beyond)[: len(hole)] == hole for hole in resolved.holes):
             continue
         if error["type"] in UNKNOWN and not beyond:
             meant = _unknown_key(path, node, resolved, registry, problems)

@@ -71,12 +71,14 @@ def load_recipe(
     removed = read_unset(unset, problems)
     root, absent = _without_all(root, removed)
 
-    root = model_of_weights(root, registry, problems)
+    root, model_known = model_of_weights(root, registry, problems)
     all_there = check_requires(root, problems)
     resolved = resolve(root, registry, problems, removed)
     if not all_there:
         problems.drop("unknown-component")  # what to install for it is said already
     resolved.holes |= refuse_values(resolved.root, problems)
+    if not model_known:
+        resolved.holes.add(("model",))  # why is said already
     recipe = bind_recipe(resolved, registry, problems)
     _check_unset(recipe, absent, problems)
     check_recipe(recipe, resolved.root, registry, problems)

@@ -18,32 +18,40 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 
 
-def model_of_weights(root: Node, registry: Registry, problems: Problems) -> Node:
+def model_of_weights(root: Node, registry: Registry, problems: Problems) -> tuple[Node, bool]:
     """The tree with the `[model]` that the folder's config.json describes; keys that stand in `[model]` win.
 
-    Unchanged where `[model]` has a type, or `weights` is no Hugging Face folder on this machine. The file is
-    read with the recipe, so that a lock file, and each checkpoint, has the whole table.
+    Unchanged where `[model]` has a type, or there are no `weights`. The file is read with the recipe, so that
+    a lock file, and each checkpoint, has the whole table. False, and a tree without `[model]`, where the
+    weights give none: why is reported here.
     """
     weights, model = root.child("weights"), root.child("model")
     written = model is not None and (not isinstance(model.value, dict) or "type" in model.value)
-    if written or weights is None or not isinstance(weights.value, str) or url_of(Path(weights.value)):
-        return root
-    path = Path(weights.value) / CONFIG
-    if not path.is_file():
-        return root
+    if written or weights is None or not isinstance(weights.value, str):
+        return root, True
     try:
-        found = _table(path, registry)
+        found = _table(weights.value, registry)
     except TitanError as error:
         message = f"there is no [model], and that of the weights is not known: {error.message}"
         problems.add("check", message, weights.origin.location(), error.hint)
-        return root
+        return Node({key: node for key, node in root.value.items() if key != "model"}, root.origin), False
     at = weights.origin
-    table = from_python(found, Origin("flavor", at.source, at.key, at.value, str(path)))
+    table = from_python(
+        found, Origin("flavor", at.source, at.key, at.value, str(Path(weights.value) / CONFIG))
+    )
     whole = table if model is None else merge(table, model, problems, ("model",))
-    return Node({**root.value, "model": whole}, root.origin)
+    return Node({**root.value, "model": whole}, root.origin), True
 
 
-def _table(path: Path, registry: Registry) -> dict[str, Any]:
+def _table(weights: str, registry: Registry) -> dict[str, Any]:
+    path = Path(weights) / CONFIG
+    if url_of(Path(weights)) or not path.is_file():
+        far = f"{weights} is no folder on this machine"
+        raise EnvironmentProblem(
+            far if url_of(Path(weights)) else f"there is no {path}",
+            hint="name a Hugging Face folder (paths are relative to where the command is run), "
+            "or add [model] with a type",
+        )
     try:
         keys = json.loads(path.read_bytes())
         model_type = keys["model_type"]

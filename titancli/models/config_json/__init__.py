@@ -126,7 +126,8 @@ def _refuse(model: str, foreign: list[str]) -> None:
     if foreign:
         raise EnvironmentProblem(
             f"config.json has {', '.join(foreign)}, which the model {model} does not have",
-            hint="take other weights, or another model; a key that changes nothing can be taken out of it",
+            hint="take other weights, or another model (hf_causal_lm for what transformers has); a key that "
+            "changes nothing can be taken out of it",
         )
 
 
