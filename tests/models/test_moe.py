@@ -294,3 +294,32 @@ def test_the_z_loss_adds_the_gradient_of_its_definition_and_nothing_else() -> No
     checkpoint(with_loss, x, use_reentrant=False).square().sum().backward()
     for found, reference in zip([x, *with_loss.parameters()], [expected_x, *plain.parameters()], strict=True):
         assert_close(found.grad, reference.grad)
+
+
+@pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
+def test_the_balancing_loss_adds_the_gradient_of_its_definition_and_nothing_else(score_func: str) -> None:
+    plain = layer(score_func=score_func, top_k=2)
+    with_loss = layer(score_func=score_func, top_k=2, aux_loss_coeff=0.3)
+    x, expected_x = tokens().requires_grad_(), tokens().requires_grad_()
+    out, expected = with_loss(x), plain(expected_x)
+    assert torch.equal(out, expected)
+    logits = expected_x.flatten(0, 1) @ plain.router.gate.weight.t()
+    scores = logits.softmax(1) if score_func == "softmax" else logits.sigmoid()
+    shares = torch.nn.functional.one_hot(scores.topk(2).indices, EXPERTS).sum(1).float().mean(0)
+    loss = 0.3 * EXPERTS * (shares * scores / scores.sum(1, keepdim=True)).sum()
+    (expected.square().sum() + loss).backward()
+    checkpoint(with_loss, x, use_reentrant=False).square().sum().backward()
+    for found, reference in zip([x, *with_loss.parameters()], [expected_x, *plain.parameters()], strict=True):
+        assert_close(found.grad, reference.grad)
+
+
+def test_the_balancing_loss_is_that_of_transformers() -> None:
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    moe = layer(score_func="softmax", top_k=2, aux_loss_coeff=1.0)
+    x = tokens()
+    out = moe(x)
+    (gradient,) = torch.autograd.grad(0 * out.sum(), moe.router.gate.weight)
+    logits = moe.router.gate(x.flatten(0, 1))
+    reference = load_balancing_loss_func((logits,), EXPERTS, 2) * len(logits)  # the mean over tokens
+    assert_close(gradient, torch.autograd.grad(reference, moe.router.gate.weight)[0])

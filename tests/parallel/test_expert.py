@@ -124,17 +124,19 @@ def test_every_token_is_counted_once(ranks):
     assert all(int(count.sum()) == ROWS * LENGTH * 3 for count in counts)
 
 
+@pytest.mark.parametrize("coefficient", ["z_loss_coeff", "aux_loss_coeff"])
 @pytest.mark.parametrize(
     ("world", "options"),
     [
         (2, dict(dp_shard=2, ep=2, micro_batches=2)),
+        (2, dict(dp_shard=2, micro_batches=1)),
         (2, dict(tp=2)),
         (2, dict(cp=2, activation_checkpoint={"mode": "full"})),
         (2, dict(pp=2, pipeline={"schedule": "1F1B"})),
     ],
 )
-def test_the_z_loss_is_the_same_on_every_layout(ranks, world, options):
-    config = replace(EIGHT, moe=replace(EIGHT.moe, z_loss_coeff=0.1))
+def test_a_routers_losses_are_the_same_on_every_layout(ranks, world, options, coefficient):
+    config = replace(EIGHT, moe=replace(EIGHT.moe, **{coefficient: 0.1}))
     (expected,) = ranks(1, gradients, layout(config))
     (without,) = ranks(1, gradients, layout())
     gate = "layers.0.moe.router.gate.weight"
@@ -143,3 +145,25 @@ def test_the_z_loss_is_the_same_on_every_layout(ranks, world, options):
     for name, reference in expected.items():
         if name != "loss_max":
             assert (found[name] - reference).norm() <= 1e-5 * reference.norm(), name
+
+
+def _after_a_layer_raised(case: Layout) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Gradients of a call after one that raised while tokens were counted, and those of an engine apart."""
+    engine = Engine.build(recipe(case))
+    hook = engine.model.layers["1"].register_forward_pre_hook(_raise)
+    with pytest.raises(ValueError, match="on purpose"):
+        engine.forward_backward(my_batches(engine))
+    hook.remove()
+    engine.forward_backward(my_batches(engine))
+    found = {name: whole(p.grad / engine._weight) for name, p in engine.named_parameters()}
+    return found, gradients(case)
+
+
+def _raise(*_: Any) -> None:
+    raise ValueError("on purpose")
+
+
+def test_counting_that_raises_leaves_nothing_behind(ranks):
+    case = layout(replace(EIGHT, moe=replace(EIGHT.moe, aux_loss_coeff=0.1)), dp_shard=2, micro_batches=2)
+    for found, expected in ranks(2, _after_a_layer_raised, case):
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())

@@ -22,6 +22,7 @@ from titancli.checkpoint.likeness import refuse_other_model
 from titancli.data.values import Limits
 from titancli.engine.balancing import begins_unbalanced, hold_biases
 from titancli.engine.engine import Engine, EngineSettings
+from titancli.engine.expert_load import ExpertLoad
 from titancli.engine.guard import Guard
 from titancli.engine.pipelined import PipelinedModel
 from titancli.engine.rates import keep_peaks
@@ -168,8 +169,9 @@ def runner_of(
         RecipeError: a pipeline must know the width of the model, and its config has no `dim`.
     """
     row_cut = row_cut_of(parts[0], mesh.degrees)
+    load = ExpertLoad(parts, mesh.token_groups)
     if placement is None:
-        return WholeModel(parts[0], accumulate=recipe.training.accumulate, row_cut=row_cut)
+        return WholeModel(parts[0], load, accumulate=recipe.training.accumulate, row_cut=row_cut)
     width = getattr(recipe.model, "dim", None)
     if width is None:
         raise RecipeError("mesh.pp: the model's config has no `dim`, the width of what passes between stages")
@@ -178,6 +180,7 @@ def runner_of(
         placement,
         recipe.pipeline,
         mesh,
+        load,
         width=width,
         dtype=precision(recipe.training).param,
         device=device,

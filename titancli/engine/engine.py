@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from titancli.engine import opening
 from titancli.engine.core import Core, token_counts
@@ -35,6 +34,7 @@ from titancli.engine.seeds import Stream
 from titancli.engine.settings import EngineSettings
 from titancli.errors import TitanError
 from titancli.parallel.aborted import forget_iteration
+from titancli.parallel.fsdp import reshard
 from titancli.process import settings_of
 
 if TYPE_CHECKING:
@@ -400,10 +400,8 @@ class Engine(Core):
         stream = Stream(self.device, self.settings.seed, self.step, self.mesh.dp_rank, "no gradients")
         with self._aborted(verb), torch.no_grad(), not_training(self.parts), stream.drawn():
             yield
-        # Backward frees what forward gathered; without one, the next step would use weights gone stale.
-        for module in (module for part in self.parts for module in part.modules()):
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for part in self.parts:
+            reshard(part)
 
     @contextmanager
     def _aborted(self, verb: str, *, forget: bool = False) -> Iterator[None]:

@@ -26,6 +26,7 @@ from titancli.observe import comm
 from titancli.recipe.stages import StageError, check_microbatches
 
 if TYPE_CHECKING:
+    from titancli.engine.expert_load import ExpertLoad
     from titancli.parallel.context import RowCut
     from titancli.parallel.mesh import Mesh
     from titancli.parallel.pipeline import Placement
@@ -83,6 +84,7 @@ class PipelinedModel:
         placement: Placement,
         section: Pipeline,
         mesh: Mesh,
+        load: ExpertLoad,
         *,
         width: int,
         dtype: torch.dtype,
@@ -98,7 +100,8 @@ class PipelinedModel:
         self.placement, self.device, self.dtype = placement, device, dtype
         self.group: Any = mesh.pp_group
         self._parts = dict(zip(placement.mine, parts, strict=True))
-        self._section, self._width, self._row_cut = section, width, row_cut
+        self._load, self._section, self._width = load, section, width
+        self._row_cut = row_cut
         self._cut = mesh.degrees.cp * mesh.degrees.tp
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
         self._loss: Any = None
@@ -123,14 +126,17 @@ class PipelinedModel:
         schedule = self._schedule(whole.rows // rows, self._hidden(whole, rows))
         self._loss, self._unit, self._sums = loss, whole.unit, {}
         tensors = dict(whole)
-        self.exchanging = True  # and so it stays where something raises
-        try:
-            # The target is not looked at: the stage has made the loss.
-            schedule.step(batch=tensors, target=next(iter(tensors.values())), return_outputs=False)
-        except RuntimeError as error:  # torch's words around what a stage has raised
-            if error.__cause__ is not None:
-                raise error.__cause__ from None
-            raise
+        with self._load.of_call():
+            if self._load:
+                self._load.count_beforehand(batches, loss, self.forward)
+            self.exchanging = True  # and so it stays where something raises
+            try:
+                # The target is not looked at: the stage has made the loss.
+                schedule.step(batch=tensors, target=next(iter(tensors.values())), return_outputs=False)
+            except RuntimeError as error:  # torch's words around what a stage has raised
+                if error.__cause__ is not None:
+                    raise error.__cause__ from None
+                raise
         sums, self._sums, self._loss = self._sums, {}, None
         found = self._everywhere(sums)
         self.exchanging = False

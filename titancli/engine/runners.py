@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from titancli.observe.pace import pace
 
 if TYPE_CHECKING:
     from titancli.data.batch import Batch
+    from titancli.engine.expert_load import ExpertLoad
     from titancli.losses.result import LossResult
     from titancli.parallel.context import RowCut
 
@@ -39,8 +41,10 @@ class WholeModel:
 
     exchanging = False
 
-    def __init__(self, model: Any, *, accumulate: str, row_cut: RowCut | None = None) -> None:
-        self._model, self._accumulate, self._row_cut = model, accumulate, row_cut
+    def __init__(
+        self, model: Any, load: ExpertLoad, *, accumulate: str, row_cut: RowCut | None = None
+    ) -> None:
+        self._model, self._load, self._accumulate, self._row_cut = model, load, accumulate, row_cut
 
     def forward(self, batch: Batch, loss: Any) -> Any:
         return self._model(**inputs_of(self._model, batch, self._row_cut), batch=batch, loss=loss)
@@ -49,13 +53,17 @@ class WholeModel:
         sums: Sums = {}
         device = next(iter(batches[0].values())).device
         pace.begin(device)
-        for number, batch in enumerate(batches, start=1):
-            self._reduce_after(last=number == len(batches))
-            result = checked(self.forward(batch, loss), loss)
-            if number == 1:
-                pace.mark(device)
-            result.sum.backward()
-            add_up(sums, result)
+        with self._load.of_call():
+            if self._load and len(batches) > 1:
+                self._load.count_beforehand(batches, loss, self.forward)
+            for number, batch in enumerate(batches, start=1):
+                self._reduce_after(last=number == len(batches))
+                with self._load.counted() if len(batches) == 1 else nullcontext():
+                    result = checked(self.forward(batch, loss), loss)
+                if number == 1:
+                    pace.mark(device)
+                result.sum.backward()
+                add_up(sums, result)
         return sums
 
     def _reduce_after(self, *, last: bool) -> None:

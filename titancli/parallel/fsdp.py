@@ -73,6 +73,14 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)
 
 
+def reshard(model: nn.Module) -> None:
+    """Free what a forward has gathered that no backward follows: backward would, and without it the next step
+    would use weights gone stale."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _around(model: nn.Module, layers: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """What has parameters before the blocks, and after them, on every level of modules above them."""
     front: list[nn.Module] = []

@@ -84,11 +84,20 @@ class MoE(nn.Module):
         self.holds_bias = False
         """Whether the bias stays as it is, whatever the counts."""
         self._counts: Tensor | None = None
+        self.load: Tensor | None = None
+        """[E], `share_of` all tokens of the call that is under way; None: those of this forward are all."""
+        self.counting: Tensor | None = None
+        """[E] int64: what each forward adds its tokens to, where somebody counts."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, dim] -> [B, S, dim]."""
         tokens = x.flatten(0, -2)
         routes = self.router(tokens, self.expert_bias)
+        if self.counting is not None:
+            self.counting += routes.counts
+        if routes.probabilities is not None:
+            scores = _Evened.apply(routes.scores, routes.probabilities, routes.counts, self)
+            routes = routes._replace(scores=scores)
         self._count(routes)
         out = self._routed(tokens, routes).view_as(x)
         return out if self.shared_experts is None else out + self.shared_experts(x)
@@ -133,9 +142,17 @@ class MoE(nn.Module):
     def token_counts(self) -> Tensor:
         """[E] int64: tokens that each expert was trained on here since `forget_counts`."""
         if self._counts is None:
-            like = next(self.experts.parameters()) if self.expert_bias is None else self.expert_bias
-            return torch.zeros(self.config.num_experts, dtype=torch.int64, device=like.device)
+            return torch.zeros(self.config.num_experts, dtype=torch.int64, device=self.device)
         return self._counts
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens are counted."""
+        return (next(self.experts.parameters()) if self.expert_bias is None else self.expert_bias).device
+
+    def share_of(self, counts: Tensor) -> Tensor:
+        """The share of tokens that visit each expert: [E] fp32, which add up to top_k."""
+        return counts.float() * (self.config.top_k / counts.sum().clamp(min=1))
 
     def forget_counts(self) -> None:
         """Begin to count anew."""
@@ -163,6 +180,29 @@ class MoE(nn.Module):
         if self.expert_bias is not None:
             self.expert_bias = self.expert_bias.float()
         return self
+
+
+class _Evened(torch.autograd.Function):
+    """Scores as they are, which in backward give the gradient of the load-balancing loss to the
+    probabilities: coeff · E · Σ f_e p_e of all tokens, f_e being the share of tokens that visit an expert.
+
+    A sum over tokens, as every loss here is. The shares are looked up in backward, when they are known.
+    Source: Switch Transformer (arXiv 2101.03961, equation 4).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, probabilities: Tensor, counts: Tensor, layer: MoE) -> Tensor:
+        ctx.save_for_backward(counts)
+        ctx.layer, ctx.shape = layer, probabilities.shape
+        return scores.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (counts,) = ctx.saved_tensors
+        config, load = ctx.layer.config, ctx.layer.load
+        if load is None:
+            load = ctx.layer.share_of(counts)
+        return grad, (config.aux_loss_coeff * config.num_experts * load).expand(ctx.shape), None, None
 
 
 class Rearrange(torch.autograd.Function):

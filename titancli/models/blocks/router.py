@@ -23,6 +23,8 @@ class Routes(NamedTuple):
     """[N, top_k] fp32."""
     counts: Tensor
     """[E] int64: how many of them each expert gets."""
+    probabilities: Tensor | None = None
+    """[N, E] fp32, rows that add up to 1: what the load-balancing loss is a function of; None without."""
 
 
 class Router(nn.Module):
@@ -48,7 +50,8 @@ class Router(nn.Module):
         flat = experts.flatten()
         # Not bincount: that has no shape before it has run.
         counts = flat.new_zeros(config.num_experts).scatter_add(0, flat, torch.ones_like(flat))
-        return Routes(experts, chosen * config.route_scale, counts)
+        shares = scores / scores.sum(-1, keepdim=True).clamp(min=1e-20) if config.aux_loss_coeff else None
+        return Routes(experts, chosen * config.route_scale, counts, shares)
 
     def _choose(self, scores: Tensor, expert_bias: Tensor | None) -> Tensor:
         config = self.config

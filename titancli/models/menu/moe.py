@@ -49,8 +49,14 @@ class MoE:
     of every token, added to the loss's sum, and so divided by its weight (target tokens). It is part of the
     gradients, not of the loss that is reported."""
 
+    aux_loss_coeff: Annotated[float, Ge(0)] = 0.0
+    """Weight of the load-balancing loss (arXiv 2101.03961): in each layer, for every token, num_experts times
+    the sum over experts of the router's probability and the expert's share of all tokens. Shares are those of
+    the whole batch of a step's call over all ranks (arXiv 2501.11873); where that is several micro-batches,
+    they are counted in a forward beforehand. Added and divided like the z-loss, and not reported either."""
+
     # Fields that change how it is trained, not what it computes.
-    without_effect: ClassVar[tuple[str, ...]] = ("load_balance_coeff", "z_loss_coeff")
+    without_effect: ClassVar[tuple[str, ...]] = ("aux_loss_coeff", "load_balance_coeff", "z_loss_coeff")
 
     def explicit(self) -> MoE:
         """The same, without what counts among groups where there are none."""
