@@ -139,6 +139,15 @@ def test_neither_weights_nor_a_model_is_told_with_what_may_stand_there(here: Pat
     assert "whose model it then is" in (problem.hint or "")
 
 
+def test_a_key_that_the_model_does_not_have_cannot_be_meant_to_differ(here: Path) -> None:
+    write(here)
+    [problem] = wrong('checkpoint.model_differs=["rope_teta", "norm_eps"]')
+    assert (problem.message, problem.hint) == (
+        "the model qwen3 has no 'rope_teta'",
+        "did you mean 'rope_theta'?",
+    )
+
+
 def test_the_schema_asks_for_a_model_or_weights(here: Path) -> None:
     check_with = pytest.importorskip("jsonschema").Draft202012Validator
     from titancli.recipe.json_schema import recipe_schema

@@ -99,6 +99,12 @@ def _checkpoint(recipe: Recipe) -> Iterator[Finding]:
             hint = did_you_mean(TORCHTITAN.get(name) or nearest_name(name, PARTS))
             message = f"a checkpoint has no part {name!r}"
             yield ("checkpoint", "exclude_from_loading"), message, hint or f"its parts are {', '.join(PARTS)}"
+    known = [field.name for field in dataclasses.fields(recipe.model)]
+    for name in section.model_differs:
+        if name.partition(".")[0] not in known:
+            message = f"the model {component_info(recipe.model).name} has no {name!r}"
+            hint = did_you_mean(nearest_name(name, known)) or f"its keys are {', '.join(known)}"
+            yield ("checkpoint", "model_differs"), message, hint
 
 
 def _remote(url: str) -> tuple[str, str] | None:
