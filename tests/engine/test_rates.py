@@ -52,7 +52,17 @@ def test_a_stage_without_the_first_kind_of_parameters_keeps_the_recipes_ratio() 
 
 @pytest.mark.parametrize(
     "lr",
-    [math.nan, math.inf, -1e-3, torch.tensor(math.nan), np.float32("nan"), "1e-3", True, torch.ones(2)],
+    [
+        10**400,
+        math.nan,
+        math.inf,
+        -1e-3,
+        torch.tensor(math.nan),
+        np.float32("nan"),
+        "1e-3",
+        True,
+        torch.ones(2),
+    ],
 )
 def test_a_rate_that_is_no_finite_number_is_refused_before_anything_moves(engine: Engine, lr: Any) -> None:
     before = [p.detach().clone() for _, p in engine.named_parameters()]

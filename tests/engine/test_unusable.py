@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,29 @@ def test_a_loss_that_calls_a_verb_is_refused_and_leaves_nothing(engine: Engine) 
         with pytest.raises(TitanError, match="forward: the engine is in the middle of"):
             verb(GOOD, loss)
     assert torch.equal(engine.evaluate(GOOD)["loss"], expected)
+
+
+def test_a_second_threads_verb_is_refused_before_the_first_ones_batch_is_looked_at(engine: Engine) -> None:
+    heard: list[str] = []
+
+    def second() -> None:
+        try:
+            engine.forward(GOOD)
+        except TitanError as error:
+            heard.append(str(error))
+
+    def loss(out: torch.Tensor, given: Batch) -> LossResult:
+        return LossResult(-out.sum(), 1)
+
+    def check_batch(given: Batch) -> None:
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+
+    loss.check_batch = check_batch  # type: ignore[attr-defined]
+    engine.forward_backward(GOOD, loss)
+    assert heard and "forward: the engine is in the middle of forward_backward" in heard[0]
+    assert engine.forward(GOOD).shape == (4, 16)
 
 
 def test_an_optimizer_that_fails_at_its_first_save_leaves_gradients_and_state(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -21,6 +22,7 @@ from titancli.engine.parameters import Parameters
 from titancli.engine.runners import Runner
 from titancli.engine.settings import EngineSettings, Status
 from titancli.engine.state import load_state, optimizer_tensors, whole_tensors
+from titancli.engine.turns import alone
 from titancli.engine.unusable import MendedBy, Unusable
 from titancli.engine.watched import Watched
 from titancli.errors import TitanError
@@ -84,6 +86,10 @@ class Core(Parameters):
     """Why no verb but `load` may be called any more, if so."""
     watched: Watched | None = field(default=None, repr=False)
     """The parameters that it was built with."""
+    turn: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    """Held by the verb that is running; see `titancli.engine.turns`."""
+    running: str = "another verb"
+    """The verb that held it last."""
     _verb: str | None = None
     """The verb that is running."""
     _weight: Tensor | None = field(default=None, repr=False)
@@ -186,6 +192,7 @@ class Core(Parameters):
             raise TitanError(f"{verb} on a frozen engine", hint="build it with Engine.build, frozen=False")
         return self.optimizer
 
+    @alone
     def clear_gradients(self) -> None:
         """Forget what `forward_backward` has added since the last step.
 
@@ -223,6 +230,7 @@ class Core(Parameters):
         counters = {"step": self.step, "version": self.version, "tokens_seen": self.tokens_seen}
         return tensors, {**counters, **more}
 
+    @alone
     def save(self, folder: str | Path, *, lock_text: str = "", run_id: str = "") -> None:
         """Write a checkpoint of this engine, whole or not at all: safetensors and JSON. Collective.
 
@@ -255,6 +263,7 @@ class Core(Parameters):
                 kept=self.kept,
             )
 
+    @alone
     def load(
         self,
         folder: str | Path,
@@ -353,6 +362,7 @@ class Core(Parameters):
             push(self.weights(), target)
         return self.version
 
+    @alone
     def load_weights(self, weights: Iterable[NamedTensor] | None) -> None:
         """Take weights under Hugging Face names, such as another engine's `weights()`. Collective.
 

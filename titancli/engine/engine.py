@@ -32,6 +32,7 @@ from titancli.engine.runners import Sums
 from titancli.engine.sampling import gathered, not_training, refuse_layout
 from titancli.engine.seeds import Stream
 from titancli.engine.settings import EngineSettings
+from titancli.engine.turns import alone
 from titancli.errors import TitanError
 from titancli.parallel.aborted import forget_iteration
 from titancli.parallel.fsdp import reshard
@@ -163,6 +164,7 @@ class Engine(Core):
 
     # ----------------------------------------------------------------------------------------- forward
 
+    @alone
     def forward(self, batch: Given, *, return_logits: bool = False) -> Tensor:
         """log p(targets), [B, S] fp32 in nats, 0 where there is no target; no gradients, no dropout.
 
@@ -184,6 +186,7 @@ class Engine(Core):
             out: Tensor = self.runner.forward(own.to(self.device), loss)
         return out if poison is None else out + poison.to(out.dtype)
 
+    @alone
     def evaluate(self, batches: Given | Sequence[Given], loss: Any = None) -> Metrics:
         """The loss over all ranks and batches, without gradients and without dropout.
 
@@ -235,6 +238,7 @@ class Engine(Core):
 
     # ---------------------------------------------------------------------------------------- training
 
+    @alone
     def forward_backward(self, batches: Given | Sequence[Given], loss: Any = None) -> Metrics:
         """Add the gradients of the loss's sum over one batch, or several as micro-batches of one reduction.
 
@@ -284,6 +288,7 @@ class Engine(Core):
         averages = {name: quotient(value, weight) for name, value in totals.items()}
         return {**averages, "loss_max": worst}
 
+    @alone
     def optim_step(self, lr: float | None = None) -> Metrics:
         """Divide the gradients by the loss's total weight, clip, step, and advance the schedule.
 

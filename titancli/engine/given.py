@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,7 +38,7 @@ def batches_of(given: Given | Sequence[Given]) -> list[Batch]:
     Raises:
         TitanError: there is none, or one is no batch.
     """
-    several = [given] if isinstance(given, Mapping) else list(given)
+    several = [given] if isinstance(given, Mapping) or not isinstance(given, Iterable) else list(given)
     if not several:
         raise TitanError("no batch was given")
     return [batch_of(batch) for batch in several]
@@ -56,6 +58,8 @@ def batch_of(given: Given) -> Batch:
                 f"not a {type(value).__name__}",
                 hint=EXAMPLE,
             )
+        if value.is_meta:
+            raise TitanError(f"a batch's {name} is on the meta device: there is nothing in it", hint=EXAMPLE)
     return given if isinstance(given, Batch) else Batch(given)
 
 
@@ -245,7 +249,12 @@ def checked(made: Any, loss: Any) -> LossResult:
             hint=f"give it another name; titan's own are {', '.join(sorted(RESERVED))}",
         )
     numbers = {"weight": made.weight, **made.metrics}
+    for key, value in numbers.items():
+        if not isinstance(value, Tensor | Real | np.generic | np.ndarray):
+            raise TitanError(f"the loss {name}: {key} must be one number, not a {type(value).__name__}")
     tensors = {key: torch.as_tensor(value, device=made.sum.device).detach() for key, value in numbers.items()}
+    if wrong := [key for key, value in tensors.items() if value.is_complex()]:
+        raise TitanError(f"the loss {name}: {wrong[0]} must be one number, not a complex one")
     if wrong := [key for key, value in tensors.items() if value.ndim]:
         raise TitanError(
             f"the loss {name}: {wrong[0]} must be one number, not {list(tensors[wrong[0]].shape)}"

@@ -110,6 +110,8 @@ def recipe_from(recipe: Recipe | str | Path, overrides: Sequence[str] = ()) -> R
             f"an engine is built from a recipe, not from a {type(recipe).__name__}",
             hint='give a path, a name such as "llama3_debug", or a Recipe; or use Engine.of(model, ...)',
         )
+    if isinstance(overrides, str):
+        raise UsageError("overrides are a list of texts", hint=f'write ["{overrides}"]')
     folder = Path(recipe)
     is_checkpoint = (folder / MANIFEST).is_file()
     if is_checkpoint and not (folder / LOCK).is_file():
@@ -186,12 +188,17 @@ def recipe_of(model: Any, parts: Parts, device: torch.device) -> Recipe:
             "a schedule needs its length",
             hint="give training=Training(steps=...) with lr_scheduler, or its total_steps",
         )
+    converters: Any = parts.get("converters", ())
+    if not isinstance(converters, Sequence) or isinstance(converters, str):
+        raise UsageError(
+            f"converters: this is a {type(converters).__name__}, not a list", hint="write converters=[...]"
+        )
     given: dict[str, Any] = {"model": model, **parts}
     for name, kind in SLOTS.items():
         values = given.get(name, [])
         for value in values if name == "converters" else [values] if name in given else []:
             _check_kind(name, value, kind)
-    given["converters"] = list(parts.get("converters", ()))
+    given["converters"] = list(converters)
     for kind in ("optimizer", "loss", "parallelize"):
         given.setdefault(kind, _default(kind))
     given.setdefault("training", Training(steps=1, seq_len=min(2048, getattr(model, "max_seq_len", 2048))))
@@ -247,9 +254,11 @@ def join(device: torch.device | str | None) -> torch.device:
     Where none is initialised: one of the ranks that torchrun has started, or of this process alone.
 
     Raises:
+        UsageError: an engine cannot be on such a device.
         EnvironmentProblem: the other ranks cannot be met, or there are fewer GPUs than ranks.
     """
     global _made_here, _excepthook
+    _check_device(device)
     if dist.is_initialized():
         return torch.device(device) if device is not None else _present_device()
     place = Place.from_environment()
@@ -272,6 +281,19 @@ def join(device: torch.device | str | None) -> torch.device:
         ) from error
     _made_here = True
     return chosen
+
+
+def _check_device(device: torch.device | str | None) -> None:
+    if device is None:
+        return
+    try:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError):
+        kind = ""
+    if kind not in ("cpu", "cuda"):
+        raise UsageError(f"an engine's device is no {device!r}", hint='"cpu" or "cuda"')
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise EnvironmentProblem("there is no GPU that torch can use", hint='device="cpu", or leave it out')
 
 
 def enlist(engine: Any) -> None:

@@ -80,7 +80,10 @@ def _checked(lr: Any, what: str) -> float:
         lr = lr.item()
     if isinstance(lr, bool) or not isinstance(lr, numbers.Real):
         raise TitanError(f"{what} must be a number, not a {type(lr).__name__}")
-    rate = float(lr)
+    try:
+        rate = float(lr)
+    except OverflowError:  # an integer beyond all floats
+        rate = math.inf
     if not (math.isfinite(rate) and rate >= 0):
         raise TitanError(
             f"{what} is {rate}: a learning rate is a finite number of 0 or more",
