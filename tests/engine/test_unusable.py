@@ -136,6 +136,20 @@ def test_a_second_threads_verb_is_refused_before_the_first_ones_batch_is_looked_
     assert engine.forward(GOOD).shape == (4, 16)
 
 
+def test_gradient_modes_of_the_script_are_refused_or_make_no_difference(engine: Engine) -> None:
+    expected = engine.forward_backward(GOOD)["loss"]
+    engine.clear_gradients()
+    with torch.inference_mode():
+        made = Batch({name: tensor.clone() for name, tensor in GOOD.items()})
+        for verb in (engine.forward, engine.evaluate, engine.forward_backward):
+            with pytest.raises(TitanError, match="under torch"):
+                verb(GOOD)
+    with torch.no_grad(), pytest.raises(TitanError, match="forward_backward under torch"):
+        engine.forward_backward(GOOD)
+    assert torch.equal(engine.forward_backward(made)["loss"], expected)
+    assert float(engine.optim_step()["grad_norm"]) > 0
+
+
 def test_an_optimizer_that_fails_at_its_first_save_leaves_gradients_and_state(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

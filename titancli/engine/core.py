@@ -142,6 +142,10 @@ class Core(Parameters):
                 of them require gradients.
         """
         self._usable(verb, mends)
+        if torch.is_inference_mode_enabled():  # what is gathered or loaded in it can never be trained
+            raise TitanError(
+                f"{verb} under torch.inference_mode()", hint="leave it: forward and evaluate make no graph"
+            )
         if self._verb is not None:
             raise TitanError(
                 f"{verb}: the engine is in the middle of {self._verb}",

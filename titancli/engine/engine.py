@@ -263,6 +263,8 @@ class Engine(Core):
         optimizer = self.trained("forward_backward")
         call = self.call("forward_backward")
         with call.agreed():
+            if not torch.is_grad_enabled():
+                raise TitanError("forward_backward under torch.no_grad()", hint="call it outside")
             loss, own, poison = self._taken(call, batches, loss)
             placed = [batch.to(self.device) for batch in own]
         if self._weight is None:

@@ -96,7 +96,8 @@ def with_integers(batch: Batch) -> Batch:
     Raises:
         TitanError: they are no integers.
     """
-    tensors = dict(batch)
+    # What was made in inference mode (log-probs of a reference, say) cannot be kept for backward.
+    tensors = {name: value.clone() if value.is_inference() else value for name, value in batch.items()}
     for name in {*INTEGERS} & {*batch}:
         dtype = batch[name].dtype
         if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
