@@ -30,7 +30,7 @@ class Loss:
     output = "logprobs"
 
     def token_weights(self, batch):
-        return batch["weights"]
+        return {{}}["weights"]
 
     def __call__(self, out, batch):
         raise AssertionError
