@@ -146,7 +146,21 @@ def test_gradient_modes_of_the_script_are_refused_or_make_no_difference(engine: 
                 verb(GOOD)
     with torch.no_grad(), pytest.raises(TitanError, match="forward_backward under torch"):
         engine.forward_backward(GOOD)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TitanError, match="autocast"):
+        engine.forward(GOOD)
     assert torch.equal(engine.forward_backward(made)["loss"], expected)
+    assert float(engine.optim_step()["grad_norm"]) > 0
+
+
+def test_gradients_that_a_script_has_cleared_are_missed(engine: Engine) -> None:
+    engine.forward_backward(GOOD)
+    before = {name: tensor.clone() for name, tensor in engine.plain_parameters()}
+    engine.model.zero_grad()
+    with pytest.raises(TitanError, match="taken off the parameters"):
+        engine.optim_step()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.plain_parameters())
+    engine.clear_gradients()
+    engine.forward_backward(GOOD)
     assert float(engine.optim_step()["grad_norm"]) > 0
 
 

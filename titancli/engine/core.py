@@ -146,6 +146,11 @@ class Core(Parameters):
             raise TitanError(
                 f"{verb} under torch.inference_mode()", hint="leave it: forward and evaluate make no graph"
             )
+        if torch.is_autocast_enabled(self.device.type):  # it would cast what titan has cast by its own rule
+            raise TitanError(
+                f"{verb} under torch.autocast()",
+                hint="leave it: training.mixed_precision_param says what the model computes in",
+            )
         if self._verb is not None:
             raise TitanError(
                 f"{verb}: the engine is in the middle of {self._verb}",

@@ -317,6 +317,12 @@ class Engine(Core):
         with call.agreed():
             if self._weight is None:
                 raise TitanError("optim_step without gradients", hint="call forward_backward first")
+            trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            if trained and all(parameter.grad is None for parameter in trained):
+                raise TitanError(
+                    "optim_step: the gradients of forward_backward were taken off the parameters",
+                    hint="call engine.clear_gradients() to begin anew; optim_step clears them by itself",
+                )
             rate = set_rates(optimizer, lr, self.settings.lr_factor(self.step))
             call.given("with the recipe's rate" if lr is None else f"with lr={rate!r}")
         try:
