@@ -26,7 +26,7 @@ from titancli.engine import opening
 from titancli.engine.given import RESERVED
 from titancli.errors import EnvironmentProblem, RecipeError, UsageError
 from titancli.losses import DPO, SFT, CrossEntropy, CrossEntropyFull, Grpo, Gspo
-from titancli.models import Llama3
+from titancli.models import HFCausalLM, Llama3
 from titancli.optimizers import AdamW
 from titancli.optimizers.schedule import lr_factor
 from titancli.recipe import lock_text
@@ -134,6 +134,11 @@ def test_a_scripts_defaults_are_float32_on_a_cpu_no_recomputation_and_a_constant
     written = Training(steps=1, mixed_precision_param="bfloat16")
     asked = opening.recipe_of(Llama3(**TINY), {"training": written}, torch.device("cpu"))
     assert asked.training.mixed_precision_param == "bfloat16"
+
+
+def test_rows_of_a_model_that_names_no_length_have_one() -> None:
+    model = HFCausalLM(config={"model_type": "llama"})
+    assert opening.recipe_of(model, {}, torch.device("cpu")).training.seq_len == 2048
 
 
 def test_a_script_hears_what_the_commands_say_of_a_recipe(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama3": {**SIZES, "hidden_dim": 48},
     "qwen3": {**SIZES, "head_dim": 8, "hidden_dim": 48},
     "gpt_oss": {**SIZES, "head_dim": 8, "sliding_window": 4, "moe": {**OWN, "gate_bias": True}},
-    "llama4": {**SIZES, "head_dim": 8, "hidden_dim": 48, "moe": {**ROUTING, "top_k": 1}},
+    "llama4": {**SIZES, "head_dim": 8, "moe": {**ROUTING, "top_k": 1}},
     "deepseek_v3": {
         "dim": 32,
         "n_layers": 2,
