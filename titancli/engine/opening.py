@@ -201,7 +201,9 @@ def recipe_of(model: Any, parts: Parts, device: torch.device) -> Recipe:
     given["converters"] = list(converters)
     for kind in ("optimizer", "loss", "parallelize"):
         given.setdefault(kind, _default(kind))
-    given.setdefault("training", Training(steps=1, seq_len=min(2048, getattr(model, "max_seq_len", None) or 2048)))
+    given.setdefault(
+        "training", Training(steps=1, seq_len=min(2048, getattr(model, "max_seq_len", None) or 2048))
+    )
     given.setdefault("lr_scheduler", LRScheduler(warmup_steps=0, decay_ratio=0.0, min_lr_factor=1.0))
     given.setdefault("activation_checkpoint", ActivationCheckpoint(mode="none"))
     training = given["training"]
