@@ -122,19 +122,26 @@ def test_ranks_that_call_differently_are_named_and_the_engine_goes_on(ranks) -> 
 
 
 def rows_of_tensor_ranks() -> tuple[list[str], Any]:
+    """Messages for other shapes, other tokens and other targets; and what then works."""
     engine = Engine.build(cases.recipe(Layout({"tp": 2})))
     batch = cases.my_batches(engine)[0]
     mine = Batch({name: tensor[: 4 * (1 + dist.get_rank())] for name, tensor in batch.items()})
     others = Batch({**batch, "tokens": (batch["tokens"] + dist.get_rank()) % cases.VOCABULARY})
-    messages = [raised(lambda: engine.forward(mine)), raised(lambda: engine.forward_backward(others))]
+    aims = Batch({**batch, "targets": (batch["targets"] + dist.get_rank()) % cases.VOCABULARY})
+    messages = [
+        raised(lambda: engine.forward(mine)),
+        raised(lambda: engine.forward_backward(others)),
+        raised(lambda: engine.evaluate(aims)),
+    ]
     return messages, engine.forward(batch).shape
 
 
 def test_ranks_that_must_give_the_same_rows_and_do_not_are_named(ranks) -> None:
-    for (shapes, values), shape in ranks(2, rows_of_tensor_ranks):
+    for (shapes, values, aims), shape in ranks(2, rows_of_tensor_ranks):
         assert "rank 0 with targets [4, 16], tokens [4, 16], rank 1 with targets [8, 16]" in shapes
         assert "ranks of mesh.tp, cp and pp give the same rows" in shapes
         assert "rank 0 with tokens of checksum" in values
+        assert "rank 0 with targets of checksum" in aims
         assert shape == (cases.ROWS, cases.LENGTH)
 
 

@@ -132,6 +132,14 @@ def test_a_url_gives_no_model(here: Path) -> None:
     assert "no folder on this machine" in problem.message
 
 
+@pytest.mark.parametrize("name", ["recipe.lock.toml", "manifest.json"])
+def test_a_run_or_a_checkpoint_gives_no_model_and_says_where_it_is(here: Path, name: str) -> None:
+    (here / "folder" / name).write_text("")
+    [problem] = wrong()
+    assert "./folder is titan's own" in problem.message
+    assert "add the [model] of folder/recipe.lock.toml" in (problem.hint or "")
+
+
 def test_neither_weights_nor_a_model_is_told_with_what_may_stand_there(here: Path) -> None:
     (here / "exp.toml").write_text(RECIPE.replace('weights = "./folder"', ""))
     [problem] = wrong()

@@ -236,7 +236,11 @@ class Call:
         self.given(f"with {_either([', '.join(sorted(batch)) for batch in batches])}")
         if self._degrees is not None and self._degrees.world > self._degrees.dp:
             self._same_rows.append(f"with {_either([_shapes(batch) for batch in batches])}")
-            self._same_rows += [f"with tokens of checksum {_checksum(batch)}" for batch in batches]
+            self._same_rows += [
+                f"with {name} of checksum {_checksum(tensor)}"
+                for batch in batches
+                for name, tensor in sorted(batch.items())
+            ]
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
@@ -412,12 +416,11 @@ def _shapes(batch: Batch) -> str:
     return ", ".join(f"{name} {list(batch[name].shape)}" for name in sorted(batch))
 
 
-def _checksum(batch: Batch) -> str:
-    """Of the tokens, where reading them waits for no device."""
-    tokens = batch.get("tokens")
-    if tokens is None or tokens.device.type != "cpu":
-        return ""
-    return xxhash.xxh3_64_hexdigest(tokens.contiguous().numpy().data)
+def _checksum(tensor: Tensor) -> str:
+    """Of integers, where reading them waits for no device. Other numbers may differ by rounding."""
+    if tensor.device.type != "cpu" or tensor.is_floating_point():
+        return "not known"
+    return xxhash.xxh3_64_hexdigest(tensor.contiguous().numpy().data)
 
 
 def _either(phrases: list[str]) -> str:

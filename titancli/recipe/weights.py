@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
 
 CONFIG = "config.json"
+OWN = ("recipe.lock.toml", "manifest.json")
+"""What lies in a run folder, and in a checkpoint, of which the first says its model."""
 
 
 def model_of_weights(root: Node, registry: Registry, problems: Problems) -> tuple[Node, bool]:
@@ -45,6 +47,11 @@ def model_of_weights(root: Node, registry: Registry, problems: Problems) -> tupl
 
 def _table(weights: str, registry: Registry) -> dict[str, Any]:
     path = Path(weights) / CONFIG
+    if any((path.parent / name).is_file() for name in OWN):
+        raise EnvironmentProblem(
+            f"{weights} is titan's own, and a Hugging Face folder alone gives a recipe its model",
+            hint=f"add the [model] of {path.parent / OWN[0]}",
+        )
     if url_of(Path(weights)) or not path.is_file():
         far = f"{weights} is no folder on this machine"
         raise EnvironmentProblem(
