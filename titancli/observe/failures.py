@@ -17,7 +17,7 @@ from pathlib import Path
 from titancli.errors import EXIT_FAILED, RankFailure, TitanError
 from titancli.runs import timestamp, write_atomically
 
-PASSED_THROUGH = ("titancli/worker.py", "/torch/")
+PASSED_THROUGH = ("titancli/worker.py", "titancli/engine/turns.py", "/torch/")
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,8 @@ def _one_line(type_name: str, message: str, *, expected: bool) -> str:
 
 
 def _own_traceback(error: BaseException) -> str:
-    """The traceback without the frames that errors only pass through: the worker's, and torch's but the last.
+    """The traceback without the frames that errors only pass through: the worker's, the
+    engine's turnstile, and torch's but the last.
 
     The whole of it is in the rank's log.
     """
