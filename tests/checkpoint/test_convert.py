@@ -15,7 +15,9 @@ from torch import Tensor
 
 from tests.checkpoint.tensors import RUN, bits
 from titancli.checkpoint import CheckpointReader, save_checkpoint
+from titancli.checkpoint.compare import load_in_transformers
 from titancli.cli import main
+from titancli.errors import EnvironmentProblem
 from titancli.models import Llama3
 from titancli.recipe import load_recipe, lock_text
 from titancli.registry.component import build
@@ -310,3 +312,9 @@ def test_help_imports_no_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--verify" in done.stdout
+
+
+def test_a_comparison_runs_no_kernel_that_a_folder_names(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "attn_implementation": "who/kernel"}')
+    with pytest.raises(EnvironmentProblem, match="'who/kernel' names a kernel on the Hub, which is code"):
+        load_in_transformers(tmp_path)

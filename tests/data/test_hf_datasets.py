@@ -153,6 +153,8 @@ def test_what_cannot_be_loaded_is_named_with_a_way_out(
     for options, kind, said, hint in (
         ({"path": "./gone"}, EnvironmentProblem, "gone does not exist", "dataset.path"),
         ({"path": "lines"}, RecipeError, "could be the folder here or", "'./lines'"),
+        ({"path": "text"}, RecipeError, "'text' is a reader of the datasets library", "'./data.jsonl'"),
+        ({"path": "pandas"}, RecipeError, "'pandas' is a reader of the datasets library", "'./data.jsonl'"),
         ({"path": "./d"}, RecipeError, "no split 'train'", "test"),
         ({"path": str(saved), "split": "test"}, RecipeError, "no split 'test'", "one of: train"),
         ({"path": str(saved), "name": "en"}, RecipeError, "name is for datasets on the Hub", "drop name"),

@@ -24,7 +24,7 @@ from titancli.engine.build import allocate
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.losses import CrossEntropy
 from titancli.models import HFCausalLM
-from titancli.models.blocks.hf_modules import plan_fault
+from titancli.models.blocks.hf_modules import hf_config, plan_fault
 from titancli.models.blocks.state import named_state
 from titancli.models.hf_causal_lm import SameNames, TransformersModel, build
 from titancli.registry.component import build as build_component
@@ -308,3 +308,10 @@ def test_the_plan_is_the_one_that_transformers_declares() -> None:
     assert plan[f"{block}.self_attn.q_proj.weight"] == plan[f"{block}.mlp.up_proj.weight"] == "column"
     assert plan[f"{block}.self_attn.o_proj.weight"] == plan[f"{block}.mlp.down_proj.weight"] == "row"
     assert plan[f"{block}.self_attn.q_norm.weight"] == plan["model.norm.weight"] == "norm"
+
+
+def test_the_kernels_that_a_config_names_are_not_transformers_choice() -> None:
+    values = {**LLAMA, "_attn_implementation": "flash_attention_2", "experts_implementation": "sonicmoe"}
+    config = hf_config(values)
+    assert (config._attn_implementation, config._experts_implementation) == (None, None)
+    assert made_of(values)(torch.zeros(1, 4, dtype=torch.int64)).shape == (1, 4, LLAMA["vocab_size"])

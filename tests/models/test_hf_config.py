@@ -124,6 +124,12 @@ ORIGINAL = "original_max_position_embeddings"
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "no model_type": ({"hidden_size": 8}, "config.json names no model_type"),
     "code": ({**LLAMA, "auto_map": {"AutoConfig": "code.Config"}}, "(auto_map), which titan does not run"),
+    "kernel": ({**LLAMA, "attn_implementation": "who/k"}, "attn_implementation = 'who/k' names a kernel on"),
+    "kernel below": (
+        {**LLAMA, "x": {"_attn_implementation": "who/k"}},
+        "names a kernel on the Hub, which is",
+    ),
+    "kernel of experts": ({**LLAMA, "experts_implementation": {"": "who/k"}}, "and titan does not run it"),
     "fp8": ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, "the weights are quantised by 'fp8'"),
     "mxfp4": ({**LLAMA, "quantization_config": {"quant_method": "mxfp4"}}, "quantised by 'mxfp4'"),
     "routers": ({**LLAMA, "output_router_logits": True}, "the routers' own loss (output_router_logits)"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from titancli.checkpoint.which import hf_form
 from titancli.converters.lora import AdaptedLinear
 from titancli.errors import EnvironmentProblem, UsageError
 from titancli.models.blocks.state import named_state
+from titancli.models.menu.hf_causal_lm import kernels_of_the_hub
 from titancli.registry.component import build
 
 VERIFY_LIMIT = 1e-3
@@ -190,8 +192,14 @@ def load_in_transformers(folder: Path, adapters: Path | None = None) -> torch.nn
     """The folder as transformers loads it, in float32 on the CPU; with adapters as peft loads those.
 
     Raises:
-        EnvironmentProblem: it cannot.
+        EnvironmentProblem: it cannot, or its config.json names a kernel on the Hub, which is code.
     """
+    file = folder / "config.json"
+    for key, name in kernels_of_the_hub(json.loads(file.read_bytes()) if file.is_file() else {}):
+        raise EnvironmentProblem(
+            f"{file}: {key} = {name!r} names a kernel on the Hub, which is code, and titan does not run it",
+            hint="take the key away",
+        )
     before = logging.root.manager.disable
     logging.disable(
         logging.WARNING
@@ -201,7 +209,9 @@ def load_in_transformers(folder: Path, adapters: Path | None = None) -> torch.nn
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+        )
         if adapters is None:
             return model
         from peft import PeftModel

@@ -13,6 +13,7 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from titancli.data import HFDataset, hub_keys
@@ -151,7 +152,8 @@ def load(config: HFDataset, *, progress: bool = False) -> Any:
 
     Raises:
         EnvironmentProblem: it cannot be found, reached or read.
-        RecipeError: a name that is a folder here and maybe one on the Hub; a stream of a saved dataset.
+        RecipeError: a name that is a folder here and maybe one on the Hub, or is a reader of the library's
+            (one of which unpickled files, before datasets 5); a stream of a saved dataset.
     """
     import datasets
 
@@ -165,6 +167,12 @@ def load(config: HFDataset, *, progress: bool = False) -> Any:
             raise RecipeError(
                 f"dataset.path = {config.path!r} could be the folder here or a name on the Hub",
                 hint=f"write './{config.path}' for the folder; for the Hub, start from another folder",
+            )
+        if config.path.isidentifier() and find_spec(f"datasets.packaged_modules.{config.path}") is not None:
+            raise RecipeError(
+                f"dataset.path = {config.path!r} is a reader of the datasets library, which would read "
+                "whatever lies where the command is run",
+                hint="name the file or the folder: './data.jsonl'",
             )
         return datasets.load_dataset(
             config.path,

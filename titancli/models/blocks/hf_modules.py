@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from titancli.errors import RecipeError, TitanError
-from titancli.models.menu.hf_causal_lm import faults
+from titancli.models.menu.hf_causal_lm import KERNEL_KEYS, faults
 
 ATTENTION = "titan"
 """What transformers knows our attention by: its own SDPA, with masks that `Rows` decides."""
@@ -100,7 +100,9 @@ def hf_config(values: Mapping[str, Any]) -> Any:
         raise refused(values, f"transformers {transformers.__version__} has no such model")
     try:
         with quiet():
-            return CONFIG_MAPPING[values["model_type"]].from_dict(dict(values))
+            # Kernels are titan's to choose, and transformers would download some of them.
+            chosen = {key: value for key, value in values.items() if str(key).lstrip("_") not in KERNEL_KEYS}
+            return CONFIG_MAPPING[values["model_type"]].from_dict(chosen)
     except Exception as error:  # whatever it is, it is of what was written
         raise refused(values, f"transformers does not take this config: {line_of(error)}") from error
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 PLAIN_ROPES = {"default", "linear", "llama3"}
 """Rotary embeddings that max_position_embeddings has no part in."""
+KERNEL_KEYS = {"attn_implementation", "experts_implementation"}
+"""Keys that only say which kernels transformers uses; some begin with an underscore."""
 NULL = "null"
 """What stands in a table for JSON's null, which TOML has not."""
 
@@ -169,6 +171,11 @@ def faults(values: Mapping[str, Any]) -> Iterator[str]:
             "config.json names code that comes with the weights (auto_map), which titan does not run; "
             f"take the key away, if transformers' own {values['model_type']} is meant"
         )
+    for key, name in kernels_of_the_hub(values):
+        yield (
+            f"{key} = {name!r} names a kernel on the Hub, which is code, and titan does not run it; "
+            "take the key away"
+        )
     if quantised := values.get("quantization_config"):
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"
         yield (
@@ -179,6 +186,16 @@ def faults(values: Mapping[str, Any]) -> Iterator[str]:
         yield "config.json wants the routers' own loss (output_router_logits), and titan adds none: say false"
     if values.get("is_encoder_decoder"):
         yield f"{values['model_type']} is an encoder with a decoder, and no causal language model"
+
+
+def kernels_of_the_hub(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Return the keys of config.json by which transformers would fetch a kernel from the Hub and run it."""
+    for key, value in values.items():
+        names = value.values() if isinstance(value, dict) else (value,)
+        if str(key).lstrip("_") in KERNEL_KEYS:
+            yield from ((key, name) for name in names if isinstance(name, str) and "/" in name)
+        elif isinstance(value, dict):
+            yield from kernels_of_the_hub(value)
 
 
 def growing_rope(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
