@@ -9,7 +9,7 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: train test lint clean
+.PHONY: train test lint docs wheels release-check clean
 
 train: .venv/.installed
 	$(BIN)/titan train llama3_debug $(ARGS)
@@ -21,6 +21,22 @@ lint: .venv/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# What docs/generate.py writes, and every page against the code.
+docs: .venv/.installed-dev
+	$(BIN)/python docs/generate.py
+	$(BIN)/python -m pytest tests/docs $(ARGS)
+
+# Wheels and source distributions of titan and of each plugin, in dist/.
+wheels: .venv/.installed-dev
+	rm -rf dist
+	for project in . plugins/*/; do \
+		$(BIN)/python -m build --no-isolation --outdir dist "$$project" || exit 1; \
+	done
+
+# Whether TAG, the version and the changelog are of one release; its notes go to dist-notes.md.
+release-check: .venv/.installed-dev
+	$(BIN)/python .github/release.py "$(TAG)" > dist-notes.md
 
 clean:
 	rm -rf .venv
