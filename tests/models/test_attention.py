@@ -8,7 +8,8 @@ from torch import Tensor
 
 from titancli.models.blocks.attention import Attention, attend, with_sinks
 from titancli.models.blocks.cache import KVCache
-from titancli.models.blocks.reach import WHOLE, Reach, document_mask, document_positions
+from titancli.models.blocks.masks import document_mask
+from titancli.models.blocks.reach import WHOLE, Reach, document_positions
 
 REACHES = {
     "whole": WHOLE,

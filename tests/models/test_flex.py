@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titancli.models.blocks.attention import attend, with_sinks
 from titancli.models.blocks.flex import BLOCK, document_block_mask
-from titancli.models.blocks.reach import WHOLE, Piece, Reach, document_mask, document_masks
+from titancli.models.blocks.masks import document_mask, document_masks
+from titancli.models.blocks.reach import WHOLE, Piece, Reach
 
 REACHES = {
     "whole": WHOLE,

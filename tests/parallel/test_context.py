@@ -19,7 +19,8 @@ from titancli.errors import RecipeError, TitanError
 from titancli.losses import CrossEntropyFull
 from titancli.losses.result import LossResult
 from titancli.models.blocks.attention import Attention, with_sinks
-from titancli.models.blocks.reach import WHOLE, Reach, document_mask
+from titancli.models.blocks.masks import document_mask
+from titancli.models.blocks.reach import WHOLE, Reach
 from titancli.parallel.collectives import Group
 from titancli.parallel.context import (
     RowCut,

@@ -30,7 +30,7 @@ from titancli.checkpoint.tensors import (
 )
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.models.config_json import DEQUANTISE
-from titancli.registry.kinds import HFForm
+from titancli.protocols import HFForm
 
 PICKLED = ("*.bin", "*.pth", "*.pt", "*.ckpt")
 QUANTISED_DTYPES = ("F8_E4M3", "F8_E5M2", "I8", "U8")

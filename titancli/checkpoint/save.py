@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-import titancli
 from titancli.checkpoint.disk import need, refusal, sync_folder, write_file
 from titancli.checkpoint.hashed import Digest
 from titancli.checkpoint.kept import PREFIX
@@ -42,6 +41,7 @@ from titancli.checkpoint.manifest import (
 )
 from titancli.checkpoint.storage import SavePlannerOf, Writer, plan_of, several_ranks
 from titancli.errors import EnvironmentProblem, TitanError
+from titancli.version import __version__
 
 # DCP says so at each save and load of a rank that is alone.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -203,7 +203,7 @@ class Draft:
             serial=serial,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             versions={
-                "titancli": titancli.__version__,
+                "titancli": __version__,
                 "torch": torch.__version__,
                 "python": platform.python_version(),
             },

@@ -15,8 +15,8 @@ from titancli.checkpoint.manifest import LOCK, MANIFEST, Manifest, newest_good, 
 from titancli.checkpoint.tensors import Tensors
 from titancli.errors import EnvironmentProblem, PluginError, TitanError, UsageError
 from titancli.models.blocks.state import named_state
+from titancli.protocols import HFForm
 from titancli.registry.component import build, component_info, load_target
-from titancli.registry.kinds import HFForm
 
 Say = Callable[[str], None]
 
@@ -118,7 +118,7 @@ def hf_form(model: Any) -> HFForm:
     if info.hf is None:
         raise UsageError(
             f"the model {info.name} has no Hugging Face form",
-            hint="a component declares one with hf= (see titancli.registry.kinds.HFForm)",
+            hint="a component declares one with hf= (see titancli.protocols.HFForm)",
         )
     return load_target(info.hf)(model)
 

@@ -67,7 +67,7 @@ def _configure_logging(verbosity: int) -> None:
 
 
 def _print_version() -> int:
-    from titancli import __version__
+    from titancli.version import __version__
 
     print(f"titan {__version__}")
     return 0

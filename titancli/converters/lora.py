@@ -88,7 +88,7 @@ class AdaptedLinear(nn.Linear):
 
 
 class Adapters:
-    """A Converter (see `titancli.registry.kinds`) whose parameters are not the plain model's."""
+    """A Converter (see `titancli.protocols`) whose parameters are not the plain model's."""
 
     def __init__(self, config: LoRA) -> None:
         self._config = config

@@ -21,7 +21,7 @@ from titancli.data.jsonl import BadRow, value_of
 from titancli.data.rows import Row, RowDataset
 from titancli.errors import RecipeError
 from titancli.observe.metrics import report
-from titancli.registry.kinds import Tokenizer
+from titancli.protocols import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from titancli.data.chat_source import ChatExamples, check_messages, rows_of
 from titancli.data.jsonl import BadRow, check_characters, value_of
 from titancli.data.rows import Row
 from titancli.errors import RecipeError
-from titancli.registry.kinds import Tokenizer
+from titancli.protocols import Tokenizer
 
 REFERENCE = ("reference_chosen_logp", "reference_rejected_logp")
 """The keys of a row that hold the reference's log-probabilities of the two answers."""

@@ -17,7 +17,7 @@ import torch
 from titancli.data.batch import Batch
 from titancli.data.values import Limits, fault, readable
 from titancli.errors import EnvironmentProblem
-from titancli.registry.kinds import Dataset
+from titancli.protocols import Dataset
 
 STOP_SECONDS = 10.0
 """How long a batch in the making may take to be finished when the loader is stopped."""

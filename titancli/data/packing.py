@@ -24,13 +24,13 @@ from titancli.data.batch import IGNORE, Batch
 from titancli.data.source import Source
 from titancli.data.stream import Position, TokenStream
 from titancli.errors import EnvironmentProblem, RecipeError
-from titancli.registry.kinds import Tokenizer
+from titancli.protocols import Tokenizer
 
 STATE_VERSION = 1
 
 
 class PackedDataset:
-    """Batches of packed rows from a source of documents: the `Dataset` of `titancli.registry.kinds`.
+    """Batches of packed rows from a source of documents: the `Dataset` of `titancli.protocols`.
 
     Batches have `tokens`, `targets` and `positions` [rows, seq_len]. With `document_mask` they have
     `document_ids` too, and positions count from the beginning of the document or, where a document is cut,

@@ -17,7 +17,7 @@ import torch
 from titancli.data.batch import Batch
 from titancli.data.packing import refuse_other_data, tokenizer_identity
 from titancli.errors import EnvironmentProblem
-from titancli.registry.kinds import Tokenizer
+from titancli.protocols import Tokenizer
 
 STATE_VERSION = 1
 GROUP = 128
@@ -66,7 +66,7 @@ class Position(NamedTuple):
 
 
 class RowDataset:
-    """Batches of rows made of whole examples: the `Dataset` of `titancli.registry.kinds`."""
+    """Batches of rows made of whole examples: the `Dataset` of `titancli.protocols`."""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ import numpy as np
 
 from titancli.data.source import Piece, Source
 from titancli.errors import EnvironmentProblem
-from titancli.registry.kinds import Tokenizer
+from titancli.protocols import Tokenizer
 
 GROUP_PIECES = 64
 GROUP_CHARACTERS = 1 << 20

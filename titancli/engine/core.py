@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from titancli.engine.seeds import Stream
     from titancli.parallel.mesh import Mesh
     from titancli.parallel.pipeline import Placement
-    from titancli.registry.kinds import Converter, HFForm, Loss
+    from titancli.protocols import Converter, HFForm, Loss
 
 
 @dataclass(eq=False)
@@ -96,7 +96,7 @@ class Core(Parameters):
     _loss: Tensor | None = field(default=None, repr=False)
     """The sum that is to be divided by the weight, of all calls since the last step."""
     _steady: bool = True
-    """Whether all losses since the last step keep to a level (`titancli.registry.kinds.Loss`)."""
+    """Whether all losses since the last step keep to a level (`titancli.protocols.Loss`)."""
     _stream: Stream | None = field(default=None, repr=False)
     """The random numbers of the step that is under way."""
     _step_tokens: int = 0

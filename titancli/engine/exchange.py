@@ -16,7 +16,7 @@ from titancli.errors import TitanError
 
 if TYPE_CHECKING:
     from titancli.engine.core import Core
-    from titancli.registry.kinds import HFForm
+    from titancli.protocols import HFForm
 
 NamedTensor = tuple[str, Tensor | None]
 """A Hugging Face name, and the whole tensor: on rank 0, None elsewhere."""

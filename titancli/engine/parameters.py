@@ -12,7 +12,7 @@ from titancli.errors import TitanError
 from titancli.models.blocks.state import named_state
 
 if TYPE_CHECKING:
-    from titancli.registry.kinds import Converter
+    from titancli.protocols import Converter
 
 
 class Parameters:

@@ -39,7 +39,7 @@ def refuse_layout(engine: Core) -> None:
     if not hasattr(engine.model, "new_cache"):
         raise TitanError(
             f"sampling: {type(engine.model).__name__} cannot generate: it has no new_cache",
-            hint="what a model needs for that is in titancli.registry.kinds.Model",
+            hint="what a model needs for that is in titancli.protocols.Model",
         )
 
 

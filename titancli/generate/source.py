@@ -25,8 +25,8 @@ from titancli.checkpoint.which import (
 from titancli.engine.build import allocate
 from titancli.errors import EnvironmentProblem, PluginError, UsageError
 from titancli.models.blocks.state import named_state
+from titancli.protocols import Tokenizer
 from titancli.registry.component import build, component_info
-from titancli.registry.kinds import Tokenizer
 from titancli.runs import RunFolder
 
 Say = Callable[[str], None]
@@ -245,6 +245,6 @@ def _bare(config: Any, *, seq_len: int) -> Any:
     if not hasattr(model, "new_cache"):
         raise PluginError(
             f"the model {component_info(config).name} cannot generate: it has no new_cache",
-            hint="what a model needs for that is in titancli.registry.kinds.Model",
+            hint="what a model needs for that is in titancli.protocols.Model",
         )
     return model

@@ -42,7 +42,7 @@ KILL_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Start:
-    """What a launcher is given (see `titancli.registry.kinds.LauncherBuilder`)."""
+    """What a launcher is given (see `titancli.protocols.LauncherBuilder`)."""
 
     run_folder: Path
     lock_file: Path

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from titancli.loops import Grpo
     from titancli.loops.run import Run
     from titancli.observe.observers import Observers
-    from titancli.registry.kinds import Advantage, Generator
+    from titancli.protocols import Advantage, Generator
     from titancli.rl.prompts import PromptSource
 
 

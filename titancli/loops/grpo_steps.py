@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from titancli.engine import Engine
     from titancli.loops import Grpo
     from titancli.loops.run import Run
-    from titancli.registry.kinds import Generator
+    from titancli.protocols import Generator
     from titancli.rl.rollouts import Recorder
     from titancli.rl.samples import Completion, Prompt
     from titancli.rl.scoring import Score, Scorer

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from titancli.data.batch import Batch
     from titancli.engine import Engine
     from titancli.errors import TitanError
-    from titancli.registry.kinds import Dataset
+    from titancli.protocols import Dataset
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from titancli.rl.prompts import PromptSource
 if TYPE_CHECKING:
     from titancli.checkpoint.uploads import Uploads
     from titancli.observe.observers import Observers
+    from titancli.protocols import Dataset
     from titancli.recipe.schema import Recipe
-    from titancli.registry.kinds import Dataset
 
 Source = Loader | PromptSource
 

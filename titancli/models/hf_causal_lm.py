@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from titancli.data.batch import Batch
     from titancli.losses.result import LossResult
     from titancli.parallel.collectives import Group
-    from titancli.registry.kinds import Loss
+    from titancli.protocols import Loss
 
 
 class Blocks(nn.ModuleList):
@@ -247,7 +247,7 @@ class Cache:
         )[0]
 
     def select(self, rows: Tensor) -> None:
-        """See `titancli.registry.kinds.Cache`."""
+        """See `titancli.protocols.Cache`."""
         self._states.batch_select_indices(rows)
         if self._padding is not None:
             self._padding = self._padding[rows]

@@ -71,7 +71,7 @@ class EventLog:
 
 
 class EventLogger:
-    """The event log as one of a run's loggers (see `titancli.registry.kinds.Logger`)."""
+    """The event log as one of a run's loggers (see `titancli.protocols.Logger`)."""
 
     def __init__(self, log: EventLog, steps: int) -> None:
         self._log = log

@@ -179,7 +179,7 @@ def _allgather(
     mask: Any,
 ) -> Tensor:
     """Each piece of this rank's queries against the keys that it can see. The mask is of whole rows, or for
-    each piece its own (`titancli.models.blocks.reach.document_masks`)."""
+    each piece its own (`titancli.models.blocks.masks.document_masks`)."""
     keys_and_values = row_cut.gathered(torch.cat((k, v), -1), SEQUENCE)
     k, v = keys_and_values.split((k.shape[-1], v.shape[-1]), -1)
     parts = q.chunk(len(row_cut.mine), SEQUENCE)

@@ -20,8 +20,8 @@ from titancli.parallel.expert import expert_parallel
 from titancli.parallel.fsdp import shard
 from titancli.parallel.mesh import Mesh
 from titancli.parallel.tensor import on_local_parameters, tensor_parallel
+from titancli.protocols import Precision
 from titancli.recipe.schema import ActivationCheckpoint, Compile
-from titancli.registry.kinds import Precision
 
 
 def build(

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from titancli.registry.kinds import Precision
+from titancli.protocols import Precision
 
 
 def shard(

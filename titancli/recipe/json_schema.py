@@ -31,8 +31,8 @@ def recipe_schema(registry: Registry) -> dict[str, Any]:
     """
     from pydantic import TypeAdapter
 
-    from titancli import __version__
     from titancli.registry.binding import adapter
+    from titancli.version import __version__
 
     components = registry.components()
     adapters: list[tuple[str, TypeAdapter[Any]]] = [("recipe", adapter(Recipe))]

@@ -7,10 +7,10 @@ import enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titancli import __version__
 from titancli.errors import PluginError
 from titancli.recipe.tree import Node
 from titancli.recipe.urls import url_of
+from titancli.version import __version__
 
 if TYPE_CHECKING:
     from titancli.recipe.load import Loaded

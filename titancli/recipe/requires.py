@@ -6,9 +6,9 @@ import os
 import shlex
 from pathlib import Path
 
-from titancli import __version__
 from titancli.recipe.problems import Problems
 from titancli.recipe.tree import Node
+from titancli.version import __version__
 
 OWN_PLUGINS = Path(__file__).resolve().parents[2] / "plugins"
 """Titan's own plugins, in a checkout; an installed titan has none."""

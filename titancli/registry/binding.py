@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from pydantic import TypeAdapter, ValidationInfo
 from pydantic.errors import PydanticUserError
@@ -13,11 +13,14 @@ from pydantic_core.core_schema import with_info_plain_validator_function
 
 from titancli.errors import PluginError, TitanError
 
-if TYPE_CHECKING:
-    from titancli.registry.lookup import Registry
+
+class Components(Protocol):
+    """Where a slot finds its component: a `titancli.registry.lookup.Registry`."""
+
+    def find(self, kind: str, name: str) -> type: ...
 
 
-def bind(cls: type, data: Any, registry: Registry) -> Any:
+def bind(cls: type, data: Any, registry: Components) -> Any:
     """Bind JSON data to a config class, strictly.
 
     Values are bound as JSON, since from Python pydantic's strict mode takes no dict for a dataclass and no

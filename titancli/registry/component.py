@@ -34,7 +34,7 @@ class ComponentInfo:
     """`"module:callable"`, called as `build(config, **runtime)`."""
     hf: str | None = None
     """Models only: `"module:callable"`, called with the config; the names and transforms of its Hugging
-    Face form (see `titancli.registry.kinds.HFForm`)."""
+    Face form (see `titancli.protocols.HFForm`)."""
     device: str | None = None
     """`"cuda"` for a component that cannot run elsewhere."""
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from titancli import __version__
 from titancli.errors import EnvironmentProblem, UsageError
 from titancli.registry.lookup import Registry
 from titancli.registry.plugins import BUILTIN, GROUP, LEFT_OUT, Plugin
+from titancli.version import __version__
 
 ALLOW_LIST = "TITAN_PLUGINS"
 REQUIRES_TITAN = re.compile(rf"Requires-Dist: *{GROUP}(\[[^]]*\])? *\(?(?P<specifier>[^;)]*)\)?")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
 if TYPE_CHECKING:
     import click
 
-    from titancli.recipe.schema import Recipe
     from titancli.registry.command import Command
 
 hookspec = pluggy.HookspecMarker("titancli")
@@ -33,8 +32,8 @@ def titan_commands() -> list[Command | click.Command]:  # type: ignore[empty-bod
 
 
 @hookspec
-def titan_checks(recipe: Recipe) -> list[tuple[str, str]]:  # type: ignore[empty-body]
-    """What is wrong with a bound recipe as a whole: `(dotted key, message)` pairs."""
+def titan_checks(recipe: Any) -> list[tuple[str, str]]:  # type: ignore[empty-body]
+    """What is wrong with a bound `titancli.Recipe` as a whole: `(dotted key, message)` pairs."""
 
 
 __all__ = ["hookimpl", "hookspec"]

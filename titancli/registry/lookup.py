@@ -18,8 +18,6 @@ from titancli.registry.targets import missing
 if TYPE_CHECKING:
     import click
 
-    from titancli.recipe.schema import Recipe
-
 
 class Registry:
     """All plugins, in the order of their names.
@@ -133,7 +131,7 @@ class Registry:
                     commands.append((plugin.name, command))
         return commands
 
-    def checks(self, recipe: Recipe) -> list[tuple[str, str]]:
+    def checks(self, recipe: Any) -> list[tuple[str, str]]:
         """What the plugins' checks say is wrong with a recipe: `(dotted key, message)`.
 
         Raises:
@@ -151,7 +149,7 @@ class Registry:
                 raise PluginError(f"the titan_checks of plugin {plugin.name!r} failed:\n{plugin.error}")
         return found
 
-    def refuse_missing_code(self, recipe: Recipe) -> None:
+    def refuse_missing_code(self, recipe: Any) -> None:
         """Look, without importing it, for the code that a recipe's components name.
 
         Raises:

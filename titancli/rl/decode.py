@@ -45,7 +45,7 @@ def decode(
     A prompt is read once, however many rows continue it; a row that has ended costs nothing more.
 
     Args:
-        model: has `new_cache` (see `titancli.registry.kinds.Model`).
+        model: has `new_cache` (see `titancli.protocols.Model`).
         prompts: token ids; none is empty, and each is continued by a row at least.
         vocab_size: ids from here on are never chosen; None: the model's own.
         log_probs: of each row, the list that the log-probabilities of its tokens are added to: those that the

@@ -12,11 +12,11 @@ from titancli.rl.writer import Writer
 
 if TYPE_CHECKING:
     from titancli import rl
-    from titancli.registry.kinds import Tokenizer
+    from titancli.protocols import Tokenizer
 
 
 class LocalGenerator:
-    """A `titancli.registry.kinds.Generator`.
+    """A `titancli.protocols.Generator`.
 
     Parameters are gathered once for all that is sampled; then each rank goes on by itself, at its own pace.
     """
@@ -36,7 +36,7 @@ class LocalGenerator:
         *,
         greedy: bool = False,
     ) -> list[list[Completion]]:
-        """See `titancli.registry.kinds.Generator`.
+        """See `titancli.protocols.Generator`.
 
         Raises:
             TitanError: the model gives numbers that are not finite.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from titancli.data.packing import refuse_other_data, tokenizer_identity
 from titancli.errors import EnvironmentProblem, TitanError
-from titancli.registry.kinds import Task
+from titancli.protocols import Task
 from titancli.rl.samples import Prompt
 
 logger = logging.getLogger(__name__)

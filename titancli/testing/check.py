@@ -171,7 +171,7 @@ def _component(label: str, cls: type, trial: Trial) -> Iterator[str]:
     faults = list(target_faults(info.kind, target))
     yield from faults
     if form is not None and not (callable(form) and hasattr(form, "from_config_json")):
-        yield f"{info.hf} has no from_config_json; see HFBuilder in titancli.registry.kinds"
+        yield f"{info.hf} has no from_config_json; see HFBuilder in titancli.protocols"
     if config is not None and not faults:
         yield from _built(label, config, target, trial)
 

@@ -1,4 +1,4 @@
-"""What is built, held against its kind's Protocol. The Protocols in `titancli.registry.kinds` are read, not
+"""What is built, held against its kind's Protocol. The Protocols in `titancli.protocols` are read, not
 repeated: what they name must be there, and must take what they say it is called with.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from titancli.registry import kinds
+from titancli import protocols
 from titancli.registry.kinds import KINDS
 from titancli.registry.plugins import own_traceback
 
@@ -35,12 +35,12 @@ BUILT = (
 
 def builder(kind: str) -> type:
     """The Protocol of a kind's target, e.g. `LossBuilder`."""
-    return getattr(kinds, f"{kind.capitalize()}Builder")
+    return getattr(protocols, f"{kind.capitalize()}Builder")
 
 
 def returned(kind: str) -> type | None:
     """The Protocol of what a kind's target returns, e.g. `Loss`; None where it is a plain callable."""
-    return getattr(kinds, kind.capitalize(), None)
+    return getattr(protocols, kind.capitalize(), None)
 
 
 def told(kind: str) -> str:
@@ -127,7 +127,7 @@ def _member_faults(protocol: type, built: Any, optional: set[str]) -> Iterator[s
     for name in (*getattr(protocol, "__annotations__", {}), *methods):
         if not hasattr(built, name):
             if name not in optional:
-                yield f"what it builds has no {name}; see {protocol.__name__} in titancli.registry.kinds"
+                yield f"what it builds has no {name}; see {protocol.__name__} in titancli.protocols"
         elif name in methods:
             yield from _method_faults(name, methods[name], getattr(built, name))
 

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 from string import Template
 
-from titancli import __version__
 from titancli.errors import EnvironmentProblem, UsageError
 from titancli.registry.kinds import KINDS
+from titancli.version import __version__
 
 TEMPLATES = Path(__file__).parent / "templates"
 KINDS_WITH_TEMPLATE = tuple(kind for kind in KINDS if (TEMPLATES / f"{kind}.menu.txt").is_file())

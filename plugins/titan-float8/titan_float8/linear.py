@@ -70,7 +70,7 @@ def has_float8() -> bool:
 
 
 class Float8:
-    """A Converter (see `titancli.registry.kinds`)."""
+    """A Converter (see `titancli.protocols`)."""
 
     def __init__(self, config: Config, mesh: Degrees, *, emulate: bool) -> None:
         self.config = config

@@ -25,7 +25,7 @@ STATE_VERSION = 1
 
 
 class NoisedLatents:
-    """Batches of noisy latents and the velocities that lead back: a `Dataset` of `titancli.registry.kinds`.
+    """Batches of noisy latents and the velocities that lead back: a `Dataset` of `titancli.protocols`.
 
     | key | shape, dtype | meaning |
     |---|---|---|

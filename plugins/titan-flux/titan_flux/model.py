@@ -25,7 +25,7 @@ from titancli.models.blocks.init import fill, normal_, ones_
 
 if TYPE_CHECKING:
     from titancli import Batch, LossResult
-    from titancli.registry.kinds import Loss
+    from titancli.protocols import Loss
 
 CONDITIONS = ("embedding.time.", "embedding.pooled.", "embedding.guidance.")
 """Parameters that a row meets once, and not each of its tokens; those named modulation are others."""

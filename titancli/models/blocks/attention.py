@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from titancli.models.blocks.reach import WHOLE, Reach, document_mask
+from titancli.models.blocks.masks import document_mask
+from titancli.models.blocks.reach import WHOLE, Reach
 from titancli.models.blocks.rope import rotate
 from titancli.parallel.tensor import local
 

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from titancli.models.blocks.reach import MaskOf, Reach
+from titancli.models.blocks.masks import MaskOf
+from titancli.models.blocks.reach import Reach
 
 
 class LayerCache:

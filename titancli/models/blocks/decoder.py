@@ -16,15 +16,15 @@ from titancli.models.blocks.cache import KVCache, LayerCache
 from titancli.models.blocks.feed_forward import FeedForward
 from titancli.models.blocks.head import Output
 from titancli.models.blocks.init import fill, normal_, ones_, trunc_normal_
+from titancli.models.blocks.masks import document_masks
 from titancli.models.blocks.moe import Experts, MoE, moe_layers
-from titancli.models.blocks.reach import document_masks
 from titancli.models.blocks.rope import rotation
 
 if TYPE_CHECKING:
     from titancli.data.batch import Batch
     from titancli.losses.result import LossResult
     from titancli.parallel.context import RowCut
-    from titancli.registry.kinds import Loss
+    from titancli.protocols import Loss
 
 
 class Sizes(Protocol):

@@ -24,7 +24,7 @@ _compiled: Any = torch.compile(flex_attention)
 
 
 def document_block_mask(document_ids: Tensor, reach: Reach, piece: Piece | None = None) -> BlockMask:
-    """What `titancli.models.blocks.reach.document_mask` says, as blocks.
+    """What `titancli.models.blocks.masks.document_mask` says, as blocks.
 
     Args:
         document_ids: [B, S] integers; a document lies in one piece.

@@ -25,7 +25,7 @@ from titancli.parallel.tensor import SEQUENCE, local
 if TYPE_CHECKING:
     from titancli.losses.result import LossResult
     from titancli.parallel.context import RowCut
-    from titancli.registry.kinds import Loss
+    from titancli.protocols import Loss
 
 
 class Output(nn.Linear):

@@ -116,7 +116,7 @@ def _ordered(data: dict[str, Any]) -> dict[str, Any]:
 def _text(data: dict[str, Any], path: Path, found: Translation) -> str:
     import tomli_w
 
-    from titancli import __version__
+    from titancli.version import __version__
 
     head = f"# Translated from the torchtitan job config {path.name} by titan {__version__}."
     tables = {

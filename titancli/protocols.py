@@ -1,0 +1,469 @@
+"""What each kind's builder is given, and what it must return.
+
+Every builder is called as `build(config, **runtime)`, `runtime` being the keyword arguments of the kind's
+Protocol, and gets nothing else of the recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from titancli.data.batch import Batch
+    from titancli.losses.result import LossResult
+    from titancli.models.shape import Decoder
+    from titancli.parallel.mesh import Mesh
+    from titancli.recipe.schema import ActivationCheckpoint, Compile, Degrees
+    from titancli.rl.samples import Completion, Prompt
+
+
+# ---------------------------------------------------------------------------------------------- model
+
+
+class Model(Protocol):
+    """An `nn.Module` that says what can be split; the `decoder` plan applies it.
+
+    `forward(**inputs)` returns the raw output; with `batch=` and `loss=` it returns what
+    `output(hidden, batch, loss)` returns, a LossResult, computed inside the output module.
+
+    A model that can generate also has `new_cache(length, padding=None) -> Cache`, for rows of at most
+    `length` tokens of which `padding` ([B] int64) at the beginning of each do not count; and
+    `forward(tokens, cache=cache)` adds tokens to those that the cache holds and returns the logits of the
+    last one, [B, 1, V].
+
+    Under a pipeline a rank has stages of the model: copies in which the children of other stages are None and
+    `layers` holds the stage's own blocks. Forward leaves out what is None. A stage that is not the first
+    finds in place of the first of `inputs` the hidden states of the stage before it, [B, S, dim] (`dim` being
+    the config's), and always `positions`; one that is not the last is given no loss, and returns its hidden
+    states. No parameter may belong to the model itself, only to its children.
+
+    Under context parallel a plan puts another method in place of each attention's
+    `core_attention(q, k, v, mask, causal=True)`, which calls the module's own one with whole keys and values,
+    or with whole rows of some heads; and it sets `row_cut` on the model and on its output.
+
+    A model whose state moves outside of gradients, by how many tokens its experts had, keeps that state in
+    persistent buffers and has `token_counts() -> dict[str, Tensor]` (what this rank has trained on since the
+    last step), `forget_token_counts()`, and `after_step(counts)`, which is called after each optimizer step
+    with the counts summed over all ranks that had other tokens. A block whose forward cannot be compiled
+    whole has `parts() -> list[tuple[nn.Module, str]]`: the methods, by module and name, that can be.
+
+    A model whose rows are not made of `tokens` has `token_inputs: tuple[str, ...]`, the inputs that lie in a
+    row one after the other, each along its `sequence_dim`: their lengths are what is counted as tokens.
+    """
+
+    inputs: tuple[str, ...]
+    """The batch's tensors that forward takes, e.g. `("tokens", "positions", "document_ids")`."""
+    sequence_dim: Mapping[str, int]
+    """Which dimension runs along the sequence, of each input that context parallel may cut: every rank then
+    computes on its own part of a row. Not that of `document_ids`: a mask is made of those of the whole row,
+    for attention sees keys of every part. `positions` must be here, since a part does not begin at 0."""
+    layers: nn.ModuleDict
+    """The blocks, keyed by absolute index: `"0"`, `"1"`, …"""
+    output: nn.Module
+    tensor_plan: Mapping[str, Literal["column", "row", "vocab", "norm", "replicate", "expert"]]
+    """Parameter-name pattern (fnmatch) to how it is cut under tensor parallelism; "expert": not by it, but
+    over mesh.ep."""
+    experts: Mapping[str, nn.Module]
+    """The `titancli.models.blocks.moe.Experts` that this part of the model has, by name; empty for a dense
+    model. Expert parallel spreads them over ranks, and FSDP2 takes each for a group of its own."""
+
+    def init_weights(self, generator_for: Callable[[str], torch.Generator]) -> None:
+        """Fill every parameter in place, each from `generator_for(name)`, drawn whole and then cut."""
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Floating-point operations of forward and backward for one token of a row of seq_len."""
+        ...
+
+
+class Cache(Protocol):
+    """What a model keeps of the tokens that it has seen, for rows that grow together."""
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows ([N] int64), in this order; a row that is named twice is there twice."""
+
+
+class ModelConfig(Protocol):
+    """What `titan plan` asks a model's config, torch-free. Optional: a model without it is not estimated.
+
+    A class attribute `mesh_degrees: ClassVar[tuple[str, ...]]` names the degrees of [mesh] that the model can
+    be cut by, where these are not all: the others must then be 1.
+    """
+
+    def shape(self) -> Decoder:
+        """The sizes: every parameter of the module by name and shape, with its style in `tensor_plan`."""
+        ...
+
+
+class ModelBuilder(Protocol):
+    def __call__(self, config: Any, *, seq_len: int) -> Model:
+        """Build on the device that is current (usually meta); must not draw initial values."""
+        ...
+
+
+class HFForm(Protocol):
+    """A model's Hugging Face form: what `hf=` of `@component` returns for a config.
+
+    Transforms work on one tensor at a time, so that memory grows with the largest tensor only. A form may
+    have `copy_of(hf_name) -> str | None` too: the Hugging Face tensor that an ignored one must be equal to;
+    and `known_as(hf_name) -> str`: under which of its own names it knows a tensor that some folders have
+    under another one. Its class may have `library = "diffusers"`, for a folder that is not transformers':
+    other names of files, and a class in place of `model_type`.
+    """
+
+    def to_hf(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """The Hugging Face tensors that come of one of ours (plain name, whole tensor)."""
+        ...
+
+    def sources(self, name: str) -> list[str]:
+        """The Hugging Face names that one parameter of ours is made of, in the order `from_hf` takes them;
+        none where a Hugging Face folder has nothing of it, and `from_hf` knows what it begins with."""
+        ...
+
+    def from_hf(self, name: str, tensors: list[Tensor]) -> Tensor:
+        """Our parameter out of the tensors that `sources` named."""
+        ...
+
+    def ignored(self, hf_name: str) -> bool:
+        """Whether a Hugging Face tensor is rightly left unread (a tied copy, an inv_freq buffer)."""
+        ...
+
+    def config_json(self) -> dict[str, Any]:
+        """`config.json` for transformers, without `dtype`, `bos_token_id`, `eos_token_id`."""
+        ...
+
+
+class HFBuilder(Protocol):
+    """The `hf=` target: a class whose instances are HFForms."""
+
+    model_type: str
+    """`model_type` in the `config.json` that this form reads and writes (`_class_name`, where the library is
+    diffusers). A class that reads several has `model_types: tuple[str, ...]` as well, and each of its
+    instances the one that it writes; empty, it reads a folder of any type, but only if it is named."""
+
+    def __call__(self, config: Any) -> HFForm: ...
+
+    def from_config_json(self, config_json: dict[str, Any]) -> dict[str, Any]:
+        """The keys of `[model]` (without `type`) for a Hugging Face `config.json`; a static method.
+
+        Raises:
+            TitanError: the config asks for something that the model does not have.
+        """
+        ...
+
+
+# ----------------------------------------------------------------------------------------------- data
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back.
+
+    It may also have `encode_arrays(texts) -> list[np.ndarray]` (`encode_batch` without lists of Python
+    integers), `bos_id: int | None`, `adds_bos: bool` (a text to continue begins with bos), and
+    `fingerprint: str`, which changes when its ids do, `chat_fingerprint` for those of `chat`; and to train on
+    what an assistant says `chat_with_mask(messages, *, first=0) -> (ids, mask)`: the ids of `chat`, and
+    which of them are of assistant turns among `messages[first:]`, the end marker included. One that takes
+    `trailing_newline: bool = False` too can include the line break that its template puts behind the marker.
+    What a template does not take is a `titancli.data.chat_template.ChatRefused`.
+    """
+
+    vocab_size: int
+    """Ids are below this."""
+    eos_id: int
+    """Ends a document."""
+    files: Mapping[str, str | Path]
+    """Files an export carries along: name to source path; empty where there are none."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids without added special tokens."""
+        ...
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+    def chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]:
+        """Ids of a conversation under the tokenizer's own chat template; a TitanError where it has none.
+
+        `add_generation_prompt`: with what an answer of the assistant is to follow.
+        """
+        ...
+
+
+class TokenizerBuilder(Protocol):
+    def __call__(self, config: Any) -> Tokenizer: ...
+
+
+class Dataset(Protocol):
+    """An endless or ending stream of this rank's batches, on the CPU, all of one shape."""
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch handed out: plain JSON, independent of dp_rank and dp_size."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a position, whatever the dp_size it was saved under.
+
+        Raises:
+            TitanError: the data is not the data that the state was saved on.
+        """
+
+
+class DatasetBuilder(Protocol):
+    def __call__(
+        self,
+        config: Any,
+        *,
+        tokenizer: Tokenizer | None,
+        seq_len: int,
+        rows: int,
+        dp_rank: int,
+        dp_size: int,
+        seed: int,
+    ) -> Dataset:
+        """`tokenizer` is None for a config with the class attribute `needs_tokenizer = False`, whose recipes
+        have no [tokenizer], and for no other."""
+        ...
+
+
+# ------------------------------------------------------------------------------------- model surgery
+
+
+class Converter(Protocol):
+    """Changes a model, on one device, before it is cut.
+
+    A converter that adds parameters of its own (adapters) also has `owns(name)`, whether one is: these alone
+    are saved, and the others are the base's; `facts`, plain data that a checkpoint tells of them;
+    `initialise(model, generator_for)`, which fills them; `merged(named tensors)`, the plain model's out of
+    both; and `disabled(parts)`, a context in which the model is its base. A module that gets parameters has
+    `tensor_plan(style) -> {name: style}`: how they are cut where its weight is cut in a style.
+    """
+
+    def convert(self, model: Model) -> None:
+        """Change the model in place, on meta, before it is cut. Parameter names stay."""
+
+    def after_step(self, model: Model) -> None:
+        """Called whenever the weights have new values: after each optimizer step, and after a load."""
+
+    def plain(self, name: str, tensor: Tensor) -> Tensor:
+        """A parameter without the converter's own tensor class, in the same memory: checkpoints are read into
+        it as well as written from it. `tensor` is a DTensor where the parameter is sharded."""
+        ...
+
+
+class ConverterBuilder(Protocol):
+    def __call__(self, config: Any, *, mesh: Degrees, compile: bool) -> Converter: ...
+
+
+class Precision(Protocol):
+    """What numbers are stored, computed and reduced in."""
+
+    param: torch.dtype
+    reduce: torch.dtype
+
+
+class ParallelizeBuilder(Protocol):
+    def __call__(
+        self,
+        config: Any,
+        *,
+        mesh: Mesh,
+        device: torch.device,
+        precision: Precision,
+        activation_checkpoint: ActivationCheckpoint,
+        compile: Compile,
+    ) -> Callable[[Model], Model]: ...
+
+
+# ----------------------------------------------------------------------------------------- optimising
+
+
+class Loss(Protocol):
+    """A sum and the weight that it is to be divided by; see `titancli.losses.result`.
+
+    A loss with a class attribute `entropy = True` finds `batch["entropy"]`: [B, S] fp32 without gradient, the
+    entropy of the model's distribution at each position in nats, 0 where there is no target. One with
+    `steady = False` keeps to no level, as a policy's does: that it or its gradient norm jumps is no spike,
+    and the guard ([stability]) skips its steps only where they are not finite.
+    """
+
+    output: Literal["logprobs", "model"]
+    """What the loss is called with: log p(targets) [B, S] fp32, or the model's raw output (logits)."""
+
+    needs: Sequence[str] | Mapping[str, Literal["B", "BS"]]
+    """Optional. What the batch must have besides the model's inputs and targets; as a mapping with its shape,
+    a number for each row or for each token. Checked before anything is computed."""
+
+    def check_batch(self, batch: Batch) -> None:
+        """Optional. Called before anything is computed; raises a TitanError where a batch will not do."""
+
+    def token_weights(self, batch: Batch) -> Tensor | None:
+        """Optional. The weights w [B, S] of a loss that is −Σ w·log p: gradients are then made in forward, in
+        chunks, and the loss is called with log-probs that carry none, for its weight and metrics."""
+
+    def __call__(self, out: Tensor, batch: Batch) -> LossResult: ...
+
+
+class LossBuilder(Protocol):
+    def __call__(self, config: Any) -> Loss: ...
+
+
+class OptimizerConfig(Protocol):
+    """What `titan plan` asks an optimizer's config, torch-free. Optional: else two fp32 numbers are taken."""
+
+    rounds_stochastically: ClassVar[bool]
+    """Whether weights and state in bfloat16 are rounded so that small changes are not lost. Optional: else a
+    run with such weights says that they may be."""
+
+    def state_bytes(self, stored: int) -> float:
+        """Bytes of state for each number of a parameter that is stored in `stored` bytes."""
+        ...
+
+
+class OptimizerBuilder(Protocol):
+    def __call__(
+        self, config: Any, *, named_parameters: list[tuple[str, nn.Parameter]], model_names: Sequence[str]
+    ) -> torch.optim.Optimizer:
+        """`named_parameters` are those of this rank, under a pipeline its stages'; `model_names` are the
+        names of all, to check patterns against."""
+        ...
+
+
+# -------------------------------------------------------------------------------------- around a run
+
+
+class Logger(Protocol):
+    """Watches a run on rank 0 of it, or on every rank (`is_main` says which). All methods are optional.
+
+    A logger that raises is reported once and is not called again; it never kills a run.
+    """
+
+    def run_start(self, info: dict[str, Any]) -> None:
+        """`info`: what `run.json` holds, plus `recipe` (the resolved data)."""
+
+    def step_end(self, step: int, metrics: dict[str, float]) -> None:
+        """Every `metrics.log_freq` steps, and after the first and the last."""
+
+    def checkpoint_saved(self, step: int, path: Path) -> None: ...
+
+    def run_end(self, outcome: dict[str, Any]) -> None: ...
+
+
+class LoggerBuilder(Protocol):
+    def __call__(self, config: Any, *, run_folder: Path, is_main: bool) -> Logger: ...
+
+
+class LauncherBuilder(Protocol):
+    """Torch-free. Starts the workers, waits, and returns the exit code of the command."""
+
+    def __call__(
+        self,
+        config: Any,
+        *,
+        run_folder: Path,
+        lock_file: Path,
+        checkpoint: Path | None,
+        plugin_files: list[Path],
+        nproc: int,
+        nnodes: int,
+        rdzv: str | None,
+        json_events: bool,
+        traceback: bool,
+    ) -> int: ...
+
+
+class LoopBuilder(Protocol):
+    """Returns the program. `run` is what a loop needs to know of its run: see `titancli.loops.run.Run`."""
+
+    def __call__(
+        self, config: Any, *, engine: Any, data: Any, tokenizer: Any, observers: Any, run: Any
+    ) -> Callable[[], None]: ...
+
+
+# --------------------------------------------------------------------- slots of loops that learn from samples
+
+
+class Task(Protocol):
+    """Prompts by number: a number gives the same prompt always, on every rank and after a resume."""
+
+    identity: Mapping[str, Any]
+    """Plain JSON, small; equal only if the prompts are. A resume compares it."""
+
+    def prompt(self, number: int) -> Prompt:
+        """Number 0, 1, … without end."""
+        ...
+
+
+class TaskBuilder(Protocol):
+    def __call__(self, config: Any, *, seed: int) -> Task: ...
+
+
+class Generator(Protocol):
+    """Writes completions with the weights of an engine.
+
+    One that has the weights elsewhere (a vLLM server) takes them in `update` from `engine.weights()`: Hugging
+    Face names and whole tensors, one at a time, on rank 0.
+    """
+
+    def update(self, version: int) -> None:
+        """Called on every rank before samples are wanted of weights that it has not seen; `version` counts
+        optimizer steps."""
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        *,
+        greedy: bool = False,
+    ) -> list[list[Completion]]:
+        """Continue this rank's prompts (token ids), each once for every seed that it has. Collective.
+
+        What is drawn for a seed depends on the prompt and the weights alone, not on what else is asked for.
+
+        Args:
+            limits: how many tokens each prompt leaves room for.
+            greedy: the most probable token always; the log-probabilities stay the model's.
+        """
+        ...
+
+
+class GeneratorBuilder(Protocol):
+    """Raises a TitanError where it cannot sample from an engine that is cut in such a way."""
+
+    def __call__(self, config: Any, *, engine: Any, tokenizer: Tokenizer) -> Generator: ...
+
+
+class Reward(Protocol):
+    """A number for one completion; higher is better.
+
+    It may raise, take too long, or return what is no number: this counts as failed. A config's field
+    `weight: float`, if it has one, is what its rewards are multiplied by.
+    """
+
+    def __call__(self, prompt: Prompt, completion: Completion) -> float: ...
+
+
+class RewardBuilder(Protocol):
+    def __call__(self, config: Any) -> Reward: ...
+
+
+class Advantage(Protocol):
+    def __call__(self, rewards: Tensor, counted: Tensor) -> Tensor:
+        """Advantages, [G, N] float64, of the N samples of each of G prompts; 0 for those that do not count.
+
+        Args:
+            rewards: [G, N] float64.
+            counted: [G, N] bool.
+        """
+        ...
+
+
+class AdvantageBuilder(Protocol):
+    def __call__(self, config: Any) -> Advantage: ...
