@@ -46,7 +46,7 @@ clean:
 	grep -v '^torch==' constraints.txt > $@
 
 # torch first, and alone: whatever else is installed then takes the torch that is there.
-.venv/.installed: .venv/constraints.txt pyproject.toml
+.venv/.installed: .venv/constraints.txt pyproject.toml titancli/version.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt "$(TORCH)" numpy
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt -e .
 	touch $@

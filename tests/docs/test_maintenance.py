@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -92,6 +93,15 @@ def test_an_issue_form_is_one(path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- releases
+
+
+def test_the_version_is_written_once() -> None:
+    assert "version" not in PROJECT and "version" in PROJECT["dynamic"]
+    version = re.escape(titancli.__version__)
+    files = [ROOT / "pyproject.toml", *(ROOT / "titancli").rglob("*.py")]
+    found = [path for path in files if re.search(rf"""["']{version}["']""", path.read_text())]
+    assert found == [ROOT / "titancli" / "version.py"]
+    assert metadata.version("titancli") == titancli.__version__, "install titan again: pip install -e ."
 
 
 @pytest.fixture(scope="module")
