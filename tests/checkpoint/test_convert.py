@@ -116,7 +116,7 @@ def test_verify_fails_where_the_weights_are_not_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """An export with q and k swapped in one layer: the kind of mistake that loads without a word."""
-    from titancli.models.llama3 import LlamaHF
+    from titancli.models.llama3.model import LlamaHF
 
     make_checkpoint(tmp_path / "step-1", "model.n_kv_heads=4")
     honest = LlamaHF.sources

@@ -14,7 +14,7 @@ import pytest
 from titancli.checkpoint.likeness import complaint, differences
 from titancli.errors import EnvironmentProblem
 from titancli.models import DeepSeekV3, GptOss, HFCausalLM, Llama3, Llama4, Qwen3
-from titancli.models.menu.moe import MoE
+from titancli.models.sections import MoE
 from titancli.registry import current
 from titancli.registry.binding import bind
 
@@ -145,7 +145,7 @@ def test_weights_of_another_family_are_named(folder: Any) -> None:
 
 
 def test_a_folder_that_sees_images_too_holds_the_text_model(folder: Any) -> None:
-    from titancli.models.llama4 import Llama4HF
+    from titancli.models.llama4.model import Llama4HF
 
     config = bind(Llama4, Llama4.flavors["debugmodel_irope"], current())
     there = {"model_type": "llama4", "text_config": Llama4HF(config).config_json(), "vision_config": {"a": 1}}

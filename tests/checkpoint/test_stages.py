@@ -23,7 +23,7 @@ from titancli.checkpoint import (
 from titancli.checkpoint.hf import export_hf, load_hf_weights
 from titancli.engine import Engine
 from titancli.errors import EnvironmentProblem, TitanError
-from titancli.models.llama3 import LlamaHF
+from titancli.models.llama3.model import LlamaHF
 from titancli.recipe.schema import Checkpoint
 
 pytestmark = pytest.mark.ranks

@@ -33,7 +33,7 @@ from titancli.checkpoint.tensorfile import Entry, TensorFileWriter
 from titancli.checkpoint.tensors import dtype_name, tensor_bytes
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.models import Llama3
-from titancli.models.llama3 import LlamaHF
+from titancli.models.llama3.model import LlamaHF
 from titancli.registry.component import build
 
 SMALL = dict(dim=16, n_layers=2, n_heads=2, hidden_dim=24, vocab_size=40, max_seq_len=64)
@@ -374,7 +374,7 @@ def test_bits_are_kept_where_nothing_is_asked(tmp_path: Path):
 CONVERT = """
 import sys, threading
 from pathlib import Path
-import titancli.models.llama3
+import titancli.models.llama3.model
 from titancli.checkpoint.convert import to_hf, to_titan
 
 def anonymous():

@@ -76,7 +76,7 @@ def test_degrees_that_only_the_ranks_decide(titan: Titan) -> None:
 
 
 def test_weights_of_another_model(titan: Titan) -> None:
-    from titancli.models.llama3 import LlamaHF
+    from titancli.models.llama3.model import LlamaHF
     from titancli.recipe import load_recipe
 
     exp(RECIPE)

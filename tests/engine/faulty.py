@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titancli.models.llama3 import Llama3Model
+from titancli.models.llama3.model import Llama3Model
 
 
 def build(config: Any, *, seq_len: int) -> Llama3Model:

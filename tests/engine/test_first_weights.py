@@ -14,7 +14,7 @@ from tests.engine.cases import Layout, recipe
 from titancli.checkpoint.likeness import refuse_other_model
 from titancli.engine.build import load_weights
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
-from titancli.models.llama3 import LlamaHF
+from titancli.models.llama3.model import LlamaHF
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from titancli.losses import (
 )
 from titancli.losses.result import LossResult
 from titancli.models import DeepSeekV3, GptOss, Llama3, Llama4, Qwen3
-from titancli.models.menu.moe import MoE
+from titancli.models.sections import MoE
 from titancli.optimizers import AdamW
 from titancli.parallel.tensor import local
 from titancli.recipe.schema import ActivationCheckpoint, Mesh, Pipeline, Stability, Training

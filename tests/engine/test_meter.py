@@ -10,7 +10,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from tests.engine.cases import MODEL
 from titancli.engine.meter import Meter
 from titancli.models import Llama3
-from titancli.models.llama3 import build
+from titancli.models.llama3.model import build
 from titancli.parallel.activation_checkpoint import apply_activation_checkpoint
 from titancli.recipe.schema import ActivationCheckpoint
 

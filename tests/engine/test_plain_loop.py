@@ -14,7 +14,7 @@ from tests.engine.cases import ROWS, Layout, recipe, whole_batch, wholes
 from titancli import Batch, Engine, LossResult
 from titancli.engine.seeds import generator_for
 from titancli.losses import CrossEntropy
-from titancli.models.llama3 import Llama3Model
+from titancli.models.llama3.model import Llama3Model
 
 pytestmark = pytest.mark.ranks
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.engine.cases import Layout, my_batches, recipe
 from tests.ranks.layouts import EIGHT
 from titancli import Engine, TitanError
-from titancli.models.llama3 import Llama3Model
+from titancli.models.llama3.model import Llama3Model
 from titancli.rl.decode import Row, decode
 from titancli.rl.sampling import Sampling
 

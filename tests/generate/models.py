@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from titancli.checkpoint import save_checkpoint
 from titancli.models import Llama3, RopeScaling
-from titancli.models.llama3 import Llama3Model, LlamaHF, build
+from titancli.models.llama3.model import Llama3Model, LlamaHF, build
 from titancli.recipe import load_recipe, lock_text
 from titancli.registry import component
 

@@ -18,9 +18,9 @@ from titancli.errors import TitanError
 from titancli.models import DeepSeekV3
 from titancli.models.blocks.moe import moe_layers
 from titancli.models.blocks.state import named_state
-from titancli.models.deepseek_v3 import DeepSeekHF, build, softmax_scale
-from titancli.models.menu.deepseek_v3 import LatentYarn
-from titancli.models.menu.moe import MoE
+from titancli.models.deepseek_v3 import LatentYarn
+from titancli.models.deepseek_v3.model import DeepSeekHF, build, softmax_scale
+from titancli.models.sections import MoE
 from titancli.recipe import load_recipe
 from titancli.registry import current
 from titancli.registry.binding import bind

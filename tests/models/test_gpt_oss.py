@@ -15,9 +15,8 @@ from titancli.errors import TitanError
 from titancli.models import GptOss
 from titancli.models.blocks.moe import moe_layers
 from titancli.models.blocks.state import named_state
-from titancli.models.gpt_oss import ClampedExperts, GptOssHF, build
-from titancli.models.menu.moe import MoE
-from titancli.models.menu.rope import Yarn
+from titancli.models.gpt_oss.model import ClampedExperts, GptOssHF, build
+from titancli.models.sections import MoE, Yarn
 from titancli.recipe import load_recipe
 from titancli.registry import current
 from titancli.registry.binding import bind

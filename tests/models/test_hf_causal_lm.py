@@ -24,9 +24,9 @@ from titancli.engine.build import allocate
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.losses import CrossEntropy
 from titancli.models import HFCausalLM
-from titancli.models.blocks.hf_modules import hf_config, plan_fault
 from titancli.models.blocks.state import named_state
-from titancli.models.hf_causal_lm import SameNames, TransformersModel, build
+from titancli.models.hf_causal_lm.model import SameNames, TransformersModel, build
+from titancli.models.hf_causal_lm.modules import hf_config, plan_fault
 from titancli.registry.component import build as build_component
 
 CLOSE = dict(rtol=1e-5, atol=1e-6)

@@ -13,7 +13,7 @@ import tomli
 from tests.models.hf_configs import CONFIGS, LLAMA
 from titancli.errors import Problem, RecipeError
 from titancli.models import HFCausalLM
-from titancli.models.menu.hf_causal_lm import decoded, encoded
+from titancli.models.hf_causal_lm import decoded, encoded
 from titancli.recipe import load_recipe, lock_text
 
 RECIPE = """\

@@ -16,14 +16,14 @@ from tests.models.hf_configs import CONFIGS, LLAMA, SPARSE
 from tests.models.test_hf_causal_lm import CLOSE, Reads, in_transformers, made_of, tokens
 from titancli.errors import RecipeError, TitanError
 from titancli.models import HFCausalLM
-from titancli.models.blocks import hf_modules, hf_trial
-from titancli.models.blocks.hf_tiny import tiny
-from titancli.models.hf_causal_lm import build
+from titancli.models.hf_causal_lm import modules, trial
+from titancli.models.hf_causal_lm.model import build
+from titancli.models.hf_causal_lm.tiny import tiny
 
 
 @pytest.fixture(autouse=True)
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_trial, "_tried", {})
+    monkeypatch.setattr(trial, "_tried", {})
 
 
 def on_meta(values: dict[str, Any]) -> Any:
@@ -97,10 +97,10 @@ def test_what_attention_would_leave_out_is_refused_by_name(name: str) -> None:
     ],
 )
 def test_arguments_that_nobody_knows_are_refused(given: dict[str, Any], word: str) -> None:
-    hf_modules._register_attention()
+    modules._register_attention()
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    attend = ALL_ATTENTION_FUNCTIONS[hf_modules.ATTENTION]
+    attend = ALL_ATTENTION_FUNCTIONS[modules.ATTENTION]
     q, module = torch.randn(1, 4, 6, 8), torch.nn.Module()
     known = dict(position_ids=torch.arange(6), sliding_window=4, output_attentions=False, cache=None)
     out, _ = attend(module, q, q, q, None, scaling=0.5, is_causal=True, **known)
@@ -118,7 +118,7 @@ def scaled(honest: Callable[..., Any]) -> Callable[..., Any]:
 
 def without_documents(honest: Callable[..., Any]) -> Callable[..., Any]:
     def mask(*, config: Any, **rest: Any) -> Any:
-        config.titan_rows = hf_modules.Rows(None)
+        config.titan_rows = modules.Rows(None)
         return honest(config=config, **rest)
 
     return mask
@@ -142,20 +142,20 @@ def without_gradients(honest: Callable[..., Any]) -> Callable[..., Any]:
 def test_a_model_that_computes_something_else_is_refused(
     monkeypatch: pytest.MonkeyPatch, place: str, wrong: Callable[..., Any], words: str
 ) -> None:
-    monkeypatch.setattr(hf_modules, place, wrong(getattr(hf_modules, place)))
+    monkeypatch.setattr(modules, place, wrong(getattr(modules, place)))
     values = CONFIGS["mistral"]
     message = said(values)
     assert message.startswith("model.config: mistral: ") and words in message
     monkeypatch.undo()
-    hf_modules._register_attention()
-    hf_trial._tried.clear()
+    modules._register_attention()
+    trial._tried.clear()
     on_meta(values)
 
 
 def test_a_config_is_tried_once_a_process_whatever_the_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
-    honest = hf_trial._try
-    monkeypatch.setattr(hf_trial, "_try", lambda v, make: (tried.append(v["model_type"]), honest(v, make)))
+    honest = trial._try
+    monkeypatch.setattr(trial, "_try", lambda v, make: (tried.append(v["model_type"]), honest(v, make)))
     for _ in range(2):
         on_meta(CONFIGS["llama"])
         said(SPARSE)
@@ -222,7 +222,7 @@ def test_all_that_decides_how_far_attention_looks_is_within_a_row() -> None:
 
 @pytest.mark.parametrize("name", LARGE)  # of 405, 27 and 235 billion parameters
 def test_a_copy_is_small_and_has_every_kind_of_layer(name: str) -> None:
-    whole = hf_modules.hf_config(LARGE[name]).to_dict() | {"model_type": LARGE[name]["model_type"]}
+    whole = modules.hf_config(LARGE[name]).to_dict() | {"model_type": LARGE[name]["model_type"]}
     copy = tiny(whole)
     with torch.device("meta"):
         model = build(HFCausalLM(config=copy), seq_len=16)

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from titancli.models import Llama3, RopeScaling
-from titancli.models.llama3 import Llama3Model, LlamaHF, build
+from titancli.models.llama3.model import Llama3Model, LlamaHF, build
 
 SIZES = {
     "debugmodel": 6_163_712,

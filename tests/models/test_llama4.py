@@ -23,9 +23,9 @@ from titancli.errors import RecipeError, TitanError
 from titancli.models import Llama4, RopeScaling
 from titancli.models.blocks.moe import moe_layers
 from titancli.models.blocks.state import named_state
-from titancli.models.llama4 import Llama4HF, Llama4Model, build
-from titancli.models.menu.llama4 import AttnTemperature
-from titancli.models.menu.moe import MoE
+from titancli.models.llama4 import AttnTemperature
+from titancli.models.llama4.model import Llama4HF, Llama4Model, build
+from titancli.models.sections import MoE
 from titancli.recipe import load_recipe
 from titancli.registry import current
 from titancli.registry.binding import bind

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from titancli.models.blocks.grouped import add_bias, grouped_linear
 from titancli.models.blocks.moe import Experts, MoE, moe_layers
 from titancli.models.blocks.router import Gate, Router
-from titancli.models.menu.moe import MoE as MoEConfig
+from titancli.models.sections import MoE as MoEConfig
 
 DIM, HIDDEN, EXPERTS = 16, 24, 8
 ROUTINGS = {

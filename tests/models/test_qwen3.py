@@ -22,8 +22,8 @@ from titancli.errors import TitanError
 from titancli.models import Qwen3
 from titancli.models.blocks.moe import moe_layers
 from titancli.models.blocks.state import named_state
-from titancli.models.menu.moe import MoE
-from titancli.models.qwen3 import Qwen3HF, build
+from titancli.models.qwen3.model import Qwen3HF, build
+from titancli.models.sections import MoE
 from titancli.registry import current
 from titancli.registry.binding import bind
 

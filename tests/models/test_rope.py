@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from titancli.models.blocks.rope import yarn_frequencies
-from titancli.models.menu.rope import Yarn
+from titancli.models.sections import Yarn
 
 
 @pytest.mark.parametrize("truncate", [True, False])

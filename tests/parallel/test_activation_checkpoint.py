@@ -12,7 +12,7 @@ from tests.parallel.dropout_cases import RECOMPUTATION, Dropping, DroppingConver
 from tests.parallel.test_expert import EIGHT
 from titancli.errors import RecipeError
 from titancli.models import Llama3
-from titancli.models.llama3 import build
+from titancli.models.llama3.model import build
 from titancli.parallel.activation_checkpoint import draws
 from titancli.parallel.compile import compile_model
 from titancli.recipe.schema import ActivationCheckpoint, Compile

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from titancli.errors import RecipeError
 from titancli.models import DeepSeekV3, Llama3
-from titancli.models.deepseek_v3 import build as build_latent
-from titancli.models.llama3 import Llama3Model, build
-from titancli.models.menu.moe import MoE
+from titancli.models.deepseek_v3.model import build as build_latent
+from titancli.models.llama3.model import Llama3Model, build
+from titancli.models.sections import MoE
 from titancli.parallel.activation_checkpoint import apply_activation_checkpoint
 from titancli.parallel.compile import compile_model, within_budget
 from titancli.recipe.schema import ActivationCheckpoint, Compile

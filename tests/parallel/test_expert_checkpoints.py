@@ -18,7 +18,7 @@ from titancli.errors import EnvironmentProblem
 from titancli.models import Qwen3
 from titancli.models.blocks.moe import moe_layers
 from titancli.models.blocks.state import named_state
-from titancli.models.qwen3 import Qwen3HF
+from titancli.models.qwen3.model import Qwen3HF
 
 pytestmark = pytest.mark.ranks
 
@@ -122,7 +122,7 @@ def test_an_export_of_spread_experts_loads_in_transformers(ranks, tmp_path):
     form = Qwen3HF(EIGHT)
     export_hf(model, form, {}, tmp_path / "hf")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
-    from titancli.models.qwen3 import build
+    from titancli.models.qwen3.model import build
 
     ours = build(EIGHT, seq_len=16)
     ours.load_state_dict(model)
@@ -153,7 +153,7 @@ def refused(folder: str) -> str:
 
 
 def test_spread_experts_begin_from_a_hugging_face_folder(ranks, tmp_path):
-    from titancli.models.qwen3 import build
+    from titancli.models.qwen3.model import build
 
     model = build(EIGHT, seq_len=16)
     model.init_weights(lambda name: torch.Generator().manual_seed(len(name)))

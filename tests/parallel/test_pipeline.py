@@ -16,7 +16,7 @@ from titancli.engine import Engine
 from titancli.engine.pipelined import SHORT
 from titancli.errors import RecipeError, TitanError
 from titancli.losses.result import LossResult
-from titancli.models.llama3 import Llama3Model
+from titancli.models.llama3.model import Llama3Model
 from titancli.observe.comm import set_timeouts
 from titancli.parallel.pipeline import split
 from titancli.recipe.schema import Pipeline

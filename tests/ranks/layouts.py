@@ -10,10 +10,9 @@ from tests.models import hf_configs
 from titan_float8 import Float8Linear
 from titancli.losses import CrossEntropyFull
 from titancli.models import DeepSeekV3, GptOss, Llama4, Qwen3
-from titancli.models.menu.deepseek_v3 import LatentYarn
-from titancli.models.menu.llama4 import AttnTemperature
-from titancli.models.menu.moe import MoE
-from titancli.models.menu.rope import Yarn
+from titancli.models.deepseek_v3 import LatentYarn
+from titancli.models.llama4 import AttnTemperature
+from titancli.models.sections import MoE, Yarn
 from titancli.recipe.stages import SCHEDULES
 
 TOLERANCE = 1e-5

@@ -463,7 +463,7 @@ class KitModel(Llama3):
 
 
 def built_model(config: KitModel, *, seq_len: int) -> Any:
-    from titancli.models.llama3 import Llama3Model
+    from titancli.models.llama3.model import Llama3Model
 
     class Faulty(Llama3Model):
         def forward(self, tokens: Any, positions: Any = None, document_ids: Any = None, **more: Any) -> Any:

@@ -30,7 +30,7 @@ class Ranked(Llama3):
 
 def build(config, *, seq_len):
     import os
-    from titancli.models.llama3 import Llama3Model
+    from titancli.models.llama3.model import Llama3Model
 
     class RankedModel(Llama3Model):
         def forward(self, *args, **options):

@@ -18,7 +18,7 @@ from titancli.checkpoint.which import hf_form
 from titancli.converters.lora import AdaptedLinear
 from titancli.errors import EnvironmentProblem, UsageError
 from titancli.models.blocks.state import named_state
-from titancli.models.menu.hf_causal_lm import kernels_of_the_hub
+from titancli.models.hf_causal_lm.config_json import kernels_of_the_hub
 from titancli.registry.component import build
 
 VERIFY_LIMIT = 1e-3

@@ -1,6 +1,6 @@
 """What gpt-oss does beyond others, as operations: heads with sinks, rows cut into windows
 (`titancli/models/blocks/attention.py`), and experts with biases whose product is clamped
-(`titancli/models/gpt_oss.py`)."""
+(`titancli/models/gpt_oss/model.py`)."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch import nn
 from tests.engine.cases import Layout
 from titancli import TitanError, load_recipe
 from titancli.models import Qwen3
-from titancli.models.menu.moe import MoE
+from titancli.models.sections import MoE
 from titancli.recipe.remarks import remarks
 from titancli.testing import check_plugin, recipe, run_cli
 

@@ -13,7 +13,7 @@ from titancli.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
     from titancli.models import RopeScaling
-    from titancli.models.menu.moe import MoE
+    from titancli.models.sections import MoE
 
 TOP = {
     "tok_embeddings.weight": "model.embed_tokens.weight",

@@ -20,7 +20,7 @@ from titancli.models.blocks.grouped import grouped_linear
 from titancli.models.blocks.router import Router, Routes
 
 if TYPE_CHECKING:
-    from titancli.models.menu.moe import MoE as MoEConfig
+    from titancli.models.sections import MoE as MoEConfig
 
 __all__ = ["Experts", "MoE", "Rearrange", "Router", "Routes", "moe_layers"]
 

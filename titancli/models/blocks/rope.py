@@ -15,7 +15,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from titancli.models import RopeScaling
-    from titancli.models.menu.rope import Yarn
+    from titancli.models.sections import Yarn
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from titancli.parallel.tensor import local
 
 if TYPE_CHECKING:
-    from titancli.models.menu.moe import MoE as MoEConfig
+    from titancli.models.sections import MoE as MoEConfig
 
 
 class Routes(NamedTuple):

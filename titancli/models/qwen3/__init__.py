@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Gt
 
-from titancli.models.menu.decoder import DecoderConfig
-from titancli.models.menu.moe import MoE
+from titancli.models.sections import DecoderConfig, MoE
 from titancli.models.shape import Decoder, block, grouped_query, swiglu
 from titancli.registry.component import component
 
@@ -26,7 +25,9 @@ _ROUTING = {
 }
 
 
-@component("model", "qwen3", target="titancli.models.qwen3:build", hf="titancli.models.qwen3:Qwen3HF")
+@component(
+    "model", "qwen3", target="titancli.models.qwen3.model:build", hf="titancli.models.qwen3.model:Qwen3HF"
+)
 class Qwen3(DecoderConfig):
     """Qwen 3, dense and mixture of experts: grouped-query attention with normed queries and keys."""
 
@@ -79,10 +80,11 @@ class Qwen3(DecoderConfig):
 
     @staticmethod
     def from_config_json(config_json: Mapping[str, Any]) -> dict[str, Any]:
-        """See `titancli.models.config_json.qwen3`."""
-        from titancli.models.config_json.qwen3 import read
+        """See `titancli.models.qwen3.config_json`; what no `config.json` says is as it was released."""
+        from titancli.models.qwen3.config_json import read
 
-        return read(config_json)
+        keys = read(config_json)
+        return {**keys, "moe": {**_ROUTING, **keys["moe"]}} if "moe" in keys else keys
 
     def shape(self) -> Decoder:
         """The sizes of it all; see `titancli.models.shape`."""

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from titancli.models import GptOss
 from titancli.models.blocks.attention import Attention
 from titancli.models.blocks.decoder import Block, Decoder
 from titancli.models.blocks.grouped import add_bias, grouped_linear
@@ -27,7 +26,8 @@ from titancli.models.blocks.hf import (
 from titancli.models.blocks.moe import Experts, MoE
 from titancli.models.blocks.reach import Reach
 from titancli.models.blocks.rope import inverse_frequencies, yarn_frequencies
-from titancli.models.config_json.gpt_oss import layer_types, read
+from titancli.models.gpt_oss import GptOss
+from titancli.models.gpt_oss.config_json import layer_types
 
 
 class GptOssModel(Decoder):
@@ -185,7 +185,7 @@ class GptOssHF(UnbalancedHF):
             "tie_word_embeddings": config.tied,
         }
 
-    from_config_json = staticmethod(read)
+    from_config_json = staticmethod(GptOss.from_config_json)
 
 
 def _rope_json(config: GptOss) -> dict[str, Any]:

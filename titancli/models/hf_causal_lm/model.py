@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from titancli.errors import EnvironmentProblem
 from titancli.models.blocks.head import Output
-from titancli.models.blocks.hf_modules import (
+from titancli.models.blocks.init import fill
+from titancli.models.hf_causal_lm import HFCausalLM
+from titancli.models.hf_causal_lm.modules import (
     GrowingRope,
     Parts,
     Rows,
@@ -28,9 +30,7 @@ from titancli.models.blocks.hf_modules import (
     take_apart,
     tensor_plan,
 )
-from titancli.models.blocks.hf_trial import try_once
-from titancli.models.blocks.init import fill
-from titancli.models.menu.hf_causal_lm import HFCausalLM
+from titancli.models.hf_causal_lm.trial import try_once
 from titancli.parallel.tensor import with_local_parameters
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from titancli.models import Qwen3
 from titancli.models.blocks.attention import Attention
 from titancli.models.blocks.decoder import Block, Decoder
 from titancli.models.blocks.feed_forward import FeedForward
@@ -21,7 +20,7 @@ from titancli.models.blocks.hf import (
 )
 from titancli.models.blocks.moe import MoE
 from titancli.models.blocks.rope import inverse_frequencies
-from titancli.models.config_json.qwen3 import read
+from titancli.models.qwen3 import Qwen3
 
 
 class Qwen3Model(Decoder):
@@ -99,7 +98,7 @@ class Qwen3HF(UnbalancedHF):
             }
         return {"architectures": ["Qwen3MoeForCausalLM"], **common, **_experts_json(config)}
 
-    from_config_json = staticmethod(read)
+    from_config_json = staticmethod(Qwen3.from_config_json)
 
 
 def _experts_json(config: Qwen3) -> dict[str, Any]:

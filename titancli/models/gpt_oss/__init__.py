@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Gt
 
-from titancli.models.menu.decoder import DecoderConfig
-from titancli.models.menu.moe import MoE
-from titancli.models.menu.rope import Yarn
+from titancli.models.sections import DecoderConfig, MoE, Yarn
 from titancli.models.shape import Decoder, Experts, Parameter, block, grouped_query
 from titancli.registry.component import component
 
@@ -30,7 +28,12 @@ _ROUTING = {
 _COMMON: dict[str, Any] = {"n_heads": 64, "n_kv_heads": 8, "yarn": _YARN}
 
 
-@component("model", "gpt_oss", target="titancli.models.gpt_oss:build", hf="titancli.models.gpt_oss:GptOssHF")
+@component(
+    "model",
+    "gpt_oss",
+    target="titancli.models.gpt_oss.model:build",
+    hf="titancli.models.gpt_oss.model:GptOssHF",
+)
 class GptOss(DecoderConfig):
     """gpt-oss: experts with biases, attention with sinks, and a sliding window in every other layer."""
 
@@ -64,10 +67,14 @@ class GptOss(DecoderConfig):
 
     @staticmethod
     def from_config_json(config_json: Mapping[str, Any]) -> dict[str, Any]:
-        """See `titancli.models.config_json.gpt_oss`."""
-        from titancli.models.config_json.gpt_oss import read
+        """See `titancli.models.gpt_oss.config_json`; what no `config.json` says is as it was released."""
+        from titancli.models.gpt_oss.config_json import read
 
-        return read(config_json)
+        keys = read(config_json)
+        keys.setdefault("yarn", _YARN)  # without a word of RoPE, transformers takes gpt-oss's own
+        if keys["yarn"] is None:
+            del keys["yarn"]
+        return {**keys, "moe": {**_ROUTING, **keys["moe"]}}
 
     def shape(self) -> Decoder:
         """The sizes of it all; see `titancli.models.shape`."""

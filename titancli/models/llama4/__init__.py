@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Gt
 
-from titancli.models.menu.decoder import DecoderConfig
-from titancli.models.menu.llama3 import RopeScaling
-from titancli.models.menu.moe import MoE
+from titancli.models.llama3 import RopeScaling
+from titancli.models.sections import DecoderConfig, MoE
 from titancli.models.shape import Block, Decoder, block, grouped_query, swiglu
 from titancli.registry.component import component, section
 
@@ -66,7 +65,9 @@ _128E = dict(
 )
 
 
-@component("model", "llama4", target="titancli.models.llama4:build", hf="titancli.models.llama4:Llama4HF")
+@component(
+    "model", "llama4", target="titancli.models.llama4.model:build", hf="titancli.models.llama4.model:Llama4HF"
+)
 class Llama4(DecoderConfig):
     """Llama 4, its text model: mixture of experts with a shared one, local attention between blocks without
     RoPE (iRoPE).
@@ -114,10 +115,11 @@ class Llama4(DecoderConfig):
 
     @staticmethod
     def from_config_json(config_json: Mapping[str, Any]) -> dict[str, Any]:
-        """See `titancli.models.config_json.llama4`."""
-        from titancli.models.config_json.llama4 import read
+        """See `titancli.models.llama4.config_json`; what no `config.json` says is as it was released."""
+        from titancli.models.llama4.config_json import read
 
-        return read(config_json)
+        keys = read(config_json)
+        return {**keys, "moe": {**_ROUTING, **keys["moe"]}}
 
     def shape(self) -> Decoder:
         """The sizes of it all; see `titancli.models.shape`."""

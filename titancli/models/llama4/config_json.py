@@ -14,7 +14,6 @@ from titancli.models.config_json import (
     rope_of,
     theta_of,
 )
-from titancli.models.menu.llama4 import Llama4
 
 
 def read(config_json: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,7 +72,7 @@ def _text(text: ConfigJSON) -> dict[str, Any]:
         "top_k": text.get("num_experts_per_tok", 1),
         "hidden_dim": text["intermediate_size"],
     }
-    return {**keys, "moe": {**Llama4.flavors["17bx16e"]["moe"], **routing}}
+    return {**keys, "moe": routing}
 
 
 def _every(key: str, found: Sequence[int], layers: int) -> int | None:

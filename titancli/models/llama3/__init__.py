@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from annotated_types import Gt
 
-from titancli.models.menu.decoder import DecoderConfig
+from titancli.models.sections import DecoderConfig
 from titancli.models.shape import Decoder, block, grouped_query, swiglu
 from titancli.registry.component import component, section
 
@@ -30,7 +30,9 @@ _LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "ori
 _LLAMA32 = {**_LLAMA31, "factor": 32.0}
 
 
-@component("model", "llama3", target="titancli.models.llama3:build", hf="titancli.models.llama3:LlamaHF")
+@component(
+    "model", "llama3", target="titancli.models.llama3.model:build", hf="titancli.models.llama3.model:LlamaHF"
+)
 class Llama3(DecoderConfig):
     """Llama 3, 3.1 and 3.2: dense decoder, grouped-query attention, RoPE, SwiGLU."""
 
@@ -97,8 +99,8 @@ class Llama3(DecoderConfig):
 
     @staticmethod
     def from_config_json(config_json: Mapping[str, Any]) -> dict[str, Any]:
-        """See `titancli.models.config_json.llama3`."""
-        from titancli.models.config_json.llama3 import read
+        """See `titancli.models.llama3.config_json`."""
+        from titancli.models.llama3.config_json import read
 
         return read(config_json)
 

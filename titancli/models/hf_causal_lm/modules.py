@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from titancli.errors import RecipeError, TitanError
-from titancli.models.menu.hf_causal_lm import KERNEL_KEYS, faults
+from titancli.models.hf_causal_lm.config_json import KERNEL_KEYS, faults
 
 ATTENTION = "titan"
 """What transformers knows our attention by: its own SDPA, with masks that `Rows` decides."""

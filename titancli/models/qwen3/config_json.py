@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from titancli.models.config_json import ConfigJSON, reads, refuse_others, rope_of, theta_of
-from titancli.models.menu.qwen3 import Qwen3
 
 
 @reads(
@@ -59,4 +58,4 @@ def read(config_json: ConfigJSON) -> dict[str, Any]:
         "hidden_dim": config_json["moe_intermediate_size"],
         "route_norm": bool(config_json.get("norm_topk_prob", False)),
     }
-    return {**keys, "moe": {**Qwen3.flavors["30B-A3B"]["moe"], **routing}}
+    return {**keys, "moe": routing}

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
-from titancli.models import Llama4
 from titancli.models.blocks.attention import Attention
 from titancli.models.blocks.decoder import Block, Decoder
 from titancli.models.blocks.feed_forward import FeedForward
@@ -27,7 +26,7 @@ from titancli.models.blocks.hf import (
 from titancli.models.blocks.moe import Experts, MoE
 from titancli.models.blocks.reach import WHOLE, Reach
 from titancli.models.blocks.rope import inverse_frequencies
-from titancli.models.config_json.llama4 import read
+from titancli.models.llama4 import Llama4
 
 
 class Llama4Attention(Attention):
@@ -197,4 +196,4 @@ class Llama4HF(UnbalancedHF):
             found |= {"floor_scale": temperature.floor_scale, "attn_scale": temperature.attn_scale}
         return found
 
-    from_config_json = staticmethod(read)
+    from_config_json = staticmethod(Llama4.from_config_json)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from titancli.models.config_json import ConfigJSON, reads, refuse_others, rope_of, theta_of
-from titancli.models.menu.gpt_oss import GptOss
 
 _SHARPNESS = ("attention_factor", "mscale", "mscale_all_dim")
 """Keys by which a config.json changes what cos and sin are multiplied by."""
@@ -54,11 +53,11 @@ def read(config_json: ConfigJSON) -> dict[str, Any]:
         "top_k": config_json.get("num_experts_per_tok") or config_json["experts_per_token"],
         "hidden_dim": config_json["intermediate_size"],
     }
-    keys["moe"] = {**GptOss.flavors["20b"]["moe"], **routing}
+    keys["moe"] = routing
     if kind == "yarn":
         keys["yarn"] = _yarn(rope, keys["max_seq_len"])
-    elif not rope:  # transformers takes gpt-oss's own
-        keys["yarn"] = GptOss.flavors["20b"]["yarn"]
+    elif rope:
+        keys["yarn"] = None
     return keys
 
 

@@ -2,7 +2,7 @@
 
 What transformers gives to an attention function, and what it does around one, differs between its models and
 its releases. So each config is tried once a process, before it is trained: a copy of it with small sizes and
-random weights (`titancli.models.blocks.hf_tiny`), rows side by side, whole and of documents, against
+random weights (`titancli.models.hf_causal_lm.tiny`), rows side by side, whole and of documents, against
 transformers' own eager forward of each document by itself: logits, and gradients.
 """
 
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from titancli.errors import RecipeError
-from titancli.models.blocks.hf_modules import hf_config, line_of, quiet, refused
-from titancli.models.blocks.hf_tiny import fewer_layers, tiny
+from titancli.models.hf_causal_lm.modules import hf_config, line_of, quiet, refused
+from titancli.models.hf_causal_lm.tiny import fewer_layers, tiny
 
 LIMIT = 1e-3
 """The largest difference of logits, relative to the largest one, and of gradients, relative to their norm."""

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt
 
-from titancli.models.menu.decoder import Sizes
-from titancli.models.menu.moe import MoE
-from titancli.models.menu.rope import Yarn
+from titancli.models.sections import MoE, Sizes, Yarn
 from titancli.models.shape import Decoder, block, latent, swiglu
 from titancli.registry.component import component, section
 
@@ -34,8 +32,8 @@ _RELEASED: dict[str, Any] = {"max_seq_len": 163840, "norm_eps": 1e-6}
 @component(
     "model",
     "deepseek_v3",
-    target="titancli.models.deepseek_v3:build",
-    hf="titancli.models.deepseek_v3:DeepSeekHF",
+    target="titancli.models.deepseek_v3.model:build",
+    hf="titancli.models.deepseek_v3.model:DeepSeekHF",
 )
 class DeepSeekV3(Sizes):
     """DeepSeek-V2 and V3: latent attention, shared and routed experts."""
@@ -128,8 +126,8 @@ class DeepSeekV3(Sizes):
 
     @staticmethod
     def from_config_json(config_json: Mapping[str, Any]) -> dict[str, Any]:
-        """See `titancli.models.config_json.deepseek_v3`."""
-        from titancli.models.config_json.deepseek_v3 import read
+        """See `titancli.models.deepseek_v3.config_json`."""
+        from titancli.models.deepseek_v3.config_json import read
 
         return read(config_json)
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from titancli.errors import EnvironmentProblem
-from titancli.models import DeepSeekV3
 from titancli.models.blocks.decoder import Block, Decoder
 from titancli.models.blocks.feed_forward import FeedForward
 from titancli.models.blocks.hf import (
@@ -27,8 +26,9 @@ from titancli.models.blocks.hf import (
 from titancli.models.blocks.latent import LatentAttention
 from titancli.models.blocks.moe import MoE
 from titancli.models.blocks.rope import inverse_frequencies, yarn_frequencies
-from titancli.models.config_json.deepseek_v3 import LATENT, read
-from titancli.models.menu.moe import MoE as MoEConfig
+from titancli.models.deepseek_v3 import DeepSeekV3
+from titancli.models.deepseek_v3.config_json import LATENT
+from titancli.models.sections import MoE as MoEConfig
 
 logger = logging.getLogger(__name__)
 
@@ -218,7 +218,7 @@ class DeepSeekHF(UnbalancedHF):
             "tie_word_embeddings": config.tied,
         }
 
-    from_config_json = staticmethod(read)
+    from_config_json = staticmethod(DeepSeekV3.from_config_json)
 
 
 def _from_pairs(x: Tensor, dim: int) -> Tensor:

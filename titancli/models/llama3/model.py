@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from titancli.models import Llama3
 from titancli.models.blocks.attention import Attention
 from titancli.models.blocks.decoder import Block, Decoder
 from titancli.models.blocks.feed_forward import FeedForward
@@ -18,7 +17,7 @@ from titancli.models.blocks.hf import (
     llama3_rope_json,
 )
 from titancli.models.blocks.rope import inverse_frequencies
-from titancli.models.config_json.llama3 import read
+from titancli.models.llama3 import Llama3
 
 
 class Llama3Model(Decoder):
@@ -67,4 +66,4 @@ class LlamaHF(DecoderHF):
             "tie_word_embeddings": config.tied,
         }
 
-    from_config_json = staticmethod(read)
+    from_config_json = staticmethod(Llama3.from_config_json)
