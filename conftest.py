@@ -16,6 +16,23 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import pytest
 
 from tests.ranks import Ranks
+from tests.warm import Warm
+
+WARM = Warm()
+
+
+def pytest_sessionstart() -> None:
+    WARM.install()
+
+
+def pytest_sessionfinish() -> None:
+    WARM.close()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    WARM.cold = item.get_closest_marker("cold") is not None
+    yield
 
 
 @pytest.fixture(scope="session")

@@ -9,24 +9,28 @@ from __future__ import annotations
 
 import datetime
 import gc
-import multiprocessing
 import os
+import subprocess
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any
 
 TIMEOUT = 120.0
+ROOT = Path(__file__).parent.parent.parent
 
 
-def _serve(connection: Any, rank: int) -> None:
-    """Run cases until the pipe closes."""
-    os.environ["OMP_NUM_THREADS"] = "1"
+def serve(number: int, rank: int) -> None:
+    """Run cases that come over a pipe until it closes."""
     import torch
     import torch.distributed as dist
 
     from titancli.parallel.mesh import forget_meshes
 
+    connection: Connection[Any, Any] = Connection(number)
     torch.set_num_threads(1)
     while True:
         try:
@@ -60,14 +64,18 @@ def _serve(connection: Any, rank: int) -> None:
 
 class Ranks:
     def __init__(self) -> None:
-        self._workers: list[tuple[Any, Any]] = []
+        self._workers: list[tuple[subprocess.Popen[bytes], Connection[Any, Any]]] = []
 
     def _start(self, count: int) -> None:
-        context = multiprocessing.get_context("spawn")
         for rank in range(len(self._workers), count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank), daemon=True)
-            process.start()
+            ours, theirs = Pipe()
+            program = f"from tests.ranks import serve; serve({theirs.fileno()}, {rank})"
+            process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                cwd=ROOT,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
             theirs.close()
             self._workers.append((process, ours))
 
@@ -84,9 +92,9 @@ class Ranks:
                 try:
                     outcomes.append(connection.recv())
                 except EOFError:
-                    process.join()
+                    code = process.wait()
                     self.close()
-                    raise AssertionError(f"rank {rank} of {world} died with {process.exitcode}") from None
+                    raise AssertionError(f"rank {rank} of {world} died with {code}") from None
         failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(outcomes) if not ok]
         if failures:
             # A group that could not be made leaves torch's count of groups, and with it the next one's name,
@@ -99,5 +107,5 @@ class Ranks:
         for process, connection in self._workers:
             connection.close()
             process.terminate()
-            process.join()
+            process.wait()
         self._workers.clear()

@@ -41,6 +41,8 @@ class Faulty:
     """The rank is killed in the first so many starts alone."""
     signal: Literal["SIGTERM", "SIGUSR1", "SIGINT"] = "SIGTERM"
     """What the rank sends itself under the fault "signal"."""
+    hang: float = 3600.0
+    """Seconds for which it hangs; then it is gone."""
     sleep: float = 0.0
     """Seconds that each call takes longer; under the fault "slow" on that rank alone."""
 
@@ -99,7 +101,8 @@ def build(config: Faulty) -> Any:
                 if config.fault == "signal":
                     os.kill(os.getpid(), signal.Signals[config.signal])
                 if config.fault == "hang":
-                    time.sleep(3600)
+                    time.sleep(config.hang)
+                    os._exit(1)
             result = super().__call__(out, batch)
             if self.goes_wrong():
                 result = result._replace(sum=result.sum * (100 if config.fault == "spike" else float("nan")))

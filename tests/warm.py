@@ -1,0 +1,352 @@
+"""Processes without the seconds that importing torch takes: what tests start is forked from one that has.
+
+`Warm().install()` has `subprocess` hand over what starts this interpreter with `titan`, `-m MODULE`,
+`-c CODE` or a script: a server that has imported torch and titan forks, and the child goes on exactly as the
+command would, with its own arguments, environment, folder, files, session and signals. A child does the same
+with what it starts in turn, torchrun and its ranks, so a run on four ranks costs no import at all.
+
+Whatever the interpreter settles before the first line of a program (its flags, `PYTHON*`, the libraries' own
+variables that are read at import) cannot be settled afterwards: such a command is started in earnest, and
+so is all that a test marked `cold` starts.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import ctypes
+import gc
+import io
+import os
+import pickle
+import pkgutil
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+LIBRARIES = (
+    "torch",
+    "torch._dynamo",
+    "torch._inductor.config",
+    "torch.distributed.checkpoint",
+    "torch.distributed.elastic.agent.server.local_elastic_agent",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.run",
+    "torch.distributed.tensor.parallel",
+    "torch.testing._internal.distributed.fake_pg",
+    "torch.utils.checkpoint",
+    "transformers",
+    "safetensors.torch",
+    "pydantic",
+    "rich.console",
+)
+AT_IMPORT = ("PYTHON", "OMP_", "MKL_", "KMP_", "LD_", "HF_", "TRANSFORMERS_", "TORCH_LOGS", "TORCHINDUCTOR_")
+"""Beginnings of variables that are read before a program's first line, or when a library is imported."""
+HEEDED = {"PYTHONPATH", "PYTHONUNBUFFERED"}
+"""Those of them that a fork heeds all the same."""
+SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
+
+
+ROOM = " " * 4096
+"""On the server's command line, for those of what it forks."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """One program to be."""
+
+    words: list[str]
+    """What follows the interpreter's name."""
+    folder: str
+    environment: dict[str, str]
+    session: bool
+    fds: list[tuple[int, int]]
+    """(number it is to have, number it has)."""
+
+
+def as_start(options: Mapping[str, Any]) -> Start | None:
+    """What `subprocess` was asked for, or None where only an interpreter of its own will do."""
+    args = options["args"]
+    words = [args] if isinstance(args, (str, bytes, os.PathLike)) else [os.fspath(word) for word in args]
+    if options["shell"] or options["preexec_fn"] or not all(isinstance(word, str) for word in words):
+        return None
+    environment = dict(os.environ if options["env"] is None else options["env"])
+    names = {name for name in {*environment, *os.environ} if name.startswith(AT_IMPORT)}
+    if any(environment.get(name) != os.environ.get(name) for name in names - HEEDED):
+        return None
+    here = Path(sys.executable)
+    if words[0] == sys.executable:
+        rest = [word for word in words[1:2] if word != "-u"] + words[2:]
+    elif Path(words[0]) == here.with_name("titan") or (
+        words[0] == "titan" and environment.get("PATH", "").split(os.pathsep)[0] == str(here.parent)
+    ):
+        rest = [str(here.with_name("titan")), *words[1:]]
+    else:
+        return None
+    if not rest or (rest[0].startswith("-") and rest[0] not in ("-m", "-c")) or rest[1:2] == ["pytest"]:
+        return None
+    std = [
+        (number, given if given != -1 else number)
+        for number, given in enumerate((options["p2cread"], options["c2pwrite"], options["errwrite"]))
+    ]
+    return Start(
+        rest,
+        os.path.abspath(os.fspath(options["cwd"] or os.getcwd())),
+        environment,
+        bool(options["start_new_session"]),
+        std + [(fd, fd) for fd in options["pass_fds"]],
+    )
+
+
+def become(start: Start) -> None:
+    """Go on as another program; to be called in a forked child, and never to return."""
+    gc.freeze()  # what the parent has, and its files, must outlive this process: their numbers are taken anew
+    code = 1
+    try:
+        if start.session:
+            os.setsid()
+        _take_files(start.fds)
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _be_called([sys.executable, *start.words])
+        os.chdir(start.folder)
+        _take_path(start.environment.get("PYTHONPATH", ""))
+        os.environ.clear()
+        os.environ.update(start.environment)
+        Forks(_fork_here).install()
+        code = _run(start.words)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _take_files(fds: Sequence[tuple[int, int]]) -> None:
+    high = {to: os.dup(fd) for to, fd in fds}
+    taken = max([*high, *high.values(), 2]) + 1
+    high = {to: _above(fd, taken) for to, fd in high.items()}
+    for to, fd in high.items():
+        os.dup2(fd, to, inheritable=True)
+    previous = -1
+    for to in [*sorted(high), os.sysconf("SC_OPEN_MAX")]:
+        if previous + 1 < to:  # close_range(2) takes the end of an empty range at 0 for the last of all
+            os.closerange(previous + 1, to)
+        previous = to
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        raw = io.BufferedWriter(io.FileIO(number, "w", closefd=False))
+        lines = number == 2 or os.isatty(number)
+        errors = "backslashreplace" if number == 2 else None
+        setattr(
+            sys, name, io.TextIOWrapper(raw, "utf-8", errors, line_buffering=lines, write_through=unbuffered)
+        )
+        setattr(sys, f"__{name}__", getattr(sys, name))
+
+
+def _be_called(words: Sequence[str]) -> None:
+    """Be found under its own command line by who looks through /proc."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, fields 48 and 49 of proc(5)
+    line = b"".join(os.fsencode(word) + b"\0" for word in words)
+    ctypes.memmove(begin, line[: end - begin].ljust(end - begin, b"\0"), end - begin)
+
+
+def _take_path(path: str) -> None:
+    """Search the folders of a PYTHONPATH that the parent had not, before the installed ones."""
+    before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    given = [os.path.abspath(folder) for folder in path.split(os.pathsep) if folder]
+    sys.path[1:] = given + [folder for folder in sys.path[1:] if folder not in {*before, *given}]
+
+
+def _above(fd: int, least: int) -> int:
+    import fcntl
+
+    return fcntl.fcntl(fd, fcntl.F_DUPFD, least)
+
+
+def _run(words: list[str]) -> int:
+    """Run a program as the interpreter does, and return its exit code."""
+    try:
+        try:
+            if words[0] == "-m":
+                sys.argv = ["-m", *words[2:]]
+                sys.path[0] = os.getcwd()
+                runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            elif words[0] == "-c":
+                sys.argv = ["-c", *words[2:]]
+                sys.path[0] = ""
+                exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+            else:
+                sys.argv = words
+                sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
+                runpy.run_path(words[0], run_name="__main__")
+        finally:
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        sys.stderr.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _fork_here(start: Start) -> int:
+    pid = os.fork()
+    if pid == 0:
+        become(start)
+    return pid
+
+
+class Forks:
+    """`subprocess`, which starts by a fork what it can."""
+
+    _in_earnest = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+    _names = tuple(signature(_in_earnest).parameters)
+
+    def __init__(self, fork: Callable[[Start], int]) -> None:
+        self.fork = fork
+        self.cold = False
+
+    def install(self) -> None:
+        forks = self
+
+        def execute(popen: Any, *given: Any) -> None:
+            options = dict(zip(Forks._names[1:], given, strict=True))
+            start = None if forks.cold else as_start(options)
+            if start is None:
+                Forks._in_earnest(popen, *given)
+                return
+            popen.pid = forks.fork(start)
+            popen._child_created = True
+            pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+            popen._close_pipe_fds(*(options[name] for name in pipes))
+
+        subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
+
+
+class Warm(Forks):
+    """The server's end in the process of the tests: what it forks becomes a child of this process."""
+
+    def __init__(self) -> None:
+        super().__init__(self._ask)
+        self._server: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._lock = threading.Lock()
+
+    def _begin(self) -> socket.socket:
+        if ctypes.CDLL(None, use_errno=True).prctl(SUBREAPER, 1, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-c", "import sys; from tests.warm import serve; serve(int(sys.argv[1]))"]
+        self.cold = True
+        try:
+            self._server = subprocess.Popen(
+                [*command, str(theirs.fileno()), ROOM],
+                cwd=Path(__file__).parent.parent,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        finally:
+            self.cold = False
+        theirs.close()
+        return ours
+
+    def _ask(self, start: Start) -> int:
+        with self._lock:
+            if self._socket is None:
+                self._socket = self._begin()
+            have = [fd for _, fd in start.fds]
+            text = pickle.dumps(start)
+            self._socket.sendall(len(text).to_bytes(8, "little"))
+            self._socket.sendmsg([text[:1]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", have))])
+            self._socket.sendall(text[1:])
+            answer = self._socket.recv(8, socket.MSG_WAITALL)
+            if len(answer) < 8:
+                raise RuntimeError("the server of warm processes has ended")
+            return int.from_bytes(answer, "little")
+
+    def close(self) -> None:
+        if self._socket is not None and self._server is not None:
+            self._socket.close()
+            self._server.wait()
+            self._socket = self._server = None
+
+
+def serve(number: int) -> None:
+    """Fork what is asked for until the tests' end of the socket closes."""
+    import importlib
+
+    import titancli
+
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    for module in pkgutil.walk_packages(titancli.__path__, "titancli."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    gc.collect()
+    gc.freeze()
+    with socket.socket(fileno=number) as asked:
+        while head := asked.recv(8, socket.MSG_WAITALL):
+            size = int.from_bytes(head, "little")
+            first, rights, _, _ = asked.recvmsg(1, socket.CMSG_SPACE(64 * 4))
+            text = first + asked.recv(size - 1, socket.MSG_WAITALL)
+            fds = array.array("i")
+            for _, _, data in rights:
+                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+            start: Start = pickle.loads(text)
+            pid = _fork_away(
+                Start(
+                    **{**vars(start), "fds": [(to, fd) for (to, _), fd in zip(start.fds, fds, strict=True)]}
+                )
+            )
+            for fd in fds:
+                os.close(fd)
+            asked.sendall(pid.to_bytes(8, "little"))
+
+
+def _fork_away(start: Start) -> int:
+    """Fork a program whose parent is not this process: it falls to the tests', as the nearest that takes
+    orphans, and they wait for it as for any child."""
+    ours, theirs = os.pipe()
+    middle = os.fork()
+    if middle == 0:
+        middle, pid = os.getpid(), os.fork()
+        if pid == 0:
+            while os.getppid() == middle:
+                time.sleep(0.0005)
+            become(start)
+        os.write(theirs, pid.to_bytes(8, "little"))
+        os._exit(0)
+    os.waitpid(middle, 0)
+    os.close(theirs)
+    pid = int.from_bytes(os.read(ours, 8), "little")
+    os.close(ours)
+    return pid
