@@ -116,30 +116,39 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def wholes(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Tensors made whole by name, as `whole` does, but in one exchange, which all ranks take part in."""
+    return assembled({name: part(tensor) for name, tensor in tensors})
+
+
+def assembled(mine: dict[str, Part]) -> dict[str, torch.Tensor]:
+    """Tensors made whole from the parts of all ranks, which all take part."""
     import torch.distributed as dist
 
-    mine = {name: part(tensor) for name, tensor in tensors}
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
     result = {name: torch.full(shape, torch.nan) for name, (shape, _, _) in mine.items()}
     for name, into in result.items():
         for _, place, values in (theirs[name] for theirs in everyones if name in theirs):
-            into[place] = values
+            into[place] = torch.from_numpy(values)
     return result
 
 
-def part(tensor: torch.Tensor) -> tuple[torch.Size, tuple[slice, ...], torch.Tensor]:
-    """The shape of the whole, and what this rank has of it: where, and the values."""
+Part = tuple[torch.Size, tuple[slice, ...], Any]
+"""The shape of the whole, and what one rank has of it: where, and the values, as an array, since pickling
+tensors takes longer than the steps that made them."""
+
+
+def part(tensor: torch.Tensor) -> Part:
+    """What this rank has of a tensor."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if not isinstance(tensor, DTensor):
-        return tensor.shape, (), tensor.detach().float().clone()
+        return tensor.shape, (), tensor.detach().float().clone().numpy()
     assert not any(placement.is_partial() for placement in tensor.placements)
     local = tensor.to_local().detach().float().clone()
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     place = tuple(slice(start, start + length) for start, length in zip(offsets, local.shape, strict=True))
-    return tensor.shape, place, local
+    return tensor.shape, place, local.numpy()
 
 
 def gradients(layout: Layout) -> dict[str, torch.Tensor]:

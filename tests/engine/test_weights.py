@@ -21,7 +21,7 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
 def locals_of(engine: Engine) -> dict[str, Tensor]:
-    return {name: part(tensor)[2] for name, tensor in engine.plain_parameters()}
+    return {name: torch.from_numpy(part(tensor)[2]) for name, tensor in engine.plain_parameters()}
 
 
 def same(a: Engine, b: Engine) -> bool:

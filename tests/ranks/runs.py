@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.engine.cases import Layout, my_batches, recipe, wholes
+from tests.engine.cases import Layout, Part, assembled, my_batches, part, recipe
 from titancli.engine import Engine
 from titancli.models.blocks.decoder import Decoder
 from titancli.models.blocks.moe import moe_layers
@@ -57,14 +57,17 @@ def steps(layout: Layout, optimizer: str) -> dict[str, torch.Tensor]:
     degrees = engine.mesh.degrees
     first = dist.get_rank() % (degrees.dp * degrees.cp * degrees.tp) == 0
     result: dict[str, torch.Tensor] = {}
+    parts: dict[str, Part] = {}
     for step in range(STEPS):
         metrics = engine.forward_backward(my_batches(engine, step, layout.documents))
         result[f"loss {step}"] = metrics["loss"].clone()
-        parts = [(f"gradient {step} {n}", p.grad / engine._weight) for n, p in trained(engine)]
+        for name, parameter in trained(engine):
+            shape, place, values = part(parameter.grad)
+            parts[f"gradient {step} {name}"] = shape, place, values / float(engine._weight)
         result[f"norm {step}"] = engine.optim_step(lr)["grad_norm"].clone()
-        tensors = wholes(parts + [(f"weight {step} {n}", p) for n, p in trained(engine)])
-        result |= tensors if first else {}
-    return result
+        parts |= {f"weight {step} {name}": part(parameter) for name, parameter in trained(engine)}
+    tensors = assembled(parts)
+    return result | (tensors if first else {})
 
 
 def trained(engine: Engine) -> list[tuple[str, Any]]:
