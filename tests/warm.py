@@ -1,9 +1,9 @@
 """Processes without the seconds that importing torch takes: what tests start is forked from one that has.
 
-`Warm().install()` has `subprocess` hand over what starts this interpreter with `titan`, `-m MODULE`,
-`-c CODE` or a script: a server that has imported torch and titan forks, and the child goes on exactly as the
-command would, with its own arguments, environment, folder, files, session and signals. A child does the same
-with what it starts in turn, torchrun and its ranks, so a run on four ranks costs no import at all.
+`Warm().install()` has `subprocess` hand over what starts this interpreter with `titan`, `-m MODULE` or a
+script: a server that has imported torch and titan forks, and the child goes on exactly as the command would,
+with its own arguments, environment, folder, files, session and signals. A child does the same with what it
+starts in turn, torchrun and its ranks, so a run on four ranks costs no import at all.
 
 Whatever the interpreter settles before the first line of a program (its flags, `PYTHON*`, the libraries' own
 variables that are read at import) cannot be settled afterwards: such a command is started in earnest, and
@@ -95,7 +95,7 @@ def as_start(options: Mapping[str, Any]) -> Start | None:
         rest = [str(here.with_name("titan")), *words[1:]]
     else:
         return None
-    if not rest or (rest[0].startswith("-") and rest[0] not in ("-m", "-c")) or rest[1:2] == ["pytest"]:
+    if not rest or (rest[0].startswith("-") and rest[0] != "-m") or rest[1:2] == ["pytest"]:
         return None
     std = [
         (number, given if given != -1 else number)
@@ -191,10 +191,6 @@ def _run(words: list[str]) -> int:
                 sys.argv = ["-m", *words[2:]]
                 sys.path[0] = os.getcwd()
                 runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-            elif words[0] == "-c":
-                sys.argv = ["-c", *words[2:]]
-                sys.path[0] = ""
-                exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
             else:
                 sys.argv = words
                 sys.path[0] = os.path.dirname(os.path.abspath(words[0]))

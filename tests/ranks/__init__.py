@@ -7,13 +7,11 @@ time-out.
 
 from __future__ import annotations
 
-import datetime
-import gc
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -23,45 +21,6 @@ TIMEOUT = 120.0
 ROOT = Path(__file__).parent.parent.parent
 
 
-def serve(number: int, rank: int) -> None:
-    """Run cases that come over a pipe until it closes."""
-    import torch
-    import torch.distributed as dist
-
-    from titancli.parallel.mesh import forget_meshes
-
-    connection: Connection[Any, Any] = Connection(number)
-    torch.set_num_threads(1)
-    while True:
-        try:
-            world, store, function, args = connection.recv()
-        except EOFError:
-            return
-        os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
-        )
-        gc.freeze()  # what is there by now is no garbage, and need not be looked through
-        try:
-            dist.init_process_group(
-                "gloo",
-                store=dist.FileStore(store, world),
-                rank=rank,
-                world_size=world,
-                timeout=datetime.timedelta(seconds=60),
-            )
-            result = (True, function(*args))
-        except BaseException:
-            result = (False, traceback.format_exc())
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-                forget_meshes()
-            # Engines lie in cycles, and with them live their groups, each with three threads that wake up
-            # over and over: after some dozen cases they would take more time than the cases do.
-            gc.collect()
-        connection.send(result)
-
-
 class Ranks:
     def __init__(self) -> None:
         self._workers: list[tuple[subprocess.Popen[bytes], Connection[Any, Any]]] = []
@@ -69,14 +28,14 @@ class Ranks:
     def _start(self, count: int) -> None:
         for rank in range(len(self._workers), count):
             ours, theirs = Pipe()
-            program = f"from tests.ranks import serve; serve({theirs.fileno()}, {rank})"
             process = subprocess.Popen(
-                [sys.executable, "-c", program],
+                [sys.executable, "-m", "tests.ranks", str(theirs.fileno()), str(rank)],
                 cwd=ROOT,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
             theirs.close()
+            ours.send_bytes(bytes(multiprocessing.current_process().authkey))
             self._workers.append((process, ours))
 
     def __call__(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:

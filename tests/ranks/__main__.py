@@ -1,0 +1,57 @@
+"""`python -m tests.ranks FD RANK`: one rank of the pool."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import multiprocessing
+import os
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titancli.parallel.mesh import forget_meshes
+
+
+def serve(connection: Connection[Any, Any], rank: int) -> None:
+    """Run cases until the pipe that they come through closes."""
+    torch.set_num_threads(1)
+    while True:
+        try:
+            world, store, function, args = connection.recv()
+        except EOFError:
+            return
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
+        )
+        gc.freeze()  # what is there by now is no garbage, and need not be looked through
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store, world),
+                rank=rank,
+                world_size=world,
+                timeout=datetime.timedelta(seconds=60),
+            )
+            result = (True, function(*args))
+        except BaseException:
+            result = (False, traceback.format_exc())
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+                forget_meshes()
+            # Engines lie in cycles, and with them live their groups, each with three threads that wake up
+            # over and over: after some dozen cases they would take more time than the cases do.
+            gc.collect()
+        connection.send(result)
+
+
+if __name__ == "__main__":
+    pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    # Tensors go through shared memory, whose descriptors only those who know the key are given.
+    multiprocessing.current_process().authkey = pipe.recv_bytes()
+    serve(pipe, int(sys.argv[2]))
