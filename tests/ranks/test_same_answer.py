@@ -52,6 +52,26 @@ def one_rank(ranks):
     return run
 
 
+def features(layout: Layout) -> set[str]:
+    """All that is set apart from the defaults, each once; of the degrees which of them are more than one."""
+    plain = Layout()
+    found = {f"degree {name}" for name, degree in layout.mesh.items() if degree > 1}
+    for name in ("pipeline", "activation_checkpoint"):
+        found |= {f"{name} {key}={value}" for key, value in getattr(layout, name).items()}
+    for name in ("accumulate", "compile", "tied", "dtype", "reshard", "context_parallel", "documents"):
+        if (value := getattr(layout, name)) != getattr(plain, name):
+            found.add(f"{name} {value}")
+    found |= {f"converter {converter}" for converter in layout.converters}
+    return found | {f"loss {type(layout.loss).__name__}", f"model {type(layout.config).__name__}"}
+
+
+def test_whatever_is_left_to_the_slow_rows_is_in_a_quick_one():
+    quick = [features(this.layout) for name, this in LAYOUTS.items() if name not in SLOW]
+    assert LAYOUTS.keys() >= SLOW
+    for name in SLOW:
+        assert features(LAYOUTS[name].layout) <= set().union(*quick), name
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS]
 )
