@@ -36,6 +36,7 @@ class Ranks:
             )
             theirs.close()
             ours.send_bytes(bytes(multiprocessing.current_process().authkey))
+            ours.send(sys.path)  # where the modules of the functions are
             self._workers.append((process, ours))
 
     def __call__(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -54,4 +54,5 @@ if __name__ == "__main__":
     pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
     # Tensors go through shared memory, whose descriptors only those who know the key are given.
     multiprocessing.current_process().authkey = pipe.recv_bytes()
+    sys.path[:] = pipe.recv()
     serve(pipe, int(sys.argv[2]))

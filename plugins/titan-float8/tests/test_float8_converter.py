@@ -224,14 +224,15 @@ def test_float8_that_is_not_compiled_is_warned_of(monkeypatch, caplog):
     assert "set compile.enable = true" in caplog.text
 
 
-def test_fused_rowwise_casts_are_computed_as_in_eager_code(monkeypatch):
+def test_fused_rowwise_casts_are_computed_as_in_eager_code():
     from torch._inductor import config
 
-    monkeypatch.setattr(config, "emulate_precision_casts", False)
-    built(compile=True)
-    assert config.emulate_precision_casts is False
-    built(compile=True, recipe="rowwise")
-    assert config.emulate_precision_casts is True
+    # Not monkeypatch, which takes what is not in a module's own dictionary away when it is done.
+    with config.patch(emulate_precision_casts=False):
+        built(compile=True)
+        assert config.emulate_precision_casts is False
+        built(compile=True, recipe="rowwise")
+        assert config.emulate_precision_casts is True
 
 
 # ------------------------------------------------------------------------------------------- the weight
