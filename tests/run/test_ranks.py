@@ -146,9 +146,10 @@ def test_a_rank_that_is_killed_is_named_and_a_restart_goes_on_from_the_checkpoin
     assert set(losses(here / "r")) == {1, 2, 3, 4}
 
 
-@pytest.mark.parametrize(
-    ("layout", "call"), [("mesh.tp=2", 3), pytest.param("mesh.pp=2", 5, marks=pytest.mark.slow)]
-)
+HANGS = [("mesh.tp=2", 3), pytest.param("mesh.pp=2", 5, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("layout", "call"), HANGS)
 def test_a_rank_that_hangs_is_told_in_one_block_with_its_stack_and_the_others_collectives(
     command: Callable[..., Command], here: Path, layout: str, call: int
 ) -> None:
