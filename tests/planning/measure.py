@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titancli.data.batch import Batch
 from titancli.engine.build import allocate, build_engine
+from titancli.engine.core import Core
 from titancli.engine.dry_run import local
 from titancli.engine.engine import Engine
 from titancli.models.blocks.moe import moe_layers
@@ -48,14 +49,14 @@ def measured(recipe: Recipe, world: int) -> float:
         stack.callback(dist.destroy_process_group)
         tracker = MemTracker()
 
-        def fill(engine: Engine, recipe: Recipe) -> None:
+        def fill(engine: Core, recipe: Recipe) -> None:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             for part in engine.parts:
                 allocate(part, engine.device)
                 for experts in moe_layers(part).values():
                     experts.force_load_balance()
 
-        engine = build_engine(recipe, device=CPU, frozen=False, fill=fill)
+        engine = build_engine(Engine, recipe, device=CPU, frozen=False, fill=fill)
         batches = [_batch(recipe) for _ in range(engine.settings.accumulation)]
         _step(engine, batches)  # the first one, after which there is optimizer state
         tensors = [tensor for batch in batches for tensor in batch.values()]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,14 +21,15 @@ from titancli.checkpoint.kept import kept_of
 from titancli.checkpoint.likeness import refuse_other_model
 from titancli.data.values import Limits
 from titancli.engine.balancing import begins_unbalanced, hold_biases
-from titancli.engine.engine import Engine, EngineSettings
+from titancli.engine.core import Core
 from titancli.engine.expert_load import ExpertLoad
 from titancli.engine.guard import Guard
 from titancli.engine.pipelined import PipelinedModel
 from titancli.engine.rates import keep_peaks
 from titancli.engine.runners import Runner, WholeModel
 from titancli.engine.seeds import generator_for
-from titancli.engine.state import parameter_shapes, told_adapters
+from titancli.engine.settings import EngineSettings
+from titancli.engine.state import told_adapters
 from titancli.engine.watched import Watched
 from titancli.errors import EnvironmentProblem, Problem, RecipeError, TitanError
 from titancli.models.blocks.kernels import prefer_fast_kernels
@@ -45,6 +46,8 @@ from titancli.recipe.schema import Degrees, Recipe, Training
 from titancli.recipe.tree import dotted
 from titancli.registry.component import build, component_info, load_target
 
+E = TypeVar("E", bound=Core)
+
 
 @dataclass(frozen=True)
 class MixedPrecision:
@@ -55,13 +58,17 @@ class MixedPrecision:
 
 
 def build_engine(
+    made: type[E],
     recipe: Recipe,
     *,
     device: torch.device,
     frozen: bool,
-    fill: Callable[[Engine, Recipe], None] | None = None,
-) -> Engine:
-    """See `Engine.build`. `fill` takes the place of `materialise`: a dry run gives the model no memory."""
+    fill: Callable[[Core, Recipe], None] | None = None,
+) -> E:
+    """Make a `titancli.Engine`; see its `build`.
+
+    `fill` takes the place of `materialise`: a dry run gives the model no memory.
+    """
     training = recipe.training
     degrees = recipe.degrees(dist.get_world_size())
     refuse_unfit(recipe, degrees)
@@ -93,7 +100,7 @@ def build_engine(
     for part in parts:
         prefer_fast_kernels(part, device, precision(training).param, training.seq_len)
     hf = component_info(recipe.model).hf
-    engine = Engine(
+    engine = made(
         parts=parts,
         runner=runner_of(recipe, parts, placement, mesh, device),
         mesh=mesh,
@@ -115,9 +122,9 @@ def build_engine(
         keep_peaks(engine.optimizer, getattr(recipe.optimizer, "lr", None))
         if recipe.stability.skip_nonfinite or recipe.stability.sigma > 0:
             engine.guard = Guard(recipe.stability, device)
-        if fill is None and begins_unbalanced(engine, recipe):
+        if fill is None and begins_unbalanced(engine.hf_form, recipe):
             engine.begins_unbalanced = True
-            hold_biases(engine)
+            engine.holds_biases = hold_biases(engine.parts, device, engine.holds_biases)
     return engine
 
 
@@ -252,7 +259,7 @@ def limits_of(recipe: Recipe, degrees: Degrees, row_cut: RowCut | None) -> Limit
     )
 
 
-def materialise(engine: Engine, recipe: Recipe) -> None:
+def materialise(engine: Core, recipe: Recipe) -> None:
     """Give the meta model memory, and values: the recipe's weights, or initial ones.
 
     Weights that come along with all other state are read with it, see `titancli.loops.session`.
@@ -287,7 +294,7 @@ def allocate(model: nn.Module, device: torch.device, buffers: torch.device | Non
             setattr(module, name, buffer.to(buffers))  # a model may have given them values
 
 
-def load_weights(engine: Engine, recipe: Recipe) -> None:
+def load_weights(engine: Core, recipe: Recipe) -> None:
     """Take the first weights from a titan checkpoint or a Hugging Face folder; of a checkpoint of adapters
     those too, and their base's.
 
@@ -299,7 +306,7 @@ def load_weights(engine: Engine, recipe: Recipe) -> None:
     from titancli.checkpoint.remote import weights_here
 
     folder = weights_here(Path(recipe.weights or ""))
-    told = told_adapters(engine, folder)
+    told = told_adapters(engine.adapters, folder)
     base = folder if told is None else require_base(told, folder)
     _load_base(engine, recipe, base)
     engine.kept = kept_of(base)
@@ -309,7 +316,7 @@ def load_weights(engine: Engine, recipe: Recipe) -> None:
         engine.load(folder, optimizer=False, verify=recipe.checkpoint.verify)
 
 
-def _load_base(engine: Engine, recipe: Recipe, folder: Path) -> None:
+def _load_base(engine: Core, recipe: Recipe, folder: Path) -> None:
     """Fill the plain model's parameters."""
     from titancli.checkpoint import load_checkpoint
     from titancli.checkpoint.hf import load_hf_weights
@@ -338,4 +345,4 @@ def _load_base(engine: Engine, recipe: Recipe, folder: Path) -> None:
             hint="name a checkpoint: RUN/checkpoints/step-N",
         )
     refuse_other_model(recipe, folder)
-    load_hf_weights(folder, engine.hf_form, parameters, shapes=parameter_shapes(engine))
+    load_hf_weights(folder, engine.hf_form, parameters, shapes=engine.parameter_shapes())

@@ -13,19 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titancli.checkpoint import load_checkpoint, save_checkpoint
 from titancli.checkpoint.exclude import NOTHING, Exclusion
+from titancli.checkpoint.kept import kept_of
 from titancli.engine.agreement import Call, Together, together
 from titancli.engine.balancing import hold_biases
 from titancli.engine.exchange import NamedTensor, Target, push, take_weights
 from titancli.engine.guard import Guard
+from titancli.engine.opening import checkpoint_of
 from titancli.engine.parameters import Parameters
 from titancli.engine.runners import Runner
 from titancli.engine.settings import EngineSettings, Status
-from titancli.engine.state import load_state, optimizer_tensors, whole_tensors
+from titancli.engine.state import optimizer_tensors, told_adapters
 from titancli.engine.turns import alone
 from titancli.engine.unusable import MendedBy, Unusable
 from titancli.engine.watched import Watched
-from titancli.errors import TitanError
+from titancli.errors import EnvironmentProblem, TitanError
 
 if TYPE_CHECKING:
     from titancli.checkpoint.manifest import Verify
@@ -254,8 +257,6 @@ class Core(Parameters):
             EnvironmentProblem: the disk is full or cannot be written, on any rank; or the folder is another
                 run's.
         """
-        from titancli.checkpoint import save_checkpoint
-
         self.ready("save")
         call = self.call("save")
         with call.agreed():
@@ -298,8 +299,6 @@ class Core(Parameters):
             TitanError: it is of another model, or `exclude` names what it does not hold; or the engine is
                 frozen and the optimizer's state is wanted.
         """
-        from titancli.engine.opening import checkpoint_of
-
         wanted = self.optimizer is not None if optimizer is None else optimizer
         everything = wanted or self.optimizer is None
         mends: MendedBy | None = "load" if everything else "weights"
@@ -310,14 +309,62 @@ class Core(Parameters):
         with call.agreed():
             call.given(f"of {Path(folder).name}, {'all of it' if wanted else 'its weights alone'}")
         with call.shared():
-            state = load_state(
-                self, checkpoint_of(Path(folder)), optimizer=wanted, verify=verify, exclude=exclude
+            state = self._load_state(
+                checkpoint_of(Path(folder)), optimizer=wanted, verify=verify, exclude=exclude
             )
         if self.begins_unbalanced:
-            hold_biases(self)
+            self.holds_biases = hold_biases(self.parts, self.device, self.holds_biases)
         self._has_new_weights(max(self.version, before + 1))
         self.unusable = None
         return state
+
+    def _load_state(
+        self, folder: Path, *, optimizer: bool, verify: Verify, exclude: Exclusion
+    ) -> dict[str, Any]:
+        """Fill the engine's tensors from a checkpoint and set its counters; see `load`."""
+        told_adapters(self.adapters, folder, base=self.base)
+        kept = kept_of(folder)
+        tensors, _ = self.live_state()
+        if not optimizer:
+            tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+
+        def begin() -> None:
+            self.spoil(f"loading {folder} has failed half way", "load" if optimizer else "weights")
+
+        state = load_checkpoint(folder, tensors, verify=verify, exclude=exclude, begin=begin)
+        for converter in self.converters:
+            for part in self.parts:
+                converter.after_step(part)
+        if optimizer:
+            counters = state.get("engine")
+            if counters is None:
+                raise EnvironmentProblem(
+                    f"{folder} holds weights but no training state, so a run cannot be continued from it",
+                    hint=f"start a new run from it with weights={folder}",
+                )
+            try:
+                self._set_counters(counters, exclude)
+            except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+                raise EnvironmentProblem(
+                    f"{folder} holds a training state that titan does not write: "
+                    f"{type(error).__name__}: {error}",
+                    hint="take another checkpoint (--step N)",
+                ) from error
+        self.kept = kept or self.kept
+        return state
+
+    def _set_counters(self, counters: dict[str, Any], exclude: Exclusion) -> None:
+        if not exclude.has("step"):
+            step, tokens = counters["step"], counters["tokens_seen"]
+            if type(step) is not int or type(tokens) is not int:
+                raise TypeError(f"step {step!r}, tokens_seen {tokens!r}")
+            version = counters.get("version", step)
+            if type(version) is not int:
+                raise TypeError(f"version {version!r}")
+            self.step, self.tokens_seen = step, tokens
+            self.version = max(self.version, version)
+        if self.guard is not None and "guard" in counters and not exclude.has("guard"):
+            self.guard.load_state(counters["guard"])
 
     def _has_new_weights(self, version: int) -> None:
         self.version = version
@@ -339,7 +386,7 @@ class Core(Parameters):
         call = self.call("weights")
         with call.agreed():
             form = self._form()
-        wholes = whole_tensors(self)
+        wholes = self.whole_tensors()
         parameters = iter(wholes if self.adapters is None else self.adapters.merged(wholes))
         while True:
             with call.shared():
@@ -395,7 +442,9 @@ class Core(Parameters):
         with call.agreed():
             form = self._form()
         with call.shared():
-            take_weights(self, form, weights)
+            take_weights(
+                self, form, weights, lambda: self.spoil("load_weights has failed half way", "weights")
+            )
         self._has_new_weights(before + 1)
         for converter in self.converters:
             for part in self.parts:

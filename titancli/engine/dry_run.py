@@ -29,6 +29,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from titancli.data.batch import Batch
 from titancli.engine.blame import blamed
 from titancli.engine.build import allocate, build_engine
+from titancli.engine.core import Core
+from titancli.engine.engine import Engine
 from titancli.engine.meter import Meter
 from titancli.engine.pipelined import PipelinedModel
 from titancli.engine.state import initialise_state
@@ -39,7 +41,6 @@ from titancli.recipe.hints import needs_dataset
 from titancli.recipe.schema import Compile
 
 if TYPE_CHECKING:
-    from titancli.engine.engine import Engine
     from titancli.recipe.schema import Degrees, Recipe
 
 CPU = torch.device("cpu")
@@ -137,7 +138,7 @@ def _step(recipe: Recipe) -> tuple[int, int, int, int, int]:
     with ExitStack() as stack:
         meter = Meter()
 
-        def fill(engine: Engine, recipe: Recipe) -> None:
+        def fill(engine: Core, recipe: Recipe) -> None:
             # From here to the end of the step all tensors are fake; what is cut already is on meta.
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(meter)
@@ -149,7 +150,7 @@ def _step(recipe: Recipe) -> tuple[int, int, int, int, int]:
                 # What the last stage would tell the others does not come; these every loss has.
                 engine.runner.tell = lambda value: value or ["loss", "weight"]  # type: ignore[method-assign]
 
-        engine = build_engine(recipe, device=CPU, frozen=False, fill=fill)
+        engine = build_engine(Engine, recipe, device=CPU, frozen=False, fill=fill)
         if engine.optimizer is not None:
             initialise_state(engine.optimizer)  # the peak is that of every step but the first
         parameters = [parameter for _, parameter in engine.named_parameters()]

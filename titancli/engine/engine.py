@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titancli.checkpoint.exclude import Exclusion
+from titancli.checkpoint.likeness import refuse_other_model
+from titancli.checkpoint.remote import weights_here
 from titancli.engine import opening
+from titancli.engine.build import build_engine
 from titancli.engine.core import Core, token_counts
 from titancli.engine.given import (
     Given,
@@ -92,7 +96,7 @@ class Engine(Core):
         try:
             engine, found = cls._built(lambda: opening.recipe_from(recipe, overrides), chosen, frozen)
             if found is not recipe and not frozen:
-                opening.take_over(engine, found)
+                engine._take_over(found)
             return engine
         finally:
             opening.leave()  # nothing is ended where an engine stands now
@@ -144,8 +148,6 @@ class Engine(Core):
         cls, recipe_here: Callable[[], Recipe], device: torch.device, frozen: bool
     ) -> tuple[Engine, Recipe]:
         """The engine, and its recipe as it was read here: all ranks must have read the same."""
-        from titancli.engine.build import build_engine
-
         call = opening.call()
         with call.shared():
             found = recipe_here()
@@ -156,11 +158,19 @@ class Engine(Core):
             if recipe.debug.deterministic:
                 ends.enter_context(settings_of(recipe.debug))
             opening.limit(recipe.comm)
-            engine = build_engine(recipe, device=device, frozen=frozen)
+            engine = build_engine(cls, recipe, device=device, frozen=frozen)
             opening.enlist(engine)
             ends.callback(opening.leave, engine)
             engine._ends = ends.pop_all()
         return engine, found
+
+    def _take_over(self, recipe: Recipe) -> None:
+        """Load all of the state of the checkpoint that the recipe names, where it says so."""
+        if recipe.weights is None or recipe.checkpoint.initial_load_model_only:
+            return
+        folder = weights_here(recipe.weights)
+        refuse_other_model(recipe, folder)
+        self.load(folder, exclude=Exclusion.once(recipe.checkpoint.exclude_from_loading, folder))
 
     # ----------------------------------------------------------------------------------------- forward
 

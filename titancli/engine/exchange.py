@@ -11,11 +11,10 @@ from torch import Tensor
 
 from titancli.checkpoint.hf import put
 from titancli.checkpoint.load import name_lists
-from titancli.engine.state import parameter_shapes
 from titancli.errors import TitanError
 
 if TYPE_CHECKING:
-    from titancli.engine.core import Core
+    from titancli.engine.parameters import Parameters
     from titancli.protocols import HFForm
 
 NamedTensor = tuple[str, Tensor | None]
@@ -68,16 +67,15 @@ def _hand_over(weights: Iterator[Any], target: Any) -> None:
 # ------------------------------------------------------------------------------------------------------ in
 
 
-def take_weights(engine: Core, form: HFForm, weights: Iterable[NamedTensor] | None) -> None:
-    """See `Engine.load_weights`."""
+def take_weights(
+    engine: Parameters, form: HFForm, weights: Iterable[NamedTensor] | None, begin: Callable[[], None]
+) -> None:
+    """See `Engine.load_weights`. `begin` is called before a parameter is replaced, here or elsewhere."""
     given: Iterator[Any] = iter(() if weights is None else weights)
     if weights is None and dist.get_rank() == 0:
         given = _nothing_given()
 
-    def begin() -> None:
-        engine.spoil("load_weights has failed half way", "weights")
-
-    intake = Intake(dict(engine.plain_parameters()), parameter_shapes(engine), form, begin)
+    intake = Intake(dict(engine.plain_parameters()), engine.parameter_shapes(), form, begin)
     for name, tensor in _everywhere(given, engine.device):
         intake.take(name, tensor)
     intake.finish()

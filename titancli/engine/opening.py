@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 import torch.distributed as dist
 
-from titancli.checkpoint.exclude import Exclusion
-from titancli.checkpoint.likeness import refuse_other_model
 from titancli.checkpoint.manifest import LOCK, MANIFEST, newest_good
-from titancli.checkpoint.remote import take_weights, weights_here
+from titancli.checkpoint.remote import take_weights
 from titancli.engine.agreement import Call, together
 from titancli.errors import EnvironmentProblem, UsageError
 from titancli.observe import comm
@@ -45,7 +43,6 @@ from titancli.runs import RunFolder
 
 if TYPE_CHECKING:
     from titancli.checkpoint.manifest import Verify
-    from titancli.engine.core import Core
 
 logger = logging.getLogger(__name__)
 
@@ -139,15 +136,6 @@ def weights_alone(recipe: Recipe) -> Recipe:
     """The recipe, taking no more than the weights of the checkpoint that it names, all of them."""
     checkpoint = dataclasses.replace(recipe.checkpoint, initial_load_model_only=True, exclude_from_loading=[])
     return dataclasses.replace(recipe, checkpoint=checkpoint)
-
-
-def take_over(engine: Core, recipe: Recipe) -> None:
-    """Load all of the state of the checkpoint that the recipe names, where it says so."""
-    if recipe.weights is None or recipe.checkpoint.initial_load_model_only:
-        return
-    folder = weights_here(recipe.weights)
-    refuse_other_model(recipe, folder)
-    engine.load(folder, exclude=Exclusion.once(recipe.checkpoint.exclude_from_loading, folder))
 
 
 def checkpoint_of(folder: Path, *, verify: Verify = "full") -> Path:

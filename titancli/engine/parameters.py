@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from titancli.errors import TitanError
 from titancli.models.blocks.state import named_state
+from titancli.observe import comm
 
 if TYPE_CHECKING:
+    from titancli.parallel.mesh import Mesh
+    from titancli.parallel.pipeline import Placement
     from titancli.protocols import Converter
+
+
+class Known(NamedTuple):
+    """What every rank of a pipeline knows of a tensor that one of them has."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    holder: int
+    """The rank of the pipeline that has it."""
 
 
 class Parameters:
@@ -20,6 +36,9 @@ class Parameters:
 
     parts: list[Any]
     converters: Sequence[Converter]
+    mesh: Mesh
+    device: torch.device
+    placement: Placement | None
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Parameters by the names of the plain model on one device."""
@@ -62,3 +81,52 @@ class Parameters:
                 tensor = converter.plain(name, tensor)
             found.append((name, tensor))
         return found
+
+    # ------------------------------------------------------------------------ over a pipeline's stages
+
+    def _all_known(self, named: Iterable[tuple[str, Tensor]]) -> list[Known]:
+        """What all ranks of the pipeline have, in the order of the stages. Collective.
+
+        Args:
+            named: of this rank's stages, in their order.
+        """
+        rank = self.mesh.pp_rank
+        mine = [Known(name, tuple(tensor.shape), tensor.dtype, rank) for name, tensor in named]
+        if self.placement is None:
+            return mine
+        stage_of: dict[str, int] = {}
+        for stage, part in zip(self.placement.mine, self.parts, strict=True):
+            stage_of |= dict.fromkeys(
+                [name for name, _ in (*part.named_parameters(), *part.named_buffers())], stage
+            )
+        gathered: list[Any] = [None] * dist.get_world_size(self.mesh.pp_group)
+        dist.all_gather_object(
+            gathered, [(stage_of[known.name], known) for known in mine], self.mesh.pp_group
+        )
+        found = sorted((entry for entries in gathered for entry in entries), key=lambda entry: entry[0])
+        return [known for _, known in found]
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of everything of the whole plain model that is saved. Collective."""
+        return {known.name: known.shape for known in self._all_known(self.base_parameters().items())}
+
+    def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors of the whole model, whole, one at a time. Collective.
+
+        Away from rank 0 a tensor of another stage is on meta.
+        """
+        mine = dict(self.plain_parameters())
+        home = getattr(self.parts[0], "parameter_device", self.device)
+        group, rank = self.mesh.pp_group, self.mesh.pp_rank
+        to_rank_0 = dist.get_rank() == 0 or (group is not None and 0 in dist.get_process_group_ranks(group))
+        for known in self._all_known(mine.items()):
+            whole = torch.empty(known.shape, dtype=known.dtype, device="meta")
+            if known.holder == rank:
+                tensor = mine[known.name]
+                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                if rank > 0 and to_rank_0:
+                    comm.wait(dist.isend(whole.to(home).contiguous(), dst=0, group=group))
+            elif dist.get_rank() == 0:
+                whole = torch.empty(known.shape, dtype=known.dtype, device=home)
+                comm.wait(dist.irecv(whole, group=group, group_src=known.holder))
+            yield known.name, whole

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from threading import Lock
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from titancli.errors import TitanError
 
-if TYPE_CHECKING:
-    from titancli.engine.core import Core
+
+class OneAtATime(Protocol):
+    """What has verbs."""
+
+    turn: Lock
+    """Held by the verb that is running."""
+    running: str
+    """The verb that held it last."""
+
 
 P = ParamSpec("P")
 R = TypeVar("R")
-E = TypeVar("E", bound="Core")
+E = TypeVar("E", bound=OneAtATime)
 
 
 def alone(verb: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:

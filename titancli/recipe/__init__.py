@@ -8,8 +8,7 @@ Importing this imports no pydantic, and nothing here ever imports torch.
 from __future__ import annotations
 
 from titancli.recipe.find import LOCK_NAME, bundled_folder, find_recipe
-from titancli.recipe.load import Loaded, load_recipe
-from titancli.recipe.lock import lock_text
+from titancli.recipe.load import Loaded, load_recipe, lock_text
 from titancli.recipe.problems import render_problems
 from titancli.recipe.tree import Origin
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 LOCK_NAME = "recipe.lock.toml"
 """The resolved recipe in a run folder."""
+LOCK_HEADER = "# A resolved recipe, written by titan"
+"""How such a file begins."""
 NAMED = re.compile(r"(?P<plugin>[A-Za-z0-9][A-Za-z0-9_.-]*):(?P<name>[A-Za-z0-9][A-Za-z0-9_.-]*)\Z")
 """`plugin:name`."""
 

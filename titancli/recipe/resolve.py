@@ -11,8 +11,8 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from titancli.errors import PluginError
+from titancli.recipe.find import LOCK_HEADER
 from titancli.recipe.hints import arms, bare, element_of, false_literal, fields_of, recipe_slots, slot_of
-from titancli.recipe.lock import HEADER
 from titancli.recipe.overrides import without
 from titancli.recipe.problems import Problems, nearest
 from titancli.recipe.read import taken_as_text
@@ -163,7 +163,7 @@ class _Resolver:
         at = given.origin
         origin = Origin("flavor", at.source, at.key, at.value, f"flavor {given.value!r} of {name}")
         row = flavors[given.value]
-        if at.source is not None and at.source.text.startswith(HEADER):
+        if at.source is not None and at.source.text.startswith(LOCK_HEADER):
             row = _not_null(row, cls)  # a lock file says None by leaving a key out
         filled = _under(node, from_python(row, origin))
         for key in self.unset:

@@ -224,7 +224,7 @@ def _round_trip(config: Any) -> Iterator[str]:
     import tomli
     import tomli_w
 
-    from titancli.recipe.lock import resolved_data
+    from titancli.recipe.load import resolved_data
     from titancli.recipe.tree import DEFAULT, Node
     from titancli.registry.binding import bind
 
