@@ -16,12 +16,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titancli.runs import timestamp
-
-if TYPE_CHECKING:
-    from titancli.recipe.schema import Debug
 
 
 @dataclass(frozen=True)
@@ -56,15 +53,15 @@ def quiet() -> None:
 
 
 @contextmanager
-def settings_of(debug: Debug) -> Iterator[None]:
-    """What a run sets for the whole process, put back at its end."""
-    if debug.deterministic:
+def determinism(wanted: bool) -> Iterator[None]:
+    """Have torch compute the same each time, if that is wanted; all is put back at the end."""
+    if wanted:
         # cuBLAS reads it when it is first used.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
 
     deterministic, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-    if debug.deterministic:
+    if wanted:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     try:

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from titancli.data.batch import Batch
+    from titancli.distributed.mesh import Mesh
+    from titancli.layout.degrees import Degrees
     from titancli.losses.result import LossResult
     from titancli.models.shape import Decoder
-    from titancli.parallel.mesh import Mesh
-    from titancli.recipe.schema import ActivationCheckpoint, Compile, Degrees
+    from titancli.recipe.schema import ActivationCheckpoint, Compile
     from titancli.rl.samples import Completion, Prompt
 
 

@@ -25,15 +25,15 @@ from titancli.observe import failures
 from titancli.observe.events import EventLog, EventLogger, Listener, LogHandler, plain
 from titancli.process import (
     Place,
+    determinism,
     die_with_parent,
     leave_process_group,
     log_into,
     quiet,
-    settings_of,
     tell_where_stopped,
 )
 from titancli.runs import RECORD_NAME, RunFolder, timestamp
-from titancli.stop import ASKED_TO_STOP, Stop
+from titancli.signals import ASKED_TO_STOP, Stop
 
 if TYPE_CHECKING:
     import torch
@@ -103,21 +103,23 @@ class Rank:
         self, lock_file: Path | None, checkpoint: Path | None, stop: Stop, listeners: tuple[Listener, ...]
     ) -> dict[str, Any]:
         """See `main`."""
-        from titancli.observe import comm
+        from titancli.distributed import process_group
         from titancli.recipe import load_recipe
 
         source = lock_file or RunFolder.open(self.folder.path).recipe_lock
         lock_text = source.read_text(encoding="utf-8")
         loaded = load_recipe(source)
         recipe = loaded.recipe
-        self._stack.enter_context(settings_of(recipe.debug))
+        self._stack.enter_context(determinism(recipe.debug.deterministic))
         device = self._join(recipe, hashlib.sha256(lock_text.encode()).hexdigest())
         if lock_file is not None:
-            comm.on_rank_zero(lambda: self._prepare(lock_file, lock_text))
+            process_group.on_rank_zero(lambda: self._prepare(lock_file, lock_text))
         self._stack.callback(self.folder.join().release)
-        checkpoint = comm.on_rank_zero(lambda: self._start_from(checkpoint, recipe.checkpoint.verify))
+        checkpoint = process_group.on_rank_zero(
+            lambda: self._start_from(checkpoint, recipe.checkpoint.verify)
+        )
         # Asked of rank 0: on a shared disk the others may not see yet what it wrote.
-        record = comm.on_rank_zero(self.folder.record)
+        record = process_group.on_rank_zero(self.folder.record)
         loggers = self._loggers(recipe, listeners)
 
         def observers_for(engine: Any) -> Observers:
@@ -137,7 +139,7 @@ class Rank:
             observers_for=observers_for,
             stop=stop,
             device=device,
-            on_first_step=lambda: comm.tighten_timeouts(recipe.comm.train_timeout_seconds),
+            on_first_step=lambda: process_group.tighten_timeouts(recipe.comm.train_timeout_seconds),
             allow_drift=record["attempts"][-1].get("allow_drift", False),
         )
         if self._observers is not None:
@@ -155,20 +157,20 @@ class Rank:
 
     def dump_flight_recorder(self) -> None:
         """Leave the collectives of a rank that waited for another in vain beside its log."""
-        from titancli.observe import comm
+        from titancli.distributed import process_group
 
         try:
-            comm.dump_flight_recorder(self.folder.logs, self.place.rank)
+            process_group.dump_flight_recorder(self.folder.logs, self.place.rank)
         except OSError as error:  # a full disk must not hide why the run failed
             print(f"cannot write the flight recorder's trace: {error}", file=sys.stderr)
 
     def _join(self, recipe: Recipe, digest: str) -> torch.device:
         """Take a device, meet the other ranks, and make sure that all are there for the same run."""
-        from titancli.observe import comm
+        from titancli.distributed import process_group
 
-        device = comm.choose_device(self.place.local_rank)
-        comm.start_flight_recorder(self.folder.logs, recipe.comm.trace_buf_size)
-        comm.init_process_group(
+        device = process_group.choose_device(self.place.local_rank)
+        process_group.start_flight_recorder(self.folder.logs, recipe.comm.trace_buf_size)
+        process_group.init_process_group(
             device,
             rank=self.place.rank,
             world=self.place.world,
@@ -176,7 +178,7 @@ class Rank:
             timeout_seconds=recipe.comm.init_timeout_seconds,
         )
         self._stack.push(leave_process_group)
-        comm.require_same("resolved recipes", digest, socket.gethostname())
+        process_group.require_same("resolved recipes", digest, socket.gethostname())
         return device
 
     def _prepare(self, lock_file: Path, lock_text: str) -> None:

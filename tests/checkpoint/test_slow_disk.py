@@ -14,7 +14,7 @@ def save_while_one_rank_is_slow(folder: str) -> list[int]:
     import torch.distributed as dist
 
     from titancli.checkpoint import checkpointer
-    from titancli.observe.comm import tighten_timeouts
+    from titancli.distributed.process_group import tighten_timeouts
     from titancli.recipe.schema import Checkpoint
 
     real = checkpointer.run_save

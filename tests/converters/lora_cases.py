@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from tests.engine.cases import Layout, my_batches, recipe, wholes
 from titancli.converters import LoRA
+from titancli.distributed.local import local
 from titancli.engine import Engine
 from titancli.errors import TitanError
-from titancli.parallel.tensor import local
 from titancli.recipe.schema import Recipe
 
 RANK, ALPHA = 4, 6.0

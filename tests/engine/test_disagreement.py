@@ -16,9 +16,9 @@ import torch.distributed as dist
 from tests.engine import cases
 from tests.engine.cases import Layout
 from titancli import Batch, Engine, LossResult, TitanError
+from titancli.distributed import process_group
 from titancli.engine.agreement import together
 from titancli.errors import RankFailure
-from titancli.observe import comm
 
 pytestmark = pytest.mark.ranks
 
@@ -241,7 +241,7 @@ def bad_loss(where: Callable[[int], bool]) -> Callable[..., LossResult]:
 
 
 def one_fails(layout: Layout, verb: str) -> tuple[str, str, float, list[str]]:
-    comm.set_timeouts(LIMIT)
+    process_group.set_timeouts(LIMIT)
     engine, other = Engine.build(cases.recipe(layout)), Engine.frozen(cases.recipe(layout))
     batches, last = cases.my_batches(engine), dist.get_world_size() - 1
     began = time.monotonic()
@@ -304,7 +304,7 @@ def test_a_loss_that_raises_alike_on_all_ranks_costs_no_engine(ranks) -> None:
 
 
 def one_stays_away() -> tuple[str, float]:
-    comm.set_timeouts(1)
+    process_group.set_timeouts(1)
     engine = Engine.build(cases.recipe(TWO))
     began = time.monotonic()
     if dist.get_rank() == 1:
@@ -326,7 +326,7 @@ def without_the_cpu(store: str) -> tuple[list[list[int]], float]:
     dist.destroy_process_group()
     place: Any = dict(store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=7))
     dist.init_process_group("cuda:gloo", **place)
-    limit = comm.present_timeout()
+    limit = process_group.present_timeout()
     assert limit is not None
     return together().gather([rank, 5]), limit.total_seconds()
 

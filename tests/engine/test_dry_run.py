@@ -18,11 +18,12 @@ from titancli.engine import Engine
 from titancli.engine.blame import blamed
 from titancli.engine.dry_run import dry_run, first_ranks, local, place_of
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
+from titancli.layout.degrees import Degrees
 from titancli.models import Llama3
 from titancli.models.qwen3 import Qwen3
 from titancli.models.sections import MoE
 from titancli.recipe import load_recipe
-from titancli.recipe.schema import Degrees, Recipe
+from titancli.recipe.schema import Recipe
 from titancli.registry.component import component
 
 EXPERTS = Qwen3(

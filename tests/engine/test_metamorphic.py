@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tests.engine.cases import whole
 from titancli import Batch, Engine, TitanError
+from titancli.distributed.local import local
 from titancli.losses import (
     DPO,
     SFT,
@@ -34,7 +35,6 @@ from titancli.losses.result import LossResult
 from titancli.models import DeepSeekV3, GptOss, Llama3, Llama4, Qwen3
 from titancli.models.sections import MoE
 from titancli.optimizers import AdamW
-from titancli.parallel.tensor import local
 from titancli.recipe.schema import ActivationCheckpoint, Mesh, Pipeline, Stability, Training
 from titancli.registry.component import build
 

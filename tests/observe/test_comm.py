@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from titancli.distributed import process_group
 from titancli.errors import EnvironmentProblem, TitanError
-from titancli.observe import comm
 
 
 def on_rank_zero() -> object:
@@ -21,9 +21,9 @@ def on_rank_zero() -> object:
     def broken() -> str:
         raise EnvironmentProblem("no space", hint="make some")
 
-    result = comm.on_rank_zero(only_here)
+    result = process_group.on_rank_zero(only_here)
     try:
-        comm.on_rank_zero(broken)
+        process_group.on_rank_zero(broken)
     except TitanError as error:
         return result, type(error).__name__, error.message, error.hint
     return None
@@ -37,9 +37,9 @@ def test_what_rank_zero_returns_or_raises_reaches_every_rank(ranks) -> None:  # 
 def compare() -> str:
     import torch.distributed as dist
 
-    comm.require_same("recipes", "abc", "host")
+    process_group.require_same("recipes", "abc", "host")
     try:
-        comm.require_same("recipes", f"recipe {dist.get_rank()}", "host")
+        process_group.require_same("recipes", f"recipe {dist.get_rank()}", "host")
     except EnvironmentProblem as error:
         return error.message
     return "nothing was noticed"
@@ -57,7 +57,7 @@ def wait_too_long(sub_group: bool) -> float | None:
     import torch.distributed as dist
 
     group = dist.new_group([0, 1]) if sub_group else None
-    comm.tighten_timeouts(1)
+    process_group.tighten_timeouts(1)
     if dist.get_rank() == 1:
         time.sleep(4)
         return None
@@ -78,6 +78,6 @@ def test_tightened_time_limits_hold_in_every_group(ranks, sub_group: bool) -> No
 
 
 def test_one_process_needs_no_group() -> None:
-    comm.tighten_timeouts(1)
-    comm.require_same("recipes", "abc", "host")
-    assert comm.on_rank_zero(lambda: 3) == 3
+    process_group.tighten_timeouts(1)
+    process_group.require_same("recipes", "abc", "host")
+    assert process_group.on_rank_zero(lambda: 3) == 3

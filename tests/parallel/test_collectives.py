@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from titancli.parallel import collectives
-from titancli.parallel.collectives import Group
+from titancli.distributed import collectives
+from titancli.distributed.collectives import Group
 
 pytestmark = pytest.mark.ranks
 

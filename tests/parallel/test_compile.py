@@ -91,8 +91,8 @@ def loss_over_ranks(backend: str | None) -> tuple[Tensor, ...]:
     """A loss whose vocabulary is cut over the ranks, in chunks of uneven length, and its gradients."""
     import torch.distributed as dist
 
+    from titancli.distributed.collectives import Group
     from titancli.losses import chunked
-    from titancli.parallel.collectives import Group
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(chunked.CHUNK_BYTES, "cpu", 4 * 25 * 5)

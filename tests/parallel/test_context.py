@@ -13,17 +13,19 @@ from tests.engine import cases
 from tests.engine.cases import LENGTH, ROWS, Layout
 from tests.ranks import runs
 from tests.ranks.comparison import difference
+from titancli.distributed.collectives import Group
+from titancli.distributed.local import RowCut
+from titancli.distributed.mesh import Mesh
 from titancli.engine import Engine
 from titancli.engine.build import row_cut_of
 from titancli.errors import RecipeError, TitanError
+from titancli.layout.degrees import Degrees
 from titancli.losses import CrossEntropyFull
 from titancli.losses.result import LossResult
 from titancli.models.blocks.attention import Attention, with_sinks
 from titancli.models.blocks.masks import document_mask
 from titancli.models.blocks.reach import WHOLE, Reach
-from titancli.parallel.collectives import Group
 from titancli.parallel.context import (
-    RowCut,
     _allgather,
     _causal,
     _ring,
@@ -32,9 +34,7 @@ from titancli.parallel.context import (
     flash_lower_right,
     has_flash,
 )
-from titancli.parallel.mesh import Mesh
 from titancli.parallel.ring import _flash, _flash_backward, _Queries, ring_attention, runs_here
-from titancli.recipe.schema import Degrees
 from titancli.registry.component import component
 
 WAYS = ("allgather", "ulysses", "ring")

@@ -12,15 +12,15 @@ from torch import Tensor
 from tests.engine import cases
 from tests.engine.cases import ROWS, Layout, my_batches, recipe, whole, whole_batch
 from titancli.data.batch import Batch
+from titancli.distributed.process_group import set_timeouts
 from titancli.engine import Engine
 from titancli.engine.pipelined import SHORT
 from titancli.errors import RecipeError, TitanError
+from titancli.layout.stages import SCHEDULES, StageError
 from titancli.losses.result import LossResult
 from titancli.models.llama3.model import Llama3Model
-from titancli.observe.comm import set_timeouts
 from titancli.parallel.pipeline import split
 from titancli.recipe.schema import Pipeline
-from titancli.recipe.stages import SCHEDULES, StageError
 from titancli.registry.component import component
 
 ranks_only = pytest.mark.ranks

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from tests.engine.cases import Layout, gradients
-from titancli.recipe.stages import SCHEDULES
+from titancli.layout.stages import SCHEDULES
 
 pytestmark = pytest.mark.ranks
 

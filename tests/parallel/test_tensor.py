@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.engine import cases
 from tests.engine.cases import Layout
+from titancli.distributed.collectives import Group, gather_same
+from titancli.distributed.local import SEQUENCE, local
 from titancli.errors import TitanError
-from titancli.parallel.collectives import Group, gather_same
-from titancli.parallel.tensor import SEQUENCE, local, on_local_parameters, tensor_parallel
+from titancli.parallel.tensor import on_local_parameters, tensor_parallel
 
 pytestmark = pytest.mark.ranks
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from titancli.distributed.collectives import Group
 from titancli.losses import chunked
 from titancli.losses.chunked import linear_log_probs, linear_token_loss
-from titancli.parallel.collectives import Group
 
 pytestmark = pytest.mark.ranks
 

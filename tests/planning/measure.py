@@ -13,13 +13,13 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titancli.data.batch import Batch
+from titancli.distributed.mesh import forget_meshes
 from titancli.engine.build import allocate, build_engine
 from titancli.engine.core import Core
 from titancli.engine.dry_run import local
 from titancli.engine.engine import Engine
 from titancli.models.blocks.moe import moe_layers
 from titancli.observe.peaks import DEVICES
-from titancli.parallel.mesh import forget_meshes
 from titancli.planning.estimate import Estimate, estimate, shape_of
 from titancli.recipe import load_recipe
 from titancli.recipe.schema import Recipe

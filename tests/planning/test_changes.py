@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from titancli import load_recipe
+from titancli.layout.degrees import Degrees
 from titancli.optimizers import AdamW
 from titancli.planning.verdict import _changes
-from titancli.recipe.schema import Degrees
 
 
 @pytest.mark.parametrize("rounds", [True, False])

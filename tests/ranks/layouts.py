@@ -8,12 +8,12 @@ from typing import Any
 from tests.engine.cases import VOCABULARY, Layout
 from tests.models import hf_configs
 from titan_float8 import Float8Linear
+from titancli.layout.stages import SCHEDULES
 from titancli.losses import CrossEntropyFull
 from titancli.models import DeepSeekV3, GptOss, Llama4, Qwen3
 from titancli.models.deepseek_v3 import LatentYarn
 from titancli.models.llama4 import AttnTemperature
 from titancli.models.sections import MoE, Yarn
-from titancli.recipe.stages import SCHEDULES
 
 TOLERANCE = 1e-5
 

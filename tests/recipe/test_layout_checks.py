@@ -9,8 +9,8 @@ import pytest
 from tests.recipe.components import TARGET, registry_of
 from titancli.errors import Problem, RecipeError
 from titancli.launchers.fit import check_world
+from titancli.layout.degrees import near
 from titancli.recipe import Loaded, load_recipe
-from titancli.recipe.fitting import near
 from titancli.registry.component import Component, component
 
 

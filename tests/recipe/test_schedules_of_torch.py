@@ -1,4 +1,4 @@
-"""What recipe/stages.py says of pipeline schedules is what torch's own classes do."""
+"""What layout/stages.py says of pipeline schedules is what torch's own classes do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from titancli.recipe.stages import SCHEDULES, StageError, check_microbatches, stage_ranks, stages_of
+from titancli.layout.stages import SCHEDULES, StageError, check_microbatches, stage_ranks, stages_of
 
 CASES = [
     (name, pp, per_rank)

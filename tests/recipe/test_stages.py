@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from titancli.recipe.schema import Pipeline
-from titancli.recipe.stages import (
+from titancli.layout.stages import (
     AFTER,
     BEFORE,
     SCHEDULES,
@@ -19,6 +18,7 @@ from titancli.recipe.stages import (
     stage_ranks,
     stages_of,
 )
+from titancli.recipe.schema import Pipeline
 
 
 def test_lighter_ends_count_as_layers() -> None:

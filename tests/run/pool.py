@@ -45,8 +45,8 @@ def run_rank(folder: Path, checkpoint: Path | None, files: list[Path], port: int
     import torch.distributed as dist
 
     from titancli import registry
+    from titancli.distributed.mesh import forget_meshes
     from titancli.errors import TitanError
-    from titancli.parallel.mesh import forget_meshes
     from titancli.worker import Place, main
 
     place = Place(dist.get_rank(), dist.get_world_size(), dist.get_rank())

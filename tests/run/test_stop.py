@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from titancli.stop import Stop
+from titancli.signals import Stop
 from titancli.worker import Place
 
 

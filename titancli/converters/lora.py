@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from titancli.distributed.collectives import Group
+from titancli.distributed.local import local
 from titancli.errors import RecipeError
 from titancli.models.blocks.init import fill
 from titancli.models.blocks.state import named_state
-from titancli.parallel.collectives import Group
-from titancli.parallel.tensor import local
 from titancli.recipe.problems import nearest
 
 if TYPE_CHECKING:
     from titancli.converters import LoRA
-    from titancli.recipe.schema import Degrees
+    from titancli.layout.degrees import Degrees
 
 logger = logging.getLogger(__name__)
 

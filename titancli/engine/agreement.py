@@ -21,15 +21,15 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from titancli.distributed import process_group
 from titancli.errors import RankFailure, TitanError
-from titancli.observe import comm
 from titancli.observe.failures import is_communication
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from titancli.data.batch import Batch
-    from titancli.recipe.schema import Degrees
+    from titancli.layout.degrees import Degrees
 
 PATIENCE = 1.0
 """Seconds that a rank which has failed waits for the others' failures, beside the time that the verb has
@@ -94,7 +94,7 @@ class Together:
         """Set the time limit of all collectives: another one once a verb is done, since until then ranks
         compile and load at different speeds."""
         if self.active:
-            comm.set_timeouts(seconds)
+            process_group.set_timeouts(seconds)
             self._later, self._verbs = then, 0
 
     def model_runs(self) -> None:
@@ -102,11 +102,11 @@ class Together:
         self._verbs += 1
         if self._later is not None and self._verbs > 1:
             seconds, self._later = self._later, None
-            comm.tighten_timeouts(seconds)
+            process_group.tighten_timeouts(seconds)
 
     @property
     def _limit(self) -> float:
-        limit = comm.present_timeout()
+        limit = process_group.present_timeout()
         return limit.total_seconds() if limit else PATIENCE
 
     # --------------------------------------------------------------------------------------- exchanges
@@ -122,7 +122,7 @@ class Together:
         """The default group, or all its ranks in another one where it takes no tensors on the CPU."""
         world: Any = dist.group.WORLD
         if self._gloo is None and torch.device("cpu") not in world._device_types:
-            self._gloo = dist.new_group(backend="gloo", timeout=comm.present_timeout())
+            self._gloo = dist.new_group(backend="gloo", timeout=process_group.present_timeout())
         return self._gloo
 
     def fails(self, verb: str, error: BaseException, seconds: float) -> None:
@@ -268,7 +268,9 @@ class Call:
             same = len({row[0] for row in table}) == 1 and self._same_where_shared(table)
             if not same or any(row[3] for row in table):
                 words = f"{type(failure).__name__}: {_first_line(failure)}" if failure else None
-                raise self._refusal(comm.all_gather((self.verb, self._alike, self._same_rows, words)))
+                raise self._refusal(
+                    process_group.all_gather((self.verb, self._alike, self._same_rows, words))
+                )
         except TitanError:
             if failure is not None:
                 raise failure from None
@@ -356,7 +358,7 @@ class Call:
         mine = sorted(names)
         if not self._ranks.active or len({row[0] for row in self._ranks.gather([_digest(mine)])}) == 1:
             return mine
-        everyone = comm.all_gather(mine)
+        everyone = process_group.all_gather(mine)
         for name in sorted({name for theirs in everyone for name in theirs}):
             there = [rank for rank, theirs in enumerate(everyone) if name in theirs]
             if len(there) < len(everyone):

@@ -20,6 +20,9 @@ from titancli.checkpoint.exclude import Exclusion
 from titancli.checkpoint.kept import kept_of
 from titancli.checkpoint.likeness import refuse_other_model
 from titancli.data.values import Limits
+from titancli.distributed.local import RowCut
+from titancli.distributed.mesh import Mesh
+from titancli.distributed.process_group import groups_wait_as_the_default_one
 from titancli.engine.balancing import begins_unbalanced, hold_biases
 from titancli.engine.core import Core
 from titancli.engine.expert_load import ExpertLoad
@@ -32,17 +35,15 @@ from titancli.engine.settings import EngineSettings
 from titancli.engine.state import told_adapters
 from titancli.engine.watched import Watched
 from titancli.errors import EnvironmentProblem, Problem, RecipeError, TitanError
+from titancli.layout.degrees import Degrees
 from titancli.models.blocks.kernels import prefer_fast_kernels
 from titancli.models.blocks.moe import moe_layers
-from titancli.observe.comm import groups_wait_as_the_default_one
 from titancli.optimizers.nothing import Nothing
 from titancli.optimizers.schedule import lr_factor
-from titancli.parallel.context import RowCut
-from titancli.parallel.mesh import Mesh
 from titancli.parallel.pipeline import Placement, split
 from titancli.recipe.check import component_checks
 from titancli.recipe.layout import check_layout, on
-from titancli.recipe.schema import Degrees, Recipe, Training
+from titancli.recipe.schema import Recipe, Training
 from titancli.recipe.tree import dotted
 from titancli.registry.component import build, component_info, load_target
 

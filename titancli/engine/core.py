@@ -32,8 +32,8 @@ from titancli.errors import EnvironmentProblem, TitanError
 
 if TYPE_CHECKING:
     from titancli.checkpoint.manifest import Verify
+    from titancli.distributed.mesh import Mesh
     from titancli.engine.seeds import Stream
-    from titancli.parallel.mesh import Mesh
     from titancli.parallel.pipeline import Placement
     from titancli.protocols import Converter, HFForm, Loss
 

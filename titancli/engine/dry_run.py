@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titancli.data.batch import Batch
+from titancli.distributed.mesh import forget_meshes
 from titancli.engine.blame import blamed
 from titancli.engine.build import allocate, build_engine
 from titancli.engine.core import Core
@@ -36,12 +37,12 @@ from titancli.engine.pipelined import PipelinedModel
 from titancli.engine.state import initialise_state
 from titancli.errors import TitanError, UsageError
 from titancli.models.blocks.moe import moe_layers
-from titancli.parallel.mesh import forget_meshes
 from titancli.recipe.hints import needs_dataset
 from titancli.recipe.schema import Compile
 
 if TYPE_CHECKING:
-    from titancli.recipe.schema import Degrees, Recipe
+    from titancli.layout.degrees import Degrees
+    from titancli.recipe.schema import Recipe
 
 CPU = torch.device("cpu")
 

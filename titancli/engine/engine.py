@@ -40,7 +40,7 @@ from titancli.engine.turns import alone
 from titancli.errors import TitanError
 from titancli.parallel.aborted import forget_iteration
 from titancli.parallel.fsdp import reshard
-from titancli.process import settings_of
+from titancli.process import determinism
 
 if TYPE_CHECKING:
     from titancli.data.batch import Batch
@@ -156,7 +156,7 @@ class Engine(Core):
         recipe = opening.weights_alone(found) if frozen else found
         with ExitStack() as ends, call.shared():
             if recipe.debug.deterministic:
-                ends.enter_context(settings_of(recipe.debug))
+                ends.enter_context(determinism(recipe.debug.deterministic))
             opening.limit(recipe.comm)
             engine = build_engine(cls, recipe, device=device, frozen=frozen)
             opening.enlist(engine)

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from titancli.checkpoint.manifest import LOCK, MANIFEST, newest_good
 from titancli.checkpoint.remote import take_weights
+from titancli.distributed import process_group
+from titancli.distributed.mesh import forget_meshes
 from titancli.engine.agreement import Call, together
 from titancli.errors import EnvironmentProblem, UsageError
-from titancli.observe import comm
-from titancli.parallel.mesh import forget_meshes
 from titancli.process import Place
 from titancli.recipe import load_recipe
 from titancli.recipe.remarks import remarks
@@ -156,7 +156,7 @@ def checkpoint_of(folder: Path, *, verify: Verify = "full") -> Path:
             )
         return found
 
-    return comm.on_rank_zero(look)
+    return process_group.on_rank_zero(look)
 
 
 def recipe_of(model: Any, parts: Parts, device: torch.device) -> Recipe:
@@ -252,12 +252,12 @@ def join(device: torch.device | str | None) -> torch.device:
     if dist.is_initialized():
         return torch.device(device) if device is not None else _present_device()
     place = Place.from_environment()
-    chosen = torch.device(device) if device is not None else comm.choose_device(place.local_rank)
+    chosen = torch.device(device) if device is not None else process_group.choose_device(place.local_rank)
     if chosen.type == "cuda" and chosen.index is None:
-        chosen = comm.choose_device(place.local_rank)
+        chosen = process_group.choose_device(place.local_rank)
     _excepthook = sys.excepthook
     try:
-        comm.init_process_group(
+        process_group.init_process_group(
             chosen,
             rank=place.rank,
             world=place.world,

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titancli.distributed import process_group
 from titancli.errors import TitanError
 from titancli.models.blocks.state import named_state
-from titancli.observe import comm
 
 if TYPE_CHECKING:
-    from titancli.parallel.mesh import Mesh
+    from titancli.distributed.mesh import Mesh
     from titancli.parallel.pipeline import Placement
     from titancli.protocols import Converter
 
@@ -125,8 +125,8 @@ class Parameters:
                 tensor = mine[known.name]
                 whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
                 if rank > 0 and to_rank_0:
-                    comm.wait(dist.isend(whole.to(home).contiguous(), dst=0, group=group))
+                    process_group.wait(dist.isend(whole.to(home).contiguous(), dst=0, group=group))
             elif dist.get_rank() == 0:
                 whole = torch.empty(known.shape, dtype=known.dtype, device=home)
-                comm.wait(dist.irecv(whole, group=group, group_src=known.holder))
+                process_group.wait(dist.irecv(whole, group=group, group_src=known.holder))
             yield known.name, whole

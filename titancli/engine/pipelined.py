@@ -18,17 +18,17 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from titancli.data.batch import Batch
+from titancli.distributed import process_group
 from titancli.engine.given import checked
 from titancli.engine.runners import Sums, add_up, inputs_of
 from titancli.errors import TitanError
+from titancli.layout.stages import StageError, check_microbatches
 from titancli.losses.result import LossResult
-from titancli.observe import comm
-from titancli.recipe.stages import StageError, check_microbatches
 
 if TYPE_CHECKING:
+    from titancli.distributed.local import RowCut
+    from titancli.distributed.mesh import Mesh
     from titancli.engine.expert_load import ExpertLoad
-    from titancli.parallel.context import RowCut
-    from titancli.parallel.mesh import Mesh
     from titancli.parallel.pipeline import Placement
     from titancli.recipe.schema import Pipeline
 
@@ -194,7 +194,7 @@ class PipelinedModel:
         self.exchanging = True
         results = [self._through(piece, loss, sends) for piece in batch.split(rows)]
         for work, _ in sends:
-            comm.wait(work)
+            process_group.wait(work)
         found = self._spread(results)
         self.exchanging = False
         return found
@@ -210,7 +210,7 @@ class PipelinedModel:
             received = () if stage == 0 else (made,)
             if stage > 0 and holders[stage - 1] != me:
                 hidden = torch.empty(self._hidden(batch, batch.rows), dtype=self.dtype, device=self.device)
-                comm.wait(dist.irecv(hidden, group=self.group, group_src=holders[stage - 1]))
+                process_group.wait(dist.irecv(hidden, group=self.group, group_src=holders[stage - 1]))
                 received = (hidden,)
             made = self._run(part, batch, loss, *received)
             if stage + 1 < len(holders) and holders[stage + 1] != me:

@@ -13,9 +13,9 @@ from titancli.observe.pace import pace
 
 if TYPE_CHECKING:
     from titancli.data.batch import Batch
+    from titancli.distributed.local import RowCut
     from titancli.engine.expert_load import ExpertLoad
     from titancli.losses.result import LossResult
-    from titancli.parallel.context import RowCut
 
 Sums = dict[str, Tensor]
 """`loss`, `weight`, and what the loss reports: fp32 scalars, summed over this rank's micro-batches."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from titancli.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
 from titancli.process import die_with_parent
-from titancli.stop import ASKED_TO_STOP
+from titancli.signals import ASKED_TO_STOP
 
 HANDED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 

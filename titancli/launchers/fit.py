@@ -6,10 +6,10 @@ A recipe alone cannot tell; so these are asked when a run starts, and answered a
 from __future__ import annotations
 
 from titancli.errors import Problem, RecipeError
+from titancli.layout.degrees import Degrees
 from titancli.recipe import Loaded
 from titancli.recipe.check import component_checks, components
 from titancli.recipe.layout import check_layout, on, takes
-from titancli.recipe.schema import Degrees
 from titancli.recipe.tree import dotted
 from titancli.registry.component import component_info
 

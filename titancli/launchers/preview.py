@@ -12,11 +12,12 @@ from titancli.launchers.fit import check_world
 from titancli.launchers.local import Start, in_place, torchrun_command
 from titancli.launchers.plan import Plan
 from titancli.launchers.start import Processes
+from titancli.layout.degrees import Degrees
 from titancli.observe.peaks import DEVICES
 from titancli.planning.estimate import shape_of
 from titancli.planning.job import BYTES, make_job
 from titancli.planning.memory import numbers_at_rest
-from titancli.recipe.schema import Degrees, Recipe
+from titancli.recipe.schema import Recipe
 from titancli.registry.component import build, component_info
 
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from titancli.parallel.collectives import Group, all_reduce
+from titancli.distributed.collectives import Group, all_reduce
 
 
 def token_loss(

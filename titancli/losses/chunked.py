@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from titancli.distributed.collectives import Group
 from titancli.losses import chunk
-from titancli.parallel.collectives import Group
 
 CHUNK_BYTES = {"cpu": 64 * 2**20}
 """The fp32 logits of one chunk take at most this, by device type."""

@@ -12,17 +12,18 @@ DeepSpeed Ulysses (arXiv 2309.14509); the ring is in `titancli.parallel.ring`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from titancli.distributed.collectives import Group, all_to_all
+from titancli.distributed.local import RowCut
+from titancli.distributed.mesh import Mesh
 from titancli.errors import RecipeError, TitanError
 from titancli.models.blocks.reach import WHOLE, Reach
-from titancli.parallel.collectives import Group, all_to_all, gather, gather_same
-from titancli.parallel.mesh import Mesh
 from titancli.parallel.ring import ring_attention, runs_here
 
 SEQUENCE = 1
@@ -32,77 +33,6 @@ Core = Callable[..., Tensor]
 """A module's own `core_attention`, of whole rows."""
 OverRows = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 """Attention of this rank's part of rows, q, k, v and mask."""
-
-
-class RowCut:
-    """Which part of every row this rank has."""
-
-    def __init__(self, group: Group, *, head_tail: bool) -> None:
-        self.group = group
-        self.pieces = 2 * group.size if head_tail else group.size
-        self.mine = self._of(group.rank)
-        """The numbers of this rank's pieces, in the order in which it has them."""
-
-    def _of(self, rank: int) -> tuple[int, ...]:
-        return (rank,) if self.pieces == self.group.size else (rank, self.pieces - 1 - rank)
-
-    def queries(self, length: int) -> list[range] | None:
-        """Of a row, those whose attention this rank computes, piece by piece; None: it is given whole rows of
-        some heads."""
-        if self.pieces == self.group.size:
-            return None
-        each = length // self.pieces
-        return [range(number * each, (number + 1) * each) for number in self.mine]
-
-    def cut(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of whole rows.
-
-        Raises:
-            TitanError: the rows cannot be cut into equal pieces.
-        """
-        if x.shape[dim] % self.pieces:
-            raise TitanError(
-                f"a row of {x.shape[dim]} cannot be cut into {self.pieces} equal pieces",
-                hint=f"under mesh.cp = {self.group.size} rows must be a multiple of {self.pieces} long",
-            )
-        pieces = x.chunk(self.pieces, dim)
-        return torch.cat([pieces[number] for number in self.mine], dim)
-
-    def join(self, x: Tensor, dim: int) -> Tensor:
-        """The parts of all ranks, in document order; every rank goes on to compute the same with them, and
-        backward keeps this rank's part of the gradient."""
-        return self._in_order(gather_same(x, 0, self.group), dim)
-
-    def gathered(self, x: Tensor, dim: int) -> Tensor:
-        """As `join`, where each rank goes on to compute something else: backward sums over the ranks."""
-        return self._in_order(gather(x, 0, self.group), dim)
-
-    def _in_order(self, stacked: Tensor, dim: int) -> Tensor:
-        found: dict[int, Tensor] = {}
-        for rank, part in enumerate(stacked.chunk(self.group.size)):
-            numbers = self._of(rank)
-            found |= dict(zip(numbers, part.chunk(len(numbers), dim), strict=True))
-        return torch.cat([found[number] for number in range(self.pieces)], dim)
-
-    def inputs(self, inputs: Mapping[str, Tensor], sequence_dim: Mapping[str, int]) -> dict[str, Tensor]:
-        """What a model's forward takes, its rows cut; with `positions`, which a part of a row must know.
-
-        Args:
-            inputs: by name; rows come first.
-            sequence_dim: which dimension of an input runs along the sequence; others stay whole.
-
-        Raises:
-            TitanError: the model takes no positions, or the rows cannot be cut.
-        """
-        inputs = dict(inputs)
-        if "positions" not in inputs:
-            if "positions" not in sequence_dim:
-                raise TitanError("under mesh.cp a model needs `positions` among its sequence_dim")
-            some = next(name for name in inputs if name in sequence_dim)
-            counted = torch.arange(inputs[some].shape[sequence_dim[some]], device=inputs[some].device)
-            inputs["positions"] = counted.expand(inputs[some].shape[0], -1)
-        cut = {name: self.cut(x, sequence_dim[name]) for name, x in inputs.items() if name in sequence_dim}
-        return {**inputs, **cut}
 
 
 def context_parallel(model: Any, mesh: Mesh, how: str, *, device: torch.device, dtype: torch.dtype) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from titancli.distributed.mesh import Mesh
 from titancli.errors import RecipeError
 from titancli.parallel import Decoder, async_tp
 from titancli.parallel.activation_checkpoint import apply_activation_checkpoint, runs_again_outside
@@ -18,7 +19,6 @@ from titancli.parallel.compile import compile_model
 from titancli.parallel.context import context_parallel
 from titancli.parallel.expert import expert_parallel
 from titancli.parallel.fsdp import shard
-from titancli.parallel.mesh import Mesh
 from titancli.parallel.tensor import on_local_parameters, tensor_parallel
 from titancli.protocols import Precision
 from titancli.recipe.schema import ActivationCheckpoint, Compile

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from titancli.distributed.collectives import Group, all_to_all
 from titancli.errors import TitanError
 from titancli.models.blocks.moe import Experts, Rearrange
-from titancli.parallel.collectives import Group, all_to_all
 
 
 def expert_parallel(experts: Mapping[str, nn.Module], mesh: DeviceMesh) -> None:

@@ -1,6 +1,6 @@
 """A model cut into pipeline stages: which of them this rank has, and the parts of the model that they are.
 
-What each stage holds is arithmetic (`titancli.recipe.stages`). A part is the model without the modules of the
+What each stage holds is arithmetic (`titancli.layout.stages`). A part is the model without the modules of the
 other stages; names stay those of the whole model, since `layers` keeps its keys.
 """
 
@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from titancli.errors import TitanError
+from titancli.layout.stages import StageError, cut, stage_ranks
 from titancli.recipe.schema import Pipeline
-from titancli.recipe.stages import StageError, cut, stage_ranks
 
 
 @dataclass(frozen=True)

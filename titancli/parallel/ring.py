@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from titancli.distributed.collectives import Group
 from titancli.errors import TitanError
-from titancli.parallel.collectives import Group
 
 _aten = torch.ops.aten
 _collective = torch.ops._c10d_functional

@@ -2,8 +2,8 @@
 
 Parameters become DTensors, so that FSDP2, the gradient norm, optimizers and checkpoints know what each rank
 has of them. The forwards compute on local tensors with collectives in the open
-(`titancli.parallel.collectives`): that compiles block by block, which torch's own `parallelize_module` with
-sequence parallel does not.
+(`titancli.distributed.collectives`): that compiles block by block, which torch's own `parallelize_module`
+with sequence parallel does not.
 
 What runs between the blocks is cut along the sequence. A *region* is a module that has a "row" matrix: it
 gathers the sequence when it is entered, works on its own heads or columns, and leaves with a sum over the
@@ -20,14 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.functional import embedding, linear, rms_norm
 
+from titancli.distributed.collectives import Group, gather, reduce_scatter
+from titancli.distributed.local import SEQUENCE, local
 from titancli.errors import TitanError
-from titancli.parallel.collectives import Group, gather, reduce_scatter
-
-SEQUENCE = 1
-"""The dimension of [B, S, dim] that is cut between the blocks."""
 
 PLACEMENT: dict[str, Placement] = {
     "column": Shard(0),
@@ -36,17 +34,6 @@ PLACEMENT: dict[str, Placement] = {
     "norm": Replicate(),
     "replicate": Replicate(),
 }
-
-
-def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter that may be cut, for computing on local tensors.
-
-    A whole parameter meets other tokens or other heads on each rank, so its gradient there is part of a sum.
-    """
-    if not isinstance(parameter, DTensor):
-        return parameter
-    partial_where_whole = [Partial() if p.is_replicate() else p for p in parameter.placements]
-    return parameter.to_local(grad_placements=partial_where_whole)
 
 
 def on_local_parameters(block: nn.Module, mesh: DeviceMesh) -> None:
@@ -179,7 +166,7 @@ def _prepare(path: str, module: Any, styles: Mapping[str, str], group: Group) ->
         raise TitanError(
             f"{path or 'the model'} ({type(module).__name__}) has parameters in the tensor_plan, and is no "
             "Linear, RMSNorm or Embedding",
-            hint="let it compute with titancli.parallel.tensor.local(parameter), and say so with "
+            hint="let it compute with titancli.distributed.local.local(parameter), and say so with "
             "takes_local_parameters = True",
         )
 
@@ -201,32 +188,6 @@ def _make(path: str, module: Any, kind: type[nn.Module]) -> Any:
         )
     module.__class__ = kind
     return module
-
-
-def with_local_parameters(module: Any) -> None:
-    """Have a module's own forward find local parameters, whatever it does with them: for one that works on
-    single tokens, and whose parameters stay whole."""
-    kind: Any = type(module)
-    module.__class__ = _local_of(kind)
-
-
-@cache
-def _local_of(kind: Any) -> type[nn.Module]:
-    return type(kind.__name__, (_OnLocal, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
-
-
-class _OnLocal(nn.Module):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        kept: dict[str, Any] = {name: p for name, p in self._parameters.items() if isinstance(p, DTensor)}
-        if not kept:  # they are local already: see on_local_parameters
-            return super().forward(*args, **kwargs)
-        try:
-            for name, parameter in kept.items():
-                # No nn.Parameter, but what autograd leads from here to the DTensor.
-                self._parameters[name] = local(parameter)  # type: ignore[assignment]
-            return super().forward(*args, **kwargs)
-        finally:
-            self._parameters.update(kept)
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from titancli.layout.degrees import Degrees
 from titancli.models.shape import Decoder
 from titancli.observe.peaks import Device
 from titancli.planning.job import Job, assumed, make_job
@@ -12,7 +13,7 @@ from titancli.planning.memory import RankMemory, rank_memory
 from titancli.planning.pipeline import bubble
 from titancli.planning.roofline import Speed, speed
 from titancli.planning.traffic import Flow, flows
-from titancli.recipe.schema import Degrees, Recipe
+from titancli.recipe.schema import Recipe
 from titancli.registry.component import component_info
 
 RESERVE = 2 * 2**30

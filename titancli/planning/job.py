@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from titancli.layout.degrees import Degrees
+from titancli.layout.stages import cut, stages_of
 from titancli.models.shape import Attention, Block, Decoder
 from titancli.observe.peaks import Device
 from titancli.planning.kernels import Engine
 from titancli.recipe.hints import needs_dataset
-from titancli.recipe.schema import Degrees, Pipeline, Recipe
-from titancli.recipe.stages import cut, stages_of
+from titancli.recipe.schema import Pipeline, Recipe
 from titancli.registry.component import component_info
 
 BYTES = {"float32": 4, "bfloat16": 2}

@@ -11,9 +11,10 @@ from itertools import combinations
 from typing import Any
 
 from titancli.errors import RecipeError
+from titancli.layout.degrees import Degrees
 from titancli.planning.estimate import Estimate, estimate
 from titancli.recipe.layout import check_layout, on
-from titancli.recipe.schema import Degrees, Recipe
+from titancli.recipe.schema import Recipe
 
 MOST = 64
 """Changes that are computed through, at most: the command answers within two seconds."""

@@ -13,10 +13,10 @@ import math
 from collections.abc import Iterator
 
 from titancli.errors import RecipeError
-from titancli.recipe.fitting import divisors, near
+from titancli.layout.degrees import Degrees, divisors, near
+from titancli.layout.stages import AFTER, BEFORE, SCHEDULES, StageError, check_microbatches, cut
 from titancli.recipe.scan import KeyPath
-from titancli.recipe.schema import Degrees, Mesh, Recipe
-from titancli.recipe.stages import AFTER, BEFORE, SCHEDULES, StageError, check_microbatches, cut
+from titancli.recipe.schema import Mesh, Recipe
 from titancli.registry.component import component_info
 
 Finding = tuple[KeyPath, str, str | None]

@@ -5,15 +5,15 @@ A section or a field stands here only if it does something.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
 from titancli.errors import RecipeError
-from titancli.recipe.fitting import nearest_degrees
+from titancli.layout.degrees import Degrees, Mesh
+from titancli.layout.stages import Pipeline
 from titancli.registry.component import Component, Slot, section
 
 BFLOAT16: Literal["bfloat16"] = str(b"bfloat16", "ascii")  # type: ignore[assignment]
@@ -57,100 +57,6 @@ class Training:
     """Python's garbage is collected every so many steps, and never between."""
     seed: Annotated[int, Ge(0), Le(2**63 - 1)] = 0
     """Initial values, data order and every other random number follow from it."""
-
-
-@dataclass(frozen=True)
-class Degrees:
-    """A mesh with every degree known. `world = pp * dp_replicate * dp_shard * cp * tp`."""
-
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    cp: int = 1
-    tp: int = 1
-    ep: int = 1
-
-    @property
-    def dp(self) -> int:
-        """Ranks whose batches differ."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def world(self) -> int:
-        return self.pp * self.dp * self.cp * self.tp
-
-
-Degree = Annotated[int, Ge(1)] | Literal[-1]
-
-
-@section
-class Mesh:
-    """Degrees of parallelism; one of them may be -1 and takes the ranks that are left."""
-
-    pp: Degree = 1
-    """Pipeline stages."""
-    dp_replicate: Degree = 1
-    """Replicas of the whole model (DDP when dp_shard is 1, HSDP otherwise)."""
-    dp_shard: Degree = -1
-    """Ranks that parameters are sharded over (FSDP2)."""
-    cp: Degree = 1
-    """Ranks that a row is cut over."""
-    tp: Degree = 1
-    """Ranks that a layer's matrices are cut over."""
-    ep: Annotated[int, Ge(1)] = 1
-    """Ranks that experts are spread over; taken from dp_shard * cp * tp."""
-
-    def resolve(self, world: int, can: Callable[[str, int], bool] = lambda name, degree: True) -> Degrees:
-        """The degrees on `world` ranks.
-
-        Args:
-            can: whether the model can be cut so; an error names only such degrees.
-
-        Raises:
-            RecipeError: they do not multiply to `world`, or more than one is -1.
-        """
-        degrees = {n: getattr(self, n) for n in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
-        text = " x ".join(f"{name}={degree}" for name, degree in degrees.items())
-        free = [name for name, degree in degrees.items() if degree == -1]
-        if len(free) > 1:
-            raise RecipeError(f"mesh: only one degree may be -1, not {' and '.join(free)}")
-        fixed = 1
-        for degree in degrees.values():
-            fixed *= 1 if degree == -1 else degree
-        if world % fixed or (not free and fixed != world):
-            start = f"start {'a multiple of ' * bool(free)}{fixed} rank{'s' if fixed > 1 else ''}"
-            left = None if free or world % fixed else "one degree = -1"
-            other = nearest_degrees(degrees, world, can) or left
-            raise RecipeError(
-                f"mesh: {text} does not make {world} rank{'s' if world > 1 else ''}",
-                hint=f"{start}, or write {other}" if other else start,
-            )
-        if free:
-            degrees[free[0]] = world // fixed
-        return Degrees(**degrees, ep=self.ep)
-
-
-Schedule = Literal[
-    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-]
-
-
-@section
-class Pipeline:
-    """How a model is cut into stages (mesh.pp), and the order in which they work."""
-
-    schedule: Schedule = "1F1B"
-    """The last five give each rank several stages; the last three split backward in two."""
-    microbatch_size: Annotated[int, Gt(0)] = 1
-    """Rows that pass through the stages together."""
-    layers_per_stage: Annotated[int, Gt(0)] | None = None
-    """Layers of one stage; None: as many as make one stage a rank, or two for the schedules of several."""
-    first_stage_less_layers: Annotated[int, Ge(0)] = 1
-    """By how many layers the first stage is lighter, for the embedding's sake."""
-    last_stage_less_layers: Annotated[int, Ge(0)] = 1
-    """By how many layers the last stage is lighter, for the output's sake."""
-    module_fqns_per_model_part: list[list[str]] | None = None
-    """The modules of every stage by name, instead: `[["tok_embeddings", "layers.0"], …]`."""
 
 
 @section

@@ -103,7 +103,7 @@ def _runtime(kind: str, config: Any, folder: Path, seq_len: int) -> dict[str, An
         tokenizer = build(ByteTokenizer()) if needs_tokenizer(config) else None
         return dict(tokenizer=tokenizer, seq_len=seq_len, rows=2, dp_rank=0, dp_size=1, seed=0)
     if kind == "converter":
-        from titancli.recipe.schema import Degrees
+        from titancli.layout.degrees import Degrees
 
         return {"mesh": Degrees(), "compile": False}
     if kind == "optimizer":

@@ -17,8 +17,9 @@ from tests.engine.cases import Layout
 from titan_float8 import Float8Linear
 from titan_float8.linear import build
 from titancli.engine import Engine
+from titancli.layout.degrees import Degrees
 from titancli.models import Llama3
-from titancli.recipe.schema import Degrees, Recipe
+from titancli.recipe.schema import Recipe
 
 # Sides are multiples of 16, as float8 wants them.
 MODEL: dict[str, Any] = dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=128, vocab_size=64)

@@ -14,8 +14,8 @@ from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
 from titan_float8 import Float8Linear
 from titan_float8.ao import Float8TrainingTensor
 from titan_float8.linear import build
-from titancli.parallel.collectives import Group
-from titancli.recipe.schema import Degrees
+from titancli.distributed.collectives import Group
+from titancli.layout.degrees import Degrees
 
 TOKENS, INPUTS, OUTPUTS = (2, 8), 32, 64
 PARTS = {"column": (None, -1), "row": (-1, None)}

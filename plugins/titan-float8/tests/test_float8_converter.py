@@ -17,10 +17,10 @@ from titan_float8.ao import Float8Linear as TorchaoLinear
 from titan_float8.linear import build
 from titan_float8.weight import GatheredWeight, plain
 from titancli.errors import EnvironmentProblem, RecipeError
+from titancli.layout.degrees import Degrees
 from titancli.models import Llama3
 from titancli.models.llama3.model import build as build_llama3
 from titancli.recipe import load_recipe
-from titancli.recipe.schema import Degrees
 from titancli.testing import check_plugin
 
 BLOCK = {"attention.wq", "attention.wk", "attention.wv", "attention.wo"}

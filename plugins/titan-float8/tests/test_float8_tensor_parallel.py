@@ -20,9 +20,9 @@ from test_float8_numerics import distance
 from tests.engine.cases import Layout
 from titan_float8 import Float8Linear
 from titan_float8.linear import build
+from titancli.distributed.collectives import Group
 from titancli.errors import RecipeError, TitanError
-from titancli.parallel.collectives import Group
-from titancli.recipe.schema import Degrees
+from titancli.layout.degrees import Degrees
 
 pytestmark = pytest.mark.ranks
 

@@ -26,9 +26,9 @@ from titan_float8.ao import (
     tensor_to_amax,
 )
 from titan_float8.weight import whole_over
+from titancli.distributed.collectives import Group, all_reduce
+from titancli.distributed.local import local
 from titancli.errors import TitanError
-from titancli.parallel.collectives import Group, all_reduce
-from titancli.parallel.tensor import local
 
 
 class Cut(NamedTuple):

@@ -26,7 +26,7 @@ from titancli.recipe.problems import nearest
 
 if TYPE_CHECKING:
     from titan_float8 import Float8Linear as Config
-    from titancli.recipe.schema import Degrees
+    from titancli.layout.degrees import Degrees
 
 # Below titan's own logger: what it warns of reaches people, and the run's events.
 logger = logging.getLogger("titancli.plugins.titan_float8")

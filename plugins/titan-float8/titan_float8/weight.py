@@ -23,7 +23,7 @@ from titan_float8.ao import (
     hp_tensor_and_scale_to_float8,
     tensor_to_amax,
 )
-from titancli.parallel.collectives import Group, all_reduce
+from titancli.distributed.collectives import Group, all_reduce
 
 _aten = torch.ops.aten
 _STAYS_A_WEIGHT = {

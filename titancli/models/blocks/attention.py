@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from titancli.distributed.local import local
 from titancli.models.blocks.masks import document_mask
 from titancli.models.blocks.reach import WHOLE, Reach
 from titancli.models.blocks.rope import rotate
-from titancli.parallel.tensor import local
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -22,8 +22,8 @@ from titancli.models.blocks.rope import rotation
 
 if TYPE_CHECKING:
     from titancli.data.batch import Batch
+    from titancli.distributed.local import RowCut
     from titancli.losses.result import LossResult
-    from titancli.parallel.context import RowCut
     from titancli.protocols import Loss
 
 

@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from titancli.data.batch import Batch
+from titancli.distributed.collectives import Group, gather, gather_same, sum_same
+from titancli.distributed.local import SEQUENCE, local
 from titancli.losses.chunked import (
     entropy,
     linear_log_probs,
     linear_log_probs_and_entropy,
     linear_token_loss,
 )
-from titancli.parallel.collectives import Group, gather, gather_same, sum_same
-from titancli.parallel.tensor import SEQUENCE, local
 
 if TYPE_CHECKING:
+    from titancli.distributed.local import RowCut
     from titancli.losses.result import LossResult
-    from titancli.parallel.context import RowCut
     from titancli.protocols import Loss
 
 

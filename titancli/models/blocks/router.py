@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from titancli.parallel.tensor import local
+from titancli.distributed.local import local
 
 if TYPE_CHECKING:
     from titancli.models.sections import MoE as MoEConfig

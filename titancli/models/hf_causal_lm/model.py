@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from titancli.distributed.local import with_local_parameters
 from titancli.errors import EnvironmentProblem
 from titancli.models.blocks.head import Output
 from titancli.models.blocks.init import fill
@@ -31,12 +32,11 @@ from titancli.models.hf_causal_lm.modules import (
     tensor_plan,
 )
 from titancli.models.hf_causal_lm.trial import try_once
-from titancli.parallel.tensor import with_local_parameters
 
 if TYPE_CHECKING:
     from titancli.data.batch import Batch
+    from titancli.distributed.collectives import Group
     from titancli.losses.result import LossResult
-    from titancli.parallel.collectives import Group
     from titancli.protocols import Loss
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from titancli.errors import PluginError
+from titancli.layout.stages import SCHEDULES
 from titancli.recipe.requires import install_command
-from titancli.recipe.stages import SCHEDULES
 from titancli.recipe.torchtitan.checkpoint import checkpoint
 from titancli.recipe.torchtitan.fields import FLOAT8, GROUPED_FLOAT8, GROUPED_MX, MX
 from titancli.recipe.torchtitan.job import Job

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from titancli.recipe.schema import Degrees
+from titancli.layout.degrees import Degrees
 from titancli.registry.component import build
 from titancli.testing.behaviour import Check, Subject, first_difference
 from titancli.testing.behaviour.engines import (

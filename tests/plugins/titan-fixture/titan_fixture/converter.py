@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from titan_fixture import Scaled as Config
+    from titancli.layout.degrees import Degrees
     from titancli.protocols import Model
-    from titancli.recipe.schema import Degrees
 
 
 class Scaled:

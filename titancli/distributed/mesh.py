@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
-from titancli.recipe.schema import Degrees
+from titancli.layout.degrees import Degrees
 
 
 class Mesh:

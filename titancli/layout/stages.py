@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt
 
 from titancli.errors import RecipeError
-
-if TYPE_CHECKING:
-    from titancli.recipe.schema import Pipeline
+from titancli.registry.component import section
 
 BEFORE, AFTER = ("tok_embeddings",), ("norm", "output")
 """The modules of a decoder that stand before and after its `layers`."""
@@ -51,6 +51,29 @@ SCHEDULES = {
     "ZBVZeroBubble": Schedule((2, 2), v_shaped=True, splits_backward=True),
     "DualPipeV": Schedule((2, 2), v_shaped=True, splits_backward=True, at_least_stages=True),
 }
+
+
+ScheduleName = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
+
+
+@section
+class Pipeline:
+    """How a model is cut into stages (mesh.pp), and the order in which they work."""
+
+    schedule: ScheduleName = "1F1B"
+    """The last five give each rank several stages; the last three split backward in two."""
+    microbatch_size: Annotated[int, Gt(0)] = 1
+    """Rows that pass through the stages together."""
+    layers_per_stage: Annotated[int, Gt(0)] | None = None
+    """Layers of one stage; None: as many as make one stage a rank, or two for the schedules of several."""
+    first_stage_less_layers: Annotated[int, Ge(0)] = 1
+    """By how many layers the first stage is lighter, for the embedding's sake."""
+    last_stage_less_layers: Annotated[int, Ge(0)] = 1
+    """By how many layers the last stage is lighter, for the output's sake."""
+    module_fqns_per_model_part: list[list[str]] | None = None
+    """The modules of every stage by name, instead: `[["tok_embeddings", "layers.0"], …]`."""
 
 
 class StageError(RecipeError):

@@ -1,0 +1,1 @@
+"""Ranks: their process group, their device mesh, collectives, and what of rows and parameters each has."""

@@ -1,0 +1,131 @@
+"""What this rank has of a parameter, and of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+
+from titancli.distributed.collectives import Group, gather, gather_same
+from titancli.errors import TitanError
+
+SEQUENCE = 1
+"""The dimension of [B, S, dim] that is cut between the blocks."""
+
+
+# ------------------------------------------------------------------------------------------------ parameters
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter that may be cut, for computing on local tensors.
+
+    A whole parameter meets other tokens or other heads on each rank, so its gradient there is part of a sum.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    partial_where_whole = [Partial() if p.is_replicate() else p for p in parameter.placements]
+    return parameter.to_local(grad_placements=partial_where_whole)
+
+
+def with_local_parameters(module: Any) -> None:
+    """Have a module's own forward find local parameters, whatever it does with them: for one that works on
+    single tokens, and whose parameters stay whole."""
+    kind: Any = type(module)
+    module.__class__ = local_of(kind)
+
+
+@cache
+def local_of(kind: Any) -> type[nn.Module]:
+    return type(kind.__name__, (_OnLocal, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+class _OnLocal(nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        kept: dict[str, Any] = {name: p for name, p in self._parameters.items() if isinstance(p, DTensor)}
+        if not kept:  # they are local already: see on_local_parameters
+            return super().forward(*args, **kwargs)
+        try:
+            for name, parameter in kept.items():
+                # No nn.Parameter, but what autograd leads from here to the DTensor.
+                self._parameters[name] = local(parameter)  # type: ignore[assignment]
+            return super().forward(*args, **kwargs)
+        finally:
+            self._parameters.update(kept)
+
+
+# ------------------------------------------------------------------------------------------------------ rows
+
+
+class RowCut:
+    """Which part of every row this rank has."""
+
+    def __init__(self, group: Group, *, head_tail: bool) -> None:
+        self.group = group
+        self.pieces = 2 * group.size if head_tail else group.size
+        self.mine = self._of(group.rank)
+        """The numbers of this rank's pieces, in the order in which it has them."""
+
+    def _of(self, rank: int) -> tuple[int, ...]:
+        return (rank,) if self.pieces == self.group.size else (rank, self.pieces - 1 - rank)
+
+    def queries(self, length: int) -> list[range] | None:
+        """Of a row, those whose attention this rank computes, piece by piece; None: it is given whole rows of
+        some heads."""
+        if self.pieces == self.group.size:
+            return None
+        each = length // self.pieces
+        return [range(number * each, (number + 1) * each) for number in self.mine]
+
+    def cut(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part of whole rows.
+
+        Raises:
+            TitanError: the rows cannot be cut into equal pieces.
+        """
+        if x.shape[dim] % self.pieces:
+            raise TitanError(
+                f"a row of {x.shape[dim]} cannot be cut into {self.pieces} equal pieces",
+                hint=f"under mesh.cp = {self.group.size} rows must be a multiple of {self.pieces} long",
+            )
+        pieces = x.chunk(self.pieces, dim)
+        return torch.cat([pieces[number] for number in self.mine], dim)
+
+    def join(self, x: Tensor, dim: int) -> Tensor:
+        """The parts of all ranks, in document order; every rank goes on to compute the same with them, and
+        backward keeps this rank's part of the gradient."""
+        return self._in_order(gather_same(x, 0, self.group), dim)
+
+    def gathered(self, x: Tensor, dim: int) -> Tensor:
+        """As `join`, where each rank goes on to compute something else: backward sums over the ranks."""
+        return self._in_order(gather(x, 0, self.group), dim)
+
+    def _in_order(self, stacked: Tensor, dim: int) -> Tensor:
+        found: dict[int, Tensor] = {}
+        for rank, part in enumerate(stacked.chunk(self.group.size)):
+            numbers = self._of(rank)
+            found |= dict(zip(numbers, part.chunk(len(numbers), dim), strict=True))
+        return torch.cat([found[number] for number in range(self.pieces)], dim)
+
+    def inputs(self, inputs: Mapping[str, Tensor], sequence_dim: Mapping[str, int]) -> dict[str, Tensor]:
+        """What a model's forward takes, its rows cut; with `positions`, which a part of a row must know.
+
+        Args:
+            inputs: by name; rows come first.
+            sequence_dim: which dimension of an input runs along the sequence; others stay whole.
+
+        Raises:
+            TitanError: the model takes no positions, or the rows cannot be cut.
+        """
+        inputs = dict(inputs)
+        if "positions" not in inputs:
+            if "positions" not in sequence_dim:
+                raise TitanError("under mesh.cp a model needs `positions` among its sequence_dim")
+            some = next(name for name in inputs if name in sequence_dim)
+            counted = torch.arange(inputs[some].shape[sequence_dim[some]], device=inputs[some].device)
+            inputs["positions"] = counted.expand(inputs[some].shape[0], -1)
+        cut = {name: self.cut(x, sequence_dim[name]) for name, x in inputs.items() if name in sequence_dim}
+        return {**inputs, **cut}
