@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Titan
-from titancli.launchers import start
+from titancli.run import start
 
 LOSS = """
 from titancli import component, hookimpl

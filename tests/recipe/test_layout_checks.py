@@ -8,10 +8,10 @@ import pytest
 
 from tests.recipe.components import TARGET, registry_of
 from titancli.errors import Problem, RecipeError
-from titancli.launchers.fit import check_world
 from titancli.layout.degrees import near
 from titancli.recipe import Loaded, load_recipe
 from titancli.registry.component import Component, component
+from titancli.run.fit import check_world
 
 
 @component("model", "decoder_of_any_size", target=TARGET)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.run.conftest import Finished, losses
+from titancli.run.worker import Place, Rank
 from titancli.runs import RunFolder
-from titancli.worker import Place, Rank
 
 Train = Callable[..., Finished]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from titancli.launchers.plan import changes
+from titancli.run.prepare import changes
 
 
 def test_equal_recipes_do_not_drift() -> None:

@@ -10,16 +10,16 @@ MODULES = (
     "titancli.launchers",
     "titancli.launchers.agent",
     "titancli.launchers.local",
-    "titancli.launchers.plan",
-    "titancli.launchers.preview",
-    "titancli.launchers.start",
+    "titancli.run.prepare",
+    "titancli.run.preview",
+    "titancli.run.start",
     "titancli.loggers",
     "titancli.observe.console",
     "titancli.observe.events",
     "titancli.observe.failures",
     "titancli.observe.metrics",
     "titancli.runs",
-    "titancli.worker",
+    "titancli.run.worker",
 )
 
 

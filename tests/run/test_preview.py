@@ -8,8 +8,8 @@ import pytest
 
 from titancli.cli import main
 from titancli.engine.dry_run import dry_run
-from titancli.launchers.preview import parameters_of_a_rank
 from titancli.recipe import load_recipe
+from titancli.run.preview import parameters_of_a_rank
 
 LAYOUTS = {
     "sharded": (4, []),

@@ -57,7 +57,7 @@ def command(
 
 
 def _diff(reference: str, overrides: list[str], unset: tuple[str, ...], other: str, as_json: bool) -> None:
-    from titancli.launchers.compare import differences, read_side
+    from titancli.run.compare import differences, read_side
 
     keys, software = differences(read_side(reference, overrides, unset=unset), read_side(other))
     if as_json:

@@ -10,9 +10,9 @@ from titancli.cli.common import split_overrides
 from titancli.cli.completion import RecipeOrOverride
 from titancli.cli.output import print_json
 from titancli.errors import UsageError
-from titancli.launchers.fit import check_world
 from titancli.observe.peaks import DEVICES
 from titancli.recipe import Loaded, load_recipe
+from titancli.run.fit import check_world
 
 NODE = 8
 """Ranks to begin with where neither the command nor the mesh says how many there are."""
@@ -61,7 +61,7 @@ def command(
     world = world_size or _ranks(loaded, gpu)
     told = _told(loaded, world, gpu)
     if check or check_rank:
-        from titancli.launchers import check as dry_run
+        from titancli.run import check as dry_run
 
         told["check"] = dry_run.check(loaded.recipe, world, check_rank or None)
     if as_json:

@@ -15,8 +15,8 @@ from titancli.cli.output import note, print_json
 from titancli.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
 
 if TYPE_CHECKING:
-    from titancli.launchers.plan import Plan
-    from titancli.launchers.start import Processes
+    from titancli.run.prepare import Plan
+    from titancli.run.start import Processes
     from titancli.runs import RunFolder
 
 
@@ -75,9 +75,9 @@ def command(
     titan train RUN --resume                    continue a run
     titan train RECIPE --run-dir DIR --resume   start DIR, or continue it: for job scripts
     """
-    from titancli.launchers.plan import Request, make_plan
-    from titancli.launchers.start import Processes, count_processes, start
     from titancli.recipe.remarks import remarks
+    from titancli.run.prepare import Request, make_plan
+    from titancli.run.start import Processes, count_processes, start
 
     recipe, overrides = _one_recipe(arguments)
     if nnodes > 1 and ((run_dir is None and not resume) or rdzv is None):
@@ -129,7 +129,7 @@ def _one_recipe(arguments: tuple[str, ...]) -> tuple[str, list[str]]:
 
 
 def _show(plan: Plan, count: Processes, plugin_files: list[Path], as_json: bool) -> int:
-    from titancli.launchers.preview import as_text, preview
+    from titancli.run.preview import as_text, preview
 
     facts = preview(plan, count, plugin_files)
     if as_json:

@@ -14,11 +14,11 @@ from titancli.cli.failures import tell
 from titancli.cli.group import note_broken
 from titancli.cli.output import note, print_json
 from titancli.errors import Problem, RecipeError, TitanError, UsageError
-from titancli.launchers.fit import check_weights
 from titancli.recipe import load_recipe, render_problems
 from titancli.recipe.imports import import_components
 from titancli.recipe.remarks import remarks
 from titancli.recipe.urls import url_of
+from titancli.run.fit import check_weights
 
 Format = Literal["text", "json", "github"]
 

@@ -263,7 +263,7 @@ def limits_of(recipe: Recipe, degrees: Degrees, row_cut: RowCut | None) -> Limit
 def materialise(engine: Core, recipe: Recipe) -> None:
     """Give the meta model memory, and values: the recipe's weights, or initial ones.
 
-    Weights that come along with all other state are read with it, see `titancli.loops.session`.
+    Weights that come along with all other state are read with it, see `titancli.run.session`.
     """
     whole = recipe.weights is not None and recipe.checkpoint.initial_load_model_only
     for part in engine.parts:

@@ -89,7 +89,7 @@ def exit_code(outcome: dict[str, Any]) -> int:
 
 
 def _in_place(start: Start) -> int:
-    from titancli import worker
+    from titancli.run import worker
 
     began = timestamp()
     with _watcher(start) as watcher:
@@ -154,7 +154,7 @@ def torchrun_command(config: Local, start: Start) -> list[str]:
     return [
         *(sys.executable, "-m", "titancli.launchers.agent", str(_ends_file(start))),
         *(f"--nnodes={start.nnodes}", f"--nproc-per-node={start.nproc}", *rendezvous),
-        *(f"--max-restarts={config.max_restarts}", "-m", "titancli.worker", *worker),
+        *(f"--max-restarts={config.max_restarts}", "-m", "titancli.run.worker", *worker),
     ]
 
 

@@ -1,7 +1,7 @@
 """What each rank runs: a resolved recipe in, an outcome out.
 
-`python -m titancli.worker RUN_DIR` is one rank of several, started by a launcher; `main` runs the only rank
-inside the command. Nothing at the top imports torch, so that signals are handled from the first moment.
+`python -m titancli.run.worker RUN_DIR` is one rank of several, started by a launcher; `main` runs the only
+rank inside the command. Nothing at the top imports torch, so that signals are handled from the first moment.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from titancli.observe.observers import Observers
     from titancli.recipe.schema import Recipe
 
-logger = logging.getLogger("titancli.worker")  # its __name__ may be __main__
+logger = logging.getLogger("titancli.run.worker")  # its __name__ may be __main__
 
 
 def main(
@@ -55,7 +55,7 @@ def main(
     stop: Stop | None = None,
     listeners: tuple[Listener, ...] = (),
 ) -> dict[str, Any]:
-    """Run one rank to its end and return the outcome (see `titancli.loops.session.run`).
+    """Run one rank to its end and return the outcome (see `titancli.run.session.run`).
 
     Without `lock_file` the run folder is ready and held by the caller. With it rank 0 makes the folder, from
     that file and the `run.json` beside it. `listeners` are handed rank 0's events.
@@ -128,7 +128,7 @@ class Rank:
             self._observers = self._observe(engine, recipe, device, loggers, known)
             return self._observers
 
-        from titancli.loops import session
+        from titancli.run import session
 
         outcome = session.run(
             recipe,
@@ -277,8 +277,8 @@ def _logs_as_events(events: EventLog) -> Iterator[None]:
 
 
 def run_rank(arguments: Sequence[str] | None = None) -> int:
-    """`python -m titancli.worker`: the exit code is 0 whenever the rank stopped in good order."""
-    parser = argparse.ArgumentParser(prog="python -m titancli.worker", description=__doc__)
+    """`python -m titancli.run.worker`: the exit code is 0 whenever the rank stopped in good order."""
+    parser = argparse.ArgumentParser(prog="python -m titancli.run.worker", description=__doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--lock", type=Path, help="resolved recipe of a run folder that is still to be made")
     parser.add_argument("--checkpoint", type=Path, help="checkpoint folder to continue from")

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from titancli.errors import RecipeError
-from titancli.launchers.plan import Change, changes
 from titancli.provenance import file_hash, versions
 from titancli.registry import plugin_files
+from titancli.run.prepare import Change, changes
 from titancli.runs import RunFolder
 
 

@@ -20,10 +20,10 @@ from titancli.checkpoint.manifest import read_manifest
 from titancli.data.loader import Loader
 from titancli.engine import Engine
 from titancli.errors import EnvironmentProblem, TitanError
-from titancli.loops.exports import export
 from titancli.loops.run import Run, Stop
 from titancli.registry.component import build
 from titancli.rl.prompts import PromptSource
+from titancli.run.exports import export
 
 if TYPE_CHECKING:
     from titancli.checkpoint.uploads import Uploads

@@ -17,9 +17,9 @@ from typing import Any
 
 from titancli.errors import EnvironmentProblem
 from titancli.launchers.devices import visible_gpus
-from titancli.launchers.fit import check_devices, check_world
-from titancli.launchers.plan import Plan, new_attempt, new_record
 from titancli.registry.component import build
+from titancli.run.fit import check_devices, check_world
+from titancli.run.prepare import Plan, new_attempt, new_record
 from titancli.runs import LOCK_NAME, RECORD_NAME, RunFolder
 
 

@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titancli.launchers import Local
-from titancli.launchers.fit import check_world
 from titancli.launchers.local import Start, in_place, torchrun_command
-from titancli.launchers.plan import Plan
-from titancli.launchers.start import Processes
 from titancli.layout.degrees import Degrees
 from titancli.observe.peaks import DEVICES
 from titancli.planning.estimate import shape_of
@@ -19,6 +16,9 @@ from titancli.planning.job import BYTES, make_job
 from titancli.planning.memory import numbers_at_rest
 from titancli.recipe.schema import Recipe
 from titancli.registry.component import build, component_info
+from titancli.run.fit import check_world
+from titancli.run.prepare import Plan
+from titancli.run.start import Processes
 
 
 def preview(plan: Plan, processes: Processes, plugin_files: list[Path]) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from titancli.checkpoint import read_manifest
 from titancli.checkpoint.manifest import steps
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
-from titancli.launchers import elsewhere
-from titancli.launchers.fit import check_weights
 from titancli.provenance import file_hash, provenance
+from titancli.run import remote
+from titancli.run.fit import check_weights
 from titancli.runs import RunFolder, timestamp
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _begin(request: Request, run_dir: Path | None) -> Plan:
     missing = require_inputs(loaded, weights=True, dry_run=request.dry_run, say=request.say)
     folder = RunFolder.choose(loaded.recipe.name, run_dir)
     if not request.dry_run:
-        elsewhere.see_to(folder, loaded.recipe.checkpoint, new=not request.resume)
+        remote.see_to(folder, loaded.recipe.checkpoint, new=not request.resume)
     return Plan(
         folder=folder,
         loaded=loaded,
@@ -141,14 +141,14 @@ def _from_afar(request: Request, run_dir: Path) -> Plan | None:
     section = load_recipe(request.reference, request.overrides, unset=request.unset).recipe.checkpoint
     notes: list[str] = []
     if section.remote is not None and request.dry_run:
-        found = elsewhere.newest(
+        found = remote.newest(
             RunFolder(run_dir), section, rejected=notes.append, say=request.say, dry_run=True
         )
         if found is None:
             return None
         plan = _begin(request, run_dir)
         return replace(plan, checkpoint=found, start_step=_step_of(found), notes=notes)
-    if not elsewhere.take_run(run_dir, section, rejected=notes.append, say=request.say):
+    if not remote.take_run(run_dir, section, rejected=notes.append, say=request.say):
         for note in notes:
             request.say(note)
         return None
@@ -184,7 +184,7 @@ def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
     checkpoint, more = _choose_checkpoint(folder, request, section, required=required)
     start_step = _step_of(checkpoint) if checkpoint is not None else 0
     if not request.dry_run:
-        elsewhere.see_to(folder, section, new=False)
+        remote.see_to(folder, section, new=False)
     missing = require_inputs(loaded, weights=checkpoint is None, dry_run=request.dry_run, say=request.say)
     return Plan(
         folder=folder,
@@ -220,7 +220,7 @@ def _choose_checkpoint(
 ) -> tuple[Path | None, list[str]]:
     if (step := request.step) is not None:
         if not request.dry_run:
-            elsewhere.take_step(folder, section, step, request.say)
+            remote.take_step(folder, section, step, request.say)
         path = folder.checkpoints / f"step-{step}"
         if not path.is_dir():
             there = sorted(
@@ -232,7 +232,7 @@ def _choose_checkpoint(
             )
         return path, []
     notes: list[str] = []
-    path_or_none = elsewhere.newest(
+    path_or_none = remote.newest(
         folder, section, rejected=notes.append, say=request.say, dry_run=request.dry_run
     )
     if path_or_none is None and required:
