@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from titancli import builtin
+from titancli.migrate.fields import FIELDS, Field
+from titancli.migrate.job import has_key
 from titancli.recipe.hints import arms, bare, fields_of, recipe_slots
 from titancli.recipe.schema import Recipe
-from titancli.recipe.torchtitan.fields import FIELDS, Field
-from titancli.recipe.torchtitan.job import has_key
 from titancli.registry.component import component_info
 from titancli.registry.describe import FieldText, describe, plain, summary
 from titancli.registry.kinds import KINDS
@@ -63,7 +63,7 @@ PARTS = {
     "quantize.linear.float8": '`[[converters]]` with `type = "float8_linear"` (plugin titan-float8)',
     "quantize": "`[[converters]]`, if a plugin offers it",
 }
-"""What the fields become that `titancli/recipe/torchtitan/parts.py` reads."""
+"""What the fields become that `titancli/migrate/parts.py` reads."""
 
 
 def components_page() -> str:

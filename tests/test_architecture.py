@@ -35,7 +35,7 @@ FLOORS = [
     {"run.worker", "run.session", "run.exports"},
     {"launchers"},
     {"run"},
-    {"doctor"},
+    {"doctor", "migrate"},
     {"cli", "testing"},
     {"builtin", "__init__", "__main__"},
 ]

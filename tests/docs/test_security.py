@@ -13,7 +13,7 @@ import pytest
 from tests.docs.markdown import ROOT
 from titancli.data.hf_tokenizer import HFTokenizer
 from titancli.errors import RecipeError
-from titancli.recipe import env
+from titancli.recipe import check
 
 TEXT = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 SOURCES = [*(ROOT / "titancli").rglob("*.py"), *(ROOT / "plugins").glob("*/titan_*/**/*.py")]
@@ -58,9 +58,9 @@ def test_the_variables_that_a_recipe_may_not_set_are_listed() -> None:
     assert section is not None
     refused, _, allowed = section[1].partition("**This is")
     named = set(re.findall(r"`([A-Z_*]+)`", refused))
-    assert named == {*env.SECRET, *env.CODE}
+    assert named == {*check.SECRET, *check.CODE}
     assert set(re.findall(r"`([A-Z_]+)`", allowed)) == set(ALLOWED)
-    assert list(env.check_env(dict.fromkeys(ALLOWED, "x"))) == []
+    assert list(check.check_env(dict.fromkeys(ALLOWED, "x"))) == []
 
 
 def test_a_chat_template_is_rendered_in_a_sandbox(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from titancli.errors import Location, Problem, RecipeError
 from titancli.recipe import render_problems
 from titancli.recipe.problems import Problems
-from titancli.recipe.tree import Source
+from titancli.recipe.toml import Source
 
 STEPS = Problem(
     "unknown-key",

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.recipe.conftest import BASE
+from titancli.recipe.check import remarks
 from titancli.recipe.load import Loaded, load_recipe
-from titancli.recipe.remarks import remarks
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ import tomli
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from titancli.recipe.scan import KeyPath, match_key, scan
-from titancli.recipe.tree import dotted
+from titancli.recipe.toml import KeyPath, dotted, match_key, scan
 
 # ------------------------------------------------------------------------ strategies: TOML as text
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from titancli.checkpoint.manifest import LOCK
 from titancli.errors import RecipeError
-from titancli.recipe.saved import PARTS
+from titancli.recipe.check import PARTS
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from titancli.checkpoint.manifest import (
 )
 from titancli.checkpoint.store import RemotePath, Unreachable, at
 from titancli.errors import EnvironmentProblem, TitanError
-from titancli.recipe.urls import url_of
+from titancli.recipe.find import url_of
 
 
 def run_place(url: str, run_folder: Path) -> Path:

@@ -13,7 +13,7 @@ from titancli.cli.completion import RecipeOrOverride
 from titancli.cli.output import note, print_json
 from titancli.errors import UsageError
 from titancli.recipe import Loaded, load_recipe, lock_text
-from titancli.recipe.tree import dotted
+from titancli.recipe.toml import dotted
 
 COMMENT_COLUMN = 40
 

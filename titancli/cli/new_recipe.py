@@ -58,7 +58,7 @@ def command(file: Path, base: str | None, job: Path | None) -> int:
 
 
 def _extend(file: Path, base: str) -> int:
-    from titancli.recipe.template import template
+    from titancli.recipe.editor import template
 
     loaded = load_recipe(base)
     schema = f"./{SCHEMA_NAME}" if (file.parent / SCHEMA_NAME).is_file() else None
@@ -69,7 +69,7 @@ def _extend(file: Path, base: str) -> int:
 
 
 def _translate(file: Path, job: Path) -> int:
-    from titancli.recipe.torchtitan import translate
+    from titancli.migrate import translate
 
     found = translate(job, _name(file), current())
     _write(file, found.text)

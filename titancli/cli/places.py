@@ -21,7 +21,7 @@ class FolderOrURL(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         from titancli.checkpoint.store import at
-        from titancli.recipe.urls import url_of
+        from titancli.recipe.find import url_of
 
         url = url_of(Path(value)) if isinstance(value, str) else None
         return at(url) if url else super().convert(value, param, ctx)

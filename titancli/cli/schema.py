@@ -20,7 +20,7 @@ def command() -> None:
     A recipe whose first line is `#:schema ./titan.schema.json` is then completed and checked by editors that
     know Taplo or Even Better TOML. Write the file anew after installing a plugin.
     """
-    from titancli.recipe.json_schema import recipe_schema
+    from titancli.recipe.editor import recipe_schema
 
     print(json.dumps(recipe_schema(current()), indent=2, ensure_ascii=False))
     note_broken()

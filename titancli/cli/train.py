@@ -75,7 +75,7 @@ def command(
     titan train RUN --resume                    continue a run
     titan train RECIPE --run-dir DIR --resume   start DIR, or continue it: for job scripts
     """
-    from titancli.recipe.remarks import remarks
+    from titancli.recipe.check import remarks
     from titancli.run.prepare import Request, make_plan
     from titancli.run.start import Processes, count_processes, start
 

@@ -15,10 +15,9 @@ from titancli.cli.group import note_broken
 from titancli.cli.output import note, print_json
 from titancli.errors import Problem, RecipeError, TitanError, UsageError
 from titancli.recipe import load_recipe, render_problems
-from titancli.recipe.imports import import_components
-from titancli.recipe.remarks import remarks
-from titancli.recipe.urls import url_of
-from titancli.run.fit import check_weights
+from titancli.recipe.check import remarks
+from titancli.recipe.find import url_of
+from titancli.run.fit import check_weights, import_components
 
 Format = Literal["text", "json", "github"]
 

@@ -44,7 +44,7 @@ from titancli.parallel.pipeline import Placement, split
 from titancli.recipe.check import component_checks
 from titancli.recipe.layout import check_layout, on
 from titancli.recipe.schema import Recipe, Training
-from titancli.recipe.tree import dotted
+from titancli.recipe.toml import dotted
 from titancli.registry.component import build, component_info, load_target
 
 E = TypeVar("E", bound=Core)

@@ -21,7 +21,8 @@ from titancli.engine.agreement import Call, together
 from titancli.errors import EnvironmentProblem, UsageError
 from titancli.process import Place
 from titancli.recipe import load_recipe
-from titancli.recipe.remarks import remarks
+from titancli.recipe.check import remarks
+from titancli.recipe.find import url_of
 from titancli.recipe.schema import (
     BFLOAT16,
     ActivationCheckpoint,
@@ -35,7 +36,6 @@ from titancli.recipe.schema import (
     Stability,
     Training,
 )
-from titancli.recipe.urls import url_of
 from titancli.registry import current
 from titancli.registry.component import component_info
 from titancli.registry.kinds import KINDS

@@ -10,7 +10,7 @@ from __future__ import annotations
 from titancli.recipe.find import LOCK_NAME, bundled_folder, find_recipe
 from titancli.recipe.load import Loaded, load_recipe, lock_text
 from titancli.recipe.problems import render_problems
-from titancli.recipe.tree import Origin
+from titancli.recipe.toml import Origin
 
 __all__ = [
     "LOCK_NAME",

@@ -1,26 +1,26 @@
-"""What is wrong with a recipe as a whole, as far as it can be told without torch and without the ranks."""
+"""What is wrong with a recipe as a whole, as far as it can be told without torch and without the ranks.
+
+And what a user should know of one that is not wrong: its remarks.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from titancli.errors import PluginError, TitanError
-from titancli.recipe.env import check_env
 from titancli.recipe.hints import needs_dataset, needs_tokenizer
 from titancli.recipe.layout import Finding, check_layout
 from titancli.recipe.problems import Problems, did_you_mean, nearest_name
-from titancli.recipe.saved import PARTS, TORCHTITAN
-from titancli.recipe.scan import KeyPath, match_key
 from titancli.recipe.schema import Recipe
-from titancli.recipe.tree import Node, dotted
+from titancli.recipe.toml import KeyPath, Node, dotted, match_key
 from titancli.registry.component import component_info
 
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
-
 
 KEEPS_ALL = {"eager", "eager_noexcept", "eager_debug", "pre_dispatch_eager", "ts"}
 """torch's backends that leave autograd to choose what backward needs."""
@@ -164,3 +164,100 @@ def _add(
         location = dataclasses.replace(location, source=f"{shown} = …")
     text = message if reached == path and location else f"{dotted(path)}: {message}" if path else message
     problems.add("check", text, location, hint)
+
+
+# ------------------------------------------------------------------------------------------------------ [env]
+
+
+SECRET = ("*_TOKEN", "*_KEY", "*SECRET*", "*PASSWORD*")
+LAUNCHERS = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_*",
+)
+CODE = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "LD_PRELOAD", "LD_AUDIT", "TITAN_*")
+DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+
+
+def check_env(env: Mapping[str, str]) -> Iterator[tuple[KeyPath, str, str]]:
+    """What is wrong with each variable: its path, a message, and what to do."""
+    for name, value in env.items():
+        refused = _refused(name, value)
+        if refused is not None:
+            yield ("env", name), *refused
+
+
+def _refused(name: str, value: str) -> tuple[str, str] | None:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        return f"{name!r} is no name of an environment variable", "write letters, digits and _"
+    if "\0" in value:
+        return f"the value of {name} has a NUL in it", "take it out"
+    if _matches(name, SECRET):
+        message = f"{name} looks like a secret, and a recipe and its lock file are shown around"
+        return message, f"set it in the shell: export {name}=…"
+    if _matches(name, LAUNCHERS):
+        return f"{name} is set by the launcher", "take it out"
+    if _matches(name, CODE):
+        return f"{name} decides what code is run, which is not for a recipe to say", "set it in the shell"
+    if _matches(name, DEVICES):
+        return (
+            f"{name} is for the machine to say, not for the recipe",
+            f"set it in the shell: export {name}=…",
+        )
+    return None
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(name.upper(), pattern) for pattern in patterns)
+
+
+# ------------------------------------------------------------------------------------ what a checkpoint holds
+
+
+PARTS = {
+    "model": "the weights",
+    "optimizer": "its moments and step counts",
+    "data": "the position in the dataset",
+    "step": "the count of steps, which the schedule follows, and of tokens",
+    "guard": "the window that a step's numbers are compared with",
+}
+TORCHTITAN = {"dataloader": "data", "lr_scheduler": "step", "train_state": "step"}
+"""Its names for what is called otherwise here."""
+
+
+# ---------------------------------------------------------------------------------------------------- remarks
+
+
+def remarks(recipe: Recipe) -> list[str]:
+    """Sentences, none of which ends a command."""
+    return [*_schedule(recipe), *_rounding(recipe)]
+
+
+def _schedule(recipe: Recipe) -> Iterator[str]:
+    section = recipe.lr_scheduler
+    of = "training.steps" if section.total_steps is None else "lr_scheduler.total_steps"
+    total, warmup, decay = section.phases(recipe.training.steps)
+    if warmup < section.warmup_steps:
+        yield (
+            f"the warm-up is shortened from {section.warmup_steps} steps to {warmup}, all of {of}: "
+            "the learning rate rises until the last step"
+        )
+    if section.decay_ratio is not None and decay < (asked := round(total * section.decay_ratio)):
+        yield (
+            f"the decay is shortened from {asked} steps to {decay}: "
+            f"{of} = {total}, and the warm-up takes {warmup} of them"
+        )
+
+
+def _rounding(recipe: Recipe) -> Iterator[str]:
+    if recipe.training.dtype == "bfloat16" and not getattr(recipe.optimizer, "rounds_stochastically", False):
+        name = component_info(recipe.optimizer).name
+        yield (
+            f'training.dtype is "bfloat16", and the optimizer {name} does not say that it rounds '
+            "stochastically: to nearest, a change below 0.2 % of a weight is lost; adamw does, and float32 "
+            "needs none"
+        )

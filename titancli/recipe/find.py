@@ -1,4 +1,4 @@
-"""From what a user calls a recipe to its file: a path, a run folder, or a name."""
+"""From what a user calls a recipe to its file: a path, a run folder, or a name. And URLs for paths."""
 
 from __future__ import annotations
 
@@ -95,3 +95,18 @@ def named_recipe(reference: str, registry: Registry) -> Path:
 
 def _no_recipe(message: str, hint: str) -> RecipeError:
     return RecipeError([Problem("no-recipe", message, hint=hint)])
+
+
+# ------------------------------------------------------------------------------------------------------- URLs
+
+
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+")
+
+
+def url_of(path: Path) -> str | None:
+    """The URL that a path was written as, or None; a Path has lost some of its slashes."""
+    match = _URL.match(str(path))
+    if match is None:
+        return None
+    root = "/" if match[1] in ("file", "local") else ""
+    return f"{match[1]}://{root}{str(path)[match.end() :]}"

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from titancli.errors import RecipeError
 from titancli.layout.degrees import Degrees, divisors, near
 from titancli.layout.stages import AFTER, BEFORE, SCHEDULES, StageError, check_microbatches, cut
-from titancli.recipe.scan import KeyPath
 from titancli.recipe.schema import Mesh, Recipe
+from titancli.recipe.toml import KeyPath
 from titancli.registry.component import component_info
 
 Finding = tuple[KeyPath, str, str | None]

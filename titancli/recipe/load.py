@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import json
+import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titancli.errors import PluginError
+from titancli.errors import EnvironmentProblem, PluginError, TitanError
 from titancli.recipe.bind import bind_recipe
 from titancli.recipe.check import check_recipe
-from titancli.recipe.extends import read_recipe
-from titancli.recipe.find import LOCK_HEADER, find_recipe
-from titancli.recipe.layers import merge
-from titancli.recipe.overrides import read_overrides, read_unset, without
+from titancli.recipe.find import LOCK_HEADER, find_recipe, url_of
+from titancli.recipe.merge import merge, read_overrides, read_recipe, read_unset, without
 from titancli.recipe.problems import Problems, nearest
 from titancli.recipe.read import refuse_values
-from titancli.recipe.requires import check_requires
 from titancli.recipe.resolve import resolve
-from titancli.recipe.scan import KeyPath
 from titancli.recipe.schema import Recipe
-from titancli.recipe.tree import DEFAULT, Node, Origin, Source, dotted, from_python, leaves
-from titancli.recipe.urls import url_of
-from titancli.recipe.weights import model_of_weights
+from titancli.recipe.toml import DEFAULT, KeyPath, Node, Origin, Source, dotted, from_python, leaves
 from titancli.version import __version__
 
 if TYPE_CHECKING:
@@ -188,3 +185,154 @@ def _plain(value: Any, node: Node | None, registry: Registry) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item, node.child(i) if node else None, registry) for i, item in enumerate(value)]
     raise PluginError(f"a config holds {value!r}, a {type(value).__name__}, which a recipe cannot")
+
+
+# ------------------------------------------------------------------------------------------------- [requires]
+
+
+OWN_PLUGINS = Path(__file__).resolve().parents[2] / "plugins"
+"""Titan's own plugins, in a checkout; an installed titan has none."""
+
+
+def install_command(requirement: str, *options: str) -> str:
+    """What installs a plugin: from the checkout if it is one of titan's own."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    folder = OWN_PLUGINS / canonicalize_name(Requirement(requirement).name)
+    target = requirement
+    if (folder / "pyproject.toml").is_file():
+        near = os.path.relpath(folder)
+        target = str(folder) if near.startswith("..") else f"./{near}"
+    return " ".join(["pip install", *options, shlex.quote(target)])
+
+
+def check_requires(root: Node, problems: Problems) -> bool:
+    """Report what a recipe requires and does not find; whether all is there."""
+    requires = root.child("requires")
+    titan = requires.child("titan") if requires else None
+    plugins = requires.child("plugins") if requires else None
+    found = True
+    if titan is not None and isinstance(titan.value, str):
+        found &= _check_titan(titan, problems)
+    if plugins is not None and isinstance(plugins.value, list):
+        for plugin in plugins.value:
+            if isinstance(plugin.value, str):
+                found &= _check_plugin(plugin, problems)
+    return found
+
+
+def _check_titan(node: Node, problems: Problems) -> bool:
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+    location = node.origin.location()
+    try:
+        wanted = SpecifierSet(node.value)
+    except InvalidSpecifier:
+        hint = 'write a version specifier such as ">=0.1"'
+        problems.add("bad-value", f"requires.titan: {node.value!r} is no version specifier", location, hint)
+        return True
+    if wanted.contains(__version__, prereleases=True):
+        return True
+    message = f"this recipe requires titan {node.value}; this is titan {__version__}"
+    problems.add("requires", message, location, f"pip install 'titancli{node.value}'")
+    return False
+
+
+def _check_plugin(node: Node, problems: Problems) -> bool:
+    from importlib import metadata
+
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    location = node.origin.location()
+    try:
+        wanted = Requirement(node.value)
+    except InvalidRequirement:
+        hint = 'write a distribution and its version, such as "titan-float8>=0.1"'
+        problems.add("bad-value", f"requires.plugins: {node.value!r} is no requirement", location, hint)
+        return True
+    if wanted.marker is not None and not wanted.marker.evaluate():
+        return True
+    try:
+        version = metadata.version(wanted.name)
+    except metadata.PackageNotFoundError:
+        message = f"this recipe requires the plugin {node.value}, which is not installed"
+        problems.add("requires", message, location, install_command(node.value))
+        return False
+    if wanted.specifier.contains(version, prereleases=True):
+        return True
+    message = f"this recipe requires the plugin {node.value}; installed is {version}"
+    problems.add("requires", message, location, install_command(node.value, "--upgrade"))
+    return False
+
+
+# ----------------------------------------------------------------------------------- the model of the weights
+
+
+CONFIG = "config.json"
+OWN = ("recipe.lock.toml", "manifest.json")
+"""What lies in a run folder, and in a checkpoint, of which the first says its model."""
+
+
+def model_of_weights(root: Node, registry: Registry, problems: Problems) -> tuple[Node, bool]:
+    """The tree with the `[model]` that the folder's config.json describes; keys that stand in `[model]` win.
+
+    Unchanged where `[model]` has a type, or there are no `weights`. The file is read with the recipe, so that
+    a lock file, and each checkpoint, has the whole table. False, and a tree without `[model]`, where the
+    weights give none: why is reported here.
+    """
+    weights, model = root.child("weights"), root.child("model")
+    written = model is not None and (not isinstance(model.value, dict) or "type" in model.value)
+    if written or weights is None or not isinstance(weights.value, str):
+        return root, True
+    try:
+        found = _model_table(weights.value, registry)
+    except TitanError as error:
+        message = f"there is no [model], and that of the weights is not known: {error.message}"
+        problems.add("check", message, weights.origin.location(), error.hint)
+        return Node({key: node for key, node in root.value.items() if key != "model"}, root.origin), False
+    at = weights.origin
+    table = from_python(
+        found, Origin("flavor", at.source, at.key, at.value, str(Path(weights.value) / CONFIG))
+    )
+    whole = table if model is None else merge(table, model, problems, ("model",))
+    return Node({**root.value, "model": whole}, root.origin), True
+
+
+def _model_table(weights: str, registry: Registry) -> dict[str, Any]:
+    path = Path(weights) / CONFIG
+    if any((path.parent / name).is_file() for name in OWN):
+        raise EnvironmentProblem(
+            f"{weights} is titan's own, and a Hugging Face folder alone gives a recipe its model",
+            hint=f"add the [model] of {path.parent / OWN[0]}",
+        )
+    if url_of(Path(weights)) or not path.is_file():
+        far = f"{weights} is no folder on this machine"
+        raise EnvironmentProblem(
+            far if url_of(Path(weights)) else f"there is no {path}",
+            hint="name a Hugging Face folder (paths are relative to where the command is run), "
+            "or add [model] with a type",
+        )
+    try:
+        keys = json.loads(path.read_bytes())
+        model_type = keys["model_type"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise EnvironmentProblem(f"{path} is damaged, or names no model_type: {error}") from error
+    readers = {
+        name: cls
+        for name, cls in registry.components("model")
+        if model_type in getattr(cls, "model_types", ()) and hasattr(cls, "from_config_json")
+    }
+    if len(readers) != 1:
+        who = f"{' and '.join(readers)} read" if readers else "no model of titan's own reads"
+        types = [*readers] or ["hf_causal_lm"]
+        raise EnvironmentProblem(
+            f"{who} model_type {model_type!r}",
+            hint=f'write [model] with type = "{types[0]}"'
+            + ("" if readers else f' and config = "{path.parent}", if transformers has that model'),
+        )
+    [(name, cls)] = readers.items()
+    try:
+        return {"type": name, **cls.from_config_json(keys)}
+    except (KeyError, TypeError, ValueError) as error:
+        raise EnvironmentProblem(f"{path} lacks {error}, which {name} needs") from error

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from titancli.errors import Location, Problem, RecipeError
-from titancli.recipe.tree import OVERRIDE
+from titancli.recipe.toml import OVERRIDE
 
 WIDTH = 160
 """Longer source lines are shown in part."""

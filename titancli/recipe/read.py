@@ -11,8 +11,7 @@ import tomli
 
 from titancli.errors import Location, Problem, RecipeError
 from titancli.recipe.problems import Problems
-from titancli.recipe.scan import KeyPath, Positions, scan
-from titancli.recipe.tree import Node, Origin, Source
+from titancli.recipe.toml import KeyPath, Node, Origin, Positions, Source, scan
 
 FORMAT = 1
 """The recipe format that this titan reads."""

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 from titancli.errors import PluginError
 from titancli.recipe.find import LOCK_HEADER
 from titancli.recipe.hints import arms, bare, element_of, false_literal, fields_of, recipe_slots, slot_of
-from titancli.recipe.overrides import without
+from titancli.recipe.merge import without
 from titancli.recipe.problems import Problems, nearest
 from titancli.recipe.read import taken_as_text
-from titancli.recipe.scan import KeyPath
 from titancli.recipe.schema import Recipe
-from titancli.recipe.tree import DEFAULT, Node, Origin, dotted, from_python
+from titancli.recipe.toml import DEFAULT, KeyPath, Node, Origin, dotted, from_python
 from titancli.registry.kinds import KINDS
 
 if TYPE_CHECKING:

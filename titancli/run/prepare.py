@@ -261,7 +261,7 @@ def require_inputs(
         RecipeError: the weights were made by another model.
     """
     from titancli.checkpoint.remote import take_weights, weights_here
-    from titancli.recipe.urls import url_of
+    from titancli.recipe.find import url_of
 
     recipe = loaded.recipe
     named = [

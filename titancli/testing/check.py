@@ -225,7 +225,7 @@ def _round_trip(config: Any) -> Iterator[str]:
     import tomli_w
 
     from titancli.recipe.load import resolved_data
-    from titancli.recipe.tree import DEFAULT, Node
+    from titancli.recipe.toml import DEFAULT, Node
     from titancli.registry.binding import bind
 
     data = resolved_data(config, Node({}, DEFAULT), current())

@@ -15,7 +15,7 @@ from tests.engine.cases import Layout
 from titancli import TitanError, load_recipe
 from titancli.models import Qwen3
 from titancli.models.sections import MoE
-from titancli.recipe.remarks import remarks
+from titancli.recipe.check import remarks
 from titancli.testing import check_plugin, recipe, run_cli
 
 FALLBACK = """

@@ -13,8 +13,8 @@ from tests.recipe.test_scan import documents
 from tests.recipe.torchtitan import jobs
 from tests.recipe.torchtitan.reference import FIELDS
 from titancli.errors import RecipeError
-from titancli.recipe.torchtitan import translate
-from titancli.recipe.torchtitan.older import GONE, RENAMED
+from titancli.migrate import translate
+from titancli.migrate.older import GONE, RENAMED
 
 REGISTRIES = [jobs.registry_of(), jobs.registry_of(("titan-float8", jobs.Float8))]
 QUIET = settings(

@@ -13,10 +13,10 @@ import tomli_w
 from tests.recipe.torchtitan import jobs
 from tests.recipe.torchtitan.reference import FIELDS
 from titancli.errors import RecipeError
+from titancli.migrate import Translation, translate
+from titancli.migrate import fields as ours
 from titancli.recipe import Loaded, load_recipe
-from titancli.recipe.requires import install_command
-from titancli.recipe.torchtitan import Translation, translate
-from titancli.recipe.torchtitan import fields as ours
+from titancli.recipe.load import install_command
 
 REGISTRY = jobs.registry_of(("titan-float8", jobs.Float8))
 Told = Callable[..., tuple[Translation, dict[str, Any]]]

@@ -134,7 +134,7 @@ def _write(jobs: list[Job], files: list[Path], folder: Path) -> None:
 def _told(part: Any) -> Any:
     """A config, or a list of them, as plain data."""
     from titancli.recipe.load import resolved_data
-    from titancli.recipe.tree import DEFAULT, Node
+    from titancli.recipe.toml import DEFAULT, Node
     from titancli.registry import current
     from titancli.registry.component import component_info
 

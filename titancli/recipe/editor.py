@@ -1,24 +1,40 @@
-"""Recipes as JSON Schema (2020-12), for editors: what the installed plugins offer, with types and meanings.
+"""Recipes for editors and shells: JSON Schema, the keys that an override can name, a template.
 
-A file that extends another need not be whole, so keys are required only where there is no `extends`. What a
-schema cannot say (batch and mesh, versions, places) is for `titan validate`.
+The schema (2020-12) has what the installed plugins offer, with types and meanings. A file that extends
+another need not be whole, so keys are required only where there is no `extends`. What a schema cannot say
+(batch and mesh, versions, places) is for `titan validate`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import textwrap
+import typing
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from titancli.errors import PluginError
-from titancli.recipe.hints import needs_dataset, needs_tokenizer, recipe_slots
+from titancli.recipe.hints import (
+    arms,
+    bare,
+    element_of,
+    fields_of,
+    needs_dataset,
+    needs_tokenizer,
+    recipe_slots,
+    slot_of,
+)
 from titancli.recipe.schema import Recipe
 from titancli.registry.component import SLOT, component_info
-from titancli.registry.describe import field_docs, summary
+from titancli.registry.describe import field_docs, summary, type_text
 from titancli.registry.kinds import KINDS
 
 if TYPE_CHECKING:
+    from titancli.recipe.load import Loaded
     from titancli.registry.lookup import Registry
+
+# ------------------------------------------------------------------------------------------------ JSON Schema
+
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -36,19 +52,19 @@ def recipe_schema(registry: Registry) -> dict[str, Any]:
 
     components = registry.components()
     adapters: list[tuple[str, TypeAdapter[Any]]] = [("recipe", adapter(Recipe))]
-    adapters += [(_key(name, cls), adapter(cls)) for name, cls in components]
+    adapters += [(_definition(name, cls), adapter(cls)) for name, cls in components]
     try:
         found, shared = TypeAdapter.json_schemas([(key, "validation", a) for key, a in adapters])
     except ValueError as error:  # pydantic's own are ValueErrors
         raise PluginError(f"the fields of a component have no JSON Schema: {error}") from error
     schemas = {key: schema for (key, _), schema in found.items()}
     definitions = {name: _relaxed(schema) for name, schema in shared.get("$defs", {}).items()}
-    tables = {key: _body(schema, definitions) for key, schema in schemas.items()}
+    tables = {key: _schema_of(schema, definitions) for key, schema in schemas.items()}
     root = tables.pop("recipe")
     for name, cls in components:
-        definitions[_key(name, cls)] = _component(name, cls, tables[_key(name, cls)], registry)
+        definitions[_definition(name, cls)] = _component(name, cls, tables[_definition(name, cls)], registry)
     for kind in KINDS:
-        definitions[f"slot.{kind}"], definitions[f"whole.{kind}"] = _slot(kind, registry)
+        definitions[f"slot.{kind}"], definitions[f"whole.{kind}"] = _slot_schema(kind, registry)
     sections = {name: _section(schema) for name, schema in root["properties"].items()}
     return {
         "$schema": DIALECT,
@@ -70,11 +86,11 @@ EXTENDS = {
 }
 
 
-def _key(name: str, cls: type) -> str:
+def _definition(name: str, cls: type) -> str:
     return f"{component_info(cls).kind}.{name.replace('/', '.')}"  # a / would need escaping in a reference
 
 
-def _body(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+def _schema_of(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
     """The object that a class's schema is, where pydantic made a reference of it."""
     name = schema.get("$ref", "").removeprefix("#/$defs/")
     return dict(definitions[name]) if name else _relaxed(schema)
@@ -124,7 +140,7 @@ def _names(name: str, cls: type, registry: Registry) -> list[str]:
     return [bare, name] if len(offered) == 1 else [name]
 
 
-def _slot(kind: str, registry: Registry) -> tuple[dict[str, Any], dict[str, Any]]:
+def _slot_schema(kind: str, registry: Registry) -> tuple[dict[str, Any], dict[str, Any]]:
     """What may stand in a slot of a kind, and what must if no base says the rest of it."""
     names: list[str] = []
     ready: list[str] = []
@@ -134,7 +150,7 @@ def _slot(kind: str, registry: Registry) -> tuple[dict[str, Any], dict[str, Any]
         required = _required(cls)
         names += called
         ready += [] if required else called
-        tables.append({"$ref": f"#/$defs/{_key(name, cls)}"})
+        tables.append({"$ref": f"#/$defs/{_definition(name, cls)}"})
         whole: dict[str, Any] = {"type": "object", "properties": {"type": {"enum": called}}}
         if KINDS[kind].default not in called:
             whole["required"] = ["type"]
@@ -206,3 +222,164 @@ def _required_of(section: str) -> list[str]:
 
 def _plugins(registry: Registry) -> list[str]:
     return [f"{p.name} {p.version}" if p.version else p.name for p in registry.plugins if p.state == "ok"]
+
+
+# ------------------------------------------------------------------------------------------------------- keys
+
+
+def override_keys(data: Mapping[str, Any], registry: Registry) -> dict[str, list[str]]:
+    """Dotted keys with the values that they may have, as far as these can be counted.
+
+    Args:
+        data: a resolved recipe's, whose components' keys are then among them; or nothing.
+    """
+    return dict(_fields(Recipe, data, registry, ""))
+
+
+def _fields(
+    cls: type, data: Mapping[str, Any], registry: Registry, above: str
+) -> Iterator[tuple[str, list[str]]]:
+    for name, hint in fields_of(cls).items():
+        yield from _value(hint, data.get(name), registry, f"{above}{name}")
+
+
+def _value(hint: Any, data: Any, registry: Registry, key: str) -> Iterator[tuple[str, list[str]]]:
+    slot = slot_of(hint)
+    if slot is not None:
+        yield from _slot(slot.kind, data, registry, key)
+        return
+    choices: list[str] = []
+    for arm in map(bare, arms(hint)):
+        inner = element_of(arm, 0)
+        if dataclasses.is_dataclass(arm):
+            yield from _fields(arm, data if isinstance(data, dict) else {}, registry, f"{key}.")  # type: ignore[arg-type]
+            return
+        if inner is not None and isinstance(data, list):
+            for i, element in enumerate(data):
+                yield from _value(inner, element, registry, f"{key}.{i}")
+        if arm is bool:
+            choices += ["true", "false"]
+        elif typing.get_origin(arm) is typing.Literal:
+            choices += map(str, typing.get_args(arm))
+    yield key, choices
+
+
+def _slot(kind: str, data: Any, registry: Registry, key: str) -> Iterator[tuple[str, list[str]]]:
+    names = registry.names(kind)
+    yield key, _shortest(names)
+    name = data.get("type") if isinstance(data, dict) else KINDS[kind].default
+    try:
+        cls = registry.find(kind, name) if isinstance(name, str) else None
+    except PluginError:
+        return  # the recipe itself will say so
+    if cls is None:
+        return
+    if flavors := getattr(cls, "flavors", {}):
+        yield f"{key}.flavor", list(flavors)
+    yield from _fields(cls, data if isinstance(data, dict) else {}, registry, f"{key}.")
+
+
+def _shortest(names: list[str]) -> list[str]:
+    """Bare names where only one plugin has them, else full ones."""
+    bare_names = [name.rpartition("/")[2] for name in names]
+    return [b if bare_names.count(b) == 1 else name for name, b in zip(names, bare_names, strict=True)]
+
+
+# --------------------------------------------------------------------------------------------------- template
+
+
+WIDTH = 100
+OWN = ("recipe", "name", "description", "requires")
+"""What a recipe says of itself; the template sets it, or leaves it to the base."""
+
+
+def template(loaded: Loaded, extends: str, name: str, schema: str | None = None) -> str:
+    """The text of a recipe `name` that extends `loaded`, by the reference `extends`.
+
+    Taking the `# ` off a key changes nothing until its value is edited. `schema`: a JSON Schema file to name
+    for editors.
+    """
+    return "\n".join([*_head(extends, name, schema), *_body(loaded), ""])
+
+
+def _head(extends: str, name: str, schema: str | None) -> Iterator[str]:
+    if schema is not None:
+        yield f"#:schema {schema}"
+    yield "recipe = 1"
+    yield f"extends = {_toml(extends)}"
+    yield f"name = {_toml(name)}"
+    yield f"# description = {_toml('')}"
+
+
+def _body(loaded: Loaded) -> Iterator[str]:
+    recipe = loaded.recipe
+    hints, docs = _hints(type(recipe)), field_docs(type(recipe))
+    tables = []
+    for field in dataclasses.fields(recipe):
+        value = getattr(recipe, field.name)
+        if field.name in OWN:
+            continue
+        if dataclasses.is_dataclass(value) or isinstance(value, list):
+            tables.append((field.name, value))
+        else:
+            yield from _key(field.name, loaded.data.get(field.name), hints[field.name], docs.get(field.name))
+    for name, value in tables:
+        data = loaded.data[name]
+        if isinstance(value, list):
+            yield from _array(name, value, data)
+        else:
+            yield from ("", *_comment(summary(type(value))), f"[{name}]", *_keys(value, data))
+
+
+def _array(name: str, values: list[Any], data: list[Any]) -> Iterator[str]:
+    if not values:
+        yield from ("", f"## [[{name}]]: none; `titan list-components` shows what there is")
+    for value, table in zip(values, data, strict=True):
+        yield from ("", *_comment(summary(type(value))), f"# [[{name}]]", *_keys(value, table))
+
+
+def _keys(config: Any, data: dict[str, Any]) -> Iterator[str]:
+    hints, docs = _hints(type(config)), field_docs(type(config))
+    for key in ("type", "flavor"):
+        if key in data:
+            yield f"# {key} = {_toml(data[key])}"
+    for field in dataclasses.fields(config):
+        if field.init:
+            yield from _key(field.name, data.get(field.name), hints[field.name], docs.get(field.name))
+
+
+def _key(name: str, value: Any, hint: Any, doc: str | None) -> Iterator[str]:
+    yield from _comment(doc or "")
+    if value is None:
+        yield f"# {name} is not set: {type_text(hint)}"
+    else:
+        yield f"# {name} = {_toml(value)}"
+
+
+def _comment(text: str) -> list[str]:
+    """Words are told from keys by a second #."""
+    return [f"## {line}" for line in textwrap.wrap(" ".join(text.split()), WIDTH)]
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    from titancli.recipe.hints import fields_of
+
+    return fields_of(cls)
+
+
+def _toml(value: Any) -> str:
+    """A value on one line."""
+    import tomli_w
+
+    if isinstance(value, dict):
+        inner = ", ".join(f"{_bare(key)} = {_toml(below)}" for key, below in value.items())
+        return f"{{ {inner} }}" if inner else "{}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return tomli_w.dumps({"x": value}).removeprefix("x = ").rstrip("\n")
+
+
+def _bare(key: str) -> str:
+    from titancli.recipe.toml import dotted
+
+    return dotted([key])

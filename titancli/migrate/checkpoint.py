@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from titancli.recipe.saved import PARTS, TORCHTITAN
+from titancli.recipe.check import PARTS, TORCHTITAN
 
 if TYPE_CHECKING:
-    from titancli.recipe.torchtitan.job import Job
+    from titancli.migrate.job import Job
     from titancli.registry.lookup import Registry
 
 OFF = "no effect: checkpoint.enable is false"

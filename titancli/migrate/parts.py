@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from titancli.errors import PluginError
 from titancli.layout.stages import SCHEDULES
-from titancli.recipe.requires import install_command
-from titancli.recipe.torchtitan.checkpoint import checkpoint
-from titancli.recipe.torchtitan.fields import FLOAT8, GROUPED_FLOAT8, GROUPED_MX, MX
-from titancli.recipe.torchtitan.job import Job
+from titancli.migrate.checkpoint import checkpoint
+from titancli.migrate.fields import FLOAT8, GROUPED_FLOAT8, GROUPED_MX, MX
+from titancli.migrate.job import Job
+from titancli.recipe.load import install_command
 
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry

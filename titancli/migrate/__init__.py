@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titancli.errors import RecipeError
+from titancli.migrate.fields import FIELDS, Field
+from titancli.migrate.job import Entry, Job, Remark, has_key
+from titancli.migrate.older import GONE
+from titancli.migrate.parts import PARTS
 from titancli.recipe.problems import Problems
 from titancli.recipe.read import read_file
 from titancli.recipe.schema import Recipe
-from titancli.recipe.torchtitan.fields import FIELDS, Field
-from titancli.recipe.torchtitan.job import Entry, Job, Remark, has_key
-from titancli.recipe.torchtitan.older import GONE
-from titancli.recipe.torchtitan.parts import PARTS
 
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry

@@ -6,13 +6,12 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from titancli.migrate.fields import FIELDS, Field
+from titancli.migrate.older import GONE, RENAMED
 from titancli.recipe.hints import arms, bare, fields_of
 from titancli.recipe.problems import nearest
-from titancli.recipe.scan import KeyPath
 from titancli.recipe.schema import Recipe
-from titancli.recipe.torchtitan.fields import FIELDS, Field
-from titancli.recipe.torchtitan.older import GONE, RENAMED
-from titancli.recipe.tree import Node, dotted
+from titancli.recipe.toml import KeyPath, Node, dotted
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,301 @@
+"""A TOML text as a tree: every value with the place where it stands.
+
+No TOML library tells the places, and an error message needs them. The scanner trusts that tomli has already
+accepted the text, so it only has to find the edges of things. It reads TOML 1.1 (inline tables over several
+lines, trailing commas).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import tomli
+
+from titancli.errors import Location
+
+# ----------------------------------------------------------------------------------------------------- places
+
+
+KeyPath = tuple[str | int, ...]
+"""Keys, and numbers for array elements: `("converters", 0, "recipe")`."""
+Span = tuple[int, int]
+"""Start and end, in characters of the text."""
+
+_PART = r"""(?:[A-Za-z0-9_-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')"""
+_SCALAR = r'''(?:
+    """(?:[^"\\]+|\\.|""?(?!"))*"{3,5}
+  | \'\'\'(?:[^']+|''?(?!'))*'{3,5}
+  | "(?:[^"\\\n]+|\\.)*"
+  | '[^'\n]*'
+  | \d{4}-\d\d-\d\d[ ]\d\d:[^\s,\]}#]*
+  | [^\s,\[\]{}#"'][^\s,\]}#]*
+)'''
+_PAIR = re.compile(rf"({_PART})[ \t]*=[ \t]*({_SCALAR})", re.VERBOSE | re.DOTALL)
+_KEY = re.compile(rf"{_PART}(?:[ \t]*\.[ \t]*{_PART})*")
+_KEY_PART = re.compile(_PART)
+_VALUE = re.compile(_SCALAR, re.VERBOSE | re.DOTALL)
+_EQUALS = re.compile(r"[ \t]*=[ \t]*")
+_SKIP = re.compile(r"(?:[ \t\n]+|#[^\n]*)*")
+_SEPARATOR = re.compile(r"(?:[ \t\n,]+|#[^\n]*)*")
+_HEADER_END = re.compile(r"[ \t]*\]\]?")
+
+
+@dataclass
+class Positions:
+    """Spans by path. A table's value is its header or its braces; an implicit table has only a key."""
+
+    keys: dict[KeyPath, Span] = field(default_factory=dict)
+    values: dict[KeyPath, Span] = field(default_factory=dict)
+
+
+def scan(text: str) -> Positions:
+    """Find every key and value of a valid TOML text whose line ends are all `\\n`."""
+    return _Scanner(text).run()
+
+
+def match_key(text: str) -> tuple[list[str], int] | None:
+    """The parts of the dotted key that a text begins with, and where it ends; None if there is none."""
+    found = _KEY.match(text)
+    if found is None:
+        return None
+    try:
+        return [_decode(part) for part in _KEY_PART.findall(found.group())], found.end()
+    except tomli.TOMLDecodeError:  # a bad escape in a quoted part
+        return None
+
+
+def _decode(part: str) -> str:
+    if part[0] == "'":
+        return part[1:-1]
+    return next(iter(tomli.loads(f"{part} = 0"))) if part[0] == '"' else part
+
+
+def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
+    found = pattern.match(text, at)
+    if found is None:
+        raise ValueError(f"no valid TOML at character {at}: {text[at : at + 20]!r}")
+    return found.end()
+
+
+class _Scanner:
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.found = Positions()
+        self.tables: dict[KeyPath, int] = {}
+        """Arrays of tables, and how many tables each has so far."""
+
+    def run(self) -> Positions:
+        text, end = self.text, len(self.text)
+        table: KeyPath = ()
+        at = _end(_SKIP, text, 0)
+        while at < end:
+            if text[at] == "[":
+                table, at = self._header(at)
+            else:
+                at = self._pair(at, table)
+            at = _end(_SKIP, text, at)
+        return self.found
+
+    def _header(self, start: int) -> tuple[KeyPath, int]:
+        array = self.text.startswith("[[", start)
+        at = _end(_SKIP, self.text, start + 1 + array)
+        parts, at = self._key(at)
+        end = _end(_HEADER_END, self.text, at)
+        path: KeyPath = ()
+        for name, span in parts[:-1]:
+            path = (*path, name)
+            self.found.keys.setdefault(path, span)
+            if path in self.tables:
+                path = (*path, self.tables[path] - 1)
+        name, span = parts[-1]
+        path = (*path, name)
+        if array:
+            self.found.keys.setdefault(path, span)
+            index = self.tables.get(path, 0)
+            self.tables[path] = index + 1
+            path = (*path, index)
+        self.found.keys[path] = span
+        self.found.values[path] = (start, end)
+        return path, end
+
+    def _key(self, at: int) -> tuple[list[tuple[str, Span]], int]:
+        end = _end(_KEY, self.text, at)
+        return [(_decode(m.group()), m.span()) for m in _KEY_PART.finditer(self.text, at, end)], end
+
+    def _pair(self, at: int, table: KeyPath) -> int:
+        plain = _PAIR.match(self.text, at)
+        if plain is not None:  # nine pairs of ten: one key, one scalar
+            path = (*table, _decode(plain.group(1)))
+            self.found.keys[path] = plain.span(1)
+            self.found.values[path] = plain.span(2)
+            return plain.end()
+        parts, at = self._key(at)
+        path = table
+        for name, span in parts:
+            path = (*path, name)
+            self.found.keys.setdefault(path, span)
+        return self._value(_end(_EQUALS, self.text, at), path)
+
+    def _value(self, at: int, path: KeyPath) -> int:
+        opening = self.text[at]
+        if opening == "[":
+            end = self._array(at + 1, path)
+        elif opening == "{":
+            end = self._inline_table(at + 1, path)
+        else:
+            end = _end(_VALUE, self.text, at)
+        self.found.values[path] = (at, end)
+        return end
+
+    def _array(self, at: int, path: KeyPath) -> int:
+        index = 0
+        while self.text[at := _end(_SEPARATOR, self.text, at)] != "]":
+            at = self._value(at, (*path, index))
+            index += 1
+        return at + 1
+
+    def _inline_table(self, at: int, path: KeyPath) -> int:
+        while self.text[at := _end(_SEPARATOR, self.text, at)] != "}":
+            at = self._pair(at, path)
+        return at + 1
+
+
+# ----------------------------------------------------------------------------------------------------- values
+
+
+OVERRIDE = "override"
+"""The path that a Location has when it lies in an argument of the command line."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A text that keys and values stand in: a file, or one argument of the command line."""
+
+    path: str
+    text: str = field(repr=False)
+    """With `\\n` line ends."""
+
+    def location(self, span: Span) -> Location:
+        """The place of a span; what goes on over the end of its line is left off."""
+        start, end = span
+        line_start = self.text.rfind("\n", 0, start) + 1
+        line_end = self.text.find("\n", start)
+        line_end = len(self.text) if line_end < 0 else line_end
+        return Location(
+            path=self.path,
+            line=self.text.count("\n", 0, start) + 1,
+            column=start - line_start + 1,
+            length=max(1, min(end, line_end) - start),
+            source=self.text[line_start:line_end],
+        )
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where one value of a recipe came from. `str()` of it is for people: `base.toml:12`, `default`."""
+
+    kind: Literal["file", "override", "flavor", "default"]
+    source: Source | None = None
+    key: Span | None = None
+    value: Span | None = None
+    note: str = ""
+
+    def location(self, part: Literal["key", "value"] = "value") -> Location | None:
+        """The place of the key or of the value; None for a default."""
+        span = (self.key or self.value) if part == "key" else (self.value or self.key)
+        return self.source.location(span) if self.source and span else None
+
+    @property
+    def text(self) -> str:
+        """The value as it was written; empty where it was not (a flavor's place is not its value's)."""
+        if self.source is None or self.value is None or self.kind == "flavor":
+            return ""
+        return self.source.text[self.value[0] : self.value[1]]
+
+    def __str__(self) -> str:
+        location = self.location("key")
+        if location is None:
+            return self.kind
+        if location.path == OVERRIDE:
+            place = f"override {location.source}"
+        else:
+            place = f"{location.path}:{location.line}"
+        return f"{self.note} ({place})" if self.note else place
+
+
+DEFAULT = Origin("default")
+
+
+@dataclass(frozen=True)
+class Node:
+    """A value and its origin: a dict of nodes, a list of nodes, or a TOML scalar."""
+
+    value: Any
+    origin: Origin
+
+    def plain(self, holes: frozenset[KeyPath] | set[KeyPath] = frozenset(), at: KeyPath = ()) -> Any:
+        """The value without origins; None where a path is one of `holes`."""
+        if at in holes:
+            return None
+        if isinstance(self.value, dict):
+            return {key: node.plain(holes, (*at, key)) for key, node in self.value.items()}
+        if isinstance(self.value, list):
+            return [node.plain(holes, (*at, i)) for i, node in enumerate(self.value)]
+        return self.value
+
+    def child(self, key: str | int) -> Node | None:
+        """The member of a table or the element of an array; None if there is none."""
+        if isinstance(self.value, dict):
+            return self.value.get(key)
+        if isinstance(self.value, list) and str(key).isdecimal():
+            index = int(key)
+            return self.value[index] if index < len(self.value) else None
+        return None
+
+    def follow(self, path: Iterable[str | int]) -> tuple[Node, KeyPath]:
+        """Walk along a path as far as it names data; the node reached, and the path to it."""
+        node, reached = self, []
+        for key in path:
+            below = node.child(key)
+            if below is None:
+                break
+            reached.append(int(key) if isinstance(node.value, list) else key)
+            node = below
+        return node, tuple(reached)
+
+
+def leaves(node: Node, at: KeyPath = ()) -> Iterable[tuple[KeyPath, Node]]:
+    """Every scalar, empty table and empty array below a node, with its path."""
+    if isinstance(node.value, dict) and node.value:
+        for key, below in node.value.items():
+            yield from leaves(below, (*at, key))
+    elif isinstance(node.value, list) and node.value:
+        for i, below in enumerate(node.value):
+            yield from leaves(below, (*at, i))
+    else:
+        yield at, node
+
+
+def from_python(value: Any, origin: Origin) -> Node:
+    """Nodes of one origin for plain Python data; a None in a table is left out."""
+    if isinstance(value, dict):
+        return Node({str(k): from_python(v, origin) for k, v in value.items() if v is not None}, origin)
+    if isinstance(value, (list, tuple)):
+        return Node([from_python(v, origin) for v in value], origin)
+    if isinstance(value, (str, bool, int, float)):
+        return Node(value, origin)
+    return Node(str(value), origin)
+
+
+def dotted(path: Iterable[str | int]) -> str:
+    """A path as it is written in a recipe or an override: `converters.0.recipe`, `"a b".c`."""
+    parts = [str(part) for part in path]
+    return ".".join(p if re.fullmatch(r"[A-Za-z0-9_-]+", p) else _quoted(p) for p in parts)
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + re.sub(r"[\x00-\x1f\x7f]", lambda m: f"\\u{ord(m.group()):04x}", escaped) + '"'
