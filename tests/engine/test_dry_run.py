@@ -15,8 +15,7 @@ import torch.distributed as dist
 from tests.engine import cases
 from tests.engine.cases import Layout
 from titancli.engine import Engine
-from titancli.engine.blame import blamed
-from titancli.engine.dry_run import dry_run, first_ranks, local, place_of
+from titancli.engine.dry_run import blamed, dry_run, first_ranks, local, place_of
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
 from titancli.layout.degrees import Degrees
 from titancli.models import Llama3

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from titancli.engine.gradients import total_norm
+from titancli.engine.grad_clip import total_norm
 
 
 @pytest.mark.parametrize("shape", [(4096, 4096), (8, 128, 4096), (1000,), (), (0, 3)])

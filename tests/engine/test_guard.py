@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from tests.engine.cases import Layout, my_batches, recipe
 from tests.engine.wrong import Wrong
 from titancli.engine import Engine
-from titancli.engine.guard import Guard
+from titancli.engine.skip_step import Guard
 from titancli.errors import TitanError
 from titancli.losses import CrossEntropy
 from titancli.losses.result import LossResult

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from tests.docs.markdown import ROOT, blocks
 from titancli import Batch, Engine, LossResult, TitanError, load_recipe
-from titancli.engine import given as inputs
-from titancli.engine import opening
-from titancli.engine.given import RESERVED
+from titancli.engine import inputs, recipes
+from titancli.engine.inputs import RESERVED
 from titancli.errors import EnvironmentProblem, RecipeError, UsageError
 from titancli.losses import DPO, SFT, CrossEntropy, CrossEntropyFull, Grpo, Gspo
 from titancli.models import HFCausalLM, Llama3
@@ -125,26 +124,26 @@ def test_a_run_stands_for_its_recipe_and_its_newest_weights(recipe_file: Path, t
 def test_a_scripts_defaults_are_float32_on_a_cpu_no_recomputation_and_a_constant_rate(
     parts: dict[str, Any],
 ) -> None:
-    recipe = opening.recipe_of(Llama3(**TINY), parts, torch.device("cpu"))  # type: ignore[arg-type]
+    recipe = recipes.recipe_of(Llama3(**TINY), parts, torch.device("cpu"))  # type: ignore[arg-type]
     assert recipe.training.mixed_precision_param == "float32"
     assert recipe.activation_checkpoint.mode == "none"
     assert [lr_factor(recipe.lr_scheduler, step, recipe.training.steps) for step in range(9)] == [1.0] * 9
-    on_gpu = opening.recipe_of(Llama3(**TINY), parts, torch.device("cuda"))  # type: ignore[arg-type]
+    on_gpu = recipes.recipe_of(Llama3(**TINY), parts, torch.device("cuda"))  # type: ignore[arg-type]
     assert on_gpu.training.mixed_precision_param == "bfloat16"
     written = Training(steps=1, mixed_precision_param="bfloat16")
-    asked = opening.recipe_of(Llama3(**TINY), {"training": written}, torch.device("cpu"))
+    asked = recipes.recipe_of(Llama3(**TINY), {"training": written}, torch.device("cpu"))
     assert asked.training.mixed_precision_param == "bfloat16"
 
 
 def test_rows_of_a_model_that_names_no_length_have_one() -> None:
     model = HFCausalLM(config={"model_type": "llama"})
-    assert opening.recipe_of(model, {}, torch.device("cpu")).training.seq_len == 2048
+    assert recipes.recipe_of(model, {}, torch.device("cpu")).training.seq_len == 2048
 
 
 def test_a_script_hears_what_the_commands_say_of_a_recipe(caplog: pytest.LogCaptureFixture) -> None:
     parts: Any = {"training": Training(steps=9, seq_len=16), "lr_scheduler": LRScheduler()}
-    opening.recipe_of(Llama3(**TINY), parts, torch.device("cpu"))
-    opening.recipe_from("llama3_debug", ["training.steps=3"])
+    recipes.recipe_of(Llama3(**TINY), parts, torch.device("cpu"))
+    recipes.recipe_from("llama3_debug", ["training.steps=3"])
     assert [message.partition(",")[0] for message in caplog.messages] == [
         "the warm-up is shortened from 200 steps to 9",
         "the warm-up is shortened from 10 steps to 3",

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, log_softmax
 
 from tests.engine.cases import ROWS, Layout, recipe, whole_batch, wholes
 from titancli import Batch, Engine, LossResult
-from titancli.engine.seeds import generator_for
+from titancli.engine.rng import generator_for
 from titancli.losses import CrossEntropy
 from titancli.models.llama3.model import Llama3Model
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.engine.test_library import TINY, batch
 from titancli import Engine, TitanError
-from titancli.engine.rates import keep_peaks, set_rates
+from titancli.engine.optimizer_state import keep_peaks, set_rates
 from titancli.models import Llama3
 from titancli.optimizers import AdamW
 

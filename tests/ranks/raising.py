@@ -21,7 +21,7 @@ from tests.engine.cases import Layout, my_batches, recipe
 from tests.engine.test_unusable import damage
 from titancli import Batch, LossResult
 from titancli.engine import Engine
-from titancli.engine.given import LogProbs
+from titancli.engine.inputs import LogProbs
 from titancli.engine.sampling import refuse_layout
 from titancli.errors import EnvironmentProblem, TitanError
 

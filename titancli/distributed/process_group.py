@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from titancli.errors import EnvironmentProblem, TitanError
+from titancli.errors import EnvironmentProblem, TitanError, UsageError
+from titancli.process import Place
 
 if TYPE_CHECKING:
     import torch
@@ -234,3 +236,101 @@ def require_same(what: str, value: str, host: str) -> None:
         f"  rank 0 on {everywhere[0][1]}: {everywhere[0][0]}\n{listed}{more}",
         hint="run the same command, with the same files, on every node",
     )
+
+
+# ---------------------------------------------------------------------------------------- of an engine
+
+_members: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The engines that use a process group that was made here."""
+_made_here = False
+_excepthook: Any = None
+"""What torch puts the rank's number before, for as long as the group lives."""
+
+
+def join(device: torch.device | str | None, timeout_seconds: int) -> torch.device:
+    """Make sure that there is a process group, and take a device.
+
+    Where none is initialised: one of the ranks that torchrun has started, or of this process alone.
+
+    Raises:
+        UsageError: an engine cannot be on such a device.
+        EnvironmentProblem: the other ranks cannot be met, or there are fewer GPUs than ranks.
+    """
+    import torch
+    import torch.distributed as dist
+
+    global _made_here, _excepthook
+    _check_device(device)
+    if dist.is_initialized():
+        return torch.device(device) if device is not None else _present_device()
+    place = Place.from_environment()
+    chosen = torch.device(device) if device is not None else choose_device(place.local_rank)
+    if chosen.type == "cuda" and chosen.index is None:
+        chosen = choose_device(place.local_rank)
+    _excepthook = sys.excepthook
+    try:
+        init_process_group(
+            chosen,
+            rank=place.rank,
+            world=place.world,
+            restart=place.restart,
+            timeout_seconds=timeout_seconds,
+        )
+    except (ValueError, RuntimeError) as error:
+        raise EnvironmentProblem(
+            f"rank {place.rank} of {place.world} cannot meet the others: {str(error).splitlines()[0]}",
+            hint="start the ranks with torchrun; for one alone unset RANK and WORLD_SIZE",
+        ) from error
+    _made_here = True
+    return chosen
+
+
+def _check_device(device: torch.device | str | None) -> None:
+    import torch
+
+    if device is None:
+        return
+    try:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError):
+        kind = ""
+    if kind not in ("cpu", "cuda"):
+        raise UsageError(f"an engine's device is no {device!r}", hint='"cpu" or "cuda"')
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise EnvironmentProblem("there is no GPU that torch can use", hint='device="cpu", or leave it out')
+
+
+def enlist(engine: Any) -> None:
+    """The engine uses the process group; where that was made here, its last engine's `leave` ends it."""
+    if _made_here:
+        _members.add(engine)
+
+
+def leave(engine: Any = None) -> None:
+    """The engine, if one was built, does not use the process group any more."""
+    import torch.distributed as dist
+
+    from titancli.distributed.mesh import forget_meshes
+
+    global _made_here
+    if engine is not None:
+        _members.discard(engine)
+    if _made_here and not _members:
+        _made_here = False
+        if dist.is_initialized():
+            dist.destroy_process_group()
+            forget_meshes()
+        sys.excepthook = _excepthook
+
+
+def made_here() -> bool:
+    """Whether the process group is one that `join` made."""
+    return _made_here
+
+
+def _present_device() -> torch.device:
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

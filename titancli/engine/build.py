@@ -23,17 +23,15 @@ from titancli.data.values import Limits
 from titancli.distributed.local import RowCut
 from titancli.distributed.mesh import Mesh
 from titancli.distributed.process_group import groups_wait_as_the_default_one
-from titancli.engine.balancing import begins_unbalanced, hold_biases
 from titancli.engine.core import Core
-from titancli.engine.expert_load import ExpertLoad
-from titancli.engine.guard import Guard
+from titancli.engine.experts import ExpertLoad, begins_unbalanced, hold_biases
+from titancli.engine.optimizer_state import keep_peaks
 from titancli.engine.pipelined import PipelinedModel
-from titancli.engine.rates import keep_peaks
+from titancli.engine.rng import generator_for
 from titancli.engine.runners import Runner, WholeModel
-from titancli.engine.seeds import generator_for
-from titancli.engine.settings import EngineSettings
-from titancli.engine.state import told_adapters
-from titancli.engine.watched import Watched
+from titancli.engine.skip_step import Guard
+from titancli.engine.status import EngineSettings, Watched
+from titancli.engine.weights import told_adapters
 from titancli.errors import EnvironmentProblem, Problem, RecipeError, TitanError
 from titancli.layout.degrees import Degrees
 from titancli.models.blocks.kernels import prefer_fast_kernels

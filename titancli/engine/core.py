@@ -17,23 +17,19 @@ from titancli.checkpoint import load_checkpoint, save_checkpoint
 from titancli.checkpoint.exclude import NOTHING, Exclusion
 from titancli.checkpoint.kept import kept_of
 from titancli.engine.agreement import Call, Together, together
-from titancli.engine.balancing import hold_biases
-from titancli.engine.exchange import NamedTensor, Target, push, take_weights
-from titancli.engine.guard import Guard
-from titancli.engine.opening import checkpoint_of
-from titancli.engine.parameters import Parameters
+from titancli.engine.experts import hold_biases
+from titancli.engine.optimizer_state import optimizer_tensors
+from titancli.engine.recipes import checkpoint_of
 from titancli.engine.runners import Runner
-from titancli.engine.settings import EngineSettings, Status
-from titancli.engine.state import optimizer_tensors, told_adapters
-from titancli.engine.turns import alone
-from titancli.engine.unusable import MendedBy, Unusable
-from titancli.engine.watched import Watched
+from titancli.engine.skip_step import Guard
+from titancli.engine.status import EngineSettings, MendedBy, Status, Unusable, Watched, alone
+from titancli.engine.weights import NamedTensor, Parameters, Target, push, take_weights, told_adapters
 from titancli.errors import EnvironmentProblem, TitanError
 
 if TYPE_CHECKING:
     from titancli.checkpoint.manifest import Verify
     from titancli.distributed.mesh import Mesh
-    from titancli.engine.seeds import Stream
+    from titancli.engine.rng import Stream
     from titancli.parallel.pipeline import Placement
     from titancli.protocols import Converter, HFForm, Loss
 
@@ -76,7 +72,7 @@ class Core(Parameters):
     kept: Mapping[str, bytes] = field(default_factory=dict)
     """What the Hugging Face folder that the weights once came from had beside them, for checkpoints."""
     begins_unbalanced: bool = False
-    """See `titancli.engine.balancing`."""
+    """See `titancli.engine.experts`."""
     holds_biases: bool = False
     """Whether the biases that would balance experts stay at zero."""
     busy: str | None = None
@@ -90,7 +86,7 @@ class Core(Parameters):
     watched: Watched | None = field(default=None, repr=False)
     """The parameters that it was built with."""
     turn: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    """Held by the verb that is running; see `titancli.engine.turns`."""
+    """Held by the verb that is running; see `titancli.engine.status`."""
     running: str = "another verb"
     """The verb that held it last."""
     _verb: str | None = None

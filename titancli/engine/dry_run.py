@@ -3,8 +3,7 @@
 The engine is built as it is for a run, on a process group whose collectives do nothing. The model is cut on
 meta first; then its parts, and everything that is made of them, are fake tensors, which have shapes but no
 values. (The other way round tensor parallel fails.) So shapes, dtypes, shards, and every component that takes
-part in a step are those of the run.
-"""
+part in a step are those of the run."""
 
 from __future__ import annotations
 
@@ -13,32 +12,41 @@ import logging
 import random
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titancli.data.batch import Batch
 from titancli.distributed.mesh import forget_meshes
-from titancli.engine.blame import blamed
+from titancli.engine import meter
 from titancli.engine.build import allocate, build_engine
 from titancli.engine.core import Core
 from titancli.engine.engine import Engine
 from titancli.engine.meter import Meter
+from titancli.engine.optimizer_state import initialise_state
 from titancli.engine.pipelined import PipelinedModel
-from titancli.engine.state import initialise_state
-from titancli.errors import TitanError, UsageError
+from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
 from titancli.models.blocks.moe import moe_layers
+from titancli.recipe.check import components
 from titancli.recipe.hints import needs_dataset
-from titancli.recipe.schema import Compile
+from titancli.recipe.schema import Compile, Recipe
+from titancli.registry.component import component_info
 
 if TYPE_CHECKING:
     from titancli.layout.degrees import Degrees
@@ -226,3 +234,73 @@ def _random_state() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+# ------------------------------------------------------------------------------------ whose fault an error is
+
+
+UNKNOWABLE = (DataDependentOutputException, DynamicOutputShapeException)
+ELSEWHERE = (str(Path(torch.__file__).parent), str(Path(traceback.__file__).parent), meter.__file__)
+"""Whose frames tell a reader nothing."""
+
+
+def blamed(error: Exception, recipe: Recipe, where: str) -> TitanError:
+    """The error to raise instead.
+
+    Args:
+        where: the rank in words.
+    """
+    if isinstance(error, RecipeError):
+        return RecipeError(
+            [dataclasses.replace(p, message=f"{p.message}, on {where}") for p in error.problems]
+        )
+    plugin, steps = _way(error, recipe)
+    if isinstance(error, TitanError):
+        words = f"{error.message}, on {where}"
+        for kind in (PluginError, EnvironmentProblem, UsageError):
+            if isinstance(error, kind):  # a class of a plugin's own may take other arguments
+                return kind(words, hint=error.hint)
+        return _error(plugin, words, error.hint)
+    told = f"{type(error).__name__}: {error}".removesuffix(": ").partition("\n\n")[0]
+    at = f"\n  at {steps[-1]}" if steps else ""
+    if isinstance(error, UNKNOWABLE):
+        return TitanError(
+            f"{where}: the step depends on values, which a dry run does not have: {told}{at}",
+            hint="shapes and branches must not depend on what is in a tensor",
+        )
+    if plugin:
+        trace = "".join(f"\n  {step}" for step in steps)
+        return PluginError(f"{where}: {plugin} fails in a step:{trace}\n  {told}")
+    return RecipeError(f"{where}: a step fails: {told}{at}", hint="--traceback shows the way there")
+
+
+def _error(plugin: str | None, message: str, hint: str | None) -> TitanError:
+    return PluginError(f"{plugin}: {message}", hint=hint) if plugin else RecipeError(message, hint=hint)
+
+
+def _way(error: Exception, recipe: Recipe) -> tuple[str | None, list[str]]:
+    """The component of a plugin whose code the error came through last, if any; and the lines of code from
+    there on, or from the beginning, that are no library's."""
+    packages = {}
+    for _, config in components(recipe):
+        info = component_info(config)
+        package = info.target.partition(":")[0].partition(".")[0]
+        if package != "titancli":
+            packages[package] = f"the {info.kind} {info.name}"
+    plugin: str | None = None
+    steps: list[str] = []
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename.startswith(ELSEWHERE):
+            continue
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package in packages and packages[package] != plugin:
+            plugin, steps = packages[package], []
+        steps.append(_shown(frame, line))
+    return plugin, steps
+
+
+def _shown(frame: FrameType, line: int) -> str:
+    (summary,) = traceback.extract_stack(frame, limit=1)
+    file = Path(summary.filename)
+    shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+    return f"{shown}:{line} in {summary.name}"

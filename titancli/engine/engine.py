@@ -15,10 +15,12 @@ from torch import Tensor
 from titancli.checkpoint.exclude import Exclusion
 from titancli.checkpoint.likeness import refuse_other_model
 from titancli.checkpoint.remote import weights_here
-from titancli.engine import opening
+from titancli.distributed import process_group
+from titancli.engine import recipes
 from titancli.engine.build import build_engine
 from titancli.engine.core import Core, token_counts
-from titancli.engine.given import (
+from titancli.engine.grad_clip import divide_and_clip
+from titancli.engine.inputs import (
     Given,
     Logits,
     LogProbs,
@@ -28,15 +30,12 @@ from titancli.engine.given import (
     loss_of,
     name_of,
 )
-from titancli.engine.gradients import divide_and_clip
-from titancli.engine.guard import step_unless
-from titancli.engine.rates import set_rates
-from titancli.engine.reduction import largest, marked, quotient, summed
-from titancli.engine.runners import Sums
+from titancli.engine.optimizer_state import set_rates
+from titancli.engine.rng import Stream
+from titancli.engine.runners import Sums, largest, marked, quotient, summed
 from titancli.engine.sampling import gathered, not_training, refuse_layout
-from titancli.engine.seeds import Stream
-from titancli.engine.settings import EngineSettings
-from titancli.engine.turns import alone
+from titancli.engine.skip_step import step_unless
+from titancli.engine.status import EngineSettings, alone
 from titancli.errors import TitanError
 from titancli.parallel.aborted import forget_iteration
 from titancli.parallel.fsdp import reshard
@@ -92,14 +91,14 @@ class Engine(Core):
             EnvironmentProblem: weights are missing or damaged, or the ranks cannot meet.
             TitanError: the weights do not fit the model.
         """
-        chosen = opening.join(device)
+        chosen = process_group.join(device, recipes.JOIN_SECONDS)
         try:
-            engine, found = cls._built(lambda: opening.recipe_from(recipe, overrides), chosen, frozen)
+            engine, found = cls._built(lambda: recipes.recipe_from(recipe, overrides), chosen, frozen)
             if found is not recipe and not frozen:
                 engine._take_over(found)
             return engine
         finally:
-            opening.leave()  # nothing is ended where an engine stands now
+            process_group.leave()  # nothing is ended where an engine stands now
 
     @classmethod
     def frozen(
@@ -119,7 +118,7 @@ class Engine(Core):
         *,
         device: torch.device | str | None = None,
         frozen: bool = False,
-        **parts: Unpack[opening.Parts],
+        **parts: Unpack[recipes.Parts],
     ) -> Engine:
         """The engine of a model's config and what else is given.
 
@@ -134,33 +133,33 @@ class Engine(Core):
             UsageError: a part that there is not, or of another kind.
             TitanError: as `build`.
         """
-        chosen = opening.join(device)
+        chosen = process_group.join(device, recipes.JOIN_SECONDS)
         try:
-            engine, _ = cls._built(lambda: opening.recipe_of(model, parts, chosen), chosen, frozen)
+            engine, _ = cls._built(lambda: recipes.recipe_of(model, parts, chosen), chosen, frozen)
             if "training" not in parts:  # nobody has said how long rows are
                 engine.settings = replace(engine.settings, limits=engine.settings.limits.of_model())
             return engine
         finally:
-            opening.leave()
+            process_group.leave()
 
     @classmethod
     def _built(
         cls, recipe_here: Callable[[], Recipe], device: torch.device, frozen: bool
     ) -> tuple[Engine, Recipe]:
         """The engine, and its recipe as it was read here: all ranks must have read the same."""
-        call = opening.call()
+        call = recipes.call()
         with call.shared():
             found = recipe_here()
         with call.agreed():
-            opening.compare(call, found, frozen)
-        recipe = opening.weights_alone(found) if frozen else found
+            recipes.compare(call, found, frozen)
+        recipe = recipes.weights_alone(found) if frozen else found
         with ExitStack() as ends, call.shared():
             if recipe.debug.deterministic:
                 ends.enter_context(determinism(recipe.debug.deterministic))
-            opening.limit(recipe.comm)
+            recipes.limit(recipe.comm)
             engine = build_engine(cls, recipe, device=device, frozen=frozen)
-            opening.enlist(engine)
-            ends.callback(opening.leave, engine)
+            process_group.enlist(engine)
+            ends.callback(process_group.leave, engine)
             engine._ends = ends.pop_all()
         return engine, found
 

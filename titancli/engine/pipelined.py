@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from titancli.data.batch import Batch
 from titancli.distributed import process_group
-from titancli.engine.given import checked
+from titancli.engine.inputs import checked
 from titancli.engine.runners import Sums, add_up, inputs_of
 from titancli.errors import TitanError
 from titancli.layout.stages import StageError, check_microbatches
@@ -28,7 +28,7 @@ from titancli.losses.result import LossResult
 if TYPE_CHECKING:
     from titancli.distributed.local import RowCut
     from titancli.distributed.mesh import Mesh
-    from titancli.engine.expert_load import ExpertLoad
+    from titancli.engine.experts import ExpertLoad
     from titancli.parallel.pipeline import Placement
     from titancli.recipe.schema import Pipeline
 

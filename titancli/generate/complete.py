@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from titancli.engine.seeds import derive
+from titancli.engine.rng import derive
 from titancli.errors import EnvironmentProblem
 from titancli.generate.source import Source
 from titancli.rl.decode import Row, decode

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titancli.data.batch import Batch
-from titancli.engine.seeds import derive
+from titancli.engine.rng import derive
 from titancli.errors import RecipeError, TitanError
 from titancli.loops.reference import Reference
 from titancli.registry.component import build

@@ -34,7 +34,7 @@ class Stop(Protocol):
 
 
 class Watch(Protocol):
-    """What tells of steps that were skipped; see `titancli.engine.guard.Guard`."""
+    """What tells of steps that were skipped; see `titancli.engine.skip_step.Guard`."""
 
     def too_many(self) -> bool: ...
 

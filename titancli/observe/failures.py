@@ -17,7 +17,7 @@ from pathlib import Path
 from titancli.errors import EXIT_FAILED, RankFailure, TitanError
 from titancli.runs import timestamp, write_atomically
 
-PASSED_THROUGH = ("titancli/run/worker.py", "titancli/engine/turns.py", "/torch/")
+PASSED_THROUGH = ("titancli/run/worker.py", "titancli/engine/status.py", "/torch/")
 
 
 @dataclass(frozen=True)

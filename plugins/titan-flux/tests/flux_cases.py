@@ -14,7 +14,7 @@ from tests.engine.cases import wholes
 from titan_flux import Flux
 from titan_flux.data import places_of
 from titancli import Engine, load_recipe
-from titancli.engine.seeds import generator_for
+from titancli.engine.rng import generator_for
 from titancli.models.blocks.init import normal_
 from titancli.registry.component import build
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from titancli.data.batch import IGNORE, Batch
-from titancli.engine.given import RESERVED, checked
+from titancli.engine.inputs import RESERVED, checked
 from titancli.errors import TitanError
 from titancli.losses.result import LossResult
 from titancli.testing.behaviour import Check, Example, Subject, first_difference

@@ -1,11 +1,9 @@
-"""What an engine is built from, and where: a recipe out of a path or of parts, and the process group."""
+"""The recipe that an engine is built of: named by a path, or made of parts."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -16,10 +14,8 @@ import torch.distributed as dist
 from titancli.checkpoint.manifest import LOCK, MANIFEST, newest_good
 from titancli.checkpoint.remote import take_weights
 from titancli.distributed import process_group
-from titancli.distributed.mesh import forget_meshes
 from titancli.engine.agreement import Call, together
 from titancli.errors import EnvironmentProblem, UsageError
-from titancli.process import Place
 from titancli.recipe import load_recipe
 from titancli.recipe.check import remarks
 from titancli.recipe.find import url_of
@@ -229,88 +225,6 @@ def _check_kind(name: str, value: Any, kind: str) -> None:
         raise UsageError(f"{name}: {value.__name__} is a class", hint=f"write {value.__name__}(...)")
 
 
-# ---------------------------------------------------------------------------------------- process group
-
-_members: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The engines that use a process group that was made here."""
-_made_here = False
-_excepthook: Any = None
-"""What torch puts the rank's number before, for as long as the group lives."""
-
-
-def join(device: torch.device | str | None) -> torch.device:
-    """Make sure that there is a process group, and take a device.
-
-    Where none is initialised: one of the ranks that torchrun has started, or of this process alone.
-
-    Raises:
-        UsageError: an engine cannot be on such a device.
-        EnvironmentProblem: the other ranks cannot be met, or there are fewer GPUs than ranks.
-    """
-    global _made_here, _excepthook
-    _check_device(device)
-    if dist.is_initialized():
-        return torch.device(device) if device is not None else _present_device()
-    place = Place.from_environment()
-    chosen = torch.device(device) if device is not None else process_group.choose_device(place.local_rank)
-    if chosen.type == "cuda" and chosen.index is None:
-        chosen = process_group.choose_device(place.local_rank)
-    _excepthook = sys.excepthook
-    try:
-        process_group.init_process_group(
-            chosen,
-            rank=place.rank,
-            world=place.world,
-            restart=place.restart,
-            timeout_seconds=JOIN_SECONDS,
-        )
-    except (ValueError, RuntimeError) as error:
-        raise EnvironmentProblem(
-            f"rank {place.rank} of {place.world} cannot meet the others: {str(error).splitlines()[0]}",
-            hint="start the ranks with torchrun; for one alone unset RANK and WORLD_SIZE",
-        ) from error
-    _made_here = True
-    return chosen
-
-
-def _check_device(device: torch.device | str | None) -> None:
-    if device is None:
-        return
-    try:
-        kind = torch.device(device).type
-    except (RuntimeError, TypeError):
-        kind = ""
-    if kind not in ("cpu", "cuda"):
-        raise UsageError(f"an engine's device is no {device!r}", hint='"cpu" or "cuda"')
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise EnvironmentProblem("there is no GPU that torch can use", hint='device="cpu", or leave it out')
-
-
-def enlist(engine: Any) -> None:
-    """The engine uses the process group; where that was made here, its last engine's `leave` ends it."""
-    if _made_here:
-        _members.add(engine)
-
-
-def leave(engine: Any = None) -> None:
-    """The engine, if one was built, does not use the process group any more."""
-    global _made_here
-    if engine is not None:
-        _members.discard(engine)
-    if _made_here and not _members:
-        _made_here = False
-        if dist.is_initialized():
-            dist.destroy_process_group()
-            forget_meshes()
-        sys.excepthook = _excepthook
-
-
-def limit(section: Comm) -> None:
-    """Have ranks wait for each other as long as a recipe says, in a group that was made here."""
-    if _made_here:
-        together().wait_for_the_first_verb(section.init_timeout_seconds, section.train_timeout_seconds)
-
-
 # ------------------------------------------------------------------------------------------- between ranks
 
 
@@ -335,7 +249,7 @@ def compare(building: Call, recipe: Recipe, frozen: bool) -> None:
     building.given(f"with converters = {recipe.converters!r}")
 
 
-def _present_device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def limit(section: Comm) -> None:
+    """Have ranks wait for each other as long as a recipe says, in a group that was made here."""
+    if process_group.made_here():
+        together().wait_for_the_first_verb(section.init_timeout_seconds, section.train_timeout_seconds)

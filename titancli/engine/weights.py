@@ -1,21 +1,176 @@
-"""Weights under Hugging Face names, out to a target and in from an iterator: one whole tensor at a time."""
+"""The weights of an engine: its parameters by name, and whole tensors under Hugging Face names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from titancli.checkpoint.base import adapters_of, require_base
 from titancli.checkpoint.hf import put
 from titancli.checkpoint.load import name_lists
+from titancli.checkpoint.manifest import MANIFEST, read_manifest
+from titancli.distributed import process_group
 from titancli.errors import TitanError
+from titancli.models.blocks.state import named_state
 
 if TYPE_CHECKING:
-    from titancli.engine.parameters import Parameters
-    from titancli.protocols import HFForm
+    from titancli.distributed.mesh import Mesh
+    from titancli.parallel.pipeline import Placement
+    from titancli.protocols import Converter, HFForm
+
+
+class Known(NamedTuple):
+    """What every rank of a pipeline knows of a tensor that one of them has."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    holder: int
+    """The rank of the pipeline that has it."""
+
+
+class Parameters:
+    """What of an engine has names."""
+
+    parts: list[Any]
+    converters: Sequence[Converter]
+    mesh: Mesh
+    device: torch.device
+    placement: Placement | None
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Parameters by the names of the plain model on one device."""
+        return [named for part in self.parts for named in part.named_parameters()]
+
+    def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Those of them that the optimizer moves."""
+        return [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
+
+    @property
+    def adapters(self) -> Any:
+        """The converter whose parameters are no part of the plain model, if there is one."""
+        return next((converter for converter in self.converters if hasattr(converter, "owns")), None)
+
+    @contextmanager
+    def as_base(self) -> Iterator[None]:
+        """The model without its adapters; only to compute with."""
+        if self.adapters is None:
+            raise TitanError("as_base: this engine has no adapters, such as the converter lora makes")
+        with self.adapters.disabled(self.parts):
+            yield
+
+    def saved_parameters(self) -> list[tuple[str, Tensor]]:
+        """What a checkpoint holds of `plain_parameters`: all, or the adapters alone where there are some."""
+        adapters = self.adapters
+        return [named for named in self.plain_parameters() if adapters is None or adapters.owns(named[0])]
+
+    def base_parameters(self) -> dict[str, Tensor]:
+        """Those of `plain_parameters` that the plain model has."""
+        adapters = self.adapters
+        return {n: t for n, t in self.plain_parameters() if adapters is None or not adapters.owns(n)}
+
+    def plain_parameters(self) -> list[tuple[str, Tensor]]:
+        """The same and what else is state, detached and without the converters' tensor classes: what is
+        saved, and loaded into."""
+        found = []
+        for name, live in (named for part in self.parts for named in named_state(part)):
+            tensor = live.detach()
+            for converter in reversed(self.converters):
+                tensor = converter.plain(name, tensor)
+            found.append((name, tensor))
+        return found
+
+    # ------------------------------------------------------------------------ over a pipeline's stages
+
+    def _all_known(self, named: Iterable[tuple[str, Tensor]]) -> list[Known]:
+        """What all ranks of the pipeline have, in the order of the stages. Collective.
+
+        Args:
+            named: of this rank's stages, in their order.
+        """
+        rank = self.mesh.pp_rank
+        mine = [Known(name, tuple(tensor.shape), tensor.dtype, rank) for name, tensor in named]
+        if self.placement is None:
+            return mine
+        stage_of: dict[str, int] = {}
+        for stage, part in zip(self.placement.mine, self.parts, strict=True):
+            stage_of |= dict.fromkeys(
+                [name for name, _ in (*part.named_parameters(), *part.named_buffers())], stage
+            )
+        gathered: list[Any] = [None] * dist.get_world_size(self.mesh.pp_group)
+        dist.all_gather_object(
+            gathered, [(stage_of[known.name], known) for known in mine], self.mesh.pp_group
+        )
+        found = sorted((entry for entries in gathered for entry in entries), key=lambda entry: entry[0])
+        return [known for _, known in found]
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of everything of the whole plain model that is saved. Collective."""
+        return {known.name: known.shape for known in self._all_known(self.base_parameters().items())}
+
+    def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors of the whole model, whole, one at a time. Collective.
+
+        Away from rank 0 a tensor of another stage is on meta.
+        """
+        mine = dict(self.plain_parameters())
+        home = getattr(self.parts[0], "parameter_device", self.device)
+        group, rank = self.mesh.pp_group, self.mesh.pp_rank
+        to_rank_0 = dist.get_rank() == 0 or (group is not None and 0 in dist.get_process_group_ranks(group))
+        for known in self._all_known(mine.items()):
+            whole = torch.empty(known.shape, dtype=known.dtype, device="meta")
+            if known.holder == rank:
+                tensor = mine[known.name]
+                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                if rank > 0 and to_rank_0:
+                    process_group.wait(dist.isend(whole.to(home).contiguous(), dst=0, group=group))
+            elif dist.get_rank() == 0:
+                whole = torch.empty(known.shape, dtype=known.dtype, device=home)
+                process_group.wait(dist.irecv(whole, group=group, group_src=known.holder))
+            yield known.name, whole
+
+
+def told_adapters(
+    adapters: Any, folder: Path, *, base: dict[str, str] | None = None
+) -> dict[str, Any] | None:
+    """What a checkpoint tells of its adapters; None where it has none, or is no checkpoint.
+
+    Args:
+        adapters: the engine's, if it has any.
+        base: the one that the engine's adapters stand beside, if it is known by now.
+
+    Raises:
+        TitanError: they are others than the engine's, or it has none.
+        EnvironmentProblem: they were trained on another base.
+    """
+    told = adapters_of(read_manifest(folder)) if (folder / MANIFEST).is_file() else None
+    if told is None:
+        return None
+    if adapters is None:
+        raise TitanError(
+            f"{folder} holds adapters ({told['form']}) and not the weights of a model",
+            hint=f"merge them first: titan convert-checkpoint {folder} FOLDER --to hf",
+        )
+    for name, here in adapters.facts.items():
+        if told[name] != here:
+            raise TitanError(
+                f"{folder} holds adapters of {name} {told[name]}, and this recipe's have {here}",
+                hint=f"write {name} = {told[name]!r} in the converter",
+            )
+    if base is not None:
+        require_base(told, folder, base)
+    return told
+
+
+# ----------------------------------------------------------------------------------- under Hugging Face names
+
 
 NamedTensor = tuple[str, Tensor | None]
 """A Hugging Face name, and the whole tensor: on rank 0, None elsewhere."""

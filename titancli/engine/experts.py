@@ -1,26 +1,22 @@
-"""How the tokens of a whole call fall to the experts, which the load-balancing loss is made of.
-
-Its gradient weighs each expert by its share of *all* tokens (Qiu et al., arXiv 2501.11873: balance over the
-global batch, not within each micro-batch), so that no layout, and no number of micro-batches, changes it. The
-shares must be known before the first backward: they are counted in the forward where a call is one
-micro-batch, and else in a forward of all of them beforehand, which costs about a third of the step.
-"""
+"""Experts over a whole call: how tokens fall to them, and whether biases balance them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from titancli.engine.given import Logits, LogProbs
+from titancli.engine.inputs import Logits, LogProbs
 from titancli.models.blocks.moe import moe_layers
 from titancli.parallel.fsdp import reshard
 
 if TYPE_CHECKING:
     from titancli.data.batch import Batch
+    from titancli.recipe.schema import Recipe
 
 
 class ExpertLoad:
@@ -78,3 +74,44 @@ class ExpertLoad:
             dist.all_reduce(total, group=group)
         for layer, count in zip(self._layers, total.split([len(count) for count in counts]), strict=True):
             layer.load = layer.share_of(count)
+
+
+# -------------------------------------------------------------------------------------------------- balancing
+
+
+# Not the module's own name: below titan's logger it is printed, and an event of the run.
+logger = logging.getLogger("titancli.experts")
+
+
+def begins_unbalanced(hf_form: Any, recipe: Recipe) -> bool:
+    """Whether the recipe would balance, after weights are read, a model whose Hugging Face form has no place
+    for the biases. The same on every rank."""
+    balanced = bool(getattr(getattr(recipe.model, "moe", None), "load_balance_coeff", None))
+    lost = bool(getattr(hf_form, "loses_biases", False))
+    return balanced and lost and recipe.weights is not None
+
+
+def hold_biases(parts: Iterable[Any], device: torch.device, held_before: bool) -> bool:
+    """Let biases that are zero stay so: moved, they would send tokens elsewhere than the export does, whose
+    folder has no place for them. Where some are not, the weights have been balanced before, and go on to be.
+    Collective.
+
+    Returns:
+        Whether they are held.
+    """
+    layers = [layer for part in parts for layer in moe_layers(part).values()]
+    biases = [layer.expert_bias for layer in layers if layer.expert_bias is not None]
+    moved = torch.stack([bias.any() for bias in biases]).any() if biases else torch.zeros(())
+    anywhere = moved.to(device, torch.float32)
+    dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+    held = not bool(anywhere)
+    for layer in layers:
+        layer.holds_bias = held
+    if held != held_before and dist.get_rank() == 0:
+        logger.warning(
+            "model.moe.load_balance_coeff is taken as 0: the weights have no balancing biases, and a Hugging "
+            "Face folder of this model has no place for them"
+            if held
+            else "model.moe.load_balance_coeff applies: the checkpoint has balancing biases"
+        )
+    return held

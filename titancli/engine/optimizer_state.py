@@ -1,14 +1,67 @@
-"""The learning rates of a step: each group of parameters has its own, in the ratio of the recipe."""
+"""An optimizer's state, by parameter name and never by index, and the learning rates of a step."""
 
 from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from titancli.errors import TitanError
+
+
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]
+) -> dict[str, Tensor]:
+    """`optimizer.<parameter>.<key>` for every tensor of the optimizer's state."""
+    initialise_state(optimizer)
+    return {
+        f"optimizer.{name}.{key}": value
+        for name, parameter in named_parameters
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+@torch.no_grad()
+def initialise_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make an optimizer create the state of what it has not moved yet, changing no parameter.
+
+    A step with a learning rate and gradients of zero does it for any optimizer; its count is taken back. The
+    gradients that there are stay.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    lacking = [p for p in parameters if p not in optimizer.state]
+    if not lacking:
+        return
+    gradients = [parameter.grad for parameter in parameters]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    try:
+        optimizer.zero_grad(set_to_none=True)
+        for parameter in lacking:
+            parameter.grad = torch.zeros_like(parameter)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        optimizer.step()
+    except BaseException:
+        for parameter in lacking:
+            optimizer.state.pop(parameter, None)
+        raise
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+    for parameter in lacking:
+        state = optimizer.state.get(parameter, {})
+        if isinstance(state.get("step"), Tensor):
+            state["step"].zero_()
+
+
+# --------------------------------------------------------------------------------------------- learning rates
 
 
 def keep_peaks(optimizer: torch.optim.Optimizer, peak: Any) -> None:

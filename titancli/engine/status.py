@@ -1,0 +1,192 @@
+"""What an engine is told and tells: its settings, where it stands, and whether a verb may be called now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from threading import Lock
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypedDict, TypeVar
+
+import torch
+from torch import nn
+
+from titancli.data.values import Limits
+from titancli.errors import TitanError
+
+
+class Status(TypedDict):
+    """Where an engine stands: plain numbers, the same on every rank."""
+
+    step: int
+    """Optimizer steps done, skipped ones included."""
+    version: int
+    """Counts the changes of the weights: it differs whenever they may."""
+    accumulated: int
+    """Micro-batches whose gradients wait for `optim_step`."""
+    tokens_seen: int
+    """Input tokens of all steps, over all ranks."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What the verbs need to know of a recipe."""
+
+    seed: int
+    max_norm: float
+    """Gradients are clipped to it; 0: never."""
+    accumulation: int
+    """Micro-batches in one step, for the loop."""
+    lr_factor: Callable[[int], float]
+    """What the peak learning rate is multiplied by at a step, counted from 0."""
+    limits: Limits = Limits()  # noqa: RUF009 - a tuple
+    """What a batch may hold."""
+
+
+# --------------------------------------------------------------------------------------------------- unusable
+
+
+MendedBy = Literal["load", "weights", "nothing"]
+"""What makes an engine usable again: a `load` of everything that it has; new weights alone, from
+`load_weights` or a `load` without the optimizer's state; or only a new engine."""
+
+_SEVERITY: tuple[MendedBy, ...] = ("weights", "load", "nothing")
+
+_HINTS: dict[MendedBy, str] = {
+    "load": "load a checkpoint into it (engine.load), or build a new engine",
+    "weights": "load whole weights into it (engine.load or engine.load_weights), or build a new engine",
+    "nothing": "build a new engine, and load its last checkpoint",
+}
+
+
+@dataclass(frozen=True)
+class Unusable:
+    """Why an engine's numbers cannot be trusted."""
+
+    why: str
+    """Goes on from "the engine is unusable: "."""
+    mended_by: MendedBy = "load"
+
+    def error(self, verb: str) -> TitanError:
+        """What a verb raises that is called all the same."""
+        return TitanError(f"{verb}: the engine is unusable: {self.why}", hint=_HINTS[self.mended_by])
+
+    def mended_by_this(self, what: MendedBy | None) -> bool:
+        """Whether a verb that does `what` makes the engine usable."""
+        return what is not None and self.mended_by != "nothing" and not self.worse_than(what)
+
+    def worse_than(self, other: MendedBy) -> bool:
+        return _SEVERITY.index(self.mended_by) > _SEVERITY.index(other)
+
+
+# ----------------------------------------------------------------------------------------- one verb at a time
+
+
+class OneAtATime(Protocol):
+    """What has verbs."""
+
+    turn: Lock
+    """Held by the verb that is running."""
+    running: str
+    """The verb that held it last."""
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+E = TypeVar("E", bound=OneAtATime)
+
+
+def alone(verb: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
+    """Have a verb refused while another one runs: two threads that both have just asked whether one does
+    would otherwise step through the same shards.
+
+    Raises:
+        TitanError: another verb that is `alone` is running, in this thread or another.
+    """
+
+    @wraps(verb)
+    def claimed(engine: E, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not engine.turn.acquire(blocking=False):
+            raise TitanError(
+                f"{verb.__name__}: the engine is in the middle of {engine.running}",
+                hint="call it before: what a loss needs travels with the batch",
+            )
+        try:
+            engine.running = verb.__name__
+            return verb(engine, *args, **kwargs)
+        finally:
+            engine.turn.release()
+
+    return claimed
+
+
+# ------------------------------------------------------------------------------------------------- parameters
+
+
+class Watched:
+    """The parameters of an engine's parts, and where they are.
+
+    Sharding, optimizer and checkpoints know a parameter by its object: one that a script puts in its place
+    would be computed with or not, never trained, and saved under a name that means the other.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self._named = _named(parts)
+        self._places: list[tuple[dict[str, Any], list[tuple[str, Any]]]] = []
+        """The modules' own dictionaries, and what was in them: compared by identity, at each verb."""
+        for part in parts:
+            for module in part.modules():
+                for dictionary in (module._parameters, module._modules):
+                    self._places.append((dictionary, list(dictionary.items())))
+
+    def check(self, verb: str, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None) -> None:
+        """
+        Raises:
+            TitanError: parameters were replaced, added or taken away; or one requires a gradient, and the
+                optimizer does not have it.
+        """
+        if not all(_same(dictionary, items) for dictionary, items in self._places):
+            self._compare(verb, _named(parts))
+        if optimizer is None:
+            return
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        lost = [name for name, p in self._named.items() if p.requires_grad and id(p) not in held]
+        if lost:
+            raise TitanError(
+                f"{verb}: {_listed(lost)} {_require(lost)} a gradient, and the optimizer does not have "
+                f"{'it' if len(lost) == 1 else 'them'}",
+                hint="parameters may be frozen after building, not unfrozen: build the engine with them",
+            )
+
+    def _compare(self, verb: str, now: dict[str, nn.Parameter]) -> None:
+        changed = [name for name, p in now.items() if self._named.get(name) is not p]
+        gone = [name for name in self._named if name not in now]
+        if changed or gone:
+            parts = [f"{_listed(changed)} {_was(changed)} put in"] if changed else []
+            parts += [f"{_listed(gone)} {_was(gone)} taken away"] if gone else []
+            raise TitanError(
+                f"{verb}: {' and '.join(parts)} after the engine was built, and nothing would train or save "
+                "what is there now",
+                hint="put values into what is there (parameter.data.copy_, engine.load_weights), or change "
+                "the model in a converter, before it is built",
+            )
+
+
+def _named(parts: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
+    return {name: parameter for part in parts for name, parameter in part.named_parameters()}
+
+
+def _same(dictionary: dict[str, Any], items: list[tuple[str, Any]]) -> bool:
+    return len(dictionary) == len(items) and all(dictionary.get(key) is value for key, value in items)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _was(names: list[str]) -> str:
+    return "was" if len(names) == 1 else "were"
+
+
+def _require(names: list[str]) -> str:
+    return "requires" if len(names) == 1 else "require"
