@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titancli.parallel.mesh import forget_meshes
+from titancli.distributed.mesh import forget_meshes
 
 
 def serve(connection: Connection[Any, Any], rank: int) -> None:
