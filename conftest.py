@@ -34,6 +34,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     WARM.cold = item.get_closest_marker("cold") is not None
     yield
 
+pytest_plugins = ["tests.summary"]
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:

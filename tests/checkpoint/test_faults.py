@@ -198,11 +198,15 @@ def _fork(function: Callable[..., None], *args: object) -> int:
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 @pytest.mark.parametrize("where", ["on", "over"])
-def test_kill_9_at_any_moment_leaves_a_good_checkpoint(tmp_path: Path, mode: str, where: str):
+def test_kill_9_at_any_moment_leaves_a_good_checkpoint(
+    tmp_path: Path, record_property, mode: str, where: str
+):
     """`on`: step after step, with purging; `over`: one folder replaced again and again."""
     chance = random.Random(f"{mode}{where}")
     step = 0
-    for _ in range(8):
+    kills = 8
+    record_property("killed saves", kills)
+    for _ in range(kills):
         child = _fork(_save_for_ever, tmp_path, mode, step, where == "over")
         while newest(tmp_path) is None:
             assert os.waitpid(child, os.WNOHANG) == (0, 0)

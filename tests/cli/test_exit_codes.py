@@ -54,7 +54,10 @@ REACHED: dict[ExitCode, Callable[[Path], list[str]]] = {
 
 
 @pytest.mark.parametrize("code", ExitCode, ids=lambda code: code.name)
-def test_an_exit_code_is_reached(titan: Titan, tmp_path: Path, code: ExitCode) -> None:
+def test_an_exit_code_is_reached(
+    titan: Titan, tmp_path: Path, record_property: Callable[[str, object], None], code: ExitCode
+) -> None:
+    record_property("exit code", f"{code.value} {code.name}")
     done = titan(*REACHED[code](tmp_path))
     assert done.code == code, done.err
     assert "Traceback" not in done.err

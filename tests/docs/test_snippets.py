@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -30,6 +31,17 @@ def of(page: Path, *languages: str) -> list[Block]:
     return [block for block in blocks(page) if block.language in languages and block.mark != "not run"]
 
 
+@pytest.fixture
+def tell(record_property: Callable[[str, object], None]) -> Callable[[Path, str, list[Block]], None]:
+    """For the summary of the tests: what is done with these blocks of a page."""
+
+    def record(page: Path, what: str, tried: list[Block]) -> None:
+        if tried:
+            record_property("snippet", {"page": page.name, "what": what, "count": len(tried)})
+
+    return record
+
+
 @each_page
 def test_a_block_says_what_it_is(page: Path) -> None:
     for block in blocks(page):
@@ -43,7 +55,10 @@ def test_a_block_says_what_it_is(page: Path) -> None:
 
 
 @each_page
-def test_a_recipe_is_a_good_one(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_is_a_good_one(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tell: Callable[..., None]
+) -> None:
+    tell(page, "recipes checked", of(page, "toml"))
     monkeypatch.chdir(tmp_path)
     for name in ("base.toml", "data.toml"):  # what samples of `extends` name
         Path(name).write_text(BASE)
@@ -63,7 +78,8 @@ def test_a_recipe_is_a_good_one(page: Path, tmp_path: Path, monkeypatch: pytest.
 
 
 @each_page
-def test_python_compiles_and_json_is_json(page: Path) -> None:
+def test_python_compiles_and_json_is_json(page: Path, tell: Callable[..., None]) -> None:
+    tell(page, "blocks of Python compiled", of(page, "python"))
     for block in of(page, "python"):
         compile(block.text, f"{page.name}:{block.line}", "exec")
     for block in of(page, "json"):
@@ -99,13 +115,15 @@ def test_a_link_leads_somewhere(page: Path) -> None:
 
 @pytest.mark.e2e
 @each_page
-def test_every_command_runs(page: Path, tmp_path: Path) -> None:
+def test_every_command_runs(page: Path, tmp_path: Path, tell: Callable[..., None]) -> None:
+    run = [block for block in of(page, "sh", "console") if block.mark != "file"]
+    tell(page, "blocks of commands run", run)
     scripts = Path(sys.executable).parent
     environment = {**os.environ, "PATH": f"{scripts}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     for block in blocks(page):
         if block.mark == "file":
             (tmp_path / block.value).write_text(block.text)
-        elif block in of(page, "sh", "console"):
+        elif block in run:
             done = subprocess.run(
                 ["bash", "-euo", "pipefail", "-c", _script(block)],
                 cwd=tmp_path,

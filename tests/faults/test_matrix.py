@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
@@ -186,7 +187,10 @@ def test_all_rows_are_there() -> None:
 
 
 @pytest.mark.parametrize("number", MATRIX)
-def test_a_row_is_proved_by_tests_that_exist_and_are_run(number: int) -> None:
+def test_a_row_is_proved_by_tests_that_exist_and_are_run(
+    number: int, record_property: Callable[[str, object], None]
+) -> None:
+    record_property("fault", asdict(MATRIX[number]))
     assert MATRIX[number].tests
     for name in MATRIX[number].tests:
         file, _, test = name.partition("::")

@@ -139,7 +139,8 @@ def exported(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("length", [7, 96])
-def test_logits_and_gradients_equal_transformers(exported, length):
+def test_logits_and_gradients_equal_transformers(exported, record_property, length):
+    record_property("logits", "deepseek_v3")
     ours, _, theirs = exported
     tokens = TOKENS[:, :length]
     expected, found = theirs(tokens).logits, ours(tokens)

@@ -117,7 +117,8 @@ def in_transformers(model) -> GptOssForCausalLM:
 
 @pytest.mark.parametrize("length", [7, 96])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_equal_transformers(variant, length):
+def test_logits_equal_transformers(record_property, variant, length):
+    record_property("logits", "gpt_oss")
     """96 is past the window, past the window's blocks, and past the context of the first training."""
     ours = made(small(variant))
     theirs = in_transformers(ours)

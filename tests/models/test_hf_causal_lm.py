@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,10 @@ def tokens(rows: int, length: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_equal_transformers(name: str) -> None:
+def test_logits_equal_transformers(name: str, record_property: Callable[[str, object], None]) -> None:
     """In rows beyond a sliding window, and within documents."""
     ours, text = made(name), tokens(2, 24)
+    record_property("logits", f"transformers' {ours.config.values['model_type']}")
     theirs = in_transformers(ours)
     positions = torch.cat((torch.arange(10), torch.arange(14))).expand(2, -1)
     documents = (torch.arange(24) >= 10).int().expand(2, -1)

@@ -82,7 +82,8 @@ def pair(variant: str) -> tuple[Llama3Model, LlamaForCausalLM]:
 
 @pytest.mark.parametrize("length", [7, 96])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_equal_transformers(variant, length):
+def test_logits_equal_transformers(record_property, variant, length):
+    record_property("logits", "llama3")
     ours, theirs = pair(variant)
     tokens = torch.randint(0, 128, (2, length), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

@@ -142,7 +142,8 @@ def test_which_blocks_have_experts_and_which_have_rope():
 
 @pytest.mark.parametrize("length", [7, 97])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_equal_transformers(variant, length):
+def test_logits_equal_transformers(record_property, variant, length):
+    record_property("logits", "llama4")
     ours = made(small(variant))
     theirs = in_transformers(ours)
     with torch.no_grad():

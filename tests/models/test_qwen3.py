@@ -146,7 +146,8 @@ def in_transformers(model) -> Qwen3ForCausalLM | Qwen3MoeForCausalLM:
 
 @pytest.mark.parametrize("length", [7, 96])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_equal_transformers(variant, length):
+def test_logits_equal_transformers(record_property, variant, length):
+    record_property("logits", "qwen3")
     ours = made(small(variant))
     theirs = in_transformers(ours)
     tokens = torch.randint(0, 128, (2, length), generator=torch.Generator().manual_seed(1))

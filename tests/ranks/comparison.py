@@ -1,4 +1,4 @@
-"""Two runs side by side: how far apart, and the table that the suite ends with."""
+"""Two runs side by side: how far apart."""
 
 from __future__ import annotations
 
@@ -43,26 +43,3 @@ def difference(results: list[dict[str, torch.Tensor]], reference: dict[str, torc
             if error > at:
                 worst, at = name, error
     return Difference(**largest, worst=worst, tie=min(ties, default=None))
-
-
-@dataclass(frozen=True)
-class Row:
-    layout: str
-    ranks: int
-    optimizer: str
-    found: Difference
-    tolerance: float
-    seconds: float
-
-
-def table(rows: list[Row]) -> list[str]:
-    width = max(len(row.layout) for row in rows)
-    lines = [f"{'layout':<{width}}  ranks  optim  loss     norm     gradient weight   allowed  seconds"]
-    for row in rows:
-        numbers = (row.found.loss, row.found.norm, row.found.gradient, row.found.weight, row.tolerance)
-        shown = "  ".join(f"{number:.1e}" for number in numbers)
-        lines.append(
-            f"{row.layout:<{width}}  {row.ranks:>5}  {row.optimizer:<5}  {shown}  {row.seconds:>7.1f}"
-            + ("  a tie" if row.found.tie else "")
-        )
-    return lines

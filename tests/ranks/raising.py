@@ -409,19 +409,3 @@ def refused(engine: Engine, batches: list[Batch]) -> bool:
 
 def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def raised_table(by_layout: dict[str, list[Outcome]]) -> list[str]:
-    """Verbs downward, layouts across."""
-    rows = list(dict.fromkeys((row.verb, row.what) for rows in by_layout.values() for row in rows))
-    width = max(len(f"{verb}: {what}") for verb, what in rows)
-    lines = [f"{number}: {name}" for number, name in enumerate(by_layout, start=1)]
-    lines.append(" " * width + "".join(f"{number:>9}" for number in range(1, len(by_layout) + 1)))
-    for verb, what in rows:
-        found = [
-            next((row.found for row in outcomes if (row.verb, row.what) == (verb, what)), "")
-            for outcomes in by_layout.values()
-        ]
-        shown = "".join(f"{text if len(text) < 9 else 'WRONG':>9}" for text in found)
-        lines.append(f"{f'{verb}: {what}':<{width}}{shown}")
-    return lines

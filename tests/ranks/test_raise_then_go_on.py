@@ -7,7 +7,6 @@ import pytest
 
 from tests.parallel.dropout_cases import Dropping
 from tests.ranks import raising
-from tests.ranks.conftest import RAISED
 from tests.ranks.layouts import BY_OP, EIGHT, FULL_AC, Case, case
 
 pytestmark = pytest.mark.ranks
@@ -61,10 +60,10 @@ SLOW: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_a_verb_that_raises_leaves_no_trace_or_says_so(ranks, tmp_path, name):
+def test_a_verb_that_raises_leaves_no_trace_or_says_so(ranks, tmp_path, record_property, name):
     this = {**LAYOUTS, **SLOW}[name]
     found, *others = ranks(this.ranks, raising.run, this.layout, tmp_path)
-    RAISED[name] = found
+    record_property("raised", {"layout": name, "rows": [list(row) for row in found]})
     assert all(other == found for other in others), "ranks differ"
     wrong = [row for row in found if row.found not in (raising.EQUAL, raising.REFUSES, raising.NOT_THERE)]
     assert not wrong

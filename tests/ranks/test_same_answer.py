@@ -7,7 +7,7 @@ is compared with a plain loop, without titan's engine.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -16,8 +16,7 @@ from torch.nn.functional import cross_entropy
 from tests.engine import cases
 from tests.engine.cases import Layout
 from tests.ranks import runs
-from tests.ranks.comparison import Row, difference
-from tests.ranks.conftest import ROWS
+from tests.ranks.comparison import difference
 from tests.ranks.layouts import LAYOUTS, SLOW, TOLERANCE, Case
 
 pytestmark = pytest.mark.ranks
@@ -75,14 +74,15 @@ def test_whatever_is_left_to_the_slow_rows_is_in_a_quick_one():
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS]
 )
-def test_every_layout_gives_the_answer_of_one_rank(ranks, one_rank, name):
+def test_every_layout_gives_the_answer_of_one_rank(ranks, one_rank, record_property, name):
     this = LAYOUTS[name]
     reference = one_rank(this)
     began = time.perf_counter()
     results = ranks(this.ranks, runs.run, this.layout, this.optimizer)
     seconds = time.perf_counter() - began
     found = difference(results, reference)
-    ROWS.append(Row(name, this.ranks, this.optimizer, found, this.tolerance, seconds))
+    told = {"layout": name, "ranks": this.ranks, "optimizer": this.optimizer, "tolerance": this.tolerance}
+    record_property("layout", told | {"seconds": seconds} | asdict(found))
     assert found.tie is None, f"a tie: tokens went to other experts at {found.tie}, so numbers say nothing"
     assert found.largest <= this.tolerance, f"{found.worst}: {found}"
 

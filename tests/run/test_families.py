@@ -87,8 +87,13 @@ total_steps = 8
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_learns_goes_on_and_is_exported(
-    train: Callable[..., Finished], here: Path, capfd: pytest.CaptureFixture[str], family: str
+    train: Callable[..., Finished],
+    here: Path,
+    capfd: pytest.CaptureFixture[str],
+    record_property: Callable[[str, object], None],
+    family: str,
 ) -> None:
+    record_property("family", family)
     (here / "family.toml").write_text(FAMILIES[family])
     done = train("family.toml", "--run-dir", "one", "training.steps=8")
     assert done.code == 0, done.err

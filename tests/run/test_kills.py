@@ -57,8 +57,14 @@ def killed(*arguments: str) -> None:
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_run_killed_in_its_saves_at_20_random_moments_ends_bit_for_bit_as_if_it_had_not(
-    train: Callable[..., Finished], reference: Any, here: Path, mode: str
+    train: Callable[..., Finished],
+    reference: Any,
+    here: Path,
+    record_property: Callable[[str, object], None],
+    mode: str,
 ) -> None:
+    how = "as it goes on" if mode == "async" else "while it waits"
+    record_property("kills", {"kills": KILLS, "when": f"of a run in its saves, {how}"})
     expected, whole = reference(1, *RECIPE)
     longest, chance = seconds_of_a_save(whole), random.Random(mode)
     line = ("tiny.toml", "--run-dir", "r", "--resume", "-p", "./faulty.py", *RECIPE)

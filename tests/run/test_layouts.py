@@ -23,6 +23,7 @@ CHAIN = [
     ("one rank", 1, 1, 1),
 ]
 """What it is called, ranks, tp and pp; the other ranks are dp_shard."""
+WITHIN = 1e-5
 TOTAL = STEPS * len(CHAIN)
 RECIPE = (
     "model.n_layers=4",
@@ -35,8 +36,12 @@ RECIPE = (
 
 
 def test_a_run_goes_from_layout_to_layout_with_the_same_data_and_losses(
-    train_on: Callable[..., Finished], reference: Any, here: Path
+    train_on: Callable[..., Finished],
+    reference: Any,
+    here: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
+    record_property("relayout", {"chain": [name for name, *_ in CHAIN], "within": WITHIN})
     expected, whole = reference(1, *RECIPE, f"training.steps={TOTAL}")
     begin: tuple[str, ...] = ("tiny.toml", "--run-dir", "r", *RECIPE)
     for number, (name, ranks, tp, pp) in enumerate(CHAIN, start=1):
@@ -44,7 +49,7 @@ def test_a_run_goes_from_layout_to_layout_with_the_same_data_and_losses(
         done = train_on(ranks, *begin, *degrees)
         assert done.code == 0, done.err
         assert losses(here / "r") == pytest.approx(
-            {step: expected[step] for step in range(1, number * STEPS + 1)}, rel=1e-5
+            {step: expected[step] for step in range(1, number * STEPS + 1)}, rel=WITHIN
         ), name
         states = [
             read_manifest(run / f"checkpoints/step-{number * STEPS}").state for run in (here / "r", whole)

@@ -42,8 +42,14 @@ def pid_of_rank(run: Path, rank: int) -> int:
     ids=["mid-step", "mid-save", "mid-save, async"],
 )
 def test_a_run_whose_rank_died_is_bitwise_the_one_where_none_did(
-    command: Callable[..., Command], reference: Any, here: Path, when: str, mode: tuple[str, ...]
+    command: Callable[..., Command],
+    reference: Any,
+    here: Path,
+    record_property: Callable[[str, object], None],
+    when: str,
+    mode: tuple[str, ...],
 ) -> None:
+    record_property("kills", {"kills": 1, "when": "of one rank of two"})
     kind = "kill" if when == "mid-step" else "kill_in_save"
     fault = (f"loss.fault={kind}", "loss.call=3", "loss.starts=1", "launcher.max_restarts=3")
     done = command("tiny.toml", *FAULTY, *fault, *mode, "--nproc", "2", "--run-dir", "r").wait(200)

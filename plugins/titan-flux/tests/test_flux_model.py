@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import flux_cases
@@ -49,7 +50,10 @@ def test_as_many_parameters_as_published_and_as_in_diffusers(name: str) -> None:
 
 @pytest.mark.parametrize("guidance", [True, False])
 @pytest.mark.parametrize("size", [(3, 4), (8, 2)], ids=str)
-def test_velocities_are_those_of_diffusers(guidance: bool, size: tuple[int, int]) -> None:
+def test_velocities_are_those_of_diffusers(
+    guidance: bool, size: tuple[int, int], record_property: Callable[[str, object], None]
+) -> None:
+    record_property("logits", "flux")
     config = replace(flux_cases.TINY, guidance_embed=guidance)
     torch.manual_seed(0)
     theirs = FluxTransformer2DModel(**flux_cases.sizes(config)).eval()

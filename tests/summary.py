@@ -1,0 +1,314 @@
+"""A pytest plugin: in place of dots, a line for each room of the tests when its last test has ended; failures
+are named at once; and at the end what the run has proven (`tests/proven.py`).
+
+Under `-v` and `-q` pytest's own output stays. The table `tests/durations.json`, seconds and tests by file, is
+how long a run takes, and orders it: first what needs no torch, then the rooms with the longest files, so that
+workers end together. `pytest --record-durations` writes into it what it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections import Counter
+from collections.abc import Generator, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.proven import Fact, lines_of, tables_of
+
+DURATIONS = Path(__file__).with_name("durations.json")
+FIRST = ("tests", "tests/recipe", "tests/registry", "tests/cli")
+"""What most mistakes show in, and needs no torch."""
+ROOMS = {
+    "tests": "the house's own rules: imports run downward, the menu is torch-free",
+    "tests/recipe": "TOML in; whatever is wrong is told with line, column and what to write",
+    "tests/registry": "components and plugins: found, told apart, and none harms another",
+    "tests/cli": "the command: what it prints, its JSON, its exit codes, its cost",
+    "tests/run": "whole runs: signals, kills, restarts, resumes, ranks that die or hang",
+    "tests/ranks": "every layout gives the answer of one rank; errors leave no trace",
+    "tests/engine": "the verbs against a loop of plain torch, and whatever is refused",
+    "tests/parallel": "tensor, context, expert and pipeline parallelism, compile, offload",
+    "tests/checkpoint": "saved on one layout, loaded on any other; damage is found and named",
+    "tests/faults": "the matrix of faults names the tests that prove each",
+    "tests/converters": "LoRA: the base untouched, the same adapters on every layout",
+    "tests/data": "each row once, from any place, on any number of ranks",
+    "tests/docs": "every command and snippet of README and docs is run",
+    "tests/generate": "sampling, caches and chat beside transformers' own",
+    "tests/loops": "SFT, DPO and GRPO as whole runs",
+    "tests/losses": "losses against NumPy and finite differences",
+    "tests/models": "families of models against transformers and their published sizes",
+    "tests/observe": "metrics, the event log, the live panel",
+    "tests/optimizers": "AdamW against torch's, rounding, the schedule",
+    "tests/packaging": "wheels, editable installs, and plugins of others",
+    "tests/planning": "memory, traffic and arithmetic that are computed are those of a run",
+    "tests/real": "a real pretrained model, there and back",
+    "tests/rl": "policy gradients, rewards, and the generator beside the trainer",
+    "tests/testing": "the kit for authors of plugins finds what is wrong, and nothing else",
+    "plugins/titan-float8": "float8: one answer on any layout, plain checkpoints",
+    "plugins/titan-flux": "Flux: images, on every layout that it can have",
+    "plugins/titan-muon": "Muon: torch's own on one device, the same on many",
+}
+"""What each proves."""
+QUIET_FOR = 30.0
+"""Seconds after which a line says how far the run is, where no room has ended meanwhile."""
+
+
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def room_of(nodeid: str) -> str:
+    return "/".join(file_of(nodeid).split("/")[:-1][:2]) or "."
+
+
+class Durations:
+    """Seconds and tests of each file, as they were recorded."""
+
+    def __init__(self, known: dict[str, tuple[float, int]]) -> None:
+        self.known = known
+        tests = sum(count for _, count in known.values())
+        self.average = sum(seconds for seconds, _ in known.values()) / tests if tests else 0.1
+
+    @classmethod
+    def read(cls, path: Path = DURATIONS) -> Durations:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return cls({file: (seconds, count) for file, (seconds, count) in found.items()})
+
+    def of_test(self, nodeid: str) -> float:
+        seconds, count = self.known.get(file_of(nodeid), (self.average, 1))
+        return max(seconds / count, 0.001)
+
+    def of_file(self, file: str) -> float:
+        return self.known.get(file, (self.average, 1))[0]
+
+    def in_order(self, nodeids: Iterable[str]) -> dict[str, int]:
+        """The place of each file: rooms together, so that they end one after another."""
+        files = {file_of(nodeid) for nodeid in nodeids}
+        longest: dict[str, float] = {}
+        for file in files:
+            room = room_of(file)
+            longest[room] = max(longest.get(room, 0.0), self.of_file(file))
+
+        def place(file: str) -> tuple[Any, ...]:
+            room = room_of(file)
+            first = FIRST.index(room) if room in FIRST else len(FIRST)
+            return first, 0.0 if room in FIRST else -longest[room], room, -self.of_file(file), file
+
+        return {file: number for number, file in enumerate(sorted(files, key=place))}
+
+    def write(self, measured: dict[str, tuple[float, int]], root: Path, path: Path = DURATIONS) -> None:
+        """Put what was measured in; files that are no longer there go."""
+        rounded = {file: (round(seconds, 1), count) for file, (seconds, count) in measured.items()}
+        kept = {file: row for file, row in (self.known | rounded).items() if (root / file).exists()}
+        rows = (f"  {json.dumps(file)}: {json.dumps(kept[file])}" for file in sorted(kept))
+        path.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
+
+
+def spoken(seconds: float) -> str:
+    """About how long."""
+    return f"{max(seconds, 1):.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+class Run:
+    """What has been reported so far; it prints only where `shown`."""
+
+    def __init__(self, config: pytest.Config, shown: bool) -> None:
+        self.config, self.shown = config, shown
+        self.durations = Durations.read()
+        self.workers: set[str] = set()
+        self.waiting: dict[str, float] = {}
+        """Tests that have not ended, and the seconds that each is thought to take."""
+        self.whole = 0.0
+        self.count = 0
+        self.left: Counter[str] = Counter()
+        """Tests that have not ended, by room."""
+        self.outcomes: dict[str, str] = {}
+        self.seconds: Counter[str] = Counter()
+        """By test."""
+        self.facts: dict[str, list[Fact]] = {}
+        self.began: float | None = None
+        self.spoke = 0.0
+
+    @property
+    def reporter(self) -> pytest.TerminalReporter:
+        found = self.config.pluginmanager.getplugin("terminalreporter")
+        assert found is not None
+        return found
+
+    # ------------------------------------------------------------------------------------- what is to be run
+
+    def pytest_sessionstart(self) -> None:
+        if self.shown:
+            self.reporter.showfspath = False
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.expect([item.nodeid for item in session.items])
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:
+        self.workers.add(node.gateway.id)
+        if not self.count:
+            self.expect(ids)
+
+    def expect(self, nodeids: Sequence[str]) -> None:
+        self.waiting = {nodeid: self.durations.of_test(nodeid) for nodeid in nodeids}
+        self.count, self.whole = len(self.waiting), sum(self.waiting.values())
+        self.left = Counter(map(room_of, self.waiting))
+
+    def pytest_runtest_logstart(self) -> None:
+        if self.began is None:
+            self.began = self.spoke = time.monotonic()
+            workers = max(len(self.workers), 1)
+            self.say(
+                f"{self.count:,} tests in {len(self.left)} {'room' if len(self.left) == 1 else 'rooms'}, "
+                f"{workers} {'worker' if workers == 1 else 'workers'}: about {spoken(self.whole / workers)}"
+            )
+
+    # ---------------------------------------------------------------------------------------- what has ended
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_report_teststatus(self) -> Generator[None, Any, Any]:
+        """Count the test, and print nothing for it."""
+        status = yield
+        return (status[0], "", "") if self.shown and status else status
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        nodeid = report.nodeid
+        self.seconds[nodeid] += report.duration
+        if report.failed:
+            self.fail(report)
+        elif self.outcomes.get(nodeid) != "failed" and (report.skipped or report.when == "call"):
+            self.outcomes[nodeid] = report.outcome
+        if report.when == "call":
+            for name, value in report.user_properties:
+                self.facts.setdefault(name, []).append(Fact(value, report.passed))
+        if nodeid in self.waiting and report.when not in ("setup", "call"):  # a worker that dies has no phase
+            del self.waiting[nodeid]
+            room = room_of(nodeid)
+            self.left[room] -= 1
+            if not self.left[room]:
+                self.tell(room)
+            elif time.monotonic() - self.spoke > QUIET_FOR:
+                done = self.count - len(self.waiting)
+                self.say(f"... {done:,} of {self.count:,} tests, {self.share}, {self.remaining}")
+
+    def fail(self, report: pytest.TestReport) -> None:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        why = str(crash.message).strip().partition("\n")[0] if crash else ""
+        phase = f" in {report.when}" if report.when in ("setup", "teardown") else ""
+        self.say(f"FAILED{phase} {report.nodeid}" + (f": {why}" if why else ""), red=True)
+        self.outcomes[report.nodeid] = "failed"
+
+    # --------------------------------------------------------------------------------------------- the lines
+
+    @property
+    def share(self) -> str:
+        return f"{100 * (1 - sum(self.waiting.values()) / self.whole):3.0f} %" if self.whole else "100 %"
+
+    @property
+    def remaining(self) -> str:
+        """How long is left, by the table and by how much faster or slower this run is than it."""
+        assert self.began is not None
+        if not self.waiting:
+            return "done"
+        workers, left, grace = max(len(self.workers), 1), sum(self.waiting.values()), 20.0
+        pace = (time.monotonic() - self.began + grace) / ((self.whole - left) / workers + grace)
+        return f"about {spoken(left / workers * pace)} left"
+
+    def tell(self, room: str) -> None:
+        found = [nodeid for nodeid in self.outcomes if room_of(nodeid) == room]
+        counts = Counter(self.outcomes[nodeid] for nodeid in found)
+        shown = ", ".join(
+            f"{counts[name]:,} {name}" for name in ("failed", "passed", "skipped") if counts[name]
+        )
+        seconds = f"{sum(self.seconds[nodeid] for nodeid in found):.0f} s"
+        unfinished = f", {self.left[room]:,} not run" if self.left[room] else ""
+        self.say(
+            f"{room:<20} {shown + unfinished:<24} {seconds:>6} {self.share}  {self.remaining:<17}  "
+            + ROOMS.get(room, ""),
+            red=bool(counts["failed"]),
+        )
+
+    def say(self, text: str, red: bool = False) -> None:
+        if not self.shown:
+            return
+        self.spoke = time.monotonic()
+        reporter = self.reporter
+        if reporter.isatty() and not text.startswith("FAILED"):
+            text = text[: shutil.get_terminal_size((110, 24)).columns - 1]
+        reporter.ensure_newline()
+        reporter.write_line(text.rstrip(), **({"red": True} if red else {}))
+        reporter.flush()
+
+    # ------------------------------------------------------------------------------------------------ the end
+
+    def pytest_sessionfinish(self) -> None:
+        if self.began is not None:
+            for room in sorted(room for room, left in self.left.items() if left and self.tried(room)):
+                self.tell(room)
+        if self.config.option.record_durations:
+            self.record()
+
+    def tried(self, room: str) -> bool:
+        return any(room_of(nodeid) == room for nodeid in self.outcomes)
+
+    def record(self) -> None:
+        unfit = {file_of(nodeid) for nodeid in self.waiting}
+        unfit |= {file_of(nodeid) for nodeid, outcome in self.outcomes.items() if outcome == "failed"}
+        measured: dict[str, tuple[float, int]] = {}
+        for nodeid in self.outcomes:
+            if (file := file_of(nodeid)) not in unfit:
+                seconds, count = measured.get(file, (0.0, 0))
+                measured[file] = (seconds + self.seconds[nodeid], count + 1)
+        self.durations.write(measured, self.config.rootpath)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        verbosity = self.config.get_verbosity()
+        if verbosity < 0 or not self.facts:
+            return
+        if self.config.option.tables or verbosity > 0:
+            for title, table in tables_of(self.facts):
+                terminalreporter.section(title)
+                for line in table:
+                    terminalreporter.write_line(line)
+        terminalreporter.section("what was proven")
+        for line, wrong in lines_of(self.facts, self.outcomes):
+            terminalreporter.write_line(line, **({"red": True} if wrong else {}))
+
+
+# ---------------------------------------------------------------------------------------------- of the plugin
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("summary of the tests")
+    group.addoption("--tables", action="store_true", help="print the tables behind the summary, row by row")
+    group.addoption(
+        "--record-durations",
+        action="store_true",
+        help="write how long each file took into tests/durations.json",
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput") or config.option.collectonly:
+        return
+    in_part = config.option.keyword or any("::" in word for word in config.args)
+    if config.option.record_durations and in_part:
+        raise pytest.UsageError("--record-durations needs whole files")
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # xdist would hand out the files with most tests first
+    terminal = config.pluginmanager.hasplugin("terminalreporter")
+    shown = terminal and config.get_verbosity(pytest.Config.VERBOSITY_TEST_CASES) == 0
+    config.pluginmanager.register(Run(config, shown), "titan-summary")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Also on each worker of xdist, which hands files out in this order."""
+    place = Durations.read().in_order(item.nodeid for item in items)
+    items.sort(key=lambda item: place[file_of(item.nodeid)])
