@@ -1,5 +1,10 @@
 # `make train` and `make test`: each makes .venv, installs what it needs, and runs. A second call is quick.
 #
+#   make quick                           linter, types, and the tests that need no torch: most mistakes in a minute
+#   make test                            the same, then all tests but those that take minutes each
+#   make test-all                        those as well
+#   make test WORKERS=4                  on more cores
+#   make test ARGS="-k chat"             further words for pytest
 #   make train TORCH=torch==2.12.0       another torch
 #   make train PYTHON=python3.12         another Python
 #   make train ARGS="training.steps=20"  further words for `titan train`
@@ -7,15 +12,28 @@
 PYTHON ?= python3
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 ARGS ?=
+WORKERS ?= $(shell test $$(nproc 2>/dev/null || echo 1) -gt 1 && echo 2 || echo 1)
 BIN := .venv/bin
 
-.PHONY: train test lint docs wheels release-check clean
+# One worker runs a file from its beginning to its end: what its tests share is made once.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+TORCH_FREE := tests/recipe tests/registry tests/cli tests/test_architecture.py
+TORCH_NEEDED := tests/recipe/test_schedules_of_torch.py tests/registry/test_docs.py tests/cli/test_plan_check.py
+
+.PHONY: train quick test test-all lint docs wheels release-check clean
 
 train: .venv/.installed
 	$(BIN)/titan train llama3_debug $(ARGS)
 
-test: .venv/.installed-dev lint
-	$(BIN)/python -m pytest -m "not slow and not real and not gpu" $(ARGS)
+quick: lint
+	$(PYTEST) -m "not slow" $(TORCH_FREE) $(addprefix --ignore=,$(TORCH_NEEDED)) $(ARGS)
+
+# The tests that need no torch are the first here too.
+test: lint
+	$(PYTEST) -m "not slow and not real and not gpu" $(ARGS)
+
+test-all: lint
+	$(PYTEST) -m "not real and not gpu" $(ARGS)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

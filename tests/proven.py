@@ -116,9 +116,12 @@ def faults(facts: Facts, outcomes: Outcomes) -> list[str]:
             tests.update(fact.value["tests"])
         else:
             partly += 1
-    found = f"{survived} of {len(facts)} survived, by {len(tests)} tests"
-    if partly:
-        found += f"; {partly} not tried, or by a part of their tests"
+    tried = survived + len(broken)
+    found = (
+        f"{survived} of {tried} survived, by {len(tests)} tests" if tried else f"none of {len(facts)} tried"
+    )
+    if tried and partly:
+        found += f"; {partly} others are not tried here, or by a part of their tests"
     return [found + "".join(f"; FAILED: {fault}" for fault in broken)]
 
 
