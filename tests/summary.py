@@ -154,6 +154,11 @@ class Run:
         if not self.count:
             self.expect(ids)
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        if error:  # another takes its place
+            self.workers.discard(node.gateway.id)
+
     def expect(self, nodeids: Sequence[str]) -> None:
         self.waiting = {nodeid: self.durations.of_test(nodeid) for nodeid in nodeids}
         self.count, self.whole = len(self.waiting), sum(self.waiting.values())
@@ -238,7 +243,7 @@ class Run:
             return
         self.spoke = time.monotonic()
         reporter = self.reporter
-        if reporter.isatty() and not text.startswith("FAILED"):
+        if reporter.isatty and not text.startswith("FAILED"):
             text = text[: shutil.get_terminal_size((110, 24)).columns - 1]
         reporter.ensure_newline()
         reporter.write_line(text.rstrip(), **({"red": True} if red else {}))
