@@ -18,6 +18,7 @@ import pytest
 from tests.ranks import Ranks
 from tests.warm import Warm
 
+pytest_plugins = ["tests.summary"]
 WARM = Warm()
 
 
@@ -33,8 +34,6 @@ def pytest_sessionfinish() -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     WARM.cold = item.get_closest_marker("cold") is not None
     yield
-
-pytest_plugins = ["tests.summary"]
 
 
 @pytest.fixture(scope="session")
