@@ -31,11 +31,9 @@ def of(facts: Facts) -> str:
     return f"{passed}" if passed == len(facts) else f"{passed} of {len(facts)}"
 
 
-def names(facts: Facts) -> str:
-    """Each passed value once, in order; then those that failed."""
-    passed = dict.fromkeys(str(fact.value) for fact in facts if fact.passed)
-    failed = dict.fromkeys(str(fact.value) for fact in facts if not fact.passed)
-    return ", ".join([*passed] + [f"FAILED {name}" for name in failed])
+def names(facts: Facts, passed: bool = True) -> list[str]:
+    """Each value once, of the tests that passed or of those that did not."""
+    return list(dict.fromkeys(str(fact.value) for fact in facts if fact.passed == passed))
 
 
 # ------------------------------------------------------------------------------------------------- layouts
@@ -169,7 +167,11 @@ def relayout(facts: Facts) -> list[str]:
 
 
 def plain(template: str) -> Callable[[Facts], list[str]]:
-    return lambda facts: [template.format(count=of(facts), names=names(facts))]
+    def line(facts: Facts) -> list[str]:
+        found = template.format(count=of(facts), names=", ".join(names(facts)) or "none")
+        return [found + "".join(f"; FAILED {name}" for name in names(facts, passed=False))]
+
+    return line
 
 
 LINES: dict[str, tuple[str, Callable[..., list[str]]]] = {
