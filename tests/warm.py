@@ -59,8 +59,9 @@ HEEDED = {"PYTHONPATH", "PYTHONUNBUFFERED"}
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 
 
-ROOM = " " * 4096
-"""On the server's command line, for those of what it forks."""
+EXECUTABLE = sys.executable  # which a test may replace
+ROOM = " " * 8192
+"""On the server's command line and in its environment, for those of what it forks."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,8 @@ def as_start(options: Mapping[str, Any]) -> Start | None:
     names = {name for name in {*environment, *os.environ} if name.startswith(AT_IMPORT)}
     if any(environment.get(name) != os.environ.get(name) for name in names - HEEDED):
         return None
-    here = Path(sys.executable)
-    if words[0] == sys.executable:
+    here = Path(EXECUTABLE)
+    if words[0] == EXECUTABLE:
         rest = [word for word in words[1:2] if word != "-u"] + words[2:]
     elif Path(words[0]) == here.with_name("titan") or (
         words[0] == "titan" and environment.get("PATH", "").split(os.pathsep)[0] == str(here.parent)
@@ -123,11 +124,11 @@ def become(start: Start) -> None:
                 signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        _be_called([sys.executable, *start.words])
         os.chdir(start.folder)
         _take_path(start.environment.get("PYTHONPATH", ""))
         os.environ.clear()
         os.environ.update(start.environment)
+        _be_known_as([EXECUTABLE, *start.words], start.environment)
         Forks(_fork_here).install()
         code = _run(start.words)
     except BaseException:
@@ -162,12 +163,15 @@ def _take_files(fds: Sequence[tuple[int, int]]) -> None:
         setattr(sys, f"__{name}__", getattr(sys, name))
 
 
-def _be_called(words: Sequence[str]) -> None:
-    """Be found under its own command line by who looks through /proc."""
+def _be_known_as(words: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Be found in /proc under one's own command line and environment."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    begin, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, fields 48 and 49 of proc(5)
-    line = b"".join(os.fsencode(word) + b"\0" for word in words)
-    ctypes.memmove(begin, line[: end - begin].ljust(end - begin, b"\0"), end - begin)
+    # arg_start, arg_end, env_start and env_end: fields 48 to 51 of proc(5), the first two of which are gone
+    places = [int(field) for field in fields[45:49]]
+    texts = (words, [f"{name}={value}" for name, value in environment.items()])
+    for text, begin, end in zip(texts, places[::2], places[1::2], strict=True):
+        line = b"".join(os.fsencode(word) + b"\0" for word in text)
+        ctypes.memmove(begin, line[: end - begin].ljust(end - begin, b"\0"), end - begin)
 
 
 def _take_path(path: str) -> None:
@@ -261,7 +265,7 @@ class Warm(Forks):
         if ctypes.CDLL(None, use_errno=True).prctl(SUBREAPER, 1, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-c", "import sys; from tests.warm import serve; serve(int(sys.argv[1]))"]
+        command = [EXECUTABLE, "-c", "import sys; from tests.warm import serve; serve(int(sys.argv[1]))"]
         self.cold = True
         try:
             self._server = subprocess.Popen(
@@ -269,6 +273,7 @@ class Warm(Forks):
                 cwd=Path(__file__).parent.parent,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                env={**os.environ, "ROOM": ROOM},
             )
         finally:
             self.cold = False

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engine.cases import Layout, my_batches, recipe, whole, whole_batch
+from tests.engine.cases import Layout, my_batches, recipe, whole_batch, wholes
 from tests.parallel.test_expert import EIGHT, layout
 from titancli.checkpoint import CheckpointReader, export_hf
 from titancli.engine import Engine
@@ -41,7 +41,7 @@ def steps(engine: Engine, count: int) -> None:
 
 
 def state(engine: Engine) -> dict[str, torch.Tensor]:
-    return {name: whole(tensor) for name, tensor in engine.save_state()[0].items()}
+    return wholes(engine.save_state()[0].items())
 
 
 def train_and_save(layout: Layout, folder: str) -> dict[str, torch.Tensor]:
@@ -90,7 +90,7 @@ def test_names_and_biases_are_those_of_one_rank(saved):
             assert torch.equal(tensors[bias], expected[bias]), name
 
 
-@pytest.mark.parametrize("before", ["one rank", "EP2xFSDP2", "EP2xTP2"])
+@pytest.mark.parametrize("before", ["one rank", pytest.param("EP2xFSDP2", marks=pytest.mark.slow), "EP2xTP2"])
 def test_every_spread_of_experts_goes_on_from_every_other(ranks, saved, before):
     folder, tensors = saved[before]
     reference = ranks(1, uninterrupted)[0]

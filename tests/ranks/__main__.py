@@ -37,6 +37,7 @@ def serve(connection: Connection[Any, Any], rank: int) -> None:
                 world_size=world,
                 timeout=datetime.timedelta(seconds=60),
             )
+            dist.barrier()  # or a rank that is done at once leaves others in the middle of connecting
             result = (True, function(*args))
         except BaseException:
             result = (False, traceback.format_exc())

@@ -30,6 +30,8 @@ def case(ranks: int, optimizer: str = "sgd", tolerance: float = TOLERANCE, **lay
     """Degrees by their own names (`tp=2`), everything else as in `Layout`."""
     names = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
     mesh = {name: layout.pop(name) for name in names if name in layout}
+    if "pp" not in mesh and "config" not in layout:  # two layers show all that four do
+        layout["model"] = {"n_layers": 2, **layout.get("model", {})}
     return Case(ranks, Layout(mesh=mesh, **layout), optimizer, tolerance)
 
 

@@ -13,6 +13,8 @@ import pytest
 
 from titancli.testing import recipe
 
+pytestmark = pytest.mark.cold  # which libraries a plugin pulls in is seen only where none is there yet
+
 FAULTY = Path(__file__).parents[1] / "plugins" / "faulty"
 REPORTED = {
     "bad_import": ("broken", "No module named 'no_such_library'"),
