@@ -20,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 TORCH_FREE := tests/recipe tests/registry tests/cli tests/test_architecture.py
 TORCH_NEEDED := tests/recipe/test_schedules_of_torch.py tests/registry/test_docs.py tests/cli/test_plan_check.py
 
-.PHONY: train quick test test-all lint docs wheels release-check clean
+.PHONY: train quick test test-all test-versions lint docs wheels release-check clean
 
 train: .venv/.installed
 	$(BIN)/titan train llama3_debug $(ARGS)
@@ -39,6 +39,10 @@ lint: .venv/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The layouts and the front door on each torch and each Python: tests/versions.sh says which.
+test-versions:
+	tests/versions.sh
 
 # What docs/generate.py writes, and every page against the code.
 docs: .venv/.installed-dev

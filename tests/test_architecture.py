@@ -14,7 +14,7 @@ import titancli
 
 PACKAGE = Path(titancli.__file__).parent
 FLOORS = [
-    {"errors", "version"},
+    {"errors", "version", "torch_version"},
     {"signals", "runs", "provenance", "process"},
     {"registry"},
     {"layout"},

@@ -22,6 +22,7 @@ from titancli.launchers.devices import visible_gpus
 from titancli.provenance import versions
 from titancli.registry import current
 from titancli.runs import runs_root
+from titancli.torch_version import LACKS, lacks, torch_version
 
 State = Literal["ok", "warning", "error"]
 ENOUGH_DISK = 10 << 30
@@ -105,6 +106,9 @@ def _torch_and_gpus() -> Iterator[Finding]:
         f"{torch['version']} ({build}{nccl}), backends {', '.join(torch['backends']) or 'none'}, "
         f"{torch['threads']} CPU threads",
     )
+    for lack in filter(lacks, LACKS):
+        hint = f"install torch {lack.since} or newer"
+        yield Finding("torch lacks", "warning", f"{lack.what}: {lack.why} in {torch_version()}", hint)
     if gpus and not torch["devices"]:
         hint = "install a torch that is built for CUDA, or look at the driver with nvidia-smi"
         yield Finding("gpus", "warning", f"{gpus} installed, and torch can use none", hint)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.checkpoint.tensors import RUN
 from tests.engine.cases import Layout, my_batches, recipe, whole
+from tests.ranks.refused import refused
 from titancli.checkpoint import (
     Checkpointer,
     CheckpointReader,
@@ -83,6 +84,8 @@ def test_every_layout_goes_on_from_every_other(ranks: Any, tmp_path: Path, befor
     saved, loss = together(results), results[0][1]
     assert len(saved) == 39 + 3 * 39  # 4 blocks of 9, and 3; each with two moments and a count of steps
     for after, (others, other) in LAYOUTS.items():
+        if refused(other):
+            continue
         found = ranks(others, load, other, str(tmp_path))
         loaded = together(found)
         assert loaded.keys() == saved.keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,20 @@ def test_a_machine_that_is_well(titan: Titan, monkeypatch: pytest.MonkeyPatch) -
     assert "torch: 2.13.0 (CPU only), backends gloo, 1 CPU threads" in done.out
     assert "NCCL_DEBUG=INFO" in done.out and "secret" not in done.out
     assert "plugin titan: " in done.out
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cu130", "2.13.0"])
+def test_what_the_torch_lacks_is_told(titan: Titan, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    of = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: version if name == "torch" else of(name))
+    code, found = findings(titan)
+    assert code == 0
+    if version == "2.13.0":
+        assert "torch lacks" not in found
+        return
+    assert found["torch lacks"]["state"] == "warning" and version in found["torch lacks"]["found"]
+    assert "ZBVZeroBubble" in found["torch lacks"]["found"]
+    assert found["torch lacks"]["hint"] == "install torch 2.13 or newer"
 
 
 def test_another_titan_on_the_path_is_named(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -14,8 +16,10 @@ from tests.engine.cases import ROWS, Layout, my_batches, recipe, whole, whole_ba
 from titancli.data.batch import Batch
 from titancli.distributed.process_group import set_timeouts
 from titancli.engine import Engine
+from titancli.engine.build import refuse_unfit
 from titancli.engine.pipelined import SHORT
 from titancli.errors import RecipeError, TitanError
+from titancli.layout.degrees import Degrees
 from titancli.layout.stages import SCHEDULES, StageError
 from titancli.losses.result import LossResult
 from titancli.models.llama3.model import Llama3Model
@@ -269,6 +273,19 @@ def test_what_would_spoil_gradients_is_refused_when_an_engine_is_built(ranks, sc
     )
     for said in ranks(2, built, wrong):
         assert "would lose gradients" in said and "compiled blocks cannot" in said and "recomputed" in said
+
+
+def test_no_engine_is_built_with_a_schedule_that_the_torch_runs_wrongly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of = metadata.version
+    for version in ("2.13.0", "2.12.0"):
+        monkeypatch.setattr(metadata, "version", lambda name, v=version: v if name == "torch" else of(name))
+        refused = pytest.raises(
+            RecipeError, match=r"torch 2\.12\.0 cannot split backward, as ZBVZeroBubble does"
+        )
+        with refused if version == "2.12.0" else nullcontext():
+            refuse_unfit(recipe(pp(schedule="ZBVZeroBubble")), Degrees(dp_shard=1, pp=2))
 
 
 def no_decay(layout: Layout, pattern: str) -> str:

@@ -40,6 +40,9 @@ class Ranks:
             self._workers.append((process, ours))
 
     def __call__(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        from tests.ranks.refused import skip_where_refused  # ranks import this file, and not pytest
+
+        skip_where_refused(*args)
         self._start(world)
         with tempfile.TemporaryDirectory() as folder:
             for _, connection in self._workers[:world]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.recipe.components import TARGET, registry_of
 from titancli.errors import Problem, RecipeError
 from titancli.layout.degrees import near
+from titancli.layout.stages import SCHEDULES
 from titancli.recipe import Loaded, load_recipe
 from titancli.registry.component import Component, component
 from titancli.run.fit import check_world
@@ -48,6 +50,17 @@ dp_shard = 2
 steps = 9
 seq_len = 256
 """
+
+
+def install_torch(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """As far as the metadata of installed packages say."""
+    of = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: version if name == "torch" else of(name))
+
+
+@pytest.fixture(autouse=True)
+def a_torch_that_runs_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_torch(monkeypatch, "2.13.0")
 
 
 @pytest.fixture
@@ -188,6 +201,50 @@ def test_what_does_not_fit_is_told_with_what_does(
 )
 def test_what_just_fits_is_taken(loaded: Any, overrides: list[str]) -> None:
     loaded(*overrides)
+
+
+SPLIT = ["mesh.pp=2", "activation_checkpoint.mode=none", "training.local_batch_size=8"]
+
+
+@pytest.mark.parametrize("schedule", [name for name, kind in SCHEDULES.items() if kind.splits_backward])
+@pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cu130"])
+def test_a_torch_whose_split_backward_is_wrong_is_told_at_the_schedule(
+    told: Any, monkeypatch: pytest.MonkeyPatch, version: str, schedule: str
+) -> None:
+    install_torch(monkeypatch, version)
+    # What the schedule would also ask for is left out: it cannot be had at all.
+    (problem,) = told("mesh.pp=2", "compile.enable=true", f"pipeline.schedule={schedule}")
+    assert f"torch {version} cannot split backward, as {schedule} does" in problem.message
+    assert "install torch 2.13 or newer, or take Interleaved1F1B or LoopedBFS" in problem.hint
+    assert problem.location.source == f"pipeline.schedule={schedule}"
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cu130"])
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "LoopedBFS"])
+def test_what_is_named_instead_is_taken_on_an_old_torch(
+    loaded: Any, monkeypatch: pytest.MonkeyPatch, version: str, schedule: str
+) -> None:
+    install_torch(monkeypatch, version)
+    loaded(*SPLIT, f"pipeline.schedule={schedule}")
+    loaded("pipeline.schedule=ZBVZeroBubble")  # without a pipeline no schedule is run
+
+
+@pytest.mark.parametrize("version", ["2.13.0", "2.13.0.dev20260401+cpu", "2.15.0"])
+def test_a_newer_torch_runs_what_splits_backward(
+    loaded: Any, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    install_torch(monkeypatch, version)
+    loaded(*SPLIT, "pipeline.schedule=ZBVZeroBubble")
+
+
+def test_where_no_torch_is_installed_the_version_is_no_question(
+    loaded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    loaded(*SPLIT, "pipeline.schedule=ZBVZeroBubble")
 
 
 def test_too_few_rows_are_told_at_the_rows(told: Any) -> None:

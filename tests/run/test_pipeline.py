@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.run.conftest import Command, losses
+from titancli.torch_version import SPLIT_BACKWARD, lacks
 
 pytestmark = pytest.mark.e2e
 
@@ -22,7 +23,8 @@ def norms(run: Path) -> dict[int, float]:
 def test_a_run_in_stages_shows_its_loss_and_goes_on_bit_for_bit_and_on_another_layout(
     command: Callable[..., Command], here: Path
 ) -> None:
-    stages = ("mesh.pp=2", "pipeline.schedule=ZBVZeroBubble", "model.n_layers=4")
+    schedule = "LoopedBFS" if lacks(SPLIT_BACKWARD) else "ZBVZeroBubble"
+    stages = ("mesh.pp=2", f"pipeline.schedule={schedule}", "model.n_layers=4")
     done = command("tiny.toml", *stages, "--nproc", "2", "--run-dir", "r").wait()
     assert done.code == 0, done.err
     assert "2 ranks (pp 2)" in done.err

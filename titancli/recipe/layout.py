@@ -18,6 +18,7 @@ from titancli.layout.stages import AFTER, BEFORE, SCHEDULES, StageError, check_m
 from titancli.recipe.schema import Mesh, Recipe
 from titancli.recipe.toml import KeyPath
 from titancli.registry.component import component_info
+from titancli.torch_version import SPLIT_BACKWARD, lacks, torch_version
 
 Finding = tuple[KeyPath, str, str | None]
 """Where, what is wrong, and what to write instead."""
@@ -187,6 +188,16 @@ def _beside_a_pipeline(recipe: Recipe) -> Iterator[Finding]:
         yield ("mesh", "pp"), message, "write pp = 1, or model.tied = false"
     schedule = recipe.pipeline.schedule
     if not SCHEDULES[schedule].splits_backward:
+        return
+    if lacks(SPLIT_BACKWARD):
+        # Whether the rest would suit a schedule that cannot be had is no question.
+        message = f"torch {torch_version()} cannot split backward, as {schedule} does: {SPLIT_BACKWARD.why}"
+        instead = "Interleaved1F1B or LoopedBFS, which have two stages a rank as well"
+        yield (
+            ("pipeline", "schedule"),
+            message,
+            f"install torch {SPLIT_BACKWARD.since} or newer, or take {instead}",
+        )
         return
     if getattr(recipe.parallelize, "reshard_after_forward", None) == "always":
         message = f"{schedule} would lose gradients of parameters that are freed after forward"
