@@ -51,7 +51,6 @@ def test_blocks_are_those_that_torch_finds_in_the_dense_mask(reach, length):
     assert torch.equal(found.mask_mod(row, 0, query, key), dense[:, 0])
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("queries", [range(200), range(300, 515), range(256, 512)], ids=str)
 @pytest.mark.parametrize("reach", REACHES.values(), ids=REACHES)
 def test_the_blocks_of_a_part_of_the_queries_are_a_part_of_the_dense_mask(reach, queries, monkeypatch):
@@ -77,8 +76,17 @@ def test_the_blocks_of_a_part_of_the_queries_are_a_part_of_the_dense_mask(reach,
     draw = torch.Generator().manual_seed(0)
     shapes = [(3, sizes[0], 4, WIDTH), (3, sizes[1], 2, WIDTH), (3, sizes[1], 2, WIDTH)]
     given = [torch.randn(shape, generator=draw).requires_grad_() for shape in shapes]
-    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
+    by_plain_arithmetic(monkeypatch)
     compare(*((attend(*given, mask, scale=SCALE, grouped=True), given) for mask in (found, part)), 1e-5)
+
+
+def by_plain_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own for it, operation by operation, and with gradients, which a CPU is else refused."""
+    for name, value in {
+        "_validate_device": lambda *given: None,
+        "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,
+    }.items():
+        monkeypatch.setattr(f"torch.nn.attention.flex_attention.{name}", value)
 
 
 class Largest(TorchDispatchMode):
@@ -136,12 +144,11 @@ def compare(found, expected, tolerance: float) -> None:
             assert (one.float() - other).norm() <= tolerance * other.norm()
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("kind", ["plain", "sinks", "narrow values"])
 @pytest.mark.parametrize("reach", REACHES.values(), ids=REACHES)
 def test_attention_in_blocks_is_that_under_a_dense_mask(reach, kind, monkeypatch):
     """By torch's plain arithmetic for it, which knows gradients though a CPU is refused them."""
-    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
+    by_plain_arithmetic(monkeypatch)
     length = BLOCK + 31
     ids = documents(2, length)
     found = attention(document_block_mask(ids, reach), length, kind, "cpu")
