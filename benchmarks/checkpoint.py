@@ -132,7 +132,8 @@ class NoHash:
 
 def checksums() -> None:
     """Each step saves with and without checksums, three times each, in changing order."""
-    from titancli.checkpoint import Checkpointer, hashed
+    from titancli.checkpoint import Checkpointer
+    from titancli.checkpoint.format import hashed
     from titancli.recipe.schema import Checkpoint
 
     kinds: dict[str, Any] = {"with": hashed._Hash, "without": NoHash}

@@ -71,13 +71,13 @@ def make_checkpoint(folder: Path, layers: int, ranks: int) -> None:
     """Weights alone, in one file, or cut along their rows over the files of several ranks."""
     import torch
 
-    from titancli.checkpoint.disk import write_file
-    from titancli.checkpoint.layout import METADATA, Chunk, TensorLayout, layout_text
-    from titancli.checkpoint.manifest import MANIFEST, manifest_bytes
+    from titancli.checkpoint.format.disk import write_file
+    from titancli.checkpoint.format.layout import METADATA, Chunk, TensorLayout, layout_text
+    from titancli.checkpoint.format.manifest import MANIFEST, manifest_bytes
+    from titancli.checkpoint.format.stream import Job, write_files
+    from titancli.checkpoint.format.tensorfile import Entry
+    from titancli.checkpoint.hf.which import parameter_shapes
     from titancli.checkpoint.save import Draft
-    from titancli.checkpoint.stream import Job, write_files
-    from titancli.checkpoint.tensorfile import Entry
-    from titancli.checkpoint.which import parameter_shapes
     from titancli.models import Llama3
 
     shapes = parameter_shapes(Llama3(**SHAPE, n_layers=layers))
@@ -132,7 +132,7 @@ def copy() -> None:
 
 
 def titan(way: str, source: str, **options: Any) -> None:
-    from titancli.checkpoint import convert
+    from titancli.checkpoint.hf import convert
 
     function = convert.to_hf if way == "hf" else convert.to_titan
     serve(lambda folder, target: function(folder / source, target, say=lambda line: None, **options))
@@ -167,7 +167,7 @@ def table(size: float, rounds: int, where: Path) -> None:
         os.environ[FOLDER] = name = str(folder)
         layers = max(1, round((size * 1e9 - REST) / LAYER))
         code = (
-            "import convert; from pathlib import Path; from titancli.checkpoint.convert import to_hf\n"
+            "import convert; from pathlib import Path; from titancli.checkpoint.hf.convert import to_hf\n"
             f"folder = Path({name!r})\n"
             f"convert.make_checkpoint(folder / 'whole', {layers}, 1)\n"
             f"convert.make_checkpoint(folder / 'ranks', {layers}, 4)\n"

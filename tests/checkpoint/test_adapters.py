@@ -15,10 +15,11 @@ from torch import Tensor
 from tests.checkpoint.tensors import RUN
 from tests.models.hf_configs import LLAMA
 from tests.ranks.layouts import GPT_OSS
-from titancli.checkpoint import CheckpointReader, export_hf, peft, read_hf, save_checkpoint
+from titancli.checkpoint import CheckpointReader, export_hf, read_hf, save_checkpoint
 from titancli.checkpoint import base as merging
 from titancli.checkpoint.base import base_of
-from titancli.checkpoint.which import hf_form
+from titancli.checkpoint.hf import peft
+from titancli.checkpoint.hf.which import hf_form
 from titancli.cli import main
 from titancli.models import HFCausalLM, Llama3
 from titancli.registry.component import build, component_info
@@ -121,7 +122,7 @@ def test_an_export_in_fp32_is_merged_in_fp32_and_is_what_peft_makes(
 
 
 def of_peft(base: Path, folder: Path) -> Any:
-    from titancli.checkpoint.compare import load_in_transformers
+    from titancli.checkpoint.hf.compare import load_in_transformers
 
     return load_in_transformers(base, folder)
 

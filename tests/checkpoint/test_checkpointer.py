@@ -12,8 +12,8 @@ import torch
 from tests.checkpoint.tensors import RUN, same, save, some_tensors, zeros
 from titancli.checkpoint import Checkpointer, load_checkpoint, newest, read_manifest
 from titancli.checkpoint import checkpointer as module
-from titancli.checkpoint.manifest import STEP_NAME
-from titancli.checkpoint.storage import Writer
+from titancli.checkpoint.format.manifest import STEP_NAME
+from titancli.checkpoint.format.storage import Writer
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.recipe.schema import Checkpoint
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.checkpoint.tensors import RUN, bits
 from titancli.checkpoint import CheckpointReader, save_checkpoint
-from titancli.checkpoint.compare import load_in_transformers
+from titancli.checkpoint.hf.compare import load_in_transformers
 from titancli.cli import main
 from titancli.errors import EnvironmentProblem
 from titancli.models import Llama3

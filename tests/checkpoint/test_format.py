@@ -18,16 +18,16 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.tensors import bits, save, some_tensors
 from titancli.checkpoint import CheckpointReader, read_manifest
-from titancli.checkpoint.layout import Chunk, overlapping, read_layout
-from titancli.checkpoint.manifest import Manifest, faults, manifest_bytes
-from titancli.checkpoint.tensorfile import Entry, TensorFileWriter, read_header, split
-from titancli.checkpoint.tensors import dtype_name, read_tensor, tensor_bytes
+from titancli.checkpoint.format.layout import Chunk, overlapping, read_layout
+from titancli.checkpoint.format.manifest import Manifest, faults, manifest_bytes
+from titancli.checkpoint.format.tensorfile import Entry, TensorFileWriter, read_header, split
+from titancli.checkpoint.format.tensors import dtype_name, read_tensor, tensor_bytes
 from titancli.errors import EnvironmentProblem, TitanError
 
 
 def test_the_format_itself_imports_no_torch():
     code = (
-        "import sys, titancli.checkpoint.manifest, titancli.checkpoint.layout; "
+        "import sys, titancli.checkpoint.format.manifest, titancli.checkpoint.format.layout; "
         "print([m for m in ('torch', 'numpy', 'pydantic', 'transformers') if m in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
@@ -209,7 +209,7 @@ def _forge(folder: Path, tensors: dict[str, Any]) -> None:
     """Replace the layout, and make the manifest agree, as an attacker would."""
     from dataclasses import replace
 
-    from titancli.checkpoint.hashed import file_digest
+    from titancli.checkpoint.format.hashed import file_digest
 
     (folder / "metadata.json").write_text(json.dumps({"format": 1, "tensors": tensors}))
     manifest = read_manifest(folder)
@@ -264,7 +264,7 @@ def test_a_manifest_of_a_later_format_names_the_remedy(tmp_path: Path, monkeypat
     save(tmp_path / "step-1")
     manifest: Manifest = read_manifest(tmp_path / "step-1")
     with monkeypatch.context() as patch:
-        patch.setattr("titancli.checkpoint.manifest.FORMAT", 2)
+        patch.setattr("titancli.checkpoint.format.manifest.FORMAT", 2)
         (tmp_path / "step-1" / "manifest.json").write_bytes(manifest_bytes(manifest))
     with pytest.raises(EnvironmentProblem, match="format 2"):
         read_manifest(tmp_path / "step-1")

@@ -11,7 +11,7 @@ import xxhash
 
 from tests.checkpoint.tensors import same, save, zeros
 from titancli.checkpoint import load_checkpoint
-from titancli.checkpoint.hashed import BLOCK, Digest, HashedReader, HashedWriter, file_digest
+from titancli.checkpoint.format.hashed import BLOCK, Digest, HashedReader, HashedWriter, file_digest
 from titancli.errors import EnvironmentProblem
 
 SIZES = [0, 1, 7, 1 << 16, (1 << 16) - 1, BLOCK, 2 * BLOCK + 5, 3, 3 * BLOCK, 12]

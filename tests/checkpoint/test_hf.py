@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.checkpoint.tensors import RUN, bits
 from titancli.checkpoint import CheckpointReader, export_hf, load_hf_weights, read_hf, save_checkpoint
-from titancli.checkpoint.tensorfile import TensorFileWriter
+from titancli.checkpoint.format.tensorfile import TensorFileWriter
 from titancli.errors import EnvironmentProblem, TitanError
 
 
@@ -75,7 +75,7 @@ def test_an_export_that_fits_is_one_file(tmp_path: Path):
 
 
 def test_an_export_that_does_not_fit_has_shards_and_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("titancli.checkpoint.tensorfile.SHARD_BYTES", 170)
+    monkeypatch.setattr("titancli.checkpoint.format.tensorfile.SHARD_BYTES", 170)
     export_hf(weights(), FORM, {}, tmp_path / "out")
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert files == [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]

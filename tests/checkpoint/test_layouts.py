@@ -23,7 +23,7 @@ from titancli.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
-from titancli.checkpoint.layout import read_layout
+from titancli.checkpoint.format.layout import read_layout
 from titancli.errors import TitanError
 from titancli.recipe.schema import Checkpoint
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from titancli.checkpoint.likeness import complaint, differences
+from titancli.checkpoint.hf.likeness import complaint, differences
 from titancli.errors import EnvironmentProblem
 from titancli.models import DeepSeekV3, GptOss, HFCausalLM, Llama3, Llama4, Qwen3
 from titancli.models.sections import MoE

@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from tests.checkpoint.tensors import RUN
 from titancli.checkpoint import load_checkpoint, save_checkpoint
-from titancli.checkpoint.hashed import Digest
-from titancli.checkpoint.layout import Chunk, TensorLayout
-from titancli.checkpoint.reader import Reader
+from titancli.checkpoint.format.hashed import Digest
+from titancli.checkpoint.format.layout import Chunk, TensorLayout
+from titancli.checkpoint.format.reader import Reader
 from titancli.errors import EnvironmentProblem
 
 FILES = {f"rank-{i}.safetensors": Digest(100 - i, "0" * 16) for i in range(4)}

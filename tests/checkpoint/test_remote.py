@@ -16,10 +16,10 @@ from fsspec.registry import _registry as registry
 
 from tests.checkpoint.tensors import RUN, same, save, some_tensors, zeros
 from titancli.checkpoint import load_checkpoint, newest_good, read_manifest
-from titancli.checkpoint.manifest import faults, steps
-from titancli.checkpoint.remote import newest_of_both, probe, upload
-from titancli.checkpoint.store import RemotePath, Unreachable, at
-from titancli.checkpoint.uploads import Uploads
+from titancli.checkpoint.format.manifest import faults, steps
+from titancli.checkpoint.remote.store import RemotePath, Unreachable, at
+from titancli.checkpoint.remote.transfer import newest_of_both, probe, upload
+from titancli.checkpoint.remote.uploads import Uploads
 from titancli.errors import EnvironmentProblem, TitanError
 
 

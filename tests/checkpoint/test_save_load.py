@@ -17,7 +17,7 @@ from titancli.checkpoint import (
     save_checkpoint,
 )
 from titancli.checkpoint.exclude import Exclusion
-from titancli.checkpoint.manifest import hidden_prefix, remove
+from titancli.checkpoint.format.manifest import hidden_prefix, remove
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
 
 
@@ -65,7 +65,7 @@ def test_what_a_reader_gives_outlives_the_checkpoint(tmp_path: Path):
 
 
 def test_large_data_is_split_over_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("titancli.checkpoint.tensorfile.SHARD_BYTES", 100)
+    monkeypatch.setattr("titancli.checkpoint.format.tensorfile.SHARD_BYTES", 100)
     tensors = save(tmp_path / "step-1")
     files = sorted(path.name for path in (tmp_path / "step-1").glob("*.safetensors"))
     assert files[0] == "rank-00000-1.safetensors"

@@ -21,7 +21,7 @@ from titancli.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
-from titancli.checkpoint.hf import export_hf, load_hf_weights
+from titancli.checkpoint.hf.folder import export_hf, load_hf_weights
 from titancli.engine import Engine
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.models.llama3.model import LlamaHF

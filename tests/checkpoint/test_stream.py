@@ -23,14 +23,15 @@ from torch import Tensor
 
 from tests.checkpoint.tensors import RUN, bits
 from tests.checkpoint.test_hf import FORM, TinyForm, equal, expected, hf_files, weights
-from titancli.checkpoint import CheckpointReader, export_hf, load_hf_weights, save_checkpoint, stream
-from titancli.checkpoint.convert import to_hf, to_titan
-from titancli.checkpoint.disk import write_file
-from titancli.checkpoint.layout import METADATA, Chunk, TensorLayout, layout_text
-from titancli.checkpoint.manifest import MANIFEST, manifest_bytes
+from titancli.checkpoint import CheckpointReader, export_hf, load_hf_weights, save_checkpoint
+from titancli.checkpoint.format import stream
+from titancli.checkpoint.format.disk import write_file
+from titancli.checkpoint.format.layout import METADATA, Chunk, TensorLayout, layout_text
+from titancli.checkpoint.format.manifest import MANIFEST, manifest_bytes
+from titancli.checkpoint.format.tensorfile import Entry, TensorFileWriter
+from titancli.checkpoint.format.tensors import dtype_name, tensor_bytes
+from titancli.checkpoint.hf.convert import to_hf, to_titan
 from titancli.checkpoint.save import Draft
-from titancli.checkpoint.tensorfile import Entry, TensorFileWriter
-from titancli.checkpoint.tensors import dtype_name, tensor_bytes
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.models import Llama3
 from titancli.models.llama3.model import LlamaHF
@@ -375,7 +376,7 @@ CONVERT = """
 import sys, threading
 from pathlib import Path
 import titancli.models.llama3.model
-from titancli.checkpoint.convert import to_hf, to_titan
+from titancli.checkpoint.hf.convert import to_hf, to_titan
 
 def anonymous():
     status = Path("/proc/self/status").read_text()

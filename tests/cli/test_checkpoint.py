@@ -104,8 +104,8 @@ def test_verify_reads_every_byte_and_exits_5(titan: Titan, run: Path) -> None:
 
 def test_verify_notices_files_that_are_whole_but_contradict_each_other(titan: Titan, tmp_path: Path) -> None:
     """Every checksum is right, and the data files do not hold what metadata.json says."""
-    from titancli.checkpoint.hashed import file_digest
-    from titancli.checkpoint.manifest import manifest_bytes, read_manifest
+    from titancli.checkpoint.format.hashed import file_digest
+    from titancli.checkpoint.format.manifest import manifest_bytes, read_manifest
 
     step = tmp_path / "checkpoints" / "step-1"
     save(step)

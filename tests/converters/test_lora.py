@@ -29,7 +29,7 @@ from tests.ranks import Ranks
 from tests.ranks.layouts import GPT_OSS
 from tests.run.conftest import Finished, here, train  # noqa: F401 - fixtures
 from titancli.checkpoint import CheckpointReader
-from titancli.checkpoint.which import hf_form
+from titancli.checkpoint.hf.which import hf_form
 from titancli.converters import LoRA
 from titancli.converters.lora import AdaptedLinear, Adapters, merge
 from titancli.errors import RecipeError
@@ -349,7 +349,7 @@ def logits(run: Path) -> torch.Tensor:
 
 @torch.no_grad()
 def of_transformers(folder: str, adapters: str | None = None) -> torch.Tensor:
-    from titancli.checkpoint.compare import load_in_transformers
+    from titancli.checkpoint.hf.compare import load_in_transformers
 
     model = load_in_transformers(Path(folder).absolute())
     if adapters is not None:

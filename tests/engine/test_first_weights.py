@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.engine.cases import Layout, recipe
-from titancli.checkpoint.likeness import refuse_other_model
+from titancli.checkpoint.hf.likeness import refuse_other_model
 from titancli.engine.build import load_weights
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
 from titancli.models.llama3.model import LlamaHF

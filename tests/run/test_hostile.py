@@ -15,7 +15,7 @@ import pytest
 
 from tests.run.conftest import Finished, furnish, train_here
 from titancli.checkpoint import read_manifest
-from titancli.checkpoint.manifest import manifest_bytes
+from titancli.checkpoint.format.manifest import manifest_bytes
 from titancli.models.llama3.model import LlamaHF
 from titancli.recipe import load_recipe
 

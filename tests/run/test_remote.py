@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.run.conftest import Finished, losses
-from titancli.checkpoint.manifest import read_manifest, steps
-from titancli.checkpoint.store import at
+from titancli.checkpoint.format.manifest import read_manifest, steps
+from titancli.checkpoint.remote.store import at
 from titancli.cli import main
 
 Train = Callable[..., Finished]
@@ -135,7 +135,7 @@ def test_another_run_of_the_same_name_is_refused(train: Train, here: Path) -> No
 def test_a_store_that_fails_on_the_way_is_told_and_costs_no_step(
     train: Train, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from titancli.checkpoint.store import RemotePath, Unreachable
+    from titancli.checkpoint.remote.store import RemotePath, Unreachable
 
     puts = 0
     put = RemotePath.put

@@ -11,17 +11,17 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "Manifest": "manifest",
-    "read_manifest": "manifest",
-    "newest": "manifest",
-    "newest_good": "manifest",
+    "Manifest": "format.manifest",
+    "read_manifest": "format.manifest",
+    "newest": "format.manifest",
+    "newest_good": "format.manifest",
     "save_checkpoint": "save",
     "load_checkpoint": "load",
     "CheckpointReader": "load",
     "Checkpointer": "checkpointer",
-    "export_hf": "hf",
-    "read_hf": "hf",
-    "load_hf_weights": "hf",
+    "export_hf": "hf.folder",
+    "read_hf": "hf.folder",
+    "load_hf_weights": "hf.folder",
 }
 __all__ = list(_HOME)
 

@@ -10,11 +10,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-from titancli.checkpoint.hf import read_hf
+from titancli.checkpoint.format.manifest import MANIFEST, Manifest, Verify, read_manifest
+from titancli.checkpoint.format.tensors import Tensors
+from titancli.checkpoint.hf.folder import read_hf
+from titancli.checkpoint.hf.which import hf_form, parameter_shapes
 from titancli.checkpoint.load import CheckpointReader
-from titancli.checkpoint.manifest import MANIFEST, Manifest, Verify, read_manifest
-from titancli.checkpoint.tensors import Tensors
-from titancli.checkpoint.which import hf_form, parameter_shapes
 from titancli.converters.lora import OWN, merge
 from titancli.data.files import WHOLE_BYTES, TextFile, fingerprint
 from titancli.errors import EnvironmentProblem, TitanError

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
-from titancli.checkpoint.manifest import remove, steps
+from titancli.checkpoint.format.manifest import remove, steps
+from titancli.checkpoint.format.storage import SavePlannerOf, plan_of, several_ranks
+from titancli.checkpoint.remote.uploads import Uploads
 from titancli.checkpoint.save import Draft, mesh_of, run_save
-from titancli.checkpoint.storage import SavePlannerOf, plan_of, several_ranks
-from titancli.checkpoint.uploads import Uploads
 from titancli.errors import TitanError
 from titancli.recipe.schema import Checkpoint
 
@@ -48,7 +48,7 @@ class Checkpointer:
         uploads: Uploads | None = None,
     ) -> None:
         """`mesh`: the degrees that manifests tell. `kept`: what each checkpoint has for an export, see
-        `titancli.checkpoint.kept`. `on_saved(step, path)` is called on every rank, in the
+        `titancli.checkpoint.hf.kept`. `on_saved(step, path)` is called on every rank, in the
         caller's thread, when a save is complete. `uploads` is rank 0's, and is woken after each."""
         self._folder, self._section = folder, section
         self._lock_text, self._run_id, self._on_saved = lock_text, run_id, on_saved

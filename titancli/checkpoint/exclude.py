@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from titancli.checkpoint.manifest import LOCK
+from titancli.checkpoint.format.manifest import LOCK
 from titancli.errors import RecipeError
 from titancli.recipe.check import PARTS
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from titancli.checkpoint.layout import TensorLayout, read_layout
-from titancli.checkpoint.manifest import MANIFEST, STEP_NAME, Manifest, Verify, faults, read_manifest
-from titancli.checkpoint.tensorfile import ITEM_SIZE, read_header
+from titancli.checkpoint.format.layout import TensorLayout, read_layout
+from titancli.checkpoint.format.manifest import MANIFEST, STEP_NAME, Manifest, Verify, faults, read_manifest
+from titancli.checkpoint.format.tensorfile import ITEM_SIZE, read_header
 from titancli.errors import EnvironmentProblem
 
 

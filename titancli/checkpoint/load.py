@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titancli.checkpoint.exclude import NOTHING, Exclusion
-from titancli.checkpoint.hashed import Digest
-from titancli.checkpoint.layout import FILE_NAME, Chunk, TensorLayout, read_layout
-from titancli.checkpoint.manifest import Manifest, Verify, faults, read_manifest
-from titancli.checkpoint.reader import Reader, load_planner
+from titancli.checkpoint.format.hashed import Digest
+from titancli.checkpoint.format.layout import FILE_NAME, Chunk, TensorLayout, read_layout
+from titancli.checkpoint.format.manifest import Manifest, Verify, faults, read_manifest
+from titancli.checkpoint.format.reader import Reader, load_planner
+from titancli.checkpoint.format.storage import several_ranks
+from titancli.checkpoint.format.tensors import TORCH_DTYPE, TensorFiles
 from titancli.checkpoint.save import raise_failure
-from titancli.checkpoint.storage import several_ranks
-from titancli.checkpoint.tensors import TORCH_DTYPE, TensorFiles
 from titancli.errors import EnvironmentProblem, TitanError
 
 

@@ -21,11 +21,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from titancli.checkpoint.disk import need, refusal, sync_folder, write_file
-from titancli.checkpoint.hashed import Digest
-from titancli.checkpoint.kept import PREFIX
-from titancli.checkpoint.layout import METADATA, TensorLayout, layout_text
-from titancli.checkpoint.manifest import (
+from titancli.checkpoint.format.disk import need, refusal, sync_folder, write_file
+from titancli.checkpoint.format.hashed import Digest
+from titancli.checkpoint.format.layout import METADATA, TensorLayout, layout_text
+from titancli.checkpoint.format.manifest import (
     LOCK,
     MANIFEST,
     REPLACED_NAME,
@@ -39,7 +38,8 @@ from titancli.checkpoint.manifest import (
     remove,
     steps,
 )
-from titancli.checkpoint.storage import SavePlannerOf, Writer, plan_of, several_ranks
+from titancli.checkpoint.format.storage import SavePlannerOf, Writer, plan_of, several_ranks
+from titancli.checkpoint.hf.kept import PREFIX
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.version import __version__
 
@@ -64,7 +64,7 @@ def save_checkpoint(
     has, which under a pipeline are its stages' names; a DTensor is written in the pieces that the ranks hold,
     each piece once; of a plain tensor one rank's copy. The state and the texts are rank 0's, and so are
     `mesh`, the degrees that the manifest tells (None: those of the largest mesh of a tensor), and `kept`,
-    files for an export (`titancli.checkpoint.kept`). An older `folder` of the same run is replaced, and is
+    files for an export (`titancli.checkpoint.hf.kept`). An older `folder` of the same run is replaced, and is
     deleted only after the new one has its name.
 
     Raises:
@@ -98,7 +98,7 @@ class Draft:
     mesh: dict[str, int]
     ranks: int = 1
     kept: Mapping[str, bytes] = field(default_factory=dict)
-    """Of the Hugging Face folder that the weights once came from; see `titancli.checkpoint.kept`."""
+    """Of the Hugging Face folder that the weights once came from; see `titancli.checkpoint.hf.kept`."""
     hidden: Path | None = field(default=None, init=False)
     """Where it lies until it is complete."""
     old: Path | None = field(default=None, init=False)

@@ -12,8 +12,8 @@ from titancli.cli.places import FolderOrURL
 from titancli.errors import EXIT_ENVIRONMENT, EXIT_OK, EnvironmentProblem
 
 if TYPE_CHECKING:
+    from titancli.checkpoint.format.layout import TensorLayout
     from titancli.checkpoint.inspect import Found
-    from titancli.checkpoint.layout import TensorLayout
 
 FOLDER = FolderOrURL()
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -100,14 +100,14 @@ def verify(paths: tuple[Path, ...], as_json: bool) -> int:
 def _verdict(found: Found) -> str:
     if found.faults:
         return f"bad:  {found.path}: {'; '.join(found.faults)}"
-    from titancli.checkpoint.disk import size_text
+    from titancli.checkpoint.format.disk import size_text
 
     count = len(found.manifest.files) + 1 if found.manifest else 0
     return f"good: {found.path} ({count} files, {size_text(found.size)})"
 
 
 def _row(found: Found) -> tuple[str, ...]:
-    from titancli.checkpoint.disk import size_text
+    from titancli.checkpoint.format.disk import size_text
 
     manifest = found.manifest
     state = "; ".join(found.faults) or "good"
@@ -125,7 +125,7 @@ def _writers(found: Found) -> str:
 
 
 def _print_facts(found: Found, tensors: dict[str, TensorLayout]) -> None:
-    from titancli.checkpoint.disk import size_text
+    from titancli.checkpoint.format.disk import size_text
 
     manifest = found.manifest
     if manifest is None:
@@ -149,7 +149,7 @@ def _print_facts(found: Found, tensors: dict[str, TensorLayout]) -> None:
 
 
 def _print_tensors(tensors: dict[str, TensorLayout], pieces: bool) -> None:
-    from titancli.checkpoint.disk import size_text
+    from titancli.checkpoint.format.disk import size_text
     from titancli.checkpoint.inspect import nbytes
 
     rows = []

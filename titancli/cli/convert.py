@@ -74,8 +74,8 @@ def command(
     transformers (or diffusers, if the model is one of its) loads DST as it is. To titan, SRC is a folder with
     config.json and *.safetensors; a recipe starts from DST with weights=DST. DST must not exist.
     """
-    from titancli.checkpoint import convert
-    from titancli.checkpoint.stream import no_progress
+    from titancli.checkpoint.format.stream import no_progress
+    from titancli.checkpoint.hf import convert
 
     show = _progress if sys.stderr.isatty() else no_progress
     if to == "hf":
@@ -84,7 +84,7 @@ def command(
                 folder, dst, dtype=dtype, max_shard=max_shard, verify=verify, progress=show, say=note
             )
     elif to == "peft":
-        from titancli.checkpoint.peft import to_peft
+        from titancli.checkpoint.hf.peft import to_peft
 
         with on_disk(src, dst.absolute().parent, say=note) as folder:
             lines, good = to_peft(

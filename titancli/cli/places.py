@@ -14,13 +14,13 @@ from titancli.errors import EnvironmentProblem
 
 
 class FolderOrURL(click.Path):
-    """A folder; a URL becomes what answers like one, see `titancli.checkpoint.store.at`."""
+    """A folder; a URL becomes what answers like one, see `titancli.checkpoint.remote.store.at`."""
 
     def __init__(self, *, file_okay: bool = False) -> None:
         super().__init__(path_type=Path, file_okay=file_okay)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        from titancli.checkpoint.store import at
+        from titancli.checkpoint.remote.store import at
         from titancli.recipe.find import url_of
 
         url = url_of(Path(value)) if isinstance(value, str) else None
@@ -37,8 +37,8 @@ def on_disk(src: Path, near: Path, *, say: Callable[[str], None]) -> Iterator[Pa
     if isinstance(src, Path):
         yield src
         return
-    from titancli.checkpoint.manifest import MANIFEST
-    from titancli.checkpoint.remote import newest_of_both, take
+    from titancli.checkpoint.format.manifest import MANIFEST
+    from titancli.checkpoint.remote.transfer import newest_of_both, take
 
     with tempfile.TemporaryDirectory(dir=near, prefix=".titan-") as own:
         folder = Path(own)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from titancli.checkpoint.exclude import Exclusion
-from titancli.checkpoint.kept import kept_of
-from titancli.checkpoint.likeness import refuse_other_model
+from titancli.checkpoint.hf.kept import kept_of
+from titancli.checkpoint.hf.likeness import refuse_other_model
 from titancli.data.values import Limits
 from titancli.distributed.local import RowCut
 from titancli.distributed.mesh import Mesh
@@ -302,7 +302,7 @@ def load_weights(engine: Core, recipe: Recipe) -> None:
         RecipeError: the model has no Hugging Face form.
     """
     from titancli.checkpoint.base import base_of, require_base
-    from titancli.checkpoint.remote import weights_here
+    from titancli.checkpoint.remote.transfer import weights_here
 
     folder = weights_here(Path(recipe.weights or ""))
     told = told_adapters(engine.adapters, folder)
@@ -318,7 +318,7 @@ def load_weights(engine: Core, recipe: Recipe) -> None:
 def _load_base(engine: Core, recipe: Recipe, folder: Path) -> None:
     """Fill the plain model's parameters."""
     from titancli.checkpoint import load_checkpoint
-    from titancli.checkpoint.hf import load_hf_weights
+    from titancli.checkpoint.hf.folder import load_hf_weights
 
     parameters = engine.base_parameters()
     if (folder / "manifest.json").is_file():

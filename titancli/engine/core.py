@@ -15,7 +15,7 @@ from torch import Tensor
 
 from titancli.checkpoint import load_checkpoint, save_checkpoint
 from titancli.checkpoint.exclude import NOTHING, Exclusion
-from titancli.checkpoint.kept import kept_of
+from titancli.checkpoint.hf.kept import kept_of
 from titancli.engine.agreement import Call, Together, together
 from titancli.engine.experts import hold_biases
 from titancli.engine.optimizer_state import optimizer_tensors
@@ -27,7 +27,7 @@ from titancli.engine.weights import NamedTensor, Parameters, Target, push, take_
 from titancli.errors import EnvironmentProblem, TitanError
 
 if TYPE_CHECKING:
-    from titancli.checkpoint.manifest import Verify
+    from titancli.checkpoint.format.manifest import Verify
     from titancli.distributed.mesh import Mesh
     from titancli.engine.rng import Stream
     from titancli.parallel.pipeline import Placement

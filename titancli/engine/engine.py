@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titancli.checkpoint.exclude import Exclusion
-from titancli.checkpoint.likeness import refuse_other_model
-from titancli.checkpoint.remote import weights_here
+from titancli.checkpoint.hf.likeness import refuse_other_model
+from titancli.checkpoint.remote.transfer import weights_here
 from titancli.distributed import process_group
 from titancli.engine import recipes
 from titancli.engine.build import build_engine

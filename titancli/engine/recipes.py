@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 import torch.distributed as dist
 
-from titancli.checkpoint.manifest import LOCK, MANIFEST, newest_good
-from titancli.checkpoint.remote import take_weights
+from titancli.checkpoint.format.manifest import LOCK, MANIFEST, newest_good
+from titancli.checkpoint.remote.transfer import take_weights
 from titancli.distributed import process_group
 from titancli.engine.agreement import Call, together
 from titancli.errors import EnvironmentProblem, UsageError
@@ -38,7 +38,7 @@ from titancli.registry.kinds import KINDS
 from titancli.runs import RunFolder
 
 if TYPE_CHECKING:
-    from titancli.checkpoint.manifest import Verify
+    from titancli.checkpoint.format.manifest import Verify
 
 logger = logging.getLogger(__name__)
 

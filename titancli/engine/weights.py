@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titancli.checkpoint.base import adapters_of, require_base
-from titancli.checkpoint.hf import put
+from titancli.checkpoint.format.manifest import MANIFEST, read_manifest
+from titancli.checkpoint.hf.folder import put
 from titancli.checkpoint.load import name_lists
-from titancli.checkpoint.manifest import MANIFEST, read_manifest
 from titancli.distributed import process_group
 from titancli.errors import TitanError
 from titancli.models.blocks.state import named_state

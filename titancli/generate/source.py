@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from titancli.checkpoint.base import open_weights
-from titancli.checkpoint.hf import put, read_hf
-from titancli.checkpoint.manifest import MANIFEST
-from titancli.checkpoint.which import (
+from titancli.checkpoint.format.manifest import MANIFEST
+from titancli.checkpoint.hf.folder import put, read_hf
+from titancli.checkpoint.hf.which import (
     check_parameters,
     find_checkpoint,
     hf_form,

@@ -39,7 +39,7 @@ def export(section: Checkpoint, engine: Engine, checkpointer: Checkpointer, run_
 
 
 def _to_hf(section: Checkpoint, run_folder: Path, name: str) -> None:
-    from titancli.checkpoint.convert import to_hf
+    from titancli.checkpoint.hf.convert import to_hf
 
     target, number = run_folder / "exports" / f"{name}-hf", 1
     while target.exists():  # of the same step on another way, which may be what somebody uses

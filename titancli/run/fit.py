@@ -62,8 +62,8 @@ def check_weights(loaded: Loaded) -> None:
         RecipeError: says which fields differ.
         EnvironmentProblem: a config.json cannot be read, or has what the recipe's model does not have.
     """
-    from titancli.checkpoint.likeness import complaint
-    from titancli.checkpoint.remote import weights_here
+    from titancli.checkpoint.hf.likeness import complaint
+    from titancli.checkpoint.remote.transfer import weights_here
 
     recipe = loaded.recipe
     if recipe.weights is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titancli.checkpoint import read_manifest
-from titancli.checkpoint.manifest import steps
+from titancli.checkpoint.format.manifest import steps
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
 from titancli.provenance import file_hash, provenance
 from titancli.run import remote
@@ -260,7 +260,7 @@ def require_inputs(
         EnvironmentProblem: names every one of them.
         RecipeError: the weights were made by another model.
     """
-    from titancli.checkpoint.remote import take_weights, weights_here
+    from titancli.checkpoint.remote.transfer import take_weights, weights_here
     from titancli.recipe.find import url_of
 
     recipe = loaded.recipe

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titancli.checkpoint.manifest import LOCK, newest_good, steps
+from titancli.checkpoint.format.manifest import LOCK, newest_good, steps
 from titancli.errors import EnvironmentProblem
 from titancli.runs import RunFolder
 
@@ -28,7 +28,7 @@ def newest(
     """
     if section.remote is None:
         return newest_good(folder.checkpoints, verify=section.verify, rejected=rejected)
-    from titancli.checkpoint.remote import newest_of_both, run_place
+    from titancli.checkpoint.remote.transfer import newest_of_both, run_place
 
     return newest_of_both(
         run_place(section.remote, folder.path),
@@ -49,7 +49,7 @@ def take_step(folder: RunFolder, section: Checkpoint, step: int, say: Say) -> No
     """
     if section.remote is None or (folder.checkpoints / f"step-{step}").is_dir():
         return
-    from titancli.checkpoint.remote import run_place, take
+    from titancli.checkpoint.remote.transfer import run_place, take
 
     place = run_place(section.remote, folder.path) / f"step-{step}"
     if place.is_dir():
@@ -80,7 +80,7 @@ def see_to(folder: RunFolder, section: Checkpoint, *, new: bool) -> None:
     """
     if section.remote is None:
         return
-    from titancli.checkpoint.remote import probe, run_place
+    from titancli.checkpoint.remote.transfer import probe, run_place
 
     place = run_place(section.remote, folder.path)
     if new and (there := steps(place)):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from titancli.checkpoint import Checkpointer
 from titancli.checkpoint.exclude import Exclusion
-from titancli.checkpoint.manifest import read_manifest
+from titancli.checkpoint.format.manifest import read_manifest
 from titancli.data.loader import Loader
 from titancli.engine import Engine
 from titancli.errors import EnvironmentProblem, TitanError
@@ -26,7 +26,7 @@ from titancli.rl.prompts import PromptSource
 from titancli.run.exports import export
 
 if TYPE_CHECKING:
-    from titancli.checkpoint.uploads import Uploads
+    from titancli.checkpoint.remote.uploads import Uploads
     from titancli.observe.observers import Observers
     from titancli.protocols import Dataset
     from titancli.recipe.schema import Recipe
@@ -179,8 +179,8 @@ def _uploads(recipe: Recipe, run_folder: Path, run_id: str) -> Uploads | None:
     section = recipe.checkpoint
     if section.remote is None or dist.get_rank() != 0:
         return None
-    from titancli.checkpoint.remote import run_place
-    from titancli.checkpoint.uploads import Uploads
+    from titancli.checkpoint.remote.transfer import run_place
+    from titancli.checkpoint.remote.uploads import Uploads
 
     place = run_place(section.remote, run_folder)
     return Uploads(run_folder / "checkpoints", place, run_id, section.keep_latest_k)
@@ -215,7 +215,7 @@ def _taken_over(recipe: Recipe) -> Path | None:
     """
     if recipe.weights is None or recipe.checkpoint.initial_load_model_only:
         return None
-    from titancli.checkpoint.remote import weights_here
+    from titancli.checkpoint.remote.transfer import weights_here
 
     folder = weights_here(recipe.weights)
     read_manifest(folder)

@@ -38,7 +38,7 @@ from titancli.signals import ASKED_TO_STOP, Stop
 if TYPE_CHECKING:
     import torch
 
-    from titancli.checkpoint.manifest import Verify
+    from titancli.checkpoint.format.manifest import Verify
     from titancli.observe.observers import Observers
     from titancli.recipe.schema import Recipe
 

@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 from typing import cast
 
-from titancli.checkpoint.disk import size_text
-from titancli.checkpoint.manifest import Manifest, steps
-from titancli.checkpoint.remote import upload
-from titancli.checkpoint.store import RemotePath
+from titancli.checkpoint.format.disk import size_text
+from titancli.checkpoint.format.manifest import Manifest, steps
+from titancli.checkpoint.remote.store import RemotePath
+from titancli.checkpoint.remote.transfer import upload
 from titancli.errors import TitanError
 
 logger = logging.getLogger(__name__)

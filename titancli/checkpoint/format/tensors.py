@@ -1,4 +1,4 @@
-"""Torch tensors out of, and into, the bytes of `titancli.checkpoint.tensorfile`."""
+"""Torch tensors out of, and into, the bytes of `titancli.checkpoint.format.tensorfile`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from titancli.checkpoint.tensorfile import Entry, read_header
+from titancli.checkpoint.format.tensorfile import Entry, read_header
 from titancli.errors import EnvironmentProblem, TitanError
 
 TORCH_DTYPE = {

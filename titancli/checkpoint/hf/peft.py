@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from titancli.checkpoint.base import adapters_of, open_base, require_base
-from titancli.checkpoint.compare import (
+from titancli.checkpoint.format.disk import write_file
+from titancli.checkpoint.format.manifest import MANIFEST
+from titancli.checkpoint.format.newfolder import new_folder, refuse_used
+from titancli.checkpoint.format.stream import Job, Progress, no_progress, write_files
+from titancli.checkpoint.format.tensorfile import Entry
+from titancli.checkpoint.format.tensors import dtype_name
+from titancli.checkpoint.hf.compare import (
     Rounded,
     load_in_transformers,
     logits_beside,
@@ -22,15 +28,9 @@ from titancli.checkpoint.compare import (
     verdict_on,
     verify_tokens,
 )
-from titancli.checkpoint.disk import write_file
-from titancli.checkpoint.hf import cast_of, export_hf
+from titancli.checkpoint.hf.folder import cast_of, export_hf
+from titancli.checkpoint.hf.which import Say, find_checkpoint, hf_form, parameter_shapes, recipe_of
 from titancli.checkpoint.load import CheckpointReader
-from titancli.checkpoint.manifest import MANIFEST
-from titancli.checkpoint.newfolder import new_folder, refuse_used
-from titancli.checkpoint.stream import Job, Progress, no_progress, write_files
-from titancli.checkpoint.tensorfile import Entry
-from titancli.checkpoint.tensors import dtype_name
-from titancli.checkpoint.which import Say, find_checkpoint, hf_form, parameter_shapes, recipe_of
 from titancli.converters.lora import OWN
 from titancli.errors import EnvironmentProblem, TitanError, UsageError
 

@@ -17,8 +17,8 @@ from typing import cast
 
 import xxhash
 
-from titancli.checkpoint.disk import need, refusal, size_text, sync_folder, write_file
-from titancli.checkpoint.manifest import (
+from titancli.checkpoint.format.disk import need, refusal, size_text, sync_folder, write_file
+from titancli.checkpoint.format.manifest import (
     MANIFEST,
     Manifest,
     Verify,
@@ -29,7 +29,7 @@ from titancli.checkpoint.manifest import (
     read_manifest,
     remove,
 )
-from titancli.checkpoint.store import RemotePath, Unreachable, at
+from titancli.checkpoint.remote.store import RemotePath, Unreachable, at
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.recipe.find import url_of
 

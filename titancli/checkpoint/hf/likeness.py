@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titancli.checkpoint.libraries import type_in
-from titancli.checkpoint.manifest import LOCK, MANIFEST, read_manifest
+from titancli.checkpoint.format.manifest import LOCK, MANIFEST, read_manifest
+from titancli.checkpoint.hf.libraries import type_in
 from titancli.errors import EnvironmentProblem
 from titancli.registry.component import component_info, load_target
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from titancli.checkpoint.base import MergedReader
-from titancli.checkpoint.hf import cast_of, put
-from titancli.checkpoint.libraries import library_of
-from titancli.checkpoint.tensors import Tensors
-from titancli.checkpoint.which import hf_form
+from titancli.checkpoint.format.tensors import Tensors
+from titancli.checkpoint.hf.folder import cast_of, put
+from titancli.checkpoint.hf.libraries import library_of
+from titancli.checkpoint.hf.which import hf_form
 from titancli.converters.lora import AdaptedLinear
 from titancli.errors import EnvironmentProblem, UsageError
 from titancli.models.blocks.state import named_state

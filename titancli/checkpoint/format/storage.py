@@ -31,10 +31,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from titancli.checkpoint.hashed import Digest
-from titancli.checkpoint.layout import Chunk, TensorLayout
-from titancli.checkpoint.tensorfile import Entry, TensorFileWriter, split
-from titancli.checkpoint.tensors import dtype_name, tensor_bytes
+from titancli.checkpoint.format.hashed import Digest
+from titancli.checkpoint.format.layout import Chunk, TensorLayout
+from titancli.checkpoint.format.tensorfile import Entry, TensorFileWriter, split
+from titancli.checkpoint.format.tensors import dtype_name, tensor_bytes
 from titancli.errors import TitanError
 
 

@@ -2,7 +2,7 @@
 
 The official library writes a file only from tensors that are all in memory. This module writes and checks the
 same format (https://github.com/huggingface/safetensors, "Format") with memory for one tensor. It knows bytes
-only and imports no torch; `titancli.checkpoint.tensors` makes tensors of them.
+only and imports no torch; `titancli.checkpoint.format.tensors` makes tensors of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from titancli.checkpoint.hashed import Digest, HashedWriter
+from titancli.checkpoint.format.hashed import Digest, HashedWriter
 from titancli.errors import EnvironmentProblem, TitanError
 
 ITEM_SIZE = {

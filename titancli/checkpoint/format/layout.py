@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titancli.checkpoint.tensorfile import ITEM_SIZE, natural
+from titancli.checkpoint.format.tensorfile import ITEM_SIZE, natural
 from titancli.errors import EnvironmentProblem
 
 METADATA = "metadata.json"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titancli.checkpoint.manifest import MANIFEST
+from titancli.checkpoint.format.manifest import MANIFEST
 from titancli.data.hf_tokenizer import FILES
 from titancli.errors import EnvironmentProblem
 from titancli.models.config_json import HARMLESS

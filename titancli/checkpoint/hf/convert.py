@@ -11,21 +11,19 @@ from typing import Self
 import torch
 
 from titancli.checkpoint.base import open_weights
-from titancli.checkpoint.compare import refuse_incomparable, verdict
-from titancli.checkpoint.disk import write_file
-from titancli.checkpoint.hashed import BLOCK, HashedReader
-from titancli.checkpoint.hf import HFReader, cast_of, export_hf, read_hf
-from titancli.checkpoint.kept import kept_of, not_kept, of_another_tokenizer
-from titancli.checkpoint.layout import METADATA, Chunk, TensorLayout, layout_text
-from titancli.checkpoint.libraries import library_of
-from titancli.checkpoint.load import CheckpointReader
-from titancli.checkpoint.manifest import MANIFEST, Manifest, faults, manifest_bytes
-from titancli.checkpoint.newfolder import new_folder, refuse_used
-from titancli.checkpoint.save import Draft
-from titancli.checkpoint.stream import Job, Progress, no_progress, write_files
-from titancli.checkpoint.tensorfile import ITEM_SIZE, Entry
-from titancli.checkpoint.tensors import dtype_name
-from titancli.checkpoint.which import (
+from titancli.checkpoint.format.disk import write_file
+from titancli.checkpoint.format.hashed import BLOCK, HashedReader
+from titancli.checkpoint.format.layout import METADATA, Chunk, TensorLayout, layout_text
+from titancli.checkpoint.format.manifest import MANIFEST, Manifest, faults, manifest_bytes
+from titancli.checkpoint.format.newfolder import new_folder, refuse_used
+from titancli.checkpoint.format.stream import Job, Progress, no_progress, write_files
+from titancli.checkpoint.format.tensorfile import ITEM_SIZE, Entry
+from titancli.checkpoint.format.tensors import dtype_name
+from titancli.checkpoint.hf.compare import refuse_incomparable, verdict
+from titancli.checkpoint.hf.folder import HFReader, cast_of, export_hf, read_hf
+from titancli.checkpoint.hf.kept import kept_of, not_kept, of_another_tokenizer
+from titancli.checkpoint.hf.libraries import library_of
+from titancli.checkpoint.hf.which import (
     Say,
     check_parameters,
     find_checkpoint,
@@ -34,6 +32,8 @@ from titancli.checkpoint.which import (
     parameter_shapes,
     recipe_of,
 )
+from titancli.checkpoint.load import CheckpointReader
+from titancli.checkpoint.save import Draft
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.registry.component import build
 

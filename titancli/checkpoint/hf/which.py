@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from titancli.checkpoint.libraries import type_in
-from titancli.checkpoint.likeness import CONFIG, bind, read_config
+from titancli.checkpoint.format.manifest import LOCK, MANIFEST, Manifest, newest_good, read_manifest
+from titancli.checkpoint.format.tensors import Tensors
+from titancli.checkpoint.hf.libraries import type_in
+from titancli.checkpoint.hf.likeness import CONFIG, bind, read_config
 from titancli.checkpoint.load import name_lists
-from titancli.checkpoint.manifest import LOCK, MANIFEST, Manifest, newest_good, read_manifest
-from titancli.checkpoint.tensors import Tensors
 from titancli.errors import EnvironmentProblem, PluginError, TitanError, UsageError
 from titancli.models.blocks.state import named_state
 from titancli.protocols import HFForm

@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from titancli.checkpoint.disk import write_file
-from titancli.checkpoint.kept import CONFIG, TOKENIZER, texts
-from titancli.checkpoint.libraries import Library, library_of
-from titancli.checkpoint.load import name_lists
-from titancli.checkpoint.newfolder import new_folder
-from titancli.checkpoint.stream import Job, Progress, no_progress, write_files
-from titancli.checkpoint.tensorfile import Entry
-from titancli.checkpoint.tensors import (
+from titancli.checkpoint.format.disk import write_file
+from titancli.checkpoint.format.newfolder import new_folder
+from titancli.checkpoint.format.stream import Job, Progress, no_progress, write_files
+from titancli.checkpoint.format.tensorfile import Entry
+from titancli.checkpoint.format.tensors import (
     TORCH_DTYPE,
     MemoryTensors,
     TensorFiles,
@@ -28,6 +25,9 @@ from titancli.checkpoint.tensors import (
     dtype_name,
     read_tensor,
 )
+from titancli.checkpoint.hf.kept import CONFIG, TOKENIZER, texts
+from titancli.checkpoint.hf.libraries import Library, library_of
+from titancli.checkpoint.load import name_lists
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.models.config_json import DEQUANTISE
 from titancli.protocols import HFForm
@@ -68,8 +68,8 @@ def export_hf(
         dtype: what floating-point tensors are cast to; None keeps each one's own.
         max_shard: bytes of data in one file at most, save that no tensor is cut; None: 5 GB.
         eos_id, bos_id: the tokenizer's, for config.json and generation_config.json.
-        kept: what the folder that the weights once came from had beside them (`titancli.checkpoint.kept`); a
-            tokenizer's files among it are copied too.
+        kept: what the folder that the weights once came from had beside them
+            (`titancli.checkpoint.hf.kept`); a tokenizer's files among it are copied too.
         say: is told of what killed exports to `out` left, which is removed.
         before_rename: called when all is written; if it raises, nothing is left of it.
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import xxhash
 
-from titancli.checkpoint.hashed import Digest, file_digest
+from titancli.checkpoint.format.hashed import Digest, file_digest
 from titancli.errors import EnvironmentProblem, TitanError
 
 MANIFEST = "manifest.json"
@@ -155,7 +155,7 @@ def faults(
 
 
 def _digest(path: Path) -> Digest:
-    """A place in an object store reads itself, see `titancli.checkpoint.remote`."""
+    """A place in an object store reads itself, see `titancli.checkpoint.remote.transfer`."""
     return path.digest() if hasattr(path, "digest") else file_digest(path)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import xxhash
 
-from titancli.checkpoint.hashed import Digest
+from titancli.checkpoint.format.hashed import Digest
 from titancli.errors import EnvironmentProblem
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from titancli.checkpoint.tensorfile import Digest, Entry, TensorFileWriter, split
-from titancli.checkpoint.tensors import TORCH_DTYPE, tensor_bytes
+from titancli.checkpoint.format.tensorfile import Digest, Entry, TensorFileWriter, split
+from titancli.checkpoint.format.tensors import TORCH_DTYPE, tensor_bytes
 from titancli.errors import TitanError
 
 Progress = Callable[[str, int, int], None]

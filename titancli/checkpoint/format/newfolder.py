@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from titancli.checkpoint.disk import need, refusal, sync_folder
+from titancli.checkpoint.format.disk import need, refusal, sync_folder
 from titancli.errors import EnvironmentProblem
 
 

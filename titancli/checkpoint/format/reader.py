@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from titancli.checkpoint.hashed import BLOCK, Digest, HashedReader
-from titancli.checkpoint.layout import Chunk, TensorLayout
-from titancli.checkpoint.tensorfile import Entry
-from titancli.checkpoint.tensors import TORCH_DTYPE, TensorFiles
+from titancli.checkpoint.format.hashed import BLOCK, Digest, HashedReader
+from titancli.checkpoint.format.layout import Chunk, TensorLayout
+from titancli.checkpoint.format.tensorfile import Entry
+from titancli.checkpoint.format.tensors import TORCH_DTYPE, TensorFiles
 from titancli.errors import EnvironmentProblem
 
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, cast
 
 import xxhash
 
-from titancli.checkpoint.disk import FULL
-from titancli.checkpoint.hashed import Digest
-from titancli.checkpoint.manifest import MANIFEST
+from titancli.checkpoint.format.disk import FULL
+from titancli.checkpoint.format.hashed import Digest
+from titancli.checkpoint.format.manifest import MANIFEST
 from titancli.errors import EXIT_ENVIRONMENT, EnvironmentProblem, TitanError
 
 _EXTRAS = {"s3": "s3", "s3a": "s3"}

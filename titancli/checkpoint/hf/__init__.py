@@ -1,0 +1,1 @@
+"""Hugging Face folders, and peft's: out, in, converted, compared."""
