@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -117,3 +118,11 @@ class EnvironmentProblem(TitanError):
     """Something outside the recipe: a file, a disk, a device, a run folder in use."""
 
     exit_code = EXIT_ENVIRONMENT
+
+
+def nearest_name(name: str, names: Iterable[str]) -> str | None:
+    """Return the name that looks most like this one; None if none does."""
+    import difflib  # only an error needs it
+
+    found = difflib.get_close_matches(name, list(names), n=1)
+    return found[0] if found else None

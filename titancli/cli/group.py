@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from typing import NamedTuple, NoReturn
 
 import click
 
 from titancli.cli.output import note
-from titancli.errors import PluginError
+from titancli.errors import PluginError, nearest_name
 from titancli.registry.command import Command
 
 
@@ -71,8 +70,8 @@ class Titan(click.Group):
         return super().resolve_command(ctx, args)
 
     def _unknown(self, ctx: click.Context, name: str) -> NoReturn:
-        near = difflib.get_close_matches(name, self.list_commands(ctx), 1)
-        message = f"there is no command {name!r}." + (f" Did you mean {near[0]!r}?" if near else "")
+        near = nearest_name(name, self.list_commands(ctx))
+        message = f"there is no command {name!r}." + (f" Did you mean {near!r}?" if near else "")
         if broken := _broken():
             message += f" (Broken plugins may offer it: {', '.join(broken)}; see `titan plugins`.)"
         raise click.UsageError(message, ctx)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from typing import Any
 
 import click
@@ -11,7 +10,7 @@ import click
 from titancli.cli.completion import PluginName
 from titancli.cli.group import BUILTIN
 from titancli.cli.output import print_json, table
-from titancli.errors import PluginError
+from titancli.errors import PluginError, nearest_name
 from titancli.registry import current
 from titancli.registry.plugins import PluginStatus
 
@@ -43,10 +42,10 @@ def command(name: str | None, as_json: bool) -> None:
 def _named(name: str, plugins: list[PluginStatus]) -> PluginStatus:
     by_name = {plugin.name: plugin for plugin in plugins}
     if name not in by_name:
-        near = difflib.get_close_matches(name, by_name, 1)
+        near = nearest_name(name, by_name)
         raise PluginError(
             f"no plugin {name!r} is installed",
-            hint=f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(by_name)}",
+            hint=f"did you mean {near!r}?" if near else f"there are: {', '.join(by_name)}",
         )
     return by_name[name]
 

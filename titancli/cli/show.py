@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import json
 from typing import Any
@@ -13,7 +12,7 @@ import click
 from titancli.cli.completion import ComponentName
 from titancli.cli.group import note_broken
 from titancli.cli.output import print_json
-from titancli.errors import PluginError
+from titancli.errors import PluginError, nearest_name
 from titancli.registry import current
 from titancli.registry.component import component_info
 from titancli.registry.describe import FieldText, describe, plain
@@ -49,12 +48,10 @@ def _find(name: str) -> type:
                           hint=f"for example: titan show {next(iter(found))}")  # fmt: skip
     if not found:
         note_broken()
-        near = difflib.get_close_matches(
-            name, [full.rpartition("/")[2] for full, _ in current().components()], 1
-        )
+        near = nearest_name(name, [full.rpartition("/")[2] for full, _ in current().components()])
         raise PluginError(
             f"there is no component {name!r}",
-            hint=f"did you mean {near[0]!r}?" if near else "`titan list-components` lists what there is",
+            hint=f"did you mean {near!r}?" if near else "`titan list-components` lists what there is",
         )
     return next(iter(found.values()))
 

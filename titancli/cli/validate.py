@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any, Literal
 
@@ -17,6 +16,7 @@ from titancli.errors import Problem, RecipeError, TitanError, UsageError
 from titancli.recipe import load_recipe, render_problems
 from titancli.recipe.check import remarks
 from titancli.recipe.find import url_of
+from titancli.recipe.problems import problems_data
 from titancli.run.fit import check_weights, import_components
 
 Format = Literal["text", "json", "github"]
@@ -81,5 +81,4 @@ def _failed(reference: str, error: TitanError, format_: Format) -> dict[str, Any
         sys.stdout.flush()  # so that ok lines and problems stay in order where both go to one place
         tell(error)
         note(f"{reference}: {len(problems)} problem{'' if len(problems) == 1 else 's'}\n")
-    document = json.loads(render_problems(problems, format="json"))
-    return {"recipe": reference, "ok": False, "problems": document["problems"]}
+    return {"recipe": reference, "ok": False, "problems": problems_data(problems)}

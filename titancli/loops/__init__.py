@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import field
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, MinLen
 
@@ -32,9 +32,7 @@ class SFT:
     """Batches of a data-parallel rank in one evaluation, from the beginning; None: all."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        endless = getattr(self.validation, "repeat", False)
-        if endless and self.eval_batches is None:
-            yield "validation.repeat", "an evaluation would never end: write false, or set eval_batches"
+        yield from _check_evaluation(self.validation, self.eval_batches)
 
 
 @component("loop", "dpo", target="titancli.loops.dpo:build")
@@ -53,7 +51,7 @@ class DPO:
     """Batches of a data-parallel rank in one evaluation, from the beginning; None: all."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        yield from SFT.check(self, recipe)  # type: ignore[arg-type]
+        yield from _check_evaluation(self.validation, self.eval_batches)
         if not getattr(recipe.loss, "learns_from_pairs", False):
             name = component_info(recipe.loss).name
             yield "", f'the loss {name} does not learn from pairs: write loss = "dpo"'
@@ -129,6 +127,11 @@ class Grpo:
         for name, value in wholes.items():
             if value % self.updates:
                 yield "updates", f"{name} = {value} is not a multiple of it"
+
+
+def _check_evaluation(validation: Any, batches: int | None) -> Iterator[tuple[str, str]]:
+    if getattr(validation, "repeat", False) and batches is None:
+        yield "validation.repeat", "an evaluation would never end: write false, or set eval_batches"
 
 
 COMPONENTS: list[type] = [Pretrain, SFT, DPO, Grpo]

@@ -17,7 +17,7 @@ from titancli.recipe.layout import Finding, check_layout
 from titancli.recipe.problems import Problems, did_you_mean, nearest_name
 from titancli.recipe.schema import Recipe
 from titancli.recipe.toml import KeyPath, Node, dotted, match_key
-from titancli.registry.component import component_info
+from titancli.registry.component import component_info, configs
 
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
@@ -133,19 +133,9 @@ def component_checks(recipe: Recipe) -> Iterator[Finding]:
             raise PluginError(f"{where} failed: {type(error).__name__}: {error}") from error
 
 
-def components(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+def components(recipe: Recipe) -> Iterator[tuple[KeyPath, Any]]:
     """Every component's config in a recipe with its path, those in slots of other components included."""
-    if isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            yield from components(item, (*path, i))
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from components(item, (*path, key))
-    elif dataclasses.is_dataclass(value):
-        if hasattr(value, "__component__"):
-            yield path, value
-        for field in dataclasses.fields(value):
-            yield from components(getattr(value, field.name), (*path, field.name))
+    return ((path, config) for path, config in configs(recipe) if hasattr(config, "__component__"))
 
 
 def _path(key: str) -> KeyPath:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from titancli.errors import Location, Problem, RecipeError
+from titancli.errors import Location, Problem, RecipeError, nearest_name
 from titancli.recipe.toml import OVERRIDE
 
 WIDTH = 160
@@ -59,12 +58,6 @@ class Problems:
             raise RecipeError(self.sorted())
 
 
-def nearest_name(name: str, names: Iterable[str]) -> str | None:
-    """The name that looks most like this one; None if none does."""
-    found = difflib.get_close_matches(name, list(names), n=1)
-    return found[0] if found else None
-
-
 def did_you_mean(name: str | None) -> str | None:
     """The hint that gives a name."""
     return name and f"did you mean {name!r}?"
@@ -80,10 +73,15 @@ def render_problems(
 ) -> str:
     """Problems as text for people, as one JSON document, or as GitHub annotations; no final newline."""
     if format == "json":
-        return json.dumps({"version": 1, "problems": [_as_json(p) for p in problems]}, indent=2)
+        return json.dumps({"version": 1, "problems": problems_data(problems)}, indent=2)
     if format == "github":
         return "\n".join(_as_github(p) for p in problems)
     return "\n\n".join(_as_text(p, color) for p in problems)
+
+
+def problems_data(problems: Sequence[Problem]) -> list[dict[str, str | int | None]]:
+    """Return problems as the JSON document has them."""
+    return [_as_json(problem) for problem in problems]
 
 
 def _as_json(problem: Problem) -> dict[str, str | int | None]:

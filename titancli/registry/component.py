@@ -8,7 +8,7 @@ import keyword
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, dataclass_transform
 
 from titancli.errors import PluginError
@@ -126,6 +126,20 @@ def may_be_none(hint: Any) -> bool:
 def component_info(config: Any) -> ComponentInfo:
     """The record of a config, or of its class."""
     return config.__component__
+
+
+def configs(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Yield every section and component of a bound recipe with its path, those in slots included."""
+    if isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from configs(item, (*path, i))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from configs(item, (*path, key))
+    elif dataclasses.is_dataclass(value):
+        yield path, value
+        for field in dataclasses.fields(value):
+            yield from configs(getattr(value, field.name), (*path, field.name))
 
 
 def load_target(reference: str) -> Callable[..., Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib.util
 import os
@@ -14,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from titancli.errors import EnvironmentProblem, UsageError
+from titancli.errors import EnvironmentProblem, UsageError, nearest_name
 from titancli.registry.lookup import Registry
 from titancli.registry.plugins import BUILTIN, GROUP, LEFT_OUT, Plugin
 from titancli.version import __version__
@@ -136,10 +135,10 @@ def _block(plugins: dict[str, Plugin], name: str) -> None:
             hint="choose another component by its full name, plugin/name",
         )
     if name not in plugins:
-        near = difflib.get_close_matches(name, plugins, 1)
+        near = nearest_name(name, plugins)
         raise UsageError(
             f"-p no:{name}: no plugin of this name is installed",
-            hint=f"did you mean 'no:{near[0]}'?" if near else "`titan plugins` lists them",
+            hint=f"did you mean 'no:{near}'?" if near else "`titan plugins` lists them",
         )
     plugins[name].leave_out("blocked", f"-p no:{name} blocks it")
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titancli.errors import PluginError
+from titancli.errors import PluginError, nearest_name
 from titancli.registry.command import Command
-from titancli.registry.component import component_info
+from titancli.registry.component import component_info, configs
 from titancli.registry.kinds import KINDS
 from titancli.registry.plugins import BUILTIN, LEFT_OUT, Plugin, PluginStatus
 from titancli.registry.targets import missing
@@ -155,7 +153,7 @@ class Registry:
         Raises:
             PluginError: some is not there.
         """
-        for config in _configs(recipe) if self._checks else ():
+        for _, config in configs(recipe) if self._checks else ():
             if not hasattr(config, "__component__"):  # a section of titan's own
                 continue
             info = component_info(config)
@@ -174,10 +172,10 @@ class Registry:
     def _named(self, owner: str, name: str) -> Plugin:
         if owner in self._plugins:
             return self._plugins[owner]
-        near = difflib.get_close_matches(owner, self._plugins, 1)
+        near = nearest_name(owner, self._plugins)
         raise PluginError(
             f"{name!r}: no plugin {owner!r} is installed",
-            hint=f"did you mean '{near[0]}/{name.rpartition('/')[2]}'?"
+            hint=f"did you mean '{near}/{name.rpartition('/')[2]}'?"
             if near
             else "`titan plugins` lists them",
         )
@@ -204,9 +202,9 @@ class Registry:
         candidates = {
             (full_name if "/" in name else key[1]) for full_name, key in full.items() if key[0] == kind
         }
-        if near := difflib.get_close_matches(name, sorted(candidates), 1):
+        if near := nearest_name(name, sorted(candidates)):
             doubt = f" Or repair {', '.join(broken)}, which may offer {name!r}" if broken else ""
-            return f"did you mean {near[0]!r}?{doubt}"
+            return f"did you mean {near!r}?{doubt}"
         others = [of_kind for of_kind, other in full.values() if other == bare]
         if broken:
             advice = "repair or uninstall the broken plugin; `titan plugins` shows the state of each"
@@ -218,22 +216,9 @@ class Registry:
         return f"{advice}; left out: {', '.join(left_out)}" if left_out else advice
 
     def _uses(self, recipe: Any, plugin: Plugin) -> bool:
-        configs = set(plugin.components.values())
-        return any(type(config) in configs for config in _configs(recipe))
+        own = set(plugin.components.values())
+        return any(type(config) in own for _, config in configs(recipe))
 
 
 def _is_finding(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(v, str) for v in value)
-
-
-def _configs(value: Any) -> Iterator[Any]:
-    """All dataclasses inside a bound recipe, itself included."""
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _configs(item)
-    elif isinstance(value, dict):
-        yield from _configs(list(value.values()))
-    elif dataclasses.is_dataclass(value):
-        yield value
-        for field in dataclasses.fields(value):
-            yield from _configs(getattr(value, field.name))
