@@ -176,7 +176,7 @@ def _plugins() -> Iterator[Finding]:
         elif plugin.state == "missing":
             yield Finding(name, "warning", plugin.error or "missing", "install it, or change TITAN_PLUGINS")
         elif plugin.torch:
-            hint = "its menu imports torch, and every command waits for it; tell its author"
+            hint = "its module imports torch, and every command waits for it; tell its author"
             yield Finding(name, "warning", loaded, hint)
         else:
             yield Finding(name, "ok", loaded if plugin.state == "ok" else plugin.error or plugin.state)

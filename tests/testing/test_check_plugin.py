@@ -65,7 +65,7 @@ def test_a_good_plugin_passes(check) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "fault"),
     [
-        ("from titancli import", "import numpy\nfrom titancli import", "its menu imports numpy"),
+        ("from titancli import", "import numpy\nfrom titancli import", "its module imports numpy"),
         ("from titancli import", "1 / 0\nfrom titancli import", "ZeroDivisionError"),
         ("from titancli import", "sum(range(10**7))\nfrom titancli import", "s to load, more than 0.02 s"),
         ('    """A loss that is as it should be."""\n', "", "loss/fair: it has no docstring"),

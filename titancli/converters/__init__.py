@@ -1,4 +1,4 @@
-"""What changes a model before it is cut. This file is the menu."""
+"""The configs of what changes a model before it is sharded. Torch-free; the code is beside this file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where training data comes from: the menu of datasets and tokenizers.
+"""Where training data comes from: the configs of datasets and tokenizers.
 
 Torch-free. A dataset is built in three parts, each in a file of its own: a source of documents (`files.py`,
 `jsonl.py`, `hf_datasets.py`), the stream of their tokens (`stream.py`), and the rows cut from it

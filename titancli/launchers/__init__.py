@@ -1,4 +1,4 @@
-"""Menu: what can start the workers of a run."""
+"""The configs of what can start the workers of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Menu: what can watch a run, besides the event log and the console that every run has."""
+"""The configs of what can watch a run, besides the event log and the console that every run has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training programs. This file is the menu."""
+"""The configs of the training programs. Torch-free; the code is in the files beside this one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The losses. This file is the menu."""
+"""The configs of the losses. Torch-free; the code is in the files beside this one."""
 
 from __future__ import annotations
 

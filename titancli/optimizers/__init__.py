@@ -1,4 +1,4 @@
-"""The optimizers. This file is the menu; the learning-rate schedule is beside it."""
+"""The configs of the optimizers. Torch-free; the code and the schedule are in the files beside this one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model is cut over devices. This file is the menu; each technique is one file beside it."""
+"""The config of how a model is sharded over devices. Torch-free; each technique is a file beside this one."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class PluginStatus:
     seconds: float
     """What importing it and asking for its components took."""
     torch: bool
-    """Whether it imported torch, which a menu must not."""
+    """Whether it imported torch, which its module must not."""
     components: tuple[str, ...]
     """`kind/name`, in the order that the plugin gives them."""
     error: str | None

@@ -1,4 +1,4 @@
-"""Learning from what a model writes itself: the menu of tasks, generators, rewards and advantages.
+"""Learning from what a model writes itself: the configs of tasks, generators, rewards and advantages.
 
 Torch-free. How tokens are drawn is in `sampling.py` and `decode.py`, which `titan generate` shares.
 """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from titancli.testing.behaviour import Example
 
 HEAVY = ("torch", "transformers", "datasets", "numpy", "rich", "pydantic")
-"""What a menu must not import."""
+"""What a plugin's module must not import."""
 PROBE = """
 import json, sys, time
 from titancli.registry import configure, current
@@ -49,7 +49,7 @@ def check_plugin(
 ) -> None:
     """Check a plugin, and raise with everything that is wrong with it.
 
-    Its menu loads without torch and quickly. Components, and all of their fields, have a docstring; their
+    Its module loads without torch and quickly. Components, and all of their fields, have a docstring; their
     types can be bound; their defaults come back from TOML as they were. Targets can be imported and take what
     their kind's Protocol gives; what they build has what the Protocol asks for, and behaves as its kind must:
     docs/plugins.md lists these checks by name. Its recipes are valid.
@@ -64,7 +64,7 @@ def check_plugin(
         seq_len: how long the rows are that datasets are tried with.
         skip: names of checks that a component does without, `{"loss/lab": ["accumulation"]}`.
         file: a plugin in a single file.
-        seconds: what loading the menu may take.
+        seconds: what loading its module may take.
 
     Raises:
         PluginError: the faults, a line each.
@@ -94,7 +94,7 @@ class Trial:
 
 
 def _faults(name: str, trial: Trial, file: str | Path | None, seconds: float) -> Iterator[str]:
-    yield from _menu(name, file, seconds)
+    yield from _module(name, file, seconds)
     status = next((plugin for plugin in current().plugins if plugin.name == name), None)
     if status is None or status.state != "ok":
         return
@@ -118,10 +118,10 @@ def _components(status: PluginStatus) -> Iterator[tuple[str, type]]:
         yield label, current().find(kind, f"{status.name}/{bare}")
 
 
-# ---------------------------------------------------------------------------------------------- the menu
+# ---------------------------------------------------------------------------------------------- the module
 
 
-def _menu(name: str, file: str | Path | None, seconds: float) -> Iterator[str]:
+def _module(name: str, file: str | Path | None, seconds: float) -> Iterator[str]:
     environment = {**os.environ, "TITAN_PLUGINS": name}
     files = [str(Path(file).absolute())] if file is not None else []
     command = [sys.executable, "-c", PROBE, name, ",".join(HEAVY), *files]
@@ -137,9 +137,9 @@ def _menu(name: str, file: str | Path | None, seconds: float) -> Iterator[str]:
     if status["state"] != "ok":
         yield f"it is {status['state']}: {status['error']}"
     if found["heavy"]:
-        yield f"its menu imports {', '.join(found['heavy'])}; leave that to the modules that targets name"
+        yield f"its module imports {', '.join(found['heavy'])}; leave that to the modules that targets name"
     if status["seconds"] > seconds:
-        yield f"its menu takes {status['seconds']:.2f} s to load, more than {seconds} s"
+        yield f"its module takes {status['seconds']:.2f} s to load, more than {seconds} s"
 
 
 # ----------------------------------------------------------------------------------------- one component

@@ -12,7 +12,7 @@ from titancli.registry.kinds import KINDS
 from titancli.version import __version__
 
 TEMPLATES = Path(__file__).parent / "templates"
-KINDS_WITH_TEMPLATE = tuple(kind for kind in KINDS if (TEMPLATES / f"{kind}.menu.txt").is_file())
+KINDS_WITH_TEMPLATE = tuple(kind for kind in KINDS if (TEMPLATES / f"{kind}.config.txt").is_file())
 MANY = ("converter", "logger")
 """Kinds that a recipe holds lists of: their slot is `[[converters]]`."""
 
@@ -39,8 +39,8 @@ def new_plugin(name: str, kind: str, folder: Path) -> list[Path]:
     files = {
         folder / "pyproject.toml": _template("pyproject.toml.txt"),
         folder / "README.md": _template("README.md.txt"),
-        package / "__init__.py": _template(f"{kind}.menu.txt"),
-        package / f"{kind}.py": _template(f"{kind}.kitchen.txt"),
+        package / "__init__.py": _template(f"{kind}.config.txt"),
+        package / f"{kind}.py": _template(f"{kind}.code.txt"),
         package / "py.typed": Template(""),
         folder / "tests" / f"test_{words['component']}.py": Template(
             _template("test.txt").template + _template(f"{kind}.test.txt").template

@@ -1,4 +1,4 @@
-"""Float8 training. This file is the menu and imports no torch; `linear.py` is the kitchen."""
+"""Float8 training. This file has the configs and imports no torch; `linear.py` has the code."""
 
 from __future__ import annotations
 

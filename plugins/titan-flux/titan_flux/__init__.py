@@ -1,4 +1,4 @@
-"""FLUX.1: a model, two datasets, a loss. This file is the menu and imports no torch."""
+"""FLUX.1: a model, two datasets, a loss. This file has the configs and imports no torch."""
 
 from __future__ import annotations
 

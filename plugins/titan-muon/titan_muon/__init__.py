@@ -1,4 +1,4 @@
-"""Muon. This file is the menu and imports no torch; `optimizer.py` is the kitchen."""
+"""Muon. This file has the config and imports no torch; `optimizer.py` has the code."""
 
 from __future__ import annotations
 
