@@ -125,8 +125,8 @@ MENUS = [
     "titancli.cli",
     "titancli.cli.plan",
     "titancli.planning.estimate",
-    "titancli.planning.verdict",
-    "titancli.planning.drawing",
+    "titancli.planning.advice",
+    "titancli.planning.text",
     "titancli.runs",
 ]
 HEAVY = {"torch", "transformers", "datasets", "numpy", "rich", "pydantic", "safetensors", "tokenizers"}

@@ -72,7 +72,7 @@ def test_every_kind_of_collective_is_told(titan: Titan) -> None:
 
 def test_what_does_not_fit_gets_the_change_that_costs_least(titan: Titan) -> None:
     change = told(titan, *BIG, "training.local_batch_size=8")["verdict"]["change"]
-    assert change["peak_bytes"] < 77.2 * 2**30
+    assert change["peak_bytes"] < 77.2 / 1.22 * 2**30
     again = told(titan, *BIG, "training.local_batch_size=8", *change["overrides"])
     assert again["verdict"]["fits"]
     assert again["memory"]["peak_bytes"] == change["peak_bytes"]
@@ -83,10 +83,10 @@ def test_what_does_not_fit_gets_the_change_that_costs_least(titan: Titan) -> Non
 
 def test_what_no_change_makes_fit_is_told_how_many_ranks_it_needs(titan: Titan) -> None:
     verdict = told(titan, "llama3_70b", "--world-size", "1", "--gpu", "A100")["verdict"]
-    assert (verdict["fits"], verdict["change"], verdict["ranks"]) == (False, None, 16)
+    assert (verdict["fits"], verdict["change"], verdict["ranks"]) == (False, None, 32)
     arguments = ("llama3_70b", "--gpu", "A100", "--world-size")
-    assert told(titan, *arguments, "16")["verdict"]["fits"]
-    assert not told(titan, *arguments, "8")["verdict"]["fits"]
+    assert told(titan, *arguments, "32")["verdict"]["fits"]
+    assert not told(titan, *arguments, "16")["verdict"]["fits"]
 
 
 def test_text_draws_the_mesh_and_says_the_verdict(titan: Titan) -> None:

@@ -10,7 +10,7 @@ import pytest
 from titancli import load_recipe
 from titancli.layout.degrees import Degrees
 from titancli.optimizers import AdamW
-from titancli.planning.verdict import _changes
+from titancli.planning.advice import _changes
 
 
 @pytest.mark.parametrize("rounds", [True, False])
@@ -18,6 +18,6 @@ def test_moments_in_bfloat16_are_proposed_for_an_optimizer_under_which_they_deca
     monkeypatch: pytest.MonkeyPatch, rounds: bool
 ) -> None:
     monkeypatch.setattr(AdamW, "rounds_stochastically", rounds)
-    found: Any = SimpleNamespace(job=SimpleNamespace(degrees=Degrees(), reshard="always"))
+    found: Any = SimpleNamespace(work=SimpleNamespace(degrees=Degrees(), reshard="always"))
     proposed = [change.overrides for change in _changes(load_recipe("llama3_debug").recipe, found)]
     assert (("optimizer.state_dtype=bfloat16",) in proposed) == rounds

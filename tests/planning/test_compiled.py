@@ -12,7 +12,7 @@ from tests.planning.measure import planned, recipe
 from titancli.models.blocks.rope import inverse_frequencies, rotation
 from titancli.parallel.activation_checkpoint import apply_activation_checkpoint
 from titancli.parallel.compile import compile_model
-from titancli.planning.blocks import block_memory
+from titancli.planning.memory import block_memory
 from titancli.recipe.schema import Compile
 from titancli.registry.component import build
 
@@ -27,8 +27,8 @@ def test_a_compiled_block_keeps_as_much(mode: str) -> None:
         "training.seq_len=512",
         "compile.enable=true",
     )
-    job = planned(found, 1, "H100").job
-    expected = block_memory(job.shape.blocks[0], job, job.recomputed(0)).kept
+    work = planned(found, 1, "H100").work
+    expected = block_memory(work.shape.blocks[0], work, work.recomputed(0)).kept
     assert kept(found) == pytest.approx(expected, rel=0.03)
 
 

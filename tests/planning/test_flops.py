@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.planning.measure import planned, recipe
 from titancli.parallel.activation_checkpoint import apply_activation_checkpoint
-from titancli.planning.blocks import forwards
+from titancli.planning.operations import forwards
 from titancli.recipe import load_recipe
 from titancli.recipe.schema import Recipe
 from titancli.registry.component import build
@@ -55,11 +55,11 @@ def test_all_that_is_multiplied_where_keys_and_values_come_from_a_latent(more: t
 
 def expected(found: Recipe) -> float:
     """Of a pass through the blocks, as it is computed."""
-    job = planned(found, 1).job
+    work = planned(found, 1).work
     return sum(
         times * kernel.flops + kernel.backward_flops
-        for block, recompute, count in job.kinds(range(len(job.shape.blocks)))
-        for kernel, times in count * list(forwards(block, job, recompute))
+        for block, recompute, count in work.kinds(range(len(work.shape.blocks)))
+        for kernel, times in count * list(forwards(block, work, recompute))
         if kernel.kind != "attention"
     )
 
@@ -67,10 +67,10 @@ def expected(found: Recipe) -> float:
 @pytest.mark.parametrize("window", [None, 1, 7, 40])
 @pytest.mark.parametrize("chunk", [None, 1, 5, 16, 40])
 def test_keys_that_a_query_sees_on_average(window: int | None, chunk: int | None) -> None:
-    job = replace(planned(recipe(), 1).job, seq_len=33)
-    layer = replace(job.shape.blocks[0].attention, window=window, chunk=chunk)
+    work = replace(planned(recipe(), 1).work, seq_len=33)
+    layer = replace(work.shape.blocks[0].attention, window=window, chunk=chunk)
     seen = [min(place % (chunk or 33) + 1, window or 33) for place in range(33)]
-    assert job.seen(layer) == pytest.approx(sum(seen) / 33)
+    assert work.seen(layer) == pytest.approx(sum(seen) / 33)
     assert layer.most(33) == max(seen)
 
 

@@ -67,7 +67,7 @@ def command(
     if as_json:
         print_json("estimate", told)
     else:
-        from titancli.planning.drawing import as_text
+        from titancli.planning.text import as_text
 
         print(as_text(told))
         if told["check"]:
@@ -81,8 +81,8 @@ def _told(loaded: Loaded, world: int, gpu: str) -> dict[str, Any]:
     Raises:
         RecipeError: everything about the recipe that does not fit this many ranks.
     """
+    from titancli.planning.advice import as_data as verdict_data
     from titancli.planning.estimate import as_data, estimate, shape_of
-    from titancli.planning.verdict import as_data as verdict_data
 
     degrees, _ = check_world(loaded, world)
     recipe, device = loaded.recipe, DEVICES[gpu]

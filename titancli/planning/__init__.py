@@ -1,6 +1,6 @@
 """What a recipe comes to on so many devices: memory, traffic, time. Computed from shapes; torch-free.
 
-From the bottom: `job` reads the recipe, `kernels` and `blocks` say what a block computes, keeps and frees,
-    `ledger` adds that up, `memory`, `traffic`, `pipeline` and `roofline` make it a whole step of one rank,
-    `estimate` puts it together, `verdict` looks for what would fit, `drawing` shows it.
+From the bottom: `workload` reads the recipe, `operations` says what a block computes and keeps, `memory`
+adds that up over a step, `pipeline` and `speed` find traffic and time, `estimate` puts it together and says
+whether it fits, `advice` looks for what would, `text` shows it.
 """

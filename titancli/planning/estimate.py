@@ -8,23 +8,26 @@ from typing import Any
 from titancli.layout.degrees import Degrees
 from titancli.models.shape import Decoder
 from titancli.observe.peaks import Device
-from titancli.planning.job import Job, assumed, make_job
 from titancli.planning.memory import RankMemory, rank_memory
 from titancli.planning.pipeline import bubble
-from titancli.planning.roofline import Speed, speed
-from titancli.planning.traffic import Flow, flows
+from titancli.planning.speed import Flow, Speed, flows, speed
+from titancli.planning.workload import Workload, assumed, workload
 from titancli.recipe.schema import Recipe
 from titancli.registry.component import component_info
 
-RESERVE = 2 * 2**30
-"""Bytes of a GPU that no tensor gets: CUDA's context, NCCL's buffers, what the allocator cannot use."""
+CONTEXT = 2 * 2**30
+"""Bytes of a GPU outside of torch's allocator: CUDA's context, NCCL's buffers."""
+RESERVED = 1.22
+"""Bytes that torch's allocator reserves for each that is estimated: the most of the published runs in
+docs/plan.md (1.17 to 1.22; one run of interleaved stages, estimated too high, 0.98), which
+tests/planning/test_published.py has."""
 
 
 @dataclass(frozen=True)
 class Estimate:
     """Of a described model."""
 
-    job: Job
+    work: Workload
     ranks: list[RankMemory]
     """Of every rank of the pipeline."""
     flows: list[Flow]
@@ -37,9 +40,10 @@ class Estimate:
 
     @property
     def limit(self) -> float | None:
-        """Bytes that tensors may take; None where nobody tells."""
-        memory = self.job.device.memory
-        return None if memory is None else memory - RESERVE
+        """Bytes that tensors may take, so that what the allocator reserves for them fits; None where nobody
+        tells."""
+        memory = self.work.device.memory
+        return None if memory is None else (memory - CONTEXT) / RESERVED
 
     @property
     def fits(self) -> bool | None:
@@ -48,10 +52,10 @@ class Estimate:
 
 def estimate(recipe: Recipe, shape: Decoder, degrees: Degrees, device: Device) -> Estimate:
     """Of a recipe that `check_world` has found to fit its ranks."""
-    job = make_job(recipe, shape, degrees, device)
-    ranks = [rank_memory(job, rank) for rank in range(degrees.pp)]
+    work = workload(recipe, shape, degrees, device)
+    ranks = [rank_memory(work, rank) for rank in range(degrees.pp)]
     worst = max(ranks, key=lambda rank: rank.total)
-    return Estimate(job, ranks, flows(job, worst.pp_rank), speed(job))
+    return Estimate(work, ranks, flows(work, worst.pp_rank), speed(work))
 
 
 def shape_of(recipe: Recipe) -> Decoder | None:
@@ -78,18 +82,18 @@ def as_data(recipe: Recipe, degrees: Degrees, device: Device, found: Estimate | 
     }
     if found is None:
         return told
-    job = found.job
-    flops = job.shape.flops_per_token(job.seq_len)
+    work = found.work
+    flops = work.shape.flops_per_token(work.seq_len)
     return told | {
-        "parameters": {"model": job.shape.size, "rank": round(found.worst.parameters)},
+        "parameters": {"model": work.shape.size, "rank": round(found.worst.parameters)},
         "memory": _memory(found),
-        "compute": {"flops_per_token": flops, "flops_per_step": flops * job.tokens_per_step},
+        "compute": {"flops_per_token": flops, "flops_per_step": flops * work.tokens_per_step},
         "collectives": [
             {"name": f.name, "over": f.over, "ranks": f.ranks, "bytes": round(f.size), "link": f.link}
             | {"seconds": f.seconds}
             for f in found.flows
         ],
-        "pipeline": _pipeline(job),
+        "pipeline": _pipeline(work),
         "speed": None if found.speed is None else asdict(found.speed),
     }
 
@@ -107,12 +111,12 @@ def _memory(found: Estimate) -> dict[str, Any]:
     }
 
 
-def _pipeline(job: Job) -> dict[str, Any] | None:
-    if job.degrees.pp == 1:
+def _pipeline(work: Workload) -> dict[str, Any] | None:
+    if work.degrees.pp == 1:
         return None
     return {
-        "schedule": job.pipeline.schedule,
-        "stages": job.stages,
-        "microbatches": job.passes,
-        "bubble": bubble(job),
+        "schedule": work.pipeline.schedule,
+        "stages": work.stages,
+        "microbatches": work.passes,
+        "bubble": bubble(work),
     }

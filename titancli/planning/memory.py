@@ -1,29 +1,168 @@
-"""The memory of one rank through a step: what is always there, and what forward, loss, backward and
-optimizer add.
+"""The memory of one rank through a step: what is always there, and what forward, loss, backward and optimizer
+add.
 
-The order of things is that of FSDP2 (`torch.distributed.fsdp`): a group's parameters are gathered before it
-runs (into one flat buffer, then copied to their places; the flat one goes when the next group's arrives),
-gathered again in backward while the group above still works, and its gradients are copied into a buffer of
-the reduce dtype whose predecessor is freed just before.
+What a block keeps and takes follows from its operations (`titancli.planning.operations`). The order around
+the blocks is that of FSDP2 (`torch.distributed.fsdp`): a group's parameters are gathered before it runs (into
+one flat buffer, then copied to their places; the flat one goes when the next group's arrives), gathered again
+in backward while the group above still works, and its gradients are copied into a buffer of the reduce dtype
+whose predecessor is freed just before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
-from titancli.models.shape import Parameter
-from titancli.planning.blocks import BlockMemory, block_memory
-from titancli.planning.head import HeadMemory, embedding_peak, head_memory
-from titancli.planning.job import Job
-from titancli.planning.ledger import CLASSES
+from titancli.models.shape import Block, Parameter
+from titancli.planning.operations import FP32, block_operations, head_operations, runs_through
 from titancli.planning.pipeline import in_flight
-from titancli.planning.shards import Group, Stage, groups, reshards, stages
+from titancli.planning.workload import Group, Stage, Workload, groups, reshards, stages
 
+CLASSES = ("parameters", "gradients", "optimizer", "activations", "loss", "communication")
+"""What memory is taken for."""
 FORWARD_FIRST = ("GPipe", "LoopedBFS")
 """Schedules in which all micro-batches are through forward before the first goes back."""
 INTEGERS = 3 * 8
 """Bytes of each token's entries in a batch: tokens, targets, positions."""
+PARTS = 8
+"""Of the output's gradient, where it is summed in another dtype than it is made in:
+`titancli.losses.chunked`."""
+
+
+def in_all(classes: Mapping[str, float]) -> float:
+    return sum(classes.values())
+
+
+@dataclass(frozen=True)
+class BlockMemory:
+    """What one block takes, in bytes of one rank."""
+
+    forward: float
+    """The most in forward."""
+    kept: float
+    """What stays from forward to backward."""
+    backward: dict[str, float]
+    """The most in backward, by class."""
+    gradients: float
+    """Of its weights, before they are reduced."""
+    experts_done: dict[str, float]
+    """By class, what there is in backward when the experts have their gradients, which are reduced then."""
+
+
+def block_memory(block: Block, work: Workload, recompute: str) -> BlockMemory:
+    """`recompute`: what activation checkpointing does with this block, as in `Workload.recomputed`."""
+    if recompute.startswith("budget"):
+        least, most = (block_memory(block, work, mode) for mode in ("full", "none"))
+        share = float(recompute.split()[1])  # 0: what full checkpointing keeps; 1: what the compiler likes
+        return replace(most, kept=least.kept + share * (most.kept - least.kept))
+    operations = block_operations(block, work)
+    if recompute == "full":
+        operations = [replace(one, part="block", keeps=()) for one in operations]
+    through = runs_through(operations)
+    sizes, first_use = {"x": work.stream}, {"x": 0}
+    for number, one in enumerate(operations):
+        sizes |= {one.result: one.size, **one.saves}
+        first_use = dict.fromkeys(one.saves, number) | first_use
+    only_kept: dict[str, set[str]] = defaultdict(set)  # by part, what no operation saves
+    handed_over: dict[str, set[str]] = defaultdict(set)  # and of that, what is used as the part runs again
+    for one, reached in zip(operations, through, strict=True):
+        only_kept[one.part] |= set(one.keeps) - set(first_use)
+        handed_over[one.part] |= set(one.keeps) - set(first_use) if reached else set()
+
+    def total(names: Iterable[str]) -> float:
+        return sum(sizes[name] for name in names)
+
+    def forward(part: str | None, stay: set[str], there: set[str]) -> float:
+        """The most as a part (None: all) runs forward: these are there, or are made and stay."""
+        return max(
+            total(name for name in stay if name in there or first_use.get(name, 0) <= number) + one.alive
+            for number, one in enumerate(operations)
+            if part in (None, one.part)
+        )
+
+    held = {name for one in operations for name in one.saves}
+    if recompute != "none":
+        held = {"x"} | {one.enters for one in operations if one.enters and recompute == "op"}
+        for one, reached in zip(operations, through, strict=True):
+            held |= set() if one.part else set(one.saves)
+            # Compiled code drops what is kept for nothing: what only the part's own result is made of.
+            if one.part and (reached or work.engine != "compiled"):
+                held |= set(one.keeps)
+    live, passed_on, gradients, part = set(held), work.stream, 0.0, ""
+    peak, experts_done = {"activations": 0.0}, {}
+    for number, one in reversed([*enumerate(operations)]):
+        if recompute != "none" and one.part != part:
+            live -= only_kept[part]
+            part = one.part
+            live |= {name for other in operations if part and other.part == part for name in other.saves}
+            live -= handed_over[part]
+            if part:
+                again = {"activations": passed_on + forward(part, live, held), "gradients": gradients}
+                peak = max(peak, again, key=in_all)
+        gradients += one.weights
+        passed_on += one.gradients
+        moment = {"activations": total(live) + passed_on + one.beside, "gradients": gradients}
+        peak = max(peak, moment, key=in_all)
+        passed_on -= one.done
+        live -= {name for name in one.saves if first_use[name] == number}
+        if one.kind == "grouped":
+            experts_done = {"activations": total(live) + passed_on, "gradients": gradients}
+    first = work.stream + forward(None, held, set())
+    return BlockMemory(first, total(held), peak, gradients, experts_done)
+
+
+@dataclass(frozen=True)
+class HeadMemory:
+    """What the final norm, the output and the loss take: bytes of one rank, by class."""
+
+    forward: dict[str, float]
+    """The most in forward, the last block's output included."""
+    kept: dict[str, float]
+    backward: dict[str, float]
+    """The most in backward."""
+    gradients: float
+    """Of the weights, before they are reduced."""
+
+
+def head_memory(work: Workload) -> HeadMemory:
+    c, tokens, stream, tp = work.compute, work.tokens, work.stream, work.degrees.tp
+    words, hidden = work.shape.vocab_size / tp, tokens * work.shape.dim * c
+    norm, *_ = head_operations(work)
+    held, weight = sum(norm.saves.values()), words * hidden / tokens
+    if work.full_logits:
+        part, logits = tokens * words * c, tokens * work.shape.vocab_size * c
+        full = tokens * work.shape.vocab_size * FP32
+        forward = max(logits + full + full * (c < FP32), (2 * logits + part) * (tp > 1))
+        kept, backward, output = full, 3 * full, {"loss": part, "activations": hidden, "gradients": weight}
+    else:  # gradients are made in forward, chunk by chunk of the tokens: `linear_token_loss`
+        rows, summed = min(work.chunk_rows, tokens), words * work.shape.dim * FP32
+        forward = 5 * tokens * FP32 + hidden + summed + rows * words * FP32
+        if c < FP32:  # and the gradient of logits, in the dtype of the weights
+            forward += rows * words * c + weight / PARTS
+        kept = backward = hidden + summed
+        output = {"loss": kept, "gradients": weight * (c < FP32)}
+    before = held + ("x" not in norm.saves) * stream + (tp > 1) * stream + hidden
+    moments = (
+        {"activations": held + hidden, "loss": backward},
+        {**output, "activations": held + hidden + output.get("activations", 0.0)},
+        {"activations": held + (stream if tp == 1 else 2 * hidden) + norm.beside, "gradients": weight},
+    )
+    return HeadMemory(
+        forward={"activations": before, "loss": forward},
+        kept={"activations": held + hidden, "loss": kept},
+        backward=max(moments, key=in_all),
+        gradients=weight + norm.weights,
+    )
+
+
+def embedding_peak(work: Workload, *, backward: bool = False) -> float:
+    """Beside the weight and its gradient: what the look-up makes, under tensor parallelism before it is
+    cut."""
+    whole = work.tokens * work.shape.dim * work.compute
+    if work.degrees.tp == 1:
+        return work.stream
+    return 2 * whole + work.stream if backward else 3 * whole
 
 
 @dataclass
@@ -60,178 +199,184 @@ class RankMemory:
         return sum(self.classes.values())
 
 
-def numbers_at_rest(job: Job, pp_rank: int) -> float:
+def numbers_at_rest(work: Workload, pp_rank: int) -> float:
     """Numbers of parameters that lie on a rank."""
     total = 0.0
-    for stage in stages(job, pp_rank):
+    for stage in stages(work, pp_rank):
         parts = [(stage.front, 1), (stage.back, 1)]
-        parts += [(block.parameters, count) for block, _, count in job.kinds(stage.blocks)]
-        total += sum(count * g.own for part, count in parts for g in groups("", part, job))
+        parts += [(block.parameters, count) for block, _, count in work.kinds(stage.blocks)]
+        total += sum(count * g.own for part, count in parts for g in groups("", part, work))
     return total
 
 
-def rank_memory(job: Job, pp_rank: int = 0) -> RankMemory:
+def rank_memory(work: Workload, pp_rank: int = 0) -> RankMemory:
     """The worst moment of an optimizer step, the first one (which has no optimizer state yet) aside."""
-    return _Step(job, pp_rank).run()
+    return _Step(work, pp_rank).run()
 
 
 class _Step:
-    def __init__(self, job: Job, pp_rank: int) -> None:
-        self.job, self.pp_rank = job, pp_rank
-        self.stages = stages(job, pp_rank)
+    def __init__(self, work: Workload, pp_rank: int) -> None:
+        self.work, self.pp_rank = work, pp_rank
+        self.stages = stages(work, pp_rank)
         self.tally = Tally()
         self._groups: dict[int, list[Group]] = {}
         self._blocks: dict[tuple[int, str], BlockMemory] = {}
-        self.in_flight = in_flight(job, pp_rank)
-        self.forward_first = job.degrees.pp > 1 and job.pipeline.schedule in FORWARD_FIRST
+        self._places = {number: at for stage in self.stages for at, number in enumerate(stage.blocks)}
+        self.in_flight = in_flight(work, pp_rank)
+        self.forward_first = work.degrees.pp > 1 and work.pipeline.schedule in FORWARD_FIRST
 
     # ---------------------------------------------------------------------------------------- parts
 
     def groups(self, number: int) -> list[Group]:
         """Of a block: its own, and its experts'."""
-        block = self.job.shape.blocks[number]
+        block = self.work.shape.blocks[number]
         if id(block) not in self._groups:
-            self._groups[id(block)] = groups("block", block.parameters, self.job)
+            self._groups[id(block)] = groups("block", block.parameters, self.work)
         return self._groups[id(block)]
 
     def block(self, number: int) -> BlockMemory:
-        block, recompute = self.job.shape.blocks[number], self.job.recomputed(number)
+        block, recompute = self.work.shape.blocks[number], self.work.recomputed(self._places[number])
         key = (id(block), recompute)
         if key not in self._blocks:
-            self._blocks[key] = block_memory(block, self.job, recompute)
+            self._blocks[key] = block_memory(block, self.work, recompute)
         return self._blocks[key]
 
     def end(self, parameters: tuple[Parameter, ...]) -> Group | None:
-        return groups("end", parameters, self.job)[0] if parameters else None
+        return groups("end", parameters, self.work)[0] if parameters else None
 
     def of(self, stage: Stage) -> Iterator[Group]:
         for end in (stage.front, stage.back):
-            yield from groups("end", end, self.job)
+            yield from groups("end", end, self.work)
         for number in stage.blocks:
             yield from self.groups(number)
 
     # ----------------------------------------------------------------------------------------- step
 
     def run(self) -> RankMemory:
-        job, tally = self.job, self.tally
+        work, tally = self.work, self.tally
         every = [g for stage in self.stages for g in self.of(stage)]
         own = sum(g.own for g in every)
         largest = max(g.largest for g in every)
-        at_rest = 0.0 if job.offloaded else own
-        tally.add("parameters", at_rest * job.stored)
-        tally.add("optimizer", at_rest * job.optimizer_state)
-        tally.add("activations", job.local_rows * job.seq_len * INTEGERS + self._angles())
+        at_rest = 0.0 if work.offloaded else own
+        tally.add("parameters", at_rest * work.stored)
+        tally.add("optimizer", at_rest * work.optimizer_state)
+        tally.add("activations", work.local_rows * work.seq_len * INTEGERS + self._angles())
         self._accumulated(every)
         self._between_stages()
         # Where all go forward first, the last stage's backward finds the most; the others' comes after it.
         followed = range(len(self.stages))
         for stage in followed[-1:] if self.forward_first else followed:
             self._pass(stage)
-        if job.unsharded:
+        if work.unsharded:
             self._reduce_at_the_end(every)
-        extra = job.optimizer_extra * (own if job.optimizer_extra_all else largest)
+        extra = work.optimizer_extra * (own if work.optimizer_extra_all else largest)
         tally.now["activations"] -= self._held
         tally.now["communication"] = tally.now["loss"] = 0.0
-        tally.now["gradients"] = at_rest * job.stored
-        tally.look("optimizer step", optimizer=0.0 if job.offloaded else extra)
+        tally.now["gradients"] = at_rest * work.stored
+        tally.look("optimizer step", optimizer=0.0 if work.offloaded else extra)
         return RankMemory(self.pp_rank, own, tally.peak, tally.moment)
 
     def _angles(self) -> float:
-        widths = [block.attention.head_dim for block in self.job.shape.blocks]
-        return self.job.tokens * max(widths) * 4  # cosine and sine, fp32, of half a head
+        widths = [block.attention.head_dim for block in self.work.shape.blocks]
+        return self.work.tokens * max(widths) * 4  # cosine and sine, fp32, of half a head
 
     def _accumulated(self, every: list[Group]) -> None:
         """Gradients that are there from earlier passes of the same step."""
-        job = self.job
+        work = self.work
         if self.forward_first:
             return
-        if job.unsharded:
-            self.tally.add("gradients", sum(g.whole for g in every) * job.reduce)
-        elif job.passes > 1 and not job.offloaded:
-            replicas = job.reduce if job.degrees.dp_replicate > 1 else 0
-            self.tally.add("gradients", sum(g.own for g in every) * (job.stored + replicas))
+        if work.unsharded:
+            self.tally.add("gradients", sum(g.whole for g in every) * work.reduce)
+        elif work.passes > 1 and not work.offloaded:
+            replicas = work.reduce if work.degrees.dp_replicate > 1 else 0
+            self.tally.add("gradients", sum(g.own for g in every) * (work.stored + replicas))
 
     def _between_stages(self) -> None:
         """What other micro-batches hold, and the buffers that they arrive in."""
         self._held = 0.0
-        if self.job.degrees.pp == 1:
+        if self.work.degrees.pp == 1:
             return
-        stream, buffers = self.job.stream, 0.0
+        stream, buffers = self.work.stream, 0.0
         for number, stage in enumerate(self.stages):
             kept = sum(self.block(i).kept for i in stage.blocks) + 2 * stream
             self._held += self.in_flight[number] * kept
             if stage.has_head:  # each micro-batch that is through the loss has its gradients from there
                 others = self.in_flight[number] - 1
-                head = head_memory(self.job).kept
+                head = head_memory(self.work).kept
                 self._held += others * head.get("activations", 0.0)
                 self.tally.add("loss", others * head.get("loss", 0.0))
-            buffers += self.job.passes * stream * ((not stage.front) + (not stage.has_head))
+            buffers += self.work.passes * stream * ((not stage.front) + (not stage.has_head))
         # One micro-batch is followed in `_pass`: the last one that its stage has taken in.
         self.tally.add("activations", self._held)
         self.tally.add("communication", buffers)
 
     def _reduce_at_the_end(self, every: list[Group]) -> None:
+        there = sum(g.whole for g in every if not reshards(self.work, g.ranks)) * self.work.compute
         for g in every:
-            self.tally.look("reduction", communication=g.padded * self.job.reduce)
+            more = {"communication": there + g.padded * self.work.reduce, "activations": -self._held}
+            self.tally.look("reduction", **more)
 
     # ---------------------------------------------------------------------------------------- a pass
 
     def _pass(self, number: int) -> None:
         """Forward and backward of one micro-batch through one stage, on top of what is there."""
         stage, before = self.stages[number], dict(self.tally.now)
-        if self.job.degrees.pp > 1:
+        if self.work.degrees.pp > 1:
             # The micro-batch that is followed here is one of those that are counted as held.
-            kept = sum(self.block(i).kept for i in stage.blocks) + 2 * self.job.stream
+            kept = sum(self.block(i).kept for i in stage.blocks) + 2 * self.work.stream
             self.tally.add("activations", -min(1, self.in_flight[number]) * kept)
         others = [g for i, s in enumerate(self.stages) if i != number for g in self.of(s)]
-        kept = sum(g.whole for g in others if not reshards(self.job, g.ranks))
-        self.tally.add("communication", kept * self.job.compute)
+        kept = sum(g.whole for g in others if not reshards(self.work, g.ranks))
+        self.tally.add("communication", kept * self.work.compute)
         head = None
         if stage.has_head:
-            head = head_memory(self.job)
+            head = head_memory(self.work)
         self._forward(stage, head)
         self._backward(stage, head)
         gradients = self.tally.now["gradients"]
         self.tally.now = before
-        if not self.job.unsharded and self.job.passes == 1:
+        if not self.work.unsharded and self.work.passes == 1:
             self.tally.now["gradients"] = gradients
 
     def _forward(self, stage: Stage, head: HeadMemory | None) -> None:
-        job, tally = self.job, self.tally
+        work, tally = self.work, self.tally
         flat, front, back = 0.0, self.end(stage.front), self.end(stage.back)
         if front:
             flat = self._gather(front, flat)
-            tally.look("embedding", activations=embedding_peak(job))
-            if not job.shape.tied:
+            tally.look("embedding", activations=embedding_peak(work))
+            if not work.shape.tied:
                 self._freed(front)
         for number in stage.blocks:
             for g in self.groups(number):
-                flat = self._gather(g, flat, activations=job.stream)
+                flat = self._gather(g, flat, activations=work.stream)
             block = self.block(number)
-            tally.look(f"forward, block {number}", activations=block.forward_peak)
+            tally.look(f"forward, block {number}", activations=block.forward)
             tally.add("activations", block.kept)
             for g in self.groups(number):
                 self._freed(g)
         if head:
             if back:
-                flat = self._gather(back, flat, activations=job.stream)
-            tally.look("loss", **head.forward_peak)
+                flat = self._gather(back, flat, activations=work.stream)
+            tally.look("loss", **head.forward)
             for kind, size in head.kept.items():
                 tally.add(kind, size)
-            if job.reshard == "always" and back:
+            if work.reshard == "always" and back:
                 self._freed(back)
         tally.add("communication", -flat)
 
     def _gather(self, g: Group, flat: float, **more: float) -> float:
         """Gather a group in forward; returns the flat buffer that stays for now."""
-        job, tally = self.job, self.tally
-        whole = g.whole * job.compute
+        work, tally = self.work, self.tally
+        whole = g.whole * work.compute
+        if work.degrees.pp > 1 and work.passes > 1 and not reshards(work, g.ranks):
+            tally.add("communication", whole)  # it is there since the first micro-batch
+            return flat
         if g.ranks == 1:
             tally.add("communication", whole)
-            tally.look("gather", communication=g.largest * job.compute, **more)
+            tally.look("gather", communication=g.largest * work.compute, **more)
             return flat
-        padded = g.padded * job.compute
-        cast = g.own * job.compute if job.stored != job.compute else 0.0
+        padded = g.padded * work.compute
+        cast = g.own * work.compute if work.stored != work.compute else 0.0
         tally.add("communication", padded)
         tally.look("gather", communication=cast, **more)
         tally.add("communication", whole)
@@ -240,23 +385,23 @@ class _Step:
         return padded
 
     def _freed(self, g: Group) -> None:
-        if reshards(self.job, g.ranks):
-            self.tally.add("communication", -g.whole * self.job.compute)
+        if reshards(self.work, g.ranks):
+            self.tally.add("communication", -g.whole * self.work.compute)
 
     def _backward(self, stage: Stage, head: HeadMemory | None) -> None:
-        job, tally = self.job, self.tally
+        work, tally = self.work, self.tally
         front, back = self.end(stage.front), self.end(stage.back)
         order = [*reversed(stage.blocks)]
         coming = [g for number in order for g in self.groups(number)]
-        coming += [front] if front and not job.shape.tied else []
+        coming += [front] if front and not work.shape.tied else []
         ahead = self._prefetch(coming[0]) if order else 0.0
         waiting = 0.0
         if head:
             for kind, size in head.kept.items():
                 tally.add(kind, -size)
-            tally.look("loss, backward", **head.backward_peak)
+            tally.look("loss, backward", **head.backward)
             if back:
-                waiting = self._reduce(back, waiting, activations=job.stream, dw=head.gradients)
+                waiting = self._reduce(back, waiting, activations=work.stream, dw=head.gradients)
             else:  # tied: the embedding's gradient is added to it
                 tally.add("gradients", head.gradients)
         for number in order:
@@ -266,53 +411,53 @@ class _Step:
                 del coming[0]
                 ahead = self._prefetch(coming[0]) if coming else 0.0
             tally.add("activations", -block.kept)
-            tally.look(f"backward, block {number}", **block.backward_peak)
+            tally.look(f"backward, block {number}", **block.backward)
             own, *experts = parts
             for g in experts:
                 there = block.experts_done
                 waiting = self._reduce(g, waiting, dw=there["gradients"], activations=there["activations"])
             dw = block.gradients * own.whole / sum(g.whole for g in parts)
-            waiting = self._reduce(own, waiting, activations=job.stream, dw=dw)
+            waiting = self._reduce(own, waiting, activations=work.stream, dw=dw)
         if front:
-            if not job.shape.tied:
+            if not work.shape.tied:
                 self._arrive(front, ahead)
-            dw = front.whole * job.compute
-            tally.look("embedding, backward", gradients=dw, activations=embedding_peak(job, backward=True))
-            if job.shape.tied and head:
+            dw = front.whole * work.compute
+            tally.look("embedding, backward", gradients=dw, activations=embedding_peak(work, backward=True))
+            if work.shape.tied and head:
                 tally.add("gradients", -head.gradients)
             waiting = self._reduce(front, waiting, dw=dw)
         tally.add("communication", -waiting)
 
     def _prefetch(self, g: Group) -> float:
-        if not reshards(self.job, g.ranks) or g.ranks == 1:
+        if not reshards(self.work, g.ranks) or g.ranks == 1:
             return 0.0
-        self.tally.add("communication", g.padded * self.job.compute)
-        return g.padded * self.job.compute
+        self.tally.add("communication", g.padded * self.work.compute)
+        return g.padded * self.work.compute
 
     def _arrive(self, g: Group, flat: float) -> None:
         """A group that was freed after forward is there again."""
-        if reshards(self.job, g.ranks):
-            self.tally.add("communication", g.whole * self.job.compute)
-            self.tally.look("gather in backward", activations=self.job.stream)
+        if reshards(self.work, g.ranks):
+            self.tally.add("communication", g.whole * self.work.compute)
+            self.tally.look("gather in backward", activations=self.work.stream)
         self.tally.add("communication", -flat)
 
     def _reduce(self, g: Group, waiting: float, *, dw: float, **more: float) -> float:
         """After a group's backward: its parameters go, its gradients are summed over ranks; returns the
         buffer that stays until the next group's turn."""
-        job, tally = self.job, self.tally
-        if job.unsharded:
+        work, tally = self.work, self.tally
+        if work.unsharded:
             tally.look("gradients in the reduce dtype", gradients=dw, **more)
             if self.forward_first:
-                tally.add("gradients", g.whole * job.reduce)
+                tally.add("gradients", g.whole * work.reduce)
             return 0.0
-        tally.add("communication", -g.whole * job.compute - waiting)
-        buffer, own = g.padded * job.reduce, g.own * job.reduce
+        tally.add("communication", -g.whole * work.compute - waiting)
+        buffer, own = g.padded * work.reduce, g.own * work.reduce
         tally.add("communication", buffer)
         tally.look("reduction", gradients=dw, **more)
         alone = own if g.ranks == 1 else 0.0
         tally.look("reduction", gradients=own, communication=alone, **more)
-        cast = g.own * job.stored if job.stored != job.reduce else 0.0
+        cast = g.own * work.stored if work.stored != work.reduce else 0.0
         tally.look("reduction", gradients=own + cast, **more)
-        if job.passes == 1 and not job.offloaded:
-            tally.add("gradients", g.own * job.stored)
+        if work.passes == 1 and not work.offloaded:
+            tally.add("gradients", g.own * work.stored)
         return buffer

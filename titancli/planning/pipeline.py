@@ -6,15 +6,15 @@ orders through a clock and compares.
 
 from __future__ import annotations
 
-from titancli.planning.job import Job
+from titancli.planning.workload import Workload
 
 
-def in_flight(job: Job, pp_rank: int) -> list[int]:
+def in_flight(work: Workload, pp_rank: int) -> list[int]:
     """For each stage that the rank holds: micro-batches whose activations it has, at the worst moment."""
-    if job.degrees.pp == 1:
+    if work.degrees.pp == 1:
         return [1]
-    stages = job.stages // job.degrees.pp
-    return under_way(job.pipeline.schedule, job.degrees.pp, pp_rank, job.passes, stages)
+    stages = work.stages // work.degrees.pp
+    return under_way(work.pipeline.schedule, work.degrees.pp, pp_rank, work.passes, stages)
 
 
 def under_way(schedule: str, pp: int, rank: int, count: int, stages: int) -> list[int]:
@@ -37,11 +37,11 @@ def under_way(schedule: str, pp: int, rank: int, count: int, stages: int) -> lis
     ]
 
 
-def bubble(job: Job) -> float:
+def bubble(work: Workload) -> float:
     """The share of a step in which a rank waits for other stages."""
-    if job.degrees.pp == 1:
+    if work.degrees.pp == 1:
         return 0.0
-    return idle_share(job.pipeline.schedule, job.degrees.pp, job.passes, job.stages // job.degrees.pp)
+    return idle_share(work.pipeline.schedule, work.degrees.pp, work.passes, work.stages // work.degrees.pp)
 
 
 def idle_share(schedule: str, pp: int, count: int, stages: int) -> float:

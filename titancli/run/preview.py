@@ -12,8 +12,8 @@ from titancli.launchers.local import Start, in_place, torchrun_command
 from titancli.layout.degrees import Degrees
 from titancli.observe.peaks import DEVICES
 from titancli.planning.estimate import shape_of
-from titancli.planning.job import BYTES, make_job
 from titancli.planning.memory import numbers_at_rest
+from titancli.planning.workload import BYTES, workload
 from titancli.recipe.schema import Recipe
 from titancli.registry.component import build, component_info
 from titancli.run.fit import check_world
@@ -76,8 +76,8 @@ def parameters_of_a_rank(recipe: Recipe, degrees: Degrees, parameters: int) -> i
     shape = shape_of(recipe)
     if shape is None:
         return parameters * degrees.dp_replicate // degrees.world
-    job = make_job(recipe, shape, degrees, DEVICES["cpu"])
-    return round(max(numbers_at_rest(job, rank) for rank in range(degrees.pp)))
+    work = workload(recipe, shape, degrees, DEVICES["cpu"])
+    return round(max(numbers_at_rest(work, rank) for rank in range(degrees.pp)))
 
 
 def launch_command(plan: Plan, processes: Processes, plugin_files: list[Path]) -> str | None:

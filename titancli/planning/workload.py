@@ -1,16 +1,18 @@
-"""What the sums are made of: a recipe on so many ranks of one device, as numbers."""
+"""What the sums are made of: a recipe on so many ranks of one device, as numbers; and what of each parameter
+lies on a rank, at rest and gathered."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from functools import reduce
+from typing import Any, Literal
 
 from titancli.layout.degrees import Degrees
 from titancli.layout.stages import cut, stages_of
-from titancli.models.shape import Attention, Block, Decoder
+from titancli.models.shape import Attention, Block, Decoder, Parameter
 from titancli.observe.peaks import Device
-from titancli.planning.kernels import Engine
 from titancli.recipe.hints import needs_dataset
 from titancli.recipe.schema import Pipeline, Recipe
 from titancli.registry.component import component_info
@@ -18,10 +20,18 @@ from titancli.registry.component import component_info
 BYTES = {"float32": 4, "bfloat16": 2}
 MOMENTS = 2
 """Numbers that an optimizer keeps of each parameter, where it does not say: Adam's."""
+CHUNK = {"cpu": 64 * 2**20, "gpu": 512 * 2**20}
+"""Bytes of the fp32 logits of one chunk of the loss: `titancli.losses.chunked`."""
+EXPERTS = "experts"
+"""The name of groups of experts."""
+
+Engine = Literal["cpu", "gpu", "compiled"]
+"""What runs the operations: CPU kernels (a norm is several), GPU kernels (a norm is one), or torch.compile on
+a GPU, which runs what stands between two products as one kernel and keeps only what a product reads."""
 
 
 @dataclass(frozen=True)
-class Job:
+class Workload:
     """One rank's share of a run. Sizes of numbers are bytes."""
 
     shape: Decoder
@@ -93,6 +103,12 @@ class Job:
         """Of all ranks."""
         return self.rows * self.passes * self.seq_len * self.degrees.dp
 
+    @property
+    def chunk_rows(self) -> int:
+        """Tokens whose logits the loss makes together."""
+        chunk = CHUNK["gpu" if self.device.is_gpu else "cpu"]
+        return max(1, int(chunk // (4 * self.shape.vocab_size / self.degrees.tp)))
+
     def seen(self, attention: Attention) -> float:
         """Keys that a query attends to, on average over a row."""
         chunk = min(attention.chunk or self.seq_len, self.seq_len)
@@ -106,18 +122,19 @@ class Job:
 
     # ------------------------------------------------------------------------------------- blocks
 
-    def recomputed(self, number: int) -> str:
-        """What is recomputed of a block: "none", "op" or "full"."""
+    def recomputed(self, place: int) -> str:
+        """What is recomputed of a block at this place of its stage: "none", "op" or "full"."""
         if self.recompute.isdigit():
-            return "none" if (number + 1) % int(self.recompute) else "full"
+            return "none" if (place + 1) % int(self.recompute) else "full"
         return self.recompute
 
     def kinds(self, numbers: Iterable[int]) -> list[tuple[Block, str, int]]:
-        """Blocks that are alike are computed once: a block, what is recomputed of it, and how many such."""
+        """Of a stage's blocks, those that are alike once: a block, what is recomputed of it, and how many
+        such."""
         blocks = self.shape.blocks
         found: dict[tuple[int, str], tuple[Block, str, int]] = {}
-        for number in numbers:
-            key = (id(blocks[number]), self.recomputed(number))
+        for place, number in enumerate(numbers):
+            key = (id(blocks[number]), self.recomputed(place))
             count = found[key][2] if key in found else 0
             found[key] = (blocks[number], key[1], count + 1)
         return list(found.values())
@@ -151,7 +168,7 @@ class Job:
         return cut(self.pipeline, self.degrees.pp, layers)
 
 
-def make_job(recipe: Recipe, shape: Decoder, degrees: Degrees, device: Device) -> Job:
+def workload(recipe: Recipe, shape: Decoder, degrees: Degrees, device: Device) -> Workload:
     """The numbers of a checked recipe."""
     training, section = recipe.training, recipe.activation_checkpoint
     accumulation = recipe.accumulation(degrees)
@@ -165,7 +182,7 @@ def make_job(recipe: Recipe, shape: Decoder, degrees: Degrees, device: Device) -
     parallelize: Any = recipe.parallelize
     stored, reduce = BYTES[training.dtype], BYTES[training.mixed_precision_reduce]
     state, extra, extra_all = _optimizer(recipe.optimizer, stored, device)
-    return Job(
+    return Workload(
         shape=shape,
         degrees=degrees,
         device=device,
@@ -240,3 +257,98 @@ def _optimizer(config: Any, stored: int, device: Device) -> tuple[float, float, 
 def _is(config: Any, name: str) -> bool:
     """Whether it is titan's own component of that name."""
     return component_info(config).name == name and type(config).__module__.startswith("titancli.")
+
+
+# -------------------------------------------------------------------------------- parameters on a rank
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that FSDP2 gathers and reduces together, in numbers (not bytes) of one rank."""
+
+    name: str
+    whole: float
+    """Gathered: what tensor and expert parallelism leave of them."""
+    padded: float
+    """The same as it is sent, every shard of one size."""
+    own: float
+    """At rest."""
+    largest: float
+    """Of the largest parameter at rest."""
+    ranks: int
+    """That they are gathered from."""
+
+    def joined(self, other: Group) -> Group:
+        return Group(
+            self.name,
+            self.whole + other.whole,
+            self.padded + other.padded,
+            self.own + other.own,
+            max(self.largest, other.largest),
+            max(self.ranks, other.ranks),
+        )
+
+
+def local_shape(parameter: Parameter, tp: int, ep: int) -> tuple[float, ...]:
+    """What tensor and expert parallelism leave of a parameter on one rank."""
+    first, *rest = parameter.shape
+    if parameter.style in ("column", "vocab"):
+        return (first / tp, *rest)
+    if parameter.style == "row" and rest:
+        return (first, rest[0] / tp, *rest[1:])
+    if parameter.style == "expert":
+        return (first / ep, *rest)
+    return parameter.shape
+
+
+def groups(name: str, parameters: Iterable[Parameter], work: Workload) -> list[Group]:
+    """The FSDP2 groups that these parameters make: dense ones, and experts, which lie on other ranks."""
+    listed = list(parameters)
+    dense = [p for p in listed if p.style != "expert"]
+    experts = [p for p in listed if p.style == "expert"]
+    return [_group(n, part, work) for n, part in ((name, dense), (EXPERTS, experts)) if part]
+
+
+def _group(name: str, parameters: Iterable[Parameter], work: Workload) -> Group:
+    ranks = work.expert_fsdp if name == EXPERTS else work.fsdp
+    shapes = [local_shape(parameter, work.degrees.tp, work.degrees.ep) for parameter in parameters]
+    # Experts that are fewer than the ranks are cut along the next dimension, as in `titancli.parallel.fsdp`.
+    few = name == EXPERTS and min(shape[0] for shape in shapes) < ranks
+    cut = int(few and all(len(shape) > 1 and shape[1] % ranks == 0 for shape in shapes))
+    own = [math.ceil(shape[cut] / ranks) * math.prod(shape) / shape[cut] for shape in shapes]
+    each = [
+        Group(name, math.prod(shape), n * ranks, n, n, ranks) for shape, n in zip(shapes, own, strict=True)
+    ]
+    return reduce(Group.joined, each)
+
+
+def reshards(work: Workload, ranks: int) -> bool:
+    """Whether gathered parameters are freed after forward: see `titancli.parallel.fsdp`."""
+    if work.reshard == "default":
+        return ranks > 1 and work.degrees.pp == 1
+    return work.reshard == "always"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a rank runs in one piece."""
+
+    front: tuple[Parameter, ...]
+    """The embedding, where it has that; with tied weights the final norm as well."""
+    blocks: tuple[int, ...]
+    back: tuple[Parameter, ...]
+    """The final norm and the output, where it has these and they are a group of their own."""
+    has_head: bool
+
+
+def stages(work: Workload, pp_rank: int) -> list[Stage]:
+    shape = work.shape
+    found = []
+    for names in work.stage_modules(pp_rank):
+        front = [p for n, p in (("tok_embeddings", shape.embedding),) if n in names]
+        back = [p for n, p in (("norm", shape.norm), ("output", shape.output)) if n in names]
+        if shape.tied:
+            front, back = [*front, *back[:1]], []
+        blocks = tuple(int(n.split(".")[1]) for n in names if n.startswith("layers."))
+        found.append(Stage(tuple(front), blocks, tuple(back), "output" in names))
+    return found

@@ -45,7 +45,7 @@ class Remedy:
 def remedy(recipe: Recipe, found: Estimate) -> Remedy | None:
     """The change that costs the least tokens a second of those that are tried; None where none of them
     helps."""
-    degrees, tried = found.job.degrees, 0
+    degrees, tried = found.work.degrees, 0
     changes = list(_changes(recipe, found))
     for together in (1, 2, 3):
         fitting: list[Remedy] = []
@@ -87,14 +87,14 @@ def _estimated(recipe: Recipe, degrees: Degrees, found: Estimate) -> Estimate | 
     try:
         if next(check_layout(on(recipe, degrees)), None) is not None:
             return None
-        return estimate(recipe, found.job.shape, degrees, found.job.device)
+        return estimate(recipe, found.work.shape, degrees, found.work.device)
     except RecipeError:
         return None
 
 
 def ranks_that_fit(recipe: Recipe, found: Estimate) -> int | None:
     """The least number of ranks, among doublings, that the recipe fits on as it is, shared by all of them."""
-    degrees = found.job.degrees
+    degrees = found.work.degrees
     for times in (2, 4, 8, 16, 32, 64):
         more = dataclasses.replace(degrees, dp_shard=degrees.dp_shard * times)
         other = _estimated(on(recipe, more), more, found)
@@ -108,7 +108,7 @@ def ranks_that_fit(recipe: Recipe, found: Estimate) -> int | None:
 
 def _changes(recipe: Recipe, found: Estimate) -> Iterator[Change]:
     """The cheap ones first."""
-    job, degrees = found.job, found.job.degrees
+    work, degrees = found.work, found.work.degrees
     # Rounded to nearest, a second moment does not decay.
     rounds = getattr(recipe.optimizer, "rounds_stochastically", False)
     if rounds and getattr(recipe.optimizer, "state_dtype", "bfloat16") != "bfloat16":
@@ -117,7 +117,7 @@ def _changes(recipe: Recipe, found: Estimate) -> Iterator[Change]:
         yield _section("activation_checkpoint", "recompute", mode="selective", selective_ac_option="op")
     if recipe.activation_checkpoint.mode != "full":
         yield _section("activation_checkpoint", "recompute", mode="full")
-    if hasattr(recipe.parallelize, "reshard_after_forward") and job.reshard != "always" and degrees.pp == 1:
+    if hasattr(recipe.parallelize, "reshard_after_forward") and work.reshard != "always" and degrees.pp == 1:
         yield _field("parallelize", "reshard_after_forward", "always")
     whole = recipe.training.local_batch_size * degrees.dp * recipe.accumulation(degrees)
     yield from _fewer_rows(recipe, degrees, whole)

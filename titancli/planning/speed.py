@@ -1,0 +1,224 @@
+"""What each collective sends in one optimizer step, and the least time that the step can take on the maker's
+figures.
+
+Every operation takes the longer of its arithmetic at the peak rate and its bytes at the memory's rate.
+Collectives of tensor, context and expert parallelism wait for the operation before them and are waited for;
+those of FSDP and HSDP run beside the arithmetic, and count where they take longer. Nothing is calibrated: a
+run comes below.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from titancli.planning.memory import numbers_at_rest
+from titancli.planning.operations import Operation, forwards, head_operations
+from titancli.planning.pipeline import bubble
+from titancli.planning.workload import EXPERTS, Group, Stage, Workload, groups, reshards, stages
+
+
+@dataclass(frozen=True)
+class Flow:
+    """One kind of collective of one rank in one step."""
+
+    name: str
+    over: str
+    """The mesh dimensions."""
+    ranks: int
+    size: float
+    """Bytes that the rank sends."""
+    link: str
+    """"node" or "network": the slowest that they pass."""
+    seconds: float | None
+    """None where the device's links are not known."""
+
+
+ORDER = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
+"""From neighbours to the farthest."""
+
+
+def flows(work: Workload, pp_rank: int) -> list[Flow]:
+    """Everything that a rank sends in one optimizer step; loss and gradient norm (a few numbers) left out."""
+    sizes: dict[tuple[str, str], float] = defaultdict(float)
+    for stage in stages(work, pp_rank):
+        _parameters(work, stage, sizes)
+        _activations(work, stage, sizes)
+        if work.degrees.pp > 1:
+            neighbours = (not stage.front) + (not stage.has_head)  # gradients back, activations on
+            sizes["send/recv", "pp"] += work.passes * neighbours * work.stream
+    return [flow(work, name, over, size) for (name, over), size in sizes.items() if size]
+
+
+def _parameters(work: Workload, stage: Stage, sizes: dict[tuple[str, str], float]) -> None:
+    for g in groups("back", stage.back, work):
+        _group(work, g, work.reshard == "always", 1, sizes)
+    for g in groups("front", stage.front, work):
+        _group(work, g, not work.shape.tied and reshards(work, g.ranks), 1, sizes)
+    for block, _, count in work.kinds(stage.blocks):
+        for g in groups("block", block.parameters, work):
+            _group(work, g, reshards(work, g.ranks), count, sizes)
+
+
+def _group(
+    work: Workload, g: Group, resharded: bool, count: int, sizes: dict[tuple[str, str], float]
+) -> None:
+    over = "experts" if g.name == EXPERTS else "fsdp"
+    gathers = 1 if work.degrees.pp > 1 else work.passes * (1 + resharded)
+    sums = 1 if work.unsharded else work.passes
+    part, copies = (g.ranks - 1) / g.ranks, work.degrees.dp_replicate
+    sizes["all-gather", over] += count * part * g.padded * work.compute * gathers
+    sizes["reduce-scatter", over] += count * part * g.padded * work.reduce * sums
+    sizes["all-reduce", "dp_replicate"] += count * 2 * (copies - 1) / copies * g.own * work.reduce
+
+
+def _activations(work: Workload, stage: Stage, sizes: dict[tuple[str, str], float]) -> None:
+    """The collectives among the operations: each once forward and once backward, and perhaps when run
+    again."""
+    for block, recompute, count in work.kinds(stage.blocks):
+        for one, times in forwards(block, work, recompute):
+            _add(work, one, sizes, count * (times + 1))
+    if stage.has_head:
+        for one in head_operations(work):
+            _add(work, one, sizes, 2)
+    if stage.front and work.degrees.tp > 1:
+        whole = work.tokens * work.shape.dim * work.compute
+        _add(work, Operation(sends=("tp", whole)), sizes, 2)
+
+
+def _add(work: Workload, one: Operation, sizes: dict[tuple[str, str], float], times: int) -> None:
+    if one.sends is None:
+        return
+    over, whole = one.sends
+    ranks = getattr(work.degrees, over)
+    name = "all-gather / reduce-scatter"
+    if over == "ep" or (over == "cp" and work.context == "ulysses"):
+        name = "all-to-all"
+    elif over == "cp" and work.context == "ring":
+        name = "send/recv"
+    sizes[name, over] += times * work.passes * whole * (ranks - 1) / ranks
+
+
+def flow(work: Workload, name: str, over: str, size: float) -> Flow:
+    ranks, span = _span(work, over)
+    link, seconds = rate(work, ranks, span)
+    return Flow(name, over, ranks, size, link, size / seconds if seconds else None)
+
+
+def _span(work: Workload, over: str) -> tuple[int, int]:
+    """The ranks of a dimension, and over how many neighbouring ranks they are spread."""
+    d = work.degrees
+    if over == "ep":
+        return d.ep, d.ep
+    if over == "fsdp":
+        return work.fsdp, d.tp * work.fsdp
+    if over == "experts":
+        return work.expert_fsdp, d.ep * work.expert_fsdp
+    span = 1
+    for name in ORDER[: ORDER.index(over) + 1]:
+        span *= getattr(d, name)
+    return getattr(d, over), span
+
+
+def rate(work: Workload, ranks: int, span: int) -> tuple[str, float | None]:
+    """Bytes a second that a rank sends in a ring over `ranks` ranks that are spread over `span` neighbours.
+
+    Beyond a node each of the group's ranks there brings its own network link, so the ring is as fast as those
+    together, or as the links inside a node.
+    """
+    device = work.device
+    if span <= device.node:
+        return "node", device.link_rate
+    if device.link_rate is None or device.network_rate is None:
+        return "network", None
+    inside = max(1, device.node * ranks // span)
+    return "network", min(device.link_rate, inside * device.network_rate)
+
+
+# ------------------------------------------------------------------------------------------------ time
+
+BESIDE = ("fsdp", "experts", "dp_replicate")
+"""Collectives that run beside the arithmetic."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Bounds for a whole step, in seconds of the slowest rank."""
+
+    arithmetic: float
+    """All operations of the slowest rank, one after the other."""
+    waiting: float
+    """For collectives that nothing runs beside."""
+    beside: float
+    """Of collectives that run beside the arithmetic."""
+    optimizer: float
+    bubble: float
+    """The share of the step that a rank waits for other pipeline stages."""
+    step: float
+    tokens_per_second: float
+    """Of one device."""
+    mfu: float
+    """The share of the peak that the model's own operations use; those that are done again do not count."""
+
+
+def speed(work: Workload) -> Speed | None:
+    """None for a device whose figures nobody tells."""
+    device = work.device
+    if device.flops is None or device.memory_rate is None:
+        return None
+    ranks = range(work.degrees.pp)
+    costs = [_rank(work, rank) for rank in ranks]
+    arithmetic = max(cost[0] for cost in costs)
+    waiting = max(cost[1] for cost in costs)
+    beside = max(cost[2] for cost in costs)
+    busy = max(a + w + max(0.0, b - a) for a, w, b in costs)
+    own = max(numbers_at_rest(work, rank) for rank in ranks)
+    # Read and written once: weights, gradients (scaled as well), state.
+    optimizer = own * (2 * work.stored + 3 * work.stored + 2 * work.optimizer_state) / device.memory_rate
+    share = bubble(work)
+    step = busy / (1 - share) + optimizer
+    rate = work.tokens_per_step / step / work.degrees.world
+    return Speed(
+        arithmetic=arithmetic,
+        waiting=waiting,
+        beside=beside,
+        optimizer=optimizer,
+        bubble=share,
+        step=step,
+        tokens_per_second=rate,
+        mfu=rate * work.shape.flops_per_token(work.seq_len) / device.flops,
+    )
+
+
+def _rank(work: Workload, pp_rank: int) -> tuple[float, float, float]:
+    """Seconds of one rank in a step: arithmetic, collectives in between, collectives beside it."""
+    peak, memory_rate = work.device.flops or math.inf, work.device.memory_rate or math.inf
+    one_pass = sum(
+        count * _seconds(one, forwards, peak, memory_rate)
+        for one, forwards, count in _operations(work, pp_rank)
+    )
+    waiting = beside = 0.0
+    for one in flows(work, pp_rank):
+        if one.over in BESIDE:
+            beside += one.seconds or 0.0
+        elif one.over != "pp":  # between stages there is time enough, or it is part of the bubble
+            waiting += one.seconds or 0.0
+    return one_pass * work.passes, waiting, beside
+
+
+def _operations(work: Workload, pp_rank: int) -> Iterator[tuple[Operation, int, int]]:
+    """All operations of one pass, with how often each is run forward, and how many such there are."""
+    for stage in stages(work, pp_rank):
+        for block, recompute, count in work.kinds(stage.blocks):
+            for one, times in forwards(block, work, recompute):
+                yield one, times, count
+        if stage.has_head:
+            yield from ((one, 1, 1) for one in head_operations(work))
+
+
+def _seconds(one: Operation, forwards: int, peak: float, memory_rate: float) -> float:
+    forward = max(one.flops / peak, one.moved / memory_rate)
+    backward = max(one.backward_flops / peak, one.backward_moved / memory_rate)
+    return forwards * forward + backward
