@@ -72,10 +72,9 @@ def test_every_kind_of_collective_is_told(titan: Titan) -> None:
 
 def test_what_does_not_fit_gets_the_change_that_costs_least(titan: Titan) -> None:
     change = told(titan, *BIG, "training.local_batch_size=8")["verdict"]["change"]
-    assert change["peak_bytes"] < 77.2 / 1.22 * 2**30
     again = told(titan, *BIG, "training.local_batch_size=8", *change["overrides"])
     assert again["verdict"]["fits"]
-    assert again["memory"]["peak_bytes"] == change["peak_bytes"]
+    assert again["memory"]["peak_bytes"] == change["peak_bytes"] <= again["memory"]["limit_bytes"]
     assert again["speed"]["tokens_per_second"] == pytest.approx(change["tokens_per_second"])
     dearer = told(titan, *BIG, "training.local_batch_size=8", "activation_checkpoint.mode=full")
     assert dearer["speed"]["tokens_per_second"] <= change["tokens_per_second"]

@@ -17,10 +17,11 @@ from titancli.registry.component import component_info
 
 CONTEXT = 2 * 2**30
 """Bytes of a GPU outside of torch's allocator: CUDA's context, NCCL's buffers."""
-RESERVED = 1.22
-"""Bytes that torch's allocator reserves for each that is estimated: the most of the published runs in
-docs/plan.md (1.17 to 1.22; one run of interleaved stages, estimated too high, 0.98), which
-tests/planning/test_published.py has."""
+RESERVED = 0.27
+"""Bytes that torch's allocator reserves beyond the estimate, for each that comes and goes in a step:
+parameters and optimizer state are taken once, and stay. It is the most of the published runs in docs/plan.md,
+which tests/planning/test_published.py has: 0.17 to 0.27, and less than none of one that is estimated too
+high."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,16 @@ class Estimate:
         return max(self.ranks, key=lambda rank: rank.total)
 
     @property
+    def reserve(self) -> float:
+        """Bytes that the allocator takes beyond those of tensors, on the rank where these are most."""
+        moving = [rank.total - rank.classes["parameters"] - rank.classes["optimizer"] for rank in self.ranks]
+        return RESERVED * max(moving)
+
+    @property
     def limit(self) -> float | None:
-        """Bytes that tensors may take, so that what the allocator reserves for them fits; None where nobody
-        tells."""
+        """Bytes that tensors may take beside `reserve`; None where nobody tells."""
         memory = self.work.device.memory
-        return None if memory is None else (memory - CONTEXT) / RESERVED
+        return None if memory is None else memory - CONTEXT - self.reserve
 
     @property
     def fits(self) -> bool | None:

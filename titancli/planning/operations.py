@@ -56,7 +56,6 @@ class Operation:
     kind: Literal["product", "grouped", "attention", "elementwise", "collective"] = "elementwise"
     sends: tuple[Dimension, float] | None = None
     """A collective: the mesh dimension, and the bytes of the whole (gathered) tensor; the same back."""
-
     part: str = ""
     """The part of the block that activation checkpointing by op runs again as one; "": it is never run
     again."""
@@ -231,17 +230,10 @@ def _core(part: Attention, work: Workload) -> Iterator[Operation]:
         for name, size in zip(names, (heads * wide, k, v), strict=True):
             yield _exchange(f"all {name}", work.tokens * size * c, "cp")
         heads, kv_heads, names = heads / cp, kv_heads / cp, [f"all {name}" for name in names]
-    # A rank's two pieces of a row see more than the row, or as far as the window.
-    window = part.window if part.sinks else None
-    seen = (
-        keys
-        if how != "allgather"
-        else keys + length / 2
-        if window is None
-        else min(keys, length + 2 * window)
-    )
-    twice = 1.0
-    if window is not None and window < length and how != "allgather":
+    window, pieces, twice, seen = (part.window if part.sinks else None), how == "allgather", 1.0, keys
+    if pieces:  # a rank's two pieces of a row see more than the row, or as far as the window
+        seen = keys + length / 2 if window is None else min(keys, length + 2 * window)
+    elif window is not None and window < length:
         twice = 2 - window / length  # blocks of queries, each with the keys of two
     key = work.rows * kv_heads * c * twice
     q = work.rows * length * heads * wide * c
@@ -263,24 +255,11 @@ def _core(part: Attention, work: Workload) -> Iterator[Operation]:
             backward_moved=2 * before,
         )
         names = [f"filled {name}" if part.sinks or name == names[2] else name for name in names]
-    lse = work.rows * length * heads * FP32
-    flops = 2.0 * work.rows * length * heads * (q + out) / (work.rows * length * heads * c) * work.seen(part)
-    yield Operation(
-        "out",
-        out,
-        saves={**dict(zip(names, (q, k, v), strict=True)), "out": out, "lse": lse},
-        keeps=("out", "lse"),
-        done=out,
-        gradients=q + k + v,
-        flops=flops,
-        backward_flops=2.5 * flops,  # the scores are made again
-        moved=q + k + v + out,
-        backward_moved=2 * (q + k + v + out),
-        kind="attention",
-    )
+    flops = 2.0 * (q + out) / c * work.seen(part)
+    yield _softmax(dict(zip(names, (q, k, v), strict=True)), out, work.rows * length * heads * FP32, flops)
     if how == "ulysses":
         yield _exchange("mixed", own, "cp")
-    elif filled or how == "allgather":
+    elif filled or pieces:
         yield Operation(
             "mixed",
             own,
@@ -290,6 +269,24 @@ def _core(part: Attention, work: Workload) -> Iterator[Operation]:
             moved=2 * own,
             backward_moved=own + out,
         )
+
+
+def _softmax(reads: dict[str, float], out: float, lse: float, flops: float) -> Operation:
+    """Attention of queries, keys and values of these sizes."""
+    read = sum(reads.values())
+    return Operation(
+        "out",
+        out,
+        saves={**reads, "out": out, "lse": lse},
+        keeps=("out", "lse"),
+        done=out,
+        gradients=read,
+        flops=flops,
+        backward_flops=2.5 * flops,  # the scores are made again
+        moved=read + out,
+        backward_moved=2 * (read + out),
+        kind="attention",
+    )
 
 
 # ------------------------------------------------------------------------------------------ feed-forward
@@ -504,7 +501,6 @@ def _joined(size: float, part: Operation) -> Operation:
         part,
         done=size,
         gradients=size,
-        beside=part.beside,
         moved=part.moved + 2 * size,
         backward_moved=part.backward_moved + 4 * size,
     )
