@@ -96,7 +96,7 @@ EXPERTS = "model.moe={num_experts=16, top_k=4, hidden_dim=256, score_before_expe
 QWEN: dict[str, tuple[int, tuple[str, ...], float]] = {
     "dense": (1, ("model.hidden_dim=768",), 0.03),
     "experts": (1, (EXPERTS,), 0.03),
-    "experts, by op": (1, (EXPERTS, OP), 0.03),
+    "experts, by op": (1, (EXPERTS, OP), 0.05),
     "spread experts": (4, (EXPERTS, "mesh.ep=2"), 0.08),
     "spread experts, tp": (4, (EXPERTS, "mesh.ep=4", "mesh.tp=2"), 0.08),
 }
@@ -173,7 +173,7 @@ RECOMPUTED = {
 
 
 @pytest.mark.parametrize(
-    ("family", "mode", "dtype"), product(FAMILIES, RECOMPUTED, ("float32", "bfloat16")), ids=str
+    ("family", "mode", "dtype"), [*product(FAMILIES, RECOMPUTED, ("float32", "bfloat16"))]
 )
 def test_every_family_is_within_the_bound(family: str, mode: str, dtype: str) -> None:
     few = ("training.seq_len=512", "model.n_layers=2")  # and so mostly activations
