@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -31,3 +32,12 @@ def test_options_for_these_tests_are_not_those_of_tests_that_they_run(
     monkeypatch.setenv("PYTEST_ADDOPTS", "--no-such-option")
     done = run(sys.executable, "-c", "import os; print('PYTEST_ADDOPTS' in os.environ)", cwd=tmp_path)
     assert done.stdout.strip() == "False"
+
+
+def test_versions_of_which_there_is_no_python_are_not_reported_as_tested() -> None:
+    script = Path(__file__).with_name("versions.sh")
+    done = subprocess.run(
+        [script], env={**os.environ, "PYTHONS": "python2.7 no-python"}, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr == "no Python of 3.11 or newer among: python2.7 no-python\n" and done.stdout == ""
