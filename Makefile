@@ -16,7 +16,8 @@ WORKERS ?= $(shell test $$(nproc 2>/dev/null || echo 1) -gt 1 && echo 2 || echo 
 BIN := .venv/bin
 
 # One worker runs a file from its beginning to its end: what its tests share is made once.
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+# One that a test kills is not started over and over to run it again.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart 2
 TORCH_FREE := tests/recipe tests/registry tests/cli tests/test_architecture.py
 TORCH_NEEDED := tests/recipe/test_schedules_of_torch.py tests/registry/test_docs.py tests/cli/test_plan_check.py
 

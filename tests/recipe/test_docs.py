@@ -46,7 +46,9 @@ def test_the_default_types_are_those_of_the_kinds() -> None:
 
 
 def test_every_code_is_explained() -> None:
-    source = "".join(file.read_text() for file in Path(titancli.recipe.__file__).parent.glob("*.py"))
+    package = Path(titancli.recipe.__file__).parents[1]
+    files = (file for room in ("recipe", "run") for file in (package / room).glob("*.py"))
+    source = "".join(file.read_text() for file in files)
     used = set(re.findall(r'(?:problems\.add\(\s*|Problem\(|cls\(|code = |return )"([a-z0-9-]+)",\s', source))
     used |= set(re.findall(r'code = "([a-z-]+)" if .* else "([a-z-]+)"', source).pop())
     rows = [line.split("|")[1] for line in TEXT.split("| code |")[1].splitlines()[1:]]
