@@ -53,6 +53,11 @@ class Layout:
     """Whether rows hold several documents that do not see each other."""
 
 
+def small(mesh: dict[str, int] | None = None, **more: Any) -> Layout:
+    """Of two layers: the fewest that two stages share."""
+    return Layout(mesh or {}, model={"n_layers": 2}, **more)
+
+
 def recipe(layout: Layout, **training: Any) -> Recipe:
     dp = layout.mesh.get("dp_replicate", 1) * layout.mesh.get("dp_shard", 1)
     settings = dict(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.engine import cases
-from tests.engine.cases import Layout
+from tests.engine.cases import Layout, small
 from titancli import Batch, Engine, LossResult, TitanError
 from titancli.distributed import process_group
 from titancli.engine.agreement import together
@@ -23,7 +23,7 @@ from titancli.errors import RankFailure
 pytestmark = pytest.mark.ranks
 
 LIMIT = 2
-TWO = Layout({"dp_shard": 2})
+TWO = small({"dp_shard": 2})
 
 
 def raised(call: Callable[[], Any]) -> str:
@@ -123,7 +123,7 @@ def test_ranks_that_call_differently_are_named_and_the_engine_goes_on(ranks) -> 
 
 def rows_of_tensor_ranks() -> tuple[list[str], Any]:
     """Messages for other shapes, other tokens and other targets; and what then works."""
-    engine = Engine.build(cases.recipe(Layout({"tp": 2})))
+    engine = Engine.build(cases.recipe(small({"tp": 2})))
     batch = cases.my_batches(engine)[0]
     mine = Batch({name: tensor[: 4 * (1 + dist.get_rank())] for name, tensor in batch.items()})
     others = Batch({**batch, "tokens": (batch["tokens"] + dist.get_rank()) % cases.VOCABULARY})
@@ -176,7 +176,7 @@ def metrics_by_name(layout: Layout) -> tuple[dict[str, Any], dict[str, Any], lis
     ],
 )
 def test_metrics_are_reduced_by_name(ranks, world: int, mesh: dict[str, int], there: str) -> None:
-    for trained, evaluated, messages, usable in ranks(world, metrics_by_name, Layout(mesh)):
+    for trained, evaluated, messages, usable in ranks(world, metrics_by_name, small(mesh)):
         for metrics in (trained, evaluated):
             assert (round(float(metrics["a"]), 5), round(float(metrics["b"]), 5)) == (1.0, 2.0)
         for message in messages:
@@ -213,7 +213,7 @@ def test_a_nan_of_one_rank_is_seen_and_hides_nothing_else(ranks) -> None:
 
 
 def unequal_rows(mesh: dict[str, int]) -> tuple[list[int], dict[str, Any]]:
-    engine = Engine.build(cases.recipe(Layout(mesh)))
+    engine = Engine.build(cases.recipe(small(mesh)))
     rows = 1 + engine.mesh.dp_rank
     batch = cases.whole_batch().split(rows)[0]
     counted = [engine.forward_backward(batch)["tokens"], engine.forward_backward([batch, batch])["tokens"]]
@@ -275,7 +275,7 @@ def one_fails(layout: Layout, verb: str) -> tuple[str, str, float, list[str]]:
 def test_a_loss_that_raises_on_one_rank_is_an_error_on_all_within_the_limit(
     ranks, world: int, mesh: dict[str, int], verb: str
 ) -> None:
-    *others, failed = ranks(world, one_fails, Layout(mesh), verb)
+    *others, failed = ranks(world, one_fails, small(mesh), verb)
     assert failed[:2] == ("ValueError", "a row of 13 tokens")
     for kind, words, *_ in others:
         assert kind == RankFailure.__name__

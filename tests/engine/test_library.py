@@ -236,14 +236,14 @@ def port() -> int:
 
 
 def joined(port: int) -> list[tuple[float, bool]]:
-    """Six engines: one after the other, and two at once."""
+    """Three engines: one after the other, and two at once."""
     found = []
     with under_torchrun(port):
-        for number in range(4):
+        for number in range(2):
             with Engine.of(Llama3(**TINY), mesh=Mesh(dp_shard=2)) as engine:
                 assert engine.config["world"] == 2
                 found.append(float(engine.forward_backward(batch(seed=dist.get_rank()))["loss"]))
-                if number == 3:
+                if number == 1:
                     with Engine.of(Llama3(**TINY), mesh=Mesh(dp_replicate=2), frozen=True) as other:
                         found.append(float(other.evaluate(batch(seed=dist.get_rank()))["loss"]))
                     found.append(float(engine.forward_backward(batch(seed=dist.get_rank()))["loss"]))
@@ -254,8 +254,8 @@ def joined(port: int) -> list[tuple[float, bool]]:
 @pytest.mark.ranks
 def test_ranks_that_torchrun_started_meet_as_often_as_they_build_an_engine(ranks: Any, port: int) -> None:
     found, other = ranks(2, joined, port)
-    assert found == other and len(found) == 6
-    assert found == pytest.approx([found[0]] * 6)
+    assert found == other and len(found) == 4
+    assert found == pytest.approx([found[0]] * 4)
 
 
 def limits(port: int, recipe_file: Path) -> list[float]:

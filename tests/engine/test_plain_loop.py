@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, log_softmax
 
-from tests.engine.cases import ROWS, Layout, recipe, whole_batch, wholes
+from tests.engine.cases import ROWS, Layout, recipe, small, whole_batch, wholes
 from titancli import Batch, Engine, LossResult
 from titancli.engine.rng import generator_for
 from titancli.losses import CrossEntropy
@@ -19,11 +19,11 @@ from titancli.models.llama3.model import Llama3Model
 pytestmark = pytest.mark.ranks
 
 LAYOUTS = {
-    "one rank": (1, Layout(micro_batches=4)),
-    "FSDP2": (2, Layout({"dp_shard": 2}, micro_batches=2)),
-    "TP2": (2, Layout({"tp": 2}, micro_batches=4)),
-    "PP2": (2, Layout({"pp": 2}, micro_batches=4)),
-    "CP2": (2, Layout({"cp": 2}, micro_batches=4)),
+    "one rank": (1, small(micro_batches=4)),
+    "FSDP2": (2, small({"dp_shard": 2}, micro_batches=2)),
+    "TP2": (2, small({"tp": 2}, micro_batches=4)),
+    "PP2": (2, small({"pp": 2}, micro_batches=4)),
+    "CP2": (2, small({"cp": 2}, micro_batches=4)),
 }
 layouts = pytest.mark.parametrize("name", LAYOUTS)
 
@@ -67,7 +67,7 @@ class Plain:
     """One whole model, torch's AdamW, and averages as they are written down."""
 
     def __init__(self) -> None:
-        made = recipe(Layout())
+        made = recipe(small())
         self.model = Llama3Model(made.model)
         self.model.init_weights(generator_for(made.training.seed, torch.device("cpu")))
         config: Any = made.optimizer

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.engine import cases
-from tests.engine.cases import Layout
+from tests.engine.cases import Layout, small
 from titancli.engine import Engine
 from titancli.errors import TitanError
 
@@ -21,7 +21,7 @@ def log_probs(layout):
 
 
 def test_forward_gives_log_probs_of_the_targets(ranks):
-    (values, targets, metrics), *_ = ranks(1, log_probs, Layout())
+    (values, targets, metrics), *_ = ranks(1, log_probs, small())
     assert values.shape == targets.shape
     assert values.dtype == torch.float32
     assert not values.requires_grad
@@ -32,8 +32,8 @@ def test_forward_gives_log_probs_of_the_targets(ranks):
 
 
 def test_evaluate_averages_over_all_ranks(ranks):
-    (_, _, one), *_ = ranks(1, log_probs, Layout())
-    for _, _, metrics in ranks(2, log_probs, Layout({"dp_shard": 2})):
+    (_, _, one), *_ = ranks(1, log_probs, small())
+    for _, _, metrics in ranks(2, log_probs, small({"dp_shard": 2})):
         torch.testing.assert_close(metrics["loss"], one["loss"])
 
 
@@ -44,7 +44,7 @@ CUT = [{"dp_shard": 2}, {"dp_shard": 1, "tp": 2}, {"dp_shard": 1, "cp": 2}, {"dp
 def ids_that_are_none(meshes):
     found = []
     for mesh in meshes:
-        with Engine.build(cases.recipe(Layout(mesh, pipeline={"microbatch_size": 4}))) as engine:
+        with Engine.build(cases.recipe(small(mesh, pipeline={"microbatch_size": 4}))) as engine:
             good = cases.my_batches(engine)[0]
             before = engine.evaluate(good)["loss"]
             for name, number in IDS:
@@ -75,7 +75,7 @@ def test_an_id_that_the_model_has_no_row_for_is_told_on_every_layout(ranks):
 
 
 def evaluate_between_steps():
-    plain, disturbed = (Engine.build(cases.recipe(Layout({"dp_shard": 2}))) for _ in range(2))
+    plain, disturbed = (Engine.build(cases.recipe(small({"dp_shard": 2}))) for _ in range(2))
     for step in range(2):
         for engine in (plain, disturbed):
             if engine is disturbed:
@@ -95,7 +95,7 @@ def test_forward_and_evaluate_do_not_disturb_training(ranks):
 
 
 def two_calls_against_one():
-    layout = Layout({"dp_shard": 2}, micro_batches=2)
+    layout = small({"dp_shard": 2}, micro_batches=2)
     together, apart = (Engine.build(cases.recipe(layout)) for _ in range(2))
     batches = cases.my_batches(together)
     together.forward_backward(batches)
@@ -112,8 +112,8 @@ def test_calls_before_a_step_add_up(ranks):
 
 
 def clip():
-    loose = Engine.build(cases.recipe(Layout(), max_norm=0.0))
-    tight = Engine.build(cases.recipe(Layout(), max_norm=1e-3))
+    loose = Engine.build(cases.recipe(small(), max_norm=0.0))
+    tight = Engine.build(cases.recipe(small(), max_norm=1e-3))
     result = []
     for engine in (loose, tight):
         engine.forward_backward(cases.my_batches(engine))
@@ -139,17 +139,17 @@ def test_clipping_limits_the_norm_and_zero_never_clips(ranks):
 
 
 def refusals():
-    engine = Engine.build(cases.recipe(Layout()))
-    frozen = Engine.build(cases.recipe(Layout()), frozen=True)
+    engine = Engine.build(cases.recipe(small()))
+    frozen = Engine.build(cases.recipe(small()), frozen=True)
     batch = cases.my_batches(engine)[0]
     messages = []
     for call in (
         engine.optim_step,
         lambda: frozen.forward_backward(batch),
         lambda: engine.evaluate([]),
-        lambda: Engine.build(cases.recipe(Layout({"dp_shard": 3}))),
-        lambda: Engine.build(cases.recipe(Layout(compile="inductr"))),
-        lambda: Engine.build(cases.recipe(Layout(), global_batch_size=7)),
+        lambda: Engine.build(cases.recipe(small({"dp_shard": 3}))),
+        lambda: Engine.build(cases.recipe(small(compile="inductr"))),
+        lambda: Engine.build(cases.recipe(small(), global_batch_size=7)),
         lambda: Engine.build(cases.recipe(Layout({"ep": 2}, model={"n_heads": 3}))),
     ):
         try:
@@ -183,7 +183,7 @@ def hugging_face_weights(layout):
 
 
 def test_weights_have_hugging_face_names_and_stand_on_rank_0(ranks):
-    (first, plain), (second, _) = ranks(2, hugging_face_weights, Layout({"dp_shard": 2}))
+    (first, plain), (second, _) = ranks(2, hugging_face_weights, small({"dp_shard": 2}))
     assert list(first) == list(second)
     assert all(value is None for value in second.values())
     torch.testing.assert_close(
@@ -193,7 +193,7 @@ def test_weights_have_hugging_face_names_and_stand_on_rank_0(ranks):
 
 
 def resume(folder):
-    layout = Layout({"dp_shard": dist.get_world_size()})
+    layout = small({"dp_shard": dist.get_world_size()})
     straight = Engine.build(cases.recipe(layout))
     for step in range(4):
         straight.forward_backward(cases.my_batches(straight, step))
@@ -219,7 +219,7 @@ def test_a_resumed_engine_is_bitwise_the_one_that_went_on(ranks, tmp_path, world
 
 
 def saved_before_the_first_step(folder):
-    layout = Layout({"dp_shard": dist.get_world_size()})
+    layout = small({"dp_shard": dist.get_world_size()})
     plain, saving = (Engine.build(cases.recipe(layout)) for _ in range(2))
     for engine in (plain, saving):
         for number in range(2):

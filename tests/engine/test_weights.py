@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.engine.cases import Layout, my_batches, part, recipe
+from tests.engine.cases import Layout, my_batches, part, recipe, small
 from tests.ranks.layouts import EIGHT
 from titancli import Engine
 
@@ -67,9 +67,9 @@ def into_another(layout: Layout) -> list[Any]:
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
-        pytest.param(2, Layout({"dp_shard": 2}), id="FSDP2"),
-        pytest.param(2, Layout({"tp": 2}, tied=True), id="TP2, tied"),
-        pytest.param(2, Layout({"pp": 2}), id="PP2"),
+        pytest.param(2, small({"dp_shard": 2}), id="FSDP2"),
+        pytest.param(2, small({"tp": 2}, tied=True), id="TP2, tied"),
+        pytest.param(2, small({"pp": 2}), id="PP2"),
         pytest.param(1, Layout(config=EIGHT), id="experts"),
     ],
 )
@@ -86,7 +86,7 @@ def test_loading_what_weights_gives_changes_no_bit(ranks: Any, world: int, layou
 
 
 def wrong_weights() -> list[Any]:
-    engine = Engine.build(recipe(Layout({"dp_shard": 2})))
+    engine = Engine.build(recipe(small({"dp_shard": 2})))
     first = dist.get_rank() == 0
 
     def changed() -> Iterator[Any]:
@@ -111,7 +111,7 @@ def wrong_weights() -> list[Any]:
         raised(lambda: engine.load_weights([("model.norm.weight", [1.0])] if first else None)),
     ]
     refused = raised(engine.optim_step)
-    engine.load_weights(Engine.build(recipe(Layout({"dp_shard": 2}))).weights())  # ranks are still in step
+    engine.load_weights(Engine.build(recipe(small({"dp_shard": 2}))).weights())  # ranks are still in step
     return [*messages, refused, engine.version]
 
 
@@ -147,7 +147,7 @@ def fails(name: str, tensor: Tensor) -> None:
 
 
 def pushed() -> list[Any]:
-    engine = Engine.build(recipe(Layout({"dp_shard": 2})))
+    engine = Engine.build(recipe(small({"dp_shard": 2})))
     kept: dict[str, Tensor] = {}
     stops = Stops()
 

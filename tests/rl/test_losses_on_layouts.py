@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engine.cases import LENGTH, ROWS, Layout, recipe, whole_batch, wholes
+from tests.engine.cases import LENGTH, ROWS, Layout, recipe, small, whole_batch, wholes
 from tests.ranks import Ranks
 from titancli.data.batch import Batch
 from titancli.engine import Engine
@@ -48,16 +48,16 @@ def gradients(layout: Layout) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def alone(ranks: Ranks) -> dict[str, torch.Tensor]:
-    return ranks(1, gradients, Layout())[0]
+    return ranks(1, gradients, small())[0]
 
 
 @pytest.mark.parametrize(
     ("count", "layout"),
     [
-        (1, Layout(micro_batches=2)),
-        (1, Layout(micro_batches=4)),
-        (2, Layout(mesh={"dp_shard": 2}, micro_batches=2)),
-        (2, Layout(mesh={"tp": 2})),
+        (1, small(micro_batches=2)),
+        (1, small(micro_batches=4)),
+        (2, small(mesh={"dp_shard": 2}, micro_batches=2)),
+        (2, small(mesh={"tp": 2})),
     ],
     ids=["accumulation 2", "accumulation 4", "FSDP2", "TP2"],
 )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.cases import Layout
+from tests.engine.cases import Layout, small
 from titancli import TitanError, load_recipe
 from titancli.models import Qwen3
 from titancli.models.sections import MoE
@@ -112,12 +112,12 @@ SIGMOID: dict[str, Any] = dict(hidden_dim=16, load_balance_coeff=None)
 EXPERTS = Qwen3(**SIZES, moe=MoE(num_experts=4, top_k=2, **SIGMOID))
 FEW = Qwen3(**SIZES, moe=MoE(num_experts=2, top_k=1, **SIGMOID))
 MESHES = {
-    "TP2": (2, Layout({"tp": 2})),
-    "FSDP2xTP2": (4, Layout({"dp_shard": 2, "tp": 2})),
+    "TP2": (2, small({"tp": 2})),
+    "FSDP2xTP2": (4, small({"dp_shard": 2, "tp": 2})),
     "EP2xFSDP2": (4, Layout({"dp_shard": 4, "ep": 2}, config=EXPERTS)),
     "EP2xTP2": (4, Layout({"dp_shard": 2, "tp": 2, "ep": 2}, config=EXPERTS)),
     "EP2xFSDP2, hidden cut": (4, Layout({"dp_shard": 4, "ep": 2}, config=FEW)),
-    "PP2xFSDP2": (4, Layout({"dp_shard": 2, "pp": 2})),
+    "PP2xFSDP2": (4, small({"dp_shard": 2, "pp": 2})),
 }
 
 
@@ -128,18 +128,18 @@ def test_an_engine_steps_as_if_its_matrices_were_whole(ranks, name: str) -> None
     world, layout = MESHES[name]
     found = ranks(world, muon_cases.steps_of_an_engine, layout)
     names = {name for result in found for name in result}
-    assert len(names) == (16 if layout.config else 28)
+    assert len(names) == (16 if layout.config else 14)
     for result in found:
         assert all(torch.equal(stepped, whole) for stepped, whole in result.values())
 
 
 @pytest.mark.ranks
 def test_a_pipeline_stage_without_a_matrix_for_muon_steps_too(ranks) -> None:
-    blocks = [f"layers.{i}" for i in range(4)]
+    blocks = [f"layers.{i}" for i in range(2)]
     cut = {"module_fqns_per_model_part": [["tok_embeddings"], [*blocks, "norm", "output"]]}
-    first, second = ranks(2, muon_cases.steps_of_an_engine, Layout({"pp": 2}, pipeline=cut))
+    first, second = ranks(2, muon_cases.steps_of_an_engine, small({"pp": 2}, pipeline=cut))
     assert first == {}
-    assert len(second) == 28
+    assert len(second) == 14
     assert all(torch.equal(stepped, whole) for stepped, whole in second.values())
 
 
