@@ -9,10 +9,6 @@ from collections.abc import Iterator
 # Spinning OpenMP threads of several processes on few cores ruin tests; set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell that starts them in the background has Ctrl-C ignored, and what they start would ignore it as well.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
 import pytest
 
 from tests.ranks import Ranks
@@ -20,6 +16,15 @@ from tests.warm import Warm
 
 pytest_plugins = ["tests.summary"]
 WARM = Warm()
+
+
+def heed_ctrl_c() -> None:
+    """What the tests start would ignore it where they do."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+heed_ctrl_c()  # a shell that starts the tests in the background has it ignored
 
 
 def pytest_sessionstart() -> None:
@@ -34,6 +39,7 @@ def pytest_sessionfinish() -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     WARM.cold = item.get_closest_marker("cold") is not None
     yield
+    heed_ctrl_c()  # `titan train` in this process ignores it once all is saved
 
 
 @pytest.fixture(scope="session")

@@ -32,6 +32,7 @@ LAYOUTS = {
 }
 BEFORE, AFTER = 2, 2
 """Steps before the checkpoint, and after it."""
+FROM = ["one rank", pytest.param("EP2xFSDP2", marks=pytest.mark.slow), "EP2xTP2"]
 
 
 def steps(engine: Engine, count: int) -> None:
@@ -90,7 +91,7 @@ def test_names_and_biases_are_those_of_one_rank(saved):
             assert torch.equal(tensors[bias], expected[bias]), name
 
 
-@pytest.mark.parametrize("before", ["one rank", pytest.param("EP2xFSDP2", marks=pytest.mark.slow), "EP2xTP2"])
+@pytest.mark.parametrize("before", FROM)
 def test_every_spread_of_experts_goes_on_from_every_other(ranks, saved, before):
     folder, tensors = saved[before]
     reference = ranks(1, uninterrupted)[0]
