@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.engine.cases import Layout, my_batches, recipe, wholes
+from tests.engine.cases import Layout, my_batches, recipe, small, wholes
 from titancli.converters import LoRA
 from titancli.distributed.local import local
 from titancli.engine import Engine
@@ -25,7 +25,7 @@ def lora_recipe(layout: Layout, base: Path, lora: LoRA | None = LORA) -> Recipe:
 
 
 def save_base(folder: Path, seed: int = 7) -> None:
-    Engine.build(recipe(Layout(), seed=seed)).save(folder)
+    Engine.build(recipe(small(), seed=seed)).save(folder)
 
 
 def steps(layout: Layout, base: Path, count: int = 3, lora: LoRA = LORA) -> dict[str, torch.Tensor]:
@@ -44,11 +44,11 @@ def steps(layout: Layout, base: Path, count: int = 3, lora: LoRA = LORA) -> dict
 def against_merged(base: Path) -> dict[str, float]:
     """How far a model with adapters is from the plain model with merged weights: log-probabilities, and the
     adapters' gradients from those that the chain rule makes of the merged weights'."""
-    engine = Engine.build(lora_recipe(Layout(), base))
+    engine = Engine.build(lora_recipe(small(), base))
     for step in range(2):
         engine.forward_backward(my_batches(engine, step))
         engine.optim_step()
-    plain = Engine.build(lora_recipe(Layout(), base, lora=None))
+    plain = Engine.build(lora_recipe(small(), base, lora=None))
     plain.load_weights(iter([(name, tensor.clone()) for name, tensor in engine.weights()]))
     [batch] = my_batches(engine, 3)
     found = {"log-probs": error(engine.forward(batch), plain.forward(batch))}
@@ -64,7 +64,7 @@ def against_merged(base: Path) -> dict[str, float]:
         found[f"{layer} b"] = error(gradients[f"{layer}.lora_b"], scale * by_weight @ a.T)
     with engine.as_base():
         as_base = engine.forward(batch)
-    base_engine = Engine.frozen(lora_recipe(Layout(), base, lora=None))
+    base_engine = Engine.frozen(lora_recipe(small(), base, lora=None))
     found["as base"] = float((as_base - base_engine.forward(batch)).abs().max())
     return found
 
@@ -97,14 +97,14 @@ def load_adapters(layout: Layout, base: Path, folder: Path) -> dict[str, torch.T
 
 def begin_with_adapters(folder: Path) -> tuple[dict[str, torch.Tensor], Any]:
     """A new engine whose `weights` is the checkpoint of adapters."""
-    engine = Engine.build(lora_recipe(Layout(), folder))
+    engine = Engine.build(lora_recipe(small(), folder))
     return wholes(engine.named_parameters()), engine.base
 
 
 def refused(weights: Path, load: Path | None, lora: LoRA | None) -> str:
     """What is said to who builds an engine from `weights`, and loads a checkpoint."""
     try:
-        engine = Engine.build(lora_recipe(Layout(), weights, lora))
+        engine = Engine.build(lora_recipe(small(), weights, lora))
         if load is not None:
             engine.load(load)
     except TitanError as problem:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from tests.converters.lora_cases import (
     save_random,
     steps,
 )
-from tests.engine.cases import Layout, recipe
+from tests.engine.cases import Layout, recipe, small
 from tests.models.hf_configs import CONFIGS, LLAMA
 from tests.ranks import Ranks
 from tests.ranks.layouts import GPT_OSS
@@ -50,7 +52,7 @@ def base(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(ranks: Ranks, base: Path) -> dict[str, torch.Tensor]:
-    return ranks(1, steps, Layout(), base)[0]
+    return ranks(1, steps, small(), base)[0]
 
 
 def far(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -59,7 +61,7 @@ def far(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def test_only_adapters_move_and_the_base_stays_bit_for_bit(alone: dict[str, torch.Tensor]) -> None:
     names = [name.removeprefix("first ") for name in alone if name.startswith("first ")]
-    assert sum(name.endswith("lora_b") for name in names) == 7 * 4
+    assert sum(name.endswith("lora_b") for name in names) == 7 * 2
     for name in names:
         same = torch.equal(alone[f"first {name}"], alone[f"last {name}"])
         assert same != name.endswith((".lora_a", ".lora_b")), name
@@ -69,18 +71,18 @@ def test_only_adapters_move_and_the_base_stays_bit_for_bit(alone: dict[str, torc
 
 
 LAYOUTS = {
-    "TP2": (2, Layout(mesh={"tp": 2})),
-    "PP2": (2, Layout(mesh={"pp": 2})),
+    "TP2": (2, small(mesh={"tp": 2})),
+    "PP2": (2, small(mesh={"pp": 2})),
     "FSDP2, compiled, AC, accumulation": (
         2,
-        Layout(
+        small(
             mesh={"dp_shard": 2},
             micro_batches=2,
             compile="aot_eager",
             activation_checkpoint={"mode": "full"},
         ),
     ),
-    "FSDP2xTP2, compiled": (4, Layout(mesh={"dp_shard": 2, "tp": 2}, compile="aot_eager")),
+    "FSDP2xTP2, compiled": (4, small(mesh={"dp_shard": 2, "tp": 2}, compile="aot_eager")),
 }
 
 
@@ -103,37 +105,37 @@ def test_every_layout_trains_the_same_adapters(
     assert seen == alone.keys()
 
 
-@pytest.mark.parametrize("layer", ["layers.0", "layers.3"])
+@pytest.mark.parametrize("layer", ["layers.0", "layers.1"])
 def test_a_pipeline_stage_may_have_nothing_to_train(
     ranks: Ranks, base: Path, tmp_path: Path, layer: str
 ) -> None:
     lora = LoRA(rank=4, targets=[f"{layer}.*"])
-    layout = Layout(mesh={"pp": 2})
-    [alone] = ranks(1, steps, Layout(), base, 3, lora)
+    layout = small(mesh={"pp": 2})
+    [alone] = ranks(1, steps, small(), base, 3, lora)
     for result in ranks(2, steps, layout, base, 3, lora):
         for key, value in result.items():
             assert far(value, alone[key]) < TOLERANCE, key
     found = ranks(2, on_one_stage, layout, base, tmp_path / "step-1", lora)
-    assert [nothing for _, nothing in found] == [layer == "layers.3", layer == "layers.0"]
+    assert [nothing for _, nothing in found] == [layer == "layers.1", layer == "layers.0"]
     assert found[0][0] == found[1][0] > 0
 
 
 def test_it_computes_what_the_merged_model_computes(ranks: Ranks, base: Path) -> None:
     [found] = ranks(1, against_merged, base)
-    assert len(found) == 2 + 2 * 7 * 4
+    assert len(found) == 2 + 2 * 7 * 2
     assert found.pop("as base") == 0.0
     assert {name: value for name, value in found.items() if value > TOLERANCE} == {}
 
 
 def test_checkpoints_hold_adapters_alone_and_go_on_bitwise(ranks: Ranks, base: Path, tmp_path: Path) -> None:
     folder = tmp_path / "step-2"
-    [expected] = ranks(1, save_adapters, Layout(), base, folder)
+    [expected] = ranks(1, save_adapters, small(), base, folder)
     tensors = json.loads((folder / "metadata.json").read_text())["tensors"]
     assert all(".lora_a" in name or ".lora_b" in name for name in tensors)
     assert any(name.startswith("optimizer.") for name in tensors)
-    [found] = ranks(1, load_adapters, Layout(), base, folder)
+    [found] = ranks(1, load_adapters, small(), base, folder)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    for result in ranks(2, load_adapters, Layout(mesh={"tp": 2}), base, folder):
+    for result in ranks(2, load_adapters, small(mesh={"tp": 2}), base, folder):
         assert all(far(result[name], expected[name]) < TOLERANCE for name in expected)
     # As `weights` of another run: base and adapters.
     [(started, told)] = ranks(1, begin_with_adapters, folder)
@@ -144,7 +146,7 @@ def test_checkpoints_hold_adapters_alone_and_go_on_bitwise(ranks: Ranks, base: P
 
 def test_what_does_not_belong_together_is_refused(ranks: Ranks, base: Path, tmp_path: Path) -> None:
     folder, other = tmp_path / "step-2", tmp_path / "other"
-    ranks(1, save_adapters, Layout(), base, folder)
+    ranks(1, save_adapters, small(), base, folder)
     ranks(1, save_base, other, 8)
     [said] = ranks(1, refused, other, folder, LORA)
     assert f"holds adapters of the base {base}" in said and f"{other} is another one" in said
@@ -212,26 +214,35 @@ BIASED_LAYOUTS = {
     "odd, FSDP2": (2, Layout({"dp_shard": 2}, config=ODD)),
 }
 THREE = LoRA(rank=3, alpha=5.0)
+SLOW = ("qwen2, TP2", "odd")
+"""Of llama on TP2 more layers have biases, in both ways of cutting; and odd is on FSDP2 what it is alone."""
+
+
+def rows(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in names]
 
 
 @pytest.fixture(scope="module")
-def biased_bases(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folders = {name: tmp_path_factory.mktemp("biased") / name for name in BIASED}
-    for name, folder in folders.items():
-        ranks(1, save_random, folder, BIASED[name])
-    return folders
+def biased_base(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def of(family: str) -> Path:
+        folder = tmp_path_factory.mktemp("biased") / family
+        ranks(1, save_random, folder, BIASED[family])
+        return folder
+
+    return of
 
 
-@pytest.mark.parametrize("name", BIASED_LAYOUTS)
+@pytest.mark.parametrize("name", rows(BIASED_LAYOUTS))
 def test_a_bias_stays_the_bases_and_only_the_weight_gets_the_product(
-    ranks: Ranks, biased_bases: dict[str, Path], name: str
+    ranks: Ranks, biased_base: Callable[[str], Path], name: str
 ) -> None:
     """On every layout the same; biases bit for bit, weights as fp64 has them."""
     world, layout = BIASED_LAYOUTS[name]
     family = name.partition(",")[0]
-    base = CheckpointReader(biased_bases[family], prefix="model.")
+    base = CheckpointReader(biased_base(family), prefix="model.")
     form = hf_form(BIASED[family])
-    first, *others = ranks(world, merged_of, layout, biased_bases[family], THREE)
+    first, *others = ranks(world, merged_of, layout, biased_base(family), THREE)
     found = first["weights"]
     adapters = {key: value for result in (first, *others) for key, value in result["adapters"].items()}
     assert any(key.endswith("lora_b") and value.any() for key, value in adapters.items())
@@ -254,15 +265,15 @@ def test_a_bias_stays_the_bases_and_only_the_weight_gets_the_product(
         assert other["names"] == first["names"] and not other["weights"]
 
 
-@pytest.mark.parametrize("name", ["gpt_oss, TP2", "qwen2, TP2", "llama, TP2", "odd, FSDP2"])
+@pytest.mark.parametrize("name", rows(["gpt_oss, TP2", "qwen2, TP2", "llama, TP2", "odd, FSDP2"]))
 def test_layers_with_a_bias_train_alike_on_every_layout(
-    ranks: Ranks, biased_bases: dict[str, Path], name: str
+    ranks: Ranks, biased_base: Callable[[str], Path], name: str
 ) -> None:
     """Weights are larger here than initial ones, and gradients of queries small: 1e-5 is noise."""
     world, layout = BIASED_LAYOUTS[name]
     family = name.partition(",")[0]
-    [alone] = ranks(1, steps, Layout(config=BIASED[family]), biased_bases[family])
-    for result in ranks(world, steps, layout, biased_bases[family]):
+    [alone] = ranks(1, steps, Layout(config=BIASED[family]), biased_base(family))
+    for result in ranks(world, steps, layout, biased_base(family)):
         assert result.keys() == alone.keys()
         assert {k: d for k in alone if (d := far(result[k], alone[k])) > 5e-5} == {}
 

@@ -105,7 +105,9 @@ def test_parameters_that_ranks_share_unevenly():
     assert sum(sizes) == model.shape().size
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize(
+    "schedule", ["1F1B", pytest.param("InterleavedZeroBubble", marks=pytest.mark.slow), "DualPipeV"]
+)
 def test_every_schedule_beside_every_other_degree(schedule):
     mesh = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}
     cut = recipe(Layout(mesh, pipeline={"schedule": schedule}), local_batch_size=4, global_batch_size=16)

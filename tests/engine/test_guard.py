@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.engine.cases import Layout, my_batches, recipe
+from tests.engine.cases import my_batches, recipe, small
 from tests.engine.wrong import Wrong
 from titancli.engine import Engine
 from titancli.engine.skip_step import Guard
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 def engine_of(
     mesh: dict[str, int], loss: Any, optimizer: str = "adamw", stability: Stability | None = None
 ) -> Engine:
-    made = recipe(Layout(mesh=mesh, loss=loss, pipeline={"microbatch_size": 4}))
+    made = recipe(small(mesh, loss=loss, pipeline={"microbatch_size": 4}))
     stability = stability or Stability(window=4)
     if optimizer == "mixed":
         changed = AdamW(lr=1e-2, eps=1e-4, state_dtype="bfloat16")

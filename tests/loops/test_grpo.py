@@ -94,15 +94,15 @@ def test_two_ranks_learn_the_same_as_one(
     train: Callable[..., Finished], train_on: Callable[..., Finished], tiny: Path
 ) -> None:
     """Prompts dealt out, FSDP2, unevenly many rows; one prompt a rank and update."""
-    more = ("training.steps=4", "training.local_batch_size=1", "training.seq_len=16")
+    more = ("training.steps=2", "loop.eval_freq=2", "training.local_batch_size=1", "training.seq_len=16")
     assert train("grpo.toml", "--run-dir", "one", *more).code == 0
     assert train_on(2, "grpo.toml", "--run-dir", "two", *more).code == 0
-    for step in (1, 2, 3, 4):
+    for step in (1, 2):
         assert rollouts("one", step) == rollouts("two", step)
         for name in ("loss", "reward", "grad_norm", "entropy", "response_length", "reference_kl"):
             expected = steps("one")[step][name]
             assert steps("two")[step][name] == pytest.approx(expected, rel=1e-4, abs=1e-7), (step, name)
-    assert steps("one")[4]["eval_reward"] == steps("two")[4]["eval_reward"]
+    assert steps("one")[2]["eval_reward"] == steps("two")[2]["eval_reward"]
 
 
 FAULTY = """\
