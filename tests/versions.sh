@@ -42,7 +42,7 @@ for python in "${pythons[@]}"; do
         mkdir -p .venvs
         if installed "$python" ".venvs/$name" "$torch" >".venvs/$name.log" 2>&1; then
             PATH="$PWD/.venvs/$name/bin:$PATH" ".venvs/$name/bin/python" -m pytest -q -p no:cacheprovider \
-                -m "not slow and not real and not gpu" "${tests[@]}" >>".venvs/$name.log" 2>&1 || failed=1
+                -n "${WORKERS:-2}" --dist loadfile -m "not slow and not real and not gpu" "${tests[@]}" >>".venvs/$name.log" 2>&1 || failed=1
             grep -E '^(FAILED|ERROR) ' ".venvs/$name.log"
             result=$(tail -n 1 ".venvs/$name.log" | tr -d =)
         else

@@ -1,4 +1,4 @@
-"""A pool of processes for multi-rank tests: importing torch costs seconds, so ranks start once per session.
+"""A pool of processes for multi-rank tests: ranks start once for each file.
 
 `ranks(n, function, *args)` runs a module-level function on n gloo ranks, each with a fresh process group,
 and returns the results by rank. A rank that raises fails the test with its traceback; one that hangs, with a
