@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -42,6 +43,18 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     heed_ctrl_c()  # `titan train` in this process ignores it once all is saved
     if nextitem is None or nextitem.path != item.path:
         POOL.close()  # torch 2.11 and 2.12 leave threads behind for each group, which forks are rid of
+        freeze()
+
+
+def pytest_collection_finish() -> None:
+    freeze()
+
+
+def freeze() -> None:
+    """Have the modules that are there left alone by every collection to come: one of a run takes longer than
+    its steps where it looks through all of torch."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

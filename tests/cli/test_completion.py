@@ -14,7 +14,7 @@ def completed(folder: Path, line: str) -> list[str]:
     """The completions of a line's last word, as click's bash script asks for them."""
     words = line.split(" ")
     asked = {"_TITAN_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
-    command = [sys.executable, "-c", "from titancli.cli import main; main()"]
+    command = [str(Path(sys.executable).with_name("titan"))]
     done = subprocess.run(
         command, cwd=folder, env={**os.environ, **asked}, capture_output=True, text=True, timeout=60
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -18,6 +19,8 @@ from titancli.data import TextFiles
 from titancli.data.batch import Batch
 from titancli.data.loader import Loader
 from titancli.errors import EnvironmentProblem
+
+ROOT = Path(__file__).parents[2]
 
 
 class Counter:
@@ -156,8 +159,9 @@ def test_python_ends_at_once_with_a_full_queue_or_a_waiting_consumer(end: str) -
     assert time.monotonic() - start < 30
 
 
-def test_ctrl_c_reaches_a_consumer_that_waits_for_a_slow_batch() -> None:
-    code = (
+def test_ctrl_c_reaches_a_consumer_that_waits_for_a_slow_batch(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
         "import os, signal, threading, time\n"
         "from tests.data.test_loader import Counter, Loader\n"
         "class Slow(Counter):\n"
@@ -171,7 +175,12 @@ def test_ctrl_c_reaches_a_consumer_that_waits_for_a_slow_batch() -> None:
         "    print(time.monotonic() - start < 1.5)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.stdout.strip() == "True", done.stderr
 

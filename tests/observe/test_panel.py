@@ -244,11 +244,11 @@ def test_a_sparkline_has_the_shape_of_its_values() -> None:
     assert sparkline(deque(), 9) == "" == sparkline(deque([1.0]), 0)
 
 
-def on_a_terminal(code: str) -> str:
-    """What a Python process writes to a terminal of 80 columns that is its stderr."""
+def on_a_terminal(*command: str) -> str:
+    """What a process writes to a terminal of 80 columns that is its stderr."""
     reader, writer = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"}
-    process = subprocess.Popen([sys.executable, "-c", code], stderr=writer, env=environment)
+    process = subprocess.Popen(command, stderr=writer, env=environment)
     os.close(writer)
     text = b""
     while True:
@@ -267,6 +267,8 @@ def on_a_terminal(code: str) -> str:
 def test_on_a_real_terminal_warnings_and_tracebacks_stay_whole() -> None:
     """And rich is not imported before there is something to draw."""
     seen = on_a_terminal(
+        sys.executable,
+        "-c",
         "import sys, warnings\n"
         "from titancli.observe.panel import watcher_for\n"
         "watcher = watcher_for(sys.stderr)\n"
@@ -276,7 +278,7 @@ def test_on_a_real_terminal_warnings_and_tracebacks_stay_whole() -> None:
         f"watcher({full(2)!r})\n"
         "watcher.close()\n"
         "print('Traceback', file=sys.stderr)\n"
-        "assert 'torch' not in sys.modules\n"
+        "assert 'torch' not in sys.modules\n",
     )
     terminal = Terminal()
     terminal.write(seen)
@@ -291,11 +293,10 @@ def test_a_run_at_a_terminal_draws_the_panel_and_ends_below_it(tmp_path: Path) -
     arguments = [
         *("train", "llama3_debug", "--run-dir", str(tmp_path / "run"), "training.steps=3"),
         *("training.seq_len=16", "training.local_batch_size=1", "metrics.log_freq=1"),
-        *("lr_scheduler.warmup_steps=0", "checkpoint.interval=2"),
+        *("lr_scheduler.warmup_steps=0", "checkpoint.interval=2", "model.dim=32", "model.n_layers=2"),
     ]
-    code = f"import sys, titancli.cli as cli; sys.exit(cli.main({arguments!r}))"
     terminal = Terminal()
-    terminal.write(on_a_terminal(code))
+    terminal.write(on_a_terminal(str(Path(sys.executable).with_name("titan")), *arguments))
     screen = terminal.screen
     assert screen[1] == "training on CPU, 1 rank"
     assert "step 3/3" in screen[2] and "saved step-3" in screen[6]

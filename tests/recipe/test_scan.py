@@ -138,9 +138,9 @@ def same(a: Any, b: Any) -> bool:
 MANY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-@settings(MANY, max_examples=500)
+@settings(MANY, max_examples=150)
 @given(four_documents())
-def test_every_key_and_value_of_2000_documents_is_found_where_it_stands(texts: list[str]) -> None:
+def test_every_key_and_value_of_600_documents_is_found_where_it_stands(texts: list[str]) -> None:
     for text in texts:
         agree(text)
 

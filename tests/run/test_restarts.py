@@ -38,7 +38,11 @@ def pid_of_rank(run: Path, rank: int) -> int:
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("when", "mode"),
-    [("mid-step", ()), ("mid-save", ()), ("mid-save", ("checkpoint.async_mode=async",))],
+    [
+        ("mid-step", ()),
+        pytest.param("mid-save", (), marks=pytest.mark.slow),  # test_kills.py kills one rank in such a save
+        ("mid-save", ("checkpoint.async_mode=async",)),
+    ],
     ids=["mid-step", "mid-save", "mid-save, async"],
 )
 def test_a_run_whose_rank_died_is_bitwise_the_one_where_none_did(

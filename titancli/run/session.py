@@ -132,15 +132,21 @@ def _settled(uploads: Uploads | None) -> Iterator[None]:
 
 @contextmanager
 def _garbage_between_steps() -> Iterator[None]:
-    """What stands now stays; garbage is collected by `Run`, at times that are the same on all ranks."""
+    """What stands now stays; garbage is collected by `Run`, at times that are the same on all ranks.
+
+    What whoever called this has frozen stays frozen: there is no way to thaw the rest alone.
+    """
+    ours = gc.get_freeze_count() == 0
     gc.collect()
-    gc.freeze()
+    if ours:
+        gc.freeze()
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
-        gc.unfreeze()
+        if ours:
+            gc.unfreeze()
 
 
 def _data(
