@@ -290,8 +290,10 @@ def test_on_a_real_terminal_warnings_and_tracebacks_stay_whole() -> None:
 
 @pytest.mark.e2e
 def test_a_run_at_a_terminal_draws_the_panel_and_ends_below_it(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a line of a text\n" * 99)  # quicker to read than Python's own source
     arguments = [
-        *("train", "llama3_debug", "--run-dir", str(tmp_path / "run"), "training.steps=3"),
+        *("train", "llama3_debug", f'dataset={{type="text_files", paths=["{tmp_path}/text.txt"]}}'),
+        *("--run-dir", str(tmp_path / "run"), "training.steps=3"),
         *("training.seq_len=16", "training.local_batch_size=1", "metrics.log_freq=1"),
         *("lr_scheduler.warmup_steps=0", "checkpoint.interval=2", "model.dim=32", "model.n_layers=2"),
     ]

@@ -25,10 +25,8 @@ def _tensors(checkpoint: Path) -> dict[str, str]:
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A bucket of an S3 server in this process, on a free port."""
-    import fsspec
     from moto.server import ThreadedMotoServer
 
-    fsspec.get_filesystem_class("s3")  # imported now: its libraries are the server's, which a thread imports
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -41,6 +39,8 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("AWS_PROFILE", raising=False)
+    import fsspec
+
     fsspec.filesystem("s3", skip_instance_cache=True).mkdir("bucket")
     yield "s3://bucket/checkpoints"
     server.stop()
