@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.checkpoint.tensors import RUN
-from tests.engine.cases import Layout, my_batches, recipe, whole
+from tests.engine.cases import Layout, my_batches, recipe, whole, wholes
 from tests.ranks.refused import refused
 from titancli.checkpoint import (
     Checkpointer,
@@ -41,7 +41,7 @@ LAYOUTS = {
 
 
 def state(engine: Engine) -> dict[str, Tensor]:
-    return {name: whole(tensor) for name, tensor in engine.save_state()[0].items()}
+    return wholes(engine.save_state()[0].items())
 
 
 def step(engine: Engine, number: int) -> Tensor:
@@ -77,20 +77,54 @@ def together(results: list[tuple[dict[str, Tensor], Tensor]]) -> dict[str, Tenso
     return {name: tensor for tensors, _ in results for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("before", ["one", "PP2, V", "PP4", "PP2xFSDP2", "PP2xTP2"])
-def test_every_layout_goes_on_from_every_other(ranks: Any, tmp_path: Path, before: str) -> None:
-    count, layout = LAYOUTS[before]
-    results = ranks(count, save, layout, str(tmp_path))
-    saved, loss = together(results), results[0][1]
-    assert len(saved) == 39 + 3 * 39  # 4 blocks of 9, and 3; each with two moments and a count of steps
-    for after, (others, other) in LAYOUTS.items():
-        if refused(other):
+BEFORE = ["one", "PP2, V", "PP4", "PP2xFSDP2", "PP2xTP2"]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Tensor]]:
+    """For each layout before: a folder with a checkpoint and all it holds, and the loss of the next step."""
+    made = {}
+    for before in BEFORE:
+        count, layout = LAYOUTS[before]
+        if refused(layout):
             continue
-        found = ranks(others, load, other, str(tmp_path))
-        loaded = together(found)
-        assert loaded.keys() == saved.keys()
-        assert all(torch.equal(loaded[name], saved[name]) for name in saved), after
-        for _, other_loss in found:
+        folder = tmp_path_factory.mktemp("before")
+        results = ranks(count, save, layout, str(folder))
+        saved = together(results)
+        assert len(saved) == 39 + 3 * 39  # 4 blocks of 9, and 3; each with two moments and a count of steps
+        torch.save(saved, folder / "all.pt")
+        made[before] = folder, results[0][1]
+    return made
+
+
+def load_each(layout: Layout, folders: list[Path]) -> list[tuple[set[str], list[str], Tensor]]:
+    """For each checkpoint, loaded by one engine: the names this rank has, what differs, and the next loss."""
+    engine = Engine.build(recipe(layout, seed=11))  # other initial values
+    found = []
+    for number, folder in enumerate(folders, 1):
+        engine.load(folder / "step-2")
+        version = 2 * number  # it never falls: a step and another load are two more
+        assert engine.status == {"step": 2, "version": version, "accumulated": 0, "tokens_seen": 2 * 8 * 16}
+        loaded, saved = state(engine), torch.load(folder / "all.pt")
+        unlike = [name for name in loaded if not torch.equal(loaded[name], saved[name])]
+        found.append((set(loaded), unlike, step(engine, 2)))
+    return found
+
+
+@pytest.mark.parametrize("after", LAYOUTS)
+def test_every_layout_goes_on_from_every_other(
+    ranks: Any, checkpoints: dict[str, tuple[Path, Tensor]], after: str
+) -> None:
+    count, layout = LAYOUTS[after]
+    first = [*LAYOUTS].index(after) % len(checkpoints)  # another one meets the engine as it was built
+    befores = [*checkpoints][first:] + [*checkpoints][:first]
+    results = ranks(count, load_each, layout, [checkpoints[before][0] for before in befores])
+    for number, before in enumerate(befores):
+        folder, loss = checkpoints[before]
+        of_ranks = [found[number] for found in results]
+        assert set().union(*(names for names, _, _ in of_ranks)) == torch.load(folder / "all.pt").keys()
+        assert [unlike for _, unlike, _ in of_ranks] == [[]] * count, before
+        for _, _, other_loss in of_ranks:
             torch.testing.assert_close(other_loss, loss, rtol=0 if after == before else 1e-5, atol=0)
 
 
