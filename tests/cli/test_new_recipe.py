@@ -25,7 +25,7 @@ def test_a_new_recipe_is_its_base_and_so_it_is_with_every_key_uncommented(titan:
     done = titan("new-recipe", "exp.toml", "--from", name)
     assert (done.code, done.out) == (0, "")
     text = Path("exp.toml").read_text()
-    assert f'extends = "titan:{name}"' in text and "## Optimizer steps in all" in text
+    assert f'extends = "titan:{name}"' in text and "## Total number of optimizer steps" in text
     assert config(titan, "exp.toml") == config(titan, name)
     Path("all.toml").write_text(re.sub(r"^# (?=\[|\w+ = )", "", text, flags=re.MULTILINE))
     assert config(titan, "all.toml") == config(titan, name)

@@ -8,6 +8,9 @@ from types import ModuleType
 
 import pytest
 
+from titancli import builtin
+from titancli.registry.describe import summary
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -38,3 +41,8 @@ def test_every_field_of_torchtitan_has_a_place_or_a_reason(generate: ModuleType)
     for row in rows:
         told = row.rstrip("| ").rpartition("|")[2].strip()
         assert told and told != "none:", row
+
+
+@pytest.mark.parametrize("config", builtin.titan_components(), ids=lambda config: config.__qualname__)
+def test_a_summary_is_one_whole_sentence(config: type) -> None:
+    assert summary(config).endswith(".")

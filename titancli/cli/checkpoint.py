@@ -21,19 +21,20 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON docu
 
 @click.group("checkpoint", short_help="List, show and verify checkpoints.")
 def command() -> None:
-    """List, show and verify checkpoints, on a disk or by URL (`s3://…`).
+    """List, show and verify checkpoints, on disk or by URL (`s3://…`).
 
-    None of them imports torch or changes a file.
+    These commands neither import torch nor change any file.
     """
 
 
-@command.command("list", short_help="The checkpoints of a run.")
+@command.command("list", short_help="List the checkpoints of a run.")
 @click.argument("run", type=FOLDER)
 @JSON
 def list_(run: Path, as_json: bool) -> None:
-    """The checkpoints of RUN, oldest step first.
+    """List the checkpoints of RUN, oldest step first.
 
-    One is `good` when its files are all there and of their sizes; `titan checkpoint verify` reads them, too.
+    A checkpoint is `good` when all of its files exist and have the recorded sizes; `titan checkpoint verify`
+    also compares their checksums.
     """
     from titancli.checkpoint.inspect import folders, look_at
 
@@ -46,14 +47,14 @@ def list_(run: Path, as_json: bool) -> None:
         table(("checkpoint", "step", "saved", "size", "written by", "state"), [_row(one) for one in found])
 
 
-@command.command("show", short_help="What is in a checkpoint.")
+@command.command("show", short_help="Show the contents of a checkpoint.")
 @click.argument("path", type=FOLDER)
-@click.option("--layout", "pieces", is_flag=True, help="Say for each tensor where its pieces lie.")
+@click.option("--layout", "pieces", is_flag=True, help="Show where the chunks of each tensor are stored.")
 @JSON
 def show(path: Path, pieces: bool, as_json: bool) -> None:
-    """What is in a checkpoint: where it comes from, and its tensors by name.
+    """Show the contents of a checkpoint: its origin, and its tensors by name.
 
-    PATH is a checkpoint, or a run for its last one. Sizes are what the tensors take on the disk.
+    PATH is a checkpoint, or a run folder, which stands for its last checkpoint. Sizes are sizes on disk.
     """
     from titancli.checkpoint.inspect import folders, layout_of, look_at
 
@@ -68,13 +69,14 @@ def show(path: Path, pieces: bool, as_json: bool) -> None:
     _print_tensors(tensors, pieces)
 
 
-@command.command("verify", short_help="Read checkpoints and compare every checksum.")
+@command.command("verify", short_help="Verify every checksum of checkpoints.")
 @click.argument("paths", nargs=-1, required=True, type=FOLDER)
 @JSON
 def verify(paths: tuple[Path, ...], as_json: bool) -> int:
-    """Read every file of checkpoints, and compare sizes and checksums; a line for each checkpoint.
+    """Read every file of the given checkpoints and compare sizes and checksums. Prints a line for each.
 
-    A PATH is a checkpoint, or a run for all that it has. The exit code is 5 when one of them is damaged.
+    PATH is a checkpoint, or a run folder, which stands for all of its checkpoints. The exit code is 5 if any
+    checkpoint is damaged.
     """
     from titancli.checkpoint.inspect import folders, look_at
 

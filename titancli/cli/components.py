@@ -12,13 +12,13 @@ from titancli.registry.describe import summary
 from titancli.registry.kinds import KINDS
 
 
-@click.command("list-components", short_help="List what a recipe can name.")
+@click.command("list-components", short_help="List the components that a recipe can use.")
 @click.argument("kind", required=False, metavar="[KIND]", type=click.Choice(list(KINDS)))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(kind: str | None, as_json: bool) -> None:
-    """List what a recipe can name: kind, full name and summary of every component.
+    """List the components that a recipe can use: kind, full name and summary.
 
-    The part of a name after the slash is enough, where only one plugin offers it.
+    The part of a name after the slash is sufficient if only one plugin provides it.
     """
     rows = [(component_info(c).kind, name, summary(c)) for name, c in current().components(kind)]
     if as_json:

@@ -18,21 +18,21 @@ from titancli.recipe.toml import dotted
 COMMENT_COLUMN = 40
 
 
-@click.command("config", short_help="Print a recipe with everything filled in.")
+@click.command("config", short_help="Print a recipe with all defaults filled in.")
 @click.argument(
     "arguments", metavar="RECIPE [KEY=VALUE]...", nargs=-1, required=True, type=RecipeOrOverride()
 )
-@click.option("--unset", metavar="KEY", multiple=True, help="Return a key to its default.")
-@click.option("--origin", is_flag=True, help="Say where each value came from.")
-@click.option("--diff", "other", metavar="OTHER", help="Say what differs in OTHER, a recipe or a run.")
+@click.option("--unset", metavar="KEY", multiple=True, help="Reset KEY to its default; may be repeated.")
+@click.option("--origin", is_flag=True, help="Show where each value comes from.")
+@click.option("--diff", "other", metavar="OTHER", help="Compare with OTHER, a recipe or a run.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
     arguments: tuple[str, ...], unset: tuple[str, ...], origin: bool, other: str | None, as_json: bool
 ) -> None:
-    """Print a recipe with everything filled in, as TOML that runs as it is.
+    """Print a recipe with all defaults filled in, as TOML that can be run as is.
 
-    With --diff: each key that differs, its value here and in OTHER; and versions of libraries and plugins,
-    those of a run as it recorded them. Overrides are for RECIPE.
+    With --diff, print each key that differs, with its value in RECIPE and in OTHER, and the library and
+    plugin versions that differ; for a run, the recorded versions are used. Overrides apply to RECIPE.
     """
     recipes, overrides = split_overrides(arguments)
     if len(recipes) != 1:

@@ -32,16 +32,14 @@ class Size(click.ParamType):
         return size
 
 
-@click.command("convert-checkpoint", short_help="Turn a checkpoint into a Hugging Face folder, or back.")
+@click.command("convert-checkpoint", short_help="Convert a checkpoint to a Hugging Face folder, or back.")
 @click.argument("src", type=FolderOrURL(file_okay=True))
 @click.argument("dst", type=click.Path(path_type=Path))
-@click.option(
-    "--to", "to", type=click.Choice(["hf", "titan", "peft"]), required=True, help="What DST will be."
-)
+@click.option("--to", "to", type=click.Choice(["hf", "titan", "peft"]), required=True, help="Format of DST.")
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16"]),
-    help="Cast the weights. Default: keep them.",
+    help="Cast the weights.  [default: keep their dtype]",
 )
 @click.option(
     "--max-shard-size",
@@ -49,13 +47,13 @@ class Size(click.ParamType):
     type=Size(),
     default="5GB",
     show_default=True,
-    help="The largest file; a tensor that is larger has one of its own.",
+    help="Maximum file size; a larger tensor gets a file of its own.",
 )
-@click.option("--verify", is_flag=True, help="Compare the logits with transformers' (or peft's).")
+@click.option("--verify", is_flag=True, help="Compare the logits with those of transformers (or peft).")
 @click.option(
     "--model-component",
     metavar="NAME",
-    help="The model that reads SRC, with --to titan. Default: the one of config.json's model_type.",
+    help="With --to titan: the model component for SRC.  [default: by config.json's model_type]",
 )
 def command(
     src: Path,
@@ -66,13 +64,13 @@ def command(
     verify: bool,
     model_component: str | None,
 ) -> int:
-    """Turn a checkpoint into a Hugging Face folder (--to hf), or back (--to titan).
+    """Convert a checkpoint to a Hugging Face folder (--to hf), or back (--to titan).
 
-    Adapters (of the converter lora) are merged into their base (--to hf), or written for peft (--to peft).
+    Adapters of the lora converter are merged into the base model (--to hf) or exported for peft (--to peft).
 
-    To hf, SRC is RUN/checkpoints/step-N, or RUN for its newest good checkpoint, or the URL of either;
-    transformers (or diffusers, if the model is one of its) loads DST as it is. To titan, SRC is a folder with
-    config.json and *.safetensors; a recipe starts from DST with weights=DST. DST must not exist.
+    With --to hf, SRC is RUN/checkpoints/step-N, RUN (its newest good checkpoint), or the URL of either;
+    transformers (or diffusers, for its models) loads DST directly. With --to titan, SRC is a folder with
+    config.json and *.safetensors; to start a run from DST, set weights=DST. DST must not exist.
     """
     from titancli.checkpoint.format.stream import no_progress
     from titancli.checkpoint.hf import convert

@@ -7,13 +7,13 @@ import click
 from titancli.cli.output import mark, print_json
 
 
-@click.command("doctor", short_help="Look at the installation, the machine and the plugins.")
+@click.command("doctor", short_help="Check the installation, the machine and the plugins.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(as_json: bool) -> int:
-    """Look at the installation, the machine and the plugins.
+    """Check the installation, the machine and the plugins.
 
-    Versions, which titan the PATH finds, torch, GPUs, environment variables that change a run, memory, disk,
-    and every plugin. Exits 5 where no run is possible, 4 where a plugin is broken.
+    Reports versions, which titan is on the PATH, torch, GPUs, environment variables that affect a run,
+    memory, disk, and every plugin. Exits with 5 if no run is possible, with 4 if a plugin is broken.
     """
     from titancli.doctor import findings
 

@@ -36,7 +36,7 @@ class Number(click.ParamType):
         return self.fail(f"{value!r} is not {self._said}", param, ctx)
 
 
-@click.command("generate", short_help="Continue a prompt with a trained model.")
+@click.command("generate", short_help="Generate text with a trained model.")
 @click.argument("src", type=click.Path(path_type=Path))
 @click.argument("prompt", required=False)
 @click.option(
@@ -44,29 +44,34 @@ class Number(click.ParamType):
     "file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help='Continue many: one a line, or in *.jsonl {"prompt": …}.',
+    help='Read prompts from FILE: one per line, or as {"prompt": …} in *.jsonl.',
 )
 @click.option(
-    "--max-new-tokens", type=click.IntRange(1), default=256, metavar="N", show_default=True, help="At most."
+    "--max-new-tokens",
+    type=click.IntRange(1),
+    default=256,
+    metavar="N",
+    show_default=True,
+    help="Maximum length.",
 )
 @click.option(
     "--temperature",
     type=Number("0, or at least 0.001", 0.001, or_zero=True),
     default=0.8,
     show_default=True,
-    help="Lower is less random; 0: the most probable token always.",
+    help="Lower is less random; 0 is greedy decoding.",
 )
-@click.option("--top-k", type=click.IntRange(1), metavar="K", help="Draw from the K most probable tokens.")
+@click.option("--top-k", type=click.IntRange(1), metavar="K", help="Sample from the K most probable tokens.")
 @click.option(
     "--top-p",
     type=Number("above 0 and at most 1", math.ulp(0), 1.0),
     default=1.0,
-    help="Draw from the most probable tokens that make up this probability.",
+    help="Nucleus sampling: cumulative probability of the tokens to sample from.",
 )
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Same seed, same text.")
-@click.option("--stop", metavar="TEXT", multiple=True, help="End before TEXT; may be repeated.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Random seed.")
+@click.option("--stop", metavar="TEXT", multiple=True, help="Stop before TEXT; may be repeated.")
 @click.option(
-    "-n", "--samples", type=click.IntRange(1), default=1, metavar="N", help="Completions of each prompt."
+    "-n", "--samples", type=click.IntRange(1), default=1, metavar="N", help="Completions per prompt."
 )
 @click.option(
     "--batch-size",
@@ -74,24 +79,26 @@ class Number(click.ParamType):
     default=16,
     metavar="N",
     show_default=True,
-    help="Completions made together.",
+    help="Completions per batch.",
 )
-@click.option("--chat", is_flag=True, help="A prompt is what a user says: apply the chat template.")
-@click.option("--system", metavar="TEXT", help="With --chat: the system message before it.")
-@click.option("--bos/--no-bos", default=None, help="Begin with the tokenizer's bos.  [default: as trained]")
+@click.option("--chat", is_flag=True, help="Treat the prompt as a user message: apply the chat template.")
+@click.option("--system", metavar="TEXT", help="With --chat: the system message.")
+@click.option("--bos/--no-bos", default=None, help="Start with the BOS token.  [default: as in training]")
 @click.option(
-    "--tokenizer", metavar="FOLDER|NAME", help="Where SRC has none, or another: a folder, or byte, for one."
+    "--tokenizer",
+    metavar="FOLDER|NAME",
+    help="Tokenizer folder or component (such as byte).  [default: SRC's]",
 )
-@click.option("--model-component", metavar="NAME", help="The model that reads a Hugging Face folder.")
+@click.option("--model-component", metavar="NAME", help="Model component for a Hugging Face folder.")
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16"]),
-    help="What it computes in.  [default: bfloat16 on a GPU, float32 on the CPU]",
+    help="Compute dtype.  [default: bfloat16 on a GPU, float32 on the CPU]",
 )
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document at the end.")
 def command(src: Path, prompt: str | None, file: Path | None, as_json: bool, **options: Any) -> int:
-    """Continue a prompt with a trained model.
+    """Generate text with a trained model.
 
     SRC is RUN (its newest good checkpoint), RUN/checkpoints/step-N, or a Hugging Face folder with
     config.json and *.safetensors. Without PROMPT, or with "-", the prompt is read from standard input.

@@ -22,22 +22,22 @@ class Entry(NamedTuple):
 
 
 COMMANDS = [
-    Entry("Run", "train", "train", "Train a model from a recipe, or continue a run."),
-    Entry("Run", "generate", "generate", "Continue a prompt with a trained model."),
-    Entry("Run", "plan", "plan", "Say what a recipe takes on so many devices, and whether it fits."),
-    Entry("Run", "convert-checkpoint", "convert", "Turn a checkpoint into a Hugging Face folder, or back."),
+    Entry("Run", "train", "train", "Train a model from a recipe, or resume a run."),
+    Entry("Run", "generate", "generate", "Generate text with a trained model."),
+    Entry("Run", "plan", "plan", "Estimate memory, traffic and speed on N devices."),
+    Entry("Run", "convert-checkpoint", "convert", "Convert a checkpoint to a Hugging Face folder, or back."),
     Entry("Runs", "checkpoint", "checkpoint", "List, show and verify checkpoints."),
-    Entry("Runs", "rollouts", "rollouts", "Show what a run has sampled, with rewards and advantages."),
+    Entry("Runs", "rollouts", "rollouts", "Show the rollouts of a run, with rewards and advantages."),
     Entry("Recipes", "validate", "validate", "Check recipes without running them."),
-    Entry("Recipes", "config", "config", "Print a recipe with everything filled in."),
-    Entry("Recipes", "list-recipes", "recipes", "List the recipes that can be named."),
-    Entry("Recipes", "new-recipe", "new_recipe", "Write a recipe file to begin with."),
+    Entry("Recipes", "config", "config", "Print a recipe with all defaults filled in."),
+    Entry("Recipes", "list-recipes", "recipes", "List the bundled recipes and those of plugins."),
+    Entry("Recipes", "new-recipe", "new_recipe", "Create a recipe file to start from."),
     Entry("Recipes", "schema", "schema", "Print the JSON Schema of recipes, for editors."),
-    Entry("Plugins", "list-components", "components", "List what a recipe can name."),
+    Entry("Plugins", "list-components", "components", "List the components that a recipe can use."),
     Entry("Plugins", "show", "show", "Show a component's fields."),
-    Entry("Plugins", "plugins", "plugins", "List the plugins and their state, or show one."),
-    Entry("Plugins", "doctor", "doctor", "Look at the installation, the machine and the plugins."),
-    Entry("Plugins", "new-plugin", "new_plugin", "Write the package of a new plugin."),
+    Entry("Plugins", "plugins", "plugins", "List the plugins and their status, or show one."),
+    Entry("Plugins", "doctor", "doctor", "Check the installation, the machine and the plugins."),
+    Entry("Plugins", "new-plugin", "new_plugin", "Create the package of a new plugin."),
 ]
 BUILTIN = {entry.name: entry for entry in COMMANDS}
 FROM_PLUGINS = "From plugins"
@@ -144,27 +144,27 @@ def note_broken() -> None:
     cls=Titan,
     help="Train language models from a recipe: one TOML file.",
     epilog="RECIPE is a file, a run folder, or a name that list-recipes shows. "
-    "KEY=VALUE overrides one value of it, for example training.steps=20. "
-    "-p, --color, -v, -q, --traceback and --version stand before or after the command.",
+    "KEY=VALUE overrides one of its values, for example training.steps=20. "
+    "-p, --color, -v, -q, --traceback and --version work before or after the command.",
     params=[
         # Taken out before click parses (see titancli.cli.common); they stand here to be shown.
         click.Option(
             ["-p", "plugin"],
             metavar="FILE.py | no:NAME",
             multiple=True,
-            help="Add a plugin from a file, or leave one out.",
+            help="Load a plugin from a file, or disable one.",
             expose_value=False,
         ),
         click.Option(
             ["--color"],
             type=click.Choice(["auto", "always", "never"]),
-            help="When to colour.  [default: auto]",
+            help="When to use colors.  [default: auto]",
             expose_value=False,
         ),
-        click.Option(["-v", "--verbose"], is_flag=True, help="Say more: what is loaded.", expose_value=False),
-        click.Option(["-q", "--quiet"], is_flag=True, help="Say errors only.", expose_value=False),
+        click.Option(["-v", "--verbose"], is_flag=True, help="Print debug messages.", expose_value=False),
+        click.Option(["-q", "--quiet"], is_flag=True, help="Print errors only.", expose_value=False),
         click.Option(
-            ["--traceback"], is_flag=True, help="Show where an error was raised.", expose_value=False
+            ["--traceback"], is_flag=True, help="Print the traceback of an error.", expose_value=False
         ),
         click.Option(["--version"], is_flag=True, help="Print the version and exit.", expose_value=False),
     ],

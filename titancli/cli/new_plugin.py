@@ -10,17 +10,19 @@ from titancli.cli.output import note
 from titancli.registry.kinds import KINDS
 
 
-@click.command("new-plugin", short_help="Write the package of a new plugin.")
+@click.command("new-plugin", short_help="Create the package of a new plugin.")
 @click.argument("name")
-@click.option("--kind", type=click.Choice(list(KINDS)), required=True, help="What it will offer.")
 @click.option(
-    "--dir", "folder", type=click.Path(path_type=Path), metavar="DIR", help="Where.  [default: NAME]"
+    "--kind", type=click.Choice(list(KINDS)), required=True, help="Kind of component that it provides."
+)
+@click.option(
+    "--dir", "folder", type=click.Path(path_type=Path), metavar="DIR", help="Output folder.  [default: NAME]"
 )
 def command(name: str, kind: str, folder: Path | None) -> None:
-    """Write the package of a new plugin: a component that works, and its tests.
+    """Create the package of a new plugin: a working component and its tests.
 
-    NAME is that of the package and of the plugin, for example titan-lab. For a kind that is seldom written
-    nothing is made; what its component is called with, and must return, is printed instead.
+    NAME names both the package and the plugin, for example titan-lab. Kinds that are rarely implemented have
+    no template; for these, the interface that the component must implement is printed instead.
     """
     from titancli.testing.protocols import told
     from titancli.testing.scaffold import KINDS_WITH_TEMPLATE, new_plugin

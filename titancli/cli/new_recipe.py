@@ -19,7 +19,7 @@ from titancli.registry import current
 SCHEMA_NAME = "titan.schema.json"
 
 
-@click.command("new-recipe", short_help="Write a recipe file to begin with.")
+@click.command("new-recipe", short_help="Create a recipe file to start from.")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option(
     "--from",
@@ -33,13 +33,13 @@ SCHEMA_NAME = "titan.schema.json"
     "job",
     type=click.Path(path_type=Path),
     metavar="JOB.toml",
-    help="Translate a job config of torchtitan 0.2.2 or before.",
+    help="Convert a job config of torchtitan 0.2.2 or earlier.",
 )
 def command(file: Path, base: str | None, job: Path | None) -> int:
-    """Write a recipe FILE to begin with. An existing FILE is left alone.
+    """Create a recipe FILE to start from. An existing FILE is never overwritten.
 
-    --from-torchtitan prints every field that could not be carried over, with its line and the reason; the
-    same account stands at the end of FILE.
+    --from-torchtitan reports every field that could not be converted, with its line and the reason, and
+    appends the same report to FILE.
     """
     if (base is None) == (job is None):
         raise UsageError(

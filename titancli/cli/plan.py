@@ -18,25 +18,29 @@ NODE = 8
 """Ranks to begin with where neither the command nor the mesh says how many there are."""
 
 
-@click.command("plan", short_help="Say what a recipe takes on so many devices, and whether it fits.")
+@click.command("plan", short_help="Estimate memory, traffic and speed on N devices.")
 @click.argument(
     "arguments", metavar="RECIPE [KEY=VALUE]...", nargs=-1, required=True, type=RecipeOrOverride()
 )
-@click.option("--unset", metavar="KEY", multiple=True, help="Return a key to its default.")
+@click.option("--unset", metavar="KEY", multiple=True, help="Reset KEY to its default; may be repeated.")
 @click.option(
     "--world-size",
     metavar="N",
     type=click.IntRange(min=1),
-    help="Ranks in all.  [default: what the mesh says, or a node of 8]",
+    help="Total number of ranks.  [default: from the mesh, or one node of 8]",
 )
 @click.option("--gpu", type=click.Choice(sorted(DEVICES)), default="H100", show_default=True)
-@click.option("--check", is_flag=True, help="Also do a step of one rank of each stage, without memory.")
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Also simulate a step on one rank of each pipeline stage, without allocating memory.",
+)
 @click.option(
     "--check-rank",
     metavar="R",
     type=click.IntRange(min=0),
     multiple=True,
-    help="Check this rank instead; may be given again.  [default: the first of each pipeline stage]",
+    help="Rank to check; may be repeated.  [default: the first rank of each pipeline stage]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
@@ -48,9 +52,9 @@ def command(
     check_rank: tuple[int, ...],
     as_json: bool,
 ) -> int:
-    """Say what a recipe takes on so many devices: memory, traffic, time at best, and whether it fits.
+    """Estimate memory, traffic and speed of a recipe on N devices, and whether it fits.
 
-    Everything is computed, without a GPU and without torch. docs/plan.md says how.
+    Needs neither a GPU nor, without --check, torch. docs/plan.md describes the method.
     """
     recipes, overrides = split_overrides(arguments)
     if len(recipes) != 1:

@@ -15,14 +15,14 @@ from titancli.registry import current
 from titancli.registry.plugins import PluginStatus
 
 
-@click.command("plugins", short_help="List the plugins and their state, or show one.")
+@click.command("plugins", short_help="List the plugins and their status, or show one.")
 @click.argument("name", required=False, type=PluginName())
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(name: str | None, as_json: bool) -> None:
-    """List the plugins and their state, or show one.
+    """List the plugins and their status, or show one.
 
-    The state is ok, broken, blocked (by -p no:NAME), unlisted (not in TITAN_PLUGINS) or missing (listed
-    there, but not installed). A plugin that imports torch slows every command down.
+    The status is ok, broken, blocked (by -p no:NAME), unlisted (not in TITAN_PLUGINS) or missing (listed
+    there, but not installed). A plugin that imports torch slows down every command.
     """
     registry = current()
     registry.commands(BUILTIN)  # asked for everything, a plugin shows all its faults

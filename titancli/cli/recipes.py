@@ -13,10 +13,10 @@ from titancli.registry import current
 from titancli.registry.plugins import BUILTIN
 
 
-@click.command("list-recipes", short_help="List the recipes that can be named.")
+@click.command("list-recipes", short_help="List the bundled recipes and those of plugins.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(as_json: bool) -> None:
-    """List the recipes that can be named: titan's own by NAME, those of a plugin by PLUGIN:NAME."""
+    """List the bundled recipes, used by NAME, and those of plugins, used by PLUGIN:NAME."""
     recipes = [
         _recipe(plugin, file)
         for plugin, folder in current().recipe_folders()

@@ -15,21 +15,21 @@ from titancli.errors import UsageError
 GREEN, RED, DIM, BOLD = 32, 31, 2, 1
 
 
-@click.command("rollouts", short_help="Show what a run has sampled, with rewards and advantages.")
+@click.command("rollouts", short_help="Show the rollouts of a run, with rewards and advantages.")
 @click.argument("run", type=click.Path(path_type=Path, file_okay=False, exists=True))
-@click.option("--step", type=int, help="Of this step.  [default: the newest]")
+@click.option("--step", type=int, help="Step to show.  [default: the latest]")
 @click.option(
-    "-n", "--prompts", type=click.IntRange(min=1), help="So many prompts.  [default: 4, --json: all]"
+    "-n", "--prompts", type=click.IntRange(min=1), help="Number of prompts.  [default: 4; all with --json]"
 )
 @click.option(
-    "--samples", type=click.IntRange(min=1), help="So many samples of each.  [default: 8, --json: all]"
+    "--samples", type=click.IntRange(min=1), help="Samples per prompt.  [default: 8; all with --json]"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(run: Path, step: int | None, prompts: int | None, samples: int | None, as_json: bool) -> None:
-    """Show the rollouts of RUN: prompts, samples, rewards, advantages, and rewards that failed.
+    """Show the rollouts of RUN: prompts, samples, rewards, advantages and failed rewards.
 
-    Best and worst samples come first. What has a positive advantage is made more probable (green), what has a
-    negative one less (red).
+    The best and worst samples come first. Samples with a positive advantage become more probable (green),
+    those with a negative one less probable (red).
     """
     from titancli.rl.rollouts import read, recorded
     from titancli.runs import RunFolder

@@ -12,13 +12,13 @@ from titancli.registry import current
 
 @click.command("schema", short_help="Print the JSON Schema of recipes, for editors.")
 def command() -> None:
-    """Print the JSON Schema (2020-12) of recipes, with everything that the installed plugins offer.
+    """Print the JSON Schema (2020-12) of recipes, including the components of installed plugins.
 
     \b
     titan schema > titan.schema.json
 
-    A recipe whose first line is `#:schema ./titan.schema.json` is then completed and checked by editors that
-    know Taplo or Even Better TOML. Write the file anew after installing a plugin.
+    Editors with Taplo or Even Better TOML then complete and check any recipe whose first line is
+    `#:schema ./titan.schema.json`. Regenerate the file after installing a plugin.
     """
     from titancli.recipe.editor import recipe_schema
 

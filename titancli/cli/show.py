@@ -25,7 +25,7 @@ from titancli.registry.kinds import KINDS
 def command(name: str, as_json: bool) -> None:
     """Show a component's fields: type, default, meaning, and flavors.
 
-    KIND may be left out where only one kind has the name; NAME may be a full one, plugin/name.
+    KIND may be omitted if the name is unique; NAME may be a full name, PLUGIN/NAME.
     """
     config = _find(name)
     if as_json:

@@ -33,26 +33,34 @@ class NumberOrAuto(click.ParamType):
         return self.fail(f"{value!r} is neither a number of processes nor auto", param, ctx)
 
 
-@click.command("train", short_help="Train a model from a recipe, or continue a run.")
+@click.command("train", short_help="Train a model from a recipe, or resume a run.")
 @click.argument(
     "arguments", metavar="RECIPE [KEY=VALUE]...", nargs=-1, required=True, type=RecipeOrOverride()
 )
 @click.option("--run-dir", type=click.Path(path_type=Path), metavar="DIR", help="The run folder.")
-@click.option("--resume", is_flag=True, help="Continue the run from its newest good checkpoint.")
+@click.option("--resume", is_flag=True, help="Resume the run from its newest good checkpoint.")
 @click.option(
-    "--step", type=click.IntRange(0), metavar="N", help="With --resume: from the checkpoint of step N."
+    "--step", type=click.IntRange(0), metavar="N", help="With --resume: start from the checkpoint of step N."
 )
 @click.option(
-    "--allow-drift", is_flag=True, help="With --resume: even with another model, tokenizer or dataset."
+    "--allow-drift", is_flag=True, help="With --resume: allow a changed model, tokenizer or dataset."
 )
-@click.option("--unset", metavar="KEY", multiple=True, help="Return a key to its default.")
-@click.option("--nproc", type=NumberOrAuto(), help="Processes on this machine.  [default: the launcher's]")
+@click.option("--unset", metavar="KEY", multiple=True, help="Reset KEY to its default; may be repeated.")
 @click.option(
-    "--nnodes", type=click.IntRange(1), default=1, metavar="N", help="Machines; start titan on each."
+    "--nproc", type=NumberOrAuto(), help="Processes on this machine.  [default: set by the launcher]"
 )
-@click.option("--rdzv", metavar="HOST:PORT", help="Where several machines meet; HOST is one of them.")
-@click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Events as JSON Lines on stdout.")
+@click.option(
+    "--nnodes",
+    type=click.IntRange(1),
+    default=1,
+    metavar="N",
+    help="Number of machines; start titan on each of them.",
+)
+@click.option(
+    "--rdzv", metavar="HOST:PORT", help="Rendezvous address for several machines; HOST is one of them."
+)
+@click.option("--dry-run", is_flag=True, help="Show what would be done, then exit.")
+@click.option("--json", "as_json", is_flag=True, help="Print events as JSON Lines to stdout.")
 @click.pass_obj
 def command(
     common: Common,
@@ -68,12 +76,12 @@ def command(
     dry_run: bool,
     as_json: bool,
 ) -> int:
-    """Train a model from a recipe, or continue a run.
+    """Train a model from a recipe, or resume a run.
 
     \b
-    titan train RECIPE                          a new run
-    titan train RUN --resume                    continue a run
-    titan train RECIPE --run-dir DIR --resume   start DIR, or continue it: for job scripts
+    titan train RECIPE                          start a new run
+    titan train RUN --resume                    resume a run
+    titan train RECIPE --run-dir DIR --resume   start or resume the run in DIR: for job scripts
     """
     from titancli.recipe.check import remarks
     from titancli.run.prepare import Request, make_plan

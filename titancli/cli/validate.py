@@ -26,19 +26,19 @@ Format = Literal["text", "json", "github"]
 @click.argument(
     "arguments", metavar="RECIPE... [KEY=VALUE]...", nargs=-1, required=True, type=RecipeOrOverride()
 )
-@click.option("--unset", metavar="KEY", multiple=True, help="Return a key to its default.")
-@click.option("--strict", is_flag=True, help="Import the code that the components are built by, too.")
+@click.option("--unset", metavar="KEY", multiple=True, help="Reset KEY to its default; may be repeated.")
+@click.option("--strict", is_flag=True, help="Also import the code that builds the components.")
 @click.option(
     "--format",
     "format_",
     type=click.Choice(["text", "json", "github"]),
     default="text",
-    help="How problems are printed: for people, as one JSON document, or as GitHub annotations.",
+    help="Output format: plain text, one JSON document, or GitHub annotations.",
 )
 def command(arguments: tuple[str, ...], unset: tuple[str, ...], strict: bool, format_: Format) -> int:
-    """Check recipes without running them, and without importing what they name unless --strict is given.
+    """Check recipes without running them. Component code is imported only with --strict.
 
-    Every argument with a = is an override, for all of the recipes.
+    Arguments that contain = are overrides and apply to all recipes.
     """
     recipes, overrides = split_overrides(arguments)
     if not recipes:

@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 @component("converter", "lora", target="titancli.converters.lora:build")
 class LoRA:
-    """Low-rank adapters beside linear layers (arXiv 2106.09685): they alone are trained and saved.
+    """LoRA: low-rank adapters of linear layers (arXiv 2106.09685). Only the adapters are trained and saved.
 
     The base, which `weights` names, stays as it is; it comes with no checkpoint, which tells its path and
     digest.
     """
 
     rank: Annotated[int, Gt(0)] = 8
-    """Rows of A and columns of B."""
+    """Rank of the adapters."""
     alpha: Annotated[float, Gt(0)] = 16.0
-    """What B·A adds is multiplied by alpha / rank."""
+    """Scaling: the output of B·A is multiplied by alpha / rank."""
     targets: Annotated[list[str], MinLen(1)] | None = None
-    """Linear layers: a full name (`layers.0.attention.wq`), the end of one (`wq`, `attention.wo`), or a
-    pattern (`layers.0.*`); None: those of all blocks, routers excepted."""
+    """Linear layers to adapt: a full name (`layers.0.attention.wq`), the end of one (`wq`, `attention.wo`),
+    or a pattern (`layers.0.*`); None: those of all blocks except routers."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         names = [component_info(config).name for config in recipe.converters]

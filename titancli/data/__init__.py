@@ -26,28 +26,28 @@ if TYPE_CHECKING:
 
 @component("dataset", "text_files", target="titancli.data.files:build_text_files")
 class TextFiles:
-    """Text files on disk, UTF-8; one file is one document."""
+    """Text files on disk, in UTF-8; each file is one document."""
 
     paths: Annotated[list[Path], MinLen(1)]
-    """Files, folders (every file in them, hidden ones excepted) and globs (`"corpus/**/*.md"`)."""
+    """Files, folders (all non-hidden files in them) and globs (`"corpus/**/*.md"`)."""
     shuffle: bool = True
-    """Documents come in an order that follows from (training.seed, epoch); false: in the order listed."""
+    """Shuffle documents by (training.seed, epoch); false: keep the order in which they are listed."""
     repeat: bool = True
-    """Begin again at the end, as often as needed; false: the data's end ends the run."""
+    """Start over at the end of the data, as often as needed; false: end the run there."""
     document_mask: bool = False
-    """Attention and positions stay inside a document; false: a row is treated as one document."""
+    """Keep attention and positions within a document; false: treat a row as one document."""
 
 
 @component("dataset", "python_stdlib", target="titancli.data.files:build_python_stdlib")
 class PythonStdlib:
-    """The Python standard library's own source: real text that lies on every machine."""
+    """Source code of the Python standard library: real text, available on every machine."""
 
     shuffle: bool = True
-    """Documents come in an order that follows from (training.seed, epoch); false: sorted by name."""
+    """Shuffle documents by (training.seed, epoch); false: sort them by name."""
     repeat: bool = True
-    """Begin again at the end, as often as needed; false: the data's end ends the run."""
+    """Start over at the end of the data, as often as needed; false: end the run there."""
     document_mask: bool = False
-    """Attention and positions stay inside a document; false: a row is treated as one document."""
+    """Keep attention and positions within a document; false: treat a row as one document."""
 
 
 @component("dataset", "hf", target="titancli.data.hf_datasets:build")
@@ -57,21 +57,21 @@ class HFDataset:
     path: Annotated[str, MinLen(1)]
     """`"./folder"` or `"./file.jsonl"` (local: begins with `/`, `./`, `../` or `~`), or a Hub name."""
     name: str | None = None
-    """The configuration of a dataset on the Hub, e.g. `"en"`."""
+    """Configuration of a dataset on the Hub, e.g. `"en"`."""
     revision: str | None = None
-    """The commit, tag or branch of a dataset on the Hub; a commit makes a run repeatable."""
+    """Commit, tag or branch of a dataset on the Hub; a commit makes a run reproducible."""
     split: str = "train"
-    """Which split, e.g. `"train"` or `"train[:10%]"`."""
+    """Split to use, e.g. `"train"` or `"train[:10%]"`."""
     text: str = "text"
-    """The column that holds a document's text."""
+    """Column with the text of a document."""
     streaming: bool = False
-    """Read while training instead of downloading first."""
+    """Stream the data while training instead of downloading it first."""
     shuffle: bool = False
-    """Documents come in an order that follows from (training.seed, epoch); not with streaming."""
+    """Shuffle documents by (training.seed, epoch); not with streaming."""
     repeat: bool = True
-    """Begin again at the end, as often as needed; false: the data's end ends the run."""
+    """Start over at the end of the data, as often as needed; false: end the run there."""
     document_mask: bool = False
-    """Attention and positions stay inside a document; false: a row is treated as one document."""
+    """Keep attention and positions within a document; false: treat a row as one document."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", _absolute(self.path))
@@ -105,57 +105,59 @@ def hub_keys(config: Any) -> Iterator[tuple[str, str]]:
 
 @component("dataset", "jsonl", target="titancli.data.jsonl:build")
 class JsonLines:
-    """JSON Lines on disk; one row is one document. Bad rows are skipped and counted."""
+    """JSON Lines on disk; each row is one document. Bad rows are skipped and counted."""
 
     paths: Annotated[list[Path], MinLen(1)]
-    """Files, folders (every file in them, hidden ones excepted) and globs (`"corpus/**/*.jsonl"`)."""
+    """Files, folders (all non-hidden files in them) and globs (`"corpus/**/*.jsonl"`)."""
     text: str = "text"
-    """The key of a row that holds its document's text."""
+    """Key of a row's text."""
     strict: bool = False
-    """A bad row (not UTF-8, not JSON, empty, without the key, too long) ends the run, with file and line."""
+    """End the run at a bad row (not UTF-8, not JSON, empty, without the key, too long), reporting file and
+    line."""
     max_bytes: Annotated[int, Gt(0)] = 8_388_608
-    """A longer row is a bad one."""
+    """Maximum length of a row; longer ones are bad rows."""
     shuffle: bool = True
-    """Documents come in an order that follows from (training.seed, epoch); false: in the order listed."""
+    """Shuffle documents by (training.seed, epoch); false: keep the order in which they are listed."""
     repeat: bool = True
-    """Begin again at the end, as often as needed; false: the data's end ends the run."""
+    """Start over at the end of the data, as often as needed; false: end the run there."""
     document_mask: bool = False
-    """Attention and positions stay inside a document; false: a row is treated as one document."""
+    """Keep attention and positions within a document; false: treat a row as one document."""
 
 
 @component("dataset", "chat", target="titancli.data.chat:build")
 class Chat:
-    """Conversations as `messages` under the tokenizer's chat template; bad rows are skipped and counted."""
+    """Conversations as `messages`, with the tokenizer's chat template; bad rows are skipped and counted."""
 
     path: Annotated[str, MinLen(1)]
     """JSON Lines (a file or a glob that ends in `.jsonl`); a Hugging Face dataset: a local folder or file
-    (begins with `/`, `./`, `../` or `~`), or a Hub name; or titan's own (`"titan:sums"`)."""
+    (begins with `/`, `./`, `../` or `~`), or a Hub name; or titan's bundled data (`"titan:sums"`)."""
     name: str | None = None
-    """The configuration of a dataset on the Hub."""
+    """Configuration of a dataset on the Hub."""
     revision: str | None = None
-    """The commit, tag or branch of a dataset on the Hub."""
+    """Commit, tag or branch of a dataset on the Hub."""
     split: str = "train"
-    """Which split of a Hugging Face dataset, e.g. `"train"` or `"train[:95%]"`."""
+    """Split of a Hugging Face dataset, e.g. `"train"` or `"train[:95%]"`."""
     messages: str = "messages"
-    """The key of a row that holds its messages, `{"role": …, "content": …}` each."""
+    """Key of a row's list of messages (`{"role": …, "content": …}`)."""
     train_on: Literal["assistant", "all"] = "assistant"
-    """Whether targets are what the assistant says, up to its end marker, or every token."""
+    """Train on what the assistant says, including its end marker, or on every token."""
     trailing_newline: bool = False
-    """The line break that a chat template puts behind the assistant's end marker (ChatML: `<|im_end|>\\n`) is
-    a target too; false: the end marker is a turn's last one."""
+    """Also train on the line break that a chat template puts after the assistant's end marker (ChatML:
+    `<|im_end|>\\n`); false: the end marker is the last target of a turn."""
     pack: bool = True
-    """Several whole conversations share a row and do not see each other; false: one a row."""
+    """Pack several whole conversations into a row, with attention kept apart; false: one conversation per
+    row."""
     too_long: Literal["cut", "skip"] = "cut"
-    """What is done with a conversation longer than training.seq_len + 1 tokens: it is cut (and counted), or
-    it is a bad row."""
+    """What to do with a conversation longer than training.seq_len + 1 tokens: truncate it (and count it), or
+    treat it as a bad row."""
     strict: bool = False
-    """A bad row (no JSON, no messages, refused by the chat template, without a target) ends the run."""
+    """End the run at a bad row (no JSON, no messages, rejected by the chat template, without a target)."""
     max_bytes: Annotated[int, Gt(0)] = 8_388_608
-    """A longer line of JSON is a bad one."""
+    """Maximum length of a line of JSON; longer ones are bad rows."""
     shuffle: bool = True
-    """Rows come in an order that follows from (training.seed, epoch); false: in the order listed."""
+    """Shuffle rows by (training.seed, epoch); false: keep the order in which they are listed."""
     repeat: bool = True
-    """Begin again at the end, as often as needed; false: the data's end ends the run."""
+    """Start over at the end of the data, as often as needed; false: end the run there."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", absolute_lines(self.path))
@@ -172,32 +174,33 @@ class Chat:
 
 @component("dataset", "preference", target="titancli.data.chat_pairs:build")
 class Preference:
-    """Pairs of answers, one `chosen` and one `rejected`; bad rows are skipped and counted.
+    """Preference pairs of a `chosen` and a `rejected` answer; bad rows are skipped and counted.
 
-    Answers are messages or text; the prompt is `prompt` (messages, or what the user says), or both answers
-    are whole conversations that begin alike. A pair is two rows, so training.local_batch_size is even.
+    Answers are messages or text. The prompt is in `prompt` (messages, or the text of a user message), or both
+    answers are whole conversations with a common start. A pair takes two rows of a batch, so
+    training.local_batch_size must be even.
     """
 
     path: Annotated[str, MinLen(1)]
-    """As in dataset/chat; titan's own are `"titan:sums_pairs"`."""
+    """As in dataset/chat; titan's bundled data is `"titan:sums_pairs"`."""
     name: str | None = None
-    """The configuration of a dataset on the Hub."""
+    """Configuration of a dataset on the Hub."""
     revision: str | None = None
-    """The commit, tag or branch of a dataset on the Hub."""
+    """Commit, tag or branch of a dataset on the Hub."""
     split: str = "train"
-    """Which split of a Hugging Face dataset."""
+    """Split of a Hugging Face dataset."""
     reference_logps: bool = False
-    """Rows have `reference_chosen_logp` and `reference_rejected_logp`: the sums of the answers' tokens'
-    log-probabilities under the reference, which then need not be in memory."""
+    """Read `reference_chosen_logp` and `reference_rejected_logp` from each row: the summed log-probabilities
+    of the answers under the reference model, which then need not be in memory."""
     strict: bool = False
-    """A bad row (no pair, refused by the chat template, longer than training.seq_len + 1 tokens) ends the
-    run."""
+    """End the run at a bad row (no pair, rejected by the chat template, longer than training.seq_len + 1
+    tokens)."""
     max_bytes: Annotated[int, Gt(0)] = 8_388_608
-    """A longer line of JSON is a bad one."""
+    """Maximum length of a line of JSON; longer ones are bad rows."""
     shuffle: bool = True
-    """Pairs come in an order that follows from (training.seed, epoch); false: in the order listed."""
+    """Shuffle pairs by (training.seed, epoch); false: keep the order in which they are listed."""
     repeat: bool = True
-    """Begin again at the end, as often as needed; false: the data's end ends the run."""
+    """Start over at the end of the data, as often as needed; false: end the run there."""
     gives_pairs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -213,9 +216,9 @@ class Preference:
 
 @component("tokenizer", "byte", target="titancli.data.byte_tokenizer:build")
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255, and an end marker 256; needs no files.
+    """UTF-8 bytes as ids 0 to 255, and an end marker 256. Needs no files.
 
-    Its chat template: each message is its role, an end of line, its content, and 256.
+    In its chat template, each message is its role, a newline, its content, and 256.
     """
 
 
@@ -224,9 +227,10 @@ class HFTokenizer:
     """A Hugging Face tokenizer: a folder with tokenizer.json."""
 
     path: Path
-    """The folder; tokenizer_config.json beside tokenizer.json names the end marker and the chat template."""
+    """Folder with tokenizer.json; tokenizer_config.json in it defines the end marker and the chat
+    template."""
     eos: str | None = None
-    """The token that ends a document; None: what the folder's files name."""
+    """Token that ends a document; None: as defined by the folder's files."""
 
 
 COMPONENTS: list[type] = [

@@ -11,12 +11,12 @@ from titancli.registry.component import component
 
 @component("launcher", "local", target="titancli.launchers.local:launch")
 class Local:
-    """Runs on this machine, or on several where the same command is started on each."""
+    """Run on this machine, or on several machines, with the same command started on each."""
 
     nproc: Annotated[int, Gt(0)] | Literal["auto"] = "auto"
-    """Processes on each machine; auto: one for each visible GPU, and one where there is none."""
+    """Processes per machine; auto: one per visible GPU, or one if there is none."""
     max_restarts: Annotated[int, Ge(0)] = 0
-    """How often the processes are started anew, from the newest checkpoint, after one of them failed."""
+    """How many times the processes are restarted from the newest checkpoint after one of them has failed."""
 
 
 COMPONENTS: list[type] = [Local]

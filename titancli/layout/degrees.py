@@ -14,7 +14,7 @@ from titancli.registry.component import section
 
 
 def divisors(*sizes: int) -> list[int]:
-    """What divides all of these."""
+    """Return the common divisors of these sizes."""
     common = math.gcd(*sizes)
     small = [n for n in range(1, math.isqrt(common) + 1) if common % n == 0]
     return sorted({*small, *(common // n for n in small)})
@@ -82,20 +82,20 @@ Degree = Annotated[int, Ge(1)] | Literal[-1]
 
 @section
 class Mesh:
-    """Degrees of parallelism; one of them may be -1 and takes the ranks that are left."""
+    """Degrees of parallelism. One of them may be -1, which stands for all remaining ranks."""
 
     pp: Degree = 1
-    """Pipeline stages."""
+    """Pipeline-parallel degree."""
     dp_replicate: Degree = 1
-    """Replicas of the whole model (DDP when dp_shard is 1, HSDP otherwise)."""
+    """Number of replicas of the whole model (DDP if dp_shard is 1, HSDP otherwise)."""
     dp_shard: Degree = -1
-    """Ranks that parameters are sharded over (FSDP2)."""
+    """Number of ranks over which parameters are sharded (FSDP2)."""
     cp: Degree = 1
-    """Ranks that a row is cut over."""
+    """Context-parallel degree: ranks over which a sequence is split."""
     tp: Degree = 1
-    """Ranks that a layer's matrices are cut over."""
+    """Tensor-parallel degree: ranks over which a layer's matrices are sharded."""
     ep: Annotated[int, Ge(1)] = 1
-    """Ranks that experts are spread over; taken from dp_shard * cp * tp."""
+    """Expert-parallel degree: ranks over which experts are distributed, taken from dp_shard * cp * tp."""
 
     def resolve(self, world: int, can: Callable[[str, int], bool] = lambda name, degree: True) -> Degrees:
         """The degrees on `world` ranks.

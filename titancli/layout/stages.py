@@ -60,20 +60,22 @@ ScheduleName = Literal[
 
 @section
 class Pipeline:
-    """How a model is cut into stages (mesh.pp), and the order in which they work."""
+    """Pipeline parallelism (mesh.pp): how the model is split into stages, and the schedule."""
 
     schedule: ScheduleName = "1F1B"
-    """The last five give each rank several stages; the last three split backward in two."""
+    """Pipeline schedule. The last five run several stages per rank; the last three split the backward
+    pass."""
     microbatch_size: Annotated[int, Gt(0)] = 1
-    """Rows that pass through the stages together."""
+    """Sequences per pipeline micro-batch."""
     layers_per_stage: Annotated[int, Gt(0)] | None = None
-    """Layers of one stage; None: as many as make one stage a rank, or two for the schedules of several."""
+    """Layers per stage; None: as many as give one stage per rank, or two for schedules with several."""
     first_stage_less_layers: Annotated[int, Ge(0)] = 1
-    """By how many layers the first stage is lighter, for the embedding's sake."""
+    """How many fewer layers the first stage gets, to compensate for the embedding."""
     last_stage_less_layers: Annotated[int, Ge(0)] = 1
-    """By how many layers the last stage is lighter, for the output's sake."""
+    """How many fewer layers the last stage gets, to compensate for the output layer."""
     module_fqns_per_model_part: list[list[str]] | None = None
-    """The modules of every stage by name, instead: `[["tok_embeddings", "layers.0"], …]`."""
+    """Explicit list of the modules of every stage, instead of the automatic split: `[["tok_embeddings",
+    "layers.0"], …]`."""
 
 
 class StageError(RecipeError):

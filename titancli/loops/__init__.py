@@ -22,14 +22,14 @@ class Pretrain:
 
 @component("loop", "sft", target="titancli.loops.sft:build")
 class SFT:
-    """Supervised fine-tuning: training as in pretrain, and evaluation on data that are held out."""
+    """Supervised fine-tuning: pretrain's training loop, with evaluation on held-out data."""
 
     validation: Annotated[Component, Slot("dataset")] | None = None
-    """What the model is evaluated on, with `repeat = false`; None: nothing."""
+    """Dataset for evaluation, with `repeat = false`; None: no evaluation."""
     eval_freq: Annotated[int, Gt(0)] = 100
-    """Steps between two evaluations; after the last step there is one too."""
+    """Steps between two evaluations; there is always one after the last step."""
     eval_batches: Annotated[int, Gt(0)] | None = None
-    """Batches of a data-parallel rank in one evaluation, from the beginning; None: all."""
+    """Batches per evaluation on each data-parallel rank, from the start of the data; None: all."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from _check_evaluation(self.validation, self.eval_batches)
@@ -37,18 +37,18 @@ class SFT:
 
 @component("loop", "dpo", target="titancli.loops.dpo:build")
 class DPO:
-    """Direct preference optimisation (arXiv 2305.18290) of pairs, against the model that the run began with.
+    """Direct preference optimization (DPO, arXiv 2305.18290), relative to a reference model.
 
-    The reference is a frozen copy of it; with the converter lora the base itself; or log-probabilities that
-    the data bring along (`dataset.reference_logps`).
+    The reference is a frozen copy of the initial model, the base model with the converter lora, or
+    log-probabilities stored in the dataset (`dataset.reference_logps`).
     """
 
     validation: Annotated[Component, Slot("dataset")] | None = None
-    """Pairs that the model is evaluated on, with `repeat = false`; None: none."""
+    """Dataset of pairs for evaluation, with `repeat = false`; None: no evaluation."""
     eval_freq: Annotated[int, Gt(0)] = 100
-    """Steps between two evaluations; after the last step there is one too."""
+    """Steps between two evaluations; there is always one after the last step."""
     eval_batches: Annotated[int, Gt(0)] | None = None
-    """Batches of a data-parallel rank in one evaluation, from the beginning; None: all."""
+    """Batches per evaluation on each data-parallel rank, from the start of the data; None: all."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from _check_evaluation(self.validation, self.eval_batches)
@@ -64,42 +64,44 @@ class DPO:
 
 @component("loop", "grpo", target="titancli.loops.grpo:build")
 class Grpo:
-    """Reinforcement learning from rewards: sample, score, and train on what was sampled.
+    """Reinforcement learning from rewards: sample completions, score them, and train on them.
 
-    Which algorithm it is (GRPO, DAPO, Dr. GRPO, GSPO, CISPO, RLOO) is said by `[loss]` and `advantage`.
+    `[loss]` and `advantage` select the algorithm (GRPO, DAPO, Dr. GRPO, GSPO, CISPO, RLOO).
     """
 
     task: Annotated[Component, Slot("task")]
-    """Where prompts come from."""
+    """Source of the prompts."""
     rewards: Annotated[list[Annotated[Component, Slot("reward")]], MinLen(1)]
-    """What a completion is worth: the sum of these, each times its `weight`."""
+    """Rewards of a completion: their sum, each multiplied by its `weight`."""
     advantage: Annotated[Component, Slot("advantage")] = field(default_factory=GroupNorm)
-    """What is made of the rewards of one prompt's samples."""
+    """How advantages are computed from the rewards of one prompt's samples."""
     generator: Annotated[Component, Slot("generator")] = field(default_factory=Local)
-    """What writes completions."""
+    """Generator of the completions."""
     prompts: Annotated[int, Gt(0)] = 16
-    """Prompts that are asked together, over all ranks."""
+    """Prompts per sampling step, over all ranks."""
     samples: Annotated[int, Gt(1)] = 16
-    """Completions of each prompt."""
+    """Completions per prompt."""
     updates: Annotated[int, Gt(0)] = 1
-    """Optimizer steps on what was sampled, each on its share of the prompts; above 1 losses clip."""
+    """Optimizer steps per sampling step, each on its share of the prompts; clipping takes effect above 1."""
     solved: float = 1.0
-    """A completion whose reward is at least this counts as solved."""
+    """Reward from which a completion counts as solved."""
     reward_timeout: Annotated[float, Gt(0)] = 10.0
-    """Seconds that a reward may take for one completion."""
+    """Timeout of a reward for one completion, in seconds."""
     failed_reward: Literal["zero", "drop"] = "zero"
-    """A reward that raised, took too long, or was no number counts 0; or its sample is left out."""
+    """What happens if a reward raises, times out or is not a number: it counts as 0, or its sample is
+    dropped."""
     max_failed: Annotated[int, Gt(0)] = 10
-    """So many samplings in a row in which every reward failed end the run, with a checkpoint and an error."""
+    """End the run, with a checkpoint and an error, after this many consecutive sampling steps in which every
+    reward failed."""
     eval_freq: Annotated[int, Ge(0)] = 0
-    """Steps between two evaluations on most probable completions; after the last step there is one too. 0:
-    none."""
+    """Steps between two evaluations with greedy decoding; there is always one after the last step. 0: no
+    evaluation."""
     eval_prompts: Annotated[int, Gt(0)] = 100
-    """Prompts of one evaluation: the first ones of its task."""
+    """Prompts per evaluation, from the start of its task."""
     eval_task: Annotated[Component, Slot("task")] | None = None
-    """Prompts that are held out; None: those of `task`."""
+    """Task with held-out prompts for evaluation; None: `task`."""
     save_rollouts: Annotated[int, Ge(0)] = 1
-    """What was sampled is kept every so many steps, in RUN/rollouts; 0: never."""
+    """Steps between two saved rollouts, in RUN/rollouts; 0: never."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         loss = component_info(recipe.loss).name

@@ -22,19 +22,19 @@ class Sizes:
     dim: Annotated[int, Gt(0)]
     """Width of the residual stream."""
     n_layers: Annotated[int, Gt(0)]
-    """Blocks."""
+    """Number of transformer blocks."""
     n_heads: Annotated[int, Gt(0)]
-    """Query heads."""
+    """Number of query heads."""
     vocab_size: Annotated[int, Gt(0)]
-    """Rows of the embedding and of the output."""
+    """Vocabulary size of the embedding and the output layer."""
     max_seq_len: Annotated[int, Gt(0)]
-    """The longest row it is meant for."""
+    """Maximum sequence length."""
     rope_theta: Annotated[float, Gt(0)]
     """Base of the rotary frequencies."""
     norm_eps: Annotated[float, Gt(0)]
-    """Added to the mean square inside the norms."""
+    """Epsilon of the RMS norms."""
     tied: bool = False
-    """Whether the output uses the embedding's weight."""
+    """Share the embedding's weight with the output layer."""
 
     # Fields that do not change what the model computes from tokens and weights.
     without_effect: ClassVar[tuple[str, ...]] = ("max_seq_len",)
@@ -52,9 +52,9 @@ class DecoderConfig(Sizes):
     """A decoder with grouped-query attention."""
 
     n_kv_heads: Annotated[int, Gt(0)] | None = None
-    """Key and value heads; None: n_heads."""
+    """Number of key and value heads; None: n_heads."""
     head_dim: Annotated[int, Gt(0)] | None = None
-    """Width of a head; None: dim / n_heads."""
+    """Dimension of a head; None: dim / n_heads."""
 
     def explicit(self) -> Self:
         """The same, with what follows from other fields written out."""
@@ -82,46 +82,48 @@ class DecoderConfig(Sizes):
 
 @section
 class MoE:
-    """Experts of which each token visits a few, chosen by a router."""
+    """Mixture of experts: a router selects a few experts for each token."""
 
     num_experts: Annotated[int, Gt(0)] = 8
-    """Routed experts."""
+    """Number of routed experts."""
     top_k: Annotated[int, Gt(0)] = 1
-    """Experts that a token visits."""
+    """Number of experts per token."""
     hidden_dim: Annotated[int, Gt(0)]
-    """Width inside an expert."""
+    """Hidden dimension of an expert."""
     num_shared_experts: Annotated[int, Ge(0)] = 0
-    """Experts that every token visits, as one feed-forward of so many times the width."""
+    """Number of shared experts, which process every token; built as one feed-forward of that many times the
+    hidden dimension."""
     score_func: Literal["softmax", "sigmoid"] = "sigmoid"
-    """What makes scores of the router's outputs."""
+    """Function that turns router logits into scores."""
     route_norm: bool = False
-    """Whether the scores of the chosen experts are divided by their sum."""
+    """Normalize the scores of the selected experts by their sum."""
     route_scale: Annotated[float, Gt(0)] = 1.0
-    """What the scores are multiplied by in the end."""
+    """Factor applied to the final scores."""
     score_before_experts: bool = True
-    """Whether scores multiply what goes into the experts, or what comes out of them."""
+    """Multiply scores with the input of the experts (true) or with their output (false)."""
     gate_bias: bool = False
-    """Whether the router's matrix has a bias."""
+    """Give the router a bias."""
     num_expert_groups: Annotated[int, Gt(0)] | None = None
-    """Groups that the experts are divided into; None: a token may choose any experts."""
+    """Number of expert groups for group-limited routing; None: a token may select any experts."""
     num_limited_groups: Annotated[int, Gt(0)] | None = None
-    """Groups that a token may choose its experts from."""
+    """Number of groups from which a token may select its experts."""
     group_top_k: Annotated[int, Gt(0)] = 2
-    """How many of a group's scores, the best ones, add up to the group's own: 2 in DeepSeek-V3, 1 in V2."""
+    """Number of top scores that are summed to rank a group: 2 in DeepSeek-V3, 1 in V2."""
     load_balance_coeff: Annotated[float, Ge(0)] | None = None
-    """Step of the bias that evens out how often experts are chosen, without a loss; 0 or None: no such bias.
-    Given weights without one, whose Hugging Face form has no place for it, are trained without."""
+    """Update rate of the expert bias for auxiliary-loss-free load balancing; 0 or None: no bias. Models that
+    start from weights without such a bias, and whose Hugging Face format cannot store one, are trained
+    without it."""
 
     z_loss_coeff: Annotated[float, Ge(0)] = 0.0
-    """Weight of the router's z-loss (arXiv 2202.08906): in each layer the squared log-sum-exp of the logits
-    of every token, added to the loss's sum, and so divided by its weight (target tokens). It is part of the
-    gradients, not of the loss that is reported."""
+    """Weight of the router z-loss (arXiv 2202.08906): in each layer, the squared log-sum-exp of every token's
+    logits is added to the sum of the loss, and thus divided by its weight (target tokens). It affects the
+    gradients but not the reported loss."""
 
     aux_loss_coeff: Annotated[float, Ge(0)] = 0.0
     """Weight of the load-balancing loss (arXiv 2101.03961): in each layer, for every token, num_experts times
-    the sum over experts of the router's probability and the expert's share of all tokens. Shares are those of
-    the whole batch of a step's call over all ranks (arXiv 2501.11873); where that is several micro-batches,
-    they are counted in a forward beforehand. Added and divided like the z-loss, and not reported either."""
+    the sum over experts of the router's probability times the expert's share of all tokens. Shares are taken
+    over the whole batch of a step on all ranks (arXiv 2501.11873); with several micro-batches, an additional
+    forward pass counts them first. Added and divided like the z-loss, and not reported either."""
 
     # Fields that change how it is trained, not what it computes.
     without_effect: ClassVar[tuple[str, ...]] = ("aux_loss_coeff", "load_balance_coeff", "z_loss_coeff")
@@ -171,15 +173,15 @@ class MoE:
 
 @section
 class Yarn:
-    """YaRN (arXiv 2309.00071): slow pairs are stretched, fast ones stay."""
+    """YaRN (arXiv 2309.00071): interpolate low frequencies, keep high ones."""
 
     factor: Annotated[float, Gt(0)]
-    """Slow pairs' frequencies are divided by this."""
+    """Factor by which low frequencies are divided."""
     original_max_position: Annotated[int, Gt(0)] = 4096
-    """Context of the first pretraining, in tokens."""
+    """Original context length, in tokens."""
     beta_fast: Annotated[float, Gt(0)] = 32.0
-    """Pairs that turn more often than this in the original context stay."""
+    """Dimensions that rotate more often than this within the original context are left unchanged."""
     beta_slow: Annotated[float, Gt(0)] = 1.0
-    """Pairs that turn less often than this are stretched whole."""
+    """Dimensions that rotate less often than this are fully interpolated."""
     truncate: bool = True
-    """Whether the ramp between the two begins and ends at whole pairs."""
+    """Round the ends of the ramp between the two to whole dimensions."""

@@ -17,20 +17,20 @@ class AdamW:
     lr: Annotated[float, Ge(0)] = 8e-4
     """Peak learning rate."""
     beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
-    """How much of the mean of gradients is kept."""
+    """Decay rate of the first moment (the mean of the gradients)."""
     beta2: Annotated[float, Ge(0), Lt(1)] = 0.95
-    """How much of the mean of their squares is kept."""
+    """Decay rate of the second moment (the mean of their squares)."""
     eps: Annotated[float, Gt(0)] = 1e-8
-    """Added to the root of that mean."""
+    """Added to the square root of the second moment."""
     weight_decay: Annotated[float, Ge(0)] = 0.1
-    """Decoupled: times the learning rate."""
+    """Decoupled weight decay, multiplied by the learning rate."""
     no_decay: list[str] = field(default_factory=list)
-    """Patterns of parameter names that do not decay, e.g. `["*norm.weight", "tok_embeddings.weight"]`."""
+    """Name patterns of parameters without weight decay, e.g. `["*norm.weight", "tok_embeddings.weight"]`."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """Which of torch's steps is used; one of our own where parameters or state are bfloat16, which rounds
-    stochastically."""
+    """Which of torch's implementations to use. If parameters or state are bfloat16, titan's own
+    implementation with stochastic rounding is used instead."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the two moments are stored in."""
+    """Dtype of the two moments."""
     rounds_stochastically: ClassVar[bool] = True
 
     def state_bytes(self, stored: int) -> float:

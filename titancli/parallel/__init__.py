@@ -13,21 +13,22 @@ if TYPE_CHECKING:
 
 @component("parallelize", "decoder", target="titancli.parallel.decoder:build")
 class Decoder:
-    """The plan for decoders: tensor, context, expert parallel, activation checkpointing, compile, FSDP2."""
+    """Parallelism for decoders: tensor, context and expert parallel, FSDP2, activation checkpointing,
+    compile."""
 
     reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Whether gathered parameters are freed after forward (least memory) or kept for backward (least
-    traffic). "default" frees them, save those of the last group, which backward needs first, and never under
-    a pipeline."""
+    """Free gathered parameters after forward (least memory) or keep them for backward (least traffic).
+    "default" frees all but the last group, which backward needs first; with pipeline parallelism it keeps
+    all."""
     context_parallel: Literal["allgather", "ulysses", "ring"] = "allgather"
-    """How attention sees the whole row under mesh.cp: gather keys and values, exchange heads for sequence
-    (all-to-all), or pass keys and values around (on a GPU in bfloat16 only)."""
+    """How attention covers the whole sequence under mesh.cp: all-gather keys and values, exchange heads for
+    sequence by all-to-all, or pass keys and values around a ring (only on a GPU in bfloat16)."""
     cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in the CPU's memory, and bring each block to the GPU
-    while it computes. Needs GPUs."""
+    """Keep parameters, gradients and optimizer state in CPU memory, and copy each block to the GPU while it
+    computes. Needs GPUs."""
     async_tp: bool = False
-    """Under mesh.tp, let blocks multiply while they still gather and add up the sequence. Needs GPUs that see
-    each other's memory, and compile.enable with inductor."""
+    """Under mesh.tp, overlap matrix products with the all-gather and reduce-scatter of the sequence. Needs
+    GPUs with peer-to-peer memory access, and compile.enable with inductor."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if self.async_tp and not _inductor(recipe.compile):

@@ -23,7 +23,7 @@ the same text when somebody has written that."""
 
 @section
 class Requires:
-    """What must be installed for this recipe."""
+    """Versions that this recipe requires."""
 
     titan: str | None = None
     """Version specifier for titan itself, e.g. `">=0.1"`."""
@@ -33,43 +33,44 @@ class Requires:
 
 @section
 class Training:
-    """How long, on how much at a time, in which precision."""
+    """Length of the run, batch sizes, gradient clipping and precision."""
 
     steps: Annotated[int, Gt(0)]
-    """Optimizer steps in all; a resumed run counts from its start."""
+    """Total number of optimizer steps, including those before a resume."""
     seq_len: Annotated[int, Gt(0)] = 2048
-    """Tokens in a row."""
+    """Sequence length, in tokens."""
     local_batch_size: Annotated[int, Gt(0)] = 8
-    """Rows in one micro-batch of one data-parallel rank."""
+    """Sequences per micro-batch on each data-parallel rank."""
     global_batch_size: Annotated[int, Gt(0)] | None = None
-    """Rows in one optimizer step over all ranks; None: one micro-batch a rank. Accumulation is derived."""
+    """Sequences per optimizer step over all ranks; None: one micro-batch per rank. The number of gradient
+    accumulation steps follows from it."""
     accumulate: Literal["sharded", "unsharded"] = "sharded"
-    """Reduce gradients after each micro-batch (least memory), or after the last (least traffic)."""
+    """Reduce gradients after every micro-batch (least memory) or only after the last one (least traffic)."""
     max_norm: Annotated[float, Ge(0)] = 1.0
-    """Gradients are clipped to this total norm; 0 never clips."""
+    """Maximum gradient norm for clipping; 0 disables clipping."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What parameters, gradients and optimizer state are stored in."""
+    """Dtype in which parameters, gradients and optimizer state are stored."""
     mixed_precision_param: Literal["float32", "bfloat16"] = BFLOAT16
-    """What parameters and activations are cast to for forward and backward."""
+    """Dtype of parameters and activations in forward and backward."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
-    """What gradients are summed over ranks in."""
+    """Dtype of the gradient reduction over ranks."""
     gc_freq: Annotated[int, Gt(0)] = 50
-    """Python's garbage is collected every so many steps, and never between."""
+    """Steps between two runs of Python's garbage collector, which is off in between."""
     seed: Annotated[int, Ge(0), Le(2**63 - 1)] = 0
-    """Initial values, data order and every other random number follow from it."""
+    """Random seed for initialization, data order and all other random numbers."""
 
 
 @section
 class ActivationCheckpoint:
-    """Which activations are recomputed in backward instead of kept."""
+    """Activation checkpointing: recompute activations in backward instead of storing them."""
 
     mode: Literal["none", "full", "selective", "memory_budget"] = "selective"
-    """`"memory_budget"`: the compiler chooses, so it needs compile.enable."""
+    """`"memory_budget"` leaves the choice to the compiler and needs compile.enable."""
     selective_ac_option: str = "op"
-    """`"op"`: keep the results of matrix products and attention; `"2"`: recompute every second layer."""
+    """`"op"`: store the results of matrix products and attention; `"2"`: recompute every second layer."""
     memory_budget: Annotated[float, Ge(0), Le(1)] = 0.5
-    """Under that mode, how much of its activations a block may keep: 0 is as little as with `"full"`, 1 what
-    is fastest."""
+    """With mode `"memory_budget"`, the fraction of its activations that a block may store: 0 stores as little
+    as `"full"`, 1 is fastest."""
 
 
 @section
@@ -78,27 +79,28 @@ class Compile:
 
     enable: bool = False
     components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model"])
-    """`"model"`: each block; `"loss"`: what the loss does with a chunk of logits, which on a CPU is slower
-    than without (fp32: by 10 to 30 %)."""
+    """`"model"`: each block; `"loss"`: the loss on one chunk of logits, which makes it slower on a CPU (in
+    fp32 by 10 to 30 %)."""
     backend: str = "inductor"
 
 
 @section
 class LRScheduler:
-    """Warm-up, stable, decay: a factor on the optimizer's learning rate."""
+    """Learning rate schedule: warm-up, stable, decay. Scales the optimizer's learning rate."""
 
     warmup_steps: Annotated[int, Ge(0)] = 200
-    """Steps of linear warm-up; in a run that has fewer, all of them."""
+    """Linear warm-up steps; capped at the length of the schedule."""
     total_steps: Annotated[int, Gt(0)] | None = None
-    """The length of the schedule; None: training.steps."""
+    """Length of the schedule in steps; None: training.steps."""
     decay_ratio: Annotated[float, Ge(0), Le(1)] | None = None
-    """The share of the steps that decay takes, after warm-up at the earliest; None: right after warm-up."""
+    """Fraction of the steps used for decay, starting after warm-up at the earliest; None: all steps after
+    warm-up."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     min_lr_factor: Annotated[float, Ge(0), Le(1)] = 0.0
-    """What is left of the learning rate at the end, as a share."""
+    """Final learning rate as a fraction of the peak."""
 
     def phases(self, training_steps: int) -> tuple[int, int, int]:
-        """How many steps the schedule has, and how many of them warm-up and decay take.
+        """Return the total, warm-up and decay steps of the schedule.
 
         Warm-up takes no more than there are, and decay what that leaves, as in torchtitan.
         """
@@ -110,108 +112,113 @@ class LRScheduler:
 
 @section
 class Checkpoint:
-    """What is saved during a run, in its folder `checkpoints/`."""
+    """Checkpoints of a run, saved in its folder `checkpoints/`."""
 
     enable: bool = True
     interval: Annotated[int, Gt(0)] = 500
     """Steps between checkpoints; the last step is always saved."""
     keep_latest_k: Annotated[int, Ge(0)] = 10
-    """How many of this run's checkpoints to keep; 0 keeps all."""
+    """Number of this run's checkpoints to keep; 0 keeps all."""
     remote: str | None = None
-    """A folder in an object store, such as `"s3://bucket/prefix"`: each checkpoint is copied to REMOTE/RUN
-    while training goes on, and taken from there on a machine that does not have the run."""
+    """Folder in an object store, such as `"s3://bucket/prefix"`. Each checkpoint is uploaded to REMOTE/RUN
+    while training continues, and downloaded from there on a machine that does not have the run."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """Whether training goes on while a checkpoint is written, and whether its copy is in pinned memory."""
+    """Whether training continues while a checkpoint is written, and whether it is staged in pinned memory."""
     verify: Literal["full", "size", "off"] = "full"
-    """What is compared before a checkpoint is loaded: every checksum, the files' sizes, or nothing."""
+    """What is verified before a checkpoint is loaded: every checksum, file sizes only, or nothing."""
     on_error: Literal["continue", "stop"] = "continue"
-    """Whether a run goes on when a checkpoint cannot be written; the last one must be."""
+    """Whether the run continues if a checkpoint cannot be written; a failure of the last one is always an
+    error."""
     enable_first_step_checkpoint: bool = False
-    """Save after the first step too: a disk that says no is known early."""
+    """Also save after the first step, so that storage problems show up early."""
     create_seed_checkpoint: bool = False
-    """Save what the run begins with as step-0, and do no step."""
+    """Save the initial state as step-0 and exit without training."""
     initial_load_model_only: bool = True
-    """false: a new run takes over all of the state of the checkpoint that `weights` names."""
+    """If false, a new run loads the full training state of the checkpoint in `weights`, not only the
+    model."""
     exclude_from_loading: list[str] = field(default_factory=list)
-    """What to leave out of a checkpoint: `"optimizer"`, `"data"`, `"step"`, `"guard"`, or tensors, as in
-    `"model.output.*"`. Once: a checkpoint that was saved under the same list is loaded whole."""
+    """Parts of a checkpoint not to load: `"optimizer"`, `"data"`, `"step"`, `"guard"`, or tensors, as in
+    `"model.output.*"`. Applies only once: a checkpoint that was saved under the same list is loaded in
+    full."""
     model_differs: list[str] = field(default_factory=list)
-    """Keys of [model], such as `"rope_theta"`, that are meant to differ from those of the model that
-    `weights` come from. Any other difference that changes what is computed is refused."""
+    """Keys of [model], such as `"rope_theta"`, that may differ from the model that `weights` come from. Any
+    other difference that affects the model's output is an error."""
     last_save_model_only: bool = False
-    """At the end save the weights alone as well, in RUN/exports/step-N."""
+    """Also save the weights alone at the end, in RUN/exports/step-N."""
     last_save_in_hf: bool = False
-    """At the end write a Hugging Face folder as well, RUN/exports/step-N-hf."""
+    """Also export a Hugging Face folder at the end, to RUN/exports/step-N-hf."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """What these two are stored in."""
+    """Dtype of these two exports."""
 
 
 @section
 class Stability:
-    """Which steps are skipped because their numbers went wrong: weights and optimizer stay as they were."""
+    """Skip bad steps: the weights and the optimizer state stay unchanged."""
 
     skip_nonfinite: bool = True
     """Skip a step whose loss or gradient norm is NaN or infinite."""
     sigma: Annotated[float, Ge(0)] = 6.0
-    """Skip a step whose loss or gradient norm is so many standard deviations above the mean of the last
-    `window` steps that were applied; one deviation is taken to be a tenth of the mean at least. Five such
-    steps in a row that agree are a new level: it is reported, and steps are applied again. 0: never."""
+    """Skip a step whose loss or gradient norm is this many standard deviations above the mean of the last
+    `window` applied steps; the standard deviation counts as at least a tenth of the mean. Five consecutive
+    such steps that agree are accepted as a new level: this is reported, and steps are applied again. 0
+    disables the check."""
     window: Annotated[int, Ge(2)] = 128
-    """Nothing is a spike before so many steps were applied, at the beginning or at a new level."""
+    """Steps in the running statistics. No step counts as a spike until this many steps have been applied, at
+    the start or at a new level."""
     max_skips: Annotated[int, Gt(0)] = 10
-    """So many skipped steps in a row end the run, with a checkpoint of the weights before them; in a script
-    `optim_step` raises an error."""
+    """End the run after this many consecutive skipped steps, with a checkpoint of the weights before them; in
+    a script, `optim_step` raises an error."""
 
 
 @section
 class Metrics:
-    """What is measured, how often."""
+    """Logging of metrics."""
 
     log_freq: Annotated[int, Gt(0)] = 10
-    """Steps between two readings of the metrics."""
+    """Steps between two log entries."""
 
 
 @section
 class Comm:
-    """Time limits of collectives, and their flight recorder."""
+    """Timeouts of collectives, and the flight recorder."""
 
     init_timeout_seconds: Annotated[int, Gt(0)] = 300
-    """Until the first step is done."""
+    """Timeout until the first step has completed."""
     train_timeout_seconds: Annotated[int, Gt(0)] = 100
-    """From then on."""
+    """Timeout after the first step."""
     trace_buf_size: Annotated[int, Ge(0)] = 20000
-    """Collectives that the flight recorder remembers; 0 turns it off."""
+    """Number of collectives that the flight recorder keeps; 0 turns it off."""
 
 
 @section
 class Debug:
     deterministic: bool = False
-    """Deterministic algorithms only; bitwise resume on a GPU needs it."""
+    """Use deterministic algorithms only; required for bitwise identical resumption on a GPU."""
     moe_force_load_balance: bool = False
-    """Experts are dealt out to tokens in turn instead of chosen: for measuring speed with an even load."""
+    """Assign tokens to experts round-robin instead of by the router, to measure speed under an even load."""
 
 
 @section
 class Recipe:
-    """A whole run, as data."""
+    """A complete run, as data."""
 
     recipe: Literal[1] = 1
     """Format version."""
     name: Annotated[str, "name"] = "run"
-    """The run folder begins with it."""
+    """Prefix of the run folder's name."""
     description: str = ""
     weights: Path | None = None
-    """A Hugging Face folder, or a titan checkpoint, to take the first weights from; or a checkpoint's URL.
-    Without a [model], a Hugging Face folder's is taken."""
+    """Initial weights: a Hugging Face folder, a titan checkpoint, or a checkpoint's URL. Without a [model]
+    section, the model is read from the Hugging Face folder."""
     requires: Requires = field(default_factory=Requires)
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of the workers, e.g. `NCCL_DEBUG = "INFO"`. Names that look like secrets are
-    refused, since the lock file keeps them."""
+    rejected, because the lock file stores the values."""
     model: Annotated[Component, Slot("model")]
     tokenizer: Annotated[Component, Slot("tokenizer")] | None = None
-    """Needed, and taken, only where the dataset makes its batches of text."""
+    """Required, and used, only if the dataset builds its batches from text."""
     dataset: Annotated[Component, Slot("dataset")] | None = None
-    """Needed, and taken, only where the loop has no task of its own that makes prompts."""
+    """Required, and used, only if the loop has no task that provides prompts."""
     converters: list[Annotated[Component, Slot("converter")]] = field(default_factory=list)
     mesh: Mesh = field(default_factory=Mesh)
     pipeline: Pipeline = field(default_factory=Pipeline)
@@ -235,7 +242,7 @@ class Recipe:
         return self.mesh.resolve(world)
 
     def accumulation(self, degrees: Degrees) -> int:
-        """Micro-batches in one optimizer step.
+        """Return the number of micro-batches per optimizer step.
 
         Raises:
             RecipeError: the global batch is not a multiple of local_batch_size times the dp degree.

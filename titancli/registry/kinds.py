@@ -24,20 +24,20 @@ class Kind:
 KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
-        Kind("model", "what is trained"),
-        Kind("tokenizer", "text to token ids and back"),
-        Kind("dataset", "where batches come from"),
+        Kind("model", "the model to train"),
+        Kind("tokenizer", "converts text to token ids and back"),
+        Kind("dataset", "the source of batches"),
         Kind("converter", "changes a model before it is sharded (float8, LoRA)"),
-        Kind("parallelize", "how a model is cut over devices", default="decoder"),
-        Kind("loss", "what is minimised", default="cross_entropy"),
+        Kind("parallelize", "how a model is distributed over devices", default="decoder"),
+        Kind("loss", "the objective to minimize", default="cross_entropy"),
         Kind("optimizer", "how weights are updated", default="adamw"),
-        Kind("logger", "what watches a run"),
+        Kind("logger", "receives the metrics and events of a run"),
         Kind("loop", "the training program", default="pretrain"),
-        Kind("launcher", "what starts the workers", default="local"),
-        Kind("task", "where prompts come from"),
-        Kind("generator", "what writes completions"),
-        Kind("reward", "what a completion is worth"),
-        Kind("advantage", "how much better than the others of its prompt a completion is"),
+        Kind("launcher", "starts the workers", default="local"),
+        Kind("task", "the source of prompts"),
+        Kind("generator", "generates completions"),
+        Kind("reward", "scores a completion"),
+        Kind("advantage", "rates a completion relative to the others of its prompt"),
     )
 }
 

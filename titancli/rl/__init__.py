@@ -23,20 +23,20 @@ PATIENCE = 3
 
 @component("generator", "local", target="titancli.rl.generator:build")
 class Local:
-    """Samples from the very model that is trained, with a key-value cache."""
+    """Samples from the model in training itself, with a key-value cache."""
 
     max_new_tokens: Annotated[int, Gt(0)] = 256
-    """Tokens of a completion at most; a prompt that leaves less room in training.seq_len has shorter ones."""
+    """Maximum tokens per completion; less if the prompt leaves less room in training.seq_len."""
     temperature: Annotated[float, Gt(0)] = 1.0
-    """Logits are divided by this before tokens are drawn; losses see the model's own probabilities."""
+    """Sampling temperature; losses use the model's own probabilities."""
     top_k: Annotated[int, Gt(0)] | None = None
-    """Draw from so many most probable tokens; None: from all."""
+    """Sample from this many most probable tokens; None: from all."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Draw from the most probable tokens, as few as reach this probability together."""
+    """Nucleus sampling: sample from the smallest set of tokens with this cumulative probability."""
     stop: list[Annotated[str, MinLen(1)]] = field(default_factory=list)
-    """Texts that end a completion."""
+    """Stop sequences that end a completion."""
     batch_size: Annotated[int, Gt(0)] = 256
-    """Completions that a rank makes together."""
+    """Completions per batch on each rank."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         for name in ("tp", "cp", "pp", "ep"):
@@ -50,35 +50,35 @@ class Local:
 
 @component("advantage", "group_mean", target="titancli.rl.advantages:GroupMean")
 class GroupMean:
-    """A reward less the mean of its prompt's samples (Dr. GRPO)."""
+    """Reward minus the mean over the prompt's samples (Dr. GRPO)."""
 
 
 @component("advantage", "group_norm", target="titancli.rl.advantages:GroupNorm")
 class GroupNorm:
-    """The same over the samples' standard deviation (GRPO, DAPO)."""
+    """Reward minus the mean over the prompt's samples, divided by their standard deviation (GRPO, DAPO)."""
 
 
 @component("advantage", "leave_one_out", target="titancli.rl.advantages:LeaveOneOut")
 class LeaveOneOut:
-    """A reward less the mean of the prompt's other samples (RLOO)."""
+    """Reward minus the mean over the prompt's other samples (RLOO)."""
 
 
 @component("task", "digit", target="titancli.rl.tasks:build_digit")
 class Digit:
-    """Say the digit that is shown, `7=`: a task to see a loop work with, from random weights."""
+    """Repeat the digit in `7=`: a minimal task to test a loop, starting from random weights."""
 
 
 @component("task", "sum", target="titancli.rl.tasks:build_sum")
 class Sum:
-    """Add two digits and say the last digit of the sum, `3+9=`."""
+    """Add two digits and answer with the last digit of the sum, `3+9=`."""
 
     chat: bool = False
-    """It is what the user says, under the tokenizer's chat template."""
+    """Send the prompt as a user message, with the tokenizer's chat template."""
 
 
 @component("task", "prompts", target="titancli.rl.tasks:build_prompts")
 class Prompts:
-    """Prompts from the rows of JSON Lines or of a Hugging Face dataset; bad rows are skipped and counted."""
+    """Prompts from JSON Lines or a Hugging Face dataset; bad rows are skipped and counted."""
 
     path: Annotated[str, MinLen(1)]
     """JSON Lines (a file or a glob that ends in `.jsonl`); or a Hugging Face dataset: a local folder or file
@@ -88,21 +88,22 @@ class Prompts:
     revision: str | None = None
     """The commit, tag or branch of a dataset on the Hub."""
     split: str = "train"
-    """Which split of a Hugging Face dataset."""
+    """Split of a Hugging Face dataset."""
     prompt: str = "prompt"
-    """The key of a row that holds its prompt: text, or messages (`{"role": …, "content": …}` each)."""
+    """Key of a row's prompt: text, or a list of messages (`{"role": …, "content": …}`)."""
     answer: str = "answer"
-    """The key of a row that holds what is right, where rows have it; rewards are given all of the row."""
+    """Key of a row's correct answer, if there is one; rewards receive the whole row."""
     chat: bool = False
-    """Text is what the user says, under the tokenizer's chat template, as messages always are."""
+    """Send text prompts as user messages, with the tokenizer's chat template; lists of messages always use
+    it."""
     system: str | None = None
-    """A message before those of the row."""
+    """System message, placed before the messages of the row."""
     strict: bool = False
-    """A bad row (no JSON, no prompt) ends the run."""
+    """End the run at a bad row (no JSON, no prompt)."""
     max_bytes: Annotated[int, Gt(0)] = 8_388_608
-    """A longer line of JSON is a bad one."""
+    """Maximum length of a line of JSON; longer ones are bad rows."""
     shuffle: bool = True
-    """Prompts come in an order that follows from (training.seed, epoch); false: in the order listed."""
+    """Shuffle prompts by (training.seed, epoch); false: keep their order."""
 
     def __post_init__(self) -> None:
         from titancli.data import absolute_lines
@@ -119,24 +120,24 @@ class Prompts:
 
 @component("reward", "exact_match", target="titancli.rl.rewards:ExactMatch")
 class ExactMatch:
-    """1 where the completion is the prompt's answer, apart from space around both."""
+    """1 if the completion equals the prompt's answer, ignoring surrounding whitespace."""
 
     weight: float = 1.0
-    """What it is multiplied by."""
+    """Factor of this reward."""
     ignore_case: bool = False
-    """Whether upper and lower case are the same."""
+    """Ignore upper and lower case."""
 
 
 @component("reward", "regex", target="titancli.rl.rewards:Regex")
 class Regex:
-    """1 where a regular expression is found, and its group `answer`, if any, is the prompt's answer."""
+    """1 if a regular expression matches and its group `answer`, if any, equals the prompt's answer."""
 
     weight: float = 1.0
-    """What it is multiplied by."""
+    """Factor of this reward."""
     pattern: Annotated[str, MinLen(1)]
-    """Python's, e.g. `'####\\s*(?P<answer>-?\\d+)'`."""
+    """Python regular expression, e.g. `'####\\s*(?P<answer>-?\\d+)'`."""
     whole: bool = False
-    """Whether it must match all of the completion."""
+    """Require a match of the whole completion."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         try:
@@ -147,36 +148,37 @@ class Regex:
 
 @component("reward", "numeric", target="titancli.rl.rewards:Numeric")
 class Numeric:
-    """1 where the completion's last number is the answer's last number."""
+    """1 if the completion's last number equals the answer's last number."""
 
     weight: float = 1.0
-    """What it is multiplied by."""
+    """Factor of this reward."""
     tolerance: Annotated[float, Ge(0)] = 1e-6
-    """How far it may be off, as a share of the answer, or of 1 where that is greater."""
+    """Tolerance relative to the answer, or to 1 if that is greater."""
     after: Annotated[str, MinLen(1)] | None = None
-    """Look only behind the last place of this text, such as `"####"`; without it the reward is 0."""
+    """Look only after the last occurrence of this text, such as `"####"`; if it is missing, the reward is
+    0."""
 
 
 @component("reward", "json_schema", target="titancli.rl.rewards:JsonSchema")
 class JsonSchema:
-    """1 where the completion is JSON that a schema allows; needs `pip install jsonschema`."""
+    """1 if the completion is JSON that is valid under a schema; needs `pip install jsonschema`."""
 
     weight: float = 1.0
-    """What it is multiplied by."""
+    """Factor of this reward."""
     schema: dict[str, Any]
     """A JSON Schema, as a table."""
 
 
 @component("reward", "length", target="titancli.rl.rewards:Length")
 class Length:
-    """0 up to `free` tokens, falling to -1 at `limit`: what keeps completions short (DAPO)."""
+    """Length penalty: 0 up to `free` tokens, falling to -1 at `limit` (DAPO)."""
 
     weight: float = 1.0
-    """What it is multiplied by."""
+    """Factor of this reward."""
     free: Annotated[int, Ge(0)]
-    """Tokens that cost nothing."""
+    """Number of tokens without penalty."""
     limit: Annotated[int, Gt(0)]
-    """Tokens that cost 1."""
+    """Number of tokens at which the penalty is 1."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if self.limit <= self.free:

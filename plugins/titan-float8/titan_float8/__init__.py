@@ -14,23 +14,24 @@ if TYPE_CHECKING:
 
 @component("converter", "float8_linear", target="titan_float8.linear:build")
 class Float8Linear:
-    """Linear layers whose matrix products run in float8, with scales made on the fly (torchao).
+    """Run the matrix products of linear layers in float8, with dynamic scaling (torchao).
 
     Weights, gradients and checkpoints keep their dtypes: only the products' operands are cast.
     """
 
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """One scale a tensor (fastest), one a row (closer to bf16), or one a row and the weights' gradients in
+    """One scale per tensor (fastest), one per row (closer to bf16), or one per row with weight gradients in
     bf16 (closest)."""
     enable_fsdp_float8_all_gather: bool = False
-    """Gather weights over ranks in float8: half of the traffic. tensorwise only."""
+    """All-gather weights in float8, which halves the traffic; tensorwise only."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
-    """Make the scales of all gathered weights after each step, in one all-reduce instead of one a weight."""
+    """Compute the scales of all gathered weights after each step, in one all-reduce instead of one per
+    weight."""
     skip: list[str] = field(default_factory=list)
-    """Linear layers to leave alone: a full name (`layers.0.attention.wq`), the end of one (`wq`,
+    """Linear layers to leave unchanged: a full name (`layers.0.attention.wq`), the end of one (`wq`,
     `attention.wo`), or a pattern (`layers.0.*`). `output` is always worth skipping."""
     emulate: bool | None = None
-    """Whether to compute in the usual dtype on values rounded to float8; None: only where the hardware has
+    """Emulate float8: compute in the usual dtype on values rounded to float8. None: only if the hardware has
     no float8 (CPUs, and GPUs before compute capability 8.9)."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @component("model", "flux", target="titan_flux.model:build", hf="titan_flux.hf:FluxHF")
 class Flux:
-    """FLUX.1: a transformer that says how a noisy image moves towards a clean one.
+    """FLUX.1: a rectified-flow transformer that predicts the velocity from noise to image.
 
     Source: the release of Black Forest Labs, https://github.com/black-forest-labs/flux; the architecture
     follows arXiv 2403.03206, with blocks of one stream as in arXiv 2302.05442. The defaults are those of
@@ -44,27 +44,27 @@ class Flux:
     dim: Annotated[int, Gt(0)] = 3072
     """Width of both streams."""
     n_heads: Annotated[int, Gt(0)] = 24
-    """Heads of attention."""
+    """Number of attention heads."""
     double_blocks: Annotated[int, Ge(0)] = 19
-    """Blocks in which text and image have weights of their own and meet in attention."""
+    """Number of double-stream blocks: text and image have separate weights and share attention."""
     single_blocks: Annotated[int, Ge(0)] = 38
-    """Blocks after these, of one stream of both."""
+    """Number of single-stream blocks after them."""
     mlp_ratio: Annotated[float, Gt(0)] = 4.0
-    """Width inside a feed-forward block, in multiples of dim."""
+    """Hidden dimension of a feed-forward block, as a multiple of dim."""
     axes_dim: tuple[int, int, int] = (16, 56, 56)
-    """How many numbers of a head turn with each part of a token's place: nothing, its row, its column."""
+    """Dimensions of a head that RoPE assigns to each axis of a token's position: none, row, column."""
     rope_theta: Annotated[float, Gt(0)] = 10_000.0
     """Base of the rotary frequencies."""
     qkv_bias: bool = True
     """Whether queries, keys and values have a bias."""
     in_channels: Annotated[int, Gt(0)] = 64
-    """Numbers of an image token: 2 x 2 places of a latent of 16 channels."""
+    """Channels of an image token: 2 x 2 positions of a latent with 16 channels."""
     context_dim: Annotated[int, Gt(0)] = 4096
-    """Width of the text's encodings (T5)."""
+    """Width of the text embeddings (T5)."""
     pooled_dim: Annotated[int, Gt(0)] = 768
-    """Width of the one vector that stands for the text (CLIP)."""
+    """Width of the pooled text embedding (CLIP)."""
     guidance_embed: bool = False
-    """Whether the model is told how strong guidance is, as the guidance-distilled one is."""
+    """Whether the guidance strength is an input of the model, as in the guidance-distilled variant."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         width = sum(self.axes_dim)
@@ -83,32 +83,34 @@ class Noised:
     needs_tokenizer: ClassVar[bool] = False
 
     timesteps: Literal["logit_normal", "uniform"] = "logit_normal"
-    """How times between 0 (clean) and 1 (noise) are drawn; the sigmoid of a normal number favours the middle
-    (arXiv 2403.03206)."""
+    """Distribution of timesteps between 0 (clean) and 1 (noise); the sigmoid of a normal variable favors the
+    middle (arXiv 2403.03206)."""
     shift: Annotated[float, Gt(0)] = 1.0
-    """Moves times t to shift·t / (1 + (shift - 1)·t), towards noise above 1: more for larger images."""
+    """Map timesteps t to shift·t / (1 + (shift - 1)·t). Values above 1 shift them towards noise; larger
+    images need more."""
     text_dropout: Annotated[float, Ge(0), Le(1)] = 0.0
-    """How often a sample's text is replaced by the empty one, for classifier-free guidance."""
+    """Probability that a sample's text is replaced by the empty text, for classifier-free guidance."""
     guidance: Annotated[float, Ge(0)] | None = None
-    """What a model with `guidance_embed` is told; fine-tuning of FLUX.1 [dev] takes 1.0 or 3.5."""
+    """Guidance strength for a model with `guidance_embed`; 1.0 or 3.5 are usual for fine-tuning FLUX.1
+    [dev]."""
     shuffle: bool = True
-    """Samples come in an order that follows from (training.seed, epoch); false: in the order listed."""
+    """Shuffle samples by (training.seed, epoch); false: keep the order in which they are listed."""
     repeat: bool = True
-    """Begin again at the end, as often as needed; false: the data's end ends the run."""
+    """Start over at the end of the data, as often as needed; false: end the run there."""
 
 
 @component("dataset", "latents", target="titan_flux.data:build_latents")
 class Latents(Noised):
-    """Images and texts that were encoded beforehand, in safetensors shards; no encoder is run.
+    """Images and texts encoded in advance, in safetensors shards; no encoder is run.
 
     A shard holds three tensors of N samples, in float32, bfloat16 or float16: `latents` [N, C, H, W] (H and
     W even), `text` [N, T, context_dim], and `pooled` [N, pooled_dim].
     """
 
     paths: Annotated[list[Path], MinLen(1)]
-    """Shards, folders (every file in them, hidden ones excepted) and globs (`"shards/**/*.safetensors"`)."""
+    """Shards, folders (all non-hidden files in them) and globs (`"shards/**/*.safetensors"`)."""
     empty: Path | None = None
-    """A shard of one sample, of which the text alone is read: the empty one, for `text_dropout`."""
+    """Shard with one sample, of which only the text is read: the empty text, for `text_dropout`."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if self.text_dropout > 0 and self.empty is None:
@@ -119,22 +121,22 @@ class Latents(Noised):
 
 @component("dataset", "random_latents", target="titan_flux.data:build_random")
 class RandomLatents(Noised):
-    """Latents made up of random numbers, to try a recipe or measure its speed; the empty text is zeros."""
+    """Random latents, to try a recipe or measure its speed; the empty text is all zeros."""
 
     count: Annotated[int, Gt(0)] = 64
-    """Different samples."""
+    """Number of distinct samples."""
     channels: Annotated[int, Gt(0)] = 16
-    """Of a latent."""
+    """Number of channels of a latent."""
     height: Annotated[int, Gt(0), MultipleOf(2)] = 128
-    """Of a latent; a pixel of it is 8 x 8 of the image's."""
+    """Height of a latent; one position covers 8 x 8 pixels of the image."""
     width: Annotated[int, Gt(0), MultipleOf(2)] = 128
-    """Of a latent."""
+    """Width of a latent."""
     text_length: Annotated[int, Gt(0)] = 512
-    """Tokens of the text."""
+    """Text length, in tokens."""
     context_dim: Annotated[int, Gt(0)] = 4096
-    """Width of the text's encodings."""
+    """Width of the text embeddings."""
     pooled_dim: Annotated[int, Gt(0)] = 768
-    """Width of the text's one vector."""
+    """Width of the pooled text embedding."""
 
 
 @component("loss", "flow_matching", target="titan_flux.loss:FlowMatching")

@@ -18,7 +18,7 @@ EXCLUDED = ("tok_embeddings.weight", "output.weight", "*bias")
 
 @component("optimizer", "muon", target="titan_muon.optimizer:build")
 class Muon:
-    """Muon: momentum made orthogonal, for matrices; another optimizer for all else.
+    """Muon: orthogonalized momentum for matrices, and another optimizer for all other parameters.
 
     Keller Jordan, https://kellerjordan.github.io/posts/muon; for large models arXiv 2502.16982.
     """
@@ -26,19 +26,19 @@ class Muon:
     lr: Annotated[float, Ge(0)] = 0.02
     """Peak learning rate of the matrices; about the one of AdamW with adjust_lr = "match_rms_adamw"."""
     momentum: Annotated[float, Ge(0), Lt(1)] = 0.95
-    """How much of the mean of gradients is kept."""
+    """Decay rate of the momentum."""
     nesterov: bool = True
-    """Look one step ahead."""
+    """Use Nesterov momentum."""
     weight_decay: Annotated[float, Ge(0)] = 0.1
-    """Decoupled: times the learning rate."""
+    """Decoupled weight decay, multiplied by the learning rate."""
     ns_steps: Annotated[int, Gt(0), Lt(100)] = 5
-    """Newton-Schulz iterations."""
+    """Number of Newton-Schulz iterations."""
     adjust_lr: Literal["original", "match_rms_adamw"] = "original"
-    """Times the root of max(1, rows / columns), or to the size of AdamW's updates."""
+    """Scale updates by the square root of max(1, rows / columns), or to the size of AdamW's updates."""
     exclude: list[str] = field(default_factory=lambda: list(EXCLUDED))
-    """Patterns of names of matrices that the other optimizer gets; their rows are no directions."""
+    """Name patterns of matrices that the other optimizer updates, because their rows are not directions."""
     fallback: Annotated[Component, Slot("optimizer")] | None = None
-    """The other optimizer, for vectors and for what is excluded; None: adamw as it is by default."""
+    """The optimizer for vectors and excluded matrices; None: adamw with its defaults."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if isinstance(self.fallback, Muon):

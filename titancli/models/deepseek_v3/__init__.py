@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @section
 class LatentYarn(Yarn):
-    """YaRN as DeepSeek has it: the products of queries and keys grow with the context."""
+    """YaRN as in DeepSeek: attention logits are scaled up with the context length."""
 
     mscale: Annotated[float, Gt(0)] = 1.0
-    """The products are multiplied by (1 + 0.1 · mscale · ln factor)²."""
+    """Attention logits are multiplied by (1 + 0.1 · mscale · ln factor)²."""
 
 
 _SOFTMAX = {"score_func": "softmax", "score_before_experts": False, "load_balance_coeff": 1e-3}
@@ -36,24 +36,24 @@ _RELEASED: dict[str, Any] = {"max_seq_len": 163840, "norm_eps": 1e-6}
     hf="titancli.models.deepseek_v3.model:DeepSeekHF",
 )
 class DeepSeekV3(Sizes):
-    """DeepSeek-V2 and V3: latent attention, shared and routed experts."""
+    """DeepSeek-V2 and V3: multi-head latent attention, shared and routed experts."""
 
     hidden_dim: Annotated[int, Gt(0)]
-    """Width inside the feed-forward of the first blocks, which have no experts."""
+    """Hidden dimension of the feed-forward in the dense blocks, which come first."""
     n_dense_layers: Annotated[int, Ge(0)] = 1
-    """How many blocks those are."""
+    """Number of dense blocks."""
     moe: MoE
-    """The experts of the other blocks."""
+    """The mixture-of-experts layers of the other blocks."""
     q_lora_rank: Annotated[int, Gt(0)] | None = None
-    """Width of the latent that queries are made from; None: queries come from the residual stream."""
+    """Rank of the query latent; None: queries are projected directly."""
     kv_lora_rank: Annotated[int, Gt(0)] = 512
-    """Width of the latent that keys and values are made from."""
+    """Rank of the latent of keys and values."""
     qk_nope_head_dim: Annotated[int, Gt(0)] = 128
-    """Numbers of a head's query and key that have no positions."""
+    """Dimensions of a head's query and key without positional encoding."""
     qk_rope_head_dim: Annotated[int, Gt(0)] = 64
-    """Numbers of a head's query and key that are rotated; all heads share the key's."""
+    """Dimensions of a head's query and key with RoPE; all heads share those of the key."""
     v_head_dim: Annotated[int, Gt(0)] = 128
-    """Numbers of a head's value."""
+    """Dimension of a head's value."""
     max_seq_len: Annotated[int, Gt(0)] = 16384
     rope_theta: Annotated[float, Gt(0)] = 10000.0
     rope_scaling: LatentYarn | None = None

@@ -35,23 +35,24 @@ _COMMON: dict[str, Any] = {"n_heads": 64, "n_kv_heads": 8, "yarn": _YARN}
     hf="titancli.models.gpt_oss.model:GptOssHF",
 )
 class GptOss(DecoderConfig):
-    """gpt-oss: experts with biases, attention with sinks, and a sliding window in every other layer."""
+    """gpt-oss: experts with biases, attention sinks, and a sliding window in every other layer."""
 
     head_dim: Annotated[int, Gt(0)] = 64
-    """Width of a head."""
+    """Dimension of a head."""
     moe: MoE
-    """The experts of every block. They have biases, and the gate and the value that it lets through are
-    clamped. The flavors do not balance them: what load_balance_coeff moves has no place in an export."""
+    """The mixture-of-experts layers. Experts have biases and a clamped SwiGLU. The flavors do not set
+    load_balance_coeff, because the Hugging Face format cannot store the bias that it updates."""
     sliding_window: Annotated[int, Gt(0)] = 128
-    """Tokens that a token sees at most, itself included, in the first layer, the third, …"""
+    """Size of the sliding window in layers 1, 3, …, in tokens: a token attends to at most this many, itself
+    included."""
     swiglu_alpha: Annotated[float, Gt(0)] = 1.702
-    """What the gate is multiplied by inside its sigmoid."""
+    """Factor of the gate inside its sigmoid."""
     swiglu_limit: Annotated[float, Gt(0)] = 7.0
-    """What the gate may be at most, and the value that it lets through at most and, negative, at least."""
+    """Clamping bound of SwiGLU: the gate is clamped from above, the linear part to ± this value."""
     max_seq_len: Annotated[int, Gt(0)] = 131072
     rope_theta: Annotated[float, Gt(0)] = 150000.0
     yarn: Yarn | None = None
-    """How rotary positions are stretched beyond the original context; None: they are not."""
+    """RoPE scaling beyond the original context; None: no scaling."""
     norm_eps: Annotated[float, Gt(0)] = 1e-5
 
     model_types: ClassVar[tuple[str, ...]] = ("gpt_oss",)

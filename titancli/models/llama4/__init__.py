@@ -23,9 +23,9 @@ class AttnTemperature:
     by 1 + attn_scale · ln(1 + ⌊(position + 1) / floor_scale⌋)."""
 
     floor_scale: Annotated[int, Gt(0)] = 8192
-    """Tokens of a step of the floor."""
+    """Number of positions per step of the floor."""
     attn_scale: Annotated[float, Gt(0)] = 0.1
-    """What the logarithm counts for."""
+    """Factor of the logarithm."""
 
 
 _ROUTING = {
@@ -69,27 +69,27 @@ _128E = dict(
     "model", "llama4", target="titancli.models.llama4.model:build", hf="titancli.models.llama4.model:Llama4HF"
 )
 class Llama4(DecoderConfig):
-    """Llama 4, its text model: mixture of experts with a shared one, local attention between blocks without
-    RoPE (iRoPE).
+    """Llama 4, text only: mixture of experts with a shared expert, chunked attention, NoPE layers (iRoPE).
 
-    17bx16e and 17bx128e, with or without `_irope`, are Meta's Scout and Maverick as released: with chunks,
-    blocks without RoPE and a temperature there, and in Scout norms of queries and keys.
+    17bx16e and 17bx128e, with or without `_irope`, are Meta's Scout and Maverick as released: chunked
+    attention, blocks without RoPE that have an attention temperature, and in Scout QK norms.
     """
 
     hidden_dim: Annotated[int, Gt(0)] | None = None
-    """Width inside the feed-forward of blocks without experts; None: every block has experts."""
+    """Hidden dimension of the feed-forward in dense blocks; None: every block is MoE."""
     moe: MoE
-    """The experts."""
+    """The mixture-of-experts layers."""
     interleave_moe_layer_step: Annotated[int, Gt(0)] = 1
-    """Of so many blocks the last has experts."""
+    """Every n-th block is MoE."""
     every_n_layers_nope: Annotated[int, Gt(0)] | None = None
-    """Of so many blocks the last has no RoPE; None: all have it."""
+    """Every n-th block has no RoPE; None: all blocks have it."""
     fixed_attn_block_size: Annotated[int, Gt(0)] | None = None
-    """In blocks with RoPE a token sees only its own chunk of so many tokens; None: all before it."""
+    """Chunk size of attention in blocks with RoPE, in tokens: a token attends only to its own chunk; None:
+    full causal attention."""
     qk_norm: bool = False
-    """Whether queries and keys are normed (RMS, without weights) after RoPE, in blocks that have it."""
+    """Apply RMS norm without weights to queries and keys after RoPE, in the blocks that have RoPE."""
     attn_temperature: AttnTemperature | None = None
-    """How blocks without RoPE sharpen the attention of late queries; None: not at all."""
+    """Attention temperature of blocks without RoPE, by position; None: none."""
     max_seq_len: Annotated[int, Gt(0)] = 1048576
     rope_theta: Annotated[float, Gt(0)] = 500000.0
     rope_scaling: RopeScaling | None = None

@@ -29,14 +29,14 @@ _ROUTING = {
     "model", "qwen3", target="titancli.models.qwen3.model:build", hf="titancli.models.qwen3.model:Qwen3HF"
 )
 class Qwen3(DecoderConfig):
-    """Qwen 3, dense and mixture of experts: grouped-query attention with normed queries and keys."""
+    """Qwen 3, dense and mixture of experts: grouped-query attention with QK norms."""
 
     head_dim: Annotated[int, Gt(0)] = 128
-    """Width of a head."""
+    """Dimension of a head."""
     hidden_dim: Annotated[int, Gt(0)] | None = None
-    """Width inside the feed-forward block of a dense model."""
+    """Hidden dimension of the feed-forward in a dense model."""
     moe: MoE | None = None
-    """The experts that stand for the feed-forward block; None: a dense model."""
+    """The mixture-of-experts layers, in place of the feed-forward; None: a dense model."""
     max_seq_len: Annotated[int, Gt(0)] = 4096
     rope_theta: Annotated[float, Gt(0)] = 1000000.0
     norm_eps: Annotated[float, Gt(0)] = 1e-6
