@@ -20,8 +20,7 @@ class CrossEntropy:
 
 @component("loss", "cross_entropy_full", target="titancli.losses.cross_entropy:CrossEntropyFull")
 class CrossEntropyFull:
-    """Cross-entropy by torch's own function, from the full logits: slower, needs more memory; for
-    reference."""
+    """Cross-entropy by torch's own function on the full logits: slower and larger, for reference."""
 
 
 @component("loss", "sft", target="titancli.losses.sft:SFT")

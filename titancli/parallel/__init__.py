@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 @component("parallelize", "decoder", target="titancli.parallel.decoder:build")
 class Decoder:
-    """Parallelism for decoders: tensor, context and expert parallel, FSDP2, activation checkpointing,
-    compile."""
+    """Decoder parallelism: FSDP2, tensor, context and expert parallel, activation checkpointing, compile."""
 
     reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free gathered parameters after forward (least memory) or keep them for backward (least traffic).
