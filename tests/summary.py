@@ -24,7 +24,7 @@ DURATIONS = Path(__file__).with_name("durations.json")
 FIRST = ("tests", "tests/recipe", "tests/registry", "tests/cli")
 """What most mistakes show in, and needs no torch."""
 ROOMS = {
-    "tests": "the house's own rules: imports run downward, the menu is torch-free",
+    "tests": "architecture: imports run downward, configs import no torch",
     "tests/recipe": "TOML in; whatever is wrong is told with line, column and what to write",
     "tests/registry": "components and plugins: found, told apart, and none harms another",
     "tests/cli": "the command: what it prints, its JSON, its exit codes, its cost",
