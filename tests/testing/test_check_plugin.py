@@ -67,7 +67,7 @@ def test_a_good_plugin_passes(check) -> None:
     [
         ("from titancli import", "import numpy\nfrom titancli import", "its module imports numpy"),
         ("from titancli import", "1 / 0\nfrom titancli import", "ZeroDivisionError"),
-        ("from titancli import", "sum(range(10**7))\nfrom titancli import", "s to load, more than 0.02 s"),
+        ("from titancli import", "sum(range(10**7))\nfrom titancli import", "to load, more than 0.02 s"),
         ('    """A loss that is as it should be."""\n', "", "loss/fair: it has no docstring"),
         ('    """How much it counts."""\n', "", "loss/fair: the field weight has no docstring"),
         ("weight: float = 1.0", "weight: complex = 1.0", "cannot be made"),
