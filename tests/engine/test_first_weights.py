@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,9 +37,8 @@ def test_what_cannot_be_begun_from_is_told(
     if config is not None:
         (tmp_path / "config.json").write_text(config)
     made = dataclasses.replace(recipe(Layout()), weights=tmp_path)
-    engine: Any = SimpleNamespace(base_parameters=dict, adapters=None, hf_form=form and form(made.model))
     with pytest.raises(kind, match=words) as caught:
-        load_weights(engine, made)
+        load_weights(made, form and form(made.model), {}, [], None)
     assert caught.value.hint
 
 
@@ -49,8 +47,7 @@ def test_weights_of_another_rotary_base_are_refused_unless_it_is_meant(tmp_path:
     form = LlamaHF(own.model)
     (tmp_path / "config.json").write_text(json.dumps({**form.config_json(), "rope_theta": 1e7}))
     made = dataclasses.replace(own, weights=tmp_path)
-    engine: Any = SimpleNamespace(base_parameters=dict, adapters=None, hf_form=form)
     with pytest.raises(EnvironmentProblem, match=r"rope_theta is .* in the recipe, 10000000.0 there"):
-        load_weights(engine, made)
+        load_weights(made, form, {}, [], None)
     meant = dataclasses.replace(own.checkpoint, model_differs=["rope_theta"])
     refuse_other_model(dataclasses.replace(made, checkpoint=meant), tmp_path)

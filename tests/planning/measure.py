@@ -15,7 +15,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from titancli.data.batch import Batch
 from titancli.distributed.mesh import forget_meshes
 from titancli.engine.build import allocate, build_engine
-from titancli.engine.core import Core
 from titancli.engine.dry_run import local
 from titancli.engine.engine import Engine
 from titancli.models.blocks.moe import moe_layers
@@ -49,10 +48,10 @@ def measured(recipe: Recipe, world: int) -> float:
         stack.callback(dist.destroy_process_group)
         tracker = MemTracker()
 
-        def fill(engine: Core, recipe: Recipe) -> None:
+        def fill(parts: list[Any]) -> None:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            for part in engine.parts:
-                allocate(part, engine.device)
+            for part in parts:
+                allocate(part, CPU)
                 for experts in moe_layers(part).values():
                     experts.force_load_balance()
 

@@ -379,7 +379,7 @@ def differs(plain: Engine, hurt: Engine, number: int) -> str:
 
 def sampled(engine: Engine) -> bool:
     try:
-        refuse_layout(engine)
+        refuse_layout(engine.parts[0], engine.mesh.degrees)
     except TitanError:
         return False
     return True

@@ -41,7 +41,9 @@ def gradients(layout: Layout) -> dict[str, torch.Tensor]:
         metrics = engine.forward_backward(mine, loss)
         told = {key: value for key, value in metrics.items() if key not in ("tokens", "loss_max")}
         found |= {f"{name} {key}": torch.as_tensor(value).clone() for key, value in told.items()}
-        found |= wholes((f"{name} {key}", p.grad / engine._weight) for key, p in engine.named_parameters())
+        found |= wholes(
+            (f"{name} {key}", p.grad / engine._accumulated.weight) for key, p in engine.named_parameters()
+        )
         engine.clear_gradients()
     return found
 

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from titancli.checkpoint.exclude import Exclusion
 from titancli.checkpoint.hf.kept import kept_of
@@ -23,15 +24,14 @@ from titancli.data.values import Limits
 from titancli.distributed.local import RowCut
 from titancli.distributed.mesh import Mesh
 from titancli.distributed.process_group import groups_wait_as_the_default_one
-from titancli.engine.core import Core
 from titancli.engine.experts import ExpertLoad, begins_unbalanced, hold_biases
 from titancli.engine.optimizer_state import keep_peaks
 from titancli.engine.pipelined import PipelinedModel
 from titancli.engine.rng import generator_for
 from titancli.engine.runners import Runner, WholeModel
 from titancli.engine.skip_step import Guard
-from titancli.engine.status import EngineSettings, Watched
-from titancli.engine.weights import told_adapters
+from titancli.engine.status import EngineSettings
+from titancli.engine.weights import Known, adapters_of, all_known, base_parameters, told_adapters
 from titancli.errors import EnvironmentProblem, Problem, RecipeError, TitanError
 from titancli.layout.degrees import Degrees
 from titancli.models.blocks.kernels import prefer_fast_kernels
@@ -45,7 +45,10 @@ from titancli.recipe.schema import Recipe, Training
 from titancli.recipe.toml import dotted
 from titancli.registry.component import build, component_info, load_target
 
-E = TypeVar("E", bound=Core)
+if TYPE_CHECKING:
+    from titancli.protocols import Converter, HFForm
+
+E = TypeVar("E")
 
 
 @dataclass(frozen=True)
@@ -57,16 +60,20 @@ class MixedPrecision:
 
 
 def build_engine(
-    made: type[E],
+    made: Callable[..., E],
     recipe: Recipe,
     *,
     device: torch.device,
     frozen: bool,
-    fill: Callable[[Core, Recipe], None] | None = None,
+    fill: Callable[[list[Any]], None] | None = None,
 ) -> E:
     """Make a `titancli.Engine`; see its `build`.
 
-    `fill` takes the place of `materialise`: a dry run gives the model no memory.
+    Adapters that the recipe's weights name are still to be loaded: `Engine.adapters_from`.
+
+    Args:
+        made: the engine's class, called with all that it is made of.
+        fill: takes the place of `materialise`: a dry run gives the parts no memory.
     """
     training = recipe.training
     degrees = recipe.degrees(dist.get_world_size())
@@ -98,33 +105,48 @@ def build_engine(
     parts = [parallelize(model) for model in models]
     for part in parts:
         prefer_fast_kernels(part, device, precision(training).param, training.seq_len)
+    runner = runner_of(recipe, parts, placement, mesh, device)
+    loss = build(recipe.loss)
     hf = component_info(recipe.model).hf
-    engine = made(
+    hf_form = load_target(hf)(recipe.model) if hf else None
+    start = Start()
+    if fill is not None:
+        fill(parts)
+    else:
+        materialise(parts, converters, device, recipe)
+        if starts_with_weights(recipe):
+            tensors = base_parameters(parts, converters)
+            known = all_known(tensors.items(), parts, mesh, placement)
+            start = load_weights(recipe, hf_form, tensors, known, adapters_of(converters))
+    optimizer = guard = None
+    unbalanced = holds_biases = False
+    if not frozen:
+        trained = [named for part in parts for named in part.named_parameters() if named[1].requires_grad]
+        optimizer = optimizer_of(recipe, trained, names)
+        keep_peaks(optimizer, getattr(recipe.optimizer, "lr", None))
+        if recipe.stability.skip_nonfinite or recipe.stability.sigma > 0:
+            guard = Guard(recipe.stability, device)
+        if fill is None and begins_unbalanced(hf_form, recipe):
+            unbalanced, holds_biases = True, hold_biases(parts, device, False)
+    return made(
         parts=parts,
-        runner=runner_of(recipe, parts, placement, mesh, device),
+        runner=runner,
         mesh=mesh,
         device=device,
         placement=placement,
-        loss=build(recipe.loss),
-        optimizer=None,
+        loss=loss,
+        optimizer=optimizer,
+        guard=guard,
         settings=_settings(recipe, degrees, row_cut_of(parts[0], degrees)),
         converters=converters,
-        hf_form=load_target(hf)(recipe.model) if hf else None,
+        hf_form=hf_form,
         flops_per_token=flops,
         parameter_count=count,
         config=plain_config(recipe, degrees, device, count),
+        begins_unbalanced=unbalanced,
+        holds_biases=holds_biases,
+        **start._asdict(),
     )
-    (fill or materialise)(engine, recipe)
-    engine.watched = Watched(engine.parts)
-    if not frozen:
-        engine.optimizer = optimizer_of(recipe, engine.trained_parameters(), names)
-        keep_peaks(engine.optimizer, getattr(recipe.optimizer, "lr", None))
-        if recipe.stability.skip_nonfinite or recipe.stability.sigma > 0:
-            engine.guard = Guard(recipe.stability, device)
-        if fill is None and begins_unbalanced(engine.hf_form, recipe):
-            engine.begins_unbalanced = True
-            engine.holds_biases = hold_biases(engine.parts, device, engine.holds_biases)
-    return engine
 
 
 def optimizer_of(
@@ -258,21 +280,33 @@ def limits_of(recipe: Recipe, degrees: Degrees, row_cut: RowCut | None) -> Limit
     )
 
 
-def materialise(engine: Core, recipe: Recipe) -> None:
-    """Give the meta model memory, and values: the recipe's weights, or initial ones.
+class Start(NamedTuple):
+    """Which weights a model begins with: see the fields of `titancli.Engine`."""
 
-    Weights that come along with all other state are read with it, see `titancli.run.session`.
-    """
-    whole = recipe.weights is not None and recipe.checkpoint.initial_load_model_only
-    for part in engine.parts:
-        home = getattr(part, "parameter_device", engine.device)
-        allocate(part, home, engine.device)
-        if not whole or recipe.checkpoint.exclude_from_loading:
+    kept: Mapping[str, bytes] = MappingProxyType({})
+    base: dict[str, str] | None = None
+    begins_as_base: bool = False
+    adapters_from: Path | None = None
+
+
+def starts_with_weights(recipe: Recipe) -> bool:
+    """Whether the recipe names weights alone; those that come along with all other state are read with it,
+    see `titancli.run.session`."""
+    return recipe.weights is not None and recipe.checkpoint.initial_load_model_only
+
+
+def materialise(
+    parts: list[Any], converters: Sequence[Converter], device: torch.device, recipe: Recipe
+) -> None:
+    """Give the meta model memory, and initial values where it does not begin with a recipe's weights."""
+    adapters = adapters_of(converters)
+    for part in parts:
+        home = getattr(part, "parameter_device", device)
+        allocate(part, home, device)
+        if not starts_with_weights(recipe) or recipe.checkpoint.exclude_from_loading:
             part.init_weights(generator_for(recipe.training.seed, home))
-        if engine.adapters is not None:
-            engine.adapters.initialise(part, generator_for(recipe.training.seed, home))
-    if whole:
-        load_weights(engine, recipe)
+        if adapters is not None:
+            adapters.initialise(part, generator_for(recipe.training.seed, home))
 
 
 def allocate(model: nn.Module, device: torch.device, buffers: torch.device | None = None) -> None:
@@ -293,9 +327,15 @@ def allocate(model: nn.Module, device: torch.device, buffers: torch.device | Non
             setattr(module, name, buffer.to(buffers))  # a model may have given them values
 
 
-def load_weights(engine: Core, recipe: Recipe) -> None:
+def load_weights(
+    recipe: Recipe, form: HFForm | None, tensors: dict[str, Tensor], known: Iterable[Known], adapters: Any
+) -> Start:
     """Take the first weights from a titan checkpoint or a Hugging Face folder; of a checkpoint of adapters
-    those too, and their base's.
+    their base's.
+
+    Args:
+        tensors: this rank's part of the plain model.
+        known: of the whole plain model.
 
     Raises:
         EnvironmentProblem: the folder is missing, is neither, or holds another model's weights.
@@ -305,27 +345,27 @@ def load_weights(engine: Core, recipe: Recipe) -> None:
     from titancli.checkpoint.remote.transfer import weights_here
 
     folder = weights_here(Path(recipe.weights or ""))
-    told = told_adapters(engine.adapters, folder)
+    told = told_adapters(adapters, folder)
     base = folder if told is None else require_base(told, folder)
-    _load_base(engine, recipe, base)
-    engine.kept = kept_of(base)
-    if engine.adapters is not None:
-        engine.base, engine.begins_as_base = base_of(base), told is None
-    if told is not None:
-        engine.load(folder, optimizer=False, verify=recipe.checkpoint.verify)
+    _load_base(recipe, form, tensors, known, base)
+    start = Start(kept=kept_of(base), adapters_from=None if told is None else folder)
+    if adapters is None:
+        return start
+    return start._replace(base=base_of(base), begins_as_base=told is None)
 
 
-def _load_base(engine: Core, recipe: Recipe, folder: Path) -> None:
+def _load_base(
+    recipe: Recipe, form: HFForm | None, tensors: dict[str, Tensor], known: Iterable[Known], folder: Path
+) -> None:
     """Fill the plain model's parameters."""
     from titancli.checkpoint import load_checkpoint
     from titancli.checkpoint.hf.folder import load_hf_weights
 
-    parameters = engine.base_parameters()
     if (folder / "manifest.json").is_file():
         refuse_other_model(recipe, folder)
-        tensors = {f"model.{name}": tensor for name, tensor in parameters.items()}
+        filled = {f"model.{name}": tensor for name, tensor in tensors.items()}
         exclude = Exclusion.once(recipe.checkpoint.exclude_from_loading, folder)
-        load_checkpoint(folder, tensors, verify=recipe.checkpoint.verify, exclude=exclude)
+        load_checkpoint(folder, filled, verify=recipe.checkpoint.verify, exclude=exclude)
         return
     if not (folder / "config.json").is_file():
         raise EnvironmentProblem(
@@ -338,10 +378,10 @@ def _load_base(engine: Core, recipe: Recipe, folder: Path) -> None:
             f"checkpoint.exclude_from_loading: a Hugging Face folder such as {folder} is read whole",
             hint="make a checkpoint of it first: titan convert-checkpoint FOLDER OUT --to titan",
         )
-    if engine.hf_form is None:
+    if form is None:
         raise RecipeError(
             f"weights: the model cannot be read from a Hugging Face folder, such as {folder}",
             hint="name a checkpoint: RUN/checkpoints/step-N",
         )
     refuse_other_model(recipe, folder)
-    load_hf_weights(folder, engine.hf_form, parameters, shapes=engine.parameter_shapes())
+    load_hf_weights(folder, form, tensors, shapes={one.name: one.shape for one in known})

@@ -36,7 +36,6 @@ from titancli.data.batch import Batch
 from titancli.distributed.mesh import forget_meshes
 from titancli.engine import meter
 from titancli.engine.build import allocate, build_engine
-from titancli.engine.core import Core
 from titancli.engine.engine import Engine
 from titancli.engine.meter import Meter
 from titancli.engine.optimizer_state import initialise_state
@@ -147,19 +146,19 @@ def _step(recipe: Recipe) -> tuple[int, int, int, int, int]:
     with ExitStack() as stack:
         meter = Meter()
 
-        def fill(engine: Core, recipe: Recipe) -> None:
+        def fill(parts: list[Any]) -> None:
             # From here to the end of the step all tensors are fake; what is cut already is on meta.
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(meter)
-            for part in engine.parts:
-                allocate(part, engine.device)
+            for part in parts:
+                allocate(part, CPU)
                 for experts in moe_layers(part).values():
                     experts.force_load_balance()
-            if isinstance(engine.runner, PipelinedModel):
-                # What the last stage would tell the others does not come; these every loss has.
-                engine.runner.tell = lambda value: value or ["loss", "weight"]  # type: ignore[method-assign]
 
         engine = build_engine(Engine, recipe, device=CPU, frozen=False, fill=fill)
+        if isinstance(engine.runner, PipelinedModel):
+            # What the last stage would tell the others does not come; these every loss has.
+            engine.runner.tell = lambda value: value or ["loss", "weight"]  # type: ignore[method-assign]
         if engine.optimizer is not None:
             initialise_state(engine.optimizer)  # the peak is that of every step but the first
         parameters = [parameter for _, parameter in engine.named_parameters()]

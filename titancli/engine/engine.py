@@ -1,24 +1,27 @@
-"""The verbs. All are collective: every rank calls each, in the same order."""
+"""The engine. All its verbs are collective: every rank calls each, in the same order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from titancli.checkpoint.exclude import Exclusion
+from titancli.checkpoint import load_checkpoint, save_checkpoint
+from titancli.checkpoint.exclude import NOTHING, Exclusion
+from titancli.checkpoint.hf.kept import kept_of
 from titancli.checkpoint.hf.likeness import refuse_other_model
 from titancli.checkpoint.remote.transfer import weights_here
 from titancli.distributed import process_group
 from titancli.engine import recipes
+from titancli.engine.agreement import Call, Together, together
 from titancli.engine.build import build_engine
-from titancli.engine.core import Core, token_counts
+from titancli.engine.experts import forget_token_counts, hold_biases, move_biases
 from titancli.engine.grad_clip import divide_and_clip
 from titancli.engine.inputs import (
     Given,
@@ -29,21 +32,51 @@ from titancli.engine.inputs import (
     checked_batches,
     loss_of,
     name_of,
+    tokens_of,
 )
-from titancli.engine.optimizer_state import set_rates
+from titancli.engine.optimizer_state import counters_of, optimizer_tensors, set_rates
 from titancli.engine.rng import Stream
-from titancli.engine.runners import Sums, largest, marked, quotient, summed
+from titancli.engine.runners import Runner, largest, marked, quotient, summed
 from titancli.engine.sampling import gathered, not_training, refuse_layout
-from titancli.engine.skip_step import step_unless
-from titancli.engine.status import EngineSettings, alone
+from titancli.engine.skip_step import Guard, step_unless
+from titancli.engine.status import (
+    Accumulated,
+    EngineSettings,
+    MendedBy,
+    Status,
+    Turn,
+    Unusable,
+    Watched,
+    alone,
+    refuse_modes,
+)
+from titancli.engine.weights import (
+    Intake,
+    Known,
+    NamedTensor,
+    Target,
+    adapters_of,
+    all_known,
+    base_parameters,
+    plain_parameters,
+    push,
+    saved_parameters,
+    take_weights,
+    told_adapters,
+    weights_changed,
+    whole_tensors,
+)
 from titancli.errors import TitanError
 from titancli.parallel.aborted import forget_iteration
 from titancli.parallel.fsdp import reshard
 from titancli.process import determinism
 
 if TYPE_CHECKING:
+    from titancli.checkpoint.format.manifest import Verify
     from titancli.data.batch import Batch
-    from titancli.engine.agreement import Call
+    from titancli.distributed.mesh import Mesh
+    from titancli.parallel.pipeline import Placement
+    from titancli.protocols import Converter, HFForm, Loss
     from titancli.recipe.schema import Recipe
 
 __all__ = ["Engine", "EngineSettings", "Metrics"]
@@ -52,13 +85,75 @@ Metrics = dict[str, Any]
 """Names to scalars on the device (or plain numbers). Nothing is read to the host until a logger reads it."""
 
 
-class Engine(Core):
+@dataclass(eq=False)
+class Engine:
     """A sharded model, its optimizer, and what can be done with them.
 
     Made by `build`, `frozen` or `of`; `close` it, or use it as a context manager. An engine without an
     optimizer is frozen: it computes, saves, loads and hands on weights, and cannot be trained. Batches are
     this data-parallel rank's: ranks of tp, cp and pp give the same one (see `titancli.Batch`).
     """
+
+    parts: list[Any]
+    """The model, cut: whole, or under a pipeline the stages that this rank has, in their order."""
+    runner: Runner
+    mesh: Mesh
+    device: torch.device
+    loss: Loss
+    optimizer: torch.optim.Optimizer | None
+    settings: EngineSettings
+    converters: Sequence[Converter] = ()
+    hf_form: HFForm | None = None
+    placement: Placement | None = None
+    """Where the stages of a pipeline are; None where there is none."""
+    flops_per_token: float = 0.0
+    """Forward and backward of the whole model, for rows of the recipe's seq_len."""
+    parameter_count: int = 0
+    """Of the whole model; a tied one counts once."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Plain data: `model` (its `type` and fields), `mesh` (as written), `degrees` (as they are on these
+    ranks), `world`, `device`, `parameters`, `dtype` and `compute_dtype`."""
+    guard: Guard | None = None
+    """Which steps are not applied; None: all are."""
+    step: int = 0
+    """Optimizer steps done, those that were skipped for their numbers included."""
+    version: int = 0
+    """See `Status`. Saved and loaded with the optimizer's state."""
+    tokens_seen: int = 0
+    """Input tokens of all steps, over all ranks."""
+    base: dict[str, str] | None = None
+    """`path` and `digest` of the weights that adapters were put beside."""
+    begins_as_base: bool = False
+    """Whether adapters began at zero, so that without them the model is what training began with."""
+    kept: Mapping[str, bytes] = field(default_factory=dict)
+    """What the Hugging Face folder that the weights once came from had beside them, for checkpoints."""
+    begins_unbalanced: bool = False
+    """See `titancli.engine.experts`."""
+    holds_biases: bool = False
+    """Whether the biases that would balance experts stay at zero."""
+    busy: str | None = None
+    """Why no verb can be called now, if so."""
+    ranks: Together = field(default_factory=together, repr=False)
+    """Those of the process group that this engine was built in."""
+    number: int = field(init=False)
+    """Which of the group's engines it is, the same on every rank."""
+    unusable: Unusable | None = None
+    """Why no verb but `load` may be called any more, if so."""
+    adapters_from: Path | None = None
+    """A checkpoint of adapters that is to be loaded before any verb is called."""
+    watched: Watched = field(init=False, repr=False)
+    """The parameters that it was built with."""
+    turn: Turn = field(default_factory=Turn, repr=False)
+    """Whether a verb is running."""
+    _accumulated: Accumulated | None = field(default=None, repr=False)
+    _given: tuple[Any, Any] | None = field(default=None, repr=False)
+    """The loss that was given last, and what was made of it."""
+    _ends: ExitStack = field(default_factory=ExitStack, repr=False)
+    """What `close` undoes."""
+
+    def __post_init__(self) -> None:
+        self.number = self.ranks.enlist()
+        self.watched = Watched(self.parts)
 
     # ---------------------------------------------------------------------------------------- building
 
@@ -160,6 +255,8 @@ class Engine(Core):
             engine = build_engine(cls, recipe, device=device, frozen=frozen)
             process_group.enlist(engine)
             ends.callback(process_group.leave, engine)
+            if engine.adapters_from is not None:
+                engine.load(engine.adapters_from, optimizer=False, verify=recipe.checkpoint.verify)
             engine._ends = ends.pop_all()
         return engine, found
 
@@ -170,6 +267,101 @@ class Engine(Core):
         folder = weights_here(recipe.weights)
         refuse_other_model(recipe, folder)
         self.load(folder, exclude=Exclusion.once(recipe.checkpoint.exclude_from_loading, folder))
+
+    # ------------------------------------------------------------------------------------------- state
+
+    @property
+    def model(self) -> Any:
+        """The whole model.
+
+        Raises:
+            TitanError: it is cut into pipeline stages.
+        """
+        self._usable("model")
+        if self.mesh.degrees.pp > 1:
+            raise TitanError("this rank has only some stages of the model: mesh.pp is not 1")
+        return self.parts[0]
+
+    @property
+    def status(self) -> Status:
+        return Status(
+            step=self.step,
+            version=self.version,
+            accumulated=0 if self._accumulated is None else self._accumulated.batches,
+            tokens_seen=self.tokens_seen,
+        )
+
+    def ready(self, verb: str, mends: MendedBy | None = None) -> None:
+        """See to it that a verb can be called.
+
+        Args:
+            mends: what the verb does for an engine that is unusable, if anything.
+
+        Raises:
+            TitanError: the engine is closed, in the middle of `sampling` or another verb, or unusable; its
+                ranks have lost each other; or a script has put other parameters into the model, or had more
+                of them require gradients.
+        """
+        self._usable(verb, mends)
+        refuse_modes(verb, self.device)
+        self.turn.require(verb)
+        self.watched.check(verb, self.parts, self.optimizer)
+
+    def _usable(self, verb: str, mends: MendedBy | None = None) -> None:
+        if self.busy is not None:
+            raise TitanError(f"{verb}: the engine {self.busy}")
+        self.ranks.require(verb)
+        if self.unusable is not None and not self.unusable.mended_by_this(mends):
+            raise self.unusable.error(verb)
+
+    def call(self, verb: str) -> Call:
+        """A verb that is about to begin, and that every rank calls."""
+        return Call(self.ranks, verb, self.number, self.mesh.degrees)
+
+    def spoil(self, why: str, mended_by: MendedBy = "load") -> None:
+        """Have each later verb refused: something has raised where nothing can be put back. Of several
+        reasons the worst stays, or the first of them."""
+        found = Unusable(why, mended_by)
+        if self.unusable is None or found.worse_than(self.unusable.mended_by):
+            self.unusable = found
+            self.version += 1  # weights may have changed
+
+    def _trained(self, verb: str) -> torch.optim.Optimizer:
+        """The optimizer.
+
+        Raises:
+            TitanError: there is none.
+        """
+        if self.optimizer is None:
+            raise TitanError(f"{verb} on a frozen engine", hint="build it with Engine.build, frozen=False")
+        return self.optimizer
+
+    # --------------------------------------------------------------------------------------- parameters
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Parameters by the names of the plain model on one device."""
+        return [named for part in self.parts for named in part.named_parameters()]
+
+    def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Those of them that the optimizer moves."""
+        return [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
+
+    def plain_parameters(self) -> list[tuple[str, Tensor]]:
+        """See `titancli.engine.weights.plain_parameters`."""
+        return plain_parameters(self.parts, self.converters)
+
+    @property
+    def adapters(self) -> Any:
+        """The converter whose parameters are no part of the plain model, if there is one."""
+        return adapters_of(self.converters)
+
+    @contextmanager
+    def as_base(self) -> Iterator[None]:
+        """The model without its adapters; only to compute with."""
+        if self.adapters is None:
+            raise TitanError("as_base: this engine has no adapters, such as the converter lora makes")
+        with self.adapters.disabled(self.parts):
+            yield
 
     # ----------------------------------------------------------------------------------------- forward
 
@@ -236,7 +428,7 @@ class Engine(Core):
         self.ready("sampling")
         call = self.call("sampling")
         with call.agreed():
-            refuse_layout(self)
+            refuse_layout(self.parts[0], self.mesh.degrees)
         model = self.model
         with torch.no_grad(), not_training([model]), gathered(model):
             self.busy = "is being sampled from: leave `with engine.sampling()` first"
@@ -269,35 +461,33 @@ class Engine(Core):
                 else than a LossResult, or one without gradient. Whatever a loss raises comes through; the
                 gradients of the step so far are then forgotten.
         """
-        optimizer = self.trained("forward_backward")
+        self.ready("forward_backward")
+        optimizer = self._trained("forward_backward")
         call = self.call("forward_backward")
         with call.agreed():
             if not torch.is_grad_enabled():
                 raise TitanError("forward_backward under torch.no_grad()", hint="call it outside")
             loss, own, poison = self._taken(call, batches, loss)
             placed = [batch.to(self.device) for batch in own]
-        if self._weight is None:
-            self._stream = Stream(self.device, self.settings.seed, self.step, self.mesh.dp_rank)
+        accumulated = self._accumulated
+        if accumulated is None:
             optimizer.zero_grad(set_to_none=True)
-            self._weight = torch.zeros((), dtype=torch.float32, device=self.device)
-            self._loss = torch.zeros_like(self._weight)
-        self._steady = self._steady and getattr(loss, "steady", True)
+            stream = Stream(self.device, self.settings.seed, self.step, self.mesh.dp_rank)
+            nothing = torch.zeros((), dtype=torch.float32, device=self.device)
+            accumulated = self._accumulated = Accumulated(stream, nothing, nothing)
+        accumulated.steady = accumulated.steady and getattr(loss, "steady", True)
         # Some micro-batches' gradients may be there by then, and nobody knows which.
-        with self._aborted("forward_backward", forget=True), self._drawing(), call.shared():
-            sums = call.in_order(self.runner.forward_backward(placed, loss))
-            metrics = self._reduce_metrics(marked(sums, poison))
-        self._step_tokens += call.all_tokens
-        self._accumulated += len(placed)
-        return {**metrics, "tokens": call.all_tokens}
-
-    def _reduce_metrics(self, sums: Sums) -> Metrics:
-        worst = largest(quotient(sums["loss"], sums["weight"]), self.mesh.dp_group)
-        totals = summed(sums, self.mesh.dp_group)
-        weight = totals.pop("weight")
-        self._weight = self._weight + weight  # type: ignore[operator]
-        self._loss = self._loss + totals["loss"]  # type: ignore[operator]
-        averages = {name: quotient(value, weight) for name, value in totals.items()}
-        return {**averages, "loss_max": worst}
+        with self._aborted("forward_backward", forget=True), accumulated.stream.drawn(), call.shared():
+            sums = marked(call.in_order(self.runner.forward_backward(placed, loss)), poison)
+            worst = largest(quotient(sums["loss"], sums["weight"]), self.mesh.dp_group)
+            totals = summed(sums, self.mesh.dp_group)
+            weight = totals.pop("weight")
+            accumulated.weight = accumulated.weight + weight
+            accumulated.loss = accumulated.loss + totals["loss"]
+            averages = {name: quotient(value, weight) for name, value in totals.items()}
+        accumulated.tokens += call.all_tokens
+        accumulated.batches += len(placed)
+        return {**averages, "loss_max": worst, "tokens": call.all_tokens}
 
     @alone
     def optim_step(self, lr: float | None = None) -> Metrics:
@@ -321,10 +511,12 @@ class Engine(Core):
                 all ranks alike); the weights are those before them, and as many may be skipped again.
                 Whatever else raises in the middle comes through; the engine is then unusable until `load`.
         """
-        optimizer = self.trained("optim_step")
+        self.ready("optim_step")
+        optimizer = self._trained("optim_step")
         call = self.call("optim_step")
         with call.agreed():
-            if self._weight is None:
+            accumulated = self._accumulated
+            if accumulated is None:
                 raise TitanError("optim_step without gradients", hint="call forward_backward first")
             trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             if trained and all(parameter.grad is None for parameter in trained):
@@ -335,8 +527,8 @@ class Engine(Core):
             rate = set_rates(optimizer, lr, self.settings.lr_factor(self.step))
             call.given("with the recipe's rate" if lr is None else f"with lr={rate!r}")
         try:
-            with self.inside("optim_step"), call.shared():
-                norm = self._step(optimizer, self._weight)
+            with call.shared():
+                norm = self._step(optimizer, accumulated)
         except BaseException:
             self.spoil("optim_step has raised half way")
             raise
@@ -346,46 +538,285 @@ class Engine(Core):
         self.guard.check()
         return told | {"skipped_steps": self.guard.skipped}
 
-    def _step(self, optimizer: torch.optim.Optimizer, weight: Tensor) -> Tensor:
+    def _step(self, optimizer: torch.optim.Optimizer, accumulated: Accumulated) -> Tensor:
         """Everything that `optim_step` does to the engine; the gradients' norm before clipping."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = divide_and_clip(parameters, weight, self.settings.max_norm, self.mesh.pp_group)
-        wrong = self._judge(norm)
-        with self._drawing():
+        norm = divide_and_clip(parameters, accumulated.weight, self.settings.max_norm, self.mesh.pp_group)
+        wrong = None
+        if self.guard is not None:
+            average = quotient(accumulated.loss, accumulated.weight)
+            wrong = self.guard.judge(self.step + 1, norm, average, steady=accumulated.steady)
+        with accumulated.stream.drawn():
             if wrong is None:
                 optimizer.step()
             else:
                 step_unless(wrong, optimizer)
-            self._after_step(wrong)
-            for converter in self.converters:
-                for part in self.parts:
-                    converter.after_step(part)
+            move_biases(self.parts, self.mesh.token_groups, wrong)
+            weights_changed(self.parts, self.converters)
         self.step += 1
         self.version += 1
-        self.tokens_seen += self._step_tokens
+        self.tokens_seen += accumulated.tokens
         self._forget_gradients()
         return norm
 
-    def _judge(self, norm: Tensor) -> Tensor | None:
-        """1.0 where the step must not be applied; None where nobody asks."""
-        if self.guard is None or self._loss is None or self._weight is None:
-            return None
-        average = quotient(self._loss, self._weight)
-        return self.guard.judge(self.step + 1, norm, average, steady=self._steady)
+    @alone
+    def clear_gradients(self) -> None:
+        """Forget what `forward_backward` has added since the last step.
 
-    def _after_step(self, wrong: Tensor | None) -> None:
-        """Let the model move what moves without gradients, by the tokens that all ranks' experts had."""
-        counts = {name: count for part in self.parts for name, count in token_counts(part).items()}
-        if not counts:
+        Raises:
+            TitanError: the engine is frozen or closed.
+        """
+        self.ready("clear_gradients")
+        self._trained("clear_gradients")
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+        forget_token_counts(self.parts)
+        self._accumulated = None
+
+    # ------------------------------------------------------------------------------------- checkpoints
+
+    def save_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything a resume needs: tensors by name (the live ones, sharded), and counters as plain JSON."""
+        self.ready("save_state")
+        return self.live_state()
+
+    def live_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The same, of an engine that may be unusable: to load into."""
+        tensors = self._live_tensors(optimizer=True)
+        more: dict[str, Any] = {"guard": self.guard.state()} if self.guard else {}
+        if self.adapters is not None:
+            more["adapters"] = {**self.adapters.facts, "base": self.base}
+        counters = {"step": self.step, "version": self.version, "tokens_seen": self.tokens_seen}
+        return tensors, {**counters, **more}
+
+    def _live_tensors(self, *, optimizer: bool) -> dict[str, Tensor]:
+        saved = saved_parameters(self.parts, self.converters)
+        tensors = {f"model.{name}": tensor for name, tensor in saved}
+        if optimizer and self.optimizer is not None:
+            tensors |= optimizer_tensors(self.optimizer, self.named_parameters())
+        return tensors
+
+    @alone
+    def save(self, folder: str | Path, *, lock_text: str = "", run_id: str = "") -> None:
+        """Write a checkpoint of this engine, whole or not at all: safetensors and JSON. Collective.
+
+        Accumulated gradients are not part of it. An older checkpoint of that name is replaced.
+
+        Args:
+            folder: its name; a last part such as `step-100` says its step.
+            lock_text: the resolved recipe, kept beside it (`titancli.recipe.lock_text`).
+            run_id: whose checkpoint it is; one of another id is never replaced.
+
+        Raises:
+            EnvironmentProblem: the disk is full or cannot be written, on any rank; or the folder is another
+                run's.
+        """
+        self.ready("save")
+        call = self.call("save")
+        with call.agreed():
+            tensors, state = self.save_state()
+            call.given(f"as {Path(folder).name}")
+        with call.shared():
+            save_checkpoint(
+                Path(folder),
+                tensors,
+                {"engine": state},
+                lock_text=lock_text,
+                run_id=run_id,
+                mesh=asdict(self.mesh.degrees),
+                kept=self.kept,
+            )
+
+    @alone
+    def load(
+        self,
+        folder: str | Path,
+        *,
+        optimizer: bool | None = None,
+        verify: Verify = "full",
+        exclude: Exclusion = NOTHING,
+    ) -> dict[str, Any]:
+        """Continue from a checkpoint made on any layout; with optimizer=False take its weights alone.
+
+        Gradients that were accumulated are forgotten. Collective. Where it raises after it has begun to
+        replace anything, the engine is unusable until a `load` succeeds.
+
+        Args:
+            folder: a checkpoint, or a run, of which it takes the newest good one.
+            optimizer: None: True, or False for a frozen engine.
+
+        Returns:
+            The checkpoint's state, for what the engine does not own (the data position).
+
+        Raises:
+            EnvironmentProblem: it is no checkpoint, is damaged, or lacks the optimizer's state where wanted.
+            TitanError: it is of another model, or `exclude` names what it does not hold; or the engine is
+                frozen and the optimizer's state is wanted.
+        """
+        wanted = self.optimizer is not None if optimizer is None else optimizer
+        everything = wanted or self.optimizer is None
+        mends: MendedBy | None = "load" if everything else "weights"
+        self.ready("load" if everything else "load(optimizer=False)", None if exclude.patterns else mends)
+        if wanted:
+            self._trained("load(optimizer=True)")
+        before, call = self.version, self.call("load")
+        with call.agreed():
+            call.given(f"of {Path(folder).name}, {'all of it' if wanted else 'its weights alone'}")
+        with call.shared():
+            state = self._load_state(
+                recipes.checkpoint_of(Path(folder)), optimizer=wanted, verify=verify, exclude=exclude
+            )
+        if self.begins_unbalanced:
+            self.holds_biases = hold_biases(self.parts, self.device, self.holds_biases)
+        self._has_new_weights(max(self.version, before + 1))
+        self.unusable = None
+        return state
+
+    def _load_state(
+        self, folder: Path, *, optimizer: bool, verify: Verify, exclude: Exclusion
+    ) -> dict[str, Any]:
+        """Fill the engine's tensors from a checkpoint and set its counters; see `load`."""
+        told_adapters(self.adapters, folder, base=self.base)
+        kept = kept_of(folder)
+        tensors = self._live_tensors(optimizer=optimizer)
+
+        def begin() -> None:
+            self.spoil(f"loading {folder} has failed half way", "load" if optimizer else "weights")
+
+        state = load_checkpoint(folder, tensors, verify=verify, exclude=exclude, begin=begin)
+        weights_changed(self.parts, self.converters)
+        if optimizer:
+            counters = counters_of(state, folder, self.guard, exclude)
+            if counters is not None:
+                self.step, self.tokens_seen = counters.step, counters.tokens_seen
+                self.version = max(self.version, counters.version)
+        self.kept = kept or self.kept
+        return state
+
+    def _has_new_weights(self, version: int) -> None:
+        self.version = version
+        self._forget_gradients()
+
+    # ----------------------------------------------------------------------------------------- weights
+
+    def weights(self) -> Iterator[NamedTensor]:
+        """Hugging Face names and whole tensors, one at a time; the tensor on rank 0, None elsewhere. Adapters
+        are merged into their base.
+
+        They have the dtype of the parameters (`training.dtype`, fp32 unless said) and lie on the engine's
+        device; one is good until the next is asked for. Collective: every rank must run it to its end.
+
+        Raises:
+            TitanError: the model's component declares no Hugging Face form.
+        """
+        self.ready("weights")
+        call = self.call("weights")
+        with call.agreed():
+            form = self._form()
+        with call.shared():
+            mine = dict(self.plain_parameters())
+            home = getattr(self.parts[0], "parameter_device", self.device)
+            wholes = whole_tensors(mine, self._all_known(mine), self.mesh, home)
+        parameters = iter(wholes if self.adapters is None else self.adapters.merged(wholes))
+        while True:
+            with call.shared():
+                parameter = next(parameters, None)
+            if parameter is None:
+                return
+            for hf_name, value in form.to_hf(*parameter):
+                yield hf_name, value if dist.get_rank() == 0 else None
+
+    def push_weights(self, target: Target) -> int:
+        """Hand all weights to something that samples, scores or stores them. Collective.
+
+        Args:
+            target: has `load_weights(iterator)`, or is called with each `(name, tensor)`; on rank 0 alone, in
+                the order and the form of `weights()`. It must copy what it keeps.
+
+        Returns:
+            The version that the target has now (see `Status`).
+
+        Raises:
+            TitanError: as `weights`; or the target raised on rank 0, told on every rank (on rank 0 it is the
+                target's own error).
+        """
+        self.ready("push_weights")
+        call = self.call("push_weights")
+        with call.agreed():
+            self._form()
+        with call.shared():
+            push(self.weights(), target)
+        return self.version
+
+    @alone
+    def load_weights(self, weights: Iterable[NamedTensor] | None) -> None:
+        """Take weights under Hugging Face names, such as another engine's `weights()`. Collective.
+
+        Rank 0's tensors are taken, cast to the parameters' dtype and cut for every rank, one at a time; what
+        other ranks give is run through to keep pace, and may be None. The optimizer's state stays, and
+        accumulated gradients are forgotten. What Hugging Face has no name for (a balancing bias) stays.
+
+        Raises:
+            TitanError: a name is unknown, missing or comes twice, or a shape is wrong: all are reported, on
+                every rank, at the end. Weights that fit have been taken by then, and the engine is unusable
+                until weights are loaded again. Or the model declares no Hugging Face form, or has adapters
+                (which `weights` merges).
+        """
+        self.ready("load_weights", mends="weights")
+        if self.adapters is not None:
+            raise TitanError(
+                "load_weights: this engine has adapters beside its base, and whole weights are neither",
+                hint="build an engine without them, or load a checkpoint of theirs",
+            )
+        before, call = self.version, self.call("load_weights")
+        with call.agreed():
+            form = self._form()
+        with call.shared():
+            shapes = {
+                one.name: one.shape for one in self._all_known(base_parameters(self.parts, self.converters))
+            }
+
+            def begin() -> None:
+                self.spoil("load_weights has failed half way", "weights")
+
+            intake = Intake(dict(self.plain_parameters()), shapes, form, begin)
+            take_weights(intake, weights, self.device)
+        self._has_new_weights(before + 1)
+        weights_changed(self.parts, self.converters)
+        self.unusable = None
+
+    def _all_known(self, tensors: dict[str, Tensor]) -> list[Known]:
+        return all_known(tensors.items(), self.parts, self.mesh, self.placement)
+
+    def _form(self) -> HFForm:
+        if self.hf_form is None:
+            raise TitanError("this model declares no Hugging Face form, so its weights have no names there")
+        return self.hf_form
+
+    # --------------------------------------------------------------------------------------------- end
+
+    def close(self) -> None:
+        """Free the model and the optimizer, and end the process group if `Engine.build` made it and no other
+        engine uses it. A second call does nothing; any other verb is refused from now on."""
+        if self.busy == CLOSED:
             return
-        total = torch.cat(list(counts.values()))
-        for group in self.mesh.token_groups:
-            dist.all_reduce(total, group=group)
-        if wrong is not None:  # counts of nothing move nothing
-            total = torch.where(wrong > 0, torch.zeros_like(total), total)
-        sums = dict(zip(counts, total.split([len(count) for count in counts.values()]), strict=True))
-        for part in self.parts:
-            part.after_step({name: sums[name] for name in token_counts(part)})
+        self.busy = CLOSED
+        self.parts, self.optimizer, self._accumulated = [], None, None
+        self.watched = Watched([])
+        self.runner = None  # type: ignore[assignment]
+        self._ends.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error_type: Any, error: Any, trace: Any) -> None:
+        if error is not None and dist.is_initialized() and dist.get_world_size() > 1:
+            # Other ranks may be in a collective that this one has left: to end the group would wait for them.
+            self._ends.pop_all()
+        self.close()
 
     # ----------------------------------------------------------------------------------------- helpers
 
@@ -412,10 +843,6 @@ class Engine(Core):
             self._given = (given, loss_of(given))
         return self._given[1]
 
-    def _drawing(self) -> AbstractContextManager[None]:
-        """Random numbers of the step; one that has begun goes on with them."""
-        return self._stream.drawn()  # type: ignore[union-attr]
-
     @contextmanager
     def _no_gradients(self, verb: str) -> Iterator[None]:
         # no_grad, never inference_mode: parameters gathered inside it would poison the next training step.
@@ -433,8 +860,7 @@ class Engine(Core):
             forget: the gradients of the step so far, too.
         """
         try:
-            with self.inside(verb):
-                yield
+            yield
         except BaseException:
             if forget:
                 self._forget_gradients()
@@ -447,7 +873,4 @@ class Engine(Core):
             raise
 
 
-def tokens_of(model: Any, batch: Batch) -> int:
-    """How long the batch's rows are, in all: one after the other, the inputs that are the model's tokens."""
-    names = getattr(model, "token_inputs", ("tokens",))
-    return sum(batch.rows * batch[name].shape[model.sequence_dim[name]] for name in names)
+CLOSED = "is closed"

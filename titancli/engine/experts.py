@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from titancli.engine.inputs import Logits, LogProbs
 from titancli.models.blocks.moe import moe_layers
@@ -115,3 +116,37 @@ def hold_biases(parts: Iterable[Any], device: torch.device, held_before: bool) -
             else "model.moe.load_balance_coeff applies: the checkpoint has balancing biases"
         )
     return held
+
+
+def token_counts(part: Any) -> dict[str, Tensor]:
+    """How many tokens each expert had, by layer, where a model has experts that it balances."""
+    return part.token_counts() if hasattr(part, "token_counts") else {}
+
+
+def forget_token_counts(parts: Iterable[Any]) -> None:
+    """Begin to count anew."""
+    for part in parts:
+        if token_counts(part):
+            part.forget_token_counts()
+
+
+def move_biases(
+    parts: Sequence[Any], groups: Iterable[dist.ProcessGroup | None], wrong: Tensor | None
+) -> None:
+    """Let the model move what moves without gradients, by the tokens that all ranks' experts had. Collective.
+
+    Args:
+        groups: as for `ExpertLoad`.
+        wrong: 1.0 where the step is not applied; None: it is.
+    """
+    counts = {name: count for part in parts for name, count in token_counts(part).items()}
+    if not counts:
+        return
+    total = torch.cat(list(counts.values()))
+    for group in groups:
+        dist.all_reduce(total, group=group)
+    if wrong is not None:  # counts of nothing move nothing
+        total = torch.where(wrong > 0, torch.zeros_like(total), total)
+    sums = dict(zip(counts, total.split([len(count) for count in counts.values()]), strict=True))
+    for part in parts:
+        part.after_step({name: sums[name] for name in token_counts(part)})

@@ -175,6 +175,12 @@ def _check_needs(batch: Batch, loss: Any) -> None:
         check(batch)
 
 
+def tokens_of(model: Any, batch: Batch) -> int:
+    """How long the batch's rows are, in all: one after the other, the inputs that are the model's tokens."""
+    names = getattr(model, "token_inputs", ("tokens",))
+    return sum(batch.rows * batch[name].shape[model.sequence_dim[name]] for name in names)
+
+
 # ----------------------------------------------------------------------------------------------- losses
 
 

@@ -1,16 +1,22 @@
-"""An optimizer's state, by parameter name and never by index, and the learning rates of a step."""
+"""The state of training: an optimizer's, by parameter name and never by index; the counters beside it; and
+the learning rates of a step."""
 
 from __future__ import annotations
 
 import math
 import numbers
 from collections.abc import Iterable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from titancli.errors import TitanError
+from titancli.errors import EnvironmentProblem, TitanError
+
+if TYPE_CHECKING:
+    from titancli.checkpoint.exclude import Exclusion
+    from titancli.engine.skip_step import Guard
 
 
 def optimizer_tensors(
@@ -59,6 +65,46 @@ def initialise_state(optimizer: torch.optim.Optimizer) -> None:
         state = optimizer.state.get(parameter, {})
         if isinstance(state.get("step"), Tensor):
             state["step"].zero_()
+
+
+class Counters(NamedTuple):
+    """Where a checkpoint's run stood."""
+
+    step: int
+    tokens_seen: int
+    version: int
+
+
+def counters_of(
+    state: dict[str, Any], folder: Path, guard: Guard | None, exclude: Exclusion
+) -> Counters | None:
+    """The counters of a checkpoint's state, None where they are excluded; and give the guard its own.
+
+    Raises:
+        EnvironmentProblem: the state has none, or none that titan writes.
+    """
+    told = state.get("engine")
+    if told is None:
+        raise EnvironmentProblem(
+            f"{folder} holds weights but no training state, so a run cannot be continued from it",
+            hint=f"start a new run from it with weights={folder}",
+        )
+    found = None
+    try:
+        if not exclude.has("step"):
+            found = Counters(told["step"], told["tokens_seen"], told.get("version", told["step"]))
+            if wrong := [
+                f"{name} {value!r}" for name, value in found._asdict().items() if type(value) is not int
+            ]:
+                raise TypeError(", ".join(wrong))
+        if guard is not None and "guard" in told and not exclude.has("guard"):
+            guard.load_state(told["guard"])
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise EnvironmentProblem(
+            f"{folder} holds a training state that titan does not write: {type(error).__name__}: {error}",
+            hint="take another checkpoint (--step N)",
+        ) from error
+    return found
 
 
 # --------------------------------------------------------------------------------------------- learning rates

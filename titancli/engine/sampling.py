@@ -13,18 +13,17 @@ from titancli.errors import TitanError
 from titancli.parallel.aborted import forget_iteration
 
 if TYPE_CHECKING:
-    from titancli.engine.core import Core
+    from titancli.layout.degrees import Degrees
 
 FSDP = "torch.distributed.fsdp"
 """Where the hooks come from that gather parameters before a forward and free them after it."""
 
 
-def refuse_layout(engine: Core) -> None:
+def refuse_layout(model: Any, degrees: Degrees) -> None:
     """
     Raises:
         TitanError: the layout, or the model, cannot be sampled from.
     """
-    degrees = engine.mesh.degrees
     for name, why in {
         "tp": "its ranks keep parts of the sequence, and a token that comes alone has none",
         "cp": "each rank would have a part of the row that grows",
@@ -36,9 +35,9 @@ def refuse_layout(engine: Core) -> None:
                 f"sampling: a model under mesh.{name} = {degree} cannot be sampled from: {why}",
                 hint=f"write mesh.{name} = 1, or hand engine.weights() to a generator of its own",
             )
-    if not hasattr(engine.model, "new_cache"):
+    if not hasattr(model, "new_cache"):
         raise TitanError(
-            f"sampling: {type(engine.model).__name__} cannot generate: it has no new_cache",
+            f"sampling: {type(model).__name__} cannot generate: it has no new_cache",
             hint="what a model needs for that is in titancli.protocols.Model",
         )
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from threading import Lock
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypedDict, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titancli.data.values import Limits
+from titancli.engine.rng import Stream
 from titancli.errors import TitanError
 
 
@@ -41,6 +43,21 @@ class EngineSettings:
     """What the peak learning rate is multiplied by at a step, counted from 0."""
     limits: Limits = Limits()  # noqa: RUF009 - a tuple
     """What a batch may hold."""
+
+
+@dataclass
+class Accumulated:
+    """What `forward_backward` has added since the last step, beside the gradients."""
+
+    stream: Stream
+    """The random numbers of the step."""
+    weight: Tensor
+    loss: Tensor
+    """The sum that is to be divided by the weight."""
+    steady: bool = True
+    """Whether all losses keep to a level (`titancli.protocols.Loss`)."""
+    tokens: int = 0
+    batches: int = 0
 
 
 # --------------------------------------------------------------------------------------------------- unusable
@@ -82,42 +99,84 @@ class Unusable:
 # ----------------------------------------------------------------------------------------- one verb at a time
 
 
-class OneAtATime(Protocol):
+COMPUTING = frozenset(("forward", "evaluate", "forward_backward", "optim_step"))
+"""The verbs in whose middle no other may be called, not even those that take no turn (such as `weights`)."""
+
+
+class Turn:
+    """Which verb of an engine is running: one at a time, of all threads."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._verb: str | None = None
+
+    @contextmanager
+    def of(self, verb: str) -> Iterator[None]:
+        """
+        Raises:
+            TitanError: another verb that takes a turn is running, in this thread or another.
+        """
+        if not self._lock.acquire(blocking=False):
+            raise self._refusal(verb)
+        try:
+            self._verb = verb
+            yield
+        finally:
+            self._verb = None
+            self._lock.release()
+
+    def require(self, verb: str) -> None:
+        """
+        Raises:
+            TitanError: another verb is computing.
+        """
+        if self._verb in COMPUTING and self._verb != verb:
+            raise self._refusal(verb)
+
+    def _refusal(self, verb: str) -> TitanError:
+        return TitanError(
+            f"{verb}: the engine is in the middle of {self._verb or 'another verb'}",
+            hint="call it before: what a loss needs travels with the batch",
+        )
+
+
+class TakesTurns(Protocol):
     """What has verbs."""
 
-    turn: Lock
-    """Held by the verb that is running."""
-    running: str
-    """The verb that held it last."""
+    turn: Turn
 
 
 P = ParamSpec("P")
 R = TypeVar("R")
-E = TypeVar("E", bound=OneAtATime)
+E = TypeVar("E", bound=TakesTurns)
 
 
 def alone(verb: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
-    """Have a verb refused while another one runs: two threads that both have just asked whether one does
-    would otherwise step through the same shards.
-
-    Raises:
-        TitanError: another verb that is `alone` is running, in this thread or another.
-    """
+    """Have a verb take a turn, and be refused while another one has it: two threads that both have just asked
+    whether one does would otherwise step through the same shards."""
 
     @wraps(verb)
-    def claimed(engine: E, *args: P.args, **kwargs: P.kwargs) -> R:
-        if not engine.turn.acquire(blocking=False):
-            raise TitanError(
-                f"{verb.__name__}: the engine is in the middle of {engine.running}",
-                hint="call it before: what a loss needs travels with the batch",
-            )
-        try:
-            engine.running = verb.__name__
+    def in_turn(engine: E, *args: P.args, **kwargs: P.kwargs) -> R:
+        with engine.turn.of(verb.__name__):
             return verb(engine, *args, **kwargs)
-        finally:
-            engine.turn.release()
 
-    return claimed
+    return in_turn
+
+
+def refuse_modes(verb: str, device: torch.device) -> None:
+    """
+    Raises:
+        TitanError: torch is in a mode of the script's in which no verb can be called.
+    """
+    if torch.is_inference_mode_enabled():  # what is gathered or loaded in it can never be trained
+        raise TitanError(
+            f"{verb} under torch.inference_mode()", hint="leave it: forward and evaluate make no graph"
+        )
+    if torch.is_autocast_enabled(device.type):  # it would cast what titan has cast by its own rule
+        raise TitanError(
+            f"{verb} under torch.autocast()",
+            hint="leave it: training.mixed_precision_param says what the model computes in",
+        )
 
 
 # ------------------------------------------------------------------------------------------------- parameters

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titancli.checkpoint.base import adapters_of, require_base
+from titancli.checkpoint import base as bases
 from titancli.checkpoint.format.manifest import MANIFEST, read_manifest
 from titancli.checkpoint.hf.folder import put
 from titancli.checkpoint.load import name_lists
@@ -36,105 +35,98 @@ class Known(NamedTuple):
     """The rank of the pipeline that has it."""
 
 
-class Parameters:
-    """What of an engine has names."""
+def adapters_of(converters: Iterable[Converter]) -> Any:
+    """The converter whose parameters are no part of the plain model, if there is one."""
+    return next((converter for converter in converters if hasattr(converter, "owns")), None)
 
-    parts: list[Any]
-    converters: Sequence[Converter]
-    mesh: Mesh
-    device: torch.device
-    placement: Placement | None
 
-    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Parameters by the names of the plain model on one device."""
-        return [named for part in self.parts for named in part.named_parameters()]
+def plain_parameters(parts: Iterable[Any], converters: Sequence[Converter]) -> list[tuple[str, Tensor]]:
+    """Parameters by the names of the plain model on one device and what else is state, detached and without
+    the converters' tensor classes: what is saved, and loaded into."""
+    found = []
+    for name, live in (named for part in parts for named in named_state(part)):
+        tensor = live.detach()
+        for converter in reversed(converters):
+            tensor = converter.plain(name, tensor)
+        found.append((name, tensor))
+    return found
 
-    def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Those of them that the optimizer moves."""
-        return [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
 
-    @property
-    def adapters(self) -> Any:
-        """The converter whose parameters are no part of the plain model, if there is one."""
-        return next((converter for converter in self.converters if hasattr(converter, "owns")), None)
+def saved_parameters(parts: Iterable[Any], converters: Sequence[Converter]) -> list[tuple[str, Tensor]]:
+    """What a checkpoint holds of `plain_parameters`: all, or the adapters alone where there are some."""
+    adapters = adapters_of(converters)
+    return [
+        named for named in plain_parameters(parts, converters) if adapters is None or adapters.owns(named[0])
+    ]
 
-    @contextmanager
-    def as_base(self) -> Iterator[None]:
-        """The model without its adapters; only to compute with."""
-        if self.adapters is None:
-            raise TitanError("as_base: this engine has no adapters, such as the converter lora makes")
-        with self.adapters.disabled(self.parts):
-            yield
 
-    def saved_parameters(self) -> list[tuple[str, Tensor]]:
-        """What a checkpoint holds of `plain_parameters`: all, or the adapters alone where there are some."""
-        adapters = self.adapters
-        return [named for named in self.plain_parameters() if adapters is None or adapters.owns(named[0])]
+def base_parameters(parts: Iterable[Any], converters: Sequence[Converter]) -> dict[str, Tensor]:
+    """Those of `plain_parameters` that the plain model has."""
+    adapters = adapters_of(converters)
+    return {n: t for n, t in plain_parameters(parts, converters) if adapters is None or not adapters.owns(n)}
 
-    def base_parameters(self) -> dict[str, Tensor]:
-        """Those of `plain_parameters` that the plain model has."""
-        adapters = self.adapters
-        return {n: t for n, t in self.plain_parameters() if adapters is None or not adapters.owns(n)}
 
-    def plain_parameters(self) -> list[tuple[str, Tensor]]:
-        """The same and what else is state, detached and without the converters' tensor classes: what is
-        saved, and loaded into."""
-        found = []
-        for name, live in (named for part in self.parts for named in named_state(part)):
-            tensor = live.detach()
-            for converter in reversed(self.converters):
-                tensor = converter.plain(name, tensor)
-            found.append((name, tensor))
-        return found
+def weights_changed(parts: Iterable[Any], converters: Iterable[Converter]) -> None:
+    """Let converters renew what they have made of the weights."""
+    for converter in converters:
+        for part in parts:
+            converter.after_step(part)
 
-    # ------------------------------------------------------------------------ over a pipeline's stages
 
-    def _all_known(self, named: Iterable[tuple[str, Tensor]]) -> list[Known]:
-        """What all ranks of the pipeline have, in the order of the stages. Collective.
+# ------------------------------------------------------------------------------- over a pipeline's stages
 
-        Args:
-            named: of this rank's stages, in their order.
-        """
-        rank = self.mesh.pp_rank
-        mine = [Known(name, tuple(tensor.shape), tensor.dtype, rank) for name, tensor in named]
-        if self.placement is None:
-            return mine
-        stage_of: dict[str, int] = {}
-        for stage, part in zip(self.placement.mine, self.parts, strict=True):
-            stage_of |= dict.fromkeys(
-                [name for name, _ in (*part.named_parameters(), *part.named_buffers())], stage
-            )
-        gathered: list[Any] = [None] * dist.get_world_size(self.mesh.pp_group)
-        dist.all_gather_object(
-            gathered, [(stage_of[known.name], known) for known in mine], self.mesh.pp_group
+
+def all_known(
+    named: Iterable[tuple[str, Tensor]], parts: Sequence[Any], mesh: Mesh, placement: Placement | None
+) -> list[Known]:
+    """What all ranks of the pipeline have, in the order of the stages. Collective.
+
+    Args:
+        named: of this rank's stages, in their order.
+        parts: these stages.
+    """
+    mine = [Known(name, tuple(tensor.shape), tensor.dtype, mesh.pp_rank) for name, tensor in named]
+    if placement is None:
+        return mine
+    stage_of: dict[str, int] = {}
+    for stage, part in zip(placement.mine, parts, strict=True):
+        stage_of |= dict.fromkeys(
+            [name for name, _ in (*part.named_parameters(), *part.named_buffers())], stage
         )
-        found = sorted((entry for entries in gathered for entry in entries), key=lambda entry: entry[0])
-        return [known for _, known in found]
+    gathered: list[Any] = [None] * dist.get_world_size(mesh.pp_group)
+    dist.all_gather_object(gathered, [(stage_of[known.name], known) for known in mine], mesh.pp_group)
+    found = sorted((entry for entries in gathered for entry in entries), key=lambda entry: entry[0])
+    return [known for _, known in found]
 
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of everything of the whole plain model that is saved. Collective."""
-        return {known.name: known.shape for known in self._all_known(self.base_parameters().items())}
 
-    def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors of the whole model, whole, one at a time. Collective.
+def whole_tensors(
+    mine: dict[str, Tensor], known: Iterable[Known], mesh: Mesh, home: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of the whole model, whole, one at a time. Collective.
 
-        Away from rank 0 a tensor of another stage is on meta.
-        """
-        mine = dict(self.plain_parameters())
-        home = getattr(self.parts[0], "parameter_device", self.device)
-        group, rank = self.mesh.pp_group, self.mesh.pp_rank
-        to_rank_0 = dist.get_rank() == 0 or (group is not None and 0 in dist.get_process_group_ranks(group))
-        for known in self._all_known(mine.items()):
-            whole = torch.empty(known.shape, dtype=known.dtype, device="meta")
-            if known.holder == rank:
-                tensor = mine[known.name]
-                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-                if rank > 0 and to_rank_0:
-                    process_group.wait(dist.isend(whole.to(home).contiguous(), dst=0, group=group))
-            elif dist.get_rank() == 0:
-                whole = torch.empty(known.shape, dtype=known.dtype, device=home)
-                process_group.wait(dist.irecv(whole, group=group, group_src=known.holder))
-            yield known.name, whole
+    Away from rank 0 a tensor of another stage is on meta.
+
+    Args:
+        mine: this rank's.
+        known: all ranks', see `all_known`.
+        home: the device that parameters are on.
+    """
+    group, rank = mesh.pp_group, mesh.pp_rank
+    to_rank_0 = dist.get_rank() == 0 or (group is not None and 0 in dist.get_process_group_ranks(group))
+    for one in known:
+        whole = torch.empty(one.shape, dtype=one.dtype, device="meta")
+        if one.holder == rank:
+            tensor = mine[one.name]
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if rank > 0 and to_rank_0:
+                process_group.wait(dist.isend(whole.to(home).contiguous(), dst=0, group=group))
+        elif dist.get_rank() == 0:
+            whole = torch.empty(one.shape, dtype=one.dtype, device=home)
+            process_group.wait(dist.irecv(whole, group=group, group_src=one.holder))
+        yield one.name, whole
+
+
+# ----------------------------------------------------------------------------------------------- adapters
 
 
 def told_adapters(
@@ -150,7 +142,7 @@ def told_adapters(
         TitanError: they are others than the engine's, or it has none.
         EnvironmentProblem: they were trained on another base.
     """
-    told = adapters_of(read_manifest(folder)) if (folder / MANIFEST).is_file() else None
+    told = bases.adapters_of(read_manifest(folder)) if (folder / MANIFEST).is_file() else None
     if told is None:
         return None
     if adapters is None:
@@ -165,7 +157,7 @@ def told_adapters(
                 hint=f"write {name} = {told[name]!r} in the converter",
             )
     if base is not None:
-        require_base(told, folder, base)
+        bases.require_base(told, folder, base)
     return told
 
 
@@ -222,16 +214,12 @@ def _hand_over(weights: Iterator[Any], target: Any) -> None:
 # ------------------------------------------------------------------------------------------------------ in
 
 
-def take_weights(
-    engine: Parameters, form: HFForm, weights: Iterable[NamedTensor] | None, begin: Callable[[], None]
-) -> None:
-    """See `Engine.load_weights`. `begin` is called before a parameter is replaced, here or elsewhere."""
+def take_weights(intake: Intake, weights: Iterable[NamedTensor] | None, device: torch.device) -> None:
+    """See `Engine.load_weights`."""
     given: Iterator[Any] = iter(() if weights is None else weights)
     if weights is None and dist.get_rank() == 0:
         given = _nothing_given()
-
-    intake = Intake(dict(engine.plain_parameters()), engine.parameter_shapes(), form, begin)
-    for name, tensor in _everywhere(given, engine.device):
+    for name, tensor in _everywhere(given, device):
         intake.take(name, tensor)
     intake.finish()
 
