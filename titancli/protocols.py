@@ -1,20 +1,23 @@
 """What each kind's builder is given, and what it must return.
 
 Every builder is called as `build(config, **runtime)`, `runtime` being the keyword arguments of the kind's
-Protocol, and gets nothing else of the recipe.
+Protocol, and gets nothing else of the recipe. What is required of a thing is its Protocol; what it may have
+beside that is declared in a class of defaults, read by `titancli.registry.defaults.with_defaults`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from torch import Tensor, nn
 
     from titancli.data.batch import Batch
+    from titancli.distributed.local import RowCut
     from titancli.distributed.mesh import Mesh
     from titancli.layout.degrees import Degrees
     from titancli.losses.result import LossResult
@@ -47,14 +50,8 @@ class Model(Protocol):
     `core_attention(q, k, v, mask, causal=True)`, which calls the module's own one with whole keys and values,
     or with whole rows of some heads; and it sets `row_cut` on the model and on its output.
 
-    A model whose state moves outside of gradients, by how many tokens its experts had, keeps that state in
-    persistent buffers and has `token_counts() -> dict[str, Tensor]` (what this rank has trained on since the
-    last step), `forget_token_counts()`, and `after_step(counts)`, which is called after each optimizer step
-    with the counts summed over all ranks that had other tokens. A block whose forward cannot be compiled
-    whole has `parts() -> list[tuple[nn.Module, str]]`: the methods, by module and name, that can be.
-
-    A model whose rows are not made of `tokens` has `token_inputs: tuple[str, ...]`, the inputs that lie in a
-    row one after the other, each along its `sequence_dim`: their lengths are what is counted as tokens.
+    What a model may have beside this stands in `ModelDefaults`, and what its modules may have in
+    `ModuleDefaults`.
     """
 
     inputs: tuple[str, ...]
@@ -81,6 +78,42 @@ class Model(Protocol):
         ...
 
 
+class ModelDefaults:
+    """Optional members of a model, each with what a model without it has."""
+
+    token_inputs: tuple[str, ...] = ("tokens",)
+    """The inputs that lie in a row one after the other, each along its `sequence_dim`: their lengths are what
+    is counted as tokens."""
+    parameter_device: torch.device | None = None
+    """Set by a parallelize plan whose parameters are elsewhere than the engine computes; None: there."""
+    row_cut: RowCut | None = None
+    """Set by a parallelize plan: how rows are cut over the ranks of mesh.cp."""
+
+    def token_counts(self) -> dict[str, Tensor]:
+        """How many tokens each expert has trained on here since the last step, by layer: of a model whose
+        state moves by them, outside of gradients. It keeps that state in persistent buffers."""
+        return {}
+
+    def forget_token_counts(self) -> None:
+        """Count anew."""
+
+    def after_step(self, counts: dict[str, Tensor]) -> None:
+        """Called after each optimizer step with the counts, summed over all ranks that had other tokens."""
+
+
+class ModuleDefaults:
+    """Optional members of the modules in a model, each with what a module without it has."""
+
+    is_plain_softmax: bool = False
+    """Of an attention: whether `core_attention` is plain softmax attention, which a ring can compute."""
+    takes_local_parameters: bool = False
+    """Whether `forward` computes with this rank's parts of the parameters by itself."""
+
+    def parts(self) -> list[tuple[nn.Module, str]]:
+        """Of a block: the methods, by module and name, that can each be compiled whole."""
+        return [(cast("nn.Module", self), "forward")]
+
+
 class Cache(Protocol):
     """What a model keeps of the tokens that it has seen, for rows that grow together."""
 
@@ -91,8 +124,7 @@ class Cache(Protocol):
 class ModelConfig(Protocol):
     """What `titan plan` asks a model's config, torch-free. Optional: a model without it is not estimated.
 
-    A class attribute `mesh_degrees: ClassVar[tuple[str, ...]]` names the degrees of [mesh] that the model can
-    be cut by, where these are not all: the others must then be 1.
+    What else such a config may have stands in `titancli.registry.defaults`.
     """
 
     def shape(self) -> Decoder:
@@ -109,11 +141,8 @@ class ModelBuilder(Protocol):
 class HFForm(Protocol):
     """A model's Hugging Face form: what `hf=` of `@component` returns for a config.
 
-    Transforms work on one tensor at a time, so that memory grows with the largest tensor only. A form may
-    have `copy_of(hf_name) -> str | None` too: the Hugging Face tensor that an ignored one must be equal to;
-    and `known_as(hf_name) -> str`: under which of its own names it knows a tensor that some folders have
-    under another one. Its class may have `library = "diffusers"`, for a folder that is not transformers':
-    other names of files, and a class in place of `model_type`.
+    Transforms work on one tensor at a time, so that memory grows with the largest tensor only. What a form
+    may have beside this stands in `HFFormDefaults`.
     """
 
     def to_hf(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
@@ -136,6 +165,24 @@ class HFForm(Protocol):
     def config_json(self) -> dict[str, Any]:
         """`config.json` for transformers, without `dtype`, `bos_token_id`, `eos_token_id`."""
         ...
+
+
+class HFFormDefaults:
+    """Optional members of a Hugging Face form, each with what a form without it has."""
+
+    library: ClassVar[str] = "transformers"
+    """"diffusers" for a folder that is not transformers': other names of files, and a class in place of
+    `model_type`."""
+    loses_biases: bool = False
+    """Whether its folders have no place for the biases that balance experts."""
+
+    def copy_of(self, hf_name: str) -> str | None:
+        """The Hugging Face tensor that an ignored one must be equal to."""
+        return None
+
+    def known_as(self, hf_name: str) -> str:
+        """Under which of its own names it knows a tensor that some folders have under another one."""
+        return hf_name
 
 
 class HFBuilder(Protocol):
@@ -163,10 +210,8 @@ class HFBuilder(Protocol):
 class Tokenizer(Protocol):
     """Text to ids and back.
 
-    It may also have `encode_arrays(texts) -> list[np.ndarray]` (`encode_batch` without lists of Python
-    integers), `bos_id: int | None`, `adds_bos: bool` (a text to continue begins with bos), and
-    `fingerprint: str`, which changes when its ids do, `chat_fingerprint` for those of `chat`; and to train on
-    what an assistant says `chat_with_mask(messages, *, first=0) -> (ids, mask)`: the ids of `chat`, and
+    What it may have beside this stands in `TokenizerDefaults`; and to train on what an assistant says it has
+    `chat_with_mask(messages, *, first=0) -> (ids, mask)`: the ids of `chat`, and
     which of them are of assistant turns among `messages[first:]`, the end marker included. One that takes
     `trailing_newline: bool = False` too can include the line break that its template puts behind the marker.
     What a template does not take is a `titancli.data.chat_template.ChatRefused`.
@@ -193,6 +238,22 @@ class Tokenizer(Protocol):
         `add_generation_prompt`: with what an answer of the assistant is to follow.
         """
         ...
+
+
+class TokenizerDefaults:
+    """Optional members of a tokenizer, each with what a tokenizer without it has."""
+
+    bos_id: int | None = None
+    adds_bos: bool = False
+    """Whether a text to continue begins with bos."""
+    fingerprint: str | None = None
+    """Changes when the ids do; None: its class, size, end and files tell it from others."""
+    chat_fingerprint: str | None = None
+    """The same of the ids of `chat`."""
+
+    def encode_arrays(self, texts: list[str]) -> list[np.ndarray] | None:
+        """`encode_batch` without lists of Python integers; None: there is only `encode_batch`."""
+        return None
 
 
 class TokenizerBuilder(Protocol):
@@ -228,8 +289,8 @@ class DatasetBuilder(Protocol):
         dp_size: int,
         seed: int,
     ) -> Dataset:
-        """`tokenizer` is None for a config with the class attribute `needs_tokenizer = False`, whose recipes
-        have no [tokenizer], and for no other."""
+        """`tokenizer` is None for a config with `needs_tokenizer = False`, whose recipes have no [tokenizer],
+        and for no other; see `titancli.registry.defaults`."""
         ...
 
 
@@ -288,27 +349,35 @@ class ParallelizeBuilder(Protocol):
 class Loss(Protocol):
     """A sum and the weight that it is to be divided by; see `titancli.losses.result`.
 
-    A loss with a class attribute `entropy = True` finds `batch["entropy"]`: [B, S] fp32 without gradient, the
-    entropy of the model's distribution at each position in nats, 0 where there is no target. One with
-    `steady = False` keeps to no level, as a policy's does: that it or its gradient norm jumps is no spike,
-    and the guard ([stability]) skips its steps only where they are not finite.
+    What a loss may have beside this stands in `LossDefaults`.
     """
 
     output: Literal["logprobs", "model"]
     """What the loss is called with: log p(targets) [B, S] fp32, or the model's raw output (logits)."""
 
-    needs: Sequence[str] | Mapping[str, Literal["B", "BS"]]
-    """Optional. What the batch must have besides the model's inputs and targets; as a mapping with its shape,
-    a number for each row or for each token. Checked before anything is computed."""
+    def __call__(self, out: Tensor, batch: Batch) -> LossResult: ...
+
+
+class LossDefaults:
+    """Optional members of a loss, each with what a loss without it has."""
+
+    needs: Sequence[str] | Mapping[str, Literal["B", "BS"]] = ()
+    """What the batch must have besides the model's inputs and targets; as a mapping with its shape, a number
+    for each row or for each token. Checked before anything is computed."""
+    entropy: bool = False
+    """Whether it finds `batch["entropy"]`: [B, S] fp32 without gradient, the entropy of the model's
+    distribution at each position in nats, 0 where there is no target."""
+    steady: bool = True
+    """False of one that keeps to no level, as a policy's does: that it or its gradient norm jumps is no
+    spike, and the guard ([stability]) skips its steps only where they are not finite."""
 
     def check_batch(self, batch: Batch) -> None:
-        """Optional. Called before anything is computed; raises a TitanError where a batch will not do."""
+        """Called before anything is computed; raises a TitanError where a batch will not do."""
 
     def token_weights(self, batch: Batch) -> Tensor | None:
-        """Optional. The weights w [B, S] of a loss that is −Σ w·log p: gradients are then made in forward, in
-        chunks, and the loss is called with log-probs that carry none, for its weight and metrics."""
-
-    def __call__(self, out: Tensor, batch: Batch) -> LossResult: ...
+        """The weights w [B, S] of a loss that is −Σ w·log p: gradients are then made in forward, in chunks,
+        and the loss is called with log-probs that carry none, for its weight and metrics."""
+        return None
 
 
 class LossBuilder(Protocol):
@@ -316,11 +385,13 @@ class LossBuilder(Protocol):
 
 
 class OptimizerConfig(Protocol):
-    """What `titan plan` asks an optimizer's config, torch-free. Optional: else two fp32 numbers are taken."""
+    """What `titan plan` asks an optimizer's config, torch-free. Optional: else two fp32 numbers are taken.
+
+    What else such a config may have stands in `titancli.registry.defaults`.
+    """
 
     rounds_stochastically: ClassVar[bool]
-    """Whether weights and state in bfloat16 are rounded so that small changes are not lost. Optional: else a
-    run with such weights says that they may be."""
+    """Whether weights and state in bfloat16 are rounded so that small changes are not lost."""
 
     def state_bytes(self, stored: int) -> float:
         """Bytes of state for each number of a parameter that is stored in `stored` bytes."""
@@ -444,8 +515,8 @@ class GeneratorBuilder(Protocol):
 class Reward(Protocol):
     """A number for one completion; higher is better.
 
-    It may raise, take too long, or return what is no number: this counts as failed. A config's field
-    `weight: float`, if it has one, is what its rewards are multiplied by.
+    It may raise, take too long, or return what is no number: this counts as failed. What its rewards are
+    multiplied by is said by its config, see `titancli.registry.defaults`.
     """
 
     def __call__(self, prompt: Prompt, completion: Completion) -> float: ...

@@ -15,6 +15,7 @@ from titancli.cli.output import print_json
 from titancli.errors import PluginError, nearest_name
 from titancli.registry import current
 from titancli.registry.component import component_info
+from titancli.registry.defaults import ConfigDefaults, with_defaults
 from titancli.registry.describe import FieldText, describe, plain
 from titancli.registry.kinds import KINDS
 
@@ -64,7 +65,7 @@ def _document(config: type) -> dict[str, Any]:
         "target": info.target,
         "doc": inspect.cleandoc(config.__doc__ or ""),
         "fields": [dataclasses.asdict(field) for field in describe(config)],
-        "flavors": plain(getattr(config, "flavors", {})),
+        "flavors": plain(with_defaults(ConfigDefaults, config).flavors),
     }
 
 
@@ -78,7 +79,7 @@ def _print(config: type) -> None:
         print(f"  {field.name}: {field.type}{_default(field)}")
         for line in field.doc.splitlines():
             print(f"      {line}")
-    flavors = plain(getattr(config, "flavors", {}))
+    flavors = plain(with_defaults(ConfigDefaults, config).flavors)
     if flavors:
         print("\nFlavors")
         for flavor, values in flavors.items():

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from annotated_types import Gt, MinLen
 
 from titancli.registry.component import component
+from titancli.registry.defaults import ParallelizeConfigDefaults, with_defaults
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
@@ -166,7 +167,7 @@ class Chat:
         yield from hub_keys(self)
         if self.trailing_newline and self.train_on == "all":
             yield "trailing_newline", 'every token is a target under train_on = "all": leave it out'
-        ring = getattr(recipe.parallelize, "context_parallel", None) == "ring"
+        ring = with_defaults(ParallelizeConfigDefaults, recipe.parallelize).context_parallel == "ring"
         if self.pack and ring and recipe.mesh.cp != 1:
             message = 'parallelize.context_parallel = "ring" cannot keep conversations of a row apart: write '
             yield "pack", message + 'false, or "allgather"'

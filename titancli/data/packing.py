@@ -24,7 +24,8 @@ from titancli.data.batch import IGNORE, Batch
 from titancli.data.source import Source
 from titancli.data.stream import Position, TokenStream
 from titancli.errors import EnvironmentProblem, RecipeError
-from titancli.protocols import Tokenizer
+from titancli.protocols import Tokenizer, TokenizerDefaults
+from titancli.registry.defaults import with_defaults
 
 STATE_VERSION = 1
 
@@ -152,7 +153,7 @@ def _documents(begins: np.ndarray) -> dict[str, torch.Tensor]:
 
 def tokenizer_identity(tokenizer: Tokenizer) -> str:
     """What tells a tokenizer from others: its own `fingerprint`, or its class, size, end and files."""
-    own = getattr(tokenizer, "fingerprint", None)
+    own = with_defaults(TokenizerDefaults, tokenizer).fingerprint
     if own is not None:
         return str(own)
     digest = xxhash.xxh3_128()

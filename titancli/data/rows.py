@@ -17,7 +17,8 @@ import torch
 from titancli.data.batch import Batch
 from titancli.data.packing import refuse_other_data, tokenizer_identity
 from titancli.errors import EnvironmentProblem
-from titancli.protocols import Tokenizer
+from titancli.protocols import Tokenizer, TokenizerDefaults
+from titancli.registry.defaults import with_defaults
 
 STATE_VERSION = 1
 GROUP = 128
@@ -87,7 +88,7 @@ class RowDataset:
         self._identity = {
             **examples.identity,
             "tokenizer": tokenizer_identity(tokenizer),
-            "chat template": getattr(tokenizer, "chat_fingerprint", None),
+            "chat template": with_defaults(TokenizerDefaults, tokenizer).chat_fingerprint,
             "seq_len": seq_len,
             **settings,
         }

@@ -14,7 +14,8 @@ import numpy as np
 
 from titancli.data.source import Piece, Source
 from titancli.errors import EnvironmentProblem
-from titancli.protocols import Tokenizer
+from titancli.protocols import Tokenizer, TokenizerDefaults
+from titancli.registry.defaults import with_defaults
 
 GROUP_PIECES = 64
 GROUP_CHARACTERS = 1 << 20
@@ -149,9 +150,9 @@ def _groups(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
     """Ids of each text, an integer array; through `tokenizer.encode_arrays` where it has one."""
-    arrays = getattr(tokenizer, "encode_arrays", None)
+    arrays = with_defaults(TokenizerDefaults, tokenizer).encode_arrays(texts)
     if arrays is not None:
-        return arrays(texts)
+        return arrays
     return [np.asarray(ids, np.int32) for ids in tokenizer.encode_batch(texts)]
 
 

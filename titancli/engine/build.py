@@ -39,11 +39,13 @@ from titancli.models.blocks.moe import moe_layers
 from titancli.optimizers.nothing import Nothing
 from titancli.optimizers.schedule import lr_factor
 from titancli.parallel.pipeline import Placement, split
+from titancli.protocols import ModelDefaults
 from titancli.recipe.check import component_checks
 from titancli.recipe.layout import check_layout, on
 from titancli.recipe.schema import Recipe, Training
 from titancli.recipe.toml import dotted
 from titancli.registry.component import build, component_info, load_target
+from titancli.registry.defaults import ModelConfigDefaults, OptimizerConfigDefaults, with_defaults
 
 if TYPE_CHECKING:
     from titancli.protocols import Converter, HFForm
@@ -123,7 +125,7 @@ def build_engine(
     if not frozen:
         trained = [named for part in parts for named in part.named_parameters() if named[1].requires_grad]
         optimizer = optimizer_of(recipe, trained, names)
-        keep_peaks(optimizer, getattr(recipe.optimizer, "lr", None))
+        keep_peaks(optimizer, with_defaults(OptimizerConfigDefaults, recipe.optimizer).lr)
         if recipe.stability.skip_nonfinite or recipe.stability.sigma > 0:
             guard = Guard(recipe.stability, device)
         if fill is None and begins_unbalanced(hf_form, recipe):
@@ -166,7 +168,7 @@ def optimizer_of(
             hint="build it frozen, or with a converter that adds something, such as lora",
         )
     if not trained:
-        return Nothing(getattr(recipe.optimizer, "lr", 0.0))
+        return Nothing(with_defaults(OptimizerConfigDefaults, recipe.optimizer).lr or 0.0)
     made: torch.optim.Optimizer = build(recipe.optimizer, named_parameters=trained, model_names=model_names)
     return made
 
@@ -200,7 +202,7 @@ def runner_of(
     load = ExpertLoad(parts, mesh.token_groups)
     if placement is None:
         return WholeModel(parts[0], load, accumulate=recipe.training.accumulate, row_cut=row_cut)
-    width = getattr(recipe.model, "dim", None)
+    width = with_defaults(ModelConfigDefaults, recipe.model).dim
     if width is None:
         raise RecipeError("mesh.pp: the model's config has no `dim`, the width of what passes between stages")
     return PipelinedModel(
@@ -222,7 +224,7 @@ def row_cut_of(part: Any, degrees: Degrees) -> RowCut | None:
     Raises:
         TitanError: it did not.
     """
-    found: RowCut | None = getattr(part, "row_cut", None)
+    found = with_defaults(ModelDefaults, part).row_cut
     if degrees.cp > 1 and found is None:
         raise TitanError(
             f"mesh.cp = {degrees.cp}, and the parallelize plan has cut no rows", hint="write mesh.cp = 1"
@@ -273,9 +275,9 @@ def limits_of(recipe: Recipe, degrees: Degrees, row_cut: RowCut | None) -> Limit
     # A stage that is not the first would wait for hidden states that the first one cannot cut.
     between_stages = degrees.cp * degrees.tp if degrees.pp > 1 else 1
     return Limits(
-        vocab_size=getattr(recipe.model, "vocab_size", None),
+        vocab_size=with_defaults(ModelConfigDefaults, recipe.model).vocab_size,
         row_length=longest,
-        positions=getattr(recipe.model, "max_seq_len", None) or longest,
+        positions=with_defaults(ModelConfigDefaults, recipe.model).max_seq_len or longest,
         multiple=math.lcm(between_stages, 1 if row_cut is None else row_cut.pieces),
     )
 
@@ -301,7 +303,7 @@ def materialise(
     """Give the meta model memory, and initial values where it does not begin with a recipe's weights."""
     adapters = adapters_of(converters)
     for part in parts:
-        home = getattr(part, "parameter_device", device)
+        home = with_defaults(ModelDefaults, part).parameter_device or device
         allocate(part, home, device)
         if not starts_with_weights(recipe) or recipe.checkpoint.exclude_from_loading:
             part.init_weights(generator_for(recipe.training.seed, home))

@@ -42,10 +42,12 @@ from titancli.engine.optimizer_state import initialise_state
 from titancli.engine.pipelined import PipelinedModel
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
 from titancli.models.blocks.moe import moe_layers
+from titancli.protocols import LossDefaults
 from titancli.recipe.check import components
 from titancli.recipe.hints import needs_dataset
 from titancli.recipe.schema import Compile, Recipe
 from titancli.registry.component import component_info
+from titancli.registry.defaults import ConfigDefaults, DatasetConfigDefaults, with_defaults
 
 if TYPE_CHECKING:
     from titancli.layout.degrees import Degrees
@@ -108,8 +110,7 @@ def on_a_cpu(recipe: Recipe) -> tuple[Recipe, list[str]]:
         budget = recipe.activation_checkpoint.mode == "memory_budget"
         left_out.append("compile" + (", and so the memory_budget of activations" if budget else ""))
         recipe = dataclasses.replace(recipe, compile=Compile(enable=False))
-    needs_gpu = getattr(recipe.parallelize, "needs_gpu", None)
-    if fields := [key for key, _ in needs_gpu()] if needs_gpu else []:
+    if fields := [key for key, _ in with_defaults(ConfigDefaults, recipe.parallelize).needs_gpu()]:
         left_out += [f"parallelize.{key}" for key in fields]
         plan: Any = dataclasses.replace(recipe.parallelize, **dict.fromkeys(fields, False))
         recipe = dataclasses.replace(recipe, parallelize=plan)
@@ -188,9 +189,12 @@ def _batches(engine: Engine, recipe: Recipe) -> list[Batch]:
     found = []
     for _ in range(count):
         tensors = {name: torch.zeros(shape, dtype=torch.int64, device=CPU) for name in names}
-        if not needs_dataset(recipe.loop) or getattr(recipe.dataset, "document_mask", False):
+        if (
+            not needs_dataset(recipe.loop)
+            or with_defaults(DatasetConfigDefaults, recipe.dataset).document_mask
+        ):
             tensors["document_ids"] = torch.zeros(shape, dtype=torch.int32, device=CPU)
-        needs = getattr(engine.loss, "needs", ())
+        needs = with_defaults(LossDefaults, engine.loss).needs
         for name in set(needs) - set(tensors):
             dims = len(needs[name]) if isinstance(needs, Mapping) else len(shape)
             tensors[name] = torch.zeros(shape[:dims], device=CPU)

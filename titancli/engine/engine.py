@@ -21,7 +21,7 @@ from titancli.distributed import process_group
 from titancli.engine import recipes
 from titancli.engine.agreement import Call, Together, together
 from titancli.engine.build import build_engine
-from titancli.engine.experts import forget_token_counts, hold_biases, move_biases
+from titancli.engine.experts import hold_biases, move_biases
 from titancli.engine.grad_clip import divide_and_clip
 from titancli.engine.inputs import (
     Given,
@@ -70,6 +70,8 @@ from titancli.errors import TitanError
 from titancli.parallel.aborted import forget_iteration
 from titancli.parallel.fsdp import reshard
 from titancli.process import determinism
+from titancli.protocols import LossDefaults, ModelDefaults
+from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
     from titancli.checkpoint.format.manifest import Verify
@@ -475,7 +477,7 @@ class Engine:
             stream = Stream(self.device, self.settings.seed, self.step, self.mesh.dp_rank)
             nothing = torch.zeros((), dtype=torch.float32, device=self.device)
             accumulated = self._accumulated = Accumulated(stream, nothing, nothing)
-        accumulated.steady = accumulated.steady and getattr(loss, "steady", True)
+        accumulated.steady = accumulated.steady and with_defaults(LossDefaults, loss).steady
         # Some micro-batches' gradients may be there by then, and nobody knows which.
         with self._aborted("forward_backward", forget=True), accumulated.stream.drawn(), call.shared():
             sums = marked(call.in_order(self.runner.forward_backward(placed, loss)), poison)
@@ -573,7 +575,8 @@ class Engine:
     def _forget_gradients(self) -> None:
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
-        forget_token_counts(self.parts)
+        for part in self.parts:
+            with_defaults(ModelDefaults, part).forget_token_counts()
         self._accumulated = None
 
     # ------------------------------------------------------------------------------------- checkpoints
@@ -718,7 +721,7 @@ class Engine:
             form = self._form()
         with call.shared():
             mine = dict(self.plain_parameters())
-            home = getattr(self.parts[0], "parameter_device", self.device)
+            home = with_defaults(ModelDefaults, self.parts[0]).parameter_device or self.device
             wholes = whole_tensors(mine, self._all_known(mine), self.mesh, home)
         parameters = iter(wholes if self.adapters is None else self.adapters.merged(wholes))
         while True:

@@ -14,6 +14,8 @@ from torch import Tensor
 from titancli.engine.inputs import Logits, LogProbs
 from titancli.models.blocks.moe import moe_layers
 from titancli.parallel.fsdp import reshard
+from titancli.protocols import HFFormDefaults, ModelDefaults
+from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
     from titancli.data.batch import Batch
@@ -88,7 +90,7 @@ def begins_unbalanced(hf_form: Any, recipe: Recipe) -> bool:
     """Whether the recipe would balance, after weights are read, a model whose Hugging Face form has no place
     for the biases. The same on every rank."""
     balanced = bool(getattr(getattr(recipe.model, "moe", None), "load_balance_coeff", None))
-    lost = bool(getattr(hf_form, "loses_biases", False))
+    lost = bool(with_defaults(HFFormDefaults, hf_form).loses_biases)
     return balanced and lost and recipe.weights is not None
 
 
@@ -118,18 +120,6 @@ def hold_biases(parts: Iterable[Any], device: torch.device, held_before: bool) -
     return held
 
 
-def token_counts(part: Any) -> dict[str, Tensor]:
-    """How many tokens each expert had, by layer, where a model has experts that it balances."""
-    return part.token_counts() if hasattr(part, "token_counts") else {}
-
-
-def forget_token_counts(parts: Iterable[Any]) -> None:
-    """Begin to count anew."""
-    for part in parts:
-        if token_counts(part):
-            part.forget_token_counts()
-
-
 def move_biases(
     parts: Sequence[Any], groups: Iterable[dist.ProcessGroup | None], wrong: Tensor | None
 ) -> None:
@@ -139,7 +129,8 @@ def move_biases(
         groups: as for `ExpertLoad`.
         wrong: 1.0 where the step is not applied; None: it is.
     """
-    counts = {name: count for part in parts for name, count in token_counts(part).items()}
+    models = [with_defaults(ModelDefaults, part) for part in parts]
+    counts = {name: count for model in models for name, count in model.token_counts().items()}
     if not counts:
         return
     total = torch.cat(list(counts.values()))
@@ -148,5 +139,6 @@ def move_biases(
     if wrong is not None:  # counts of nothing move nothing
         total = torch.where(wrong > 0, torch.zeros_like(total), total)
     sums = dict(zip(counts, total.split([len(count) for count in counts.values()]), strict=True))
-    for part in parts:
-        part.after_step({name: sums[name] for name in token_counts(part)})
+    for model in models:
+        if names := model.token_counts():
+            model.after_step({name: sums[name] for name in names})

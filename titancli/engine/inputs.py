@@ -14,7 +14,9 @@ from titancli.data.batch import EXAMPLE, Batch
 from titancli.data.values import INTEGERS, Limits, fault, harmless, readable
 from titancli.errors import TitanError
 from titancli.losses.result import LossResult, check_shape
-from titancli.registry.component import build, component_info
+from titancli.protocols import LossDefaults, ModelDefaults
+from titancli.registry.component import build, component_info, is_config
+from titancli.registry.defaults import with_defaults
 
 Given = Batch | Mapping[str, Tensor]
 LossFunction = Callable[[Tensor, Batch], LossResult]
@@ -161,7 +163,7 @@ def _check_rows(batch: Batch, limits: Limits) -> None:
 
 
 def _check_needs(batch: Batch, loss: Any) -> None:
-    needs = getattr(loss, "needs", ())
+    needs = with_defaults(LossDefaults, loss).needs
     needs = (needs,) if isinstance(needs, str) else needs
     if missing := [name for name in needs if name not in batch]:
         raise TitanError(
@@ -171,13 +173,12 @@ def _check_needs(batch: Batch, loss: Any) -> None:
     shapes: Mapping[str, str] = needs if isinstance(needs, Mapping) else {}
     for name, shape in shapes.items():
         check_shape(batch, name, shape, name_of(loss))
-    if (check := getattr(loss, "check_batch", None)) is not None:
-        check(batch)
+    with_defaults(LossDefaults, loss).check_batch(batch)
 
 
 def tokens_of(model: Any, batch: Batch) -> int:
     """How long the batch's rows are, in all: one after the other, the inputs that are the model's tokens."""
-    names = getattr(model, "token_inputs", ("tokens",))
+    names = with_defaults(ModelDefaults, model).token_inputs
     return sum(batch.rows * batch[name].shape[model.sequence_dim[name]] for name in names)
 
 
@@ -190,11 +191,9 @@ class FunctionLoss:
     def __init__(self, function: LossFunction) -> None:
         self._function = function
         self.output = getattr(function, "output", "logprobs")
-        self.entropy = getattr(function, "entropy", False)
-        self.steady = getattr(function, "steady", True)
-        for name in ("token_weights", "needs", "check_batch"):
-            if hasattr(function, name):
-                setattr(self, name, getattr(function, name))
+        own = with_defaults(LossDefaults, function)
+        self.needs, self.entropy, self.steady = own.needs, own.entropy, own.steady
+        self.check_batch, self.token_weights = own.check_batch, own.token_weights
 
     def __call__(self, out: Tensor, batch: Batch) -> LossResult:
         return self._function(out, batch)
@@ -207,7 +206,7 @@ def loss_of(given: Any) -> Any:
         TitanError: it is none of these.
     """
     name = getattr(given, "__name__", type(given).__name__)
-    if hasattr(given, "__component__"):
+    if is_config(given):
         info = component_info(given)
         if info.kind != "loss" or isinstance(given, type):
             what = f"a {info.kind}" if info.kind != "loss" else "a class"

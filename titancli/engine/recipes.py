@@ -33,7 +33,8 @@ from titancli.recipe.schema import (
     Training,
 )
 from titancli.registry import current
-from titancli.registry.component import component_info
+from titancli.registry.component import component_info, is_config
+from titancli.registry.defaults import ModelConfigDefaults, with_defaults
 from titancli.registry.kinds import KINDS
 from titancli.runs import RunFolder
 
@@ -186,7 +187,8 @@ def recipe_of(model: Any, parts: Parts, device: torch.device) -> Recipe:
     for kind in ("optimizer", "loss", "parallelize"):
         given.setdefault(kind, _default(kind))
     given.setdefault(
-        "training", Training(steps=1, seq_len=min(2048, getattr(model, "max_seq_len", None) or 2048))
+        "training",
+        Training(steps=1, seq_len=min(2048, with_defaults(ModelConfigDefaults, model).max_seq_len or 2048)),
     )
     given.setdefault("lr_scheduler", LRScheduler(warmup_steps=0, decay_ratio=0.0, min_lr_factor=1.0))
     given.setdefault("activation_checkpoint", ActivationCheckpoint(mode="none"))
@@ -217,7 +219,7 @@ def _default(kind: str) -> Any:
 
 
 def _check_kind(name: str, value: Any, kind: str) -> None:
-    info = component_info(value) if hasattr(value, "__component__") else None
+    info = component_info(value) if is_config(value) else None
     if info is None or info.kind != kind:
         what = f"a {info.kind}" if info else f"a {type(value).__name__}"
         raise UsageError(f"{name}: this is {what}, not the config of a {kind} component")

@@ -11,6 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from titancli.errors import TitanError
 from titancli.parallel.aborted import forget_iteration
+from titancli.protocols import ModuleDefaults
+from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
     from titancli.layout.degrees import Degrees
@@ -92,7 +94,7 @@ def _without_fsdp_hooks(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def _as_written(block: Any) -> Iterator[None]:
     """Without what stands on the instance before its class's methods: compiled code, checkpointing."""
-    methods = [(block, "forward"), *(block.parts() if hasattr(block, "parts") else ())]
+    methods = [(block, "forward"), *with_defaults(ModuleDefaults, block).parts()]
     replaced = [(m, name, vars(m)[name]) for m, name in methods if name in vars(m)]
     try:
         for module, name, _ in replaced:

@@ -11,6 +11,7 @@ import torch
 from titancli.engine.rng import derive
 from titancli.errors import EnvironmentProblem
 from titancli.generate.source import Source
+from titancli.registry.defaults import ModelConfigDefaults, with_defaults
 from titancli.rl.decode import Row, decode
 from titancli.rl.samples import Finish
 from titancli.rl.sampling import Sampling
@@ -96,7 +97,7 @@ def _complete_batch(
     on_text: OnText,
 ) -> list[Completion]:
     first = batch[0][0]
-    context = getattr(source.config, "max_seq_len", None)
+    context = with_defaults(ModelConfigDefaults, source.config).max_seq_len
     rows, writers = [], []
     for number, sample in batch:
         prompt = prompts[number]

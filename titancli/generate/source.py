@@ -25,8 +25,9 @@ from titancli.checkpoint.hf.which import (
 from titancli.engine.build import allocate
 from titancli.errors import EnvironmentProblem, PluginError, UsageError
 from titancli.models.blocks.state import named_state
-from titancli.protocols import Tokenizer
+from titancli.protocols import Tokenizer, TokenizerDefaults
 from titancli.registry.component import build, component_info
+from titancli.registry.defaults import ModelConfigDefaults, with_defaults
 from titancli.runs import RunFolder
 
 Say = Callable[[str], None]
@@ -100,7 +101,9 @@ def _from_hf(src: Path, tokenizer: str | None, component: str | None) -> Source:
     reader = read_hf(src, hf_form(config))
     reader.check(parameter_shapes(config))
     eos_ids = frozenset({built.eos_id, *_eos_ids(src)})
-    return Source(src, config, built, eos_ids, getattr(built, "adds_bos", False), reader.parameter)
+    return Source(
+        src, config, built, eos_ids, with_defaults(TokenizerDefaults, built).adds_bos, reader.parameter
+    )
 
 
 def _recipes_tokenizer(config: Any) -> Tokenizer:
@@ -158,7 +161,7 @@ def encode(source: Source, texts: Sequence[str], *, bos: bool | None = None) -> 
         EnvironmentProblem: the tokenizer is another model's.
     """
     tokenizer = source.tokenizer
-    bos_id = getattr(tokenizer, "bos_id", None)
+    bos_id = with_defaults(TokenizerDefaults, tokenizer).bos_id
     if bos and bos_id is None:
         raise UsageError("--bos: the tokenizer has no bos", hint="leave it out")
     first = [bos_id] if bos_id is not None and (source.bos if bos is None else bos) else []
@@ -183,7 +186,8 @@ def encode_chat(source: Source, texts: Sequence[str], *, system: str | None = No
 
 def _fitting(config: Any, prompts: list[list[int]]) -> list[list[int]]:
     """The prompts, if the model has their tokens and room for them."""
-    vocab_size, longest = getattr(config, "vocab_size", None), getattr(config, "max_seq_len", None)
+    sizes = with_defaults(ModelConfigDefaults, config)
+    vocab_size, longest = sizes.vocab_size, sizes.max_seq_len
     for number, prompt in enumerate(prompts, start=1):
         which = "the prompt" if len(prompts) == 1 else f"prompt {number}"
         if not prompt:

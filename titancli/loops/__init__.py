@@ -9,6 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge, Gt, MinLen
 
 from titancli.registry.component import Component, Slot, component, component_info
+from titancli.registry.defaults import (
+    DatasetConfigDefaults,
+    GeneratorConfigDefaults,
+    LossConfigDefaults,
+    with_defaults,
+)
 from titancli.rl import PATIENCE, GroupNorm, Local
 
 if TYPE_CHECKING:
@@ -52,13 +58,13 @@ class DPO:
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from _check_evaluation(self.validation, self.eval_batches)
-        if not getattr(recipe.loss, "learns_from_pairs", False):
+        if not with_defaults(LossConfigDefaults, recipe.loss).learns_from_pairs:
             name = component_info(recipe.loss).name
             yield "", f'the loss {name} does not learn from pairs: write loss = "dpo"'
-        if not getattr(recipe.dataset, "gives_pairs", False):
+        if not with_defaults(DatasetConfigDefaults, recipe.dataset).gives_pairs:
             yield "", 'dpo learns from pairs: write [dataset] type = "preference"'
         validation = self.validation
-        if validation is not None and not getattr(validation, "gives_pairs", False):
+        if validation is not None and not with_defaults(DatasetConfigDefaults, validation).gives_pairs:
             yield "validation", 'dpo is evaluated on pairs: write type = "preference"'
 
 
@@ -105,12 +111,12 @@ class Grpo:
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         loss = component_info(recipe.loss).name
-        if not getattr(recipe.loss, "learns_from_samples", False):
+        if not with_defaults(LossConfigDefaults, recipe.loss).learns_from_samples:
             yield "", f'the loss {loss} does not learn from samples: write loss = "grpo", for one'
         if recipe.training.global_batch_size is not None:
             message = "a step learns from loop.prompts x loop.samples: leave training.global_batch_size out"
             yield "prompts", message
-        if getattr(self.generator, "max_new_tokens", 0) >= recipe.training.seq_len:
+        if with_defaults(GeneratorConfigDefaults, self.generator).max_new_tokens >= recipe.training.seq_len:
             message = f"with training.seq_len = {recipe.training.seq_len} it leaves no room for a prompt"
             yield "generator.max_new_tokens", message
         if recipe.tokenizer is None:

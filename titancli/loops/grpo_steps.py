@@ -16,7 +16,9 @@ from titancli.data.batch import Batch
 from titancli.engine.rng import derive
 from titancli.errors import RecipeError, TitanError
 from titancli.loops.reference import Reference
+from titancli.protocols import LossDefaults
 from titancli.registry.component import build
+from titancli.registry.defaults import with_defaults
 from titancli.rl.packing import Sample, pack, rows_of
 from titancli.rl.prompts import Asked, PromptSource
 
@@ -272,7 +274,7 @@ class Learner:
 
     def __init__(self, config: Grpo, engine: Engine, run: Run) -> None:
         self._updates, self._engine, self._shape = config.updates, engine, run.batch_shape
-        wanted = "reference_logprobs" in getattr(engine.loss, "needs", ())
+        wanted = "reference_logprobs" in with_defaults(LossDefaults, engine.loss).needs
         self._reference = Reference(engine, run) if wanted else None
 
     def minibatches(self, rollouts: Rollouts) -> Iterator[list[Batch]]:

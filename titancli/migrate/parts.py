@@ -12,6 +12,7 @@ from titancli.migrate.checkpoint import checkpoint
 from titancli.migrate.fields import FLOAT8, GROUPED_FLOAT8, GROUPED_MX, MX
 from titancli.migrate.job import Job
 from titancli.recipe.load import install_command
+from titancli.registry.defaults import ConfigDefaults, with_defaults
 
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
@@ -66,8 +67,8 @@ def model(job: Job, registry: Registry) -> None:
         job.lose(
             "model.name", f"no installed plugin offers the model {name!r}; [model] waits for one that does"
         )
-    elif plain not in getattr(config, "flavors", {}):
-        known = ", ".join(getattr(config, "flavors", {}))
+    elif plain not in with_defaults(ConfigDefaults, config).flavors:
+        known = ", ".join(with_defaults(ConfigDefaults, config).flavors)
         job.lose(
             "model.flavor", f"{name} has no flavor {plain!r} (it has {known}); write the model's own keys"
         )
@@ -153,7 +154,7 @@ def experts(job: Job, registry: Registry) -> None:
     config = _installed(registry, "model", model["type"])
     if config is None:
         return
-    flavor = getattr(config, "flavors", {}).get(model["flavor"], {})
+    flavor = with_defaults(ConfigDefaults, config).flavors.get(model["flavor"], {})
     if any(key in flavor for key in ("moe", "n_experts")):
         return
     why = "the model has no experts, and torchtitan pays no heed to it either"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from titancli.registry.component import component, component_info
+from titancli.registry.defaults import DatasetConfigDefaults, ModelConfigDefaults, with_defaults
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Compile, Recipe
@@ -46,10 +47,10 @@ class Decoder:
 
 
 def _not_around_a_ring(recipe: Recipe) -> Iterator[str]:
-    if getattr(recipe.dataset, "document_mask", False):
+    if with_defaults(DatasetConfigDefaults, recipe.dataset).document_mask:
         yield "the ring cannot keep attention within documents: dataset.document_mask is true"
-    shape = getattr(recipe.model, "shape", None)
-    layers = [block.attention for block in shape().blocks] if callable(shape) else []
+    shape = with_defaults(ModelConfigDefaults, recipe.model).shape()
+    layers = [block.attention for block in shape.blocks] if shape is not None else []
     if any(layer.head_dim != layer.value_dim for layer in layers):
         name = component_info(recipe.model).name
         yield f"the ring passes keys and values of one width around, and the model {name} has others"

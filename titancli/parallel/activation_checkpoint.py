@@ -17,7 +17,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from titancli.errors import RecipeError
 from titancli.models.blocks.grouped import grouped_linear
 from titancli.parallel.ring import ring_forward
+from titancli.protocols import ModuleDefaults
 from titancli.recipe.schema import ActivationCheckpoint
+from titancli.registry.defaults import with_defaults
 
 _aten = torch.ops.aten
 MATRIX_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, grouped_linear._opoverload}
@@ -67,7 +69,7 @@ def parts(block: nn.Module) -> list[tuple[nn.Module, str]]:
 
     Between the parts of a block of experts tokens leave, in numbers that no compiler knows.
     """
-    return block.parts() if hasattr(block, "parts") else [(block, "forward")]  # type: ignore[operator]
+    return with_defaults(ModuleDefaults, block).parts()
 
 
 def runs_again_outside(block: nn.Module, section: ActivationCheckpoint) -> bool:

@@ -25,6 +25,8 @@ from titancli.distributed.mesh import Mesh
 from titancli.errors import RecipeError, TitanError
 from titancli.models.blocks.reach import WHOLE, Reach
 from titancli.parallel.ring import ring_attention, runs_here
+from titancli.protocols import ModuleDefaults
+from titancli.registry.defaults import with_defaults
 
 SEQUENCE = 1
 """Of [B, S, heads, head_dim]."""
@@ -72,7 +74,7 @@ def context_parallel(model: Any, mesh: Mesh, how: str, *, device: torch.device, 
 def _replace(modules: Iterable[nn.Module], how: str, row_cut: RowCut) -> None:
     for module in modules:
         core: Core = module.core_attention  # type: ignore[assignment]
-        plain = bool(getattr(module, "is_plain_softmax", False))
+        plain = with_defaults(ModuleDefaults, module).is_plain_softmax
         if how == "ring" and not plain:
             raise TitanError(
                 f"the ring computes attention itself, and {type(module).__name__} does not say that its "

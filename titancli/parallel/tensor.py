@@ -26,6 +26,8 @@ from torch.nn.functional import embedding, linear, rms_norm
 from titancli.distributed.collectives import Group, gather, reduce_scatter
 from titancli.distributed.local import SEQUENCE, local
 from titancli.errors import TitanError
+from titancli.protocols import ModuleDefaults
+from titancli.registry.defaults import with_defaults
 
 PLACEMENT: dict[str, Placement] = {
     "column": Shard(0),
@@ -162,7 +164,7 @@ def _prepare(path: str, module: Any, styles: Mapping[str, str], group: Group) ->
         _make(path, module, _Linear)._adds_bias = group.rank == 0 or style != "row"
     elif type(module) is nn.RMSNorm:
         _make(path, module, _RMSNorm)
-    elif not getattr(module, "takes_local_parameters", False):
+    elif not with_defaults(ModuleDefaults, module).takes_local_parameters:
         raise TitanError(
             f"{path or 'the model'} ({type(module).__name__}) has parameters in the tensor_plan, and is no "
             "Linear, RMSNorm or Embedding",

@@ -15,6 +15,7 @@ from titancli.layout.degrees import Degrees
 from titancli.planning.estimate import Estimate, estimate
 from titancli.recipe.layout import check_layout, on
 from titancli.recipe.schema import Recipe
+from titancli.registry.defaults import OptimizerConfigDefaults, with_defaults
 
 MOST = 64
 """Changes that are computed through, at most: the command answers within two seconds."""
@@ -110,8 +111,8 @@ def _changes(recipe: Recipe, found: Estimate) -> Iterator[Change]:
     """The cheap ones first."""
     work, degrees = found.work, found.work.degrees
     # Rounded to nearest, a second moment does not decay.
-    rounds = getattr(recipe.optimizer, "rounds_stochastically", False)
-    if rounds and getattr(recipe.optimizer, "state_dtype", "bfloat16") != "bfloat16":
+    optimizer = with_defaults(OptimizerConfigDefaults, recipe.optimizer)
+    if optimizer.rounds_stochastically and optimizer.state_dtype != "bfloat16":
         yield _field("optimizer", "state_dtype", "bfloat16")
     if recipe.activation_checkpoint.mode == "none":
         yield _section("activation_checkpoint", "recompute", mode="selective", selective_ac_option="op")

@@ -14,6 +14,7 @@ from titancli.planning.speed import Flow, Speed, flows, speed
 from titancli.planning.workload import Workload, assumed, workload
 from titancli.recipe.schema import Recipe
 from titancli.registry.component import component_info
+from titancli.registry.defaults import ModelConfigDefaults, with_defaults
 
 CONTEXT = 2 * 2**30
 """Bytes of a GPU outside of torch's allocator: CUDA's context, NCCL's buffers."""
@@ -66,8 +67,7 @@ def estimate(recipe: Recipe, shape: Decoder, degrees: Degrees, device: Device) -
 
 def shape_of(recipe: Recipe) -> Decoder | None:
     """What the model's config says of its sizes; None where it does not say."""
-    tell = getattr(recipe.model, "shape", None)
-    return tell() if callable(tell) else None
+    return with_defaults(ModelConfigDefaults, recipe.model).shape()
 
 
 def as_data(recipe: Recipe, degrees: Degrees, device: Device, found: Estimate | None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from titancli.observe.peaks import Device
 from titancli.recipe.hints import needs_dataset
 from titancli.recipe.schema import Pipeline, Recipe
 from titancli.registry.component import component_info
+from titancli.registry.defaults import OptimizerConfigDefaults, ParallelizeConfigDefaults, with_defaults
 
 BYTES = {"float32": 4, "bfloat16": 2}
 MOMENTS = 2
@@ -179,7 +180,7 @@ def workload(recipe: Recipe, shape: Decoder, degrees: Degrees, device: Device) -
     recompute = section.selective_ac_option if section.mode == "selective" else section.mode
     if section.mode == "memory_budget":
         recompute = f"budget {section.memory_budget}"
-    parallelize: Any = recipe.parallelize
+    plan = with_defaults(ParallelizeConfigDefaults, recipe.parallelize)
     stored, reduce = BYTES[training.dtype], BYTES[training.mixed_precision_reduce]
     state, extra, extra_all = _optimizer(recipe.optimizer, stored, device)
     return Workload(
@@ -195,10 +196,10 @@ def workload(recipe: Recipe, shape: Decoder, degrees: Degrees, device: Device) -
         reduce=reduce,
         recompute=recompute,
         compiled=recipe.compile.enable,
-        reshard=getattr(parallelize, "reshard_after_forward", "default"),
+        reshard=plan.reshard_after_forward,
         unsharded=degrees.pp > 1 or (training.accumulate == "unsharded" and accumulation > 1),
-        context=getattr(parallelize, "context_parallel", "allgather"),
-        offloaded=device.is_gpu and getattr(parallelize, "cpu_offload", False),
+        context=plan.context_parallel,
+        offloaded=device.is_gpu and plan.cpu_offload,
         full_logits=_is(recipe.loss, "cross_entropy_full"),
         optimizer_state=state,
         optimizer_extra=extra,
@@ -219,7 +220,7 @@ def assumed(recipe: Recipe, *, described: bool) -> list[str]:
     if recipe.converters:
         names = ", ".join(component_info(config).name for config in recipe.converters)
         found.append(f"computed as if the converters ({names}) were not there")
-    if not callable(getattr(recipe.optimizer, "state_bytes", None)):
+    if with_defaults(OptimizerConfigDefaults, recipe.optimizer).state_bytes(4) is None:
         name = component_info(recipe.optimizer).name
         found.append(
             f"the optimizer {name} does not say what it keeps: two fp32 numbers per parameter are taken"
@@ -241,8 +242,8 @@ def assumed(recipe: Recipe, *, described: bool) -> list[str]:
 def _optimizer(config: Any, stored: int, device: Device) -> tuple[float, float, bool]:
     """Bytes of state for each number of a parameter; what a step takes beside that, and of how many
     numbers."""
-    told = getattr(config, "state_bytes", None)
-    state = told(stored) if callable(told) else MOMENTS * 4.0
+    told = with_defaults(OptimizerConfigDefaults, config).state_bytes(stored)
+    state = MOMENTS * 4.0 if told is None else told
     if not _is(config, "adamw"):
         return state, 0.0, False
     if config.state_dtype == "float32" and stored == 4:

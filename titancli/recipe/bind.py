@@ -18,7 +18,7 @@ from titancli.recipe.read import quoting, taken_as_text
 from titancli.recipe.resolve import Resolved
 from titancli.recipe.schema import Recipe
 from titancli.recipe.toml import KeyPath, Node, dotted
-from titancli.registry.component import component_info
+from titancli.registry.component import component_info, is_config
 
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
@@ -171,7 +171,7 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _is_component(cls: type) -> bool:
-    return hasattr(cls, "__component__")
+    return is_config(cls)
 
 
 def _name(table: KeyPath, cls: type | None, registry: Registry) -> str:

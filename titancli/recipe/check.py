@@ -17,7 +17,8 @@ from titancli.recipe.layout import Finding, check_layout
 from titancli.recipe.problems import Problems, did_you_mean, nearest_name
 from titancli.recipe.schema import Recipe
 from titancli.recipe.toml import KeyPath, Node, dotted, match_key
-from titancli.registry.component import component_info, configs
+from titancli.registry.component import component_info, configs, is_config
+from titancli.registry.defaults import ConfigDefaults, OptimizerConfigDefaults, with_defaults
 
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
@@ -120,11 +121,8 @@ def _remote(url: str) -> tuple[str, str] | None:
 def component_checks(recipe: Recipe) -> Iterator[Finding]:
     """What the configs' own `check(recipe)` methods say."""
     for path, config in components(recipe):
-        check = getattr(config, "check", None)
-        if not callable(check):
-            continue
         try:
-            for key, message in check(recipe):
+            for key, message in with_defaults(ConfigDefaults, config).check(recipe):
                 yield (*path, *_path(key)), message, None
         except TitanError:
             raise
@@ -135,7 +133,7 @@ def component_checks(recipe: Recipe) -> Iterator[Finding]:
 
 def components(recipe: Recipe) -> Iterator[tuple[KeyPath, Any]]:
     """Every component's config in a recipe with its path, those in slots of other components included."""
-    return ((path, config) for path, config in configs(recipe) if hasattr(config, "__component__"))
+    return ((path, config) for path, config in configs(recipe) if is_config(config))
 
 
 def _path(key: str) -> KeyPath:
@@ -244,7 +242,10 @@ def _schedule(recipe: Recipe) -> Iterator[str]:
 
 
 def _rounding(recipe: Recipe) -> Iterator[str]:
-    if recipe.training.dtype == "bfloat16" and not getattr(recipe.optimizer, "rounds_stochastically", False):
+    if (
+        recipe.training.dtype == "bfloat16"
+        and not with_defaults(OptimizerConfigDefaults, recipe.optimizer).rounds_stochastically
+    ):
         name = component_info(recipe.optimizer).name
         yield (
             f'training.dtype is "bfloat16", and the optimizer {name} does not say that it rounds '

@@ -26,6 +26,7 @@ from titancli.recipe.hints import (
 )
 from titancli.recipe.schema import Recipe
 from titancli.registry.component import SLOT, component_info
+from titancli.registry.defaults import ConfigDefaults, with_defaults
 from titancli.registry.describe import field_docs, summary, type_text
 from titancli.registry.kinds import KINDS
 
@@ -120,7 +121,7 @@ def _relaxed(schema: Any) -> Any:
 def _component(name: str, cls: type, table: dict[str, Any], registry: Registry) -> dict[str, Any]:
     """The table of one component."""
     added: dict[str, Any] = {"type": {"description": summary(cls), "enum": _names(name, cls, registry)}}
-    if flavors := getattr(cls, "flavors", {}):
+    if flavors := with_defaults(ConfigDefaults, cls).flavors:
         added["flavor"] = {
             "description": "A row of values, which keys beside it change.",
             "enum": list(flavors),
@@ -154,7 +155,7 @@ def _slot_schema(kind: str, registry: Registry) -> tuple[dict[str, Any], dict[st
         whole: dict[str, Any] = {"type": "object", "properties": {"type": {"enum": called}}}
         if KINDS[kind].default not in called:
             whole["required"] = ["type"]
-        if required and getattr(cls, "flavors", {}):
+        if required and with_defaults(ConfigDefaults, cls).flavors:
             whole["anyOf"] = [{"required": ["flavor"]}, {"required": required}]
         elif required:
             whole["required"] = [*whole.get("required", []), *required]
@@ -274,7 +275,7 @@ def _slot(kind: str, data: Any, registry: Registry, key: str) -> Iterator[tuple[
         return  # the recipe itself will say so
     if cls is None:
         return
-    if flavors := getattr(cls, "flavors", {}):
+    if flavors := with_defaults(ConfigDefaults, cls).flavors:
         yield f"{key}.flavor", list(flavors)
     yield from _fields(cls, data if isinstance(data, dict) else {}, registry, f"{key}.")
 

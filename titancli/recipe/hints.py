@@ -11,6 +11,7 @@ from typing import Any
 
 from titancli.recipe.schema import Recipe
 from titancli.registry.component import Slot
+from titancli.registry.defaults import DatasetConfigDefaults, with_defaults
 
 
 @functools.cache
@@ -75,7 +76,7 @@ def element_of(hint: Any, key: str | int) -> Any | None:
 
 def needs_tokenizer(dataset: Any) -> bool:
     """Whether a dataset's config, or its class, wants a tokenizer: all do that do not say otherwise."""
-    return getattr(dataset, "needs_tokenizer", True)
+    return with_defaults(DatasetConfigDefaults, dataset).needs_tokenizer
 
 
 def needs_dataset(loop: Any) -> bool:

@@ -18,6 +18,7 @@ from titancli.layout.stages import AFTER, BEFORE, SCHEDULES, StageError, check_m
 from titancli.recipe.schema import Mesh, Recipe
 from titancli.recipe.toml import KeyPath
 from titancli.registry.component import component_info
+from titancli.registry.defaults import ModelConfigDefaults, ParallelizeConfigDefaults, with_defaults
 from titancli.torch_version import SPLIT_BACKWARD, lacks, torch_version
 
 Finding = tuple[KeyPath, str, str | None]
@@ -45,7 +46,7 @@ def check_layout(recipe: Recipe) -> Iterator[Finding]:
 
 def _impossible(recipe: Recipe) -> Iterator[tuple[KeyPath, Finding]]:
     """Degrees that the model cannot be cut by at all: all that its config's `mesh_degrees` does not name."""
-    degrees = getattr(recipe.model, "mesh_degrees", None)
+    degrees = with_defaults(ModelConfigDefaults, recipe.model).mesh_degrees
     if degrees is None:
         return
     name = component_info(recipe.model).name
@@ -94,7 +95,7 @@ def _tensor(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _context(recipe: Recipe) -> Iterator[Finding]:
-    how = getattr(recipe.parallelize, "context_parallel", None)
+    how = with_defaults(ParallelizeConfigDefaults, recipe.parallelize).context_parallel
     tp = max(recipe.mesh.tp, 1)
     seq_len = recipe.training.seq_len
     if how != "ulysses":
@@ -123,11 +124,11 @@ def _divides(recipe: Recipe, name: str, sizes: dict[str, int]) -> Iterator[Findi
 
 
 def _experts(recipe: Recipe) -> Iterator[Finding]:
-    if recipe.debug.moe_force_load_balance and not getattr(recipe.model, "n_experts", None):
+    if recipe.debug.moe_force_load_balance and not with_defaults(ModelConfigDefaults, recipe.model).n_experts:
         message = "moe_force_load_balance: the model has no experts"
         yield ("debug", "moe_force_load_balance"), message, "write false"
     mesh = recipe.mesh
-    experts = getattr(recipe.model, "n_experts", None)
+    experts = with_defaults(ModelConfigDefaults, recipe.model).n_experts
     if mesh.ep > 1 and experts is None:
         yield ("mesh", "ep"), f"mesh.ep = {mesh.ep}: the model has no experts", "write ep = 1"
         return
@@ -140,8 +141,8 @@ def _experts(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _pipeline(recipe: Recipe) -> Iterator[Finding]:
-    n_layers = getattr(recipe.model, "n_layers", None)
-    before, after = getattr(recipe.model, "stage_ends", (BEFORE, AFTER))
+    model = with_defaults(ModelConfigDefaults, recipe.model)
+    n_layers, (before, after) = model.n_layers, model.stage_ends or (BEFORE, AFTER)
     section, pp = recipe.pipeline, recipe.mesh.pp
     stages = None
     try:
@@ -183,7 +184,7 @@ def _rows(recipe: Recipe) -> int | None:
 
 def _beside_a_pipeline(recipe: Recipe) -> Iterator[Finding]:
     """What does not go together with stages, or with the schedule."""
-    if getattr(recipe.model, "tied", False):
+    if with_defaults(ModelConfigDefaults, recipe.model).tied:
         message = "tied weights cannot be cut into pipeline stages: the first and the last would share one"
         yield ("mesh", "pp"), message, "write pp = 1, or model.tied = false"
     schedule = recipe.pipeline.schedule
@@ -199,7 +200,7 @@ def _beside_a_pipeline(recipe: Recipe) -> Iterator[Finding]:
             f"install torch {SPLIT_BACKWARD.since} or newer, or take {instead}",
         )
         return
-    if getattr(recipe.parallelize, "reshard_after_forward", None) == "always":
+    if with_defaults(ParallelizeConfigDefaults, recipe.parallelize).reshard_after_forward == "always":
         message = f"{schedule} would lose gradients of parameters that are freed after forward"
         yield ("parallelize", "reshard_after_forward"), message, 'write "default" or "never"'
     others = ", ".join(name for name, kind in SCHEDULES.items() if not kind.splits_backward)

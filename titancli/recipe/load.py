@@ -21,6 +21,7 @@ from titancli.recipe.read import refuse_values
 from titancli.recipe.resolve import resolve
 from titancli.recipe.schema import Recipe
 from titancli.recipe.toml import DEFAULT, KeyPath, Node, Origin, Source, dotted, from_python, leaves
+from titancli.registry.component import is_config
 from titancli.version import __version__
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def _check_unset(recipe: Recipe, absent: Mapping[KeyPath, Source], problems: Pro
                 known = at
             elif dataclasses.is_dataclass(at):
                 known = {f.name: getattr(at, f.name) for f in dataclasses.fields(at)}
-                known |= dict.fromkeys(("type", "flavor") if hasattr(at, "__component__") else ())
+                known |= dict.fromkeys(("type", "flavor") if is_config(at) else ())
             else:
                 break
             location = source.location((0, len(source.text)))
@@ -156,7 +157,7 @@ def resolved_data(recipe: Any, root: Node, registry: Registry) -> dict[str, Any]
 
 def _table(config: Any, node: Node | None, registry: Registry) -> dict[str, Any]:
     table: dict[str, Any] = {}
-    if hasattr(config, "__component__"):
+    if is_config(config):
         table["type"] = registry.full_name(type(config))
         flavor = node.child("flavor") if node else None
         if flavor is not None:

@@ -18,6 +18,7 @@ from titancli.recipe.problems import Problems, nearest
 from titancli.recipe.read import taken_as_text
 from titancli.recipe.schema import Recipe
 from titancli.recipe.toml import DEFAULT, KeyPath, Node, Origin, dotted, from_python
+from titancli.registry.defaults import ConfigDefaults, with_defaults
 from titancli.registry.kinds import KINDS
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ class _Resolver:
 
     def _with_flavor(self, cls: type, name: str, node: Node, path: KeyPath) -> Node:
         """The table with its flavor's row under it; the keys that stand in the table win."""
-        flavors: dict[str, dict[str, Any]] = getattr(cls, "flavors", {})
+        flavors = with_defaults(ConfigDefaults, cls).flavors
         given = node.value["flavor"]
         if not isinstance(given.value, str) or given.value not in flavors:
             self._bad_flavor(name, given, list(flavors), path)

@@ -123,6 +123,11 @@ def may_be_none(hint: Any) -> bool:
     return False
 
 
+def is_config(value: Any) -> bool:
+    """Return whether this is a component's config, or its class."""
+    return hasattr(value, "__component__")
+
+
 def component_info(config: Any) -> ComponentInfo:
     """The record of a config, or of its class."""
     return config.__component__

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from titancli.errors import PluginError, nearest_name
 from titancli.registry.command import Command
-from titancli.registry.component import component_info, configs
+from titancli.registry.component import component_info, configs, is_config
 from titancli.registry.kinds import KINDS
 from titancli.registry.plugins import BUILTIN, LEFT_OUT, Plugin, PluginStatus
 from titancli.registry.targets import missing
@@ -154,7 +154,7 @@ class Registry:
             PluginError: some is not there.
         """
         for _, config in configs(recipe) if self._checks else ():
-            if not hasattr(config, "__component__"):  # a section of titan's own
+            if not is_config(config):  # a section of titan's own
                 continue
             info = component_info(config)
             for why in filter(None, map(missing, filter(None, (info.target, info.hf)))):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from titancli.errors import TitanError
+from titancli.registry.defaults import ModelConfigDefaults, with_defaults
 from titancli.rl.sampling import Sampling, choose, uniforms
 
 OnToken = Callable[[int, int], bool]
@@ -85,8 +86,8 @@ def decode(
 
 
 def _check(model: Any, prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> None:
-    config = getattr(model, "config", None)
-    vocab_size, longest = getattr(config, "vocab_size", None), getattr(config, "max_seq_len", None)
+    sizes = with_defaults(ModelConfigDefaults, getattr(model, "config", None))
+    vocab_size, longest = sizes.vocab_size, sizes.max_seq_len
     if not rows:
         raise TitanError("no row is to be decoded", hint="name a Row for each completion")
     for number, prompt in enumerate(prompts):

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from titancli.registry.component import build, component_info
+from titancli.registry.defaults import RewardConfigDefaults, with_defaults
 from titancli.rl import PATIENCE
 from titancli.rl.samples import Completion, Prompt
 
@@ -63,7 +64,9 @@ class Scorer:
             name = component_info(config).name
             count[name] += 1
             label = name if count[name] == 1 else f"{name}_{count[name]}"
-            self._rewards.append(_Weighted(label, float(getattr(config, "weight", 1.0)), build(config)))
+            self._rewards.append(
+                _Weighted(label, float(with_defaults(RewardConfigDefaults, config).weight), build(config))
+            )
 
     @property
     def names(self) -> list[str]:

@@ -14,6 +14,7 @@ from titancli.recipe.load import Loaded
 from titancli.recipe.toml import dotted
 from titancli.registry import current
 from titancli.registry.component import component_info, load_target
+from titancli.registry.defaults import ConfigDefaults, with_defaults
 
 
 def check_world(loaded: Loaded, world: int) -> tuple[Degrees, int]:
@@ -48,7 +49,7 @@ def check_devices(loaded: Loaded, gpus: int) -> None:
         if info.device == "cuda":
             message = f"the {info.kind} {info.name} needs a GPU, and none is visible here"
             problems += _problem(loaded, dotted((*path, "type")), message, None).problems
-        for key, reason in config.needs_gpu() if hasattr(config, "needs_gpu") else ():
+        for key, reason in with_defaults(ConfigDefaults, config).needs_gpu():
             message = f"{reason}, and no GPU is visible here"
             problems += _problem(loaded, dotted((*path, key)), message, "leave it out").problems
     if problems:
@@ -125,5 +126,4 @@ def import_components(loaded: Loaded) -> None:
     if problems:
         raise NotImportable(problems)
     for _, config in components(loaded.recipe):
-        if try_out := getattr(config, "try_out", None):
-            try_out()
+        with_defaults(ConfigDefaults, config).try_out()

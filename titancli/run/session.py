@@ -22,6 +22,7 @@ from titancli.engine import Engine
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.loops.run import Run, Stop
 from titancli.registry.component import build
+from titancli.registry.defaults import ModelConfigDefaults, with_defaults
 from titancli.rl.prompts import PromptSource
 from titancli.run.exports import export
 
@@ -234,7 +235,7 @@ def check_vocabulary(recipe: Recipe, tokenizer: Any) -> None:
     Raises:
         EnvironmentProblem: it has more ids than the model's `vocab_size`.
     """
-    rows = getattr(recipe.model, "vocab_size", None)
+    rows = with_defaults(ModelConfigDefaults, recipe.model).vocab_size
     if rows is not None and tokenizer is not None and tokenizer.vocab_size > rows:
         raise EnvironmentProblem(
             f"the tokenizer has {tokenizer.vocab_size:,} ids, and the model's vocab_size is only {rows:,}",
@@ -246,7 +247,7 @@ def _loader(recipe: Recipe, tokenizer: Any, engine: Engine) -> Loader:
     return Loader(
         _dataset(recipe, tokenizer, engine, recipe.dataset),
         device=engine.device,
-        vocab_size=getattr(recipe.model, "vocab_size", None),
+        vocab_size=with_defaults(ModelConfigDefaults, recipe.model).vocab_size,
     )
 
 

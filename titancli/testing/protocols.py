@@ -13,11 +13,8 @@ from titancli import protocols
 from titancli.registry.kinds import KINDS
 from titancli.registry.plugins import own_traceback
 
-OPTIONAL = {
-    "loss": {"token_weights", "needs", "check_batch"},
-    "logger": {"run_start", "step_end", "checkpoint_saved", "run_end"},
-}
-"""Members that a component may be without."""
+OPTIONAL = {"logger": {"run_start", "step_end", "checkpoint_saved", "run_end"}}
+"""Members of Protocols that a component may be without."""
 BUILT = (
     "model",
     "tokenizer",
@@ -43,9 +40,14 @@ def returned(kind: str) -> type | None:
     return getattr(protocols, kind.capitalize(), None)
 
 
+def defaults(kind: str) -> type | None:
+    """What else may be a member of what a kind's target returns, e.g. `LossDefaults`, if anything."""
+    return getattr(protocols, f"{kind.capitalize()}Defaults", None)
+
+
 def told(kind: str) -> str:
     """A kind's Protocols as they stand in the source."""
-    protocols = [found for found in (returned(kind), builder(kind)) if found is not None]
+    protocols = [found for found in (returned(kind), defaults(kind), builder(kind)) if found is not None]
     head = f"{kind}: {KINDS[kind].summary}"
     return "\n\n".join([head, *(inspect.getsource(protocol).rstrip() for protocol in protocols)])
 
@@ -89,6 +91,9 @@ def built_faults(
     protocol = returned(kind)
     if protocol is not None:
         yield from _member_faults(protocol, built, OPTIONAL.get(kind, set()))
+    for name, method in _methods(defaults(kind)).items():
+        if callable(own := getattr(built, name, None)):
+            yield from _method_faults(name, method, own)
 
 
 def _runtime(kind: str, config: Any, folder: Path, seq_len: int) -> dict[str, Any]:
@@ -116,12 +121,16 @@ def _runtime(kind: str, config: Any, folder: Path, seq_len: int) -> dict[str, An
     return {"run_folder": folder, "is_main": True} if kind == "logger" else {}
 
 
-def _member_faults(protocol: type, built: Any, optional: set[str]) -> Iterator[str]:
-    methods = {
+def _methods(protocol: type | None) -> dict[str, Callable[..., Any]]:
+    return {
         name: value
-        for name, value in vars(protocol).items()
+        for name, value in (vars(protocol).items() if protocol is not None else ())
         if inspect.isfunction(value) and (name == "__call__" or not name.startswith("_"))
     }
+
+
+def _member_faults(protocol: type, built: Any, optional: set[str]) -> Iterator[str]:
+    methods = _methods(protocol)
     if optional >= methods.keys() and not any(hasattr(built, name) for name in methods):
         yield f"what it builds has none of {', '.join(methods)}"
     for name in (*getattr(protocol, "__annotations__", {}), *methods):

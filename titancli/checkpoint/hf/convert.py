@@ -35,7 +35,9 @@ from titancli.checkpoint.hf.which import (
 from titancli.checkpoint.load import CheckpointReader
 from titancli.checkpoint.save import Draft
 from titancli.errors import EnvironmentProblem, TitanError
+from titancli.protocols import TokenizerDefaults
 from titancli.registry.component import build
+from titancli.registry.defaults import with_defaults
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def to_hf(
             dtype=dtype_of(dtype),
             max_shard=max_shard,
             eos_id=getattr(built, "eos_id", None),
-            bos_id=getattr(built, "bos_id", None),
+            bos_id=with_defaults(TokenizerDefaults, built).bos_id,
             kept=kept,
             progress=watch,
             say=say,

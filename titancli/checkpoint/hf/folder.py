@@ -30,7 +30,8 @@ from titancli.checkpoint.hf.libraries import Library, library_of
 from titancli.checkpoint.load import name_lists
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.models.config_json import DEQUANTISE
-from titancli.protocols import HFForm
+from titancli.protocols import HFForm, HFFormDefaults
+from titancli.registry.defaults import with_defaults
 
 PICKLED = ("*.bin", "*.pth", "*.pt", "*.ckpt")
 QUANTISED_DTYPES = ("F8_E4M3", "F8_E5M2", "I8", "U8")
@@ -239,7 +240,7 @@ class HFReader:
 
     def _refuse_untied(self) -> None:
         """What is left unread as a copy must be one: transformers uses it where it is not."""
-        copy_of = getattr(self.form, "copy_of", lambda name: None)
+        copy_of = with_defaults(HFFormDefaults, self.form).copy_of
         for name in self._places:
             if (original := copy_of(name)) in self._places:
                 one, other = (
@@ -265,7 +266,7 @@ class HFReader:
             names = [library.weights]
         else:
             raise self._no_weights()
-        known_as = getattr(self.form, "known_as", lambda hf_name: hf_name)
+        known_as = with_defaults(HFFormDefaults, self.form).known_as
         return {
             known_as(key): (name, entry) for name in names for key, entry in self._files.header(name).items()
         }

@@ -17,6 +17,7 @@ from titancli.checkpoint.format.manifest import LOCK, MANIFEST, read_manifest
 from titancli.checkpoint.hf.libraries import type_in
 from titancli.errors import EnvironmentProblem
 from titancli.registry.component import component_info, load_target
+from titancli.registry.defaults import ConfigDefaults, with_defaults
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
@@ -41,13 +42,13 @@ class Difference:
 def differences(here: Any, there: Any, key: str = "") -> Iterator[Difference]:
     """The fields in which two configs of one class are not alike.
 
-    Fields that a class names in `without_effect` are left out; what its `explicit()` returns, if it has one,
-    has what follows from other fields written out.
+    Fields that a class names in `without_effect` are left out; what its `explicit()` returns has what follows
+    from other fields written out.
     """
     if dataclasses.is_dataclass(here) and type(here) is type(there):
-        here, there = (side.explicit() if hasattr(side, "explicit") else side for side in (here, there))
+        here, there = (with_defaults(ConfigDefaults, side).explicit() for side in (here, there))
         for field in dataclasses.fields(here):
-            if field.name not in getattr(here, "without_effect", ()):
+            if field.name not in with_defaults(ConfigDefaults, here).without_effect:
                 values = getattr(here, field.name), getattr(there, field.name)
                 yield from differences(*values, f"{key}.{field.name}" if key else field.name)
     elif isinstance(here, dict) and isinstance(there, dict):

@@ -11,7 +11,7 @@ import torch
 from titancli.checkpoint.format.manifest import LOCK, MANIFEST, Manifest, newest_good, read_manifest
 from titancli.checkpoint.format.tensors import Tensors
 from titancli.checkpoint.hf.libraries import type_in
-from titancli.checkpoint.hf.likeness import CONFIG, bind, read_config
+from titancli.checkpoint.hf.likeness import CONFIG, bind, model_types, read_config
 from titancli.checkpoint.load import name_lists
 from titancli.errors import EnvironmentProblem, PluginError, TitanError, UsageError
 from titancli.models.blocks.state import named_state
@@ -87,7 +87,7 @@ def _by_type(components: Iterable[tuple[str, type]], model_type: str) -> type:
         hf = component_info(cls).hf
         if hf is not None:
             form: Any = load_target(hf)
-            reads = form.model_types if hasattr(form, "model_types") else (form.model_type,)
+            reads = model_types(form)
             offered += reads
             willing += [] if reads else [name]
             if model_type in reads:

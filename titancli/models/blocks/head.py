@@ -21,6 +21,8 @@ from titancli.losses.chunked import (
     linear_log_probs_and_entropy,
     linear_token_loss,
 )
+from titancli.protocols import LossDefaults
+from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
     from titancli.distributed.local import RowCut
@@ -58,14 +60,13 @@ class Output(nn.Linear):
             return self._logits(hidden)
         if batch is None:
             raise TypeError("a loss needs the batch that it is the loss of")
-        wants_entropy = getattr(loss, "entropy", False)
+        wants_entropy = with_defaults(LossDefaults, loss).entropy
         if loss.output == "model":
             logits = self._logits(hidden)
             if wants_entropy:
                 batch = _with_entropy(batch, entropy(logits, batch["targets"]))
             return loss(logits, batch)
-        token_weights = getattr(loss, "token_weights", None)
-        weights = None if token_weights is None else token_weights(batch)
+        weights = with_defaults(LossDefaults, loss).token_weights(batch)
         if weights is None or wants_entropy:
             return self._from_log_probs(hidden, batch, loss, weights, wants_entropy)
         # The loss says what its parts weigh; its sum is known with its gradient already.

@@ -13,6 +13,8 @@ from titancli.data.batch import IGNORE, Batch
 from titancli.engine.inputs import RESERVED, checked
 from titancli.errors import TitanError
 from titancli.losses.result import LossResult
+from titancli.protocols import LossDefaults
+from titancli.registry.defaults import LossConfigDefaults, with_defaults
 from titancli.testing.behaviour import Check, Example, Subject, first_difference
 from titancli.testing.behaviour.engines import LENGTH, VOCABULARY, batch_of, engine_of
 
@@ -34,7 +36,7 @@ def example(subject: Subject, rows: int = 4) -> Example:
     loss = subject.target(subject.config)
     batch = dict(batch_of(rows=rows))
     generator = torch.Generator().manual_seed(1)
-    needs = getattr(loss, "needs", ())
+    needs = with_defaults(LossDefaults, loss).needs
     shapes = dict(needs) if isinstance(needs, Mapping) else {}
     for name in sorted({*needs, "weights"} - batch.keys()):
         if name not in KNOWN and name not in shapes:
@@ -49,10 +51,11 @@ def example(subject: Subject, rows: int = 4) -> Example:
     out = torch.randn(rows, LENGTH, VOCABULARY, generator=generator)
     if loss.output == "logprobs":
         out = log_probs(out, batch["targets"])
-    if getattr(loss, "entropy", False):
+    if with_defaults(LossDefaults, loss).entropy:
         batch["entropy"] = torch.rand(rows, LENGTH, generator=generator)
     return Example(
-        Batch(batch, unit=2 if getattr(subject.config, "learns_from_pairs", False) else 1), out=out
+        Batch(batch, unit=2 if with_defaults(LossConfigDefaults, subject.config).learns_from_pairs else 1),
+        out=out,
     )
 
 
@@ -158,11 +161,9 @@ def nothing_left(subject: Subject) -> Iterator[str]:
 def chunks(subject: Subject) -> Iterator[str]:
     """With `token_weights` the engine makes the gradient in chunks: it is that of the loss itself."""
     loss = subject.target(subject.config)
-    if getattr(loss, "token_weights", None) is None:
-        return
     given = example(subject)
     assert given.out is not None
-    weights = loss.token_weights(given.batch)
+    weights = with_defaults(LossDefaults, loss).token_weights(given.batch)
     if weights is None:
         return
     result, gradient = called(loss, given.out, given.batch)

@@ -9,6 +9,7 @@ import torch
 
 from titancli.data.batch import Batch
 from titancli.errors import TitanError
+from titancli.registry.defaults import ModelConfigDefaults, with_defaults
 from titancli.testing.behaviour import Check, Example, Subject, first_difference
 from titancli.testing.behaviour.engines import LENGTH, ROWS, batch_of, engine_of, gradients, weights
 from titancli.testing.behaviour.ranks import Job, later
@@ -36,7 +37,7 @@ def example(subject: Subject, seed: int = 0) -> Example:
             f"it takes {', '.join(model.inputs)}, and the kit knows tokens only: give "
             f'examples={{"{subject.label}": rows -> Example(batch, loss=...)}}'
         )
-    vocabulary = getattr(subject.config, "vocab_size", None) or model.output.weight.shape[0]
+    vocabulary = with_defaults(ModelConfigDefaults, subject.config).vocab_size or model.output.weight.shape[0]
     return Example(batch_of(vocabulary, seed))
 
 
@@ -135,7 +136,7 @@ def layouts(subject: Subject) -> Iterator[str]:
         experts = bool(getattr(engine.model, "experts", None))
     finally:
         engine.close()
-    degrees = getattr(subject.config, "mesh_degrees", None)
+    degrees = with_defaults(ModelConfigDefaults, subject.config).mesh_degrees
     chosen = {
         name: mesh
         for name, mesh in LAYOUTS.items()
