@@ -113,6 +113,18 @@ def test_a_loss_that_calls_a_verb_is_refused_and_leaves_nothing(engine: Engine) 
     assert torch.equal(engine.evaluate(GOOD)["loss"], expected)
 
 
+def test_weights_are_refused_in_a_loss_and_may_go_where_they_came_from(engine: Engine) -> None:
+    expected = engine.evaluate(GOOD)["loss"]
+
+    def loss(out: torch.Tensor, given: Batch) -> LossResult:
+        return LossResult(out.sum() * len(list(engine.weights())), 1)
+
+    with pytest.raises(TitanError, match="weights: the engine is in the middle of forward_backward"):
+        engine.forward_backward(GOOD, loss)
+    engine.load_weights(engine.weights())
+    assert torch.equal(engine.evaluate(GOOD)["loss"], expected)
+
+
 def test_a_second_threads_verb_is_refused_before_the_first_ones_batch_is_looked_at(engine: Engine) -> None:
     heard: list[str] = []
 
