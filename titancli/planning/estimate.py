@@ -67,7 +67,8 @@ def estimate(recipe: Recipe, shape: Decoder, degrees: Degrees, device: Device) -
 
 def shape_of(recipe: Recipe) -> Decoder | None:
     """What the model's config says of its sizes; None where it does not say."""
-    return with_defaults(ModelConfigDefaults, recipe.model).shape()
+    found: Decoder | None = with_defaults(ModelConfigDefaults, recipe.model).shape()
+    return found
 
 
 def as_data(recipe: Recipe, degrees: Degrees, device: Device, found: Estimate | None) -> dict[str, Any]:

@@ -8,11 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
-
-if TYPE_CHECKING:
-    from titancli.models.shape import Decoder
-    from titancli.recipe.schema import Recipe
+from typing import Any, ClassVar, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -49,7 +45,7 @@ class ConfigDefaults:
     without_effect: ClassVar[tuple[str, ...]] = ()
     """Fields in which weights that are loaded may differ from the recipe."""
 
-    def check(self, recipe: Recipe) -> Iterable[tuple[str, str]]:
+    def check(self, recipe: Any) -> Iterable[tuple[str, str]]:
         """What is wrong with the recipe as a whole: a dotted key relative to the component or "", and why."""
         return ()
 
@@ -87,8 +83,8 @@ class ModelConfigDefaults:
     tied: bool = False
     """Whether the output's weight is the embedding's."""
 
-    def shape(self) -> Decoder | None:
-        """The sizes, see `titancli.protocols.ModelConfig`; None: nothing is estimated."""
+    def shape(self) -> Any:
+        """The sizes, a `titancli.models.shape.Decoder`; None: nothing is estimated."""
         return None
 
 
