@@ -7,8 +7,9 @@ time-out.
 
 from __future__ import annotations
 
-import multiprocessing
+import io
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,31 @@ from typing import Any
 
 TIMEOUT = 120.0
 ROOT = Path(__file__).parent.parent.parent
+
+
+class Packer(pickle.Pickler):
+    """Tensors by value: in shared memory each would hold a file open, and a shell may allow 1,024."""
+
+    def reducer_override(self, value: Any) -> Any:
+        import torch
+
+        if type(value) is not torch.Tensor or value.layout is not torch.strided:
+            return NotImplemented
+        numbers = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return unpacked, (bytearray(numbers), value.dtype, value.shape, value.requires_grad)
+
+
+def packed(value: Any) -> bytes:
+    file = io.BytesIO()
+    Packer(file).dump(value)
+    return file.getvalue()
+
+
+def unpacked(numbers: bytearray, dtype: Any, shape: Any, requires_grad: bool) -> Any:
+    import torch
+
+    whole = torch.frombuffer(numbers, dtype=dtype) if numbers else torch.empty(0, dtype=dtype)
+    return whole.reshape(shape).requires_grad_(requires_grad)
 
 
 class Ranks:
@@ -35,7 +61,6 @@ class Ranks:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
             theirs.close()
-            ours.send_bytes(bytes(multiprocessing.current_process().authkey))
             ours.send(sys.path)  # where the modules of the functions are
             self._workers.append((process, ours))
 
@@ -46,14 +71,14 @@ class Ranks:
         self._start(world)
         with tempfile.TemporaryDirectory() as folder:
             for _, connection in self._workers[:world]:
-                connection.send((world, os.path.join(folder, "store"), function, args))
+                connection.send_bytes(packed((world, os.path.join(folder, "store"), function, args)))
             outcomes = []
             for rank, (process, connection) in enumerate(self._workers[:world]):
                 if not connection.poll(TIMEOUT):
                     self.close()
                     raise AssertionError(f"rank {rank} of {world} gave no answer in {TIMEOUT:.0f} s")
                 try:
-                    outcomes.append(connection.recv())
+                    outcomes.append(pickle.loads(connection.recv_bytes()))
                 except EOFError:
                     code = process.wait()
                     self.close()

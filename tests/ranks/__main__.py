@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import datetime
 import gc
-import multiprocessing
 import os
+import pickle
 import sys
 import traceback
 from multiprocessing.connection import Connection
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.ranks import packed
 from titancli.distributed.mesh import forget_meshes
 
 
@@ -22,7 +23,7 @@ def serve(connection: Connection[Any, Any], rank: int) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            world, store, function, args = connection.recv()
+            world, store, function, args = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
         os.environ.update(
@@ -48,12 +49,10 @@ def serve(connection: Connection[Any, Any], rank: int) -> None:
             # Engines lie in cycles, and with them live their groups, each with three threads that wake up
             # over and over: after some dozen cases they would take more time than the cases do.
             gc.collect()
-        connection.send(result)
+        connection.send_bytes(packed(result))
 
 
 if __name__ == "__main__":
     pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
-    # Tensors go through shared memory, whose descriptors only those who know the key are given.
-    multiprocessing.current_process().authkey = pipe.recv_bytes()
     sys.path[:] = pipe.recv()
     serve(pipe, int(sys.argv[2]))
