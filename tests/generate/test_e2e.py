@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -65,7 +66,7 @@ def test_text_streams_and_an_interrupt_leaves_130(folder: Path) -> None:
 
 
 def test_a_reader_that_leaves_is_no_error(folder: Path) -> None:
-    command = f"{TITAN} generate mine the --max-new-tokens 3000 | head -c 5"
+    command = f"{shlex.quote(TITAN)} generate mine the --max-new-tokens 3000 | head -c 5"
     done = subprocess.run(
         command, shell=True, cwd=folder, capture_output=True, timeout=120, stdin=subprocess.DEVNULL
     )

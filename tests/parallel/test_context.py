@@ -113,8 +113,11 @@ def one_rank(ranks):
     return run
 
 
-SLOW = {"compiled, AC full, ulysses", "compiled, AC full, ring", "documents, compiled"}
-"""Compiling takes long where cores are few; all-gather's stays."""
+SLOW = {
+    *("compiled, AC full, ulysses", "compiled, AC full, ring", "documents, compiled"),
+    *("AC by op, allgather", "AC by op, ulysses", "CP4, documents", "CP2xTP2, log-probs", "PP2xCP2"),
+}
+"""Compiling takes long where cores are few; what is in these is in others too."""
 
 
 @pytest.mark.ranks

@@ -151,7 +151,12 @@ def in_calls(layout: Layout, pieces: list[int]) -> dict[str, Tensor]:
 
 @ranks_only
 @pytest.mark.parametrize(
-    "mesh", [{}, {"dp_shard": 2}, {"dp_replicate": 2}], ids=["PP2", "PP2xFSDP2", "PP2xDDP2"]
+    "mesh",
+    [
+        pytest.param({}, id="PP2", marks=pytest.mark.slow),
+        pytest.param({"dp_shard": 2}, id="PP2xFSDP2"),
+        pytest.param({"dp_replicate": 2}, id="PP2xDDP2", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("schedule", ["1F1B", "LoopedBFS", "ZBVZeroBubble"])
 def test_calls_before_a_step_add_up(ranks, mesh, schedule) -> None:

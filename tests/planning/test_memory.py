@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 
 from tests.planning.measure import measured, planned, recipe
@@ -172,9 +170,12 @@ RECOMPUTED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("family", "mode", "dtype"), [*product(FAMILIES, RECOMPUTED, ("float32", "bfloat16"))]
-)
+BFLOAT16 = pytest.param("bfloat16", marks=pytest.mark.slow)  # a family's quick one is under no recomputation
+
+
+@pytest.mark.parametrize("dtype", ["float32", BFLOAT16])
+@pytest.mark.parametrize("mode", RECOMPUTED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_within_the_bound(family: str, mode: str, dtype: str) -> None:
     few = ("training.seq_len=512", "model.n_layers=2")  # and so mostly activations
     numbers = f"training.mixed_precision_param={dtype}"

@@ -26,7 +26,7 @@ def distance(found, expected):
     return max(((found[n] - expected[n]).norm() / expected[n].norm()).item() for n in expected)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_two_ranks_give_the_gradients_of_one(ranks, name, dtype):
     fields = RECIPES[name]
@@ -36,7 +36,13 @@ def test_two_ranks_give_the_gradients_of_one(ranks, name, dtype):
     assert distance(two[1], one) < 1e-6
 
 
-@pytest.mark.parametrize("mesh", [{"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"dp_replicate": 2, "dp_shard": 2},
+        pytest.param({"dp_replicate": 2, "dp_shard": 1}, marks=pytest.mark.slow),
+    ],
+)
 def test_replicas_gather_in_float8_too(ranks, mesh):
     world = math.prod(mesh.values())
     (one,) = ranks(1, float8_cases.gradients, Layout(micro_batches=world), GATHER)

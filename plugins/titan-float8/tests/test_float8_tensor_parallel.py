@@ -24,6 +24,7 @@ from titancli.distributed.collectives import Group
 from titancli.errors import RecipeError, TitanError
 from titancli.layout.degrees import Degrees
 
+SLOW = pytest.mark.slow
 pytestmark = pytest.mark.ranks
 
 LARGEST, MEDIAN = 2e-2, 2e-3
@@ -95,7 +96,9 @@ def one_rank(fields):
     return {name: value for name, value in fields.items() if "fsdp" not in name}
 
 
-@pytest.mark.parametrize("mesh", [TP2, FSDP2_TP2], ids=["TP2", "FSDP2xTP2"])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(TP2, id="TP2", marks=SLOW), pytest.param(FSDP2_TP2, id="FSDP2xTP2")]
+)
 @pytest.mark.parametrize("name", RECIPES)
 def test_gradients_are_those_of_one_rank(ranks, name, mesh):
     reference = Layout(micro_batches=mesh.get("dp_shard", 1))
@@ -130,7 +133,7 @@ def test_scales_that_are_not_shared_would_be_seen(ranks):
     assert median > 10 * MEDIAN
 
 
-@pytest.mark.parametrize("name", ["tensorwise", "precompute", "rowwise"])
+@pytest.mark.parametrize("name", [pytest.param("tensorwise", marks=SLOW), "precompute", "rowwise"])
 def test_weights_after_training_are_those_of_one_rank(ranks, name):
     fields = RECIPES[name]
     (one,) = ranks(1, float8_cases.trained_weights, Layout(micro_batches=2), one_rank(fields))
@@ -138,7 +141,6 @@ def test_weights_after_training_are_those_of_one_rank(ranks, name):
     assert distance(found, one) < MEDIAN
 
 
-SLOW = pytest.mark.slow
 """Compiling takes long where cores are few; rowwise stays."""
 
 
