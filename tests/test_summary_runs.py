@@ -79,12 +79,12 @@ def test_rooms_failures_and_what_is_proven_are_told(tmp_path: Path, workers: int
 @pytest.mark.parametrize(
     ("addopts", "told"),
     [
-        ("-q", False),
+        pytest.param("-q", False, marks=pytest.mark.slow),
         pytest.param("-v", False, marks=pytest.mark.slow),
         pytest.param("-q -n 2", False, marks=pytest.mark.slow),
         pytest.param("-p no:cacheprovider", True, marks=pytest.mark.slow),
         ("-p no:xdist", True),
-        ("--tb=no -x -s --color=yes", True),
+        pytest.param("--tb=no -x -s --color=yes", True, marks=pytest.mark.slow),
         ("-k good", True),
     ],
 )

@@ -31,6 +31,7 @@ def test_a_resolved_recipe_names_it_and_its_fallback_in_full(muon: Environment) 
     assert 'type = "titan-muon/muon"' in done.stdout and 'type = "titan/adamw"' in done.stdout
 
 
+@pytest.mark.slow  # the plugin's own tests have ranks that have torch already
 def test_two_ranks_train_with_it(muon: Environment) -> None:
     small = [
         "training.steps=2",

@@ -11,37 +11,46 @@ import pytest
 from tests.packaging.conftest import Environment, checked, run
 
 pytestmark = pytest.mark.e2e
-KINDS = ("model", "dataset", "tokenizer", "loss", "optimizer", "converter", "logger")
+KINDS = ("model", "loss", "dataset", "tokenizer", "optimizer", "converter", "logger")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[KINDS[:2], pytest.param(KINDS[2:], marks=pytest.mark.slow)],
+    ids=" and ".join,
+)
+def kinds(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def made(titan_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """One environment with a new plugin of every kind."""
+def made(titan_wheel: Path, tmp_path_factory: pytest.TempPathFactory, kinds: tuple[str, ...]) -> Environment:
+    """One environment with a new plugin of each kind."""
     environment = Environment(tmp_path_factory.mktemp("made") / "venv")
     environment.install(titan_wheel)
-    for kind in KINDS:
+    for kind in kinds:
         done = environment.titan("new-plugin", f"titan-new-{kind}", "--kind", kind)
         assert done.returncode == 0, done.stderr
-    folders = [environment.cwd / f"titan-new-{kind}" for kind in KINDS]
+    folders = [environment.cwd / f"titan-new-{kind}" for kind in kinds]
     environment.install(*folders, build_isolation=False)
     return environment
 
 
-def test_each_shows_in_list_components(made: Environment) -> None:
+def test_each_shows_in_list_components(made: Environment, kinds: tuple[str, ...]) -> None:
     done = made.titan("list-components", "--json")
     listed = {(row["kind"], row["name"]) for row in json.loads(done.stdout)["components"]}
-    assert {(kind, f"titan-new-{kind}/new_{kind}") for kind in KINDS} <= listed
+    assert {(kind, f"titan-new-{kind}/new_{kind}") for kind in kinds} <= listed
 
 
-def test_each_passes_its_own_tests(made: Environment) -> None:
-    folders = [made.cwd / f"titan-new-{kind}" / "tests" for kind in KINDS]
+def test_each_passes_its_own_tests(made: Environment, kinds: tuple[str, ...]) -> None:
+    folders = [made.cwd / f"titan-new-{kind}" / "tests" for kind in kinds]
     done = run(made.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *folders, cwd=made.cwd)
     assert done.returncode == 0, done.stdout[-6000:]
     assert "passed" in done.stdout and "skipped" not in done.stdout
 
 
-def test_each_is_clean_python(made: Environment) -> None:
-    folders = [made.cwd / f"titan-new-{kind}" for kind in KINDS]
+def test_each_is_clean_python(made: Environment, kinds: tuple[str, ...]) -> None:
+    folders = [made.cwd / f"titan-new-{kind}" for kind in kinds]
     ruff = ("-m", "ruff", "check", "--isolated", "--select", "E,F,W,B,UP", "--line-length", "120")
     checked(made.python, *ruff, *folders, cwd=made.cwd)
 
@@ -54,11 +63,11 @@ def test_a_kind_without_a_template_has_its_protocol_printed(made: Environment) -
     assert not (made.cwd / "titan-new-launcher").exists()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_its_readme_says_to_type_is_right(made: Environment, kind: str) -> None:
-    lines = (made.cwd / f"titan-new-{kind}" / "README.md").read_text().splitlines()
-    (show,) = (shlex.split(line) for line in lines if line.startswith("titan show"))
-    (train,) = (shlex.split(line) for line in lines if line.startswith("titan train"))
-    assert made.titan(*show[1:]).returncode == 0
-    done = made.titan("validate", *train[2:])
-    assert done.returncode == 0, done.stderr
+def test_what_its_readme_says_to_type_is_right(made: Environment, kinds: tuple[str, ...]) -> None:
+    for kind in kinds:
+        lines = (made.cwd / f"titan-new-{kind}" / "README.md").read_text().splitlines()
+        (show,) = (shlex.split(line) for line in lines if line.startswith("titan show"))
+        (train,) = (shlex.split(line) for line in lines if line.startswith("titan train"))
+        assert made.titan(*show[1:]).returncode == 0
+        done = made.titan("validate", *train[2:])
+        assert done.returncode == 0, done.stderr

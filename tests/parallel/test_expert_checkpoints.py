@@ -32,7 +32,8 @@ LAYOUTS = {
 }
 BEFORE, AFTER = 2, 2
 """Steps before the checkpoint, and after it."""
-FROM = ["one rank", pytest.param("EP2xFSDP2", marks=pytest.mark.slow), "EP2xTP2"]
+LATER = pytest.mark.slow
+FROM = [pytest.param("one rank", marks=LATER), pytest.param("EP2xFSDP2", marks=LATER), "EP2xTP2"]
 
 
 def steps(engine: Engine, count: int) -> None:

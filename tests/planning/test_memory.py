@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from tests.planning.measure import measured, planned, recipe
@@ -170,11 +172,14 @@ RECOMPUTED = {
 }
 
 
-BFLOAT16 = pytest.param("bfloat16", marks=pytest.mark.slow)  # a family's quick one is under no recomputation
+QUICK = {("nothing", "bfloat16"), ("by op", "float32"), ("all", "float32")}
+MODES = [
+    pytest.param(*row, marks=[pytest.mark.slow] * (row not in QUICK))
+    for row in product(RECOMPUTED, ("float32", "bfloat16"))
+]
 
 
-@pytest.mark.parametrize("dtype", ["float32", BFLOAT16])
-@pytest.mark.parametrize("mode", RECOMPUTED)
+@pytest.mark.parametrize(("mode", "dtype"), MODES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_within_the_bound(family: str, mode: str, dtype: str) -> None:
     few = ("training.seq_len=512", "model.n_layers=2")  # and so mostly activations
