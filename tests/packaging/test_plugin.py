@@ -135,6 +135,7 @@ def build(config):
 '''
 
 
+@pytest.mark.slow  # ranks of tests/run have plugins of one file too, and torch already
 def test_a_plugin_file_reaches_every_worker_and_a_resume_asks_for_it(plugged: Environment) -> None:
     file = plugged.cwd / "e2e_plugin_file.py"
     file.write_text(PLUGIN_FILE)

@@ -320,6 +320,9 @@ LAYOUTS: dict[str, Case] = {
     **TRANSFORMERS,
 }
 SLOW = {
+    *("FSDP2, documents", "TP2, bf16", "TP2, documents", "CP2, full logits"),
+    *("CP2xTP2, allgather", "PP2, AC by op", "EP4", "EP2 of FSDP2xCP2", "llama4, PP2xEP2"),
+    *("gpt_oss, CP2xTP2, documents", "gpt_oss, EP2, AC by op", "latent, PP2xEP2", "llama4, EP2, AC by op"),
     *("FSDP4", "HSDP2x2", "HSDP2x2, accumulation", "FSDP2, accumulation unsharded", "FSDP2, compiled"),
     *("FSDP2xTP2", "DDP2xTP2", "TP2, accumulation", "TP2, tied", "FSDP2xTP2, compiled, AC full"),
     *("CP4, allgather", "CP2xFSDP2, allgather", "CP2xFSDP2, accumulation", "CP2, bf16"),
