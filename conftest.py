@@ -38,7 +38,8 @@ def pytest_sessionfinish() -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    WARM.cold = item.get_closest_marker("cold") is not None
+    # A process that has been forked may not use CUDA where its parent has.
+    WARM.cold = any(item.get_closest_marker(name) for name in ("cold", "gpu"))
     yield
     heed_ctrl_c()  # `titan train` in this process ignores it once all is saved
     if nextitem is None or nextitem.path != item.path:

@@ -118,7 +118,8 @@ def counted(case: Case) -> dict[str, int]:
 def computed(case: Case) -> dict[str, float]:
     recipe = case.load()
     shape = shape_of(recipe)
-    assert shape is not None
+    if shape is None:
+        raise SystemExit(f"{case.name}: the model does not say its sizes")
     found = estimate(recipe, shape, recipe.degrees(case.world), DEVICES["cpu"])
     return {str(rank.pp_rank): rank.total for rank in found.ranks}
 

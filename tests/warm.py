@@ -30,7 +30,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -56,9 +56,16 @@ AT_IMPORT = ("PYTHON", "OMP_", "MKL_", "KMP_", "LD_", "HF_", "TRANSFORMERS_", "T
 """Beginnings of variables that are read before a program's first line, or when a library is imported."""
 HEEDED = {"PYTHONPATH", "PYTHONUNBUFFERED"}
 """Those of them that a fork heeds all the same."""
+USUAL = {
+    **dict.fromkeys(("executable", "preexec_fn", "startupinfo", "gid", "gids", "uid"), None),
+    **dict.fromkeys(("umask", "process_group"), -1),
+    "close_fds": True,
+    "creationflags": 0,
+    "shell": False,
+    "restore_signals": True,
+}
+"""What is asked for otherwise, an interpreter of its own does."""
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
-
-
 EXECUTABLE = sys.executable  # which a test may replace
 ROOM = " " * 8192
 """On the server's command line and in its environment, for those of what it forks."""
@@ -81,7 +88,9 @@ def as_start(options: Mapping[str, Any]) -> Start | None:
     """What `subprocess` was asked for, or None where only an interpreter of its own will do."""
     args = options["args"]
     words = [args] if isinstance(args, (str, bytes, os.PathLike)) else [os.fspath(word) for word in args]
-    if options["shell"] or options["preexec_fn"] or not all(isinstance(word, str) for word in words):
+    if sys.platform != "linux" or not all(isinstance(word, str) for word in words):
+        return None
+    if any(options[name] != usual for name, usual in USUAL.items()):
         return None
     environment = dict(os.environ if options["env"] is None else options["env"])
     names = {name for name in {*environment, *os.environ} if name.startswith(AT_IMPORT)}
@@ -323,11 +332,8 @@ def serve(number: int) -> None:
             for _, _, data in rights:
                 fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
             start: Start = pickle.loads(text)
-            pid = _fork_away(
-                Start(
-                    **{**vars(start), "fds": [(to, fd) for (to, _), fd in zip(start.fds, fds, strict=True)]}
-                )
-            )
+            here = [(to, fd) for (to, _), fd in zip(start.fds, fds, strict=True)]
+            pid = _fork_away(replace(start, fds=here))
             for fd in fds:
                 os.close(fd)
             asked.sendall(pid.to_bytes(8, "little"))

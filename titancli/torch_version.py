@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import metadata
+from typing import TYPE_CHECKING
 
-from packaging.version import Version
+if TYPE_CHECKING:
+    from packaging.version import Version
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ LACKS = (SPLIT_BACKWARD,)
 
 def torch_version() -> Version | None:
     """The installed torch, by its metadata; None where there is none."""
+    from packaging.version import Version
+
     try:
         return Version(metadata.version("torch"))
     except metadata.PackageNotFoundError:
@@ -37,5 +41,7 @@ def torch_version() -> Version | None:
 
 def lacks(lack: Lack) -> bool:
     """Whether the installed torch is too old; False where none is installed."""
+    from packaging.version import Version
+
     version = torch_version()
     return version is not None and version.release < Version(lack.since).release

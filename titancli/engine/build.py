@@ -82,31 +82,13 @@ def build_engine(
     refuse_unfit(recipe, degrees)
     with groups_wait_as_the_default_one():
         mesh = Mesh(degrees, device)
-    with torch.device("meta"):
-        model = build(recipe.model, seq_len=training.seq_len)
-    model = model.to(getattr(torch, training.dtype))
-    if recipe.debug.moe_force_load_balance:
-        for layer in moe_layers(model).values():
-            layer.force_load_balance()
+    model = on_meta(recipe)
     flops, count = model.flops_per_token(training.seq_len), sum(p.numel() for p in model.parameters())
     converters = [build(c, mesh=degrees, compile=recipe.compile.enable) for c in recipe.converters]
     for converter in converters:
         converter.convert(model)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    parallelize = build(
-        recipe.parallelize,
-        mesh=mesh,
-        device=device,
-        precision=precision(training),
-        activation_checkpoint=recipe.activation_checkpoint,
-        compile=recipe.compile,
-    )
-    models, placement = [model], None
-    if degrees.pp > 1:
-        models, placement = split(model, recipe.pipeline, degrees.pp, mesh.pp_rank)
-    parts = [parallelize(model) for model in models]
-    for part in parts:
-        prefer_fast_kernels(part, device, precision(training).param, training.seq_len)
+    parts, placement = parallelized(model, recipe, mesh, device)
     runner = runner_of(recipe, parts, placement, mesh, device)
     loss = build(recipe.loss)
     hf = component_info(recipe.model).hf
@@ -149,6 +131,39 @@ def build_engine(
         holds_biases=holds_biases,
         **start._asdict(),
     )
+
+
+def on_meta(recipe: Recipe) -> Any:
+    """The model in the dtype that it is trained in, without memory."""
+    with torch.device("meta"):
+        model = build(recipe.model, seq_len=recipe.training.seq_len)
+    model = model.to(getattr(torch, recipe.training.dtype))
+    if recipe.debug.moe_force_load_balance:
+        for layer in moe_layers(model).values():
+            layer.force_load_balance()
+    return model
+
+
+def parallelized(
+    model: Any, recipe: Recipe, mesh: Mesh, device: torch.device
+) -> tuple[list[Any], Placement | None]:
+    """This rank's stages, or the whole model, under the recipe's plan; and where all stages are."""
+    kinds = precision(recipe.training)
+    parallelize = build(
+        recipe.parallelize,
+        mesh=mesh,
+        device=device,
+        precision=kinds,
+        activation_checkpoint=recipe.activation_checkpoint,
+        compile=recipe.compile,
+    )
+    models, placement = [model], None
+    if mesh.degrees.pp > 1:
+        models, placement = split(model, recipe.pipeline, mesh.degrees.pp, mesh.pp_rank)
+    parts = [parallelize(model) for model in models]
+    for part in parts:
+        prefer_fast_kernels(part, device, kinds.param, recipe.training.seq_len)
+    return parts, placement
 
 
 def optimizer_of(
