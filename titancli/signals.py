@@ -1,9 +1,10 @@
-"""Signals that ask a run to stop: heard at any time, heeded after a step. Torch-free."""
+"""Signals that stop a run, heard at any time and heeded after a step; terminals that go away. Torch-free."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -11,7 +12,8 @@ from typing import Any
 
 from titancli.errors import EXIT_INTERRUPTED
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+"""SIGHUP comes when the terminal of a run goes away, for one with a lost SSH session."""
 ASKED_TO_STOP = "TITAN_ASKED_TO_STOP"
 """The environment variable that names a signal to ranks that were started after it had come."""
 
@@ -44,12 +46,17 @@ class Stop:
                 _tell(f"{name}: stopping after this step, with a checkpoint{again}")
             self.requested = self.requested or name
 
-        before = {number: signal.signal(number, handle) for number in SIGNALS}
+        before = {number: signal.signal(number, handle) for number in heeded()}
         try:
             yield self
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def heeded() -> list[signal.Signals]:
+    """Return the signals that stop a run: without SIGHUP under `nohup`, which has it ignored."""
+    return [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
 def _tell(words: str) -> None:
@@ -58,3 +65,20 @@ def _tell(words: str) -> None:
     before = b"\r\x1b[J" if os.isatty(2) else b"\n"
     with suppress(OSError):  # where nobody reads any more (`2>&1 | head`), the run still stops in good order
         os.write(2, before + words.encode() + b"\n")
+
+
+# ------------------------------------------------------------------------------- a terminal that goes away
+
+
+def say(line: str) -> None:
+    """Print a line to stderr. A terminal that has gone away, or a reader that has, ends nothing."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except (OSError, ValueError):  # ValueError: it was closed
+        drop(sys.stderr)
+
+
+def drop(stream: Any) -> None:
+    """Send what a stream still holds, and all that is written to it, nowhere: nobody reads it any more."""
+    with suppress(OSError, ValueError, AttributeError):  # a stream that is no file needs no care
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

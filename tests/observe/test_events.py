@@ -60,6 +60,20 @@ def test_a_full_disk_is_said_once_and_events_still_reach_the_listeners(
     assert [event["event"] for event in read_events(tmp_path / "events.jsonl")] == ["step", "run_end"]
 
 
+def test_a_listener_whose_terminal_is_gone_is_dropped_and_the_others_are_not(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def gone(event: dict[str, Any]) -> None:
+        calls.append("gone")
+        raise OSError(5, "Input/output error")
+
+    log = EventLog(tmp_path / "events.jsonl", (gone, lambda event: calls.append(event["event"])))
+    log.write("step", step=1)
+    log.write("step", step=2)
+    assert calls == ["gone", "step", "step"]
+    assert len(read_events(tmp_path / "events.jsonl")) == 2
+
+
 def test_the_tail_gives_whole_new_lines_only(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"event": "old"}\n')

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import random
 import resource
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +48,27 @@ def test_a_signal_saves_and_leaves_with_its_own_code(
     assert (outcome["why"], outcome["signal"]) == (why, number.name)
     assert (here / "r" / outcome["checkpoint"] / "manifest.json").is_file()
     assert "titan train r --resume" in done.err
+
+
+@pytest.mark.parametrize("several", [(), ("--nproc", "2")], ids=["one", "two"])
+def test_a_run_whose_terminal_is_gone_saves_and_leaves_with_75(here: Path, several: tuple[str, ...]) -> None:
+    """Every write to the terminal fails from then on; the kernel's SIGHUP is sent by hand."""
+    master, slave = pty.openpty()
+    arguments = ("tiny.toml", *SLOW, "--run-dir", "r", *several)
+    titan = Path(sys.executable).with_name("titan")
+    run = subprocess.Popen([titan, "train", *arguments], cwd=here, stdout=slave, stderr=slave)
+    os.close(slave)
+    seen = b""
+    while b"step 1/" not in seen:
+        seen += os.read(master, 4096)
+    os.close(master)
+    run.send_signal(signal.SIGHUP)
+    assert run.wait(60) == 75
+    outcome = RunFolder(here / "r").outcome()
+    assert outcome is not None
+    assert (outcome["why"], outcome["signal"]) == ("stopped", "SIGHUP")
+    assert (here / "r" / outcome["checkpoint"] / "manifest.json").is_file()
+    assert workers_of(here / "r") == []
 
 
 @pytest.mark.parametrize("several", [(), ("--nproc", "2", "launcher.max_restarts=3")], ids=["one", "two"])

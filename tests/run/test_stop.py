@@ -12,7 +12,7 @@ from titancli.run.worker import Place
 from titancli.signals import Stop
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_is_remembered_by_name_and_handlers_are_put_back(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with Stop().listening() as stop:
@@ -20,6 +20,16 @@ def test_a_signal_is_remembered_by_name_and_handlers_are_put_back(number: signal
         os.kill(os.getpid(), number)
         assert stop.requested == number.name
     assert signal.getsignal(number) is before
+
+
+def test_under_nohup_a_lost_terminal_stops_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stop().listening() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.requested is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_first_signal_counts() -> None:

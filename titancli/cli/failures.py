@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import traceback as tracebacks
@@ -12,6 +11,7 @@ import click
 
 from titancli.cli.output import colored, error_line
 from titancli.errors import EXIT_ENVIRONMENT, EXIT_FAILED, EXIT_INTERRUPTED, RecipeError, TitanError
+from titancli.signals import drop, say
 
 
 def guard(run: Callable[[], int], *, traceback: bool) -> int:
@@ -28,7 +28,7 @@ def guard(run: Callable[[], int], *, traceback: bool) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        _drop_stdout()
+        drop(sys.stdout)
         return EXIT_FAILED
     except (click.Abort, KeyboardInterrupt):
         return EXIT_INTERRUPTED
@@ -37,7 +37,7 @@ def guard(run: Callable[[], int], *, traceback: bool) -> int:
             tracebacks.print_exception(error)
         code = tell(error, traceback=traceback)
         if isinstance(error, OSError):  # it may be stdout that is full
-            _drop_stdout()
+            drop(sys.stdout)
         return code
 
 
@@ -49,7 +49,7 @@ def tell(error: Exception, *, traceback: bool = False) -> int:
     if isinstance(error, RecipeError):
         from titancli.recipe import render_problems
 
-        print(render_problems(error.problems, color=colored(sys.stderr)).rstrip(), file=sys.stderr)
+        say(render_problems(error.problems, color=colored(sys.stderr)).rstrip())
         return error.exit_code
     if isinstance(error, TitanError):
         error_line(error.message, hint=error.hint)
@@ -72,9 +72,3 @@ def _tell_click(error: click.ClickException) -> None:
     usage = " ".join(context.get_usage().removeprefix("Usage:").split())
     message = " ".join(message.split()).rstrip(".")
     error_line(message[:1].lower() + message[1:], hint=f"usage: {usage} (--help shows more)")
-
-
-def _drop_stdout() -> None:
-    """What is still buffered cannot be written, and must not raise again when Python exits."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # stdout that is no file needs no care
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
 
+from titancli.signals import say
+
 _quiet = False
 
 
@@ -52,9 +54,9 @@ def print_json(schema: str, document: dict[str, Any]) -> None:
 def error_line(message: str, *, hint: str | None = None) -> None:
     """Say on stderr what went wrong, and what to do."""
     mark = "\x1b[1;31merror\x1b[0m" if colored(sys.stderr) else "error"
-    print(f"{mark}: {message}", file=sys.stderr)
+    say(f"{mark}: {message}")
     if hint:
-        print(f" {hint}", file=sys.stderr)
+        say(f" {hint}")
 
 
 def mark(state: str) -> str:
@@ -73,4 +75,4 @@ def be_quiet(quiet: bool) -> None:
 def note(message: str) -> None:
     """Say something on stderr that `-q` leaves out."""
     if not _quiet:
-        print(message, file=sys.stderr)
+        say(message)

@@ -47,6 +47,13 @@ class NumberOrAuto(click.ParamType):
 )
 @click.option("--unset", metavar="KEY", multiple=True, help="Reset KEY to its default; may be repeated.")
 @click.option(
+    "--env",
+    "variables",
+    metavar="NAME=VALUE",
+    multiple=True,
+    help="Set an environment variable of the workers; may be repeated.",
+)
+@click.option(
     "--nproc", type=NumberOrAuto(), help="Processes on this machine.  [default: set by the launcher]"
 )
 @click.option(
@@ -70,6 +77,7 @@ def command(
     step: int | None,
     allow_drift: bool,
     unset: tuple[str, ...],
+    variables: tuple[str, ...],
     nproc: int | str | None,
     nnodes: int,
     rdzv: str | None,
@@ -95,6 +103,7 @@ def command(
         )
     if allow_drift and not resume:
         raise UsageError("--allow-drift goes with --resume")
+    env = _environment(variables)
     files = list(common.plugin_files)
     plan = make_plan(
         Request(recipe, overrides, unset, run_dir, resume, step, allow_drift, files, dry_run, note)
@@ -117,12 +126,18 @@ def command(
         note(f"run folder: {_short(folder.path)}")
 
     code = start(
-        plan, count, plugin_files=files, json_events=as_json, traceback=common.traceback, announce=announce
+        plan,
+        count,
+        plugin_files=files,
+        json_events=as_json,
+        traceback=common.traceback,
+        announce=announce,
+        env=env,
     )
     if code in (EXIT_STOPPED, EXIT_INTERRUPTED):
         # All is saved, and the code says so: an impatient Ctrl-C from now on must not change it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _say_next(folders[0], nproc, count, files)
+    _say_next(folders[0], nproc, count, files, env)
     return code
 
 
@@ -154,13 +169,39 @@ def _say_finished(plan: Plan) -> int:
     return EXIT_OK
 
 
-def _say_next(folder: RunFolder, nproc: int | str | None, count: Processes, plugin_files: list[Path]) -> None:
+def _environment(variables: tuple[str, ...]) -> dict[str, str]:
+    """Return what `--env` sets.
+
+    Raises:
+        UsageError: it is not NAME=VALUE, or one that is set in the shell or by the launcher.
+    """
+    from titancli.recipe.env import wrong_variable
+
+    env = {}
+    for variable in variables:
+        name, equals, value = variable.partition("=")
+        if not equals:
+            raise UsageError(f"--env {variable}: there is no =", hint="write --env NAME=VALUE")
+        if wrong := wrong_variable(name, value):
+            raise UsageError(f"--env {name}: {wrong[0]}", hint=wrong[1])
+        env[name] = value
+    return env
+
+
+def _say_next(
+    folder: RunFolder,
+    nproc: int | str | None,
+    count: Processes,
+    plugin_files: list[Path],
+    env: dict[str, str],
+) -> None:
     """Three lines for what to type next, after a run that ended in good order."""
     outcome = folder.outcome()
     if outcome is None or outcome["why"] not in ("finished", "data_ended", "stopped", "interrupted"):
         return
     run = shlex.quote(_short(folder.path))
     flags = "".join(f" -p {shlex.quote(str(file))}" for file in plugin_files)
+    flags += "".join(f" --env {shlex.quote(f'{name}={value}')}" for name, value in env.items())
     flags += f" --nproc {nproc}" if nproc is not None else ""
     flags += f" --nnodes {count.nnodes} --rdzv {count.rdzv}" if count.nnodes > 1 else ""
     ended = {"data_ended": "the data ended", "interrupted": "stopped"}.get(outcome["why"], outcome["why"])

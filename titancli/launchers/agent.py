@@ -18,9 +18,7 @@ from typing import Any
 
 from titancli.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
 from titancli.process import die_with_parent
-from titancli.signals import ASKED_TO_STOP
-
-HANDED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+from titancli.signals import ASKED_TO_STOP, heeded
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -40,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         if again:  # torchrun might start them anew
             os._exit(EXIT_FAILED)
 
-    for number in HANDED_ON:
+    for number in heeded():
         signal.signal(number, handle)
     die_with_parent()
 

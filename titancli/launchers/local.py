@@ -34,6 +34,7 @@ from titancli.observe.console import Console, JsonLines
 from titancli.observe.events import EventLog, Listener, Tail
 from titancli.observe.panel import Panel, watcher_for
 from titancli.runs import RunFolder, timestamp
+from titancli.signals import heeded, say
 
 POLL_SECONDS = 0.1
 KILL_SECONDS = 10.0
@@ -238,7 +239,7 @@ def _result(
     if lost and (outcome is not None or not reports):  # what fails after the outcome is an echo
         name, saved = signal.Signals(-agent_code).name, outcome["checkpoint"] if outcome else None
         done = f"its ranks have left {saved} behind" if saved else "its ranks have saved nothing"
-        print(f"error: torchrun was killed by {name}; {done}", file=sys.stderr)
+        say(f"error: torchrun was killed by {name}; {done}")
         return EXIT_FAILED
     return _say_failure(failure, start, failures.silent(reports, start.nproc * start.nnodes))
 
@@ -253,7 +254,7 @@ class _Signals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _Signals:
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        for number in heeded():
             self._before[number] = signal.signal(number, lambda n, frame: self.waiting.append(n))
         return self
 
@@ -269,14 +270,10 @@ class _Signals:
             self.received.append(number)
             name = signal.Signals(number).name
             if again:
-                print("\ninterrupted again: leaving at once", file=sys.stderr, flush=True)
+                say("\ninterrupted again: leaving at once")
             else:
                 more = "; Ctrl-C again leaves at once" if number == signal.SIGINT else ""
-                print(
-                    f"\n{name}: stopping after this step, with a checkpoint{more}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                say(f"\n{name}: stopping after this step, with a checkpoint{more}")
             agent.send_signal(number)
             if again:
                 _end(agent, KILL_SECONDS)
@@ -343,12 +340,12 @@ def _say_failure(failure: failures.Failure | None, start: Start, silent: list[in
     """Print one block: who failed first, when, why, and where the log is."""
     logs = start.folder.logs
     if failure is None:
-        print(f"error: the ranks could not be started\nlog: {_launcher_log(start)}", file=sys.stderr)
+        say(f"error: the ranks could not be started\nlog: {_launcher_log(start)}")
         return EXIT_FAILED
     several = start.nproc * start.nnodes > 1
     # The only rank of a run has no log of its own: what it printed, the user has seen.
     log = logs / f"rank-{failure.rank}.log" if several else failures.error_file(logs, failure.rank)
-    print(f"error: {failures.block(failure, log, silent)}", file=sys.stderr)
+    say(f"error: {failures.block(failure, log, silent)}")
     return failure.exit_code
 
 
@@ -372,4 +369,4 @@ def _record_outcome(
         folder.update_attempt(outcome=outcome, ended=timestamp())
         EventLog(folder.events, (watcher,)).write("run_end", **outcome)
     except (OSError, TitanError) as second:  # a full disk must not hide why the run failed
-        print(f"error: {second}", file=sys.stderr)
+        say(f"error: {second}")

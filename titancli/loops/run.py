@@ -199,4 +199,4 @@ class Run:
 
 
 # The order is the precedence when ranks got different ones.
-_SIGNALS = (None, "SIGUSR1", "SIGTERM", "SIGINT")
+_SIGNALS = (None, "SIGUSR1", "SIGHUP", "SIGTERM", "SIGINT")

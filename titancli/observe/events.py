@@ -51,7 +51,10 @@ class EventLog:
         with self._mutex:
             self._append(json.dumps(record, ensure_ascii=False))
             for listener in self._listeners:
-                listener(record)
+                try:
+                    listener(record)
+                except OSError:  # the terminal or the reader has gone away: no reason to end the run
+                    self._listeners = tuple(other for other in self._listeners if other is not listener)
 
     def _append(self, line: str) -> None:
         # Bytes at once and unbuffered: a failed write must not come back with the next one.

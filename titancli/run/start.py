@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -63,8 +63,11 @@ def start(
     json_events: bool,
     traceback: bool,
     announce: Callable[[RunFolder], None],
+    env: Mapping[str, str] | None = None,
 ) -> int:
     """Run the plan to its end and return the command's exit code. `announce` is told the folder first.
+
+    `env`: environment variables of the workers beside the recipe's; they take precedence.
 
     Raises:
         TitanError: the recipe does not fit the processes, the folder is in use or cannot be written, or the
@@ -72,7 +75,7 @@ def start(
     """
     check_devices(plan.loaded, visible_gpus())
     check_world(plan.loaded, processes.world)
-    environment = dict(plan.loaded.recipe.env)
+    environment = {**plan.loaded.recipe.env, **(env or {})}
     launch = asdict(processes) | {"world": processes.world, "env": environment}
     record = new_record(plan, new_attempt(plan, plugin_files, launch))
     runtime: dict[str, Any] = {
