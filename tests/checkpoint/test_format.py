@@ -19,9 +19,10 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoint.tensors import bits, save, some_tensors
 from titancli.checkpoint import CheckpointReader, read_manifest
 from titancli.checkpoint.format.layout import Chunk, overlapping, read_layout
-from titancli.checkpoint.format.manifest import Manifest, faults, manifest_bytes
+from titancli.checkpoint.format.manifest import Manifest, faults, is_checkpoint, manifest_bytes
 from titancli.checkpoint.format.tensorfile import Entry, TensorFileWriter, read_header, split
 from titancli.checkpoint.format.tensors import dtype_name, read_tensor, tensor_bytes
+from titancli.checkpoint.remote.store import at
 from titancli.errors import EnvironmentProblem, TitanError
 
 
@@ -275,3 +276,16 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path: Path):
         read_manifest(tmp_path)
     with pytest.raises(EnvironmentProblem, match="no titan checkpoint"):
         read_manifest(tmp_path / "missing")
+    (tmp_path / "manifest.json").mkdir()
+    assert not is_checkpoint(tmp_path) and not is_checkpoint(tmp_path / "missing")
+
+
+def test_a_damaged_checkpoint_is_a_checkpoint_wherever_it_lies(tmp_path: Path):
+    save(tmp_path / "step-1")
+    manifest = tmp_path / "step-1" / "manifest.json"
+    assert is_checkpoint(tmp_path / "step-1") and is_checkpoint(at(f"file://{tmp_path}/step-1"))
+    assert not is_checkpoint(at(f"file://{tmp_path}"))
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    assert is_checkpoint(tmp_path / "step-1")
+    with pytest.raises(EnvironmentProblem, match="is damaged"):
+        read_manifest(tmp_path / "step-1")

@@ -11,6 +11,7 @@ import pytest
 
 from tests.engine.cases import Layout, recipe
 from titancli.checkpoint.hf.likeness import refuse_other_model
+from titancli.checkpoint.start_from import start_from
 from titancli.engine.build import load_weights
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
 from titancli.models.llama3.model import LlamaHF
@@ -38,7 +39,7 @@ def test_what_cannot_be_begun_from_is_told(
         (tmp_path / "config.json").write_text(config)
     made = dataclasses.replace(recipe(Layout()), weights=tmp_path)
     with pytest.raises(kind, match=words) as caught:
-        load_weights(made, form and form(made.model), {}, [], None)
+        load_weights(made, start_from(made), form and form(made.model), {}, [], None)
     assert caught.value.hint
 
 
@@ -48,6 +49,6 @@ def test_weights_of_another_rotary_base_are_refused_unless_it_is_meant(tmp_path:
     (tmp_path / "config.json").write_text(json.dumps({**form.config_json(), "rope_theta": 1e7}))
     made = dataclasses.replace(own, weights=tmp_path)
     with pytest.raises(EnvironmentProblem, match=r"rope_theta is .* in the recipe, 10000000.0 there"):
-        load_weights(made, form, {}, [], None)
+        load_weights(made, start_from(made), form, {}, [], None)
     meant = dataclasses.replace(own.checkpoint, model_differs=["rope_theta"])
     refuse_other_model(dataclasses.replace(made, checkpoint=meant), tmp_path)

@@ -10,7 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from titancli.checkpoint.format.manifest import MANIFEST, Manifest, Verify, read_manifest
+from titancli.checkpoint.format.manifest import Manifest, Verify, is_checkpoint, read_manifest
 from titancli.checkpoint.format.tensors import Tensors
 from titancli.checkpoint.hf.folder import read_hf
 from titancli.checkpoint.hf.which import hf_form, parameter_shapes
@@ -26,7 +26,7 @@ def base_of(folder: Path) -> dict[str, str]:
     A checkpoint's is over the checksums in its manifest; a Hugging Face folder's over its safetensors files,
     above 256 MiB in all over their names, sizes and both ends.
     """
-    if (folder / MANIFEST).is_file():
+    if is_checkpoint(folder):
         digest = xxhash.xxh3_128()
         for name, file in sorted(read_manifest(folder).files.items()):
             if name.endswith(".safetensors"):
@@ -154,6 +154,6 @@ def open_base(path: Path, model: Any, *, verify: Verify = "full", reuse: bool = 
     Raises:
         EnvironmentProblem: it is damaged, or holds another model.
     """
-    if (path / MANIFEST).is_file():
+    if is_checkpoint(path):
         return CheckpointReader(path, verify=verify, prefix="model.", reuse=reuse)
     return HFTensors(path, model)

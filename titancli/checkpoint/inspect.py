@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titancli.checkpoint.format.layout import TensorLayout, read_layout
-from titancli.checkpoint.format.manifest import MANIFEST, STEP_NAME, Manifest, Verify, faults, read_manifest
+from titancli.checkpoint.format.manifest import (
+    STEP_NAME,
+    Manifest,
+    Verify,
+    faults,
+    is_checkpoint,
+    read_manifest,
+)
 from titancli.checkpoint.format.tensorfile import ITEM_SIZE, read_header
 from titancli.errors import EnvironmentProblem
 
@@ -57,7 +64,7 @@ def folders(path: Path) -> list[Path]:
         EnvironmentProblem: there is no such folder, or it is neither of these.
     """
     path = path.absolute()
-    if (path / MANIFEST).is_file() or STEP_NAME.match(path.name):
+    if is_checkpoint(path) or STEP_NAME.match(path.name):
         if not path.is_dir():
             raise EnvironmentProblem(f"there is no checkpoint {path}")
         return [path]
@@ -66,7 +73,7 @@ def folders(path: Path) -> list[Path]:
         below = [entry for entry in parent.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
     except OSError as error:
         raise EnvironmentProblem(f"{parent} cannot be read: {error.strerror}") from error
-    found = [entry for entry in below if STEP_NAME.match(entry.name) or (entry / MANIFEST).is_file()]
+    found = [entry for entry in below if STEP_NAME.match(entry.name) or is_checkpoint(entry)]
     if not found and parent is path:
         raise EnvironmentProblem(
             f"{path} is neither a run nor a checkpoint", hint="name RUN, or RUN/checkpoints/step-100"

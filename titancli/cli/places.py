@@ -37,12 +37,12 @@ def on_disk(src: Path, near: Path, *, say: Callable[[str], None]) -> Iterator[Pa
     if isinstance(src, Path):
         yield src
         return
-    from titancli.checkpoint.format.manifest import MANIFEST
+    from titancli.checkpoint.format.manifest import is_checkpoint
     from titancli.checkpoint.remote.transfer import newest_of_both, take
 
     with tempfile.TemporaryDirectory(dir=near, prefix=".titan-") as own:
         folder = Path(own)
-        if not (src / MANIFEST).is_file():
+        if not is_checkpoint(src):
             found = newest_of_both(src, folder, rejected=say, say=say)
             if found is None:
                 raise EnvironmentProblem(f"{src} is neither a checkpoint nor a run with a good one")

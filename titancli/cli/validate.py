@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import click
 
+from titancli.checkpoint.start_from import start_from
 from titancli.cli.common import split_overrides
 from titancli.cli.completion import RecipeOrOverride
 from titancli.cli.failures import tell
@@ -15,7 +16,6 @@ from titancli.cli.output import note, print_json
 from titancli.errors import Problem, RecipeError, TitanError, UsageError
 from titancli.recipe import load_recipe, render_problems
 from titancli.recipe.check import remarks
-from titancli.recipe.find import url_of
 from titancli.recipe.problems import problems_data
 from titancli.run.fit import check_weights, import_components
 
@@ -48,7 +48,7 @@ def command(arguments: tuple[str, ...], unset: tuple[str, ...], strict: bool, fo
     for reference in recipes:
         try:
             loaded = load_recipe(reference, overrides, unset=unset)
-            if loaded.recipe.weights is not None and url_of(loaded.recipe.weights) is None:
+            if not start_from(loaded.recipe).is_remote:
                 check_weights(loaded)
             if strict:
                 import_components(loaded)

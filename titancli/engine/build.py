@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titancli.checkpoint.exclude import Exclusion
+from titancli.checkpoint.format.manifest import is_checkpoint
 from titancli.checkpoint.hf.kept import kept_of
 from titancli.checkpoint.hf.likeness import refuse_other_model
+from titancli.checkpoint.start_from import StartFrom, start_from
 from titancli.data.values import Limits
 from titancli.distributed.local import RowCut
 from titancli.distributed.mesh import Mesh
@@ -93,15 +94,15 @@ def build_engine(
     loss = build(recipe.loss)
     hf = component_info(recipe.model).hf
     hf_form = load_target(hf)(recipe.model) if hf else None
-    start = Start()
+    start, first = start_from(recipe), FirstWeights()
     if fill is not None:
         fill(parts)
     else:
-        materialise(parts, converters, device, recipe)
-        if starts_with_weights(recipe):
+        materialise(parts, converters, device, recipe.training.seed, start)
+        if start.kind == "weights":
             tensors = base_parameters(parts, converters)
             known = all_known(tensors.items(), parts, mesh, placement)
-            start = load_weights(recipe, hf_form, tensors, known, adapters_of(converters))
+            first = load_weights(recipe, start, hf_form, tensors, known, adapters_of(converters))
     optimizer = guard = None
     unbalanced = holds_biases = False
     if not frozen:
@@ -110,7 +111,7 @@ def build_engine(
         keep_peaks(optimizer, with_defaults(OptimizerConfigDefaults, recipe.optimizer).lr)
         if recipe.stability.skip_nonfinite or recipe.stability.sigma > 0:
             guard = Guard(recipe.stability, device)
-        if fill is None and begins_unbalanced(hf_form, recipe):
+        if fill is None and begins_unbalanced(hf_form, recipe, start):
             unbalanced, holds_biases = True, hold_biases(parts, device, False)
     return made(
         parts=parts,
@@ -129,7 +130,7 @@ def build_engine(
         config=plain_config(recipe, degrees, device, count),
         begins_unbalanced=unbalanced,
         holds_biases=holds_biases,
-        **start._asdict(),
+        **first._asdict(),
     )
 
 
@@ -297,7 +298,7 @@ def limits_of(recipe: Recipe, degrees: Degrees, row_cut: RowCut | None) -> Limit
     )
 
 
-class Start(NamedTuple):
+class FirstWeights(NamedTuple):
     """Which weights a model begins with: see the fields of `titancli.Engine`."""
 
     kept: Mapping[str, bytes] = MappingProxyType({})
@@ -306,24 +307,21 @@ class Start(NamedTuple):
     adapters_from: Path | None = None
 
 
-def starts_with_weights(recipe: Recipe) -> bool:
-    """Whether the recipe names weights alone; those that come along with all other state are read with it,
-    see `titancli.run.session`."""
-    return recipe.weights is not None and recipe.checkpoint.initial_load_model_only
-
-
 def materialise(
-    parts: list[Any], converters: Sequence[Converter], device: torch.device, recipe: Recipe
+    parts: list[Any], converters: Sequence[Converter], device: torch.device, seed: int, start: StartFrom
 ) -> None:
-    """Give the meta model memory, and initial values where it does not begin with a recipe's weights."""
+    """Give the meta model memory, and initial values where it does not begin with weights alone.
+
+    Weights that come along with all other state are read with it, see `titancli.run.session`.
+    """
     adapters = adapters_of(converters)
     for part in parts:
         home = with_defaults(ModelDefaults, part).parameter_device or device
         allocate(part, home, device)
-        if not starts_with_weights(recipe) or recipe.checkpoint.exclude_from_loading:
-            part.init_weights(generator_for(recipe.training.seed, home))
+        if start.kind != "weights" or start.exclude:
+            part.init_weights(generator_for(seed, home))
         if adapters is not None:
-            adapters.initialise(part, generator_for(recipe.training.seed, home))
+            adapters.initialise(part, generator_for(seed, home))
 
 
 def allocate(model: nn.Module, device: torch.device, buffers: torch.device | None = None) -> None:
@@ -345,8 +343,13 @@ def allocate(model: nn.Module, device: torch.device, buffers: torch.device | Non
 
 
 def load_weights(
-    recipe: Recipe, form: HFForm | None, tensors: dict[str, Tensor], known: Iterable[Known], adapters: Any
-) -> Start:
+    recipe: Recipe,
+    start: StartFrom,
+    form: HFForm | None,
+    tensors: dict[str, Tensor],
+    known: Iterable[Known],
+    adapters: Any,
+) -> FirstWeights:
     """Take the first weights from a titan checkpoint or a Hugging Face folder; of a checkpoint of adapters
     their base's.
 
@@ -359,30 +362,33 @@ def load_weights(
         RecipeError: the model has no Hugging Face form.
     """
     from titancli.checkpoint.base import base_of, require_base
-    from titancli.checkpoint.remote.transfer import weights_here
 
-    folder = weights_here(Path(recipe.weights or ""))
+    folder = start.folder
     told = told_adapters(adapters, folder)
     base = folder if told is None else require_base(told, folder)
-    _load_base(recipe, form, tensors, known, base)
-    start = Start(kept=kept_of(base), adapters_from=None if told is None else folder)
+    _load_base(recipe, replace(start, source=base), form, tensors, known)
+    first = FirstWeights(kept=kept_of(base), adapters_from=None if told is None else folder)
     if adapters is None:
-        return start
-    return start._replace(base=base_of(base), begins_as_base=told is None)
+        return first
+    return first._replace(base=base_of(base), begins_as_base=told is None)
 
 
 def _load_base(
-    recipe: Recipe, form: HFForm | None, tensors: dict[str, Tensor], known: Iterable[Known], folder: Path
+    recipe: Recipe,
+    start: StartFrom,
+    form: HFForm | None,
+    tensors: dict[str, Tensor],
+    known: Iterable[Known],
 ) -> None:
     """Fill the plain model's parameters."""
     from titancli.checkpoint import load_checkpoint
     from titancli.checkpoint.hf.folder import load_hf_weights
 
-    if (folder / "manifest.json").is_file():
+    folder = start.folder
+    if is_checkpoint(folder):
         refuse_other_model(recipe, folder)
         filled = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        exclude = Exclusion.once(recipe.checkpoint.exclude_from_loading, folder)
-        load_checkpoint(folder, filled, verify=recipe.checkpoint.verify, exclude=exclude)
+        load_checkpoint(folder, filled, verify=recipe.checkpoint.verify, exclude=start.exclusion)
         return
     if not (folder / "config.json").is_file():
         raise EnvironmentProblem(
@@ -390,7 +396,7 @@ def _load_base(
             "nor a checkpoint (manifest.json)",
             hint="name a folder such as ./Llama-3.1-8B, or RUN/checkpoints/step-N",
         )
-    if recipe.checkpoint.exclude_from_loading:
+    if start.exclude:
         raise RecipeError(
             f"checkpoint.exclude_from_loading: a Hugging Face folder such as {folder} is read whole",
             hint="make a checkpoint of it first: titan convert-checkpoint FOLDER OUT --to titan",

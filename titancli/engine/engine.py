@@ -16,7 +16,7 @@ from titancli.checkpoint import load_checkpoint, save_checkpoint
 from titancli.checkpoint.exclude import NOTHING, Exclusion
 from titancli.checkpoint.hf.kept import kept_of
 from titancli.checkpoint.hf.likeness import refuse_other_model
-from titancli.checkpoint.remote.transfer import weights_here
+from titancli.checkpoint.start_from import start_from
 from titancli.distributed import process_group
 from titancli.engine import recipes
 from titancli.engine.agreement import Call, Together, together
@@ -264,11 +264,10 @@ class Engine:
 
     def _take_over(self, recipe: Recipe) -> None:
         """Load all of the state of the checkpoint that the recipe names, where it says so."""
-        if recipe.weights is None or recipe.checkpoint.initial_load_model_only:
-            return
-        folder = weights_here(recipe.weights)
-        refuse_other_model(recipe, folder)
-        self.load(folder, exclude=Exclusion.once(recipe.checkpoint.exclude_from_loading, folder))
+        start = start_from(recipe)
+        if start.kind == "state":
+            refuse_other_model(recipe, start.folder)
+            self.load(start.folder, exclude=start.exclusion)
 
     # ------------------------------------------------------------------------------------------- state
 

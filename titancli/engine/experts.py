@@ -18,6 +18,7 @@ from titancli.protocols import HFFormDefaults, ModelDefaults
 from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
+    from titancli.checkpoint.start_from import StartFrom
     from titancli.data.batch import Batch
     from titancli.recipe.schema import Recipe
 
@@ -86,12 +87,12 @@ class ExpertLoad:
 logger = logging.getLogger("titancli.experts")
 
 
-def begins_unbalanced(hf_form: Any, recipe: Recipe) -> bool:
+def begins_unbalanced(hf_form: Any, recipe: Recipe, start: StartFrom) -> bool:
     """Whether the recipe would balance, after weights are read, a model whose Hugging Face form has no place
     for the biases. The same on every rank."""
     balanced = bool(getattr(getattr(recipe.model, "moe", None), "load_balance_coeff", None))
     lost = bool(with_defaults(HFFormDefaults, hf_form).loses_biases)
-    return balanced and lost and recipe.weights is not None
+    return balanced and lost and start.kind != "nothing"
 
 
 def hold_biases(parts: Iterable[Any], device: torch.device, held_before: bool) -> bool:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 import torch.distributed as dist
 
-from titancli.checkpoint.format.manifest import LOCK, MANIFEST, newest_good
-from titancli.checkpoint.remote.transfer import take_weights
+from titancli.checkpoint.format.manifest import LOCK, is_checkpoint, newest_good
+from titancli.checkpoint.start_from import start_from
 from titancli.distributed import process_group
 from titancli.engine.agreement import Call, together
 from titancli.errors import EnvironmentProblem, UsageError
 from titancli.recipe import load_recipe
+from titancli.recipe.bind import absolute
 from titancli.recipe.check import remarks
-from titancli.recipe.find import url_of
 from titancli.recipe.schema import (
     BFLOAT16,
     ActivationCheckpoint,
@@ -107,26 +107,19 @@ def recipe_from(recipe: Recipe | str | Path, overrides: Sequence[str] = ()) -> R
     if isinstance(overrides, str):
         raise UsageError("overrides are a list of texts", hint=f'write ["{overrides}"]')
     folder = Path(recipe)
-    is_checkpoint = (folder / MANIFEST).is_file()
-    if is_checkpoint and not (folder / LOCK).is_file():
+    if is_checkpoint(folder) and not (folder / LOCK).is_file():
         raise EnvironmentProblem(
             f"the checkpoint {folder} carries no recipe",
             hint=f'name a recipe of its model, with the override "weights={folder}"',
         )
-    loaded = _with_weights_here(load_recipe(recipe, overrides).recipe)
+    loaded = load_recipe(recipe, overrides).recipe
+    start_from(loaded).fetch(logger.info)
     _remark(loaded)
     own_weights = any(override.partition("=")[0].strip() == "weights" for override in overrides)
-    if own_weights or not (is_checkpoint or RunFolder.is_run(folder)):
+    if own_weights or not (is_checkpoint(folder) or RunFolder.is_run(folder)):
         return loaded
-    start = checkpoint_of(folder, verify=loaded.checkpoint.verify)
-    return dataclasses.replace(weights_alone(loaded), weights=start)
-
-
-def _with_weights_here(recipe: Recipe) -> Recipe:
-    """The recipe; weights that it names by a URL are in this machine's cache now."""
-    if recipe.weights is not None:
-        take_weights(recipe.weights, logger.info)
-    return recipe
+    weights = checkpoint_of(folder, verify=loaded.checkpoint.verify)
+    return dataclasses.replace(weights_alone(loaded), weights=weights)
 
 
 def weights_alone(recipe: Recipe) -> Recipe:
@@ -141,7 +134,7 @@ def checkpoint_of(folder: Path, *, verify: Verify = "full") -> Path:
     Raises:
         EnvironmentProblem: the run has none.
     """
-    if (folder / MANIFEST).is_file() or not RunFolder.is_run(folder):
+    if is_checkpoint(folder) or not RunFolder.is_run(folder):
         return folder.absolute()
 
     def look() -> Path:
@@ -199,12 +192,12 @@ def recipe_of(model: Any, parts: Parts, device: torch.device) -> Recipe:
         )
     if device.type == "cpu" and training.mixed_precision_param is BFLOAT16:
         given["training"] = dataclasses.replace(training, mixed_precision_param="float32")
-    weights = parts.get("weights")
-    if weights is not None:
-        given["weights"] = Path(weights) if url_of(Path(weights)) else Path(weights).absolute()
+    if (weights := parts.get("weights")) is not None:
+        given["weights"] = absolute(Path(weights))
     made = Recipe(tokenizer=None, dataset=None, loop=_default("loop"), launcher=None, **given)
     _remark(made)
-    return _with_weights_here(made)
+    start_from(made).fetch(logger.info)
+    return made
 
 
 def _remark(recipe: Recipe) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titancli.checkpoint import base as bases
-from titancli.checkpoint.format.manifest import MANIFEST, read_manifest
+from titancli.checkpoint.format.manifest import is_checkpoint, read_manifest
 from titancli.checkpoint.hf.folder import put
 from titancli.checkpoint.load import name_lists
 from titancli.distributed import process_group
@@ -142,7 +142,7 @@ def told_adapters(
         TitanError: they are others than the engine's, or it has none.
         EnvironmentProblem: they were trained on another base.
     """
-    told = bases.adapters_of(read_manifest(folder)) if (folder / MANIFEST).is_file() else None
+    told = bases.adapters_of(read_manifest(folder)) if is_checkpoint(folder) else None
     if told is None:
         return None
     if adapters is None:

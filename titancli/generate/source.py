@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from titancli.checkpoint.base import open_weights
-from titancli.checkpoint.format.manifest import MANIFEST
+from titancli.checkpoint.format.manifest import is_checkpoint
 from titancli.checkpoint.hf.folder import put, read_hf
 from titancli.checkpoint.hf.which import (
     check_parameters,
@@ -69,7 +69,7 @@ def find_source(src: Path, *, tokenizer: str | None, component: str | None, say:
     """
     if not src.is_dir():
         raise EnvironmentProblem(f"there is no folder {src}", hint="name a run, a checkpoint, or a HF folder")
-    if (src / MANIFEST).is_file() or RunFolder.is_run(src) or (src / "checkpoints").is_dir():
+    if is_checkpoint(src) or RunFolder.is_run(src) or (src / "checkpoints").is_dir():
         if component is not None:
             raise UsageError("--model-component goes with a Hugging Face folder", hint="leave it out")
         return _from_checkpoint(src, tokenizer, say)

@@ -6,6 +6,7 @@ Torch-free, but for `import_components`, which imports whatever the recipe names
 
 from __future__ import annotations
 
+from titancli.checkpoint.start_from import start_from
 from titancli.errors import EXIT_PLUGIN, Problem, RecipeError
 from titancli.layout.degrees import Degrees
 from titancli.recipe.check import component_checks, components
@@ -63,13 +64,12 @@ def check_weights(loaded: Loaded) -> None:
         RecipeError: says which fields differ.
         EnvironmentProblem: a config.json cannot be read, or has what the recipe's model does not have.
     """
-    from titancli.checkpoint.hf.likeness import complaint
-    from titancli.checkpoint.remote.transfer import weights_here
-
-    recipe = loaded.recipe
-    if recipe.weights is None:
+    recipe, start = loaded.recipe, start_from(loaded.recipe)
+    if start.kind == "nothing":
         return
-    found = complaint(recipe.model, weights_here(recipe.weights), recipe.checkpoint.model_differs)
+    from titancli.checkpoint.hf.likeness import complaint
+
+    found = complaint(recipe.model, start.folder, recipe.checkpoint.model_differs)
     if found is not None:
         raise _problem(loaded, "weights", *found)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from titancli.checkpoint import read_manifest
 from titancli.checkpoint.format.manifest import steps
+from titancli.checkpoint.start_from import start_from
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
 from titancli.provenance import file_hash, provenance
 from titancli.run import remote
@@ -260,26 +261,22 @@ def require_inputs(
         EnvironmentProblem: names every one of them.
         RecipeError: the weights were made by another model.
     """
-    from titancli.checkpoint.remote.transfer import take_weights, weights_here
-    from titancli.recipe.find import url_of
-
-    recipe = loaded.recipe
+    recipe, start = loaded.recipe, start_from(loaded.recipe)
     named = [
         (f"{name}.{field}", value)
         for name in ("tokenizer", "dataset")
         for field, value in _paths(recipe, name)
     ]
-    folder = None
-    if weights and recipe.weights is not None and not (dry_run and url_of(recipe.weights)):
-        take_weights(recipe.weights, say)
-        folder = weights_here(recipe.weights)
-        named.append(("weights", folder))
+    wanted = weights and start.kind != "nothing" and not (dry_run and start.is_remote)
+    if wanted:
+        start.fetch(say)
+        named.append(("weights", start.folder))
     missing = [f"{key}: {path} does not exist" for key, path in named if not path.exists()]
     if missing and not dry_run:
         raise EnvironmentProblem("\n".join(missing), hint="relative paths start where the command is run")
-    if folder is not None and folder.exists():
-        if not recipe.checkpoint.initial_load_model_only:
-            read_manifest(folder)  # nothing but a checkpoint has more than weights
+    if wanted and start.folder.exists():
+        if start.kind == "state":
+            read_manifest(start.folder)  # nothing but a checkpoint has more than weights
         check_weights(loaded)
     return missing
 

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from titancli.checkpoint import Checkpointer
-from titancli.checkpoint.exclude import Exclusion
-from titancli.checkpoint.format.manifest import read_manifest
+from titancli.checkpoint.start_from import start_from
 from titancli.data.loader import Loader
 from titancli.engine import Engine
 from titancli.errors import EnvironmentProblem, TitanError
@@ -78,7 +77,7 @@ def run(
         guard=engine.guard,
         on_first_step=on_first_step,
         open_dataset=partial(_dataset, recipe, tokenizer, engine),
-        reference=partial(_reference, recipe, device),
+        reference=partial(Engine.frozen, recipe, device=device),
         batch_shape=(recipe.training.local_batch_size, recipe.training.seq_len),
         folder=run_folder,
         saved_step=engine.step if checkpoint is not None else None,
@@ -155,11 +154,11 @@ def _data(
 ) -> Source:
     """The data; where there is a checkpoint to go on from, they and the engine are as it holds them."""
     again = partial(_source, recipe, tokenizer, engine)
-    data, start = again(), checkpoint or _taken_over(recipe)
-    if start is None:
+    data, start = again(), start_from(recipe, checkpoint)
+    if start.kind != "state":
         return data
-    exclude = Exclusion.once(recipe.checkpoint.exclude_from_loading, start)
-    state = engine.load(start, verify=recipe.checkpoint.verify, exclude=exclude)
+    exclude = start.exclusion
+    state = engine.load(start.folder, verify=recipe.checkpoint.verify, exclude=exclude)
     if exclude.has("data"):
         return data
     return _goes_on(data, state.get("data"), again if allow_drift else None)
@@ -171,14 +170,6 @@ def _source(recipe: Recipe, tokenizer: Any, engine: Engine) -> Source:
         return _loader(recipe, tokenizer, engine)
     task = build(recipe.loop.task, seed=recipe.training.seed)
     return PromptSource(task, tokenizer, longest=recipe.training.seq_len)
-
-
-def _reference(recipe: Recipe, device: torch.device) -> Engine:
-    """The model that a run of this recipe begins with, frozen."""
-    engine = Engine.frozen(recipe, device=device)
-    if (start := _taken_over(recipe)) is not None:
-        engine.load(start, optimizer=False, verify=recipe.checkpoint.verify)
-    return engine
 
 
 def _uploads(recipe: Recipe, run_folder: Path, run_id: str) -> Uploads | None:
@@ -212,21 +203,6 @@ def _goes_on(data: Source, state: Any, again: Callable[[], Source] | None) -> So
         logger.warning("the data are begun anew: %s", error.message)
         return again()
     return data
-
-
-def _taken_over(recipe: Recipe) -> Path | None:
-    """The checkpoint whose whole state a new run begins with, if any.
-
-    Raises:
-        EnvironmentProblem: `weights` names no checkpoint.
-    """
-    if recipe.weights is None or recipe.checkpoint.initial_load_model_only:
-        return None
-    from titancli.checkpoint.remote.transfer import weights_here
-
-    folder = weights_here(recipe.weights)
-    read_manifest(folder)
-    return folder
 
 
 def check_vocabulary(recipe: Recipe, tokenizer: Any) -> None:

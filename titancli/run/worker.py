@@ -116,7 +116,7 @@ class Rank:
             process_group.on_rank_zero(lambda: self._prepare(lock_file, lock_text))
         self._stack.callback(self.folder.join().release)
         checkpoint = process_group.on_rank_zero(
-            lambda: self._start_from(checkpoint, recipe.checkpoint.verify)
+            lambda: self._continue_from(checkpoint, recipe.checkpoint.verify)
         )
         # Asked of rank 0: on a shared disk the others may not see yet what it wrote.
         record = process_group.on_rank_zero(self.folder.record)
@@ -188,7 +188,7 @@ class Rank:
         self.folder.write_recipe_lock(lock_text)
         self.folder.write_record(json.loads(lock_file.with_name(RECORD_NAME).read_text(encoding="utf-8")))
 
-    def _start_from(self, checkpoint: Path | None, verify: Verify) -> Path | None:
+    def _continue_from(self, checkpoint: Path | None, verify: Verify) -> Path | None:
         """Ranks that were started anew go on from the newest checkpoint that the ranks before them wrote.
 
         One that was there before them may be newer than that which the user chose to begin with.

@@ -74,6 +74,12 @@ def manifest_bytes(manifest: Manifest) -> bytes:
     return b'{"xxh3_64": "%s",\n%s' % (xxhash.xxh3_64(rest).hexdigest().encode(), rest)
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether a folder, or a place in an object store, is a checkpoint, damaged or not: it has a
+    manifest, which `read_manifest` checks."""
+    return (folder / MANIFEST).is_file()
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Read and check a checkpoint's manifest.
 

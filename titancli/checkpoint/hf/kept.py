@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titancli.checkpoint.format.manifest import MANIFEST
+from titancli.checkpoint.format.manifest import is_checkpoint
 from titancli.data.hf_tokenizer import FILES
 from titancli.errors import EnvironmentProblem
 from titancli.models.config_json import HARMLESS
@@ -36,7 +36,7 @@ def kept_of(folder: Path, *, tokenizer: bool = False) -> dict[str, bytes]:
     Raises:
         EnvironmentProblem: one cannot be read, or is no JSON though it should be.
     """
-    prefix = PREFIX if (folder / MANIFEST).is_file() else ""
+    prefix = PREFIX if is_checkpoint(folder) else ""
     found = {}
     for name in (CONFIG, GENERATION, *(TOKENIZER if tokenizer else ())):
         path = folder / f"{prefix}{name}"

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titancli.checkpoint.format.manifest import LOCK, MANIFEST, read_manifest
+from titancli.checkpoint.format.manifest import LOCK, is_checkpoint, read_manifest
 from titancli.checkpoint.hf.libraries import type_in
 from titancli.errors import EnvironmentProblem
 from titancli.registry.component import component_info, load_target
@@ -146,7 +146,7 @@ def bind(cls: type, keys: dict[str, Any], where: str) -> Any:
 
 def _model_in(folder: Path, like: Any) -> Any:
     """The config of the model in a folder, or an `_Other`; None where it cannot be told."""
-    if (folder / MANIFEST).is_file() or (folder / LOCK).is_file():
+    if is_checkpoint(folder) or (folder / LOCK).is_file():
         return _in_checkpoint(folder, like)
     return _in_hf(folder / CONFIG, like) if (folder / CONFIG).is_file() else None
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from titancli.checkpoint.base import adapters_of, open_base, require_base
 from titancli.checkpoint.format.disk import write_file
-from titancli.checkpoint.format.manifest import MANIFEST
+from titancli.checkpoint.format.manifest import is_checkpoint
 from titancli.checkpoint.format.newfolder import new_folder, refuse_used
 from titancli.checkpoint.format.stream import Job, Progress, no_progress, write_files
 from titancli.checkpoint.format.tensorfile import Entry
@@ -86,7 +86,7 @@ def to_peft(
     dst = dst.absolute()
     lines, good = _verdict(model, reader, told, base, dst, dtype) if verify else ([], True)
     lines.append(f"PEFT folder: {dst}")
-    if (base / MANIFEST).is_file():
+    if is_checkpoint(base):
         lines.append(f"its base is a titan checkpoint: titan convert-checkpoint {base} BASE --to hf")
     lines.append(f"load it with: from peft import PeftModel; PeftModel.from_pretrained(base, {str(dst)!r})")
     return lines, good
@@ -104,7 +104,7 @@ def _verdict(
     tokens, scale = verify_tokens(model), told["alpha"] / told["rank"]
     weights = open_base(base, model, verify="size")
     with TemporaryDirectory(prefix=f".{dst.name}.base-", dir=dst.parent) as folder:
-        if (base / MANIFEST).is_file():
+        if is_checkpoint(base):
             base = Path(folder) / "hf"
             export_hf(weights, hf_form(model), {}, base)
         made = logits_of(load_in_transformers(base, dst), tokens)

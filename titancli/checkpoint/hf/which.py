@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from titancli.checkpoint.format.manifest import LOCK, MANIFEST, Manifest, newest_good, read_manifest
+from titancli.checkpoint.format.manifest import LOCK, Manifest, is_checkpoint, newest_good, read_manifest
 from titancli.checkpoint.format.tensors import Tensors
 from titancli.checkpoint.hf.libraries import type_in
 from titancli.checkpoint.hf.likeness import CONFIG, bind, model_types, read_config
@@ -23,7 +23,7 @@ Say = Callable[[str], None]
 
 def find_checkpoint(src: Path, say: Say) -> Path:
     """The checkpoint that SRC names."""
-    if (src / MANIFEST).is_file():
+    if is_checkpoint(src):
         return src.absolute()
     found = newest_good(src.absolute() / "checkpoints", rejected=say)
     if found is None:

@@ -15,8 +15,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import cast
 
-import xxhash
-
 from titancli.checkpoint.format.disk import need, refusal, size_text, sync_folder, write_file
 from titancli.checkpoint.format.manifest import (
     MANIFEST,
@@ -31,7 +29,6 @@ from titancli.checkpoint.format.manifest import (
 )
 from titancli.checkpoint.remote.store import RemotePath, Unreachable, at
 from titancli.errors import EnvironmentProblem, TitanError
-from titancli.recipe.find import url_of
 
 
 def run_place(url: str, run_folder: Path) -> Path:
@@ -219,28 +216,10 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-# ---------------------------------------------------------------------------------------------- weights
-
-
-def weights_here(weights: Path) -> Path:
-    """Where a recipe's `weights` lie on this machine: a URL's in a cache, see `take_weights`."""
-    url = url_of(weights)
-    if url is None:
-        return weights
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan" / "weights"
-    return root / xxhash.xxh3_64(url.encode()).hexdigest() / weights.name
-
-
-def take_weights(weights: Path, say: Callable[[str], None]) -> None:
-    """See to it that the checkpoint of a URL lies in the cache; each machine has its own.
-
-    Raises:
-        EnvironmentProblem: there is none, it is damaged, or the disk is full.
-        Unreachable: the store refuses, or does not answer.
-    """
-    if (url := url_of(weights)) is None:
-        return
-    place, here = at(url), weights_here(weights)
+def take_unless_there(url: str, here: Path, say: Callable[[str], None]) -> None:
+    """Take the checkpoint of a URL into the folder `here`, which has its name, unless it lies there; see
+    `take`."""
+    place = at(url)
     with _alone(here.parent):
         if not _lies_in(here, read_manifest(place)):
             take(place, here.parent, say)

@@ -1,0 +1,88 @@
+"""What a run, or an engine, starts from: decided here for everyone who asks. Torch-free."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import xxhash
+
+from titancli.checkpoint.exclude import Exclusion
+from titancli.recipe.find import url_of
+
+if TYPE_CHECKING:
+    from titancli.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class StartFrom:
+    """Where the first weights come from, and what else comes with them."""
+
+    kind: Literal["nothing", "weights", "state"]
+    """nothing: initial values; weights: those of a checkpoint or of a Hugging Face folder, and no more;
+    state: all that a checkpoint holds."""
+    source: Path | None = None
+    """The folder, or the URL of one, as it was named."""
+    exclude: tuple[str, ...] = ()
+    """What is left out of a checkpoint, by `checkpoint.exclude_from_loading`."""
+
+    @property
+    def _url(self) -> str | None:
+        return None if self.source is None else url_of(self.source)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether `fetch` has to bring it to this machine."""
+        return self._url is not None
+
+    @property
+    def folder(self) -> Path:
+        """Return where it lies on this machine; that of a URL in a cache, from when it is fetched.
+
+        Raises:
+            ValueError: the kind is "nothing".
+        """
+        if self.source is None:
+            raise ValueError("what starts from nothing has no folder")
+        if self._url is None:
+            return self.source
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan" / "weights"
+        return root / xxhash.xxh3_64(self._url.encode()).hexdigest() / self.source.name
+
+    @property
+    def exclusion(self) -> Exclusion:
+        """Return what to leave out of the checkpoint in `folder`; see `Exclusion.once`."""
+        return Exclusion.once(self.exclude, self.folder)
+
+    def fetch(self, say: Callable[[str], None]) -> None:
+        """Copy the checkpoint of a URL into the cache, unless it lies there; each machine has its own.
+
+        Raises:
+            EnvironmentProblem: there is none, it is damaged, or the disk is full.
+            Unreachable: the store refuses, or does not answer.
+        """
+        if self._url is not None:
+            from titancli.checkpoint.remote.transfer import take_unless_there
+
+            take_unless_there(self._url, self.folder, say)
+
+
+NOTHING = StartFrom("nothing")
+
+
+def start_from(recipe: Recipe, checkpoint: Path | None = None) -> StartFrom:
+    """Decide what a recipe starts from.
+
+    Args:
+        checkpoint: of the run itself, which it goes on from; None for a run that begins.
+    """
+    section = recipe.checkpoint
+    exclude = tuple(section.exclude_from_loading)
+    if checkpoint is not None:
+        return StartFrom("state", checkpoint, exclude)
+    if recipe.weights is None:
+        return NOTHING
+    return StartFrom("weights" if section.initial_load_model_only else "state", recipe.weights, exclude)
