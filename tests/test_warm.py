@@ -58,8 +58,8 @@ def program(folder: Path, text: str) -> list[str]:
     return [sys.executable, str(folder / "program.py"), "--word", "another word"]
 
 
-def facts(folder: Path, **options: Any) -> dict[str, Any]:
-    environment = {**os.environ, "MINE": "7"}
+def facts(folder: Path, safe_path: str, **options: Any) -> dict[str, Any]:
+    environment = {**os.environ, "MINE": "7", "PYTHONSAFEPATH": safe_path}
     done = subprocess.run(
         program(folder, FACTS), cwd=folder, env=environment, text=True, capture_output=True, **options
     )
@@ -68,12 +68,13 @@ def facts(folder: Path, **options: Any) -> dict[str, Any]:
     return found
 
 
-def test_a_fork_is_what_the_command_would_have_been(tmp_path: Path) -> None:
+@pytest.mark.parametrize("safe_path", ["", "1"])
+def test_a_fork_is_what_the_command_would_have_been(tmp_path: Path, safe_path: str) -> None:
     options = {"input": "some words", "start_new_session": True}
-    forked = facts(tmp_path, **options)
+    forked = facts(tmp_path, safe_path, **options)
     conftest.WARM.cold = True
     try:
-        earnest = facts(tmp_path, **options)
+        earnest = facts(tmp_path, safe_path, **options)
     finally:
         conftest.WARM.cold = False
     assert (forked.pop("torch"), earnest.pop("torch")) == (True, False)

@@ -54,7 +54,7 @@ LIBRARIES = (
 )
 AT_IMPORT = ("PYTHON", "OMP_", "MKL_", "KMP_", "LD_", "HF_", "TRANSFORMERS_", "TORCH_LOGS", "TORCHINDUCTOR_")
 """Beginnings of variables that are read before a program's first line, or when a library is imported."""
-HEEDED = {"PYTHONPATH", "PYTHONUNBUFFERED"}
+HEEDED = {"PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED"}
 """Those of them that a fork heeds all the same."""
 USUAL = {
     **dict.fromkeys(("executable", "preexec_fn", "startupinfo", "gid", "gids", "uid"), None),
@@ -190,6 +190,11 @@ def _take_path(path: str) -> None:
     sys.path[1:] = given + [folder for folder in sys.path[1:] if folder not in {*before, *given}]
 
 
+def _look_first_in(folder: str) -> None:
+    """Take the program's folder, or nothing under PYTHONSAFEPATH, for the parent's own."""
+    sys.path[:1] = [] if os.environ.get("PYTHONSAFEPATH") else [folder]
+
+
 def _above(fd: int, least: int) -> int:
     import fcntl
 
@@ -202,11 +207,11 @@ def _run(words: list[str]) -> int:
         try:
             if words[0] == "-m":
                 sys.argv = ["-m", *words[2:]]
-                sys.path[0] = os.getcwd()
+                _look_first_in(os.getcwd())
                 runpy.run_module(words[1], run_name="__main__", alter_sys=True)
             else:
                 sys.argv = words
-                sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
+                _look_first_in(os.path.dirname(os.path.abspath(words[0])))
                 runpy.run_path(words[0], run_name="__main__")
         finally:
             threading._shutdown()  # type: ignore[attr-defined]

@@ -119,7 +119,7 @@ def _torch_and_gpus() -> Iterator[Finding]:
 
 
 def _ask_torch() -> tuple[dict[str, Any] | None, str]:
-    command = [sys.executable, "-c", ASK_TORCH]
+    command = [sys.executable, "-P", "-c", ASK_TORCH]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:

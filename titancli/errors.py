@@ -93,8 +93,12 @@ class UsageError(TitanError):
     exit_code = EXIT_USAGE
 
 
+NOT_INSTALLED = ("unknown-component", "ambiguous-component", "requires")
+"""Codes of problems that are a missing or ambiguous plugin or component, wherever it is named."""
+
+
 class RecipeError(TitanError):
-    """A recipe is wrong; holds every problem that was found, in order of place."""
+    """A recipe is wrong; holds every problem that was found, in order of place. The first gives the code."""
 
     exit_code = EXIT_RECIPE
 
@@ -102,6 +106,8 @@ class RecipeError(TitanError):
         if isinstance(problems, str):
             problems = [Problem("recipe", problems, hint=hint)]
         self.problems = problems
+        if problems and problems[0].code in NOT_INSTALLED:
+            self.exit_code = EXIT_PLUGIN
         super().__init__("\n".join(p.message for p in problems), hint=hint)
 
     def __reduce__(self):

@@ -62,3 +62,24 @@ def test_an_exit_code_is_reached(
     assert done.code == code, done.err
     assert "Traceback" not in done.err
     assert bool(done.out) == (code is ExitCode.OK)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["show", "loss/nothing"],
+        ["validate", "llama3_debug", "loss=nothing"],
+        ["config", "llama3_debug", "loss=nothing"],
+        ["train", "llama3_debug", "loss=nothing"],
+        ["validate", "llama3_debug", "requires.plugins=['titan-no-such-thing']"],
+    ],
+    ids=" ".join,
+)
+def test_a_missing_component_or_plugin_is_code_4_whoever_names_it(titan: Titan, arguments: list[str]) -> None:
+    assert titan(*arguments).code == ExitCode.PLUGIN
+
+
+def test_the_first_of_several_problems_gives_the_code(titan: Titan, tmp_path: Path) -> None:
+    recipe = tmp_path / "wrong.toml"
+    recipe.write_text('extends = "titan:llama3_debug"\nstpes = 1\nloss = "nothing"\n')
+    assert titan("validate", str(recipe)).code == ExitCode.RECIPE

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.recipe.components import registry_of
-from titancli.errors import Problem, RecipeError
+from titancli.errors import NOT_INSTALLED, Problem, RecipeError
 from titancli.recipe import Loaded, load_recipe
 from titancli.registry.lookup import Registry
 
@@ -69,7 +69,8 @@ def problems(load: Callable[..., Loaded]) -> Callable[..., list[Problem]]:
     def problems_of(text: str, *overrides: str, unset: tuple[str, ...] = ()) -> list[Problem]:
         with pytest.raises(RecipeError) as caught:
             load(text, *overrides, unset=unset)
-        assert caught.value.exit_code == 3
+        missing = caught.value.problems[0].code in NOT_INSTALLED
+        assert caught.value.exit_code == (4 if missing else 3)
         return caught.value.problems
 
     return problems_of

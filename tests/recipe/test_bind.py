@@ -141,6 +141,21 @@ def test_an_empty_file_is_a_recipe_without_anything(problems) -> None:
     assert {p.code for p in problems("")} == {"missing-key"}
 
 
+@pytest.mark.parametrize(
+    "wrong", ["checkpoint.interval=0", "training.sead=1", "checkpoint.keep_latest_k=[1]"]
+)
+def test_what_is_wrong_with_the_whole_is_told_beside_a_value_that_is_wrong(problems, wrong: str) -> None:
+    found = problems(BASE, wrong, "name=a b")
+    assert [problem.location.path for problem in found] == ["override", "override"]
+    assert any("cannot begin the name of a run folder" in problem.message for problem in found)
+
+
+def test_nothing_is_told_that_a_default_alone_would_make_wrong(problems) -> None:
+    # 12 rows are no multiple of the default, which is not what was meant
+    [found] = problems(BASE, "training.local_batch_size=x", "training.global_batch_size=13")
+    assert "training.local_batch_size must be" in found.message
+
+
 def test_an_unknown_section_is_named_as_one(problem) -> None:
     found = problem(BASE + "[parallelism]\ntensor_parallel_degree = 2\n")
     assert found.message == "unknown section [parallelism]" and "[mesh]" in found.hint

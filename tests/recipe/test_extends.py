@@ -9,7 +9,7 @@ import pytest
 from tests.recipe.components import registry_of
 from tests.recipe.conftest import BASE
 from titancli.errors import RecipeError
-from titancli.recipe import load_recipe
+from titancli.recipe import load_recipe, render_problems
 from titancli.recipe.find import find_recipe
 
 
@@ -168,6 +168,13 @@ def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registry):
     monkeypatch.setattr(registry, "recipe_folders", lambda: folders)
     monkeypatch.chdir(tmp_path)
     return registry
+
+
+def test_what_is_no_recipe_file_is_not_read_and_not_shown(tmp_path, write, problem) -> None:
+    (tmp_path / "passwd").write_text("root:x:0:0:hunter2\n")
+    found = problem(f'extends = "{tmp_path}/passwd"\n')
+    assert "does not end in .toml" in found.message
+    assert "hunter2" not in render_problems([found])
 
 
 @pytest.mark.parametrize("reference", ["llama3_8b", "titan:llama3_8b", "titan/llama3_8b.toml", "mixed"])

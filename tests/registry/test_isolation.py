@@ -173,6 +173,6 @@ def test_a_plugin_installed_later_does_not_change_an_old_run(tmp_path: Path) -> 
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: same-name\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[titancli]\nsame-name = same_name\n")
     ambiguous = titan(site, "validate", file)
-    assert ambiguous.returncode == 3
+    assert ambiguous.returncode == 4
     assert "'same-name/adamw' or 'titan/adamw'" in ambiguous.stderr and "-p no:same-name" in ambiguous.stderr
     assert titan(site, "config", lock).stdout == lock.read_text()

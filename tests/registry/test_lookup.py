@@ -84,6 +84,17 @@ def test_an_unknown_name_gets_advice(registry: Registry, kind: str, name: str, h
     assert hint in (caught.value.hint or "")
 
 
+def test_a_hint_knows_components_whose_name_another_kind_has_too() -> None:
+    both = [("lab", make("loss", "grpo")), ("lab", make("loop", "grpo")), ("lab", make("loss", "gspo"))]
+    for order in (both, both[::-1]):
+        with pytest.raises(PluginError) as caught:
+            Registry(components=order).find("loss", "grpoo")
+        assert caught.value.hint == "did you mean 'grpo'?"
+        with pytest.raises(PluginError) as caught:
+            Registry(components=order).find("loss", "qqqqqq")
+        assert caught.value.hint == "known: grpo, gspo"
+
+
 def test_a_name_that_a_broken_plugin_may_offer_shows_its_traceback(site: Site) -> None:
     site.add("titan-muon", "raise RuntimeError('libmuon.so is missing')")
     registry = load_plugins()

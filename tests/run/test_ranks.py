@@ -19,6 +19,7 @@ import pytest
 
 from tests.run.conftest import Command, Finished, losses, workers_of
 from titancli.errors import EnvironmentProblem
+from titancli.launchers import local
 from titancli.runs import RunFolder
 
 pytestmark = pytest.mark.e2e
@@ -140,6 +141,29 @@ def test_a_signal_to_one_rank_stops_both_and_they_resume_as_if_they_had_not(
     done = train_on(2, "tiny.toml", *fault, call, NEVER, *WHOLE[1:], "--run-dir", "r")
     assert done.code == 75, done.err
     resumed_equals_whole(train_on, reference, here / "r", name)
+
+
+@pytest.mark.cold
+def test_no_module_of_the_working_directory_is_run_in_place_of_a_library(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('json.py was run')")
+    line = [sys.executable, "-m", "titancli", "--version"]
+    unsafe = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
+    assert "json.py was run" in unsafe.stderr  # that is what Python does
+    done = subprocess.run(
+        line, cwd=tmp_path, env=local._environment(2), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("titan ")
+
+
+def test_ranks_that_cannot_be_started_show_what_torchrun_said(
+    train: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "print(*range(100), sep='\\n'); print('NumberGone: no such thing'); raise SystemExit(1)"
+    monkeypatch.setattr(local, "torchrun_command", lambda *_: [sys.executable, "-c", script])
+    done = train("tiny.toml", "--nproc", "2", "--run-dir", "r")
+    assert done.code == 1
+    assert "error: the ranks could not be started\n  86\n" in done.err
+    assert "  99\n  NumberGone: no such thing\nlog: " in done.err
 
 
 def test_a_rank_that_fails_is_one_block(command: Callable[..., Command], here: Path) -> None:

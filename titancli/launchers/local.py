@@ -37,6 +37,8 @@ from titancli.runs import RunFolder, timestamp
 from titancli.signals import heeded, say
 
 POLL_SECONDS = 0.1
+LAST_LINES = 15
+"""Of torchrun's log, shown where no rank could be started."""
 KILL_SECONDS = 10.0
 """How long ranks that were killed may take to go."""
 
@@ -311,6 +313,8 @@ def _environment(nproc: int) -> dict[str, str]:
     environment = dict(os.environ)
     if nproc > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    # `python -m` would look for modules in the working directory first: a random.py there would be run.
+    environment["PYTHONSAFEPATH"] = "1"
     # Where torchrun itself is signalled (it is not by us), ranks get time to save.
     environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     return environment
@@ -340,7 +344,9 @@ def _say_failure(failure: failures.Failure | None, start: Start, silent: list[in
     """Print one block: who failed first, when, why, and where the log is."""
     logs = start.folder.logs
     if failure is None:
-        say(f"error: the ranks could not be started\nlog: {_launcher_log(start)}")
+        log = _launcher_log(start)
+        last = "".join(f"  {line}\n" for line in _last_lines(log))
+        say(f"error: the ranks could not be started\n{last}log: {log}")
         return EXIT_FAILED
     several = start.nproc * start.nnodes > 1
     # The only rank of a run has no log of its own: what it printed, the user has seen.
@@ -352,6 +358,16 @@ def _say_failure(failure: failures.Failure | None, start: Start, silent: list[in
 def _launcher_log(start: Start) -> Path:
     name = "launcher.log" if start.nnodes == 1 else f"launcher-{socket.gethostname()}.log"
     return start.folder.logs / name
+
+
+def _last_lines(log: Path) -> list[str]:
+    """Return what torchrun had to say in this start, at most its last lines."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # the log is named all the same
+        return []
+    begins = max((n for n, line in enumerate(lines) if line.startswith("--- ")), default=-1)
+    return lines[begins + 1 :][-LAST_LINES:]
 
 
 def _record_outcome(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from titancli.errors import RecipeError
 from titancli.recipe.find import url_of
 from titancli.recipe.hints import arms, bare, fields_of, needs_dataset, needs_tokenizer, recipe_slots
+from titancli.recipe.merge import without
 from titancli.recipe.problems import Problems, did_you_mean, nearest, nearest_name
 from titancli.recipe.read import quoting, taken_as_text
 from titancli.recipe.resolve import Resolved
@@ -27,11 +28,14 @@ UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden", "no_such_attribute"
 MISSING = ("missing", "missing_argument", "missing_keyword_only_argument")
 
 
-def bind_recipe(resolved: Resolved, registry: Registry, problems: Problems) -> Recipe:
-    """Bind everything.
+def bind_recipe(
+    resolved: Resolved, registry: Registry, problems: Problems
+) -> tuple[Recipe, frozenset[KeyPath]]:
+    """Bind everything that fits; the paths of values that do not, which have their defaults.
 
     Raises:
-        RecipeError: something does not fit, or there were problems before; it holds them all.
+        RecipeError: something does not fit and has no default, or there were problems before; it holds
+            them all.
         PluginError: a component's class cannot be bound at all.
     """
     from pydantic import ValidationError
@@ -42,16 +46,26 @@ def bind_recipe(resolved: Resolved, registry: Registry, problems: Problems) -> R
         "tokenizer": needs_tokenizer(resolved.classes.get(("dataset",))),
         "dataset": needs_dataset(resolved.classes.get(("loop",))),
     }
-    without = [name for name, needed in wanted.items() if needed and name not in resolved.root.value]
-    missing = [{"type": "missing", "loc": (name,)} for name in without]
+    absent = [name for name, needed in wanted.items() if needed and name not in resolved.root.value]
+    missing = [{"type": "missing", "loc": (name,)} for name in absent]
+    found_before, wrong = bool(problems), set[KeyPath]()
     try:
         recipe = bind(Recipe, resolved.root.plain(resolved.holes), registry)
     except ValidationError as error:
-        _report([*error.errors(include_url=False), *missing], resolved, registry, problems)
-        raise RecipeError(problems.sorted()) from None
+        wrong = _report([*error.errors(include_url=False), *missing], resolved, registry, problems)
+        if found_before or missing or not wrong:
+            raise RecipeError(problems.sorted()) from None
+        root = resolved.root
+        for path in wrong:
+            root, _ = without(root, path)
+        try:
+            recipe = bind(Recipe, root.plain(), registry)
+        except ValidationError:
+            raise RecipeError(problems.sorted()) from None
+        return absolute(recipe), frozenset(wrong)
     _report(missing, resolved, registry, problems)
     problems.raise_any()
-    return absolute(recipe)
+    return absolute(recipe), frozenset()
 
 
 def absolute(value: Any) -> Any:
@@ -70,11 +84,18 @@ def absolute(value: Any) -> Any:
     return value
 
 
-def _report(errors: Iterable[Any], resolved: Resolved, registry: Registry, problems: Problems) -> None:
-    """One problem for each value that is wrong, however many alternatives of a union it fails."""
+def _report(
+    errors: Iterable[Any], resolved: Resolved, registry: Registry, problems: Problems
+) -> set[KeyPath]:
+    """Report one problem for each value that is wrong, however many alternatives of a union it fails.
+
+    Returns:
+        The paths of these values, and of the keys that misspelt ones probably mean. None of missing ones.
+    """
     by_value: dict[KeyPath, list[Mistake]] = {}
     missing: dict[KeyPath, Node] = {}
     misspelt: set[KeyPath] = set()
+    unknown: set[KeyPath] = set()
     for error in errors:
         node, path = resolved.root.follow(error["loc"])
         beyond = error["loc"][len(path) :]
@@ -83,6 +104,7 @@ def _report(errors: Iterable[Any], resolved: Resolved, registry: Registry, probl
         if error["type"] in UNKNOWN and not beyond:
             meant = _unknown_key(path, node, resolved, registry, problems)
             misspelt.add((*path[:-1], meant or ""))
+            unknown.add(path)
         elif error["type"] in MISSING and len(beyond) == 1:
             if path not in resolved.incomplete:
                 missing[(*path, str(beyond[0]))] = node
@@ -96,6 +118,7 @@ def _report(errors: Iterable[Any], resolved: Resolved, registry: Registry, probl
         node, _ = resolved.root.follow(path)
         code, message, hint = describe(path, node, mistakes)
         problems.add(code, message, node.origin.location(), hint)
+    return {*by_value, *unknown, *misspelt}
 
 
 def _unknown_key(

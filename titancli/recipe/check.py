@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from titancli.errors import PluginError, TitanError
@@ -27,19 +27,34 @@ KEEPS_ALL = {"eager", "eager_noexcept", "eager_debug", "pre_dispatch_eager", "ts
 """torch's backends that leave autograd to choose what backward needs."""
 
 
-def check_recipe(recipe: Recipe, root: Node, registry: Registry, problems: Problems) -> None:
+def check_recipe(
+    recipe: Recipe,
+    root: Node,
+    registry: Registry,
+    problems: Problems,
+    left_out: Collection[KeyPath] = (),
+) -> None:
     """Report what titan, the components and the plugins find wrong.
+
+    `left_out`: the paths of values that could not be bound, in place of which the recipe has defaults. What
+    may be wrong because of a default alone is not reported.
 
     Raises:
         PluginError: a check of a component or of a plugin that the recipe uses is broken.
     """
-    found = [*_core_checks(recipe), *component_checks(recipe)]
+    found = [*_core_checks(recipe), *([] if left_out else component_checks(recipe))]
     for path, message, hint in found:
-        _add(problems, root, path, message, hint)
+        if not any(_concerns(path, message, key) for key in left_out):
+            _add(problems, root, path, message, hint)
     for path, message, hint in check_env(recipe.env):
         _add(problems, root, path, message, hint, show_value=False)
-    for key, message in registry.checks(recipe):
+    for key, message in () if left_out else registry.checks(recipe):
         _add(problems, root, _path(key), message, None)
+
+
+def _concerns(path: KeyPath, message: str, key: KeyPath) -> bool:
+    """Return whether a finding may come from the value of a key: it is in the same table, or names it."""
+    return path[:1] == key[:1] or re.search(rf"\b{re.escape(str(key[-1]))}\b", message) is not None
 
 
 def _core_checks(recipe: Recipe) -> Iterator[Finding]:

@@ -80,9 +80,9 @@ def load_recipe(
     resolved.holes |= refuse_values(resolved.root, problems)
     if not model_known:
         resolved.holes.add(("model",))  # why is said already
-    recipe = bind_recipe(resolved, registry, problems)
+    recipe, left_out = bind_recipe(resolved, registry, problems)
     _check_unset(recipe, absent, problems)
-    check_recipe(recipe, resolved.root, registry, problems)
+    check_recipe(recipe, resolved.root, registry, problems, left_out)
     problems.raise_any()
     registry.refuse_missing_code(recipe)
 

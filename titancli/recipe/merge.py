@@ -177,6 +177,9 @@ def _base(
 def _find(reference: str, folder: Path, registry: Registry) -> Path:
     if NAMED.match(reference) and not reference.endswith(".toml"):
         return named_recipe(reference, registry)
+    if not reference.endswith(".toml"):  # what is no recipe is not read, and so not shown in an error
+        raise RecipeError(f"{reference!r} is not a recipe file: its name does not end in .toml",
+                          hint=_named_hint(reference))  # fmt: skip
     base = folder / reference
     if not os.path.isfile(base):
         names = [p.name for p in base.parent.glob("*.toml")] if os.path.isdir(base.parent) else []
@@ -188,7 +191,7 @@ def _find(reference: str, folder: Path, registry: Registry) -> Path:
 def _named_hint(reference: str) -> str | None:
     if "/" in reference or reference.endswith(".toml"):
         return None
-    return f"a path is relative to this file; titan's own recipe would be titan:{reference}"
+    return f"a path is relative to this file and ends in .toml; a bundled recipe is titan:{reference}"
 
 
 # -------------------------------------------------------------------------------------------------- overrides

@@ -198,18 +198,22 @@ class Registry:
 
     def _advice(self, kind: str, name: str, searched: list[Plugin], broken: list[str]) -> str:
         bare = name.rpartition("/")[2]
-        full = {f"{plugin.name}/{key[1]}": key for plugin in searched for key in plugin.components}
+        # Components of two kinds may have one name: the loss grpo, and the loop.
+        offered = [(plugin.name, *key) for plugin in searched for key in plugin.components]
         candidates = {
-            (full_name if "/" in name else key[1]) for full_name, key in full.items() if key[0] == kind
+            f"{owner}/{other}" if "/" in name else other
+            for owner, of_kind, other in offered
+            if of_kind == kind
         }
         if near := nearest_name(name, sorted(candidates)):
             doubt = f" Or repair {', '.join(broken)}, which may offer {name!r}" if broken else ""
             return f"did you mean {near!r}?{doubt}"
-        others = [of_kind for of_kind, other in full.values() if other == bare]
+        others = sorted({of_kind for _, of_kind, other in offered if other == bare})
         if broken:
             advice = "repair or uninstall the broken plugin; `titan plugins` shows the state of each"
         elif others:
-            advice = f"{name!r} is of kind {others[0]}; `titan list-components {kind}` lists what there is"
+            kinds = " and ".join(others)
+            advice = f"{name!r} is of kind {kinds}; `titan list-components {kind}` lists what there is"
         else:
             advice = f"known: {', '.join(sorted(candidates)) or 'none is installed'}"
         left_out = [f"{p.name} ({p.error})" for p in self._plugins.values() if p.state in LEFT_OUT]
