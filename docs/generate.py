@@ -15,10 +15,10 @@ from typing import Any
 from titancli import builtin
 from titancli.migrate.fields import FIELDS, Field
 from titancli.migrate.job import has_key
-from titancli.recipe.hints import arms, bare, fields_of, recipe_slots
-from titancli.recipe.schema import Recipe
+from titancli.recipe.schema import Recipe, recipe_slots
 from titancli.registry.component import component_info
-from titancli.registry.describe import FieldText, describe, plain, summary
+from titancli.registry.fields import Field as ConfigField
+from titancli.registry.fields import fields_of, nested_fields, plain, summary
 from titancli.registry.kinds import KINDS
 
 DOCS = Path(__file__).parent
@@ -82,40 +82,32 @@ def _components() -> Iterator[str]:
 def _component(config: type) -> Iterator[str]:
     yield f"### {component_info(config).kind}/{component_info(config).name}\n"
     yield f"{inspect.cleandoc(config.__doc__ or '')}\n"
-    yield from _table(describe(config))
+    yield from _table(nested_fields(config))
     if flavors := getattr(config, "flavors", {}):
         yield f"Flavors: {', '.join(f'`{name}`' for name in flavors)}.\n"
 
 
 def _sections() -> Iterator[str]:
     yield "## Sections of titan itself\n"
-    top = []
-    for field in describe(Recipe):
-        hint = fields_of(Recipe).get(field.name)
-        if hint is not None and field.name not in recipe_slots() and not _section(hint):
-            top.append(field)
+    fields = fields_of(Recipe)
+    top = [field for name, field in fields.items() if name not in recipe_slots() and not field.type.tables]
     yield "### At the top\n"
     yield from _table(top)
-    for name, hint in fields_of(Recipe).items():
-        if section := _section(hint):
+    for name, field in fields.items():
+        for section in field.type.tables:
             yield f"### [{name}]\n"
             if words := summary(section):
                 yield f"{words}\n"
-            yield from _table(describe(section))
+            yield from _table(nested_fields(section))
 
 
-def _section(hint: Any) -> type | None:
-    found = [arm for arm in map(bare, arms(hint)) if hasattr(arm, "__pydantic_config__")]
-    return found[0] if found else None
-
-
-def _table(fields: list[FieldText]) -> Iterator[str]:
+def _table(fields: list[ConfigField]) -> Iterator[str]:
     if fields:
-        rows = [f"| `{f.name}` | {_cell(f.type)} | {_default(f)} | {_cell(f.doc)} |" for f in fields]
+        rows = [f"| `{f.name}` | {_cell(str(f.type))} | {_default(f)} | {_cell(f.doc)} |" for f in fields]
         yield "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows]) + "\n"
 
 
-def _default(field: FieldText) -> str:
+def _default(field: ConfigField) -> str:
     if field.required:
         return "required"
     return "" if field.default is None else f"`{json.dumps(plain(field.default), ensure_ascii=False)}`"

@@ -13,8 +13,8 @@ from titancli.version import __version__
 _WHERE = {
     "component": "titancli.registry.component",
     "Command": "titancli.registry.command",
-    "Component": "titancli.registry.component",
-    "Slot": "titancli.registry.component",
+    "Component": "titancli.registry.fields",
+    "Slot": "titancli.registry.fields",
     "hookimpl": "titancli.registry.hookspecs",
     "load_recipe": "titancli.recipe",
     "Recipe": "titancli.recipe.schema",
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from titancli.recipe import load_recipe as load_recipe
     from titancli.recipe.schema import Recipe as Recipe
     from titancli.registry.command import Command as Command
-    from titancli.registry.component import Component as Component
-    from titancli.registry.component import Slot as Slot
     from titancli.registry.component import component as component
+    from titancli.registry.fields import Component as Component
+    from titancli.registry.fields import Slot as Slot
     from titancli.registry.hookspecs import hookimpl as hookimpl
 
 

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from titancli import builtin
-from titancli.registry.describe import summary
+from titancli.registry.fields import summary
 
 DOCS = Path(__file__).parents[2] / "docs"
 

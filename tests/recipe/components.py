@@ -10,7 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, MinLen
 
 from titancli.recipe.schema import Recipe
-from titancli.registry.component import Component, Slot, component, section
+from titancli.registry.component import component, section
+from titancli.registry.fields import Component, Slot
 from titancli.registry.lookup import Registry
 
 TARGET = "tests.recipe.components:unused"

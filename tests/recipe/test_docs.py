@@ -10,8 +10,8 @@ import tomli
 
 import titancli.recipe
 from titancli.recipe import load_recipe
-from titancli.recipe.hints import fields_of, recipe_slots
-from titancli.recipe.schema import Recipe
+from titancli.recipe.schema import Recipe, recipe_slots
+from titancli.registry.fields import fields_of
 from titancli.registry.kinds import KINDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"

@@ -16,7 +16,7 @@ from titancli.errors import RecipeError
 from titancli.recipe import bundled_folder, load_recipe
 from titancli.recipe.editor import recipe_schema
 from titancli.registry import current
-from titancli.registry.describe import field_docs
+from titancli.registry.fields import fields_of
 from titancli.registry.lookup import Registry
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -54,8 +54,8 @@ def test_every_installed_component_is_offered(installed: Any) -> None:
         table = definitions[f"{info.kind}.{name.replace('/', '.')}"]
         assert name in table["properties"]["type"]["enum"]
         assert table["additionalProperties"] is False
-        for field, doc in field_docs(cls).items():
-            assert table["properties"][field]["description"] == doc, (name, field)
+        for field in fields_of(cls).values():
+            assert table["properties"][field.name].get("description", "") == field.doc, (name, field.name)
     assert definitions["Training"]["properties"]["steps"]["description"].startswith("Total number of")
     assert '"null"' not in json.dumps(installed.schema)
 

@@ -12,7 +12,8 @@ from titancli.errors import Problem, RecipeError
 from titancli.layout.degrees import near
 from titancli.layout.stages import SCHEDULES
 from titancli.recipe import Loaded, load_recipe
-from titancli.registry.component import Component, component
+from titancli.registry.component import component
+from titancli.registry.fields import Component
 from titancli.run.fit import check_world
 
 

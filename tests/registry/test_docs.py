@@ -12,8 +12,8 @@ import pytest
 from titancli import hookimpl
 from titancli.registry import hookspecs, kinds
 from titancli.registry.component import component_info, load_target
-from titancli.registry.describe import describe, summary
 from titancli.registry.discover import load_plugins
+from titancli.registry.fields import nested_fields, summary
 
 TEXT = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text(encoding="utf-8")
 
@@ -47,7 +47,7 @@ def test_the_example_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     try:
         config = load_plugins().find("loss", "titan-lab/z_loss")
         assert summary(config) == "Cross-entropy with a penalty on the size of the logits."
-        assert describe(config)[0].doc == "How much the penalty counts."
+        assert nested_fields(config)[0].doc == "How much the penalty counts."
         loss = load_target(component_info(config).target)(config(weight=0.0))
         logits = torch.randn(2, 3, 5)
         targets = torch.tensor([[1, 2, -100], [0, -100, 4]])

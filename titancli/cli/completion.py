@@ -41,7 +41,7 @@ class ComponentName(click.ParamType):
     ) -> list[CompletionItem]:
         from titancli.registry import current
         from titancli.registry.component import component_info
-        from titancli.registry.describe import summary
+        from titancli.registry.fields import summary
 
         found = []
         for full, config in current().components():

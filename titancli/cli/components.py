@@ -8,7 +8,7 @@ from titancli.cli.group import note_broken
 from titancli.cli.output import print_json, table
 from titancli.registry import current
 from titancli.registry.component import component_info
-from titancli.registry.describe import summary
+from titancli.registry.fields import summary
 from titancli.registry.kinds import KINDS
 
 

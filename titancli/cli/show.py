@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
 from typing import Any
@@ -16,7 +15,7 @@ from titancli.errors import PluginError, nearest_name
 from titancli.registry import current
 from titancli.registry.component import component_info
 from titancli.registry.defaults import ConfigDefaults, with_defaults
-from titancli.registry.describe import FieldText, describe, plain
+from titancli.registry.fields import Field, nested_fields, plain
 from titancli.registry.kinds import KINDS
 
 
@@ -64,7 +63,7 @@ def _document(config: type) -> dict[str, Any]:
         "name": current().full_name(config),
         "target": info.target,
         "doc": inspect.cleandoc(config.__doc__ or ""),
-        "fields": [dataclasses.asdict(field) for field in describe(config)],
+        "fields": [_row(field) for field in nested_fields(config)],
         "flavors": plain(with_defaults(ConfigDefaults, config).flavors),
     }
 
@@ -73,7 +72,7 @@ def _print(config: type) -> None:
     info = component_info(config)
     print(f"{info.kind} {current().full_name(config)}")
     print(inspect.cleandoc(config.__doc__ or ""))
-    fields = describe(config)
+    fields = nested_fields(config)
     print("\nFields" if fields else "\nIt has no fields.")
     for field in fields:
         print(f"  {field.name}: {field.type}{_default(field)}")
@@ -86,7 +85,17 @@ def _print(config: type) -> None:
             print(f"  {flavor}: {', '.join(f'{key} = {_toml(value)}' for key, value in values.items())}")
 
 
-def _default(field: FieldText) -> str:
+def _row(field: Field) -> dict[str, Any]:
+    return {
+        "name": field.name,
+        "type": str(field.type),
+        "required": field.required,
+        "default": field.default,
+        "doc": field.doc,
+    }
+
+
+def _default(field: Field) -> str:
     if field.required:
         return " (required)"
     return "" if field.default is None else f" = {_toml(field.default)}"

@@ -44,8 +44,7 @@ from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanE
 from titancli.models.blocks.moe import moe_layers
 from titancli.protocols import LossDefaults
 from titancli.recipe.check import components
-from titancli.recipe.hints import needs_dataset
-from titancli.recipe.schema import Compile, Recipe
+from titancli.recipe.schema import Compile, Recipe, needs_dataset
 from titancli.registry.component import component_info
 from titancli.registry.defaults import ConfigDefaults, DatasetConfigDefaults, with_defaults
 

@@ -28,6 +28,7 @@ from titancli.models.blocks.state import named_state
 from titancli.protocols import Tokenizer, TokenizerDefaults
 from titancli.registry.component import build, component_info
 from titancli.registry.defaults import ModelConfigDefaults, with_defaults
+from titancli.registry.fields import required_fields
 from titancli.runs import RunFolder
 
 Say = Callable[[str], None]
@@ -125,7 +126,7 @@ def _tokenizer(name: str | None) -> Tokenizer:
     if "/" in name or Path(name).is_dir():
         return build(HFTokenizer(path=Path(name).absolute()))
     config = current().find("tokenizer", name)
-    if needed := [f.name for f in dataclasses.fields(config) if f.default is dataclasses.MISSING]:
+    if needed := required_fields(config):
         raise UsageError(
             f"--tokenizer {name}: this one needs {', '.join(needed)}",
             hint="name a folder with tokenizer.json, with a / in it",

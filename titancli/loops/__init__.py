@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, MinLen
 
-from titancli.registry.component import Component, Slot, component, component_info
+from titancli.registry.component import component, component_info
 from titancli.registry.defaults import (
     DatasetConfigDefaults,
     GeneratorConfigDefaults,
     LossConfigDefaults,
     with_defaults,
 )
+from titancli.registry.fields import Component, Slot
 from titancli.rl import PATIENCE, GroupNorm, Local
 
 if TYPE_CHECKING:

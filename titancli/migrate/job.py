@@ -8,10 +8,10 @@ from typing import Any
 
 from titancli.migrate.fields import FIELDS, Field
 from titancli.migrate.older import GONE, RENAMED
-from titancli.recipe.hints import arms, bare, fields_of
 from titancli.recipe.problems import nearest
 from titancli.recipe.schema import Recipe
 from titancli.recipe.toml import KeyPath, Node, dotted
+from titancli.registry.fields import fields_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,10 +129,10 @@ def has_key(key: str) -> bool:
     for part in key.split("."):
         if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
             return True
-        hints = fields_of(cls)
-        if part not in hints:
+        field = fields_of(cls).get(part)
+        if field is None:
             return False
-        cls = next(iter(map(bare, arms(hints[part]))))
+        cls = field.type.alternatives[0]
     return True
 
 

@@ -13,8 +13,7 @@ from titancli.layout.degrees import Degrees
 from titancli.layout.stages import cut, stages_of
 from titancli.models.shape import Attention, Block, Decoder, Parameter
 from titancli.observe.peaks import Device
-from titancli.recipe.hints import needs_dataset
-from titancli.recipe.schema import Pipeline, Recipe
+from titancli.recipe.schema import Pipeline, Recipe, needs_dataset
 from titancli.registry.component import component_info
 from titancli.registry.defaults import OptimizerConfigDefaults, ParallelizeConfigDefaults, with_defaults
 

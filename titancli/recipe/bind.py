@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from titancli.errors import RecipeError
 from titancli.recipe.find import url_of
-from titancli.recipe.hints import arms, bare, fields_of, needs_dataset, needs_tokenizer, recipe_slots
 from titancli.recipe.merge import without
 from titancli.recipe.problems import Problems, did_you_mean, nearest, nearest_name
 from titancli.recipe.read import quoting, taken_as_text
 from titancli.recipe.resolve import Resolved
-from titancli.recipe.schema import Recipe
+from titancli.recipe.schema import Recipe, needs_dataset, needs_tokenizer, recipe_slots
 from titancli.recipe.toml import KeyPath, Node, dotted
-from titancli.registry.component import component_info, is_config
+from titancli.registry.component import is_config
+from titancli.registry.fields import fields_of, required_fields
 
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
@@ -128,9 +128,9 @@ def _unknown_key(
     table, key = path[:-1], str(path[-1])
     cls = resolved.classes.get(table)
     known = list(fields_of(cls)) if cls else []
-    if cls is not None and _is_component(cls):
+    if cls is not None and is_config(cls):
         known += ["type", "flavor"] if hasattr(cls, "flavors") else ["type"]
-    if cls is not None and _is_component(cls) and key == "name":
+    if cls is not None and is_config(cls) and key == "name":
         hint: str | None = "a component is named by its type: write type = …"
     else:
         hint = moved(path) or _belongs(key, table, resolved)
@@ -151,11 +151,9 @@ def _belongs(key: str, table: KeyPath, resolved: Resolved) -> str | None:
     if table and key in fields_of(Recipe):
         return "this key belongs at the top, before the first [section]"
     homes = []
-    for name, hint in fields_of(Recipe).items():
-        classes = [arm for arm in map(bare, arms(hint)) if dataclasses.is_dataclass(arm)]
-        if (name,) in resolved.classes:
-            classes = [resolved.classes[(name,)]]
-        if (name,) != table and any(key in fields_of(cls) for cls in classes):  # type: ignore[arg-type]
+    for name, field in fields_of(Recipe).items():
+        classes = [resolved.classes[(name,)]] if (name,) in resolved.classes else field.type.tables
+        if (name,) != table and any(key in fields_of(cls) for cls in classes):
             homes.append(name)
     return f"this key belongs to [{homes[0]}]" if len(homes) == 1 else None
 
@@ -177,8 +175,7 @@ def _missing_key(
         if key == "model":
             example += "; or weights = HF_FOLDER, whose model it then is"
     else:
-        section = fields_of(Recipe)[key]
-        needed = [f.name for f in dataclasses.fields(section) if _is_required(f)]
+        needed = [name for section in fields_of(Recipe)[key].type.tables for name in required_fields(section)]
         example = f"[{key}] with {', '.join(needed)}"
     problems.add("missing-key", f"the recipe has no [{key}]", location, f"add {example}")
 
@@ -189,17 +186,9 @@ def _rank(path: KeyPath, resolved: Resolved) -> int:
     return list(fields_of(cls)).index(str(path[-1])) if cls else 0
 
 
-def _is_required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
-def _is_component(cls: type) -> bool:
-    return is_config(cls)
-
-
 def _name(table: KeyPath, cls: type | None, registry: Registry) -> str:
     """How a table is called in a message: `training`, `model (titan/llama3)`."""
-    if cls is not None and _is_component(cls) and component_info(cls):
+    if cls is not None and is_config(cls):
         return f"{dotted(table)} ({registry.full_name(cls)})"
     return dotted(table)
 

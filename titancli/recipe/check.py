@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from titancli.errors import PluginError, TitanError
 from titancli.recipe.env import check_env
-from titancli.recipe.hints import needs_dataset, needs_tokenizer
 from titancli.recipe.layout import Finding, check_layout
 from titancli.recipe.problems import Problems, did_you_mean, nearest_name
-from titancli.recipe.schema import Recipe
+from titancli.recipe.schema import Recipe, needs_dataset, needs_tokenizer
 from titancli.recipe.toml import KeyPath, Node, dotted, match_key
 from titancli.registry.component import component_info, configs, is_config
 from titancli.registry.defaults import ConfigDefaults, OptimizerConfigDefaults, with_defaults

@@ -9,25 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from titancli.errors import PluginError
-from titancli.recipe.hints import (
-    arms,
-    bare,
-    element_of,
-    fields_of,
-    needs_dataset,
-    needs_tokenizer,
-    recipe_slots,
-    slot_of,
-)
-from titancli.recipe.schema import Recipe
-from titancli.registry.component import SLOT, component_info
+from titancli.recipe.schema import Recipe, needs_dataset, needs_tokenizer, recipe_slots
+from titancli.registry.component import component_info
 from titancli.registry.defaults import ConfigDefaults, with_defaults
-from titancli.registry.describe import field_docs, summary, type_text
+from titancli.registry.fields import SLOT, Field, Type, fields_of, required_fields, summary
 from titancli.registry.kinds import KINDS
 
 if TYPE_CHECKING:
@@ -126,11 +115,9 @@ def _component(name: str, cls: type, table: dict[str, Any], registry: Registry) 
             "description": "A row of values, which keys beside it change.",
             "enum": list(flavors),
         }
-    docs = field_docs(cls)  # pydantic reads those of a class itself, and of none that it is built on
-    fields = {
-        key: {"description": docs[key], **field} if key in docs else field
-        for key, field in table.get("properties", {}).items()
-    }
+    docs = {name: {"description": field.doc} for name, field in fields_of(cls).items() if field.doc}
+    # pydantic reads those of a class itself, and of none that it is built on
+    fields = {key: {**docs.get(key, {}), **field} for key, field in table.get("properties", {}).items()}
     return {**table, "title": name, "properties": {**added, **fields}}
 
 
@@ -148,7 +135,7 @@ def _slot_schema(kind: str, registry: Registry) -> tuple[dict[str, Any], dict[st
     tables, wholes = [], []
     for name, cls in registry.components(kind):
         called = _names(name, cls, registry)
-        required = _required(cls)
+        required = required_fields(cls)
         names += called
         ready += [] if required else called
         tables.append({"$ref": f"#/$defs/{_definition(name, cls)}"})
@@ -164,15 +151,6 @@ def _slot_schema(kind: str, registry: Registry) -> tuple[dict[str, Any], dict[st
     return {**described, "anyOf": [{"enum": names}, *tables]}, {"anyOf": [{"enum": ready}, *wholes]}
 
 
-def _required(cls: type) -> list[str]:
-    missing = dataclasses.MISSING
-    return [
-        f.name
-        for f in dataclasses.fields(cls)
-        if f.init and f.default is missing and f.default_factory is missing
-    ]
-
-
 def _section(schema: dict[str, Any]) -> dict[str, Any]:
     """A key at the top; an array is never merged with a base's, so its components are whole."""
     reference = schema.get("items", {}).get("$ref", "")
@@ -186,11 +164,11 @@ def _whole_recipe(registry: Registry) -> dict[str, Any]:
     slots = {name: slot.kind for name, slot in recipe_slots().items() if name == slot.kind}
     defaults = {kind.name for kind in KINDS.values() if kind.default}
     properties: dict[str, Any] = {name: {"$ref": f"#/$defs/whole.{kind}"} for name, kind in slots.items()}
-    required = [name for name in _required(Recipe) if name not in defaults and name != "model"]
+    required = [name for name in required_fields(Recipe) if name not in defaults and name != "model"]
     model = {"required": ["model"], "properties": {"model": properties.pop("model")}}
-    for field in dataclasses.fields(Recipe):
-        if field.name in required and field.name not in slots:
-            properties[field.name] = {"required": _required_of(field.name)}
+    for name in required:
+        for section in fields_of(Recipe)[name].type.tables:
+            properties[name] = {"required": required_fields(section)}
     needed = [
         {"if": {"required": ["weights"]}, "else": model},  # a folder of weights says which model it is
         _needed("tokenizer", registry, "dataset", needs_tokenizer),
@@ -215,12 +193,6 @@ def _needed(name: str, registry: Registry, kind: str, needs: Callable[[Any], boo
     return {"if": {"required": [kind], "properties": component}, "else": wanted}
 
 
-def _required_of(section: str) -> list[str]:
-    from titancli.recipe.hints import fields_of
-
-    return _required(fields_of(Recipe)[section])
-
-
 def _plugins(registry: Registry) -> list[str]:
     return [f"{p.name} {p.version}" if p.version else p.name for p in registry.plugins if p.state == "ok"]
 
@@ -240,29 +212,22 @@ def override_keys(data: Mapping[str, Any], registry: Registry) -> dict[str, list
 def _fields(
     cls: type, data: Mapping[str, Any], registry: Registry, above: str
 ) -> Iterator[tuple[str, list[str]]]:
-    for name, hint in fields_of(cls).items():
-        yield from _value(hint, data.get(name), registry, f"{above}{name}")
+    for name, field in fields_of(cls).items():
+        yield from _value(field.type, data.get(name), registry, f"{above}{name}")
 
 
-def _value(hint: Any, data: Any, registry: Registry, key: str) -> Iterator[tuple[str, list[str]]]:
-    slot = slot_of(hint)
-    if slot is not None:
-        yield from _slot(slot.kind, data, registry, key)
+def _value(type_: Type, data: Any, registry: Registry, key: str) -> Iterator[tuple[str, list[str]]]:
+    if type_.slot is not None:
+        yield from _slot(type_.slot.kind, data, registry, key)
         return
-    choices: list[str] = []
-    for arm in map(bare, arms(hint)):
-        inner = element_of(arm, 0)
-        if dataclasses.is_dataclass(arm):
-            yield from _fields(arm, data if isinstance(data, dict) else {}, registry, f"{key}.")  # type: ignore[arg-type]
-            return
-        if inner is not None and isinstance(data, list):
-            for i, element in enumerate(data):
-                yield from _value(inner, element, registry, f"{key}.{i}")
-        if arm is bool:
-            choices += ["true", "false"]
-        elif typing.get_origin(arm) is typing.Literal:
-            choices += map(str, typing.get_args(arm))
-    yield key, choices
+    if type_.tables:
+        yield from _fields(type_.tables[0], data if isinstance(data, dict) else {}, registry, f"{key}.")
+        return
+    if isinstance(data, list) and (inner := type_.element(0)):
+        for i, element in enumerate(data):
+            yield from _value(inner, element, registry, f"{key}.{i}")
+    switches = ["true", "false"] if bool in type_.alternatives else []
+    yield key, [*switches, *map(str, type_.choices)]
 
 
 def _slot(kind: str, data: Any, registry: Registry, key: str) -> Iterator[tuple[str, list[str]]]:
@@ -313,17 +278,15 @@ def _head(extends: str, name: str, schema: str | None) -> Iterator[str]:
 
 
 def _body(loaded: Loaded) -> Iterator[str]:
-    recipe = loaded.recipe
-    hints, docs = _hints(type(recipe)), field_docs(type(recipe))
     tables = []
-    for field in dataclasses.fields(recipe):
-        value = getattr(recipe, field.name)
-        if field.name in OWN:
+    for name, field in fields_of(Recipe).items():
+        value = getattr(loaded.recipe, name)
+        if name in OWN:
             continue
         if dataclasses.is_dataclass(value) or isinstance(value, list):
-            tables.append((field.name, value))
+            tables.append((name, value))
         else:
-            yield from _key(field.name, loaded.data.get(field.name), hints[field.name], docs.get(field.name))
+            yield from _key(field, loaded.data.get(name))
     for name, value in tables:
         data = loaded.data[name]
         if isinstance(value, list):
@@ -340,32 +303,25 @@ def _array(name: str, values: list[Any], data: list[Any]) -> Iterator[str]:
 
 
 def _keys(config: Any, data: dict[str, Any]) -> Iterator[str]:
-    hints, docs = _hints(type(config)), field_docs(type(config))
     for key in ("type", "flavor"):
         if key in data:
             yield f"# {key} = {_toml(data[key])}"
-    for field in dataclasses.fields(config):
-        if field.init:
-            yield from _key(field.name, data.get(field.name), hints[field.name], docs.get(field.name))
+    cls: type = type(config)
+    for name, field in fields_of(cls).items():
+        yield from _key(field, data.get(name))
 
 
-def _key(name: str, value: Any, hint: Any, doc: str | None) -> Iterator[str]:
-    yield from _comment(doc or "")
+def _key(field: Field, value: Any) -> Iterator[str]:
+    yield from _comment(field.doc)
     if value is None:
-        yield f"# {name} is not set: {type_text(hint)}"
+        yield f"# {field.name} is not set: {field.type}"
     else:
-        yield f"# {name} = {_toml(value)}"
+        yield f"# {field.name} = {_toml(value)}"
 
 
 def _comment(text: str) -> list[str]:
     """Words are told from keys by a second #."""
     return [f"## {line}" for line in textwrap.wrap(" ".join(text.split()), WIDTH)]
-
-
-def _hints(cls: type) -> dict[str, Any]:
-    from titancli.recipe.hints import fields_of
-
-    return fields_of(cls)
 
 
 def _toml(value: Any) -> str:

@@ -12,9 +12,9 @@ import tomli
 
 from titancli.errors import Location, RecipeError
 from titancli.recipe.find import NAMED, named_recipe
-from titancli.recipe.hints import recipe_slots
 from titancli.recipe.problems import Problems, nearest
 from titancli.recipe.read import DEEPEST, FORMAT, parse, read_file
+from titancli.recipe.schema import recipe_slots
 from titancli.recipe.toml import DEFAULT, OVERRIDE, KeyPath, Node, Origin, Source, dotted, match_key, scan
 from titancli.registry.kinds import KINDS
 

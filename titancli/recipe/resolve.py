@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from titancli.errors import PluginError
 from titancli.recipe.find import LOCK_HEADER
-from titancli.recipe.hints import arms, bare, element_of, false_literal, fields_of, recipe_slots, slot_of
 from titancli.recipe.merge import without
 from titancli.recipe.problems import Problems, nearest
 from titancli.recipe.read import taken_as_text
-from titancli.recipe.schema import Recipe
+from titancli.recipe.schema import Recipe, recipe_slots
 from titancli.recipe.toml import DEFAULT, KeyPath, Node, Origin, dotted, from_python
 from titancli.registry.defaults import ConfigDefaults, with_defaults
+from titancli.registry.fields import Type, fields_of
 from titancli.registry.kinds import KINDS
 
 if TYPE_CHECKING:
@@ -70,36 +70,33 @@ class _Resolver:
     def fields(self, cls: type, table: Node, path: KeyPath) -> Node:
         """The members of a table that a config class is bound from."""
         self.result.classes[path] = cls
-        hints = fields_of(cls)
+        known = fields_of(cls)
         members = {
-            key: self.value(hints[key], node, (*path, key)) if key in hints else node
+            key: self.value(known[key].type, node, (*path, key)) if key in known else node
             for key, node in table.value.items()
         }
         return Node(members, table.origin)
 
-    def value(self, hint: Any, node: Node, path: KeyPath) -> Node:
+    def value(self, type_: Type, node: Node, path: KeyPath) -> Node:
         """Whatever an annotation describes."""
-        slot = slot_of(hint)
-        if slot is not None:
-            return self.slot(slot.kind, node, path)
-        choice = false_literal(hint, node.value)
+        if type_.slot is not None:
+            return self.slot(type_.slot.kind, node, path)
+        choice = _false_choice(type_, node.value)
         if choice is not None:
             message = f"{dotted(path)} must be {choice!r}, not {node.origin.text or node.value}"
             self.problems.add("wrong-type", message, node.origin.location(), f"write {choice!r}")
             self.result.holes.add(path)
-        for arm in map(bare, arms(hint)):
-            if isinstance(node.value, dict) and dataclasses.is_dataclass(arm):
-                return self.fields(arm, node, path)  # type: ignore[arg-type]
-            if isinstance(node.value, list) and element_of(arm, 0) is not None:
-                elements = [
-                    self.value(element_of(arm, i) or Any, below, (*path, i))
-                    for i, below in enumerate(node.value)
-                ]
-                return Node(elements, node.origin)
-            if isinstance(node.value, dict) and element_of(arm, "") is not None:
-                inner = element_of(arm, "")
-                members = {k: self.value(inner, below, (*path, k)) for k, below in node.value.items()}
-                return Node(members, node.origin)
+        if isinstance(node.value, dict) and type_.tables:
+            return self.fields(type_.tables[0], node, path)
+        if isinstance(node.value, dict) and (inner := type_.element("")):
+            members = {key: self.value(inner, below, (*path, key)) for key, below in node.value.items()}
+            return Node(members, node.origin)
+        if isinstance(node.value, list) and type_.element(0):
+            elements = [
+                self.value(type_.element(i) or Type(Any), below, (*path, i))
+                for i, below in enumerate(node.value)
+            ]
+            return Node(elements, node.origin)
         return node
 
     def slot(self, kind: str, node: Node, path: KeyPath) -> Node:
@@ -187,9 +184,20 @@ class _Resolver:
             self.problems.add("bad-choice", f"{name} has no flavor {given.value!r}", location, hint)
 
 
+def _false_choice(type_: Type, value: Any) -> Any | None:
+    """The choice that equals a value of another type (`1` and `true`, `-1` and `-1.0`).
+
+    pydantic takes such a value even in strict mode.
+    """
+    equal = [choice for choice in type_.choices if choice == value]
+    if not equal or type(value) in (*type_.alternatives, *map(type, equal)):
+        return None
+    return equal[0]
+
+
 def _not_null(row: dict[str, Any], cls: type) -> dict[str, Any]:
     """A flavor's row without the fields that are None unless they are given."""
-    nullable = {field.name for field in dataclasses.fields(cls) if field.default is None}
+    nullable = {field.name for field in fields_of(cls).values() if field.declared.default is None}
     return {key: value for key, value in row.items() if key not in nullable}
 
 

@@ -5,16 +5,19 @@ A section or a field stands here only if it does something.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
 from titancli.errors import RecipeError
 from titancli.layout.degrees import Degrees, Mesh
 from titancli.layout.stages import Pipeline
-from titancli.registry.component import Component, Slot, section
+from titancli.registry.component import section
+from titancli.registry.defaults import DatasetConfigDefaults, with_defaults
+from titancli.registry.fields import Component, Slot, fields_of
 
 BFLOAT16: Literal["bfloat16"] = str(b"bfloat16", "ascii")  # type: ignore[assignment]
 """What recipes compute in by default, and scripts on a CPU do not. An object of its own: `is` tells it from
@@ -256,3 +259,24 @@ class Recipe:
                 hint=f"take {max(micro, round(total / micro) * micro)}, or another local_batch_size",
             )
         return total // micro
+
+
+@functools.cache
+def recipe_slots() -> dict[str, Slot]:
+    """Return the component slots of a recipe: single ones, and the arrays of them."""
+    found = {}
+    for name, known in fields_of(Recipe).items():
+        element = known.type.element(0)
+        if slot := known.type.slot or (element and element.slot):
+            found[name] = slot
+    return found
+
+
+def needs_tokenizer(dataset: Any) -> bool:
+    """Return whether a dataset's config, or its class, wants a tokenizer: all do, unless they declare it."""
+    return with_defaults(DatasetConfigDefaults, dataset).needs_tokenizer
+
+
+def needs_dataset(loop: Any) -> bool:
+    """Return whether a loop's config, or its class, wants a dataset: all do that have no `task`."""
+    return "task" not in getattr(loop, "__dataclass_fields__", {})

@@ -6,20 +6,15 @@ import dataclasses
 import importlib
 import keyword
 import re
-import types
-import typing
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, dataclass_transform
 
 from titancli.errors import PluginError
-
-Component = Any
-"""The type of a slot: `Annotated[Component, Slot("optimizer")]`. What stands there is a bound config."""
+from titancli.registry.fields import fields_of
 
 T = TypeVar("T")
 
 NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
-SLOT = "x-titan-slot"
 RESERVED = frozenset({"type", "flavor"})
 PYDANTIC = {"extra": "forbid", "strict": True, "allow_inf_nan": False, "use_attribute_docstrings": True}
 
@@ -37,21 +32,6 @@ class ComponentInfo:
     Face form (see `titancli.protocols.HFForm`)."""
     device: str | None = None
     """`"cuda"` for a component that cannot run elsewhere."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """Marks a field that holds another component of this kind, bound recursively."""
-
-    kind: str
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        from titancli.registry.binding import slot_schema
-
-        return slot_schema(self.kind)
-
-    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
-        return {SLOT: self.kind}  # `titan schema` puts what there is of the kind here
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -99,28 +79,13 @@ def component(
 
 
 def _check_fields(cls: type, where: str) -> None:
-    hints = typing.get_type_hints(cls, include_extras=True)
-    for field in dataclasses.fields(cls):
-        if field.name in RESERVED:
-            raise PluginError(f"{where}: the field name {field.name!r} is reserved")
-        if keyword.iskeyword(field.name):
-            raise PluginError(f"{where}: the field name {field.name!r} is a Python keyword")
-        if may_be_none(hints[field.name]) and field.default is not None:
-            raise PluginError(
-                f"{where}: {field.name} may be None, so its default must be None (TOML has no null)"
-            )
-
-
-def may_be_none(hint: Any) -> bool:
-    """Whether a type annotation admits None."""
-    if hint is type(None):
-        return True
-    origin = typing.get_origin(hint)
-    if origin is typing.Annotated:
-        return may_be_none(typing.get_args(hint)[0])
-    if origin in (typing.Union, types.UnionType):
-        return any(may_be_none(arg) for arg in typing.get_args(hint))
-    return False
+    for name, field in fields_of(cls).items():
+        if name in RESERVED:
+            raise PluginError(f"{where}: the field name {name!r} is reserved")
+        if keyword.iskeyword(name):
+            raise PluginError(f"{where}: the field name {name!r} is a Python keyword")
+        if field.type.nullable and field.declared.default is not None:
+            raise PluginError(f"{where}: {name} may be None, so its default must be None (TOML has no null)")
 
 
 def is_config(value: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from titancli.errors import PluginError, TitanError
 from titancli.registry import current
 from titancli.registry.component import component_info, load_target
-from titancli.registry.describe import describe, summary
+from titancli.registry.fields import nested_fields, required_fields, summary
 from titancli.registry.plugins import PluginStatus, own_traceback
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def _component(label: str, cls: type, trial: Trial) -> Iterator[str]:
     values = trial.configs.get(label)
     if not summary(cls):
         yield "it has no docstring, whose first line `titan list-components` shows"
-    for field in describe(cls):
+    for field in nested_fields(cls):
         if not field.doc:
             yield f"the field {field.name} has no docstring below it, for `titan show`"
     try:
@@ -209,12 +209,7 @@ def _config(cls: type, values: Mapping[str, Any] | None) -> Any:
     from titancli.registry.binding import adapter, bind
 
     adapter(cls)
-    required = [
-        field.name
-        for field in dataclasses.fields(cls)
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    ]
-    if values is None and required:
+    if values is None and required_fields(cls):
         return None
     return bind(cls, dict(values or {}), current())
 

@@ -102,7 +102,7 @@ def _runtime(kind: str, config: Any, folder: Path, seq_len: int) -> dict[str, An
         return {"seq_len": 16}
     if kind == "dataset":
         from titancli.data import ByteTokenizer
-        from titancli.recipe.hints import needs_tokenizer
+        from titancli.recipe.schema import needs_tokenizer
         from titancli.registry.component import build
 
         tokenizer = build(ByteTokenizer()) if needs_tokenizer(config) else None

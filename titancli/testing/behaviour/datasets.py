@@ -12,7 +12,7 @@ import torch
 from titancli.data import ByteTokenizer
 from titancli.data.batch import IGNORE, Batch
 from titancli.data.loader import Loader
-from titancli.recipe.hints import needs_tokenizer
+from titancli.recipe.schema import needs_tokenizer
 from titancli.registry.component import build
 from titancli.testing.behaviour import Check, Subject
 

@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Lt
 
 from titancli import Component, Slot, component
 from titancli.registry.component import section
-from titancli.registry.describe import describe, summary, type_text
+from titancli.registry.fields import Type, nested_fields, summary
 
 
 @section
@@ -56,7 +56,7 @@ def test_a_class_without_a_docstring_has_no_summary() -> None:
 
 
 def test_fields_have_type_default_and_doc() -> None:
-    told = {field.name: field for field in describe(Described)}
+    told = {field.name: field for field in nested_fields(Described)}
     assert list(told) == ["size", "mode", "inner", "inner.width", "names"]
     assert told["size"].required and told["size"].doc == "How large,\nover two lines."
     assert told["mode"].default == "a" and told["mode"].doc == ""
@@ -83,4 +83,4 @@ def test_fields_have_type_default_and_doc() -> None:
     ],
 )
 def test_types_are_told_in_words(hint: object, words: str) -> None:
-    assert type_text(hint) == words
+    assert str(Type(hint)) == words

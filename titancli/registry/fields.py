@@ -1,0 +1,228 @@
+"""What a config class says of its fields: type, default, doc, choices, what stands inside. Torch-free.
+
+Binding, overrides, `titan show`, the template and the JSON Schema are all made from this.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import itertools
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Component = Any
+"""The type of a slot: `Annotated[Component, Slot("optimizer")]`. What stands there is a bound config."""
+
+SLOT = "x-titan-slot"
+OPERATORS = {
+    "Gt": "gt >",
+    "Ge": "ge >=",
+    "Lt": "lt <",
+    "Le": "le <=",
+    "MultipleOf": "multiple_of a multiple of",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Marks a field that holds another component of this kind, bound recursively."""
+
+    kind: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from titancli.registry.binding import slot_schema
+
+        return slot_schema(self.kind)
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return {SLOT: self.kind}  # `titan schema` puts what there is of the kind here
+
+
+@dataclasses.dataclass(frozen=True)
+class Type:
+    """The values that a type annotation admits. As text: `int > 0`, `"linear" | "cosine"`, `list of path`."""
+
+    hint: Any
+
+    def __str__(self) -> str:
+        return " | ".join(_words(arm, marks) for arm, marks in _arms(self.hint) if arm is not type(None))
+
+    @property
+    def alternatives(self) -> list[Any]:
+        """The members of a union, or the one type, without None and `Annotated[...]`."""
+        return [arm for arm, _ in _arms(self.hint) if arm is not type(None)]
+
+    @property
+    def nullable(self) -> bool:
+        """Whether it admits None."""
+        return any(arm is type(None) for arm, _ in _arms(self.hint))
+
+    @property
+    def slot(self) -> Slot | None:
+        """The slot that it is, if it is one."""
+        return next((mark for _, marks in _arms(self.hint) for mark in marks if isinstance(mark, Slot)), None)
+
+    @property
+    def choices(self) -> list[Any]:
+        """The values of `Literal[...]`."""
+        literals = [arm for arm in self.alternatives if typing.get_origin(arm) is typing.Literal]
+        return [choice for literal in literals for choice in typing.get_args(literal)]
+
+    @property
+    def tables(self) -> list[type]:
+        """The config classes, not those in a list or dict."""
+        return [arm for arm in self.alternatives if isinstance(arm, type) and dataclasses.is_dataclass(arm)]
+
+    def element(self, key: str | int) -> Type | None:
+        """The type of one element of a list, tuple or dict; None for anything else."""
+        found = (_element(arm, key) for arm in self.alternatives)
+        return next((Type(hint) for hint in found if hint is not None), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """One field of a config class."""
+
+    name: str
+    config: type
+    type: Type
+    declared: dataclasses.Field[Any]
+
+    @property
+    def required(self) -> bool:
+        return dataclasses.MISSING is self.declared.default is self.declared.default_factory
+
+    @property
+    def default(self) -> Any:
+        """Plain data; None where there is none, or where it is None."""
+        if self.declared.default_factory is not dataclasses.MISSING:
+            return plain(self.declared.default_factory())
+        return None if self.required else plain(self.declared.default)
+
+    @property
+    def doc(self) -> str:
+        """The docstring below it, or the summary of the table that it is; empty where there is none."""
+        own = _docs(self.config).get(self.declared.name)
+        return own or next(filter(None, map(summary, self.type.tables)), "")
+
+
+@functools.cache
+def fields_of(config: type) -> dict[str, Field]:
+    """The fields of a config class that a recipe can set, by name, in order."""
+    hints = typing.get_type_hints(config, include_extras=True)
+    settable = (field for field in dataclasses.fields(config) if field.init)
+    return {field.name: Field(field.name, config, Type(hints[field.name]), field) for field in settable}
+
+
+def nested_fields(config: type) -> list[Field]:
+    """The same in a list, where the fields of a table inside follow it, as `table.field`."""
+    found = []
+    for field in fields_of(config).values():
+        found.append(field)
+        for table in field.type.tables:
+            inner = nested_fields(table)
+            found += [dataclasses.replace(below, name=f"{field.name}.{below.name}") for below in inner]
+    return found
+
+
+def required_fields(config: type) -> list[str]:
+    """The names of the fields without a default."""
+    return [field.name for field in fields_of(config).values() if field.required]
+
+
+def summary(config: type) -> str:
+    """The first line of a class's docstring; empty where it has none."""
+    doc = config.__dict__.get("__doc__") or ""
+    if doc.startswith(f"{config.__name__}("):  # what dataclass writes where there is none
+        return ""
+    return inspect.cleandoc(doc).partition("\n")[0]
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can hold it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+
+
+@functools.cache
+def _docs(config: type) -> dict[str, str]:
+    """The docstrings that stand below the fields; none where the source cannot be read."""
+    docs: dict[str, str] = {}
+    for cls in reversed(config.__mro__[:-1]):
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+        except (OSError, TypeError, SyntaxError):  # made in a shell, or installed without its source
+            continue
+        body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+        for field, below in itertools.pairwise(body):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                text = below.value.value if _is_constant(below) else None  # type: ignore[attr-defined]
+                if isinstance(text, str) and text:
+                    docs[field.target.id] = inspect.cleandoc(text)
+    return docs
+
+
+def _is_constant(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _arms(hint: Any, marks: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """The alternatives of a hint, each with what is annotated to it."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        yield from _arms(arguments[0], (*marks, *arguments[1:]))
+    elif origin in (typing.Union, types.UnionType):
+        for argument in arguments:
+            yield from _arms(argument, marks)
+    else:
+        yield hint, marks
+
+
+def _element(hint: Any, key: str | int) -> Any | None:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if not isinstance(origin, type) or not arguments:
+        return None
+    if origin is tuple and isinstance(key, int) and arguments[-1] is not Ellipsis:
+        return arguments[key] if key < len(arguments) else None
+    if issubclass(origin, dict):
+        return arguments[-1] if isinstance(key, str) else None
+    return arguments[0] if isinstance(key, int) else None
+
+
+def _words(hint: Any, marks: tuple[Any, ...]) -> str:
+    """One alternative as a person would write it."""
+    limits = []
+    for mark in marks:
+        if isinstance(mark, Slot):
+            return mark.kind
+        attribute, _, words = OPERATORS.get(type(mark).__name__, "").partition(" ")
+        if attribute:
+            limits.append(f"{words} {getattr(mark, attribute)}")
+    return " ".join([_name(hint), ", ".join(limits)]).strip()
+
+
+def _name(hint: Any) -> str:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return " | ".join(f'"{value}"' if isinstance(value, str) else str(value) for value in arguments)
+    if origin in (list, tuple, set, frozenset):
+        return f"list of {Type(arguments[0])}" if arguments else "list"
+    if origin is dict:
+        return f"table of {Type(arguments[1])}"
+    if dataclasses.is_dataclass(hint):
+        return "table"
+    if isinstance(hint, type) and issubclass(hint, Path):
+        return "path"
+    return hint.__name__ if isinstance(hint, type) else str(hint).removeprefix("typing.")
