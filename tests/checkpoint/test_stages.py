@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.checkpoint.tensors import RUN
 from tests.engine.cases import Layout, my_batches, recipe, whole, wholes
 from tests.ranks.refused import refused
+from tests.rows import rows
 from titancli.checkpoint import (
     Checkpointer,
     CheckpointReader,
@@ -111,7 +112,7 @@ def load_each(layout: Layout, folders: list[Path]) -> list[tuple[set[str], list[
     return found
 
 
-@pytest.mark.parametrize("after", LAYOUTS)
+@pytest.mark.parametrize("after", rows(LAYOUTS, slow=("PP2, V", "PP2xFSDP2", "FSDP2")))
 def test_every_layout_goes_on_from_every_other(
     ranks: Any, checkpoints: dict[str, tuple[Path, Tensor]], after: str
 ) -> None:
@@ -185,7 +186,7 @@ def _export(out: str) -> dict[str, Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("layout", ["PP2, V", "PP4", "PP2xFSDP2", "PP2xTP2"])
+@pytest.mark.parametrize("layout", rows(["PP2, V", "PP4", "PP2xFSDP2", "PP2xTP2"], slow=("PP4", "PP2xFSDP2")))
 def test_first_weights_go_to_their_stages(ranks: Any, tmp_path: Path, layout: str) -> None:
     expected = ranks(1, _export, str(tmp_path / "hf"))[0]
     for folder in ("hf", "step-0"):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,6 +28,7 @@ from tests.engine.cases import Layout, recipe, small
 from tests.models.hf_configs import CONFIGS, LLAMA
 from tests.ranks import Ranks
 from tests.ranks.layouts import GPT_OSS
+from tests.rows import rows
 from tests.run.conftest import Finished, here, train  # noqa: F401 - fixtures
 from titancli.checkpoint import CheckpointReader
 from titancli.checkpoint.hf.which import hf_form
@@ -82,13 +82,14 @@ LAYOUTS = {
             activation_checkpoint={"mode": "full"},
         ),
     ),
+    "FSDP2, accumulation": (2, small(mesh={"dp_shard": 2}, micro_batches=2)),
     "FSDP2xTP2, compiled": (4, small(mesh={"dp_shard": 2, "tp": 2}, compile="aot_eager")),
 }
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n == "FSDP2xTP2, compiled" else n for n in LAYOUTS],
+    rows(LAYOUTS, slow=("FSDP2xTP2, compiled", "FSDP2, compiled, AC, accumulation")),
 )
 def test_every_layout_trains_the_same_adapters(
     ranks: Ranks, base: Path, alone: dict[str, torch.Tensor], name: str
@@ -218,10 +219,6 @@ SLOW = ("qwen2, TP2", "odd")
 """Of llama on TP2 more layers have biases, in both ways of cutting; and odd is on FSDP2 what it is alone."""
 
 
-def rows(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in names]
-
-
 @pytest.fixture(scope="module")
 def biased_base(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @cache
@@ -233,7 +230,7 @@ def biased_base(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Calla
     return of
 
 
-@pytest.mark.parametrize("name", rows(BIASED_LAYOUTS))
+@pytest.mark.parametrize("name", rows(BIASED_LAYOUTS, slow=SLOW))
 def test_a_bias_stays_the_bases_and_only_the_weight_gets_the_product(
     ranks: Ranks, biased_base: Callable[[str], Path], name: str
 ) -> None:
@@ -265,7 +262,10 @@ def test_a_bias_stays_the_bases_and_only_the_weight_gets_the_product(
         assert other["names"] == first["names"] and not other["weights"]
 
 
-@pytest.mark.parametrize("name", rows(["gpt_oss, TP2", "qwen2, TP2", "llama, TP2", "odd, FSDP2"]))
+@pytest.mark.parametrize(
+    "name",
+    rows(["gpt_oss, TP2", "qwen2, TP2", "llama, TP2", "odd, FSDP2"], slow=("gpt_oss, TP2", "qwen2, TP2")),
+)
 def test_layers_with_a_bias_train_alike_on_every_layout(
     ranks: Ranks, biased_base: Callable[[str], Path], name: str
 ) -> None:

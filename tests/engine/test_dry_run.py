@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tests.engine import cases
 from tests.engine.cases import Layout
 from tests.ranks.refused import skip_where_refused
+from tests.rows import rows
 from titancli.engine import Engine
 from titancli.engine.dry_run import blamed, dry_run, first_ranks, local, place_of
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
@@ -85,7 +86,7 @@ def held(recipe: Recipe) -> tuple[int, int, int, int]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", rows(RECIPES, slow=("hsdp-2x2", "fsdp-2 x tp-2", "pp-2", "ep-2 x fsdp-2")))
 def test_every_rank_has_what_a_real_one_has(ranks, name):
     """The first and the last, which differ in every coordinate; all others are between them."""
     world, recipe = RECIPES[name]
@@ -106,7 +107,7 @@ def test_parameters_that_ranks_share_unevenly():
 
 
 @pytest.mark.parametrize(
-    "schedule", ["1F1B", pytest.param("InterleavedZeroBubble", marks=pytest.mark.slow), "DualPipeV"]
+    "schedule", rows(["1F1B", "InterleavedZeroBubble", "DualPipeV"], slow=("1F1B", "InterleavedZeroBubble"))
 )
 def test_every_schedule_beside_every_other_degree(schedule):
     mesh = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}

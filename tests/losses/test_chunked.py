@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, log_softmax
 
+from tests.rows import rows
 from titancli.data.batch import Batch
 from titancli.engine.meter import Meter
 from titancli.losses import chunked
@@ -207,7 +208,7 @@ INDUCTOR = pytest.param(
 )
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", rows(TOLERANCE, slow=(torch.bfloat16,)))
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 def test_compiled_arithmetic_equals_eager(backend, dtype, monkeypatch):
     monkeypatch.setitem(chunked.CHUNK_BYTES, "cpu", 4 * VOCABULARY * 5)  # the last chunk is smaller

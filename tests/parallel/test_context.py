@@ -14,6 +14,7 @@ from tests.engine import cases
 from tests.engine.cases import LENGTH, ROWS, Layout
 from tests.ranks import runs
 from tests.ranks.comparison import difference
+from tests.rows import rows
 from titancli.distributed.collectives import Group
 from titancli.distributed.local import RowCut
 from titancli.distributed.mesh import Mesh
@@ -115,15 +116,14 @@ def one_rank(ranks):
 
 SLOW = {
     *("compiled, AC full, ulysses", "compiled, AC full, ring", "documents, compiled"),
+    *("CP2xTP2, full logits", "PP2xCP2, documents", "CP2xTP2, ring", "CP2xDDP2"),
     *("AC by op, allgather", "AC by op, ulysses", "CP4, documents", "CP2xTP2, log-probs", "PP2xCP2"),
 }
 """Compiling takes long where cores are few; what is in these is in others too."""
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", rows(LAYOUTS, slow=SLOW))
 def test_parts_of_rows_give_the_answer_of_whole_rows(ranks, one_rank, name):
     world, this = LAYOUTS[name]
     if "pp" not in this.mesh:  # two layers show all that four do
@@ -176,7 +176,9 @@ def _train(this: Layout, steps: range, load: str | None, save: str | None) -> li
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("way", [("cp", "dp_shard"), ("dp_shard", "cp")])
+@pytest.mark.parametrize(
+    "way", [("cp", "dp_shard"), pytest.param(("dp_shard", "cp"), marks=pytest.mark.slow)]
+)
 def test_a_checkpoint_goes_on_where_rows_are_cut_otherwise(ranks, tmp_path, way):
     before, after = (Layout({name: 2}) for name in way)
     folder = str(tmp_path / "step-2")
@@ -388,9 +390,7 @@ def _graphs(this: Layout) -> int:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "how", ["allgather", *(pytest.param(how, marks=pytest.mark.slow) for how in ("ulysses", "ring"))]
-)
+@pytest.mark.parametrize("how", rows(WAYS, slow=("ulysses", "ring")))
 def test_all_blocks_share_one_compiled_graph(ranks, how):
     """Compiled one by one, torch would give up after eight."""
     this = layout(how, cp=2, compile="aot_eager", model={"n_layers": 10})

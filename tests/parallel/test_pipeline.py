@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.engine import cases
 from tests.engine.cases import ROWS, Layout, my_batches, recipe, whole, whole_batch
+from tests.rows import rows
 from titancli.data.batch import Batch
 from titancli.distributed.process_group import set_timeouts
 from titancli.engine import Engine
@@ -134,8 +135,8 @@ def in_calls(layout: Layout, pieces: list[int]) -> dict[str, Tensor]:
     for step in range(2):
         batch = whole_batch(step)
         losses = []
-        for rows in torch.arange(ROWS).split(pieces):
-            call = Batch({name: tensor[rows] for name, tensor in batch.items()})
+        for piece in torch.arange(ROWS).split(pieces):
+            call = Batch({name: tensor[piece] for name, tensor in batch.items()})
             mine = call.split(call.rows // engine.mesh.degrees.dp)[engine.mesh.dp_rank]
             engine.evaluate(mine)
             losses.append(engine.forward_backward(mine)["loss"].clone())
@@ -158,7 +159,7 @@ def in_calls(layout: Layout, pieces: list[int]) -> dict[str, Tensor]:
         pytest.param({"dp_replicate": 2}, id="PP2xDDP2", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("schedule", ["1F1B", "LoopedBFS", "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", rows(["1F1B", "LoopedBFS", "ZBVZeroBubble"], slow=("1F1B", "LoopedBFS")))
 def test_calls_before_a_step_add_up(ranks, mesh, schedule) -> None:
     reference = ranks(1, in_calls, ONE, [4, 4])[0]
     results = ranks(4 if mesh else 2, in_calls, pp(mesh=mesh, schedule=schedule), [4, 4])

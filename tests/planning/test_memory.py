@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 
 from tests.planning.measure import measured, planned, recipe
+from tests.rows import rows
 from titancli.engine.dry_run import dry_run
 from titancli.recipe import load_recipe
 
@@ -32,7 +33,12 @@ TRACKED: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("case", TRACKED)
+@pytest.mark.parametrize(
+    "case",
+    rows(
+        TRACKED, slow=("fp32", "bf16, every second", "foreach", "shared by 8, parameters only", "tp 2, fp32")
+    ),
+)
 def test_the_peak_is_within_three_percent_of_the_trackers(case: str) -> None:
     world, overrides = TRACKED[case]
     found = recipe(*overrides)
@@ -60,7 +66,12 @@ COUNTED: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("case", COUNTED)
+@pytest.mark.parametrize(
+    "case",
+    rows(
+        COUNTED, slow=("pp 2, interleaved", "chunks of logits", "replicated", "always freed", "accumulated")
+    ),
+)
 def test_the_peak_is_that_of_a_dry_run(case: str) -> None:
     world, overrides = COUNTED[case]
     found = recipe(*overrides)
@@ -102,7 +113,7 @@ QWEN: dict[str, tuple[int, tuple[str, ...], float]] = {
 }
 
 
-@pytest.mark.parametrize("case", QWEN)
+@pytest.mark.parametrize("case", rows(QWEN, slow=("dense", "experts", "spread experts")))
 def test_another_family_with_norms_of_heads_and_with_experts(case: str) -> None:
     world, overrides, within = QWEN[case]
     sizes = ("dim=256", "n_layers=2", "n_heads=8", "n_kv_heads=4", "head_dim=32", "vocab_size=256")
@@ -121,7 +132,7 @@ LLAMA4: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("case", LLAMA4)
+@pytest.mark.parametrize("case", rows(LLAMA4, slow=("fp32", "tp 2")))
 def test_a_family_with_chunks_and_with_experts_in_every_second_block(case: str) -> None:
     world, overrides = LLAMA4[case]
     found = load_recipe("llama4_debug", overrides).recipe
@@ -137,7 +148,7 @@ LATENT: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("case", LATENT)
+@pytest.mark.parametrize("case", rows(LATENT, slow=("bf16, by op",)))
 def test_a_family_with_latents_and_with_values_narrower_than_keys(case: str) -> None:
     world, overrides = LATENT[case]
     found = load_recipe("deepseek_v3_debug", overrides).recipe
@@ -172,14 +183,11 @@ RECOMPUTED = {
 }
 
 
-QUICK = {("nothing", "bfloat16"), ("by op", "float32"), ("all", "float32")}
-MODES = [
-    pytest.param(*row, marks=[pytest.mark.slow] * (row not in QUICK))
-    for row in product(RECOMPUTED, ("float32", "bfloat16"))
-]
+MODES = [*product(RECOMPUTED, ("float32", "bfloat16"))]
+QUICK = [("by op", "float32"), ("all", "bfloat16")]
 
 
-@pytest.mark.parametrize(("mode", "dtype"), MODES)
+@pytest.mark.parametrize(("mode", "dtype"), rows(MODES, slow=[row for row in MODES if row not in QUICK]))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_within_the_bound(family: str, mode: str, dtype: str) -> None:
     few = ("training.seq_len=512", "model.n_layers=2")  # and so mostly activations
@@ -190,7 +198,7 @@ def test_every_family_is_within_the_bound(family: str, mode: str, dtype: str) ->
     assert computed.parameters == real.parameters
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", rows(["float32", "bfloat16"], slow=("float32",)))
 def test_stages_with_many_words_hold_their_gradients_but_gather_once(dtype: str) -> None:
     sizes = ("model.vocab_size=16384", "training.seq_len=64", "training.local_batch_size=4")
     found = recipe("mesh.pp=2", f"training.mixed_precision_param={dtype}", *sizes)

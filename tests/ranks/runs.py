@@ -1,4 +1,4 @@
-"""What the ranks run for the same-answer suite: three optimizer steps, and all that came of them."""
+"""What the ranks run for the same-answer suite: two optimizer steps, and all that came of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titancli.engine import Engine
 from titancli.models.blocks.decoder import Decoder
 from titancli.models.blocks.moe import moe_layers
 
-STEPS = 3
+STEPS = 2
 LR = 0.5
 
 

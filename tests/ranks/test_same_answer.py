@@ -1,6 +1,6 @@
 """The same weights and data give the same losses, gradients and weights on every layout.
 
-Each layout does three optimizer steps and is compared with one rank, tensor by tensor. The reference itself
+Each layout does two optimizer steps and is compared with one rank, tensor by tensor. The reference itself
 is compared with a plain loop, without titan's engine.
 """
 
@@ -18,6 +18,7 @@ from tests.engine.cases import Layout
 from tests.ranks import runs
 from tests.ranks.comparison import difference
 from tests.ranks.layouts import LAYOUTS, SLOW, TOLERANCE, Case
+from tests.rows import rows
 
 pytestmark = pytest.mark.ranks
 
@@ -71,9 +72,7 @@ def test_whatever_is_left_to_the_slow_rows_is_in_a_quick_one():
         assert features(LAYOUTS[name].layout) <= set().union(*quick), name
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", rows(LAYOUTS, slow=SLOW))
 def test_every_layout_gives_the_answer_of_one_rank(ranks, one_rank, record_property, name):
     this = LAYOUTS[name]
     reference = one_rank(this)
@@ -121,6 +120,17 @@ def test_one_rank_gives_the_answer_of_a_plain_loop(ranks, one_rank):
 
 def test_tied_weights_are_one(one_rank):
     assert not any("output.weight" in name for name in one_rank(LAYOUTS["FSDP2, tied"]))
+
+
+def pairs(case: Case) -> set[frozenset[str]]:
+    """Which techniques are used together."""
+    more = {name for name, degree in case.layout.mesh.items() if degree > 1}
+    return {frozenset((one, other)) for one in more for other in more if one != other}
+
+
+def test_each_pair_of_techniques_is_in_a_quick_row():
+    quick = [pairs(case) for name, case in LAYOUTS.items() if name not in SLOW]
+    assert set().union(*map(pairs, LAYOUTS.values())) <= set().union(*quick)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch
 from float8_cases import GATHER, PRECOMPUTE, RECIPES
 
 from tests.engine.cases import Layout
+from tests.rows import rows
 
 pytestmark = pytest.mark.ranks
 
@@ -86,7 +87,10 @@ def test_it_trains_and_stays_close_to_bf16(ranks, name):
     assert max(abs(a - b) / b for a, b in zip(found, bf16, strict=True)) < 0.05
 
 
-@pytest.mark.parametrize(("name", "emulate"), [("tensorwise", False), ("rowwise", True), ("gather", True)])
+@pytest.mark.parametrize(
+    ("name", "emulate"),
+    rows([("tensorwise", False), ("rowwise", True), ("gather", True)], slow=[("gather", True)]),
+)
 def test_compiled_blocks_give_the_same_gradients(ranks, name, emulate):
     fields = {**RECIPES[name], "emulate": emulate}
     world, mesh = (2, TWO) if name == "gather" else (1, {})

@@ -18,6 +18,7 @@ from float8_cases import GATHER, PRECOMPUTE, RECIPES
 from test_float8_numerics import distance
 
 from tests.engine.cases import Layout
+from tests.rows import rows
 from titan_float8 import Float8Linear
 from titan_float8.linear import build
 from titancli.distributed.collectives import Group
@@ -99,7 +100,7 @@ def one_rank(fields):
 @pytest.mark.parametrize(
     "mesh", [pytest.param(TP2, id="TP2", marks=SLOW), pytest.param(FSDP2_TP2, id="FSDP2xTP2")]
 )
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", rows(RECIPES, slow=("precompute", "rowwise_with_gw_hp")))
 def test_gradients_are_those_of_one_rank(ranks, name, mesh):
     reference = Layout(micro_batches=mesh.get("dp_shard", 1))
     (one,) = ranks(1, float8_cases.gradients, reference, one_rank(RECIPES[name]))
@@ -133,7 +134,9 @@ def test_scales_that_are_not_shared_would_be_seen(ranks):
     assert median > 10 * MEDIAN
 
 
-@pytest.mark.parametrize("name", [pytest.param("tensorwise", marks=SLOW), "precompute", "rowwise"])
+@pytest.mark.parametrize(
+    "name", rows(["tensorwise", "precompute", "rowwise"], slow=("tensorwise", "precompute"))
+)
 def test_weights_after_training_are_those_of_one_rank(ranks, name):
     fields = RECIPES[name]
     (one,) = ranks(1, float8_cases.trained_weights, Layout(micro_batches=2), one_rank(fields))
@@ -141,14 +144,15 @@ def test_weights_after_training_are_those_of_one_rank(ranks, name):
     assert distance(found, one) < MEDIAN
 
 
-"""Compiling takes long where cores are few; rowwise stays."""
-
-
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
         pytest.param("tensorwise", {"compile": "aot_eager"}, marks=SLOW),
-        ("rowwise", {"compile": "aot_eager", "activation_checkpoint": {"mode": "selective"}}),
+        pytest.param(
+            "rowwise",
+            {"compile": "aot_eager", "activation_checkpoint": {"mode": "selective"}},
+            marks=SLOW,
+        ),
         pytest.param(
             "rowwise_with_gw_hp",
             {"compile": "aot_eager", "activation_checkpoint": {"mode": "full"}},
@@ -169,7 +173,9 @@ def test_compiled_and_recomputed_blocks_give_the_same_gradients(ranks, name, cha
 # ---------------------------------------------------------------------------------------- checkpoints
 
 
-@pytest.mark.parametrize("fields", [GATHER, {"recipe": "rowwise"}], ids=["gather", "rowwise"])
+@pytest.mark.parametrize(
+    "fields", [GATHER, pytest.param({"recipe": "rowwise"}, marks=SLOW)], ids=["gather", "rowwise"]
+)
 def test_a_checkpoint_loads_bit_for_bit(ranks, tmp_path, fields):
     folder = str(tmp_path / "step-2")
     layout = Layout(FSDP2_TP2)

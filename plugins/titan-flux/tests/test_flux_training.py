@@ -9,6 +9,7 @@ import flux_cases
 import pytest
 from safetensors import safe_open
 
+from tests.rows import rows
 from titan_flux import FlowMatching, RandomLatents
 from titan_flux.shards import write_shard
 from titancli.registry.component import build
@@ -37,14 +38,12 @@ def alone(ranks) -> dict:
     return ranks(1, flux_cases.trained, WHOLE)[0]
 
 
-SISTERS = ("HSDP2x2, never freed", "FSDP2, accumulated")
+SISTERS = ("HSDP2x2, never freed", "FSDP2, accumulated", "FSDP2", "FSDP2, compiled")
 """What the others prove as well, each a part of it."""
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SISTERS)) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", rows(LAYOUTS, slow=SISTERS))
 def test_a_layout_trains_as_one_rank_does(ranks, alone: dict, name: str) -> None:
     world, overrides = LAYOUTS[name]
     for found in ranks(world, flux_cases.trained, overrides):
