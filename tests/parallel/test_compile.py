@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sysconfig
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from titancli.models.deepseek_v3.model import build as build_latent
 from titancli.models.llama3.model import Llama3Model, build
 from titancli.models.sections import MoE
 from titancli.parallel.activation_checkpoint import apply_activation_checkpoint
-from titancli.parallel.compile import compile_model, within_budget
+from titancli.parallel.compile import check_inductor, compile_model, within_budget
 from titancli.recipe.schema import ActivationCheckpoint, Compile
 
 MODEL = Llama3(dim=64, n_layers=2, n_heads=4, hidden_dim=192, vocab_size=128)
@@ -133,3 +136,27 @@ def test_many_kinds_of_blocks_that_run_again_are_compiled_with_and_without_gradi
     out = made(tokens)
     out.square().sum().backward()
     torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("name", ["two words", "o'brien"])
+@pytest.mark.parametrize("moved", ["torch", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR"])
+def test_inductor_is_refused_where_it_cannot_call_the_compiler(
+    name: str, moved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = {"torch": "a", "TMPDIR": "b", "TORCHINDUCTOR_CACHE_DIR": "c"} | {moved: name}
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / folders["torch"] / "__init__.py"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / folders["TMPDIR"]))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / folders["TORCHINDUCTOR_CACHE_DIR"]))
+    with pytest.raises(RecipeError, match=f"torch passes .*{name}.* without quotes") as caught:
+        check_inductor("inductor", torch.device("cpu"))
+    assert ("install" if moved == "torch" else f"set {moved} to") in str(caught.value.hint)
+    check_inductor("aot_eager", torch.device("cpu"))
+    check_inductor("inductor", torch.device("cuda"))  # whose kernels no C++ compiler makes
+
+
+def test_inductor_is_taken_where_no_path_is_in_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__file__", "/opt/venv/lib/torch/__init__.py")
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: "/opt/python/lib")
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp")
+    check_inductor("inductor", torch.device("cpu"))

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,3 +48,42 @@ def compile_model(model: nn.Module, section: Compile, activation_checkpoint: Act
     output: Any = getattr(model, "output", None)  # a pipeline stage may have none
     if "loss" in section.components and hasattr(output, "loss_backend"):
         output.loss_backend = section.backend
+
+
+def check_inductor(backend: str, device: torch.device) -> None:
+    """Refuse what inductor cannot build for a CPU because of where it is installed.
+
+    It joins the C++ compiler's arguments to one line and splits that again, and does not quote the folders of
+    libraries and the files that it writes (`CppBuilder`, `_run_compile_cmd`; torch 2.11 to 2.13).
+
+    Raises:
+        RecipeError: one of these paths contains a space or a quote.
+    """
+    if backend != "inductor" or device.type != "cpu":
+        return
+    for path, what_to_do in _unquoted_paths():
+        if not _is_one_word(path):
+            raise RecipeError(
+                f"compile.backend = 'inductor': on a CPU, torch passes {path} to the C++ compiler without "
+                "quotes, and it contains a space or a quote",
+                hint=f"{what_to_do}, or write compile.enable = false",
+            )
+
+
+def _unquoted_paths() -> Iterator[tuple[str, str]]:
+    """What inductor does not quote, and what its user can do about each."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    move = "install Python and torch in a folder whose path contains none"
+    yield str(Path(torch.__file__).parent / "lib"), move
+    if library_folder := sysconfig.get_config_var("LIBDIR"):
+        yield library_folder, move
+    yield tempfile.gettempdir(), "set TMPDIR to a folder whose path contains none"
+    yield cache_dir(), "set TORCHINDUCTOR_CACHE_DIR to a folder whose path contains none"
+
+
+def _is_one_word(path: str) -> bool:
+    try:
+        return shlex.split(path) == [path]
+    except ValueError:  # a quote that does not end
+        return False

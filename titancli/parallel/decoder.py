@@ -15,7 +15,7 @@ from titancli.distributed.mesh import Mesh
 from titancli.errors import RecipeError
 from titancli.parallel import Decoder, async_tp
 from titancli.parallel.activation_checkpoint import apply_activation_checkpoint, runs_again_outside
-from titancli.parallel.compile import compile_model
+from titancli.parallel.compile import check_inductor, compile_model
 from titancli.parallel.context import context_parallel
 from titancli.parallel.expert import expert_parallel
 from titancli.parallel.fsdp import shard
@@ -36,8 +36,10 @@ def build(
     """A callable that cuts a model on meta in place and returns it.
 
     Raises:
-        RecipeError: a setting needs a GPU, and the device is none.
+        RecipeError: a setting needs a GPU, and the device is none; or nothing can be compiled for it here.
     """
+    if compile.enable:
+        check_inductor(compile.backend, device)
     for key, reason in config.needs_gpu() if device.type != "cuda" else ():
         raise RecipeError(
             f"parallelize.{key} = true: {reason}, and this is a {device.type}", hint="leave it out"
