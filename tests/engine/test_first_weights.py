@@ -22,7 +22,7 @@ from titancli.models.llama3.model import LlamaHF
     [
         (None, LlamaHF, EnvironmentProblem, "is neither a Hugging Face folder"),
         ('{"model_type": "lla', LlamaHF, EnvironmentProblem, "config.json is damaged, or names no"),
-        ("[]", LlamaHF, EnvironmentProblem, "config.json is damaged, or names no model_type"),
+        ("[]", LlamaHF, EnvironmentProblem, "config.json is damaged, or has no model_type"),
         (
             '{"model_type": "gpt2"}',
             LlamaHF,

@@ -242,7 +242,7 @@ def test_grpo_goes_on_from_what_was_fine_tuned(train: Callable[..., Finished], h
     ("override", "words"),
     [
         ("loss=cross_entropy", 'the loss cross_entropy does not learn from samples: write loss = "grpo"'),
-        ("dataset=python_stdlib", "the loop grpo has prompts of its own, from loop.task"),
+        ("dataset=python_stdlib", "the loop grpo gets its prompts from loop.task and uses no dataset"),
         ("training.global_batch_size=64", "leave training.global_batch_size out"),
         ("loop.generator.max_new_tokens=64", "it leaves no room for a prompt"),
         ("loop.updates=4", "training.steps = 6 is not a multiple of it"),

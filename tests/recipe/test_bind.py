@@ -43,9 +43,9 @@ recipe = 3
         ("unknown-key", 7, 1, "did you mean 'steps'?"),
         ("wrong-type", 8, 11, "write 10 without quotes"),
         ("bad-choice", 10, 14, "did you mean 'cosine'?"),
-        ("wrong-type", 12, 6, 'for text, put quotes around it: "2024-01-01"'),
+        ("wrong-type", 12, 6, 'for a string, put quotes around it: "2024-01-01"'),
         ("unknown-key", 15, 1, "known: type"),
-        ("bad-choice", 18, 10, 'for text, put quotes around it: "3"'),
+        ("bad-choice", 18, 10, 'for a string, put quotes around it: "3"'),
         ("out-of-range", 1, 9, None),
     ]
 
@@ -53,7 +53,7 @@ recipe = 3
 @pytest.mark.parametrize(
     ("line", "code", "message", "hint"),
     [
-        ('steps = "10"', "wrong-type", "must be an integer, not the text", "write 10 without quotes"),
+        ('steps = "10"', "wrong-type", "must be an integer, not the string", "write 10 without quotes"),
         ("steps = 10.5", "wrong-type", "must be an integer, not 10.5", None),
         ("steps = 10.0", "wrong-type", "must be an integer, not 10.0", "write 10"),
         ("steps = true", "wrong-type", "must be an integer, not true", None),
@@ -66,24 +66,24 @@ recipe = 3
         ("max_norm = nan", "not-finite", "nan and inf", None),
         ("max_norm = -inf", "not-finite", "nan and inf", None),
         ("max_norm = 1e999", "not-finite", "nan and inf", None),
-        ("max_norm = 07:32:00", "wrong-type", "dates and times", "for text, put quotes"),
+        ("max_norm = 07:32:00", "wrong-type", "dates and times", "for a string, put quotes"),
         ('dtype = "half"', "bad-choice", "one of 'float32' or 'bfloat16', not 'half'", None),
         ('dtype = "bfloat"', "bad-choice", "not 'bfloat'", "did you mean 'bfloat16'?"),
-        ("dtype = 16", "bad-choice", "not 16", 'for text, put quotes around it: "16"'),
+        ("dtype = 16", "bad-choice", "not 16", 'for a string, put quotes around it: "16"'),
         (
             "warmup_steps = 3",
             "unknown-key",
             "'warmup_steps' in training",
-            "this key belongs to [lr_scheduler]",
+            "this key belongs in [lr_scheduler]",
         ),
-        ("lr = 3", "unknown-key", "unknown key 'lr' in training", "this key belongs to [optimizer]"),
+        ("lr = 3", "unknown-key", "unknown key 'lr' in training", "this key belongs in [optimizer]"),
         (
             "weights = 'x'",
             "unknown-key",
             "'weights'",
             "this key belongs at the top, before the first [section]",
         ),
-        ('dataset = "c4"', "unknown-key", "unknown key 'dataset'", "write type = … in [dataset]"),
+        ('dataset = "c4"', "unknown-key", "unknown key 'dataset'", "set type = … in [dataset]"),
         ("qqq = 3", "unknown-key", "unknown key 'qqq' in training", None),
     ],
 )
@@ -107,7 +107,7 @@ def test_nothing_but_a_boolean_is_a_boolean(problem, value: str) -> None:
 
 
 def test_the_alternatives_of_a_union_are_told_as_one(problem) -> None:
-    assert problem(BASE, "mesh.tp=x").message == 'mesh.tp must be an integer or -1, not the text "x"'
+    assert problem(BASE, "mesh.tp=x").message == 'mesh.tp must be an integer or -1, not the string "x"'
     assert problem(BASE, "mesh.tp=0").message == "mesh.tp must be at least 1 or -1, not 0"
     found = problem(BASE, "launcher.nproc=al")
     assert found.message == "launcher.nproc must be an integer or 'auto', not 'al'"
@@ -130,7 +130,8 @@ def test_a_missing_key_points_at_its_table(problem) -> None:
 def test_missing_sections_say_what_they_need(problems) -> None:
     found = problems("recipe = 1\n")
     assert [p.hint for p in found] == [
-        "add [model] with a type, one of: plain, tiny; or weights = HF_FOLDER, whose model it then is",
+        "add [model] with a type, one of: plain, tiny; or weights = HF_FOLDER, to use the model of that "
+        "folder",
         "add [tokenizer] with a type, one of: chars",
         "add [dataset] with a type, one of: lines",
         "add [training] with steps",
@@ -161,7 +162,7 @@ def test_an_unknown_section_is_named_as_one(problem) -> None:
     assert found.message == "unknown section [parallelism]" and "[mesh]" in found.hint
     assert problem(BASE + "[trainning]\n").hint == "did you mean 'training'?"
     assert problem(BASE + "[metrics]\nlogfreq = 1\n").hint == "did you mean 'log_freq'?"
-    assert problem("steps = 10\n" + BASE).hint == "this key belongs to [training]"
+    assert problem("steps = 10\n" + BASE).hint == "this key belongs in [training]"
 
 
 @pytest.mark.parametrize(
@@ -231,12 +232,12 @@ def test_a_newer_format_is_refused_before_its_keys_are(problem) -> None:
     [
         ("model = 3", "wrong-type", "model must be a table with a type, or the name of a model"),
         ("[model]\ndim = 3", "missing-key", "model needs a type, the name of a model"),
-        ("[model]\ntype = 3", "wrong-type", "model.type must be text"),
+        ("[model]\ntype = 3", "wrong-type", "model.type must be a string"),
         ("model = 'cast'", "unknown-component", "unknown model 'cast'"),
         ("[model]\ntype = 'tiny'\ndmi = 3", "unknown-key", "unknown key 'dmi' in model (titan/tiny)"),
         ("[model]\ntype = 'tiny'\nflavour = 'x'", "unknown-key", "unknown key 'flavour'"),
         ("[model]\ntype = 'tiny'\nflavor = 'smal'", "bad-choice", "titan/tiny has no flavor 'smal'"),
-        ("[model]\ntype = 'tiny'\nflavor = 8", "wrong-type", "model.flavor must be text"),
+        ("[model]\ntype = 'tiny'\nflavor = 8", "wrong-type", "model.flavor must be a string"),
         ("[model]\ntype = 'plain'\nflavor = '8B'", "unknown-key", "titan/plain has no flavors"),
         ("[model]\ntype = 'plain'", "missing-key", "model (titan/plain) needs 'dim'"),
         ("[model]\ntype = 'tiny'\nrope = 3", "wrong-type", "model.rope must be a table, not 3"),
@@ -280,14 +281,14 @@ def test_wrong_things_in_slots_of_slots(problem, text: str, code: str, message: 
 
 def test_a_component_named_as_in_torchtitan_is_told_of_type(problem) -> None:
     found = problem(BASE.replace('type = "tiny"', 'name = "tiny"'))
-    assert found.hint == "write type, not name; known: titan/plain, titan/tiny"
+    assert found.hint == "use type, not name; known: titan/plain, titan/tiny"
     found = problem(BASE + '[optimizer]\nname = "adamw"\n')
-    assert found.hint == "a component is named by its type: write type = …"
+    assert found.hint == "a component is selected by its type: set type = …"
 
 
 def test_a_table_for_an_array_is_told_how_to_begin_one(problem) -> None:
     found = problem(BASE + "[converters]\ntype = 'cast'\n")
-    assert found.hint == "an array of tables begins with [[converters]]"
+    assert found.hint == "an array of tables starts with [[converters]]"
 
 
 def test_slots_bind_recursively(load) -> None:
@@ -377,7 +378,7 @@ def test_a_bad_value_in_a_flavor_is_told_at_the_flavor_with_the_value(write) -> 
     with pytest.raises(RecipeError) as caught:
         load_recipe(path, registry=registry_of(("titan-rows", Rows)))
     (found,) = caught.value.problems
-    assert found.message == 'loss.rate must be a number, not the text "high"'
+    assert found.message == 'loss.rate must be a number, not the string "high"'
     assert found.location.source == 'flavor = "bad"'
 
 

@@ -56,9 +56,9 @@ def test_the_global_batch_divides_by_what_is_known(load, overrides: list[str], g
             ["activation_checkpoint.mode=memory_budget", "compile.enable=true", "compile.backend=eager"],
             "keeps all activations",
         ),
-        (["name=a/b"], "cannot begin the name of a run folder"),
-        (["name=.."], "cannot begin the name of a run folder"),
-        (["name="], "cannot begin the name of a run folder"),
+        (["name=a/b"], "cannot be the start of a run folder's name"),
+        (["name=.."], "cannot be the start of a run folder's name"),
+        (["name="], "cannot be the start of a run folder's name"),
         (["training.seq_len=8192"], "model.dim: this model is too small"),
     ],
 )
@@ -163,11 +163,11 @@ def test_other_mistakes_are_told_beside_a_missing_plugin(problems) -> None:
     ("line", "code", "hint"),
     [
         ('titan = ">=99"', "requires", "pip install 'titancli>=99'"),
-        ('titan = "99"', "bad-value", 'write a version specifier such as ">=0.1"'),
+        ('titan = "99"', "bad-value", 'use a version specifier such as ">=0.1"'),
         ('plugins = ["pluggy>=99"]', "requires", "pip install --upgrade 'pluggy>=99'"),
         ('plugins = ["a b c"]', "bad-value", None),
-        ("titan = 1", "wrong-type", 'for text, put quotes around it: "1"'),
-        ("plugins = [1]", "wrong-type", 'for text, put quotes around it: "1"'),
+        ("titan = 1", "wrong-type", 'for a string, put quotes around it: "1"'),
+        ("plugins = [1]", "wrong-type", 'for a string, put quotes around it: "1"'),
         ('plugins = "pluggy"', "wrong-type", 'write ["pluggy"]'),
     ],
 )

@@ -122,7 +122,7 @@ def test_a_missing_base_is_told_at_the_line_that_names_it_with_the_nearest(write
 
 @pytest.mark.parametrize("value", ["3", "[3]", '{a = "b"}'])
 def test_extends_must_be_text(problem, value: str) -> None:
-    assert problem(f"extends = {value}\n").message == "extends must be text"
+    assert problem(f"extends = {value}\n").message == "extends must be a string"
 
 
 def test_problems_lie_in_the_file_that_holds_the_line(write, problems) -> None:
@@ -191,7 +191,7 @@ def test_a_file_without_its_ending_is_told_how_it_is_called(named, write) -> Non
     write(BASE, "mine.toml")
     with pytest.raises(RecipeError) as caught:
         load_recipe("mine", registry=named)
-    assert caught.value.problems[0].hint == "the file is called ./mine.toml"
+    assert caught.value.problems[0].hint == "for the file, write ./mine.toml"
 
 
 def test_a_run_folder_stands_for_its_lock_file(named, write) -> None:

@@ -108,11 +108,12 @@ def told(loaded: Any) -> Any:
             "mesh.cp = 8 does not divide n_kv_heads / mesh.tp 4",
             "1, 2 or 4 can",
         ),
-        (["mesh.ep=2"], "mesh.ep = 2: the model has no experts", "write ep = 1"),
+        (["mesh.ep=2"], "mesh.ep = 2: the model has no experts", "set ep = 1"),
         (["mesh.ep=3", "model.n_experts=8"], "mesh.ep = 3 does not divide n_experts 8", "1 or 2 can"),
         (
             ["mesh.ep=8", "model.n_experts=8", "mesh.tp=2"],
-            "mesh.ep = 8 does not divide the ranks that it takes its own from, dp_shard 2 x cp 1 x tp 2 = 4",
+            "mesh.ep = 8 does not divide the number of ranks that experts are spread over, dp_shard 2 x "
+            "cp 1 x tp 2 = 4",
             "1, 2 or 4 can",
         ),
         (["mesh.pp=16"], "8 layers cannot fill 16 stages", "mesh.pp = 10 at most"),
@@ -149,8 +150,8 @@ def told(loaded: Any) -> Any:
                 "parallelize.reshard_after_forward=always",
                 "activation_checkpoint.mode=none",
             ],
-            "DualPipeV would lose gradients of parameters that are freed after forward",
-            'write "default" or "never"',
+            "DualPipeV would lose the gradients of parameters that are freed after forward",
+            'use "default" or "never"',
         ),
         (
             [
@@ -164,8 +165,8 @@ def told(loaded: Any) -> Any:
         ),
         (
             ["mesh.pp=2", "pipeline.schedule=InterleavedZeroBubble"],  # selective by default
-            "blocks would be recomputed for every one",
-            'write "none", or take GPipe, 1F1B, Interleaved1F1B, LoopedBFS',
+            "blocks would be recomputed for each of them",
+            'use "none", or one of GPipe, 1F1B, Interleaved1F1B, LoopedBFS',
         ),
         (
             ["mesh.pp=2", 'pipeline.module_fqns_per_model_part=[["tok_embeddings"], ["norm", "output"]]'],
@@ -216,7 +217,7 @@ def test_a_torch_whose_split_backward_is_wrong_is_told_at_the_schedule(
     # What the schedule would also ask for is left out: it cannot be had at all.
     (problem,) = told("mesh.pp=2", "compile.enable=true", f"pipeline.schedule={schedule}")
     assert f"torch {version} cannot split backward, as {schedule} does" in problem.message
-    assert "install torch 2.13 or newer, or take Interleaved1F1B or LoopedBFS" in problem.hint
+    assert "install torch 2.13 or newer, or use Interleaved1F1B or LoopedBFS" in problem.hint
     assert problem.location.source == f"pipeline.schedule={schedule}"
 
 
@@ -269,7 +270,7 @@ def test_all_degrees_are_told_at_once(told: Any) -> None:
         (["mesh.tp=-1", "mesh.dp_shard=1"], 3, "mesh.tp = 3 does not divide n_heads 32"),
         (["mesh.cp=-1", "mesh.dp_shard=1"], 3, "mesh.cp = 3 does not divide half of training.seq_len"),
         (["mesh.pp=-1", "mesh.dp_shard=1"], 16, "8 layers cannot fill 16 stages"),
-        (["mesh.dp_shard=-1", "mesh.ep=4", "model.n_experts=8"], 6, "takes its own from, dp_shard 6"),
+        (["mesh.dp_shard=-1", "mesh.ep=4", "model.n_experts=8"], 6, "experts are spread over, dp_shard 6"),
         (
             ["mesh.dp_shard=-1", "mesh.pp=4", "training.local_batch_size=1", "training.global_batch_size=12"],
             16,

@@ -103,7 +103,7 @@ def test_a_model_with_a_type_is_not_touched(here: Path) -> None:
             {"final_logit_softcapping": 30.0},
             "final_logit_softcapping = 30.0, which",
         ),
-        ({"model_type": "mamba"}, "no model of titan's own reads model_type 'mamba'"),
+        ({"model_type": "mamba"}, "none of titan's own models reads model_type 'mamba'"),
         ({"hidden_size": "wide"}, "dim"),
     ],
 )
@@ -129,7 +129,7 @@ def test_a_folder_that_is_not_there_is_the_one_problem(here: Path, overrides: tu
 def test_a_url_gives_no_model(here: Path) -> None:
     (here / "exp.toml").write_text(RECIPE.replace("./folder", "s3://bucket/step-5"))
     [problem] = wrong()
-    assert "no folder on this machine" in problem.message
+    assert "not a folder on this machine" in problem.message
 
 
 @pytest.mark.parametrize("name", ["recipe.lock.toml", "manifest.json"])
@@ -137,14 +137,14 @@ def test_a_run_or_a_checkpoint_gives_no_model_and_says_where_it_is(here: Path, n
     (here / "folder" / name).write_text("")
     [problem] = wrong()
     assert "./folder is titan's own" in problem.message
-    assert "add the [model] of folder/recipe.lock.toml" in (problem.hint or "")
+    assert "copy [model] from folder/recipe.lock.toml" in (problem.hint or "")
 
 
 def test_neither_weights_nor_a_model_is_told_with_what_may_stand_there(here: Path) -> None:
     (here / "exp.toml").write_text(RECIPE.replace('weights = "./folder"', ""))
     [problem] = wrong()
     assert "the recipe has no [model]" in problem.message
-    assert "whose model it then is" in (problem.hint or "")
+    assert "to use the model of that folder" in (problem.hint or "")
 
 
 def test_a_key_that_the_model_does_not_have_cannot_be_meant_to_differ(here: Path) -> None:

@@ -61,7 +61,7 @@ def test_every_other_dataset_needs_one(told: Callable[..., list[Problem]]) -> No
 
 def test_a_tokenizer_that_nobody_asks_is_refused_where_it_stands(told: Callable[..., list[Problem]]) -> None:
     (found,) = told(BASE.replace("lines", "pictures"))
-    assert found.message == "the dataset pictures takes no tokenizer" and found.location.line == 7
+    assert found.message == "the dataset pictures does not use a tokenizer" and found.location.line == 7
 
 
 def test_the_schema_for_editors_says_the_same() -> None:

@@ -91,13 +91,13 @@ def test_an_array_and_its_elements_can_be_overridden_together(load) -> None:
 def test_an_element_that_is_not_there_is_refused(problem, text: str) -> None:
     found = problem(text, "converters.2.recipe=tensorwise")
     assert (found.code, found.message) == ("no-element", "converters has no element 2")
-    assert found.hint == "it has 2, counted from 0; to add elements, write the whole array"
+    assert found.hint == "it has 2, numbered from 0; to add elements, give the whole array"
 
 
 def test_an_element_of_an_array_that_is_not_written_is_refused(problem) -> None:
     found = problem(BASE, "converters.0.recipe=tensorwise")
     assert found.message == "converters must be an array, not a table"
-    assert found.hint == "there is no array to change an element of; write the whole array"
+    assert found.hint == "there is no array here whose elements could be changed; give the whole array"
 
 
 @pytest.mark.parametrize("override", ["=5", "a b=5", ".a=5", "a..b=5", "a.=5", '"a=5', "[a]=5", "\udc80=1"])
@@ -107,7 +107,7 @@ def test_what_is_no_key_is_refused(problems, override: str) -> None:
 
 
 def test_a_file_cannot_be_extended_by_an_override(problem) -> None:
-    assert problem(BASE, "extends=base.toml").message == "extends stands in recipe files only"
+    assert problem(BASE, "extends=base.toml").message == "extends can only be set in a recipe file"
 
 
 def test_an_error_points_at_the_override(problem) -> None:
@@ -121,7 +121,7 @@ def test_an_error_points_at_the_override(problem) -> None:
 @pytest.mark.parametrize("value", ["10", "1.5", "true", "2024-01-01", "inf", "nan"])
 def test_a_text_field_that_got_another_type_is_told_how_to_quote(problem, value: str) -> None:
     found = problem(BASE, f"name={value}")
-    assert found.hint == f"""for text, put quotes around it: 'name="{value}"'"""
+    assert found.hint == f"""for a string, put quotes around it: 'name="{value}"'"""
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_text_field_that_got_another_type_is_told_how_to_quote(problem, value:
     ["optimizer={type=muon}", "converters=[{type='cast'}", "training={steps=x}", 'model="tiny', "mesh=[1"],
 )
 def test_a_value_that_is_almost_toml_is_told_to_be_none(problem, override: str) -> None:
-    assert problem(BASE, override).hint.startswith("this is no TOML value, so it was taken as text")
+    assert problem(BASE, override).hint.startswith("this is not a TOML value, so it was read as a string")
 
 
 def test_a_flavor_over_a_resolved_recipe_takes_that_flavor_whole(load, write, registry) -> None:
@@ -189,7 +189,7 @@ def test_unset_reaches_into_elements(load) -> None:
 
 
 def test_text_in_an_array_is_quoted_there(problem) -> None:
-    assert problem(BASE, "requires.plugins=[1, 'pluggy']").hint == 'for text, put quotes around it: "1"'
+    assert problem(BASE, "requires.plugins=[1, 'pluggy']").hint == 'for a string, put quotes around it: "1"'
 
 
 def test_unset_of_a_required_key_is_a_missing_key(problem) -> None:

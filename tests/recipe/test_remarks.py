@@ -25,7 +25,10 @@ from titancli.recipe.load import Loaded, load_recipe
         ),
         (["lr_scheduler.warmup_steps=500", "lr_scheduler.decay_ratio=0.5"], None),
         (["training.steps=200"], None),
-        (["training.dtype=bfloat16", "lr_scheduler.warmup_steps=0"], "to nearest, a change below 0.2 %"),
+        (
+            ["training.dtype=bfloat16", "lr_scheduler.warmup_steps=0"],
+            "updates smaller than 0.2 % of a weight are lost",
+        ),
     ],
 )
 def test_what_is_not_wrong_and_worth_a_line(

@@ -87,7 +87,7 @@ def test_tensors_that_are_left_out_keep_their_initial_values(train: Train, here:
     [
         (('checkpoint.exclude_from_loading=["dataloader"]',), 3, "did you mean 'data'?"),
         (('checkpoint.exclude_from_loading=["optimizr"]',), 3, "did you mean 'optimizer'?"),
-        (("checkpoint.initial_load_model_only=false",), 3, "no checkpoint to take over"),
+        (("checkpoint.initial_load_model_only=false",), 3, "no checkpoint is given to load the state from"),
         (("checkpoint.enable=false", "checkpoint.last_save_in_hf=true"), 3, "nothing is saved"),
         (("checkpoint.enable=false", "checkpoint.create_seed_checkpoint=true"), 3, "nothing is saved"),
         (("checkpoint.export_dtype=bfloat16",), 3, "nothing is exported"),

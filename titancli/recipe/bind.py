@@ -131,7 +131,7 @@ def _unknown_key(
     if cls is not None and is_config(cls):
         known += ["type", "flavor"] if hasattr(cls, "flavors") else ["type"]
     if cls is not None and is_config(cls) and key == "name":
-        hint: str | None = "a component is named by its type: write type = …"
+        hint: str | None = "a component is selected by its type: set type = …"
     else:
         hint = moved(path) or _belongs(key, table, resolved)
     meant = None if hint else nearest_name(key, known)
@@ -155,7 +155,7 @@ def _belongs(key: str, table: KeyPath, resolved: Resolved) -> str | None:
         classes = [resolved.classes[(name,)]] if (name,) in resolved.classes else field.type.tables
         if (name,) != table and any(key in fields_of(cls) for cls in classes):
             homes.append(name)
-    return f"this key belongs to [{homes[0]}]" if len(homes) == 1 else None
+    return f"this key belongs in [{homes[0]}]" if len(homes) == 1 else None
 
 
 def _missing_key(
@@ -173,7 +173,7 @@ def _missing_key(
         names = [name.rpartition("/")[2] for name in registry.names(slot.kind)]
         example = f"[{key}] with a type, one of: {', '.join(names[:8]) or 'none is installed'}"
         if key == "model":
-            example += "; or weights = HF_FOLDER, whose model it then is"
+            example += "; or weights = HF_FOLDER, to use the model of that folder"
     else:
         needed = [name for section in fields_of(Recipe)[key].type.tables for name in required_fields(section)]
         example = f"[{key}] with {', '.join(needed)}"
@@ -200,8 +200,8 @@ TYPES = {
     "int": "an integer",
     "float": "a number",
     "bool": "true or false",
-    "string": "text",
-    "path": "a path, as text",
+    "string": "a string",
+    "path": "a path (a string)",
     "list": "an array",
     "tuple": "an array",
     "set": "an array",
@@ -219,9 +219,9 @@ LIMITS = {
     "multiple_of": ("multiple_of", "a multiple of {}"),
     "too_short": ("min_length", "an array of at least {}"),
     "too_long": ("max_length", "an array of at most {}"),
-    "string_too_short": ("min_length", "text of at least {} characters"),
-    "string_too_long": ("max_length", "text of at most {} characters"),
-    "string_pattern_mismatch": ("pattern", "text that matches {}"),
+    "string_too_short": ("min_length", "a string of at least {} characters"),
+    "string_too_long": ("max_length", "a string of at most {} characters"),
+    "string_pattern_mismatch": ("pattern", "a string that matches {}"),
 }
 SWITCHES = {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false"}
 """What people write for a boolean."""
@@ -287,7 +287,7 @@ def shown(node: Node) -> str:
         return f"the array {text}" if text and len(text) <= 40 and "\n" not in text else "an array"
     if isinstance(node.value, str):
         short = node.value if len(node.value) <= 40 else node.value[:39] + "…"
-        return f"the text {json.dumps(short, ensure_ascii=False)}"
+        return f"the string {json.dumps(short, ensure_ascii=False)}"
     return str(node.value).lower() if isinstance(node.value, bool) else str(text or node.value)
 
 
@@ -301,23 +301,23 @@ def _hint(path: KeyPath, node: Node, expected: list[str], choices: list[Any]) ->
         if near := nearest(value, texts):
             return near
         if "true or false" in expected and value.lower() in SWITCHES:
-            return f"write {SWITCHES[value.lower()]}"
+            return f"use {SWITCHES[value.lower()]}"
         wants_number = "an integer" in expected or "a number" in expected
         if wants_number and re.fullmatch(r"[+-]?\d+(\.\d+)?([eE][+-]?\d+)?", value):
             return f"write {value} without quotes"
         if "an array" in expected:
             return f'write ["{value}"]' if not override else f"""write '{dotted(path)}=["{value}"]'"""
         return None
-    if "text" in expected or any(isinstance(choice, str) for choice in choices):
+    if "a string" in expected or any(isinstance(choice, str) for choice in choices):
         if not isinstance(value, (dict, list)):
-            return f"for text, put quotes around it: {quoting(node)}"
+            return f"for a string, put quotes around it: {quoting(node)}"
         return None
     if isinstance(value, float) and "an integer" in expected and value.is_integer():
-        return f"write {int(value)}"
+        return f"use {int(value)}"
     if "an array" in expected and isinstance(value, dict):
         if override:
-            return "there is no array to change an element of; write the whole array"
-        return f"an array of tables begins with [[{dotted(path)}]]"
+            return "there is no array here whose elements could be changed; give the whole array"
+        return f"an array of tables starts with [[{dotted(path)}]]"
     if "an array" in expected:
         return f"write [{node.origin.text or value}]"
     return None
@@ -334,20 +334,20 @@ def _choices(expected: str) -> tuple[Any, ...]:
 
 
 MOVED = {
-    "job": "a torchtitan job config is translated: titan new-recipe OUT.toml --from-torchtitan FILE",
-    "job.description": "write description = … at the top",
-    "job.dump_folder": "the run folder is the command's --run-dir",
-    "model.tokenizer_path": "write path = … in [tokenizer]",
-    "model.hf_assets_path": "write path = … in [tokenizer]",
-    "model.converters": "write one [[converters]] table for each",
-    "training.dataset": "write type = … in [dataset]",
-    "training.dataset_path": "write path = … in [dataset]",
-    "debug.seed": "write seed = … in [training]",
-    "parallelism": "the degrees stand in [mesh]: pp, dp_replicate, dp_shard, cp, tp, ep",
-    "quantize": "write a [[converters]] table",
-    "metrics.enable_tensorboard": 'write [[loggers]] with type = "tensorboard"',
-    "checkpoint.initial_load_path": "write weights = … at the top",
-    "checkpoint.folder": "checkpoints lie in the run folder, which is the command's --run-dir",
+    "job": "convert a torchtitan job config with: titan new-recipe OUT.toml --from-torchtitan FILE",
+    "job.description": "set description = … at the top",
+    "job.dump_folder": "set the run folder on the command line: --run-dir",
+    "model.tokenizer_path": "set path = … in [tokenizer]",
+    "model.hf_assets_path": "set path = … in [tokenizer]",
+    "model.converters": "add a [[converters]] table for each",
+    "training.dataset": "set type = … in [dataset]",
+    "training.dataset_path": "set path = … in [dataset]",
+    "debug.seed": "set seed = … in [training]",
+    "parallelism": "the degrees are in [mesh]: pp, dp_replicate, dp_shard, cp, tp, ep",
+    "quantize": "add a [[converters]] table",
+    "metrics.enable_tensorboard": 'add [[loggers]] with type = "tensorboard"',
+    "checkpoint.initial_load_path": "set weights = … at the top",
+    "checkpoint.folder": "checkpoints are in the run folder; set it on the command line: --run-dir",
 }
 
 

@@ -58,14 +58,16 @@ def _concerns(path: KeyPath, message: str, key: KeyPath) -> bool:
 
 def _core_checks(recipe: Recipe) -> Iterator[Finding]:
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", recipe.name, re.ASCII):
-        message = f"name {recipe.name!r} cannot begin the name of a run folder"
-        yield ("name",), message, "use letters, digits, '_', '-' and '.', beginning with a letter or digit"
+        message = f"name {recipe.name!r} cannot be the start of a run folder's name"
+        yield ("name",), message, "use letters, digits, '_', '-' and '.', starting with a letter or digit"
     if recipe.tokenizer is not None and not needs_tokenizer(recipe.dataset):
-        message = f"the dataset {component_info(recipe.dataset).name} takes no tokenizer"
-        yield ("tokenizer",), message, "leave [tokenizer] out"
+        message = f"the dataset {component_info(recipe.dataset).name} does not use a tokenizer"
+        yield ("tokenizer",), message, "remove [tokenizer]"
     if recipe.dataset is not None and not needs_dataset(recipe.loop):
-        message = f"the loop {component_info(recipe.loop).name} has prompts of its own, from loop.task"
-        yield ("dataset",), message, "leave [dataset] out"
+        message = (
+            f"the loop {component_info(recipe.loop).name} gets its prompts from loop.task and uses no dataset"
+        )
+        yield ("dataset",), message, "remove [dataset]"
     yield from _activation_checkpoint(recipe)
     yield from _checkpoint(recipe)
     yield from check_layout(recipe)
@@ -75,19 +77,19 @@ def _activation_checkpoint(recipe: Recipe) -> Iterator[Finding]:
     section = recipe.activation_checkpoint
     option = section.selective_ac_option
     if option != "op" and not re.fullmatch(r"[1-9]\d*", option):
-        message = f"selective_ac_option must be 'op' or the text of a number of layers, not {option!r}"
+        message = f"selective_ac_option must be 'op' or a number of layers as a string, not {option!r}"
         yield ("activation_checkpoint", "selective_ac_option"), message, None
     if section.mode != "memory_budget":
         return
     if not recipe.compile.enable or "model" not in recipe.compile.components:
         message = (
-            "within a memory_budget it is the compiler that chooses what to keep, and no block is compiled"
+            "in mode memory_budget the compiler chooses which activations to keep, and no block is compiled"
         )
-        hint = 'write compile.enable = true, or mode = "selective"'
+        hint = 'set compile.enable = true, or mode = "selective"'
         yield ("activation_checkpoint", "mode"), message, hint
     elif recipe.compile.backend in KEEPS_ALL:
         message = f"the backend {recipe.compile.backend!r} keeps all activations, whatever the memory_budget"
-        yield ("compile", "backend"), message, 'write "inductor"'
+        yield ("compile", "backend"), message, 'use "inductor"'
 
 
 def _checkpoint(recipe: Recipe) -> Iterator[Finding]:
@@ -97,18 +99,18 @@ def _checkpoint(recipe: Recipe) -> Iterator[Finding]:
     if not section.enable:
         for name in [*saving, *exports]:
             if getattr(section, name):
-                yield ("checkpoint", name), "nothing is saved where checkpoint.enable is false", None
+                yield ("checkpoint", name), "nothing is saved when checkpoint.enable is false", None
     if section.remote is not None and (wrong := _remote(section.remote)):
         yield ("checkpoint", "remote"), *wrong
     if section.export_dtype != "float32" and not any(getattr(section, name) for name in exports):
-        message = f"nothing is exported, in {section.export_dtype} or else"
-        yield ("checkpoint", "export_dtype"), message, "write last_save_in_hf = true, for one"
+        message = "nothing is exported, so export_dtype has no effect"
+        yield ("checkpoint", "export_dtype"), message, "set last_save_in_hf = true, for example"
     if section.last_save_in_hf and component_info(recipe.model).hf is None:
         message = f"the model {component_info(recipe.model).name} has no Hugging Face form"
-        yield ("checkpoint", "last_save_in_hf"), message, "write last_save_model_only = true"
+        yield ("checkpoint", "last_save_in_hf"), message, "set last_save_model_only = true"
     if not section.initial_load_model_only and recipe.weights is None:
-        message = "there is no checkpoint to take over"
-        yield ("checkpoint", "initial_load_model_only"), message, 'write weights = "RUN/checkpoints/step-N"'
+        message = "no checkpoint is given to load the state from"
+        yield ("checkpoint", "initial_load_model_only"), message, 'set weights = "RUN/checkpoints/step-N"'
     for name in section.exclude_from_loading:
         if "." not in name and name not in PARTS:
             hint = did_you_mean(TORCHTITAN.get(name) or nearest_name(name, PARTS))
@@ -125,10 +127,12 @@ def _checkpoint(recipe: Recipe) -> Iterator[Finding]:
 def _remote(url: str) -> tuple[str, str] | None:
     """What is wrong with `checkpoint.remote`, and what to write; credentials are not shown."""
     if re.match(r"\w+://[^/]*@", url):
-        hint = "leave the part before the @ out, and set AWS_PROFILE, for one, in the shell"
-        return "a recipe and its lock file are meant to be shown around: no credentials in a URL", hint
+        hint = "remove the part before the @, and set AWS_PROFILE, for example, in the shell"
+        return (
+            "a recipe and its lock file are meant to be shared and must not hold credentials in a URL"
+        ), hint
     if not re.fullmatch(r"[a-z][a-z0-9+.-]+://[^?#:\s]*[^/?#:\s]/*", url):
-        return f"{url!r} is not the URL of a folder in an object store", 'write "s3://bucket/prefix"'
+        return f"{url!r} is not the URL of a folder in an object store", 'use "s3://bucket/prefix"'
     return None
 
 
@@ -173,10 +177,10 @@ def _add(
 
 PARTS = {
     "model": "the weights",
-    "optimizer": "its moments and step counts",
+    "optimizer": "the optimizer's moments and step counts",
     "data": "the position in the dataset",
-    "step": "the count of steps, which the schedule follows, and of tokens",
-    "guard": "the window that a step's numbers are compared with",
+    "step": "the numbers of steps, which the schedule follows, and of tokens",
+    "guard": "the recent losses and gradient norms that a step is compared with",
 }
 TORCHTITAN = {"dataloader": "data", "lr_scheduler": "step", "train_state": "step"}
 """Its names for what is called otherwise here."""
@@ -213,7 +217,7 @@ def _rounding(recipe: Recipe) -> Iterator[str]:
     ):
         name = component_info(recipe.optimizer).name
         yield (
-            f'training.dtype is "bfloat16", and the optimizer {name} does not say that it rounds '
-            "stochastically: to nearest, a change below 0.2 % of a weight is lost; adamw does, and float32 "
-            "needs none"
+            f'training.dtype is "bfloat16", and the optimizer {name} does not declare that it rounds '
+            "stochastically: with rounding to nearest, updates smaller than 0.2 % of a weight are lost; "
+            "use adamw, or float32"
         )

@@ -112,7 +112,7 @@ def _component(name: str, cls: type, table: dict[str, Any], registry: Registry) 
     added: dict[str, Any] = {"type": {"description": summary(cls), "enum": _names(name, cls, registry)}}
     if flavors := with_defaults(ConfigDefaults, cls).flavors:
         added["flavor"] = {
-            "description": "A row of values, which keys beside it change.",
+            "description": "A named set of values; keys beside it override them.",
             "enum": list(flavors),
         }
     docs = {name: {"description": field.doc} for name, field in fields_of(cls).items() if field.doc}
@@ -297,7 +297,7 @@ def _body(loaded: Loaded) -> Iterator[str]:
 
 def _array(name: str, values: list[Any], data: list[Any]) -> Iterator[str]:
     if not values:
-        yield from ("", f"## [[{name}]]: none; `titan list-components` shows what there is")
+        yield from ("", f"## [[{name}]]: none; `titan list-components` lists what is available")
     for value, table in zip(values, data, strict=True):
         yield from ("", *_comment(summary(type(value))), f"# [[{name}]]", *_keys(value, table))
 

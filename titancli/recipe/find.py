@@ -31,7 +31,7 @@ def bundled_folder() -> Path:
     for folder in (package / "bundled_recipes", package.parent / "recipes"):
         if folder.is_dir():
             return folder
-    raise RecipeError("titan's own recipes are missing", hint="reinstall titancli")
+    raise RecipeError("titan's bundled recipes are missing", hint="reinstall titancli")
 
 
 def find_recipe(reference: str | Path, *, registry: Registry | None = None) -> Path:
@@ -58,15 +58,15 @@ def find_recipe(reference: str | Path, *, registry: Registry | None = None) -> P
 
 def _existing(path: Path) -> Path:
     if os.path.isdir(path):
-        raise _no_recipe(f"{path} is a folder without {LOCK_NAME}", "name a recipe file or a run folder")
+        raise _no_recipe(f"{path} is a folder without a {LOCK_NAME}", "name a recipe file or a run folder")
     try:
         missing = not path.exists()
     except (OSError, ValueError):  # reading it will say what is wrong
         missing = False
     if missing:
         names = [p.name for p in path.parent.glob("*.toml")] if os.path.isdir(path.parent) else []
-        hint = nearest(path.name, sorted(names)) or "`titan list-recipes` lists those that go by a name"
-        raise _no_recipe(f"there is no recipe {path}", hint)
+        hint = nearest(path.name, sorted(names)) or "`titan list-recipes` lists the recipes that have a name"
+        raise _no_recipe(f"recipe {path} does not exist", hint)
     return path
 
 
@@ -88,8 +88,8 @@ def named_recipe(reference: str, registry: Registry) -> Path:
         raise _no_recipe(f"{reference!r} is the name of {len(found)} recipes", f"write {' or '.join(found)}")
     here = next((path for path in (f"{reference}.toml", reference) if os.path.isfile(path)), None)
     names = list(files) if ":" in reference else [name.partition(":")[2] for name in files]
-    hint = f"the file is called ./{here}" if here else nearest(reference, names)
-    hint = hint or "`titan list-recipes` lists them; a file is given as ./FILE.toml"
+    hint = f"for the file, write ./{here}" if here else nearest(reference, names)
+    hint = hint or "`titan list-recipes` lists them; for a file, write ./FILE.toml"
     raise _no_recipe(f"there is no recipe {reference!r}", hint)
 
 

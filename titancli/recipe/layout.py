@@ -54,10 +54,11 @@ def _impossible(recipe: Recipe) -> Iterator[tuple[KeyPath, Finding]]:
         degree = getattr(recipe.mesh, field.name)
         if degree != 1 and field.name not in degrees:
             message = (
-                f"mesh.{field.name} = {degree}: the model {name} is cut by {' and '.join(degrees)} alone"
+                f"mesh.{field.name} = {degree}: the model {name} can only be sharded by "
+                f"{' and '.join(degrees)}"
             )
             path: KeyPath = ("mesh", field.name)
-            yield path, (path, message, f"write mesh.{field.name} = 1")
+            yield path, (path, message, f"set mesh.{field.name} = 1")
 
 
 def _fitting(recipe: Recipe) -> Iterator[Finding]:
@@ -65,7 +66,7 @@ def _fitting(recipe: Recipe) -> Iterator[Finding]:
     free = [f.name for f in dataclasses.fields(mesh) if getattr(mesh, f.name) == -1]
     if len(free) > 1:
         message = f"only one degree may be -1, not {' and '.join(free)}"
-        yield ("mesh", free[-1]), message, f"write mesh.{free[0]} = 1, for one"
+        yield ("mesh", free[-1]), message, f"set mesh.{free[0]} = 1, for example"
     else:
         yield from _batch(recipe)
     yield from _tensor(recipe)
@@ -126,17 +127,17 @@ def _divides(recipe: Recipe, name: str, sizes: dict[str, int]) -> Iterator[Findi
 def _experts(recipe: Recipe) -> Iterator[Finding]:
     if recipe.debug.moe_force_load_balance and not with_defaults(ModelConfigDefaults, recipe.model).n_experts:
         message = "moe_force_load_balance: the model has no experts"
-        yield ("debug", "moe_force_load_balance"), message, "write false"
+        yield ("debug", "moe_force_load_balance"), message, "set it to false"
     mesh = recipe.mesh
     experts = with_defaults(ModelConfigDefaults, recipe.model).n_experts
     if mesh.ep > 1 and experts is None:
-        yield ("mesh", "ep"), f"mesh.ep = {mesh.ep}: the model has no experts", "write ep = 1"
+        yield ("mesh", "ep"), f"mesh.ep = {mesh.ep}: the model has no experts", "set ep = 1"
         return
     sizes = {} if experts is None else {"n_experts": experts}
     among = {name: getattr(mesh, name) for name in ("dp_shard", "cp", "tp")}
     if -1 not in among.values():
         product = " x ".join(f"{name} {degree}" for name, degree in among.items())
-        sizes[f"the ranks that it takes its own from, {product} ="] = math.prod(among.values())
+        sizes[f"the number of ranks that experts are spread over, {product} ="] = math.prod(among.values())
     yield from _divides(recipe, "ep", sizes)
 
 
@@ -185,32 +186,43 @@ def _rows(recipe: Recipe) -> int | None:
 def _beside_a_pipeline(recipe: Recipe) -> Iterator[Finding]:
     """What does not go together with stages, or with the schedule."""
     if with_defaults(ModelConfigDefaults, recipe.model).tied:
-        message = "tied weights cannot be cut into pipeline stages: the first and the last would share one"
-        yield ("mesh", "pp"), message, "write pp = 1, or model.tied = false"
+        message = (
+            "tied weights cannot be split into pipeline stages: the first and last stage would "
+            "share a parameter"
+        )
+        yield ("mesh", "pp"), message, "set pp = 1, or model.tied = false"
     schedule = recipe.pipeline.schedule
     if not SCHEDULES[schedule].splits_backward:
         return
     if lacks(SPLIT_BACKWARD):
         # Whether the rest would suit a schedule that cannot be had is no question.
-        message = f"torch {torch_version()} cannot split backward, as {schedule} does: {SPLIT_BACKWARD.why}"
-        instead = "Interleaved1F1B or LoopedBFS, which have two stages a rank as well"
+        message = (
+            f"torch {torch_version()} cannot split backward, as {schedule} requires: {SPLIT_BACKWARD.why}"
+        )
+        instead = "Interleaved1F1B or LoopedBFS, which also have two stages per rank"
         yield (
             ("pipeline", "schedule"),
             message,
-            f"install torch {SPLIT_BACKWARD.since} or newer, or take {instead}",
+            f"install torch {SPLIT_BACKWARD.since} or newer, or use {instead}",
         )
         return
     if with_defaults(ParallelizeConfigDefaults, recipe.parallelize).reshard_after_forward == "always":
-        message = f"{schedule} would lose gradients of parameters that are freed after forward"
-        yield ("parallelize", "reshard_after_forward"), message, 'write "default" or "never"'
+        message = f"{schedule} would lose the gradients of parameters that are freed after forward"
+        yield ("parallelize", "reshard_after_forward"), message, 'use "default" or "never"'
     others = ", ".join(name for name, kind in SCHEDULES.items() if not kind.splits_backward)
     if recipe.compile.enable:
-        message = f"{schedule} makes gradients of inputs and of weights apart, which compiled blocks cannot"
-        yield ("compile", "enable"), message, f"write false, or take {others}"
+        message = (
+            f"{schedule} computes the gradients of inputs and of weights separately, which "
+            f"compiled blocks cannot do"
+        )
+        yield ("compile", "enable"), message, f"set it to false, or use {others}"
     if recipe.activation_checkpoint.mode != "none":
         # By operations torch refuses to recompute twice; in full each block is computed ten times more.
-        message = f"{schedule} makes weights' gradients apart, and blocks would be recomputed for every one"
-        yield ("activation_checkpoint", "mode"), message, f'write "none", or take {others}'
+        message = (
+            f"{schedule} computes the gradients of weights separately, and blocks would be "
+            f"recomputed for each of them"
+        )
+        yield ("activation_checkpoint", "mode"), message, f'use "none", or one of {others}'
 
 
 def _at(error: StageError) -> Finding:

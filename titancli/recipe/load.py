@@ -117,7 +117,7 @@ def _check_unset(recipe: Recipe, absent: Mapping[KeyPath, Source], problems: Pro
             location = source.location((0, len(source.text)))
             if isinstance(at, (list, tuple)) and i == len(path) - 1:
                 message = f"cannot unset {dotted(path)}: it is an element of an array"
-                problems.add("no-element", message, location, "override the whole array")
+                problems.add("no-element", message, location, "override the whole array instead")
                 break
             if str(key) not in known and not isinstance(at, dict):
                 where = f" in {dotted(path[:i])}" if i else ""
@@ -142,7 +142,7 @@ def lock_text(loaded: Loaded) -> str:
     """A recipe's resolved data as TOML 1.0. Loading it gives the same data."""
     import tomli_w
 
-    header = f"{LOCK_HEADER} {__version__}. It runs again as it is: titan train THIS_FILE"
+    header = f"{LOCK_HEADER} {__version__}. Run it again with: titan train THIS_FILE"
     return f"{header}\n{tomli_w.dumps(loaded.data)}"
 
 
@@ -185,7 +185,7 @@ def _plain(value: Any, node: Node | None, registry: Registry) -> Any:
         return sorted(_plain(item, None, registry) for item in value)
     if isinstance(value, (list, tuple)):
         return [_plain(item, node.child(i) if node else None, registry) for i, item in enumerate(value)]
-    raise PluginError(f"a config holds {value!r}, a {type(value).__name__}, which a recipe cannot")
+    raise PluginError(f"a config holds {value!r}, a {type(value).__name__}, which a recipe cannot hold")
 
 
 # ------------------------------------------------------------------------------------------------- [requires]
@@ -230,8 +230,10 @@ def _check_titan(node: Node, problems: Problems) -> bool:
     try:
         wanted = SpecifierSet(node.value)
     except InvalidSpecifier:
-        hint = 'write a version specifier such as ">=0.1"'
-        problems.add("bad-value", f"requires.titan: {node.value!r} is no version specifier", location, hint)
+        hint = 'use a version specifier such as ">=0.1"'
+        problems.add(
+            "bad-value", f"requires.titan: {node.value!r} is not a version specifier", location, hint
+        )
         return True
     if wanted.contains(__version__, prereleases=True):
         return True
@@ -249,8 +251,10 @@ def _check_plugin(node: Node, problems: Problems) -> bool:
     try:
         wanted = Requirement(node.value)
     except InvalidRequirement:
-        hint = 'write a distribution and its version, such as "titan-float8>=0.1"'
-        problems.add("bad-value", f"requires.plugins: {node.value!r} is no requirement", location, hint)
+        hint = 'give a distribution and its version, such as "titan-float8>=0.1"'
+        problems.add(
+            "bad-value", f"requires.plugins: {node.value!r} is not a valid requirement", location, hint
+        )
         return True
     if wanted.marker is not None and not wanted.marker.evaluate():
         return True
@@ -262,7 +266,7 @@ def _check_plugin(node: Node, problems: Problems) -> bool:
         return False
     if wanted.specifier.contains(version, prereleases=True):
         return True
-    message = f"this recipe requires the plugin {node.value}; installed is {version}"
+    message = f"this recipe requires the plugin {node.value}; version {version} is installed"
     problems.add("requires", message, location, install_command(node.value, "--upgrade"))
     return False
 
@@ -289,7 +293,7 @@ def model_of_weights(root: Node, registry: Registry, problems: Problems) -> tupl
     try:
         found = _model_table(weights.value, registry)
     except TitanError as error:
-        message = f"there is no [model], and that of the weights is not known: {error.message}"
+        message = f"there is no [model], and it cannot be read from the weights: {error.message}"
         problems.add("check", message, weights.origin.location(), error.hint)
         return Node({key: node for key, node in root.value.items() if key != "model"}, root.origin), False
     at = weights.origin
@@ -304,13 +308,14 @@ def _model_table(weights: str, registry: Registry) -> dict[str, Any]:
     path = Path(weights) / CONFIG
     if any((path.parent / name).is_file() for name in OWN):
         raise EnvironmentProblem(
-            f"{weights} is titan's own, and a Hugging Face folder alone gives a recipe its model",
-            hint=f"add the [model] of {path.parent / OWN[0]}",
+            f"{weights} is a titan run or checkpoint; only a Hugging Face folder can provide the model "
+            f"of a recipe",
+            hint=f"copy [model] from {path.parent / OWN[0]}",
         )
     if url_of(Path(weights)) or not path.is_file():
-        far = f"{weights} is no folder on this machine"
+        far = f"{weights} is not a folder on this machine"
         raise EnvironmentProblem(
-            far if url_of(Path(weights)) else f"there is no {path}",
+            far if url_of(Path(weights)) else f"{path} does not exist",
             hint="name a Hugging Face folder (paths are relative to where the command is run), "
             "or add [model] with a type",
         )
@@ -318,18 +323,18 @@ def _model_table(weights: str, registry: Registry) -> dict[str, Any]:
         keys = json.loads(path.read_bytes())
         model_type = keys["model_type"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise EnvironmentProblem(f"{path} is damaged, or names no model_type: {error}") from error
+        raise EnvironmentProblem(f"{path} is damaged, or has no model_type: {error}") from error
     readers = {
         name: cls
         for name, cls in registry.components("model")
         if model_type in getattr(cls, "model_types", ()) and hasattr(cls, "from_config_json")
     }
     if len(readers) != 1:
-        who = f"{' and '.join(readers)} read" if readers else "no model of titan's own reads"
+        who = f"{' and '.join(readers)} read" if readers else "none of titan's own models reads"
         types = [*readers] or ["hf_causal_lm"]
         raise EnvironmentProblem(
             f"{who} model_type {model_type!r}",
-            hint=f'write [model] with type = "{types[0]}"'
+            hint=f'add [model] with type = "{types[0]}"'
             + ("" if readers else f' and config = "{path.parent}", if transformers has that model'),
         )
     [(name, cls)] = readers.items()

@@ -102,12 +102,12 @@ def _merge_elements(low: Node, high: Node, problems: Problems, path: KeyPath, on
         if index < len(elements):
             elements[index] = merge(elements[index], node, problems, (*path, index), one_layer=one_layer)
             continue
-        count = "is empty" if not elements else f"has {len(elements)}, counted from 0"
+        count = "is empty" if not elements else f"has {len(elements)}, numbered from 0"
         problems.add(
             "no-element",
             f"{dotted(path)} has no element {index}",
             node.origin.location("key"),
-            f"it {count}; to add elements, write the whole array",
+            f"it {count}; to add elements, give the whole array",
         )
     return Node(elements, low.origin)
 
@@ -135,7 +135,7 @@ def _with_bases(
         return Node({}, DEFAULT)
     version = root.value.get("recipe")
     if version is not None and type(version.value) is int and version.value != FORMAT:
-        message = f"this recipe has format {version.value}; this titan reads format {FORMAT}"
+        message = f"this recipe has format {version.value}; this version of titan reads format {FORMAT}"
         problems.add("bad-format", message, version.origin.location(), "pip install --upgrade titancli")
     layers = [
         _base(reference, path, registry, problems, (*above, path.resolve()))
@@ -153,7 +153,7 @@ def _references(root: Node, problems: Problems) -> list[Node]:
     for element in found:
         if not isinstance(element.value, str):
             hint = 'extends = "base.toml", or "titan:llama3_8b", or an array of these'
-            problems.add("wrong-type", "extends must be text", element.origin.location(), hint)
+            problems.add("wrong-type", "extends must be a string", element.origin.location(), hint)
     return [element for element in found if isinstance(element.value, str)]
 
 
@@ -184,7 +184,7 @@ def _find(reference: str, folder: Path, registry: Registry) -> Path:
     if not os.path.isfile(base):
         names = [p.name for p in base.parent.glob("*.toml")] if os.path.isdir(base.parent) else []
         hint = nearest(base.name, sorted(names)) or _named_hint(reference)
-        raise RecipeError(f"there is no file {base}", hint=hint)
+        raise RecipeError(f"file {base} does not exist", hint=hint)
     return base
 
 
@@ -227,8 +227,8 @@ def _read(argument: str, problems: Problems) -> list[tuple[KeyPath, Node]]:
     if path is None:
         return []
     if path[0] == "extends":
-        message = "extends stands in recipe files only"
-        problems.add("bad-override", message, source.location((0, 7)), "write a recipe file that extends it")
+        message = "extends can only be set in a recipe file"
+        problems.add("bad-override", message, source.location((0, 7)), "create a recipe file that extends it")
         return []
     try:
         node = _one_value(source)
@@ -265,7 +265,7 @@ def _key(source: Source, problems: Problems, *, ends_with: str) -> KeyPath | Non
     try:
         text.encode()
     except UnicodeEncodeError:
-        problems.add("bad-override", f"{text!a} is not UTF-8", hint="write it in UTF-8")
+        problems.add("bad-override", f"{text!a} is not UTF-8", hint="use UTF-8")
         return None
     found = match_key(text)
     if found is not None:
@@ -276,7 +276,7 @@ def _key(source: Source, problems: Problems, *, ends_with: str) -> KeyPath | Non
     end = text.find("=") if ends_with else len(text)
     problems.add(
         "bad-override",
-        f"{text[:end]!r} is no key",
+        f"{text[:end]!r} is not a key",
         source.location((0, max(end, 1))),
         'a key is written like training.steps, converters.0.recipe or "a b".c',
     )

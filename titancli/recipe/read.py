@@ -99,7 +99,7 @@ def refuse_values(root: Node, problems: Problems) -> set[KeyPath]:
         elif (wrong := _wrong_value(value)) is not None:
             code, message = wrong
             quotable = code == "wrong-type" or node.origin.kind == "override"
-            hint = f"for text, put quotes around it: {quoting(node)}" if quotable else None
+            hint = f"for a string, put quotes around it: {quoting(node)}" if quotable else None
             problems.add(code, message, node.origin.location(), hint)
             refused.add(path)
     return refused
@@ -107,11 +107,11 @@ def refuse_values(root: Node, problems: Problems) -> set[KeyPath]:
 
 def _wrong_value(value: Any) -> tuple[str, str] | None:
     if isinstance(value, float) and not math.isfinite(value):
-        return "not-finite", "nan and inf are no values for a recipe"
+        return "not-finite", "nan and inf are not allowed in a recipe"
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         return "out-of-range", "an integer must fit in 64 bits"
     if not isinstance(value, (str, bool, int, float)):
-        return "wrong-type", "dates and times are no values for a recipe"
+        return "wrong-type", "dates and times are not allowed in a recipe"
     return None
 
 
@@ -121,7 +121,7 @@ def taken_as_text(node: Node) -> str | None:
         return None
     if not node.value.startswith(("[", "{", '"', "'")):
         return None
-    return "this is no TOML value, so it was taken as text; inside [] and {} text stands in quotes"
+    return "this is not a TOML value, so it was read as a string; inside [] and {} strings need quotes"
 
 
 def quoting(node: Node) -> str:

@@ -84,7 +84,7 @@ class _Resolver:
         choice = _false_choice(type_, node.value)
         if choice is not None:
             message = f"{dotted(path)} must be {choice!r}, not {node.origin.text or node.value}"
-            self.problems.add("wrong-type", message, node.origin.location(), f"write {choice!r}")
+            self.problems.add("wrong-type", message, node.origin.location(), f"use {choice!r}")
             self.result.holes.add(path)
         if isinstance(node.value, dict) and type_.tables:
             return self.fields(type_.tables[0], node, path)
@@ -121,13 +121,13 @@ class _Resolver:
             return None
         given = node.value.get("type")
         if given is None:
-            instead = "write type, not name; " if "name" in node.value else ""
+            instead = "use type, not name; " if "name" in node.value else ""
             hint = f"{instead}known: {_some(self.registry.names(kind))}"
             message = f"{dotted(path)} needs a type, the name of a {kind}"
             self.problems.add("missing-key", message, node.origin.location("key"), hint)
             return None
         if not isinstance(given.value, str):
-            message = f"{dotted(path)}.type must be text, the name of a {kind}"
+            message = f"{dotted(path)}.type must be a string, the name of a {kind}"
             self.problems.add("wrong-type", message, given.origin.location())
             return None
         try:
@@ -175,9 +175,9 @@ class _Resolver:
         location = given.origin.location()
         if not flavors:
             message = f"{name} has no flavors"
-            self.problems.add("unknown-key", message, given.origin.location("key"), "leave the key out")
+            self.problems.add("unknown-key", message, given.origin.location("key"), "remove the key")
         elif not isinstance(given.value, str):
-            message = f"{dotted(path)}.flavor must be text"
+            message = f"{dotted(path)}.flavor must be a string"
             self.problems.add("wrong-type", message, location, f"one of {', '.join(flavors)}")
         else:
             hint = nearest(given.value, flavors) or f"one of {', '.join(flavors)}"

@@ -256,7 +256,7 @@ class Recipe:
             raise RecipeError(
                 f"training.global_batch_size = {total} is not a multiple of local_batch_size "
                 f"({self.training.local_batch_size}) x data-parallel ranks ({degrees.dp}) = {micro}",
-                hint=f"take {max(micro, round(total / micro) * micro)}, or another local_batch_size",
+                hint=f"use {max(micro, round(total / micro) * micro)}, or another local_batch_size",
             )
         return total // micro
 

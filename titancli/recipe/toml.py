@@ -76,7 +76,7 @@ def _decode(part: str) -> str:
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
     found = pattern.match(text, at)
     if found is None:
-        raise ValueError(f"no valid TOML at character {at}: {text[at : at + 20]!r}")
+        raise ValueError(f"invalid TOML at character {at}: {text[at : at + 20]!r}")
     return found.end()
 
 

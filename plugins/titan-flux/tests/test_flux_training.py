@@ -175,7 +175,7 @@ WRONG = {
     "mesh.pp=2": "mesh.pp = 2: the model flux is cut by",
     "loss=cross_entropy": 'write loss = "flow_matching"',
     "dataset=python_stdlib  tokenizer=byte": "flux takes latents, and this dataset gives text",
-    "tokenizer=byte": "the dataset random_latents takes no tokenizer",
+    "tokenizer=byte": "the dataset random_latents does not use a tokenizer",
     "model.flavor=flux-schnell": "this flux is told of no guidance",
     "model.dim=66": "n_heads 4 of sum(axes_dim) 16 do not make dim 66",
     "model.axes_dim=[3, 7, 6]": "must be even",

@@ -236,4 +236,4 @@ def test_it_trains(tmp_path: Path) -> None:
 def test_bfloat16_weights_are_remarked_on() -> None:
     given = ["optimizer=muon", "training.dtype=bfloat16"]
     (line,) = remarks(load_recipe("llama3_debug", given).recipe)
-    assert "the optimizer muon does not say that it rounds stochastically" in line
+    assert "the optimizer muon does not declare that it rounds stochastically" in line
