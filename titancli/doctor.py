@@ -78,11 +78,11 @@ def _command() -> Iterator[Finding]:
     """Which `titan` a shell finds: often that of another environment."""
     found, ours = shutil.which("titan"), Path(sys.executable).parent / "titan"
     if found is None:
-        hint = f"add {ours.parent} to PATH, or write {sys.executable} -m titancli"
-        yield Finding("titan", "warning", "no titan on the PATH", hint)
+        hint = f"add {ours.parent} to PATH, or use {sys.executable} -m titancli"
+        yield Finding("titan", "warning", "titan is not on the PATH", hint)
     elif ours.exists() and not os.path.samefile(found, ours):
-        hint = f"this is the one of {ours.parent}; activate that environment, or put it first on the PATH"
-        yield Finding("titan", "warning", f"the PATH finds another one: {found}", hint)
+        hint = f"this titan is in {ours.parent}; activate that environment, or put it first on the PATH"
+        yield Finding("titan", "warning", f"the PATH has another titan first: {found}", hint)
     else:
         yield Finding("titan", "ok", found)
 
@@ -110,12 +110,12 @@ def _torch_and_gpus() -> Iterator[Finding]:
         hint = f"install torch {lack.since} or newer"
         yield Finding("torch lacks", "warning", f"{lack.what}: {lack.why} in {torch_version()}", hint)
     if gpus and not torch["devices"]:
-        hint = "install a torch that is built for CUDA, or look at the driver with nvidia-smi"
-        yield Finding("gpus", "warning", f"{gpus} installed, and torch can use none", hint)
+        hint = "install a CUDA build of torch, or check the driver with nvidia-smi"
+        yield Finding("gpus", "warning", f"{gpus} installed, but torch cannot use any", hint)
     elif torch["devices"]:
         yield Finding("gpus", "ok", f"{len(torch['devices'])}: {', '.join(sorted(set(torch['devices'])))}")
     else:
-        yield Finding("gpus", "ok", "none; runs are on the CPU")
+        yield Finding("gpus", "ok", "none; runs use the CPU")
 
 
 def _ask_torch() -> tuple[dict[str, Any] | None, str]:
@@ -123,7 +123,7 @@ def _ask_torch() -> tuple[dict[str, Any] | None, str]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
-        return None, "no answer in two minutes"
+        return None, "no response within two minutes"
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return None, last
@@ -133,7 +133,7 @@ def _ask_torch() -> tuple[dict[str, Any] | None, str]:
 def _environment() -> Iterator[Finding]:
     kept = {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
     text = ", ".join(f"{name}={value}" for name, value in kept.items())
-    yield Finding("environment", "ok", text or "nothing is set that changes a run")
+    yield Finding("environment", "ok", text or "no variables that affect a run are set")
 
 
 def _memory() -> Iterator[Finding]:
@@ -157,7 +157,10 @@ def _disk() -> Iterator[Finding]:
         yield Finding("runs", "error", words, hint, ExitCode.ENVIRONMENT)
         return
     if free < ENOUGH_DISK:
-        hint = "set TITAN_RUNS to a larger disk, or keep fewer checkpoints (checkpoint.keep_latest_k)"
+        hint = (
+            "set TITAN_RUNS to a folder on a larger disk, or keep fewer checkpoints "
+            "(checkpoint.keep_latest_k)"
+        )
         yield Finding("runs", "warning", f"{runs}: {_gib(free)} free", hint)
     else:
         yield Finding("runs", "ok", f"{runs}: {_gib(free)} free")
@@ -171,12 +174,12 @@ def _plugins() -> Iterator[Finding]:
         loaded = f"{plugin.version or plugin.file or '-'}, {1000 * plugin.seconds:.0f} ms"
         if plugin.state == "broken":
             cause = (plugin.error or "").strip().splitlines()[-1]
-            hint = f"titan plugins {plugin.name} shows more; -p no:{plugin.name} leaves it out"
+            hint = f"titan plugins {plugin.name} shows the error; -p no:{plugin.name} disables the plugin"
             yield Finding(name, "error", f"broken: {cause}", hint, ExitCode.PLUGIN)
         elif plugin.state == "missing":
             yield Finding(name, "warning", plugin.error or "missing", "install it, or change TITAN_PLUGINS")
         elif plugin.torch:
-            hint = "its module imports torch, and every command waits for it; tell its author"
+            hint = "its module imports torch, which slows down every command; report this to its author"
             yield Finding(name, "warning", loaded, hint)
         else:
             yield Finding(name, "ok", loaded if plugin.state == "ok" else plugin.error or plugin.state)

@@ -64,7 +64,7 @@ def write_atomically(path: Path, text: str) -> None:
         if temporary:
             Path(temporary).unlink(missing_ok=True)
         raise EnvironmentProblem(
-            f"cannot write {path}: {error.strerror}", hint="free some space there, or give another --run-dir"
+            f"cannot write {path}: {error.strerror}", hint="free some space, or use another --run-dir"
         ) from error
 
 
@@ -124,10 +124,10 @@ class RunFolder:
         if run_dir is not None:
             path = run_dir.absolute()
             if path.exists() and not path.is_dir():
-                raise EnvironmentProblem(f"{path} is a file", hint="give another --run-dir")
+                raise EnvironmentProblem(f"{path} is a file", hint="use another --run-dir")
             if path.is_dir() and not _is_bare(path):
                 raise EnvironmentProblem(
-                    f"{path} exists and is not a run folder", hint="give a --run-dir that does not exist"
+                    f"{path} exists and is not a run folder", hint="use a --run-dir that does not exist"
                 )
             return cls(path)
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
@@ -169,8 +169,8 @@ class RunFolder:
             raise
         except OSError as error:
             raise EnvironmentProblem(
-                f"cannot make the run folder {self.path}: {error.strerror}",
-                hint="give another --run-dir, or set TITAN_RUNS to a folder that can be written",
+                f"cannot create the run folder {self.path}: {error.strerror}",
+                hint="use another --run-dir, or set TITAN_RUNS to a writable folder",
             ) from error
 
     @classmethod
@@ -182,7 +182,9 @@ class RunFolder:
         """
         path = Path(path).absolute()
         if not path.is_dir():
-            raise EnvironmentProblem(f"there is no run folder {path}", hint=f"your runs: ls {runs_root()}")
+            raise EnvironmentProblem(
+                f"run folder {path} does not exist", hint=f"list your runs with: ls {runs_root()}"
+            )
         if not cls.is_run(path):
             raise EnvironmentProblem(f"{path} is not a run folder: it has no {LOCK_NAME}")
         return cls(path)
@@ -236,9 +238,11 @@ class RunFolder:
                 file.close()
                 raise EnvironmentProblem(
                     f"the run folder {self.path} is in use by {holders[-1]}",
-                    hint="wait for it or stop it, or start a new run in another folder",
+                    hint="wait for that process or stop it, or start a new run in another folder",
                 ) from error
-            logger.warning("%s cannot be locked (%s): nothing guards it against a second run", path, error)
+            logger.warning(
+                "%s cannot be locked (%s): another run could write to it at the same time", path, error
+            )
         if kind == fcntl.LOCK_EX:
             file.truncate(0)
         file.write(f"process {os.getpid()} on host {socket.gethostname()}\n")

@@ -37,13 +37,13 @@ class Stop:
         def handle(number: int, frame: Any) -> None:
             name = signal.Signals(number).name
             if leave and name == "SIGINT" and self._interrupted:
-                _tell("interrupted again: leaving at once")
+                _tell("interrupted again: exiting now")
                 leave()
                 os._exit(EXIT_INTERRUPTED)
             self._interrupted = self._interrupted or name == "SIGINT"
             if leave and (self.requested is None or name == "SIGINT"):
-                again = "; Ctrl-C again leaves at once" if name == "SIGINT" else ""
-                _tell(f"{name}: stopping after this step, with a checkpoint{again}")
+                again = "; press Ctrl-C again to exit now" if name == "SIGINT" else ""
+                _tell(f"{name}: stopping after this step and saving a checkpoint{again}")
             self.requested = self.requested or name
 
         before = {number: signal.signal(number, handle) for number in heeded()}

@@ -272,7 +272,7 @@ def test_mistakes_are_told_with_their_exit_code(tmp_path: Path, capsys: pytest.C
         ([tmp_path / "half", tmp_path / "out", "--to", "titan"], 5, "lacks 'hidden_size'"),
         ([tmp_path / "half", tmp_path / "out", "--to", "titan", "--model-component", "gpt9"], 4, "gpt9"),
         ([tmp_path / "step-1", tmp_path / "out", "--to", "onnx"], 2, "onnx"),
-        ([tmp_path / "step-1", tmp_path / "out", "--to", "hf", "--max-shard-size", "big"], 2, "write 5GB"),
+        ([tmp_path / "step-1", tmp_path / "out", "--to", "hf", "--max-shard-size", "big"], 2, "use 5GB"),
     ]
     for args, code, text in cases:
         found, err = _wrong(capsys, *args)

@@ -68,7 +68,7 @@ def test_another_titan_on_the_path_is_named(
     assert found["titan"]["state"] == "warning" and str(other) in found["titan"]["found"]
     monkeypatch.setenv("PATH", "")
     _, found = findings(titan)
-    assert "no titan on the PATH" in found["titan"]["found"] and "-m titancli" in found["titan"]["hint"]
+    assert "titan is not on the PATH" in found["titan"]["found"] and "-m titancli" in found["titan"]["hint"]
 
 
 def test_a_broken_plugin_exits_4(titan: Titan, tmp_path: Path) -> None:

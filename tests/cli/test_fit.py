@@ -43,7 +43,7 @@ def test_degrees_that_do_not_make_the_ranks(titan: Titan) -> None:
 def test_a_batch_that_does_not_divide_over_the_ranks(titan: Titan) -> None:
     done = titan("train", "llama3_debug", "training.global_batch_size=8", "--nproc", "2", "--run-dir", "r")
     assert done.code == 3 and "training.global_batch_size=8" in done.err
-    assert "take 16, or another local_batch_size" in done.err and not Path("r").exists()
+    assert "use 16, or another local_batch_size" in done.err and not Path("r").exists()
 
 
 def test_a_component_that_needs_a_gpu(titan: Titan) -> None:
@@ -63,7 +63,7 @@ def test_settings_that_need_a_gpu(titan: Titan) -> None:
     assert titan("validate", "exp.toml").code == 0
     done = titan("train", "exp.toml", "--run-dir", "r")
     assert done.code == 3 and " --> exp.toml:3:" in done.err and " --> exp.toml:4:" in done.err
-    assert "cpu_offload moves parameters between the CPU and a GPU, and no GPU is visible here" in done.err
+    assert "cpu_offload moves parameters between the CPU and a GPU, but no GPU is visible" in done.err
     assert not Path("r").exists()
 
 

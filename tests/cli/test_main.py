@@ -74,7 +74,7 @@ def test_no_command_at_all_is_a_usage_error(titan: Titan) -> None:
         (["-p", "no:"], "-p no:NAME"),
         (["-p", "something", "plugins"], "-p no:NAME"),
         (["plugins", "-p", "no:titan"], "built-in"),
-        (["plugins", "-p", "./absent.py"], "no such file"),
+        (["plugins", "-p", "./absent.py"], "the file does not exist"),
         (["config", "llama3_debug", "llama3_8b"], "one recipe"),
         (["validate", "training.steps=3"], "needs a recipe"),
     ],
@@ -108,12 +108,12 @@ def test_common_options_are_split_off() -> None:
         (RecipeError("bad recipe"), 3, "error[recipe]: bad recipe\n"),
         (PluginError("no plugin"), 4, "error: no plugin\n"),
         (EnvironmentProblem("no disk"), 5, "error: no disk\n"),
-        (ValueError("odd"), 1, "error: unexpected ValueError: odd\n --traceback shows where\n"),
+        (ValueError("odd"), 1, "error: unexpected ValueError: odd\n use --traceback to see where\n"),
         (click.ClickException("clicked"), 1, "Error: clicked\n"),
         (
             FileNotFoundError(2, "No such file or directory", "a.bin"),
             5,
-            "error: No such file or directory: a.bin\n --traceback shows where\n",
+            "error: No such file or directory: a.bin\n use --traceback to see where\n",
         ),
         (KeyboardInterrupt(), 130, ""),
         (click.Abort(), 130, ""),
@@ -176,7 +176,7 @@ def test_a_closed_pipe_ends_quietly() -> None:
 def test_a_stdout_that_takes_nothing_is_told_without_a_traceback(redirect: str, code: int) -> None:
     command = f"{shlex.quote(sys.executable)} -m titancli list-components {redirect}"
     done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True)
-    told = "error: No space left on device\n --traceback shows where\n" if code else ""
+    told = "error: No space left on device\n use --traceback to see where\n" if code else ""
     assert (done.returncode, done.stderr) == (code, told)
 
 

@@ -69,8 +69,8 @@ def test_a_job_whose_model_is_not_installed_is_written_and_told(titan: Titan) ->
     Path("job.toml").write_text(jobs.FLUX.replace('name = "flux"', 'name = "another"'))
     done = titan("new-recipe", "exp.toml", "--from-torchtitan", "job.toml")
     assert done.code == 3
-    assert "no installed plugin offers the model 'another'" in done.out
-    assert "exp.toml does not validate yet" in done.err
+    assert "no installed plugin provides the model 'another'" in done.out
+    assert "exp.toml is not valid yet" in done.err
     fixed = ("model=llama3", "model.flavor=debugmodel", "dataset=python_stdlib")
     assert titan("validate", "exp.toml", *fixed).code == 0
 
@@ -99,4 +99,4 @@ def test_a_base_or_a_job_that_is_not_there_leaves_no_file(titan: Titan) -> None:
 
 def test_a_folder_that_is_not_there_is_named(titan: Titan) -> None:
     done = titan("new-recipe", "no/exp.toml", "--from", "llama3_debug")
-    assert done.code == 5 and "there is no folder no" in done.err and "mkdir -p no" in done.err
+    assert done.code == 5 and "folder no does not exist" in done.err and "mkdir -p no" in done.err

@@ -74,9 +74,9 @@ def test_a_rank_can_be_chosen(capsys):
 def test_people_see_both_beside_each_other(capsys):
     assert main([*SMALL, *PIPELINE, "--check", "compile.enable=true"]) == 0
     text = capsys.readouterr().out
-    assert "check: 2 of 4 ranks did a step without a fault" in text
+    assert "check: 2 of 4 ranks completed a step without errors" in text
     assert re.search(r"^  2 \(pp 1\)( +\d\.\d+ GiB){5}$", text, re.MULTILINE)
-    assert text.endswith("left out: compile\n")
+    assert text.endswith("not covered: compile\n")
 
 
 def test_a_plugin_that_breaks_in_a_step_exits_with_4(tmp_path, capsys):

@@ -57,7 +57,7 @@ def test_a_command_is_imported_when_it_runs(titan: Titan, lazy) -> None:
     ("target", "words"),
     [
         ("cli_wave_nowhere:wave", "No module named 'cli_wave_nowhere'"),
-        ("cli_wave_code:no_command", "is 1, which is no click command"),
+        ("cli_wave_code:no_command", "is 1, which is not a click command"),
     ],
 )
 def test_a_command_whose_code_is_bad_exits_4(titan: Titan, lazy, target: str, words: str) -> None:
@@ -69,7 +69,7 @@ def test_a_command_whose_code_is_bad_exits_4(titan: Titan, lazy, target: str, wo
 def test_missing_code_is_reported_by_plugins(titan: Titan, lazy) -> None:
     done = titan("plugins", "cli_wave", "-p", lazy("cli_wave_nowhere:wave"))
     assert "cli_wave: broken" in done.out
-    assert "command wave: the target 'cli_wave_nowhere:wave' is not there" in done.out
+    assert "command wave: the target 'cli_wave_nowhere:wave' does not exist" in done.out
 
 
 def test_the_cores_own_commands_ask_no_plugin(titan: Titan, tmp_path: Path) -> None:

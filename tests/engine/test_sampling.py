@@ -131,4 +131,4 @@ def test_layouts_that_cannot_be_sampled_from_are_named(ranks: Any) -> None:
         for mesh, message in zip(meshes, found, strict=True):
             name = list(mesh)[-1]
             assert f"a model under mesh.{name} = 2 cannot be sampled from" in message
-            assert f"write mesh.{name} = 1" in message
+            assert f"set mesh.{name} = 1" in message

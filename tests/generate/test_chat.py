@@ -30,7 +30,7 @@ def test_a_conversation_is_continued_where_the_answer_begins(
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [(("--system", "s"), "--system is for conversations"), (("--chat", "--bos"), "leave --bos out")],
+    [(("--system", "s"), "--system needs a chat"), (("--chat", "--bos"), "remove --bos")],
 )
 def test_what_does_not_go_together_is_refused(
     titan: Titan, checkpoint: Path, options: tuple[str, ...], said: str

@@ -65,12 +65,12 @@ def test_a_checkpoint_and_its_export_say_the_same(
     assert titan("convert-checkpoint", checkpoint, "out", "--to", "hf").code == 0
     done = titan("generate", "out", "x")
     assert done.code == 5
-    assert "without a tokenizer" in done.err and "--tokenizer" in done.err
+    assert "have no tokenizer" in done.err and "--tokenizer" in done.err
     expected = texts(generated(checkpoint, "x", *SHORT))
     assert texts(generated("out", "x", "--tokenizer", "byte", *SHORT)) == expected
     # and back: weights alone, which name no tokenizer
     assert titan("convert-checkpoint", "out", "back", "--to", "titan").code == 0
-    assert "without a tokenizer" in titan("generate", "back", "x").err
+    assert "have no tokenizer" in titan("generate", "back", "x").err
     assert texts(generated("back", "x", "--tokenizer", "byte", *SHORT)) == expected
 
 
@@ -84,7 +84,7 @@ def test_bos_begins_a_prompt_where_the_model_has_learnt_it(
     assert [count(hf_folder), count(hf_folder, "--no-bos")] == [3, 2]
     assert [count(step), count(step, "--bos")] == [2, 3]  # training text has none
     done = titan("generate", checkpoint, "ab", "--bos")
-    assert (done.code, "no bos" in done.err) == (2, True)
+    assert (done.code, "no BOS" in done.err) == (2, True)
 
 
 def test_an_empty_prompt_begins_a_new_text(generated: Generated, checkpoint: Path, hf_folder: Path) -> None:
@@ -171,7 +171,7 @@ def test_the_models_context_ends_a_completion(generated: Generated, titan: Titan
     assert ends == [(5, "length"), (9, "length")]
     done = titan("generate", "step-1", "0123456789abcdefghij")
     assert (done.code, done.out) == (2, "")
-    assert "the prompt has 20 tokens, and the model's context (max_seq_len) is 20" in done.err
+    assert "the prompt has 20 tokens, but the model's context (max_seq_len) is 20" in done.err
 
 
 # -------------------------------------------------------------------------------------- what is printed
@@ -189,7 +189,7 @@ def test_one_completion_is_streamed_and_nothing_else_is_on_stdout(
     [[text]] = texts(generated(checkpoint, "x", *SHORT))
     assert done.out == text + "\n"
     assert len(pieces) > 5
-    assert "12 tokens in" in done.err and "tokens/s; ended by length" in done.err
+    assert "12 tokens in" in done.err and "tokens/s; end: length" in done.err
 
 
 def test_several_completions_have_headings(titan: Titan, checkpoint: Path, tmp_path: Path) -> None:
@@ -247,11 +247,11 @@ def test_what_needs_no_model_imports_no_torch(tmp_path: Path, arguments: list[st
         (["--top-p", "1.5"], "is not above 0 and at most 1"),
         (["--top-k", "0"], "top-k"),
         (["--max-new-tokens", "0"], "max-new-tokens"),
-        (["--stop", ""], "an empty text"),
-        (["-n", "2", "--temperature", "0"], "makes equal completions"),
-        (["--prompts", "p.txt"], "one of the two"),
-        (["--model-component", "llama3"], "goes with a Hugging Face folder"),
-        (["--tokenizer", "hf"], "this one needs path"),
+        (["--stop", ""], "must not be empty"),
+        (["-n", "2", "--temperature", "0"], "gives identical completions"),
+        (["--prompts", "p.txt"], "only one of them"),
+        (["--model-component", "llama3"], "can only be used with a Hugging Face folder"),
+        (["--tokenizer", "hf"], "this tokenizer needs path"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -264,7 +264,7 @@ def test_options_that_make_no_sense(titan: Titan, checkpoint: Path, options: lis
 def test_a_source_that_is_none(titan: Titan, tmp_path: Path, checkpoint: Path) -> None:
     (tmp_path / "bare").mkdir()
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    for source, message in [("none", "no folder"), ("bare", "neither a run"), ("run", "with a good one")]:
+    for source, message in [("none", "does not exist"), ("bare", "is not a run"), ("run", "with a good one")]:
         done = titan("generate", source, "x")
         assert (done.code, done.out) == (5, "")
         assert message in done.err and source in done.err
@@ -281,7 +281,7 @@ def test_a_tokenizer_of_another_model(titan: Titan, hf_folder: Path, tmp_path: P
     make_checkpoint(tmp_path / "step-1", "model.vocab_size=200")
     done = titan("generate", "step-1", "日")
     assert done.code == 5
-    assert "the prompt has the token" in done.err and "only 200 tokens" in done.err
+    assert "the prompt contains the token" in done.err and "only 200 tokens" in done.err
     done = titan("generate", hf_folder, "x", "--tokenizer", "nothing")
     assert (done.code, "unknown tokenizer 'nothing'" in done.err) == (4, True)
 
@@ -300,7 +300,7 @@ def test_a_gpu_that_is_not_there(titan: Titan, checkpoint: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     done = titan("generate", checkpoint, "x", "--device", "cuda")
-    assert (done.code, "torch sees no GPU" in done.err) == (5, True)
+    assert (done.code, "torch finds no GPU" in done.err) == (5, True)
 
 
 def test_a_model_without_a_cache_is_named(

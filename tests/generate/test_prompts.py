@@ -61,11 +61,11 @@ def test_a_jsonl_file_has_prompts_of_any_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("p.txt", b"", "holds no prompt"),
-        ("p.txt", b" \n\n", "holds no prompt"),
+        ("p.txt", b"", "contains no prompts"),
+        ("p.txt", b" \n\n", "contains no prompts"),
         ("p.txt", b"a\xff\n", "not UTF-8: byte 2"),
-        ("p.jsonl", b'{"prompt": "a"}\n{"prompt": 1}\n', "p.jsonl:2 has no text"),
-        ("p.jsonl", b'"a"\n', "p.jsonl:1 has no text"),
+        ("p.jsonl", b'{"prompt": "a"}\n{"prompt": 1}\n', "p.jsonl:2 has no string"),
+        ("p.jsonl", b'"a"\n', "p.jsonl:1 has no string"),
         ("p.jsonl", b"once\n", "p.jsonl:1 is not JSON"),
         ("p.jsonl", b'{"prompt": "\\ud800"}', "p.jsonl:1 is not valid Unicode"),
     ],
@@ -82,7 +82,7 @@ def test_other_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         read_prompts(None, tmp_path / "none.txt")
     with pytest.raises(EnvironmentProblem, match="cannot be read"):
         read_prompts(None, tmp_path)
-    with pytest.raises(UsageError, match="one of the two"):
+    with pytest.raises(UsageError, match="only one of them"):
         read_prompts("a", tmp_path / "p.txt")
     with pytest.raises(UsageError, match="not valid Unicode"):
         read_prompts("\udcff", None)

@@ -55,7 +55,7 @@ recipe = 3
     [
         ('steps = "10"', "wrong-type", "must be an integer, not the string", "write 10 without quotes"),
         ("steps = 10.5", "wrong-type", "must be an integer, not 10.5", None),
-        ("steps = 10.0", "wrong-type", "must be an integer, not 10.0", "write 10"),
+        ("steps = 10.0", "wrong-type", "must be an integer, not 10.0", "use 10"),
         ("steps = true", "wrong-type", "must be an integer, not true", None),
         ("steps = [10]", "wrong-type", "must be an integer, not the array [10]", None),
         ("steps = {a = 1}", "wrong-type", "must be an integer, not a table", None),
@@ -103,7 +103,7 @@ def test_nothing_but_a_boolean_is_a_boolean(problem, value: str) -> None:
     found = problem(BASE + f"[compile]\nenable = {value}\n")
     assert found.code == "wrong-type" and "must be true or false" in found.message
     if value.startswith('"'):
-        assert found.hint in ("write true", "write false")
+        assert found.hint in ("use true", "use false")
 
 
 def test_the_alternatives_of_a_union_are_told_as_one(problem) -> None:
@@ -364,7 +364,7 @@ def test_what_a_config_says_of_its_own_values_is_told_at_the_component(write) ->
     (found,) = caught.value.problems
     assert (found.code, found.message) == ("bad-value", "loss: rate is too high for this loss")
     assert found.location.source == "[loss]"
-    with pytest.raises(PluginError, match="Fussy cannot be made: TypeError: a bug"):
+    with pytest.raises(PluginError, match="Fussy cannot be created: TypeError: a bug"):
         load_recipe(path, ["loss.rate=11"], registry=registry)
 
 

@@ -207,9 +207,13 @@ def test_a_run_folder_stands_for_its_lock_file(named, write) -> None:
         ("titan:llama3_8", "there is no recipe 'titan:llama3_8'", "did you mean 'titan:llama3_8b'?"),
         ("nothing", "there is no recipe 'nothing'", "`titan list-recipes` lists them"),
         ("shared", "'shared' is the name of 2 recipes", "write titan-other:shared or titan:shared"),
-        ("titan/llama3_8.toml", "there is no recipe titan/llama3_8.toml", "did you mean 'llama3_8b.toml'?"),
-        ("./titan", "titan is a folder without recipe.lock.toml", "name a recipe file or a run folder"),
-        ("a\0b.toml", "there is no recipe", ""),
+        (
+            "titan/llama3_8.toml",
+            "recipe titan/llama3_8.toml does not exist",
+            "did you mean 'llama3_8b.toml'?",
+        ),
+        ("./titan", "titan is a folder without a recipe.lock.toml", "name a recipe file or a run folder"),
+        ("a\0b.toml", "does not exist", ""),
     ],
 )
 def test_a_reference_to_nothing_is_told_with_the_nearest(

@@ -116,17 +116,17 @@ def told(loaded: Any) -> Any:
             "cp 1 x tp 2 = 4",
             "1, 2 or 4 can",
         ),
-        (["mesh.pp=16"], "8 layers cannot fill 16 stages", "mesh.pp = 10 at most"),
+        (["mesh.pp=16"], "8 layers are too few for 16 stages", "mesh.pp = 10 at most"),
         (
             ["mesh.pp=8", "pipeline.schedule=LoopedBFS"],
-            "8 layers cannot fill 16 stages",
+            "8 layers are too few for 16 stages",
             "mesh.pp = 5 at most",
         ),
-        (["mesh.pp=2", "model.tied=true"], "tied weights cannot be cut into pipeline stages", "write pp = 1"),
+        (["mesh.pp=2", "model.tied=true"], "tied weights cannot be split into pipeline stages", "set pp = 1"),
         (
             ["mesh.pp=2", "pipeline.layers_per_stage=1"],
-            "10 stages are not what 1F1B runs on 2 pipeline ranks",
-            "make 2 stages",
+            "1F1B cannot run 10 stages on 2 pipeline ranks",
+            "use 2 stages",
         ),
         (
             ["mesh.pp=2", "pipeline.microbatch_size=3"],
@@ -135,12 +135,12 @@ def told(loaded: Any) -> Any:
         ),
         (
             ["mesh.pp=4", "training.local_batch_size=3"],
-            "1F1B over 4 stages needs 4 micro-batches or more, not 3",
+            "1F1B over 4 stages needs at least 4 micro-batches, not 3",
             "more rows",
         ),
         (
             ["mesh.pp=4", "training.local_batch_size=11", "pipeline.schedule=Interleaved1F1B"],
-            "runs rounds of equal length; 11 micro-batches make none",
+            "runs in rounds of equal length, which 11 micro-batches cannot form",
             "10 or 12 micro-batches fit",
         ),
         (
@@ -171,7 +171,7 @@ def told(loaded: Any) -> Any:
         (
             ["mesh.pp=2", 'pipeline.module_fqns_per_model_part=[["tok_embeddings"], ["norm", "output"]]'],
             "no part has layers.0, layers.1, layers.2, layers.3, layers.4 and 3 more",
-            "every module belongs to one part",
+            "every module must be in exactly one part",
         ),
     ],
 )
@@ -216,7 +216,7 @@ def test_a_torch_whose_split_backward_is_wrong_is_told_at_the_schedule(
     install_torch(monkeypatch, version)
     # What the schedule would also ask for is left out: it cannot be had at all.
     (problem,) = told("mesh.pp=2", "compile.enable=true", f"pipeline.schedule={schedule}")
-    assert f"torch {version} cannot split backward, as {schedule} does" in problem.message
+    assert f"torch {version} cannot split backward, as {schedule} requires" in problem.message
     assert "install torch 2.13 or newer, or use Interleaved1F1B or LoopedBFS" in problem.hint
     assert problem.location.source == f"pipeline.schedule={schedule}"
 
@@ -269,12 +269,12 @@ def test_all_degrees_are_told_at_once(told: Any) -> None:
     [
         (["mesh.tp=-1", "mesh.dp_shard=1"], 3, "mesh.tp = 3 does not divide n_heads 32"),
         (["mesh.cp=-1", "mesh.dp_shard=1"], 3, "mesh.cp = 3 does not divide half of training.seq_len"),
-        (["mesh.pp=-1", "mesh.dp_shard=1"], 16, "8 layers cannot fill 16 stages"),
+        (["mesh.pp=-1", "mesh.dp_shard=1"], 16, "8 layers are too few for 16 stages"),
         (["mesh.dp_shard=-1", "mesh.ep=4", "model.n_experts=8"], 6, "experts are spread over, dp_shard 6"),
         (
             ["mesh.dp_shard=-1", "mesh.pp=4", "training.local_batch_size=1", "training.global_batch_size=12"],
             16,
-            "1F1B over 4 stages needs 4 micro-batches or more, not 3",
+            "1F1B over 4 stages needs at least 4 micro-batches, not 3",
         ),
     ],
 )
@@ -306,15 +306,15 @@ def test_the_checks_of_components_see_the_degrees_too(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("overrides", "world", "hint"),
     [
-        (["mesh.dp_shard=4", "mesh.tp=4"], 8, "start 16 ranks, or write mesh.dp_shard = 2"),
+        (["mesh.dp_shard=4", "mesh.tp=4"], 8, "start 16 ranks, or set mesh.dp_shard = 2"),
         (
             ["mesh.dp_shard=-1", "mesh.tp=8", "mesh.pp=2"],
             24,
-            "start a multiple of 16 ranks, or write mesh.pp = 1 or 3",
+            "start a multiple of 16 ranks, or set mesh.pp = 1 or 3",
         ),
         (["mesh.tp=4"], 6, "start 8 ranks"),  # tp = 3 would make 6, and does not divide the heads
-        (["mesh.dp_shard=-1", "mesh.tp=4"], 6, "start a multiple of 4 ranks, or write mesh.tp = 1 or 2"),
-        (["mesh.dp_shard=1", "mesh.tp=1"], 8, "start 1 rank, or write one degree = -1"),
+        (["mesh.dp_shard=-1", "mesh.tp=4"], 6, "start a multiple of 4 ranks, or set mesh.tp = 1 or 2"),
+        (["mesh.dp_shard=1", "mesh.tp=1"], 8, "start 1 rank, or set one degree = -1"),
     ],
 )
 def test_degrees_that_do_not_make_the_ranks_come_with_some_that_do(

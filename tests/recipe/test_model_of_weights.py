@@ -120,7 +120,7 @@ def test_a_folder_that_says_too_little_or_too_much_is_refused_at_its_line(
 @pytest.mark.parametrize("overrides", [(), ("model.rope_theta=5.0",)])
 def test_a_folder_that_is_not_there_is_the_one_problem(here: Path, overrides: tuple[str, ...]) -> None:
     [problem] = wrong(*overrides)  # not also: the recipe has no [model]
-    assert f"there is no {Path('folder/config.json')}" in problem.message
+    assert f"{Path('folder/config.json')} does not exist" in problem.message
     assert "relative to where the command is run" in (problem.hint or "")
     assert problem.location is not None
     assert problem.location.source == 'weights = "./folder"'
@@ -136,7 +136,7 @@ def test_a_url_gives_no_model(here: Path) -> None:
 def test_a_run_or_a_checkpoint_gives_no_model_and_says_where_it_is(here: Path, name: str) -> None:
     (here / "folder" / name).write_text("")
     [problem] = wrong()
-    assert "./folder is titan's own" in problem.message
+    assert "./folder is a titan run or checkpoint" in problem.message
     assert "copy [model] from folder/recipe.lock.toml" in (problem.hint or "")
 
 

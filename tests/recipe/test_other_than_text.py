@@ -76,10 +76,10 @@ def test_degrees_that_a_model_cannot_be_cut_by_are_refused_at_their_line(
 ) -> None:
     found = told(PAINTER, "mesh.pp=2", "mesh.cp=2", "mesh.tp=3", "mesh.ep=2")
     assert [p.message for p in found] == [
-        f"mesh.{name}: the model painter is cut by dp_replicate and dp_shard alone"
+        f"mesh.{name}: the model painter can only be sharded by dp_replicate and dp_shard"
         for name in ("pp = 2", "cp = 2", "tp = 3", "ep = 2")
     ]
-    assert [p.hint for p in found] == [f"write mesh.{name} = 1" for name in ("pp", "cp", "tp", "ep")]
+    assert [p.hint for p in found] == [f"set mesh.{name} = 1" for name in ("pp", "cp", "tp", "ep")]
     assert [p.location.source for p in found] == ["mesh.pp=2", "mesh.cp=2", "mesh.tp=3", "mesh.ep=2"]
     recipe = load_recipe(write(PAINTER), ["mesh.dp_replicate=2"], registry=REGISTRY).recipe
     assert takes(recipe, "dp_shard", 4) and not takes(recipe, "tp", 2)

@@ -81,25 +81,25 @@ def test_the_most_that_an_end_can_be_lighter_is_the_most(end: str) -> None:
 def test_layers_per_stage_says_how_many_stages() -> None:
     pipeline = Pipeline(schedule="Interleaved1F1B", layers_per_stage=3)
     assert [len(part) for part in cut(pipeline, 2, 16)] == [3, 3, 3, 3, 3, 5 - 1]
-    with pytest.raises(StageError, match="5 stages are not what Interleaved1F1B runs") as caught:
+    with pytest.raises(StageError, match="Interleaved1F1B cannot run 5 stages") as caught:
         cut(Pipeline(schedule="Interleaved1F1B", layers_per_stage=4), 2, 16)
-    assert (caught.value.key, caught.value.hint) == ("pipeline.layers_per_stage", "make 4, 6, 8, … stages")
+    assert (caught.value.key, caught.value.hint) == ("pipeline.layers_per_stage", "use 4, 6, 8, … stages")
 
 
 @pytest.mark.parametrize(
     ("pipeline", "pp", "layers", "key", "said"),
     [
-        (Pipeline(), 8, 5, "mesh.pp", "5 layers cannot fill 8 stages"),
-        (Pipeline(schedule="LoopedBFS"), 4, 5, "mesh.pp", "5 layers cannot fill 8 stages"),
+        (Pipeline(), 8, 5, "mesh.pp", "5 layers are too few for 8 stages"),
+        (Pipeline(schedule="LoopedBFS"), 4, 5, "mesh.pp", "5 layers are too few for 8 stages"),
         (Pipeline(first_stage_less_layers=9), 4, 8, "pipeline.first_stage_less_layers", "at most"),
         (Pipeline(last_stage_less_layers=9), 4, 8, "pipeline.last_stage_less_layers", "at most"),
-        (Pipeline(layers_per_stage=1), 2, 6, "pipeline.layers_per_stage", "make 2 stages"),
+        (Pipeline(layers_per_stage=1), 2, 6, "pipeline.layers_per_stage", "use 2 stages"),
         (
             Pipeline(schedule="DualPipeV", layers_per_stage=1),
             2,
             6,
             "pipeline.layers_per_stage",
-            "make 4 stages",
+            "use 4 stages",
         ),
     ],
 )
@@ -127,8 +127,8 @@ def test_explicit_parts_are_taken_in_the_models_order() -> None:
         ([["tok_embeddings", "layers.0"], ["layers.0", "layers.1", "norm", "output"]], "more than one part"),
         ([["tok_embeddings", "layers.0", "layers.7"], ["layers.1", "norm", "output"]], "has no layers.7"),
         ([["layers.0"], ["tok_embeddings", "layers.1", "norm", "output"]], "layers.0 comes too early"),
-        ([["tok_embeddings", "layers.0", "layers.1", "norm", "output"], []], "part 1 has no module"),
-        ([["tok_embeddings"], ["layers.0", "layers.1"], ["norm", "output"]], "3 stages are not what 1F1B"),
+        ([["tok_embeddings", "layers.0", "layers.1", "norm", "output"], []], "part 1 has no modules"),
+        ([["tok_embeddings"], ["layers.0", "layers.1"], ["norm", "output"]], "1F1B cannot run 3 stages"),
     ],
 )
 def test_explicit_parts_that_are_no_cut_of_the_model(parts: list[list[str]], said: str) -> None:
@@ -138,7 +138,7 @@ def test_explicit_parts_that_are_no_cut_of_the_model(parts: list[list[str]], sai
 
 
 def test_micro_batches_that_do_not_fit_are_told_with_those_that_do() -> None:
-    with pytest.raises(StageError, match="needs 4 micro-batches or more, not 3"):
+    with pytest.raises(StageError, match="needs at least 4 micro-batches, not 3"):
         check_microbatches("1F1B", 4, 4, 3)
     with pytest.raises(StageError, match="10 or 12 micro-batches fit"):
         check_microbatches("Interleaved1F1B", 4, 8, 11)

@@ -18,18 +18,18 @@ pytestmark = pytest.mark.cold  # which libraries a plugin pulls in is seen only 
 FAULTY = Path(__file__).parents[1] / "plugins" / "faulty"
 REPORTED = {
     "bad_import": ("broken", "No module named 'no_such_library'"),
-    "wrong_api": ("broken", "it needs titancli >=99,<100, and this is titancli "),
+    "wrong_api": ("broken", "it needs titancli >=99,<100, but this is titancli "),
     "unknown_hook": ("broken", "titan_schedulers"),
     "duplicate_names": (
         "broken",
         "two components loss/twice: duplicate_names.First and duplicate_names.Second",
     ),
-    "bad_target": ("broken", "loss/absent: the target 'bad_target_code.loss:build' is not there"),
+    "bad_target": ("broken", "loss/absent: the target 'bad_target_code.loss:build' does not exist"),
     "malformed_target": ("broken", "'some.module.build' is not of the form 'module:callable'"),
     "hook_raises": ("broken", "ValueError: the hook of hook_raises"),
     "check_raises": ("ok", None),  # its check is asked with a recipe only
     "command_raises": ("broken", "ValueError: the commands of command_raises"),
-    "shadows_command": ("broken", "'train', which is titan's own command"),
+    "shadows_command": ("broken", "'train', which is the name of a built-in command"),
     "imports_torch": ("ok", None),
     "calls_exit": ("broken", "calls_exit wants to stop"),
     "prints": ("ok", None),

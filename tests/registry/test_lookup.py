@@ -48,7 +48,7 @@ def test_a_full_name_is_told_for_a_class_and_for_a_config(registry: Registry) ->
 
 
 def test_a_class_that_nobody_offers_has_no_full_name(registry: Registry) -> None:
-    with pytest.raises(PluginError, match="offered by no plugin"):
+    with pytest.raises(PluginError, match="not provided by any plugin"):
         registry.full_name(OTHER_MUON)
 
 
@@ -101,7 +101,7 @@ def test_a_name_that_a_broken_plugin_may_offer_shows_its_traceback(site: Site) -
     for name in ("shiny", "titan-muon/shiny"):
         with pytest.raises(PluginError) as caught:
             registry.find("optimizer", name)
-        assert "plugin 'titan-muon', which may offer it, is broken" in caught.value.message
+        assert "plugin 'titan-muon', which may provide it, is broken" in caught.value.message
         assert "RuntimeError: libmuon.so is missing" in caught.value.message
 
 
@@ -109,7 +109,7 @@ def test_a_near_name_does_not_hide_that_a_broken_plugin_may_be_meant(site: Site)
     site.add("titan-eight", "raise RuntimeError")
     with pytest.raises(PluginError) as caught:
         load_plugins().find("optimizer", "adam8")
-    assert caught.value.hint == "did you mean 'adamw'? Or repair titan-eight, which may offer 'adam8'"
+    assert caught.value.hint == "did you mean 'adamw'? Or fix titan-eight, which may provide 'adam8'"
 
 
 def test_a_broken_plugin_does_not_stop_what_others_offer(site: Site) -> None:
@@ -156,7 +156,7 @@ def test_the_checks_of_all_plugins_are_heard(site: Site) -> None:
     site.add("lab", loss("a", extra=CHECK.format("return [('training.steps', f'{recipe.steps} is few')]")))
     site.add("lab2", loss("b", extra=CHECK.format("return []")))
     assert load_plugins().checks(SimpleNamespace(steps=3)) == [  # type: ignore[arg-type]
-        ("training.steps", "3 is few (says plugin lab)")
+        ("training.steps", "3 is few (reported by plugin lab)")
     ]
 
 

@@ -127,7 +127,7 @@ def _check_exports(run: Path) -> None:
 def test_weights_are_left_beside_the_state_that_can_be_resumed(train: Train, here: Path) -> None:
     done = train("tiny.toml", "--run-dir", "r", *EXPORTS, "checkpoint.export_dtype=bfloat16")
     assert done.code == 0, done.err
-    assert "weights alone: exports/step-6\n" in done.err
+    assert "weights only: exports/step-6\n" in done.err
     assert "Hugging Face folder: exports/step-6-hf" in done.err
     _check_exports(here / "r")
     assert train("tiny.toml", "--run-dir", "new", "weights=r/exports/step-6", "training.steps=2").code == 0

@@ -37,6 +37,6 @@ def test_a_model_that_does_not_say_its_sizes_lies_evenly_on_the_ranks(monkeypatc
 def test_rows_under_a_pipeline_come_in_micro_batches(capsys):
     line = ["train", "llama3_debug", "--dry-run", "--nproc", "2", "mesh.pp=2", "pipeline.microbatch_size=2"]
     assert main(line) == 0
-    assert "2 rows at a time on a rank, 4 times a step" in capsys.readouterr().out
+    assert "2 rows at a time per rank, 4 times per step" in capsys.readouterr().out
     assert main([*line, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["plan"]["microbatch_size"] == 2

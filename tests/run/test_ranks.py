@@ -87,7 +87,7 @@ def test_a_second_ctrl_c_leaves_at_once(
     assert done.code == 130
     assert time.monotonic() - began < 10
     assert not list((here / "r/checkpoints").iterdir())
-    assert "interrupted again: leaving at once" in done.err
+    assert "interrupted again: exiting now" in done.err
     assert "started anew" not in done.err
     assert workers_of(here / "r") == []
 
@@ -186,7 +186,7 @@ def test_a_rank_that_is_killed_is_named_and_a_restart_goes_on_from_the_checkpoin
     fault = ("-p", "./faulty.py", "loss=faulty", "loss.fault=kill", "loss.rank=1")
     done = command("tiny.toml", *fault, "launcher.max_restarts=1", "--nproc", "2", "--run-dir", "r").wait(150)
     assert done.code == 1
-    assert "all ranks were started anew (restart 1)" in done.err
+    assert "all ranks were restarted (restart 1)" in done.err
     assert "from step-2" in done.err
     assert "rank 1 of 2 on " in done.err
     assert "failed at step 5: killed by SIGKILL" in done.err

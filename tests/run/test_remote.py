@@ -126,7 +126,7 @@ def test_another_run_of_the_same_name_is_refused(train: Train, here: Path) -> No
     shutil.rmtree(here / "r")
     refused = train("tiny.toml", "--run-dir", "r", remote)
     assert refused.code == 5
-    assert "holds the checkpoints of a run already (step-2)" in refused.err and "--resume" in refused.err
+    assert "already holds the checkpoints of a run (step-2)" in refused.err and "--resume" in refused.err
     drifted = train("tiny.toml", "--run-dir", "r", "--resume", remote, "model.dim=64")
     assert drifted.code == 5
     assert "model.dim: 32 -> 64" in drifted.err

@@ -56,7 +56,7 @@ def test_an_empty_folder_is_taken(here: Path) -> None:
 
 
 def test_opening_what_is_no_run_names_it(here: Path) -> None:
-    with pytest.raises(EnvironmentProblem, match=r"there is no run folder .*nothing"):
+    with pytest.raises(EnvironmentProblem, match=r"run folder .*nothing does not exist"):
         RunFolder.open(here / "nothing")
     (here / "empty").mkdir()
     with pytest.raises(EnvironmentProblem, match=r"has no recipe\.lock\.toml"):

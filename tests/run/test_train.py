@@ -88,7 +88,7 @@ def test_the_recipe_of_a_job_script_may_change_but_not_its_model_or_data(train: 
     assert train(*line, "training.steps=2").code == 0
     done = train(*line, "training.steps=3", "model.n_layers=3")
     assert done.code == 5
-    assert "begun with another model" in done.err
+    assert "started with a different model" in done.err
     assert "model.n_layers: 2 -> 3" in done.err
     assert "--allow-drift" in done.err
     assert RunFolder(here / "job").record()["attempts"][1:] == []
@@ -112,7 +112,9 @@ def test_other_data_are_begun_anew_where_drift_is_allowed(train: Train, here: Pa
     assert "--allow-drift" in refused.err
     done = train("r", "--resume", *other, "--allow-drift")
     assert done.code == 0, done.err
-    assert "warning: the data are begun anew: dataset text_files is not what the checkpoint" in done.err
+    assert (
+        "warning: the data starts from the beginning: dataset text_files is not what the checkpoint"
+    ) in done.err
     assert list(losses(here / "r")) == [1, 2, 3, 4, 5, 6]
     weights = ("weights=r/checkpoints/step-4", *other, "training.steps=1")
     done = train("tiny.toml", "--run-dir", "new", *weights)
@@ -140,20 +142,20 @@ def test_an_earlier_checkpoint_can_be_taken(train: Train, here: Path) -> None:
     done = train("r", "--resume", "--step", "5")
     assert done.code == 5
     assert "no checkpoint of step 5" in done.err
-    assert "there are 4, 6" in done.err
+    assert "available steps: 4, 6" in done.err
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
         (("tiny.toml", "--run-dir", "r"), 5, "titan train tiny.toml --run-dir r --resume"),
-        (("r", "--resume"), 5, "has no checkpoint to continue from"),
-        (("r", "--resume", "--step", "9"), 5, "there is none at all"),
-        (("nothing/here", "--resume"), 5, "there is no run folder"),
-        (("tiny.toml", "--resume"), 2, "--resume needs the folder of a run"),
+        (("r", "--resume"), 5, "has no checkpoint to resume from"),
+        (("r", "--resume", "--step", "9"), 5, "the run has no checkpoints"),
+        (("nothing/here", "--resume"), 5, "does not exist"),
+        (("tiny.toml", "--resume"), 2, "--resume needs a run folder"),
         (("nonesuch", "--resume"), 3, "nonesuch"),
         (("tiny.toml", "--step", "4"), 2, "add --resume"),
-        (("tiny.toml", "--allow-drift"), 2, "goes with --resume"),
+        (("tiny.toml", "--allow-drift"), 2, "needs --resume"),
         (("tiny.toml", "other.toml"), 2, "one recipe"),
         (("training.steps=3",), 2, "needs a recipe"),
         (("tiny.toml", "--nnodes", "2"), 2, "--run-dir and --rdzv"),
@@ -208,8 +210,8 @@ def test_a_dry_run_tells_the_plan_and_leaves_nothing(train: Train, here: Path) -
     assert done.code == 0
     assert sorted(here.rglob("*")) == before
     assert "dp_shard 2" in done.out
-    assert "8 rows x 32 tokens = 256 tokens a step" in done.out
-    assert "2 times a step" in done.out
+    assert "8 rows x 32 tokens = 256 tokens per step" in done.out
+    assert "2 times per step" in done.out
     assert "-m titancli.launchers.agent" in done.out
     plan = json.loads(train("tiny.toml", "--dry-run", "--json").out)["plan"]
     assert plan["parameters"] > 0
@@ -273,4 +275,4 @@ def test_data_that_ends_is_an_end_in_good_order(train: Train, here: Path) -> Non
     outcome = RunFolder(here / "r").outcome()
     assert outcome is not None
     assert outcome["why"] == "data_ended"
-    assert f"the data ended at step {outcome['step']}" in done.err
+    assert f"reached the end of the data at step {outcome['step']}" in done.err

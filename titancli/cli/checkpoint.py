@@ -40,7 +40,7 @@ def list_(run: Path, as_json: bool) -> None:
 
     found = [look_at(path, "size") for path in folders(run)]
     if not found:
-        note(f"{run} has no checkpoint")
+        note(f"{run} has no checkpoints")
     if as_json:
         print_json("checkpoints", {"checkpoints": [_document(one) for one in found]})
     else:
@@ -59,7 +59,7 @@ def show(path: Path, pieces: bool, as_json: bool) -> None:
     from titancli.checkpoint.inspect import folders, layout_of, look_at
 
     if not (paths := folders(path)):
-        raise EnvironmentProblem(f"{path} has no checkpoint")
+        raise EnvironmentProblem(f"{path} has no checkpoints")
     found = look_at(paths[-1], "size")
     tensors = layout_of(found.path)
     if as_json:
@@ -141,8 +141,9 @@ def _print_facts(found: Found, tensors: dict[str, TensorLayout]) -> None:
         "written by": _writers(found),
         "files": f"{len(manifest.files) + 1}, {size_text(found.size)}",
         "tensors": len(tensors),
-        "state": ", ".join(manifest.state) or "none: weights alone",
-        "looks": "; ".join(found.faults) or "good (sizes; `titan checkpoint verify` reads the checksums)",
+        "state": ", ".join(manifest.state) or "none (weights only)",
+        "looks": "; ".join(found.faults)
+        or "good (file sizes only; `titan checkpoint verify` also checks the checksums)",
     }
     print(found.path)
     for name, value in facts.items():

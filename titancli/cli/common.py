@@ -60,8 +60,8 @@ def split_common(arguments: Sequence[str]) -> tuple[list[str], Common]:
                 files.append(Path(value).absolute())
             else:
                 raise UsageError(
-                    f"-p {value}: not a plugin".replace(" :", ":"),
-                    hint="-p no:NAME leaves an installed plugin out, -p ./FILE.py adds one",
+                    f"-p {value}: not a valid plugin argument".replace(" :", ":"),
+                    hint="-p no:NAME disables an installed plugin, -p ./FILE.py loads one from a file",
                 )
         else:
             rest.append(argument)
@@ -72,7 +72,7 @@ def split_common(arguments: Sequence[str]) -> tuple[list[str], Common]:
 
 def _color(word: str) -> str | None:
     if word not in ("auto", "always", "never"):
-        raise UsageError(f"--color {word}: it is auto, always or never".replace(" :", ":"))
+        raise UsageError(f"--color {word}: expected auto, always or never".replace(" :", ":"))
     return None if word == "auto" else word
 
 

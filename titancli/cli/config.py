@@ -37,11 +37,11 @@ def command(
     recipes, overrides = split_overrides(arguments)
     if len(recipes) != 1:
         raise UsageError(
-            f"config takes one recipe, not {len(recipes)}", hint="an override is written KEY=VALUE"
+            f"config takes one recipe, not {len(recipes)}", hint="write an override as KEY=VALUE"
         )
     if other is not None:
         if origin:
-            raise UsageError("--origin does not go with --diff")
+            raise UsageError("--origin cannot be combined with --diff")
         return _diff(recipes[0], overrides, unset, other, as_json)
     loaded = load_recipe(recipes[0], overrides, unset=unset)
     if as_json:

@@ -24,7 +24,7 @@ class Size(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         match = SIZE.fullmatch(str(value))
         if match is None:
-            self.fail(f"{value!r} is no size; write 5GB, or 512MiB", param, ctx)
+            self.fail(f"{value!r} is not a size; use 5GB or 512MiB, for example", param, ctx)
         number, prefix, binary = match.groups()
         size = int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix.lower() or " "))
         if size < 1:
@@ -91,7 +91,7 @@ def command(
         result = convert.Result(lines, good)
     else:
         if not isinstance(src, Path):
-            raise UsageError("--to titan reads a folder on a disk", hint=f"copy {src} first")
+            raise UsageError("--to titan reads a local folder", hint=f"copy {src} first")
         result = convert.to_titan(
             src,
             dst,

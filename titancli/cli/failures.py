@@ -54,7 +54,7 @@ def tell(error: Exception, *, traceback: bool = False) -> int:
     if isinstance(error, TitanError):
         error_line(error.message, hint=error.hint)
         return error.exit_code
-    hint = None if traceback else "--traceback shows where"
+    hint = None if traceback else "use --traceback to see where"
     if isinstance(error, OSError) and error.strerror:
         error_line(": ".join([error.strerror, *filter(None, [str(error.filename or "")])]), hint=hint)
         return EXIT_ENVIRONMENT

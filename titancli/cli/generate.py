@@ -111,16 +111,16 @@ def command(src: Path, prompt: str | None, file: Path | None, as_json: bool, **o
     from titancli.generate.prompts import read_prompts
 
     if "" in options["stop"]:
-        raise UsageError("--stop: an empty text ends everything", hint="leave it out")
+        raise UsageError("--stop: the text must not be empty", hint="remove it")
     if options["samples"] > 1 and options["temperature"] == 0:
         raise UsageError(
-            f"-n {options['samples']} with temperature 0 makes equal completions",
-            hint="give a --temperature above 0",
+            f"-n {options['samples']} with temperature 0 gives identical completions",
+            hint="use a --temperature above 0",
         )
     if options["system"] is not None and not options["chat"]:
-        raise UsageError("--system is for conversations", hint="add --chat")
+        raise UsageError("--system needs a chat", hint="add --chat")
     if options["chat"] and options["bos"] is not None:
-        raise UsageError("--chat: the chat template says how a text begins", hint="leave --bos out")
+        raise UsageError("--chat: the chat template already decides how a text starts", hint="remove --bos")
     return _generate(src, read_prompts(prompt, file), as_json, **options)
 
 
@@ -196,8 +196,8 @@ def _ends(made: list[Completion]) -> str:
     """`ended by length`, or how many ended by what."""
     reasons = [completion.finish_reason for completion in made]
     if len(reasons) == 1:
-        return f"ended by {reasons[0]}"
-    return "ended by " + ", ".join(f"{reason}: {reasons.count(reason)}" for reason in sorted(set(reasons)))
+        return f"end: {reasons[0]}"
+    return "ends: " + ", ".join(f"{reason}: {reasons.count(reason)}" for reason in sorted(set(reasons)))
 
 
 class _Show:

@@ -56,8 +56,8 @@ class Titan(click.Group):
         if len(offers) > 1:
             plugins = [plugin for plugin, _ in offers]
             raise PluginError(
-                f"the command {name!r} is offered by more than one plugin: {', '.join(plugins)}",
-                hint=f"block one: -p no:{plugins[-1]}",
+                f"the command {name!r} is provided by more than one plugin: {', '.join(plugins)}",
+                hint=f"disable one of them: -p no:{plugins[-1]}",
             )
         return _load(*offers[0]) if offers else None
 
@@ -71,9 +71,9 @@ class Titan(click.Group):
 
     def _unknown(self, ctx: click.Context, name: str) -> NoReturn:
         near = nearest_name(name, self.list_commands(ctx))
-        message = f"there is no command {name!r}." + (f" Did you mean {near!r}?" if near else "")
+        message = f"unknown command {name!r}." + (f" Did you mean {near!r}?" if near else "")
         if broken := _broken():
-            message += f" (Broken plugins may offer it: {', '.join(broken)}; see `titan plugins`.)"
+            message += f" (A broken plugin may provide it: {', '.join(broken)}; see `titan plugins`.)"
         raise click.UsageError(message, ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -113,8 +113,8 @@ def _load(plugin: str, command: Command | click.Command) -> click.Command:
     if isinstance(loaded, click.Command):
         return loaded
     raise PluginError(
-        f"the command {command.name!r} of plugin {plugin!r} is {loaded!r}, which is no click command",
-        hint="this is a mistake in the plugin that offers it",
+        f"the command {command.name!r} of plugin {plugin!r} is {loaded!r}, which is not a click command",
+        hint="this is a bug in the plugin",
     )
 
 
@@ -137,7 +137,7 @@ def _broken() -> list[str]:
 def note_broken() -> None:
     """Say which plugins are missing from a list because they are broken."""
     if names := _broken():
-        note(f"note: broken, see `titan plugins NAME`: {', '.join(names)}")
+        note(f"note: broken plugins (see `titan plugins NAME`): {', '.join(names)}")
 
 
 @click.group(

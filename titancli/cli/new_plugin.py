@@ -29,7 +29,10 @@ def command(name: str, kind: str, folder: Path | None) -> None:
 
     if kind not in KINDS_WITH_TEMPLATE:
         print(told(kind))
-        note(f"\nthere is no template for a {kind}; this is what it must keep to (titancli.protocols)")
+        note(
+            f"\nthere is no template for a {kind}; this is the protocol that it must implement "
+            f"(titancli.protocols)"
+        )
         return
     folder = folder or Path(name)
     for file in new_plugin(name, kind, folder):

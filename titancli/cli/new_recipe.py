@@ -43,15 +43,17 @@ def command(file: Path, base: str | None, job: Path | None) -> int:
     """
     if (base is None) == (job is None):
         raise UsageError(
-            "new-recipe begins from one thing",
+            "new-recipe needs exactly one of --from and --from-torchtitan",
             hint="titan new-recipe FILE --from RECIPE, or titan new-recipe FILE --from-torchtitan JOB.toml",
         )
     if file.suffix != ".toml":
-        raise UsageError(f"{file}: the name of a recipe ends in .toml")
+        raise UsageError(f"{file}: the file name of a recipe must end in .toml")
     if file.exists():
         raise UsageError(f"{file} exists", hint="give another name, or remove it")
     if not file.absolute().parent.is_dir():
-        raise EnvironmentProblem(f"there is no folder {file.parent}", hint=f"mkdir -p {_path(file.parent)}")
+        raise EnvironmentProblem(
+            f"folder {file.parent} does not exist", hint=f"mkdir -p {_path(file.parent)}"
+        )
     if job is not None:
         return _translate(file, job)
     return _extend(file, str(base))
@@ -63,7 +65,7 @@ def _extend(file: Path, base: str) -> int:
     loaded = load_recipe(base)
     schema = f"./{SCHEMA_NAME}" if (file.parent / SCHEMA_NAME).is_file() else None
     _write(file, template(loaded, _reference(base, file), _name(file), schema))
-    note(f"{file}: take the '# ' off a key to change it")
+    note(f"{file}: uncomment a key to change it")
     note(f"next:  titan train {_path(file)}")
     return EXIT_OK
 
@@ -80,7 +82,7 @@ def _translate(file: Path, job: Path) -> int:
     try:
         load_recipe(file)
     except TitanError as error:
-        note(f"{file} does not validate yet:")
+        note(f"{file} is not valid yet:")
         return tell(error)
     note(f"next:  titan train {_path(file)} --dry-run")
     return EXIT_OK

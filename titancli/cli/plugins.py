@@ -45,7 +45,7 @@ def _named(name: str, plugins: list[PluginStatus]) -> PluginStatus:
         near = nearest_name(name, by_name)
         raise PluginError(
             f"no plugin {name!r} is installed",
-            hint=f"did you mean {near!r}?" if near else f"there are: {', '.join(by_name)}",
+            hint=f"did you mean {near!r}?" if near else f"installed: {', '.join(by_name)}",
         )
     return by_name[name]
 

@@ -37,12 +37,13 @@ def command(run: Path, step: int | None, prompts: int | None, samples: int | Non
     found = recorded(RunFolder.open(run).path)
     wanted = step if step is not None else max(found, default=None)
     if not found:
-        note(f"{run} has no rollouts: another loop than grpo, or loop.save_rollouts = 0")
+        note(f"{run} has no rollouts: its loop is not grpo, or loop.save_rollouts is 0")
     elif wanted is not None and wanted not in found:
         near = min(found, key=lambda other: abs(other - wanted))
         raise UsageError(
             f"{run} has no rollouts of step {wanted}",
-            hint=f"there are {len(found)}, from step {min(found)} to {max(found)}; the nearest is {near}",
+            hint=f"{len(found)} steps have rollouts, from step {min(found)} to {max(found)}; the "
+            f"nearest is {near}",
         )
     rows = read(found[wanted]) if wanted in found else []
     if as_json:
@@ -73,11 +74,11 @@ def _show(row: dict[str, Any], count: int) -> None:
         parts = " ".join(f"{name} {value:g}" for name, value in sample["rewards"].items())
         tail = [parts] if len(sample["rewards"]) > 1 else []
         tail += [f"{name}: {why}" for name, why in sample["failed"].items()]
-        tail += [] if sample["counted"] else ["left out"]
+        tail += [] if sample["counted"] else ["not counted"]
         told = f"  [{'; '.join(tail)}]" if tail else ""
         print(f"  {_in(color, numbers)}  {sample['finish']:<6}  {_line(sample['text'])}{told}")
     if left := len(samples) - len(kept):
-        print(_in(DIM, f"  … and {left} between"))
+        print(_in(DIM, f"  … {left} more in between"))
     print()
 
 

@@ -50,8 +50,8 @@ def _find(name: str) -> type:
         note_broken()
         near = nearest_name(name, [full.rpartition("/")[2] for full, _ in current().components()])
         raise PluginError(
-            f"there is no component {name!r}",
-            hint=f"did you mean {near!r}?" if near else "`titan list-components` lists what there is",
+            f"unknown component {name!r}",
+            hint=f"did you mean {near!r}?" if near else "`titan list-components` lists all components",
         )
     return next(iter(found.values()))
 

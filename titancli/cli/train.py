@@ -99,10 +99,11 @@ def command(
     if nnodes > 1 and ((run_dir is None and not resume) or rdzv is None):
         raise UsageError(
             f"--nnodes {nnodes} needs --run-dir and --rdzv",
-            hint="give a folder on a disk that all nodes share, and --rdzv HOST:PORT, the same on each",
+            hint="give a folder on storage that all nodes share, and --rdzv HOST:PORT, the same on "
+            "every node",
         )
     if allow_drift and not resume:
-        raise UsageError("--allow-drift goes with --resume")
+        raise UsageError("--allow-drift needs --resume")
     env = _environment(variables)
     files = list(common.plugin_files)
     plan = make_plan(
@@ -146,8 +147,8 @@ def _one_recipe(arguments: tuple[str, ...]) -> tuple[str, list[str]]:
     if len(recipes) == 1:
         return recipes[0], overrides
     raise UsageError(
-        f"train takes one recipe, and this is {' and '.join(recipes)}" if recipes else "train needs a recipe",
-        hint="titan train RECIPE [KEY=VALUE]...; titan list-recipes shows what there is",
+        f"train takes one recipe, not {' and '.join(recipes)}" if recipes else "train needs a recipe",
+        hint="titan train RECIPE [KEY=VALUE]...; `titan list-recipes` lists the recipes",
     )
 
 
@@ -165,7 +166,7 @@ def _show(plan: Plan, count: Processes, plugin_files: list[Path], as_json: bool)
 def _say_finished(plan: Plan) -> int:
     run, steps = shlex.quote(_short(plan.folder.path)), plan.loaded.recipe.training.steps
     note(f"{run} is finished: step {plan.start_step} of {steps}")
-    note(f"to go on: titan train {run} --resume training.steps={max(2 * steps, plan.start_step + 1)}")
+    note(f"to continue: titan train {run} --resume training.steps={max(2 * steps, plan.start_step + 1)}")
     return EXIT_OK
 
 
@@ -204,8 +205,10 @@ def _say_next(
     flags += "".join(f" --env {shlex.quote(f'{name}={value}')}" for name, value in env.items())
     flags += f" --nproc {nproc}" if nproc is not None else ""
     flags += f" --nnodes {count.nnodes} --rdzv {count.rdzv}" if count.nnodes > 1 else ""
-    ended = {"data_ended": "the data ended", "interrupted": "stopped"}.get(outcome["why"], outcome["why"])
-    note(f"{ended} at step {outcome['step']}; the run lies in {run}")
+    ended = {"data_ended": "reached the end of the data", "interrupted": "stopped"}.get(
+        outcome["why"], outcome["why"]
+    )
+    note(f"{ended} at step {outcome['step']}; run folder: {run}")
     if not outcome["checkpoint"]:
         return
     more = f" training.steps={2 * outcome['step']}" if outcome["why"] == "finished" else ""

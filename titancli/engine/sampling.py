@@ -35,7 +35,7 @@ def refuse_layout(model: Any, degrees: Degrees) -> None:
         if (degree := getattr(degrees, name)) > 1:
             raise TitanError(
                 f"sampling: a model under mesh.{name} = {degree} cannot be sampled from: {why}",
-                hint=f"write mesh.{name} = 1, or hand engine.weights() to a generator of its own",
+                hint=f"set mesh.{name} = 1, or hand engine.weights() to a generator of its own",
             )
     if not hasattr(model, "new_cache"):
         raise TitanError(

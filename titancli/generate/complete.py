@@ -80,7 +80,7 @@ def complete(
         except torch.OutOfMemoryError as error:
             raise EnvironmentProblem(
                 f"{len(batch)} completions at once do not fit in the GPU's memory",
-                hint="take a smaller --batch-size or --max-new-tokens",
+                hint="use a smaller --batch-size or --max-new-tokens",
             ) from error
         on_done(made)
         completions += made

@@ -24,12 +24,13 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
     """
     if file is not None:
         if prompt is not None:
-            raise UsageError("there is a PROMPT and a file of prompts", hint="give one of the two")
+            raise UsageError("both a PROMPT and a file of prompts were given", hint="give only one of them")
         return read_file(file)
     if prompt is None and (sys.stdin is None or sys.stdin.isatty()):
         raise UsageError(
-            "there is no prompt",
-            hint='titan generate SRC "Once upon a time"; or --prompts FILE; or a pipe into standard input',
+            "no prompt was given",
+            hint='titan generate SRC "Once upon a time"; or use --prompts FILE, or pipe prompts into '
+            "standard input",
         )
     if prompt is None or prompt == "-":
         return [_read_stdin()]
@@ -56,7 +57,7 @@ def read_file(path: Path) -> list[str]:
     lines = [(n, line.removesuffix("\r")) for n, line in enumerate(text.split("\n"), start=1)]
     lines = [(n, line) for n, line in lines if line.strip()]
     if not lines:
-        raise UsageError(f"{path} holds no prompt", hint="write one a line")
+        raise UsageError(f"{path} contains no prompts", hint="write one prompt per line")
     if path.suffix.lower() in JSON_LINES:
         return [_from_json(line, f"{path}:{n}") for n, line in lines]
     return [line for _, line in lines]
@@ -69,7 +70,7 @@ def _from_json(line: str, where: str) -> str:
         raise UsageError(f"{where} is not JSON: {error}") from error
     prompt = row.get("prompt") if isinstance(row, dict) else None
     if not isinstance(prompt, str):
-        raise UsageError(f'{where} has no text "prompt"', hint='write {"prompt": "Once upon a time"}')
+        raise UsageError(f'{where} has no string "prompt"', hint='write {"prompt": "Once upon a time"}')
     return _checked(prompt, where)
 
 
@@ -86,4 +87,4 @@ def _decoded(data: bytes, where: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise UsageError(f"{where} is not UTF-8: byte {error.start + 1} is no part of a character") from error
+        raise UsageError(f"{where} is not UTF-8: byte {error.start + 1} is invalid") from error

@@ -69,16 +69,20 @@ def find_source(src: Path, *, tokenizer: str | None, component: str | None, say:
         TitanError: it is none of these, is damaged, has no tokenizer, or its weights are another model's.
     """
     if not src.is_dir():
-        raise EnvironmentProblem(f"there is no folder {src}", hint="name a run, a checkpoint, or a HF folder")
+        raise EnvironmentProblem(
+            f"folder {src} does not exist", hint="give a run, a checkpoint, or a Hugging Face folder"
+        )
     if is_checkpoint(src) or RunFolder.is_run(src) or (src / "checkpoints").is_dir():
         if component is not None:
-            raise UsageError("--model-component goes with a Hugging Face folder", hint="leave it out")
+            raise UsageError(
+                "--model-component can only be used with a Hugging Face folder", hint="remove it"
+            )
         return _from_checkpoint(src, tokenizer, say)
     if (src / "config.json").is_file():
         return _from_hf(src.absolute(), tokenizer, component)
     raise EnvironmentProblem(
-        f"{src} is neither a run, nor a checkpoint, nor a Hugging Face folder",
-        hint="name RUN, RUN/checkpoints/step-N, or a folder with config.json and *.safetensors",
+        f"{src} is not a run, a checkpoint or a Hugging Face folder",
+        hint="give RUN, RUN/checkpoints/step-N, or a folder with config.json and *.safetensors",
     )
 
 
@@ -111,7 +115,7 @@ def _recipes_tokenizer(config: Any) -> Tokenizer:
     try:
         return build(config)
     except EnvironmentProblem as error:  # its files have moved since the run, and a lock file stays as it is
-        raise EnvironmentProblem(error.message, hint="say where it is: --tokenizer FOLDER") from error
+        raise EnvironmentProblem(error.message, hint="give its location: --tokenizer FOLDER") from error
 
 
 def _tokenizer(name: str | None) -> Tokenizer:
@@ -121,15 +125,15 @@ def _tokenizer(name: str | None) -> Tokenizer:
 
     if name is None:
         raise EnvironmentProblem(
-            "these weights come without a tokenizer", hint="name one: --tokenizer FOLDER, or --tokenizer byte"
+            "these weights have no tokenizer", hint="give one: --tokenizer FOLDER, or --tokenizer byte"
         )
     if "/" in name or Path(name).is_dir():
         return build(HFTokenizer(path=Path(name).absolute()))
     config = current().find("tokenizer", name)
     if needed := required_fields(config):
         raise UsageError(
-            f"--tokenizer {name}: this one needs {', '.join(needed)}",
-            hint="name a folder with tokenizer.json, with a / in it",
+            f"--tokenizer {name}: this tokenizer needs {', '.join(needed)}",
+            hint="give the path of a folder with tokenizer.json; it must contain a /",
         )
     return build(config())
 
@@ -164,7 +168,7 @@ def encode(source: Source, texts: Sequence[str], *, bos: bool | None = None) -> 
     tokenizer = source.tokenizer
     bos_id = with_defaults(TokenizerDefaults, tokenizer).bos_id
     if bos and bos_id is None:
-        raise UsageError("--bos: the tokenizer has no bos", hint="leave it out")
+        raise UsageError("--bos: the tokenizer has no BOS token", hint="remove it")
     first = [bos_id] if bos_id is not None and (source.bos if bos is None else bos) else []
     prompts = [first + ids or [tokenizer.eos_id] for ids in tokenizer.encode_batch(list(texts))]
     return _fitting(source.config, prompts)
@@ -192,16 +196,16 @@ def _fitting(config: Any, prompts: list[list[int]]) -> list[list[int]]:
     for number, prompt in enumerate(prompts, start=1):
         which = "the prompt" if len(prompts) == 1 else f"prompt {number}"
         if not prompt:
-            raise UsageError(f"{which} has no tokens", hint="give it text")
+            raise UsageError(f"{which} has no tokens", hint="add some text")
         if vocab_size is not None and max(prompt) >= vocab_size:
             raise EnvironmentProblem(
-                f"{which} has the token {max(prompt)}, and the model has only {vocab_size} tokens",
-                hint="the tokenizer is not this model's: name the right one with --tokenizer",
+                f"{which} contains the token {max(prompt)}, but the model has only {vocab_size} tokens",
+                hint="the tokenizer does not belong to this model: give the right one with --tokenizer",
             )
         if longest is not None and len(prompt) >= longest:
             raise UsageError(
-                f"{which} has {len(prompt)} tokens, and the model's context (max_seq_len) is {longest}",
-                hint="shorten it, to leave room for at least one new token",
+                f"{which} has {len(prompt)} tokens, but the model's context (max_seq_len) is {longest}",
+                hint="shorten it to leave room for at least one new token",
             )
     return prompts
 
@@ -214,7 +218,7 @@ def choose_device(name: str) -> torch.device:
     """
     there = torch.cuda.is_available()
     if name == "cuda" and not there:
-        raise EnvironmentProblem("--device cuda: torch sees no GPU", hint="take --device cpu")
+        raise EnvironmentProblem("--device cuda: torch finds no GPU", hint="use --device cpu")
     return torch.device("cuda" if there and name != "cpu" else "cpu")
 
 
@@ -234,7 +238,7 @@ def load_model(source: Source, *, seq_len: int, device: torch.device, dtype: tor
         size = sum(p.numel() for p in model.parameters()) * dtype.itemsize / 2**30
         raise EnvironmentProblem(
             f"the weights, {size:.1f} GiB, do not fit in the GPU's memory",
-            hint="take --dtype bfloat16, or --device cpu",
+            hint="use --dtype bfloat16 or --device cpu",
         ) from error
     return model
 
@@ -250,6 +254,6 @@ def _bare(config: Any, *, seq_len: int) -> Any:
     if not hasattr(model, "new_cache"):
         raise PluginError(
             f"the model {component_info(config).name} cannot generate: it has no new_cache",
-            hint="what a model needs for that is in titancli.protocols.Model",
+            hint="titancli.protocols.Model describes what a model needs for that",
         )
     return model

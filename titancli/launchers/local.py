@@ -143,7 +143,8 @@ def torchrun_command(config: Local, start: Start) -> list[str]:
     else:
         if start.rdzv is None:
             raise EnvironmentProblem(
-                f"{start.nnodes} nodes must know where to meet", hint="add --rdzv HOST:PORT, the same on each"
+                f"{start.nnodes} nodes need a rendezvous address",
+                hint="add --rdzv HOST:PORT, the same on every node",
             )
         meeting = hashlib.sha256(str(start.run_folder).encode()).hexdigest()[:12]
         rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={start.rdzv}", f"--rdzv-id=titan-{meeting}"]
@@ -240,7 +241,7 @@ def _result(
     _record_outcome(start, watcher, "failed", None, step, error)
     if lost and (outcome is not None or not reports):  # what fails after the outcome is an echo
         name, saved = signal.Signals(-agent_code).name, outcome["checkpoint"] if outcome else None
-        done = f"its ranks have left {saved} behind" if saved else "its ranks have saved nothing"
+        done = f"its ranks saved {saved}" if saved else "its ranks saved nothing"
         say(f"error: torchrun was killed by {name}; {done}")
         return EXIT_FAILED
     return _say_failure(failure, start, failures.silent(reports, start.nproc * start.nnodes))
@@ -272,10 +273,10 @@ class _Signals:
             self.received.append(number)
             name = signal.Signals(number).name
             if again:
-                say("\ninterrupted again: leaving at once")
+                say("\ninterrupted again: exiting now")
             else:
-                more = "; Ctrl-C again leaves at once" if number == signal.SIGINT else ""
-                say(f"\n{name}: stopping after this step, with a checkpoint{more}")
+                more = "; press Ctrl-C again to exit now" if number == signal.SIGINT else ""
+                say(f"\n{name}: stopping after this step and saving a checkpoint{more}")
             agent.send_signal(number)
             if again:
                 _end(agent, KILL_SECONDS)

@@ -120,7 +120,7 @@ class Mesh:
             other = nearest_degrees(degrees, world, can) or left
             raise RecipeError(
                 f"mesh: {text} does not make {world} rank{'s' if world > 1 else ''}",
-                hint=f"{start}, or write {other}" if other else start,
+                hint=f"{start}, or set {other}" if other else start,
             )
         if free:
             degrees[free[0]] = world // fixed

@@ -117,8 +117,8 @@ def cut(
     stages = pp * per_rank
     if stages > n_layers + first + last and pipeline.layers_per_stage is None:
         most = (n_layers + first + last) // per_rank
-        message = f"{n_layers} layers cannot fill {stages} stages"
-        raise StageError("mesh.pp", message, f"mesh.pp = {most} at most")
+        message = f"{n_layers} layers are too few for {stages} stages"
+        raise StageError("mesh.pp", message, f"use mesh.pp = {most} at most")
     if pipeline.layers_per_stage is not None:
         stages = math.ceil((n_layers + first + last) / pipeline.layers_per_stage)
         _check_count("pipeline.layers_per_stage", stages, pp, pipeline.schedule)
@@ -149,8 +149,10 @@ def layer_counts(n_layers: int, stages: int, first_less: int = 1, last_less: int
             most = max(
                 k for k in range(less) if (total - less + k + (stages - 1 if not at else 0)) // stages >= k
             )
-            message = f"the {end} stage cannot be {less} layers lighter than the others' {counts[at]}"
-            raise StageError(f"pipeline.{end}_stage_less_layers", message, f"take {most} at most")
+            message = (
+                f"the {end} stage cannot be {less} layers smaller than the others, which have {counts[at]}"
+            )
+            raise StageError(f"pipeline.{end}_stage_less_layers", message, f"use {most} at most")
         counts[at] -= less
     return counts
 
@@ -169,21 +171,23 @@ def in_order(
     named = [name for part in parts for name in part]
     unknown = [name for name in named if name not in place]
     if unknown:
-        hint = f"it has {_shorten(before, n_layers, after)}"
+        hint = f"its modules are {_shorten(before, n_layers, after)}"
         raise StageError(key, f"the model has no {_list(unknown)}", hint)
     missing = [name for name in known if name not in named]
     if missing:
-        raise StageError(key, f"no part has {_list(missing)}", "every module belongs to one part")
+        raise StageError(key, f"no part has {_list(missing)}", "every module must be in exactly one part")
     twice = sorted({name for name in named if named.count(name) > 1}, key=place.__getitem__)
     if twice:
-        raise StageError(key, f"more than one part has {_list(twice)}", "every module belongs to one part")
+        raise StageError(
+            key, f"more than one part has {_list(twice)}", "every module must be in exactly one part"
+        )
     if empty := [i for i, part in enumerate(parts) if not part]:
-        raise StageError(key, f"part {empty[0]} has no module", "leave it out")
+        raise StageError(key, f"part {empty[0]} has no modules", "remove it")
     ordered = [sorted(part, key=place.__getitem__) for part in parts]
     flat = [name for part in ordered for name in part]
     if flat != known:
         wrong = next(a for a, b in zip(flat, known, strict=True) if a != b)
-        raise StageError(key, f"{wrong} comes too early", "parts follow each other in the model's order")
+        raise StageError(key, f"{wrong} comes too early", "the parts must follow the order of the model")
     return ordered
 
 
@@ -208,15 +212,18 @@ def check_microbatches(schedule: str, pp: int, stages: int, count: int) -> None:
     """
     kind = SCHEDULES[schedule]
     if kind.at_least_stages and count < stages:
-        message = f"{schedule} over {stages} stages needs {stages} micro-batches or more, not {count}"
+        message = f"{schedule} over {stages} stages needs at least {stages} micro-batches, not {count}"
         raise StageError(
-            "pipeline.microbatch_size", message, "give each rank more rows, or take fewer rows at a time"
+            "pipeline.microbatch_size", message, "give each rank more rows, or use smaller micro-batches"
         )
     rounds = max(1, count // pp)
     if kind.rounds and count % rounds:
         fitting = [n for n in range(1, 2 * count) if n % max(1, n // pp) == 0]
         near = sorted((max(n for n in fitting if n < count), min(n for n in fitting if n > count)))
-        message = f"{schedule} over {pp} ranks runs rounds of equal length; {count} micro-batches make none"
+        message = (
+            f"{schedule} over {pp} ranks runs in rounds of equal length, which {count} "
+            f"micro-batches cannot form"
+        )
         raise StageError("pipeline.microbatch_size", message, f"{near[0]} or {near[1]} micro-batches fit")
 
 
@@ -227,8 +234,8 @@ def _check_count(key: str, stages: int, pp: int, schedule: str) -> None:
     if not rest and least <= per_rank and (most is None or per_rank <= most):
         return
     wanted = f"{least * pp}" if most == least else f"{least * pp}, {(least + 1) * pp}, {(least + 2) * pp}, …"
-    message = f"{stages} stages are not what {schedule} runs on {pp} pipeline ranks"
-    raise StageError(key, message, f"make {wanted} stages")
+    message = f"{schedule} cannot run {stages} stages on {pp} pipeline ranks"
+    raise StageError(key, message, f"use {wanted} stages")
 
 
 def _list(names: Sequence[str]) -> str:

@@ -57,10 +57,10 @@ def translate(path: Path, name: str, registry: Registry) -> Translation:
     root = read_file(path, problems)
     problems.raise_any()
     if root is None or not any(key.split(".")[0] in root.value for key in FIELDS):
-        hint = "it has sections like [job], [model] and [training]"
-        raise RecipeError(f"{path} is no torchtitan job config: none of its sections are there", hint=hint)
+        hint = "a job config has sections such as [job], [model] and [training]"
+        raise RecipeError(f"{path} is not a torchtitan job config: it has none of the sections", hint=hint)
     if "recipe" in root.value or "extends" in root.value:
-        raise RecipeError(f"{path} is a recipe already", hint=f"titan validate {path}")
+        raise RecipeError(f"{path} is already a recipe", hint=f"titan validate {path}")
     job = Job(root)
     for read_part in PARTS:
         read_part(job, registry)
@@ -94,7 +94,7 @@ def _carry(job: Job, field: Field, entry: Entry | None) -> None:
     elif entry.value == field.default and not has_key(key):
         job.ignore(field.name)
     elif not has_key(key):
-        job.lose(field.name, field.why or f"this titan has no {key}")
+        job.lose(field.name, field.why or f"this version of titan has no {key}")
     elif _overruled(job, key):
         job.take(field.name)
     else:
@@ -140,7 +140,7 @@ def _account(found: Translation, path: str) -> Iterable[str]:
             yield f"{path}: not carried over, torchtitan's default: {_shown(remark)}: {remark.text}"
     if found.idle:
         fields = ", ".join(f"{_shown(remark)} (line {remark.line})" for remark in found.idle)
-        yield f"{path}: no counterpart, and titan does so anyway: {fields}"
+        yield f"{path}: not needed, because titan always does this: {fields}"
 
 
 def _shown(remark: Remark) -> str:

@@ -25,7 +25,8 @@ def checkpoint(job: Job, registry: Registry) -> None:
     if job.value("checkpoint.load_only"):
         job.put("checkpoint.enable", False)
         job.change(
-            "checkpoint.load_only", "checkpoint.enable = false: nothing is saved, and what is there loads"
+            "checkpoint.load_only",
+            "checkpoint.enable = false: nothing is saved, but checkpoints can be loaded",
         )
         for name in ("enable_first_step_checkpoint", "create_seed_checkpoint", *EXPORTS):
             if job.written(f"checkpoint.{name}"):
@@ -44,7 +45,10 @@ def _left_out(job: Job) -> None:
     names = value.split(",") if isinstance(value, str) else value
     names = [TORCHTITAN.get(name.strip(), name.strip()) for name in names if name.strip()]
     if unknown := [name for name in names if name not in PARTS]:
-        why = f"a checkpoint of titan has no part {unknown[0]!r}, but {', '.join(PARTS)}, and tensors by name"
+        why = (
+            f"a titan checkpoint has no part {unknown[0]!r}; its parts are {', '.join(PARTS)}, and "
+            f"tensors by name"
+        )
         job.lose("checkpoint.exclude_from_loading", why)
     elif names:
         job.put("checkpoint.exclude_from_loading", names, "checkpoint.exclude_from_loading")
@@ -55,10 +59,11 @@ def _left_out(job: Job) -> None:
 def _exports(job: Job) -> None:
     """There the last checkpoint is the weights alone, here they are saved beside it."""
     weights, in_hf, dtype = (job.value(f"checkpoint.{name}") for name in EXPORTS)
-    beside = "beside the last checkpoint, which holds all state like every other"
+    beside = "saved beside the last checkpoint, which holds the whole state like every other one"
     if not job.written("checkpoint.last_save_model_only") and not in_hf:
-        job.lose("checkpoint.last_save_model_only", "the last checkpoint holds all state like every other; "
-                 "last_save_model_only = true saves the weights beside it")  # fmt: skip
+        job.lose("checkpoint.last_save_model_only", "the last checkpoint holds the whole state like "
+                                                    "every other one; last_save_model_only = true saves "
+                                                    "the weights beside it")  # fmt: skip
         weights = False
     elif weights and not in_hf:
         job.put("checkpoint.last_save_model_only", True)
@@ -77,4 +82,4 @@ def _exports(job: Job) -> None:
     elif dtype == "float32":
         job.take("checkpoint.export_dtype")
     else:
-        job.lose("checkpoint.export_dtype", "no effect: no weights are saved alone")
+        job.lose("checkpoint.export_dtype", "no effect: the weights are not saved separately")

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-_LATER = "this titan has no [{}] section"
-_FAULT = "titan has no TorchFT; `--resume` and the launcher's max_restarts bring a run back"
+_LATER = "this version of titan has no [{}] section"
+_FAULT = "titan has no TorchFT; `--resume` and the launcher's max_restarts restart a run"
 _LOADER = "data is read by one thread of each rank"
 
 
@@ -54,7 +54,7 @@ def _loader(section: str) -> list[Field]:
     return [
         told(f"{section}.num_workers", int, 0, _LOADER),
         told(f"{section}.persistent_workers", bool, False, _LOADER),
-        told(f"{section}.pin_memory", bool, False, "titan pins batches on its own where there is a GPU"),
+        told(f"{section}.pin_memory", bool, False, "titan always pins batches when there is a GPU"),
         told(f"{section}.prefetch_factor", int, None, _LOADER),
     ]
 
@@ -73,19 +73,21 @@ def _profiling() -> list[Field]:
 
 
 JOB = [
-    told("job.config_file", str, None, "a recipe names the recipes it builds on with `extends`"),
-    told("job.dump_folder", str, "./outputs", "the run folder is named on the command line: --run-dir DIR"),
+    told("job.config_file", str, None, "a recipe names its base recipes with `extends`"),
+    told("job.dump_folder", str, "./outputs", "the run folder is set on the command line: --run-dir DIR"),
     carried("job.description", str, "default job", "description"),
     told("job.print_config", bool, False, "`titan config RECIPE` prints the resolved recipe"),
-    told("job.save_config_file", str, None, "every run folder has its resolved recipe, recipe.lock.toml"),
-    told("job.custom_config_module", str, "", "a recipe runs no code; what it adds is a plugin's component"),
+    told(
+        "job.save_config_file", str, None, "every run folder contains its resolved recipe, recipe.lock.toml"
+    ),
+    told("job.custom_config_module", str, "", "a recipe runs no code; provide its components in a plugin"),
 ]
 METRICS = [
     carried("metrics.log_freq", int, 10),
     part("metrics.enable_tensorboard", bool, False),
     told("metrics.disable_color_printing", bool, False, "set NO_COLOR in the environment"),
-    told("metrics.save_tb_folder", str, "tb", "TensorBoard files lie in the run folder's tb/"),
-    told("metrics.save_for_all_ranks", bool, False, "metrics are those of all ranks together, written once"),
+    told("metrics.save_tb_folder", str, "tb", "TensorBoard files are in tb/ of the run folder"),
+    told("metrics.save_for_all_ranks", bool, False, "metrics are aggregated over all ranks and written once"),
     part("metrics.enable_wandb", bool, False),
 ]
 MODEL = [
@@ -108,7 +110,7 @@ OPTIMIZER = [
         "optimizer.early_step_in_backward",
         bool,
         False,
-        "the optimizer steps once, after all gradients are there",
+        "the optimizer steps once, after all gradients have been computed",
     ),
 ]
 SCHEDULE = [
@@ -131,7 +133,7 @@ TRAINING = [
     carried("training.mixed_precision_param", str, "bfloat16"),
     carried("training.mixed_precision_reduce", str, "float32"),
     carried("training.gc_freq", int, 50),
-    told("training.gc_debug", bool, False, "titan has no debugging of garbage collection"),
+    told("training.gc_debug", bool, False, "titan has no debug output for garbage collection"),
     *_loader("training.dataloader"),
 ]
 PARALLELISM = [
@@ -140,7 +142,10 @@ PARALLELISM = [
     carried("parallelism.fsdp_reshard_after_forward", str, "default", "parallelize.reshard_after_forward"),
     carried("parallelism.tensor_parallel_degree", int, 1, "mesh.tp"),
     told(
-        "parallelism.disable_loss_parallel", bool, False, "under tensor parallelism the loss is parallel too"
+        "parallelism.disable_loss_parallel",
+        bool,
+        False,
+        "under tensor parallelism the loss is always parallel",
     ),
     part("parallelism.enable_async_tensor_parallel", bool, False),
     carried("parallelism.pipeline_parallel_degree", int, 1, "mesh.pp"),
@@ -157,42 +162,48 @@ PARALLELISM = [
         "parallelism.pipeline_parallel_schedule_csv",
         str,
         "",
-        "titan runs torch's named schedules, not one from a file",
+        "titan runs torch's named schedules, not schedules from a file",
     ),
     carried("parallelism.pipeline_parallel_microbatch_size", int, 1, "pipeline.microbatch_size"),
     told(
         "parallelism.pipeline_parallel_expert_parallel_overlap",
         bool,
         True,
-        "DualPipeV runs as torch has it",
+        "DualPipeV runs as torch implements it",
     ),
     carried("parallelism.context_parallel_degree", int, 1, "mesh.cp"),
     told(
         "parallelism.context_parallel_load_balancer",
         str,
         "headtail",
-        "rows are cut head-tail, so that causal work is even",
+        "rows are always split head-tail, which balances causal attention",
     ),
     part("parallelism.context_parallel_rotate_method", str, "allgather"),
     carried("parallelism.expert_parallel_degree", int, 1, "mesh.ep"),
     told(
-        "parallelism.expert_tensor_parallel_degree", int, 1, "experts are not cut over a degree of their own"
+        "parallelism.expert_tensor_parallel_degree",
+        int,
+        1,
+        "experts have no tensor-parallel degree of their own",
     ),
     told(
         "parallelism.expert_parallel_comm_backend",
         str,
         "standard",
-        "there is one expert exchange, torch's own",
+        "the only all-to-all of experts is torch's",
     ),
 ]
 CHECKPOINT = [
     carried("checkpoint.enable", bool, False, always=True),
     told("checkpoint.enable_ft_dataloader_checkpoints", bool, True, _FAULT),
-    told("checkpoint.folder", str, "checkpoint", "checkpoints lie in the run folder's checkpoints/"),
+    told("checkpoint.folder", str, "checkpoint", "checkpoints are in checkpoints/ of the run folder"),
     carried("checkpoint.interval", int, 500),
     part("checkpoint.initial_load_path", str, None),
     told(
-        "checkpoint.initial_load_model_only", bool, True, "`weights` takes weights; --resume takes all state"
+        "checkpoint.initial_load_model_only",
+        bool,
+        True,
+        "`weights` loads only weights; --resume loads the whole state",
     ),
     part("checkpoint.initial_load_in_hf", bool, False),
     told(
@@ -203,7 +214,7 @@ CHECKPOINT = [
     part("checkpoint.export_dtype", str, "float32"),
     carried("checkpoint.async_mode", str, "disabled"),
     carried("checkpoint.keep_latest_k", int, 10),
-    told("checkpoint.load_step", int, -1, "said when a run is continued: titan train RUN --resume --step N"),
+    told("checkpoint.load_step", int, -1, "given when a run is resumed: titan train RUN --resume --step N"),
     part("checkpoint.exclude_from_loading", (list, str), []),
     part("checkpoint.enable_first_step_checkpoint", bool, False),
     part("checkpoint.create_seed_checkpoint", bool, False),
@@ -216,19 +227,19 @@ ACTIVATION_CHECKPOINT = [
         "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns",
         list,
         ["moe.router.gate"],
-        "the results of all matrix products are kept alike",
+        "the outputs of all matrix multiplications are treated alike",
     ),
-    told("activation_checkpoint.early_stop", bool, False, "recomputing stops where torch stops it"),
+    told("activation_checkpoint.early_stop", bool, False, "torch decides where recomputation stops"),
     carried("activation_checkpoint.memory_budget", float, 0.5),
     told(
         "activation_checkpoint.visualize_memory_budget_pareto",
         bool,
         False,
-        "no curve of budgets is drawn",
+        "titan does not plot memory budgets",
     ),
-    told("activation_checkpoint.preserve_rng_state", bool, True, "random state is always kept"),
+    told("activation_checkpoint.preserve_rng_state", bool, True, "the random state is always preserved"),
     told("activation_checkpoint.determinism_check", str, "default", "torch's default check is used"),
-    told("activation_checkpoint.debug", bool, False, "there is no debug output of recomputing"),
+    told("activation_checkpoint.debug", bool, False, "titan has no debug output for recomputation"),
 ]
 COMPILE = [
     carried("compile.enable", bool, False),
@@ -254,8 +265,8 @@ COMM = [
     carried("comm.init_timeout_seconds", int, 300),
     carried("comm.train_timeout_seconds", int, 100),
     carried("comm.trace_buf_size", int, 20000),
-    told("comm.save_traces_folder", str, "comm_traces", "the flight recorder writes into the run folder"),
-    told("comm.save_traces_file_prefix", str, "rank_", "the flight recorder names its files itself"),
+    told("comm.save_traces_folder", str, "comm_traces", "the flight recorder writes to the run folder"),
+    told("comm.save_traces_file_prefix", str, "rank_", "the flight recorder chooses its own file names"),
     told("comm.mode", str, "default", "`titan train RECIPE --dry-run` shows what would run"),
 ]
 OTHERS = [
@@ -270,8 +281,15 @@ OTHERS = [
     told("fault_tolerance.group_size", int, 0, _FAULT),
     told("fault_tolerance.min_replica_size", int, 1, _FAULT),
     told("fault_tolerance.semi_sync_method", str, None, _FAULT),
-    told("experimental.custom_import", str, "", "what it registers is offered by a plugin: `titan plugins`"),
-    told("experimental.custom_args_module", str, "", "a recipe runs no code; what it adds is a plugin's"),
+    told(
+        "experimental.custom_import",
+        str,
+        "",
+        "provide in a plugin what the module registers: `titan plugins`",
+    ),
+    told(
+        "experimental.custom_args_module", str, "", "a recipe runs no code; provide its settings in a plugin"
+    ),
 ]
 VALIDATION = [
     carried("validation.enable", bool, False, why=_LATER.format("validation")),
@@ -287,7 +305,10 @@ DEBUG = [
     carried("debug.seed", int, None, "training.seed"),
     carried("debug.deterministic", bool, False),
     told(
-        "debug.deterministic_warn_only", bool, False, "debug.deterministic raises where torch has no such op"
+        "debug.deterministic_warn_only",
+        bool,
+        False,
+        "debug.deterministic raises where torch has no deterministic op",
     ),
     carried("debug.moe_force_load_balance", bool, False),
 ]

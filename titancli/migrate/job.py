@@ -63,15 +63,17 @@ class Job:
         if field is None:
             near = _nearest(written)
             text = "torchtitan 0.2.2 has no such field" + (
-                f": {near}" if near else "; a custom config module's?"
+                f": {near}" if near else "; is it from a custom config module?"
             )
             self.lost.append(Remark(written, line, value, text))
         elif not _fits(value, field.types):
             words = " or ".join(kind.__name__ for kind in field.types)
-            self.lost.append(Remark(written, line, value, f"torchtitan wants {words} here"))
+            self.lost.append(Remark(written, line, value, f"torchtitan expects {words} here"))
         elif name in self.entries:
             other = self.entries[name]
-            self.lost.append(Remark(written, line, value, f"{other.name} in line {other.line} says the same"))
+            self.lost.append(
+                Remark(written, line, value, f"{other.name} in line {other.line} sets the same value")
+            )
         else:
             self.entries[name] = Entry(written, field, value, line)
 

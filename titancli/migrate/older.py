@@ -54,24 +54,27 @@ RENAMED: dict[str, str] = {
 """Old name to the name in 0.2.2; the meaning is the same."""
 
 _SPLIT = "name each stage's modules in pipeline.module_fqns_per_model_part instead"
-_SCALING = "titan-float8 makes all scales anew at each step"
+_SCALING = "titan-float8 recomputes all scales in each step"
 
 GONE: dict[str, Field] = {
     field.name: field
     for field in [
-        told("job.use_for_integration_test", bool, False, "it was for torchtitan's own tests"),
-        told("metrics.rank_0_only", bool, True, "metrics are those of all ranks together, written once"),
+        told("job.use_for_integration_test", bool, False, "it was only used by torchtitan's own tests"),
+        told("metrics.rank_0_only", bool, True, "metrics are aggregated over all ranks and written once"),
         told(
             "metrics.enable_color_printing",
             bool,
             False,
-            "colours are used at a terminal, unless NO_COLOR is set",
+            "colors are used on a terminal unless NO_COLOR is set",
         ),
         told("model.norm_type", str, "rmsnorm", "the norm is part of the model's definition"),
         part("optimizer.fused", bool, None),
-        told("training.data_parallel_type", str, "fsdp", "for DDP write mesh.dp_replicate and dp_shard = 1"),
+        told("training.data_parallel_type", str, "fsdp", "for DDP set mesh.dp_replicate, and dp_shard = 1"),
         told(
-            "training.enable_loss_parallel", bool, True, "under tensor parallelism the loss is parallel too"
+            "training.enable_loss_parallel",
+            bool,
+            True,
+            "under tensor parallelism the loss is always parallel",
         ),
         part("training.enable_fp8_linear", bool, False),
         part("training.enable_float8_linear", bool, False),
@@ -80,7 +83,7 @@ GONE: dict[str, Field] = {
         told("float8.scaling_type_input", str, "dynamic", _SCALING),
         told("float8.scaling_type_weight", str, "dynamic", _SCALING),
         told("float8.scaling_type_grad_output", str, "dynamic", _SCALING),
-        told("checkpoint.interval_type", str, "steps", "checkpoints are counted in steps; set interval anew"),
+        told("checkpoint.interval_type", str, "steps", "the interval is always in steps; set it again"),
         told("parallelism.enable_compiled_autograd", bool, False, "compiled autograd is not used"),
         told("experimental.enable_compiled_autograd", bool, False, "compiled autograd is not used"),
         told("parallelism.pipeline_parallel_split_points", (list, str), [], _SPLIT),
@@ -89,7 +92,7 @@ GONE: dict[str, Field] = {
             "experimental.pipeline_parallel_microbatches",
             int,
             None,
-            "pipeline.microbatch_size is given instead, the rows of one",
+            "set pipeline.microbatch_size instead, the number of rows of a micro-batch",
         ),
     ]
 }

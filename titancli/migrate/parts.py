@@ -55,23 +55,23 @@ def model(job: Job, registry: Registry) -> None:
     flavor = job.value("model.flavor")
     job.put("model.type", name, "model.name")
     if name != job.value("model.name"):
-        job.change("model.name", f"the model is {name}; how it is run is no property of the model here")
+        job.change(
+            "model.name", f"the model is {name}; in titan, how a model is run is not a property of the model"
+        )
     plain = re.sub(r"_(flex|varlen)(_attn)?\Z", "", flavor)
     job.put("model.flavor", plain, "model.flavor")
     if plain != flavor:
-        how = "the attention kernel is chosen by device; its mask is dataset.document_mask = true"
+        how = "the attention kernel depends on the device; the document mask is dataset.document_mask = true"
         job.change("model.flavor", f"is {plain!r} here: {how}")
         job.put("dataset.document_mask", True)
     config = _installed(registry, "model", name)
     if config is None:
         job.lose(
-            "model.name", f"no installed plugin offers the model {name!r}; [model] waits for one that does"
+            "model.name", f"no installed plugin provides the model {name!r}; [model] needs one that does"
         )
     elif plain not in with_defaults(ConfigDefaults, config).flavors:
         known = ", ".join(with_defaults(ConfigDefaults, config).flavors)
-        job.lose(
-            "model.flavor", f"{name} has no flavor {plain!r} (it has {known}); write the model's own keys"
-        )
+        job.lose("model.flavor", f"{name} has no flavor {plain!r} (it has {known}); set the model's own keys")
 
 
 def tokenizer(job: Job, registry: Registry) -> None:
@@ -79,13 +79,16 @@ def tokenizer(job: Job, registry: Registry) -> None:
     if job.value("model.tokenizer_path") is not None and not job.written(name):
         name = "model.tokenizer_path"
     elif job.written("model.tokenizer_path"):
-        job.lose("model.tokenizer_path", "model.hf_assets_path says the same")
+        job.lose("model.tokenizer_path", "model.hf_assets_path sets the same value")
     path = str(job.value(name))
     job.put("tokenizer.type", "hf")
     folder = re.sub(r"/?(original/)?[^/]+\.(model|json)\Z", "", path) or "."
     job.put("tokenizer.path", folder, name)
     if folder != path:
-        job.change(name, f"a file; tokenizer.path is its folder {folder!r}, which must hold tokenizer.json")
+        job.change(
+            name,
+            f"this is a file; tokenizer.path is its folder {folder!r}, which must contain tokenizer.json",
+        )
 
 
 def dataset(job: Job, registry: Registry) -> None:
@@ -95,17 +98,19 @@ def dataset(job: Job, registry: Registry) -> None:
         if path is None:
             job.lose(
                 "training.dataset",
-                f"no installed plugin offers the dataset {name!r}; [dataset] waits for one",
+                f"no installed plugin provides the dataset {name!r}; [dataset] needs one",
             )
         else:
             table = {"type": "hf"}
-            job.change("training.dataset", "is read as a Hugging Face dataset; dataset.text names its column")
+            job.change(
+                "training.dataset", "is read as a Hugging Face dataset; dataset.text names its text column"
+            )
     if path is not None and table["type"] == "hf":
         table.pop("name", None)
         table["path"] = path if path.startswith(("/", "./", "../", "~")) else f"./{path}"
         job.take("training.dataset_path")
     elif path is not None:
-        job.lose("training.dataset_path", f"it is for the dataset {table['type']!r} to say what its keys are")
+        job.lose("training.dataset_path", f"the dataset {table['type']!r} defines its own keys")
     job.take("training.dataset")
     table |= job.recipe.get("dataset", {})
     job.recipe["dataset"] = table
@@ -115,10 +120,12 @@ def optimizer(job: Job, registry: Registry) -> None:
     name = job.value("optimizer.name")
     known = name.lower()
     if known == "adam" and job.value("optimizer.weight_decay") == 0:
-        job.change("optimizer.name", "without weight decay AdamW is the same")
+        job.change("optimizer.name", "without weight decay, Adam and AdamW are the same")
         known = "adamw"
     if _installed(registry, "optimizer", known) is None:
-        job.lose("optimizer.name", f"no installed plugin offers the optimizer {known!r}; adamw stands in")
+        job.lose(
+            "optimizer.name", f"no installed plugin provides the optimizer {known!r}; adamw is used instead"
+        )
         known = "adamw"
     job.take("optimizer.name")
     job.recipe["optimizer"] = {"type": known, **job.recipe.get("optimizer", {})}
@@ -133,7 +140,7 @@ def schedule(job: Job, registry: Registry) -> None:
     warmup, ratio = job.value("lr_scheduler.warmup_steps"), job.value("lr_scheduler.decay_ratio")
     if warmup > total:
         job.change(
-            "lr_scheduler.warmup_steps", f"is {total} here, all the steps there are, as torchtitan does"
+            "lr_scheduler.warmup_steps", f"becomes {total}, the total number of steps, as in torchtitan"
         )
         warmup = total
         job.put("lr_scheduler.warmup_steps", warmup)
@@ -142,7 +149,7 @@ def schedule(job: Job, registry: Registry) -> None:
     if ratio is None:
         return
     if warmup + round(total * ratio) > total:
-        how = "is left out: the decay takes all steps after the warm-up, as torchtitan has it"
+        how = "is removed: the decay takes all steps after the warm-up, as in torchtitan"
         job.change("lr_scheduler.decay_ratio", how)
     else:
         job.put("lr_scheduler.decay_ratio", ratio, "lr_scheduler.decay_ratio")
@@ -157,7 +164,7 @@ def experts(job: Job, registry: Registry) -> None:
     flavor = with_defaults(ConfigDefaults, config).flavors.get(model["flavor"], {})
     if any(key in flavor for key in ("moe", "n_experts")):
         return
-    why = "the model has no experts, and torchtitan pays no heed to it either"
+    why = "the model has no experts; torchtitan ignores it, too"
     if job.value(degree) > 1:
         job.put("mesh.ep", 1)
         job.lose(degree, why)
@@ -171,7 +178,7 @@ def batch(job: Job, registry: Registry) -> None:
     if total > 0:
         job.put("training.global_batch_size", total, "training.global_batch_size")
     elif job.written("training.global_batch_size"):
-        job.change("training.global_batch_size", "is left out: one micro-batch of each rank")
+        job.change("training.global_batch_size", "is removed: the default is one micro-batch per rank")
 
 
 def loggers(job: Job, registry: Registry) -> None:
@@ -179,7 +186,7 @@ def loggers(job: Job, registry: Registry) -> None:
         if not job.value(switch):
             job.take(switch)
         elif _installed(registry, "logger", name) is None:
-            job.lose(switch, f"no installed plugin offers the logger {name!r}")
+            job.lose(switch, f"no installed plugin provides the logger {name!r}")
         else:
             job.recipe.setdefault("loggers", []).append({"type": name})
             job.take(switch)
@@ -192,14 +199,17 @@ def weights(job: Job, registry: Registry) -> None:
         job.take(*names)
     elif not job.value("checkpoint.enable"):
         for name in filter(job.written, names):
-            job.lose(name, "no effect: torchtitan loads nothing where checkpoint.enable is false")
+            job.lose(name, "no effect: torchtitan loads nothing when checkpoint.enable is false")
     elif hf:
         job.put("weights", path or job.value("model.hf_assets_path"), *names)
     else:
         why = (
-            "a torch.distributed.checkpoint folder, which titan does not read; make a Hugging Face one of it"
+            "a torch.distributed.checkpoint folder, which titan does not read; convert it to a Hugging "
+            "Face folder"
         )
-        job.lose("checkpoint.initial_load_path", f"{why} with torchtitan's script and set weights to that")
+        job.lose(
+            "checkpoint.initial_load_path", f"{why} with torchtitan's script and set weights to that folder"
+        )
         job.take("checkpoint.initial_load_in_hf")
 
 
@@ -208,7 +218,7 @@ def activation_checkpoint(job: Job, registry: Registry) -> None:
     if mode == "memory_budget" and not (
         job.value("compile.enable") and "model" in _names(job.value("compile.components"))
     ):
-        why = "nothing holds to a budget without compile.enable; selective, operation by operation, stands in"
+        why = "a memory budget needs compile.enable; selective checkpointing by operation is used instead"
         job.lose("activation_checkpoint.mode", why)
         mode, option = "selective", "op"
     job.put("activation_checkpoint.mode", mode, "activation_checkpoint.mode")
@@ -226,7 +236,7 @@ def compile_components(job: Job, registry: Registry) -> None:
             job.put(name, known)
     elif known != _names(job.value(name)):
         job.put(name, known)
-        job.change(name, "names parts that cannot be compiled: the blocks (model) and the loss can")
+        job.change(name, "names parts that cannot be compiled: only the blocks (model) and the loss can")
     else:
         job.put(name, known, name)
 
@@ -242,9 +252,9 @@ def parallel(job: Job, registry: Registry) -> None:
     name = "parallelism.context_parallel_rotate_method"
     if job.value(name) == "alltoall":
         job.put("parallelize.context_parallel", "ring")
-        job.change(name, 'is parallelize.context_parallel = "ring" here: keys and values go around')
+        job.change(name, 'becomes parallelize.context_parallel = "ring"')
     elif job.value(name) != "allgather":
-        job.lose(name, "torchtitan knows allgather and alltoall")
+        job.lose(name, "torchtitan supports allgather and alltoall")
     elif job.written(name):
         job.put("parallelize.context_parallel", "allgather", name)
     name = "parallelism.enable_async_tensor_parallel"
@@ -278,7 +288,7 @@ def converters(job: Job, registry: Registry) -> None:
         elif section is None and _installed(registry, "converter", name) is not None:
             _append(job, registry, {"type": name})
         else:
-            job.lose("model.converters", f"no installed plugin offers the converter {name!r}")
+            job.lose("model.converters", f"no installed plugin provides the converter {name!r}")
             _lose_section(job, section, f"the converter {name!r} is not installed")
     for section in {*CONVERTERS.values()} - used:
         _lose_section(job, section, "no effect: model.converters does not name it")
@@ -289,7 +299,7 @@ def _float8(job: Job, registry: Registry) -> None:
     if config is None:
         install = install_command("titan-float8")
         job.lose(
-            "model.converters", f"no installed plugin offers float8_linear: {install}, and translate again"
+            "model.converters", f"no installed plugin provides float8_linear: {install}, and convert again"
         )
         _lose_section(job, FLOAT8, "float8_linear is not installed")
         return
@@ -305,7 +315,7 @@ def _float8(job: Job, registry: Registry) -> None:
         if table["recipe"] == "tensorwise":
             table["enable_fsdp_float8_all_gather"] = True
         else:
-            job.lose(gather, f"a float8 all-gather needs one scale a tensor, not {table['recipe']}")
+            job.lose(gather, f"a float8 all-gather needs one scale per tensor, not {table['recipe']}")
     if job.value(scale):
         if "enable_fsdp_float8_all_gather" in table:
             table["precompute_float8_dynamic_scale_for_fsdp"] = True
@@ -314,7 +324,7 @@ def _float8(job: Job, registry: Registry) -> None:
     skip = _names(job.value(f"{FLOAT8}.filter_fqns"))
     if AUTO_FILTER in skip:
         skip.remove(AUTO_FILTER)
-        job.lose(f"{FLOAT8}.filter_fqns", f"{AUTO_FILTER} is not built: name the small layers in skip")
+        job.lose(f"{FLOAT8}.filter_fqns", f"{AUTO_FILTER} is not supported: list the small layers in skip")
     if skip:
         # torchtitan leaves out every name that contains the text.
         table["skip"] = [name if name.rpartition(".")[2] in SUBMODULES else f"*{name}*" for name in skip]

@@ -45,7 +45,7 @@ def adapter(cls: type) -> TypeAdapter[Any]:
     except (PydanticUserError, SchemaError, NameError, TypeError) as error:
         raise PluginError(
             f"the fields of {cls.__module__}.{cls.__qualname__} cannot be bound: {error}",
-            hint="this is a mistake in the plugin that offers it",
+            hint="this is a bug in the plugin that provides it",
         ) from error
 
 
@@ -68,6 +68,6 @@ def slot_schema(kind: str) -> CoreSchema:
             raise
         except Exception as error:
             name = f"{cls.__module__}.{cls.__qualname__}"
-            raise PluginError(f"{name} cannot be made: {type(error).__name__}: {error}") from error
+            raise PluginError(f"{name} cannot be created: {type(error).__name__}: {error}") from error
 
     return with_info_plain_validator_function(bind_component)

@@ -62,10 +62,10 @@ def component(
     def decorate(cls: type[T]) -> type[T]:
         where = f"component {kind}/{name} ({cls.__module__}.{cls.__qualname__})"
         if kind not in KINDS:
-            raise PluginError(f"{where}: there is no kind {kind!r}", hint=f"the kinds are {', '.join(KINDS)}")
+            raise PluginError(f"{where}: unknown kind {kind!r}", hint=f"the kinds are {', '.join(KINDS)}")
         if not NAME.match(name):
             raise PluginError(
-                f"{where}: a name is lower-case letters, digits and _, and starts with a letter"
+                f"{where}: a name consists of lower-case letters, digits and _, and starts with a letter"
             )
         for reference in filter(None, (target, hf)):
             if not re.match(r"[\w.]+:\w+\Z", reference):

@@ -36,7 +36,7 @@ def load_plugins(*, files: Iterable[Path] = (), blocked: Iterable[str] = (), che
     plugins = _installed()
     if BUILTIN not in plugins:
         raise EnvironmentProblem(
-            "titan is not installed: its own entry point is missing",
+            "titan is not installed properly: its own entry point is missing",
             hint="pip install titancli, or pip install -e . in a checkout",
         )
     _apply_allow_list(plugins)
@@ -44,7 +44,7 @@ def load_plugins(*, files: Iterable[Path] = (), blocked: Iterable[str] = (), che
         plugin = _from_file(Path(file))
         if plugin.name in plugins and plugins[plugin.name].state not in LEFT_OUT:
             raise UsageError(
-                f"-p {file}: a plugin named {plugin.name!r} is there already", hint="rename the file"
+                f"-p {file}: a plugin named {plugin.name!r} already exists", hint="rename the file"
             )
         plugins[plugin.name] = plugin
     for name in blocked:
@@ -64,7 +64,7 @@ def _from_entries(name: str, entries: list[metadata.EntryPoint]) -> Plugin:
         entries = [entry for entry in entries if _distribution(entry)[0] == GROUP] or entries
     if len(entries) > 1:
         owners = " and ".join(sorted(" ".join(filter(None, _distribution(entry))) for entry in entries))
-        why = f"two distributions offer a plugin named {name!r}: {owners}; uninstall one of them"
+        why = f"two distributions provide a plugin named {name!r}: {owners}; uninstall one of them"
         return Plugin.unusable(name, "broken", why)
     (entry,) = entries
     distribution, version = _distribution(entry)
@@ -78,7 +78,7 @@ def _load_entry(entry: metadata.EntryPoint) -> Any:
         needs = REQUIRES_TITAN.match(line)
         if needs and needs["specifier"].strip() and not _satisfied(needs["specifier"].strip()):
             raise ImportError(
-                f"it needs {GROUP} {needs['specifier'].strip()}, and this is {GROUP} {__version__}: "
+                f"it needs {GROUP} {needs['specifier'].strip()}, but this is {GROUP} {__version__}: "
                 f"install another version of {_distribution(entry)[0]}, or of {GROUP}"
             )
     return entry.load()
@@ -131,16 +131,16 @@ def _apply_allow_list(plugins: dict[str, Plugin]) -> None:
 def _block(plugins: dict[str, Plugin], name: str) -> None:
     if name == BUILTIN:
         raise UsageError(
-            f"-p no:{name}: the built-in components cannot be blocked",
-            hint="choose another component by its full name, plugin/name",
+            f"-p no:{name}: the built-in components cannot be disabled",
+            hint="to use another component, give its full name, plugin/name",
         )
     if name not in plugins:
         near = nearest_name(name, plugins)
         raise UsageError(
-            f"-p no:{name}: no plugin of this name is installed",
+            f"-p no:{name}: no plugin with this name is installed",
             hint=f"did you mean 'no:{near}'?" if near else "`titan plugins` lists them",
         )
-    plugins[name].leave_out("blocked", f"-p no:{name} blocks it")
+    plugins[name].leave_out("blocked", f"blocked by -p no:{name}")
 
 
 # ---------------------------------------------------------------------------------------- plugin files
@@ -152,10 +152,11 @@ def _from_file(file: Path) -> Plugin:
     name = file.stem
     if file.suffix != ".py" or not name.isidentifier():
         raise UsageError(
-            f"-p {file}: a plugin file is named like a Python module", hint="for example my_loss.py"
+            f"-p {file}: the name of a plugin file must be a valid Python module name",
+            hint="for example my_loss.py",
         )
     if not file.is_file():
-        raise UsageError(f"-p {file}: there is no such file")
+        raise UsageError(f"-p {file}: the file does not exist")
     taken = _module_of(name)
     if taken is not None and taken.resolve() != file.resolve():
         raise UsageError(

@@ -53,8 +53,9 @@ class Registry:
         if len(found) > 1:
             full = " or ".join(f"'{plugin}/{bare}'" for plugin in found)
             raise PluginError(
-                f"{kind} {bare!r} is offered by more than one plugin: {', '.join(found)}",
-                hint=f"write {full}, or block one: -p no:{[name for name in found if name != BUILTIN][-1]}",
+                f"{kind} {bare!r} is provided by more than one plugin: {', '.join(found)}",
+                hint=f"use {full}, or disable one plugin: -p "
+                f"no:{[name for name in found if name != BUILTIN][-1]}",
             )
         if not found:
             raise self._unknown(kind, name, list(self._loaded()))
@@ -73,7 +74,7 @@ class Registry:
             if plugin.components.get((info.kind, info.name)) is cls:
                 return f"{plugin.name}/{info.name}"
         raise PluginError(
-            f"{cls.__module__}.{cls.__qualname__} is offered by no plugin",
+            f"{cls.__module__}.{cls.__qualname__} is not provided by any plugin",
             hint="return it from the plugin's titan_components hook",
         )
 
@@ -111,7 +112,7 @@ class Registry:
                 if isinstance(folder, (str, Path)) and Path(folder).is_dir():
                     folders.append((plugin.name, Path(folder)))
                 else:
-                    plugin.fail(f"titan_recipes returned {str(folder)!r}, which is no folder")
+                    plugin.fail(f"titan_recipes returned {str(folder)!r}, which is not a folder")
         return folders
 
     def commands(self, reserved: Collection[str] = ()) -> list[tuple[str, Command | click.Command]]:
@@ -122,9 +123,11 @@ class Registry:
         for plugin in self._plugins.values():
             for command in plugin.call_list("titan_commands"):
                 if not isinstance(command, (Command, click.Command)) or not command.name:
-                    plugin.fail(f"titan_commands returned {command!r}, which is no named command")
+                    plugin.fail(f"titan_commands returned {command!r}, which is not a command with a name")
                 elif command.name in reserved:
-                    plugin.fail(f"titan_commands returned {command.name!r}, which is titan's own command")
+                    plugin.fail(
+                        f"titan_commands returned {command.name!r}, which is the name of a built-in command"
+                    )
                 else:
                     commands.append((plugin.name, command))
         return commands
@@ -140,9 +143,11 @@ class Registry:
             was_ok = plugin.state == "ok"
             for finding in plugin.call_list("titan_checks", recipe=recipe):
                 if _is_finding(finding):
-                    found.append((finding[0], f"{finding[1]} (says plugin {plugin.name})"))
+                    found.append((finding[0], f"{finding[1]} (reported by plugin {plugin.name})"))
                 else:
-                    plugin.fail(f"titan_checks returned {finding!r}, which is no pair (dotted key, message)")
+                    plugin.fail(
+                        f"titan_checks returned {finding!r}, which is not a pair (dotted key, message)"
+                    )
             if was_ok and plugin.state != "ok" and self._uses(recipe, plugin):
                 raise PluginError(f"the titan_checks of plugin {plugin.name!r} failed:\n{plugin.error}")
         return found
@@ -160,7 +165,7 @@ class Registry:
             for why in filter(None, map(missing, filter(None, (info.target, info.hf)))):
                 raise PluginError(
                     f"{info.kind} {self.full_name(config)}: {why}",
-                    hint="this is a mistake in the plugin that offers it",
+                    hint="this is a bug in the plugin that provides it",
                 )
 
     # ----------------------------------------------------------------------------------------- helpers
@@ -185,7 +190,7 @@ class Registry:
         if config is not None:
             return config
         if plugin.state in LEFT_OUT:
-            raise PluginError(f"{plugin.name}/{bare}: the plugin is left out: {plugin.error}")
+            raise PluginError(f"{plugin.name}/{bare}: the plugin is disabled: {plugin.error}")
         raise self._unknown(kind, f"{plugin.name}/{bare}", [plugin])
 
     def _unknown(self, kind: str, name: str, searched: list[Plugin]) -> PluginError:
@@ -193,7 +198,7 @@ class Registry:
         broken = [plugin for plugin in searched if plugin.state == "broken"]
         message = f"unknown {kind} {name!r}"
         for plugin in broken:
-            message += f"\nplugin {plugin.name!r}, which may offer it, is broken:\n{plugin.error}"
+            message += f"\nplugin {plugin.name!r}, which may provide it, is broken:\n{plugin.error}"
         return PluginError(message, hint=self._advice(kind, name, searched, [p.name for p in broken]))
 
     def _advice(self, kind: str, name: str, searched: list[Plugin], broken: list[str]) -> str:
@@ -206,18 +211,21 @@ class Registry:
             if of_kind == kind
         }
         if near := nearest_name(name, sorted(candidates)):
-            doubt = f" Or repair {', '.join(broken)}, which may offer {name!r}" if broken else ""
+            doubt = f" Or fix {', '.join(broken)}, which may provide {name!r}" if broken else ""
             return f"did you mean {near!r}?{doubt}"
         others = sorted({of_kind for _, of_kind, other in offered if other == bare})
         if broken:
-            advice = "repair or uninstall the broken plugin; `titan plugins` shows the state of each"
+            advice = "fix or uninstall the broken plugin; `titan plugins` shows the status of each plugin"
         elif others:
             kinds = " and ".join(others)
-            advice = f"{name!r} is of kind {kinds}; `titan list-components {kind}` lists what there is"
+            advice = (
+                f"{name!r} is of kind {kinds}; `titan list-components {kind}` lists the components "
+                f"of that kind"
+            )
         else:
             advice = f"known: {', '.join(sorted(candidates)) or 'none is installed'}"
         left_out = [f"{p.name} ({p.error})" for p in self._plugins.values() if p.state in LEFT_OUT]
-        return f"{advice}; left out: {', '.join(left_out)}" if left_out else advice
+        return f"{advice}; disabled: {', '.join(left_out)}" if left_out else advice
 
     def _uses(self, recipe: Any, plugin: Plugin) -> bool:
         own = set(plugin.components.values())

@@ -135,7 +135,7 @@ class Plugin:
             if isinstance(result, (list, tuple)):
                 elements += result
             else:
-                self.fail(f"{hook} returned {result!r}, which is no list")
+                self.fail(f"{hook} returned {result!r}, which is not a list")
         return elements
 
     def check_targets(self) -> None:
@@ -181,7 +181,7 @@ class Plugin:
     def _add(self, found: dict[tuple[str, str], type], config: Any) -> None:
         info = vars(config).get("__component__") if isinstance(config, type) else None
         if not isinstance(info, ComponentInfo):
-            self.fail(f"titan_components returned {config!r}, which is no class made by @component")
+            self.fail(f"titan_components returned {config!r}, which is not a class decorated with @component")
             return
         key = (info.kind, info.name)
         other = found.setdefault(key, config)

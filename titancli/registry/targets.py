@@ -20,7 +20,7 @@ def missing(target: str) -> str | None:
     except (ImportError, ValueError):  # a finder that fails, or a module without a spec
         return None
     if spec is None:
-        return f"the target {target!r} is not there: no module {module!r}"
+        return f"the target {target!r} does not exist: no module {module!r}"
     if not spec.origin or not spec.origin.endswith(".py"):
         return None
     try:
@@ -29,7 +29,7 @@ def missing(target: str) -> str | None:
         return None
     if re.search(rf"\b({name}|__getattr__)\b|import \*", source):
         return None
-    return f"the target {target!r} is not there: {spec.origin} nowhere has the name {name!r}"
+    return f"the target {target!r} does not exist: {spec.origin} does not define {name!r}"
 
 
 def _find(module: str) -> ModuleSpec | None:

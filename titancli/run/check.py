@@ -68,7 +68,7 @@ def as_text(facts: dict[str, Any]) -> str:
         took += f" and {facts['peak_rss_bytes'] / GIB:.2f} GiB of memory"
     names = ("parameter", "gradient", "optimizer", "peak", "computed_peak")
     lines = [
-        f"check: {len(ranks)} of {of} did a step without a fault, in {took}",
+        f"check: {len(ranks)} of {of} completed a step without errors, in {took}",
         f"  {'rank':<16}"
         + "".join(f"{name:>14}" for name in ("parameters", "gradients", "optimizer", "peak", "computed")),
     ]
@@ -79,8 +79,9 @@ def as_text(facts: dict[str, Any]) -> str:
         cells = [f"{size / GIB:>10.3f} GiB" if size is not None else f"{'-':>14}" for size in sizes]
         lines.append(f"  {who:<16}{''.join(cells)}")
     lines.append(
-        "  what the step has allocated, and the peak that is computed for it: uncompiled, on a CPU's kernels"
+        "  measured in the step and as computed in advance (the last column); without compile, with CPU "
+        "kernels"
     )
     if facts["left_out"]:
-        lines.append(f"  left out: {'; '.join(facts['left_out'])}")
+        lines.append(f"  not covered: {'; '.join(facts['left_out'])}")
     return "\n".join(lines)

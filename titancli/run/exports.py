@@ -33,7 +33,7 @@ def export(section: Checkpoint, engine: Engine, checkpointer: Checkpointer, run_
             for parameter, tensor in engine.plain_parameters()
         }
         checkpointer.save_apart(run_folder / "exports" / name, tensors)
-        logger.info("weights alone: exports/%s", name)
+        logger.info("weights only: exports/%s", name)
     if section.last_save_in_hf:
         checkpointer.on_main(lambda: _to_hf(section, run_folder, name))
 

@@ -48,11 +48,11 @@ def check_devices(loaded: Loaded, gpus: int) -> None:
     for path, config in components(loaded.recipe) if not gpus else ():
         info = component_info(config)
         if info.device == "cuda":
-            message = f"the {info.kind} {info.name} needs a GPU, and none is visible here"
+            message = f"the {info.kind} {info.name} needs a GPU, but none is visible"
             problems += _problem(loaded, dotted((*path, "type")), message, None).problems
         for key, reason in with_defaults(ConfigDefaults, config).needs_gpu():
-            message = f"{reason}, and no GPU is visible here"
-            problems += _problem(loaded, dotted((*path, key)), message, "leave it out").problems
+            message = f"{reason}, but no GPU is visible"
+            problems += _problem(loaded, dotted((*path, key)), message, "remove it").problems
     if problems:
         raise RecipeError(problems)
 
@@ -119,7 +119,7 @@ def import_components(loaded: Loaded) -> None:
                     f"{info.kind}/{info.name} of the plugin {plugin}: {target!r} cannot be imported: "
                     f"{type(cause).__name__}: {cause}"
                 )
-                hint = f"repair or reinstall {plugin}; or name another {info.kind} in {dotted(path)}"
+                hint = f"repair or reinstall {plugin}, or use another {info.kind} in {dotted(path)}"
                 problems.append(
                     Problem("import", message, origin.location("value") if origin else None, hint)
                 )

@@ -102,17 +102,17 @@ def make_plan(request: Request) -> Plan:
     if run_dir is not None and RunFolder.is_run(run_dir):
         if not request.resume:
             raise EnvironmentProblem(
-                f"the run folder {run_dir} exists",
-                hint=f"to continue it: titan train {request.reference} --run-dir {request.run_dir} --resume",
+                f"the run folder {run_dir} already exists",
+                hint=f"to resume it: titan train {request.reference} --run-dir {request.run_dir} --resume",
             )
         return _continue(request, RunFolder.open(run_dir), required=request.step is not None)
     if request.resume and run_dir is not None and (plan := _from_afar(request, run_dir)) is not None:
         return plan
     if request.step is not None:
         raise (
-            EnvironmentProblem(f"there is no run {run_dir} to take step {request.step} of")
+            EnvironmentProblem(f"run {run_dir} does not exist, so step {request.step} cannot be loaded")
             if request.resume
-            else UsageError("--step names a checkpoint of a run that is continued", hint="add --resume")
+            else UsageError("--step selects the checkpoint to resume from", hint="add --resume")
         )
     return _begin(request, run_dir)
 
@@ -178,8 +178,8 @@ def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
     if refused and not request.allow_drift:
         listed = "\n".join(f"  {change}" for change in refused)
         raise EnvironmentProblem(
-            f"{folder.path} was begun with another {' and '.join(_sections(refused))}:\n{listed}",
-            hint="start a new run, or go on all the same with --allow-drift",
+            f"{folder.path} was started with a different {' and '.join(_sections(refused))}:\n{listed}",
+            hint="start a new run, or resume anyway with --allow-drift",
         )
     section = loaded.recipe.checkpoint
     checkpoint, more = _choose_checkpoint(folder, request, section, required=required)
@@ -211,7 +211,7 @@ def _run_to_resume(request: Request) -> Path:
         RunFolder.open(path)  # says what is missing
     find_recipe(request.reference)  # a recipe that does not exist either
     raise UsageError(
-        f"--resume needs the folder of a run, and {request.reference!r} is a recipe",
+        f"--resume needs a run folder, but {request.reference!r} is a recipe",
         hint=f"titan train RUN --resume, or titan train {request.reference} --run-dir DIR --resume",
     )
 
@@ -229,7 +229,9 @@ def _choose_checkpoint(
             )
             raise EnvironmentProblem(
                 f"{folder.path} has no checkpoint of step {step}",
-                hint=f"there are {', '.join(map(str, there))}" if there else "there is none at all",
+                hint=f"available steps: {', '.join(map(str, there))}"
+                if there
+                else "the run has no checkpoints",
             )
         return path, []
     notes: list[str] = []
@@ -239,8 +241,8 @@ def _choose_checkpoint(
     if path_or_none is None and required:
         passed_over = "".join(f"\n  {note}" for note in notes)
         raise EnvironmentProblem(
-            f"{folder.path} has no checkpoint to continue from{passed_over}",
-            hint=f"begin anew: titan train {folder.path}",
+            f"{folder.path} has no checkpoint to resume from{passed_over}",
+            hint=f"start a new run: titan train {folder.path}",
         )
     if path_or_none is None:
         notes.append("the run has no checkpoint yet: it starts at step 0")
@@ -273,7 +275,7 @@ def require_inputs(
         named.append(("weights", start.folder))
     missing = [f"{key}: {path} does not exist" for key, path in named if not path.exists()]
     if missing and not dry_run:
-        raise EnvironmentProblem("\n".join(missing), hint="relative paths start where the command is run")
+        raise EnvironmentProblem("\n".join(missing), hint="relative paths start at the current folder")
     if wanted and start.folder.exists():
         if start.kind == "state":
             read_manifest(start.folder)  # nothing but a checkpoint has more than weights
@@ -346,7 +348,7 @@ def _with_missing_plugins(error: TitanError, folder: RunFolder, given: Sequence[
         return error
     flags = " ".join(f"-p {path}" for path in missing)
     return PluginError(
-        f"{folder.path} was started with {flags}, and without it: {error.message}", hint=f"add {flags}"
+        f"{folder.path} was started with {flags}; without it: {error.message}", hint=f"add {flags}"
     )
 
 

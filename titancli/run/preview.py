@@ -108,15 +108,15 @@ def as_text(facts: dict[str, Any]) -> str:
     begin = Path(facts["checkpoint"]).name if facts["checkpoint"] else "the start"
     table = {
         "recipe": facts["recipe"],
-        "run folder": f"{facts['run_folder']} ({'new' if facts['new'] else 'continued'})",
+        "run folder": f"{facts['run_folder']} ({'new' if facts['new'] else 'resumed'})",
         "model": f"{facts['model']}, {facts['parameters']:,} parameters",
-        "ranks": f"{facts['world']} ({nodes}{facts['nproc']} on {'each' if nodes else 'this machine'})",
+        "ranks": f"{facts['world']} ({nodes}{facts['nproc']} on {'each node' if nodes else 'this machine'})",
         "mesh": ", ".join(degrees) or "one device",
-        "memory": f"{memory:.2f} GiB a rank for weights and gradients; `titan plan` tells the rest",
+        "memory": f"{memory:.2f} GiB per rank for weights and gradients; see `titan plan` for the rest",
         "batch": f"{facts['global_batch_size']:,} rows x {facts['seq_len']:,} tokens = "
-        f"{facts['tokens_per_step']:,} tokens a step",
-        "": f"{rows} row{'s' * (rows > 1)} at a time on a rank, {times} time{'s' * (times > 1)} a step",
-        "steps": f"{facts['steps']:,} from {begin}, {facts['tokens']:,} tokens in all",
+        f"{facts['tokens_per_step']:,} tokens per step",
+        "": f"{rows} row{'s' * (rows > 1)} at a time per rank, {times} time{'s' * (times > 1)} per step",
+        "steps": f"{facts['steps']:,} from {begin}, {facts['tokens']:,} tokens in total",
         "started by": facts["command"] or "this process",
     }
     lines = [f"{label:<12}{text}" for label, text in table.items()]

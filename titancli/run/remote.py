@@ -85,7 +85,7 @@ def see_to(folder: RunFolder, section: Checkpoint, *, new: bool) -> None:
     place = run_place(section.remote, folder.path)
     if new and (there := steps(place)):
         raise EnvironmentProblem(
-            f"{place} holds the checkpoints of a run already ({', '.join(path.name for path in there)})",
-            hint="continue it with --resume, or give this one a name of its own: --run-dir DIR",
+            f"{place} already holds the checkpoints of a run ({', '.join(path.name for path in there)})",
+            hint="resume that run with --resume, or give this run another name: --run-dir DIR",
         )
     probe(place)

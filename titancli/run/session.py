@@ -192,15 +192,15 @@ def _goes_on(data: Source, state: Any, again: Callable[[], Source] | None) -> So
     """
     if not isinstance(state, dict):
         raise EnvironmentProblem(
-            "the checkpoint holds no position in the data",
-            hint='checkpoint.exclude_from_loading=["data"] begins them anew',
+            "the checkpoint has no position in the data",
+            hint='checkpoint.exclude_from_loading=["data"] starts the data from the beginning',
         )
     try:
         data.load_state(state)
     except TitanError as error:
         if again is None:
             raise
-        logger.warning("the data are begun anew: %s", error.message)
+        logger.warning("the data starts from the beginning: %s", error.message)
         return again()
     return data
 
@@ -214,8 +214,8 @@ def check_vocabulary(recipe: Recipe, tokenizer: Any) -> None:
     rows = with_defaults(ModelConfigDefaults, recipe.model).vocab_size
     if rows is not None and tokenizer is not None and tokenizer.vocab_size > rows:
         raise EnvironmentProblem(
-            f"the tokenizer has {tokenizer.vocab_size:,} ids, and the model's vocab_size is only {rows:,}",
-            hint=f"take the model's own tokenizer, or set model.vocab_size={tokenizer.vocab_size}",
+            f"the tokenizer has {tokenizer.vocab_size:,} ids, but the model's vocab_size is only {rows:,}",
+            hint=f"use the model's own tokenizer, or set model.vocab_size={tokenizer.vocab_size}",
         )
 
 

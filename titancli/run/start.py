@@ -49,8 +49,8 @@ def count_processes(plan: Plan, wanted: int | str | None, *, may_exceed: bool = 
         return gpus or 1
     if gpus and wanted > gpus and not may_exceed:
         raise EnvironmentProblem(
-            f"{wanted} processes need {wanted} GPUs, and {gpus} {'is' if gpus == 1 else 'are'} visible here",
-            hint=f"take --nproc {gpus}, or make more visible with CUDA_VISIBLE_DEVICES",
+            f"{wanted} processes need {wanted} GPUs, but {gpus} {'is' if gpus == 1 else 'are'} visible",
+            hint=f"use --nproc {gpus}, or make more GPUs visible with CUDA_VISIBLE_DEVICES",
         )
     return wanted
 

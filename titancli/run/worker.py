@@ -162,7 +162,7 @@ class Rank:
         try:
             process_group.dump_flight_recorder(self.folder.logs, self.place.rank)
         except OSError as error:  # a full disk must not hide why the run failed
-            print(f"cannot write the flight recorder's trace: {error}", file=sys.stderr)
+            print(f"cannot write the flight recorder trace: {error}", file=sys.stderr)
 
     def _join(self, recipe: Recipe, digest: str) -> torch.device:
         """Take a device, meet the other ranks, and make sure that all are there for the same run."""
@@ -213,7 +213,7 @@ class Rank:
             self._stack.callback(events.close)
             self._stack.enter_context(_logs_as_events(events))
             if self.place.restart:
-                logger.warning("a rank failed; all ranks were started anew (restart %d)", self.place.restart)
+                logger.warning("a rank failed; all ranks were restarted (restart %d)", self.place.restart)
             own = [EventLogger(events, recipe.training.steps)]
         return own + [
             build(config, run_folder=self.folder.path, is_main=self.is_main) for config in recipe.loggers

@@ -130,7 +130,7 @@ def test_a_model_that_is_not_installed_is_a_reason_and_the_rest_is_translated(
 ) -> None:
     found, data = told(text)
     reason = next(remark.text for remark in found.lost if remark.name == "model.name")
-    assert f"no installed plugin offers the model '{model}'" in reason
+    assert f"no installed plugin provides the model '{model}'" in reason
     assert data["model"]["type"] == model
     with pytest.raises(RecipeError) as caught:
         load(text)
@@ -213,14 +213,22 @@ def test_defaults_that_are_left_out_are_titans_own(load: Callable[..., Loaded]) 
     ("text", "name", "words"),
     [
         ("[training]\nstepz = 3\n", "training.stepz", "did you mean 'steps'?"),
-        ("[optimizer]\nstate_dtype = 1\n", "optimizer.state_dtype", "no such field; a custom"),
+        ("[optimizer]\nstate_dtype = 1\n", "optimizer.state_dtype", "no such field; is it from a custom"),
         ("[quantize.linear.fp8]\nemulate = true\n", "quantize.linear.fp8.emulate", "did you mean 'quantize."),
-        ('[training]\nsteps = "3"\n', "training.steps", "torchtitan wants int here"),
-        ("[training]\nbatch_size = 3\nlocal_batch_size = 4\n", "training.local_batch_size", "says the same"),
-        ('[optimizer]\nname = "Adam"\n', "optimizer.name", "adamw stands in"),
-        ('[activation_checkpoint]\nmode = "memory_budget"\n', "activation_checkpoint.mode", "stands in"),
+        ('[training]\nsteps = "3"\n', "training.steps", "torchtitan expects int here"),
+        (
+            "[training]\nbatch_size = 3\nlocal_batch_size = 4\n",
+            "training.local_batch_size",
+            "sets the same value",
+        ),
+        ('[optimizer]\nname = "Adam"\n', "optimizer.name", "adamw is used instead"),
+        (
+            '[activation_checkpoint]\nmode = "memory_budget"\n',
+            "activation_checkpoint.mode",
+            "is used instead",
+        ),
         ('[model]\nflavor = "9B"\n', "model.flavor", "llama3 has no flavor '9B'"),
-        ('[model]\nconverters = "mx"\n', "model.converters", "offers the converter 'mx'"),
+        ('[model]\nconverters = "mx"\n', "model.converters", "provides the converter 'mx'"),
         (
             '[checkpoint]\nenable = true\ninitial_load_path = "old/step-100"\n',
             "checkpoint.initial_load_path",
@@ -229,7 +237,7 @@ def test_defaults_that_are_left_out_are_titans_own(load: Callable[..., Loaded]) 
         (
             "[checkpoint]\ninitial_load_in_hf = true\n",
             "checkpoint.initial_load_in_hf",
-            "loads nothing where checkpoint.enable is false",
+            "loads nothing when checkpoint.enable is false",
         ),
         (
             "[parallelism]\npipeline_parallel_schedule = 'Zigzag'\n",
