@@ -148,7 +148,7 @@ def test_an_empty_file_is_a_recipe_without_anything(problems) -> None:
 def test_what_is_wrong_with_the_whole_is_told_beside_a_value_that_is_wrong(problems, wrong: str) -> None:
     found = problems(BASE, wrong, "name=a b")
     assert [problem.location.path for problem in found] == ["override", "override"]
-    assert any("cannot begin the name of a run folder" in problem.message for problem in found)
+    assert any("cannot be the start of a run folder" in problem.message for problem in found)
 
 
 def test_nothing_is_told_that_a_default_alone_would_make_wrong(problems) -> None:
