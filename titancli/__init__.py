@@ -14,6 +14,7 @@ _WHERE = {
     "component": "titancli.registry.component",
     "Command": "titancli.registry.command",
     "Component": "titancli.registry.fields",
+    "LocalPath": "titancli.registry.fields",
     "Slot": "titancli.registry.fields",
     "hookimpl": "titancli.registry.hookspecs",
     "load_recipe": "titancli.recipe",
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from titancli.registry.command import Command as Command
     from titancli.registry.component import component as component
     from titancli.registry.fields import Component as Component
+    from titancli.registry.fields import LocalPath as LocalPath
     from titancli.registry.fields import Slot as Slot
     from titancli.registry.hookspecs import hookimpl as hookimpl
 

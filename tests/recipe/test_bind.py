@@ -406,6 +406,14 @@ def test_paths_are_absolute_from_where_the_command_runs(load) -> None:
     assert loaded.data["dataset"]["paths"] == [str(here / "a.txt"), "/b/c.txt"]
 
 
+def test_a_tilde_is_the_home_folder(load, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "base.toml").write_text(BASE)
+    loaded = load('extends = "~/base.toml"\nweights = "~/w"\n', 'dataset.paths=["~/a.txt"]')
+    assert loaded.recipe.weights == tmp_path / "w"
+    assert loaded.recipe.dataset.paths == [tmp_path / "a.txt"]
+
+
 def test_a_flavor_fills_in_its_row_and_written_keys_win(load) -> None:
     text = BASE.replace('"tiny"', '"tiny"\nflavor = "large"\nlayers = 3\nrope.theta = 1.5')
     model = load(text).recipe.model

@@ -166,6 +166,9 @@ def test_an_earlier_checkpoint_can_be_taken(train: Train, here: Path) -> None:
         (("tiny.toml", "tokenizer=hf", "tokenizer.path=nowhere"), 5, "nowhere does not exist"),
         (("tiny.toml", "training.stpes=3"), 3, "did you mean 'steps'?"),
         (("tiny.toml", 'dataset.paths=["gone.txt"]'), 5, "gone.txt does not exist"),
+        (("tiny.toml", 'dataset.paths=["gone*.txt"]'), 5, "no file matches "),
+        (("tiny.toml", "dataset.type=hf", "dataset.path=./gone"), 5, "dataset.path: "),
+        (("sft_debug", "loop.validation.path=gone.jsonl"), 5, "loop.validation.path: "),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_starts(

@@ -20,6 +20,7 @@ from annotated_types import Gt, MinLen
 
 from titancli.registry.component import component
 from titancli.registry.defaults import ParallelizeConfigDefaults, with_defaults
+from titancli.registry.fields import LocalPath
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
@@ -55,7 +56,7 @@ class PythonStdlib:
 class HFDataset:
     """A Hugging Face dataset: a local folder or file, or a name on the Hub."""
 
-    path: Annotated[str, MinLen(1)]
+    path: Annotated[str, MinLen(1), LocalPath()]
     """`"./folder"` or `"./file.jsonl"` (local: begins with `/`, `./`, `../` or `~`), or a Hub name."""
     name: str | None = None
     """Configuration of a dataset on the Hub, e.g. `"en"`."""
@@ -93,7 +94,7 @@ def _absolute(path: str) -> str:
 
 def absolute_lines(path: str) -> str:
     """The same; what ends in `.jsonl` is always local."""
-    return os.path.abspath(path) if path.endswith(".jsonl") and path[:1] not in "~" else _absolute(path)
+    return os.path.abspath(os.path.expanduser(path)) if path.endswith(".jsonl") else _absolute(path)
 
 
 def hub_keys(config: Any) -> Iterator[tuple[str, str]]:
@@ -129,7 +130,7 @@ class JsonLines:
 class Chat:
     """Conversations as `messages`, with the tokenizer's chat template; bad rows are skipped and counted."""
 
-    path: Annotated[str, MinLen(1)]
+    path: Annotated[str, MinLen(1), LocalPath()]
     """JSON Lines (a file or a glob that ends in `.jsonl`); a Hugging Face dataset: a local folder or file
     (begins with `/`, `./`, `../` or `~`), or a Hub name; or titan's bundled data (`"titan:sums"`)."""
     name: str | None = None
@@ -182,7 +183,7 @@ class Preference:
     training.local_batch_size must be even.
     """
 
-    path: Annotated[str, MinLen(1)]
+    path: Annotated[str, MinLen(1), LocalPath()]
     """As in dataset/chat; titan's bundled data is `"titan:sums_pairs"`."""
     name: str | None = None
     """Configuration of a dataset on the Hub."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -69,9 +70,10 @@ def bind_recipe(
 
 
 def absolute(value: Any) -> Any:
-    """The same value with every Path made absolute: relative ones lie where the command is run. URLs stay."""
+    """Return the same value with every Path absolute: relative to where the command is run. `~` is the home
+    folder; URLs stay."""
     if isinstance(value, Path):
-        return value if url_of(value) else value.absolute()
+        return value if url_of(value) else Path(os.path.expanduser(value)).absolute()
     if isinstance(value, (list, tuple, set, frozenset)):
         return type(value)(absolute(item) for item in value)
     if isinstance(value, dict):

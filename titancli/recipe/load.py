@@ -291,7 +291,7 @@ def model_of_weights(root: Node, registry: Registry, problems: Problems) -> tupl
     if written or weights is None or not isinstance(weights.value, str):
         return root, True
     try:
-        found = _model_table(weights.value, registry)
+        found = _model_table(os.path.expanduser(weights.value), registry)
     except TitanError as error:
         message = f"there is no [model], and it cannot be read from the weights: {error.message}"
         problems.add("check", message, weights.origin.location(), error.hint)

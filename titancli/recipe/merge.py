@@ -180,7 +180,7 @@ def _find(reference: str, folder: Path, registry: Registry) -> Path:
     if not reference.endswith(".toml"):  # what is no recipe is not read, and so not shown in an error
         raise RecipeError(f"{reference!r} is not a recipe file: its name does not end in .toml",
                           hint=_named_hint(reference))  # fmt: skip
-    base = folder / reference
+    base = folder / os.path.expanduser(reference)
     if not os.path.isfile(base):
         names = [p.name for p in base.parent.glob("*.toml")] if os.path.isdir(base.parent) else []
         hint = nearest(base.name, sorted(names)) or _named_hint(reference)

@@ -46,6 +46,12 @@ class Slot:
 
 
 @dataclasses.dataclass(frozen=True)
+class LocalPath:
+    """Marks a text that is a path on this machine where it is absolute, and a name (on the Hub) otherwise:
+    `Annotated[str, LocalPath()]`. A run is refused if it does not exist, as for a field of type `Path`."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Type:
     """The values that a type annotation admits. As text: `int > 0`, `"linear" | "cosine"`, `list of path`."""
 
@@ -68,6 +74,11 @@ class Type:
     def slot(self) -> Slot | None:
         """The slot that it is, if it is one."""
         return next((mark for _, marks in _arms(self.hint) for mark in marks if isinstance(mark, Slot)), None)
+
+    @property
+    def local_path(self) -> bool:
+        """Whether it is marked as `LocalPath`."""
+        return any(isinstance(mark, LocalPath) for _, marks in _arms(self.hint) for mark in marks)
 
     @property
     def choices(self) -> list[Any]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Ge, Gt, Le, MinLen
 
 from titancli.registry.component import component
+from titancli.registry.fields import LocalPath
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
@@ -80,7 +81,7 @@ class Sum:
 class Prompts:
     """Prompts from JSON Lines or a Hugging Face dataset; bad rows are skipped and counted."""
 
-    path: Annotated[str, MinLen(1)]
+    path: Annotated[str, MinLen(1), LocalPath()]
     """JSON Lines (a file or a glob that ends in `.jsonl`); or a Hugging Face dataset: a local folder or file
     (begins with `/`, `./`, `../` or `~`), or a Hub name."""
     name: str | None = None

@@ -18,6 +18,7 @@ from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanE
 from titancli.provenance import file_hash, provenance
 from titancli.run import remote
 from titancli.run.fit import check_weights
+from titancli.run.inputs import missing_inputs
 from titancli.runs import RunFolder, timestamp
 
 if TYPE_CHECKING:
@@ -252,7 +253,7 @@ def _choose_checkpoint(
 def require_inputs(
     loaded: Loaded, *, weights: bool, dry_run: bool = False, say: Callable[[str], None] = lambda line: None
 ) -> list[str]:
-    """Refuse a recipe whose tokenizer, dataset or `weights` is a path to nothing, or to another model.
+    """Refuse a recipe whose `weights`, or what a component reads, is a path to nothing, or another model's.
 
     Weights that are a URL are taken first, but not for a dry run.
 
@@ -264,16 +265,12 @@ def require_inputs(
         RecipeError: the weights were made by another model.
     """
     recipe, start = loaded.recipe, start_from(loaded.recipe)
-    named = [
-        (f"{name}.{field}", value)
-        for name in ("tokenizer", "dataset")
-        for field, value in _paths(recipe, name)
-    ]
+    missing = missing_inputs(recipe)
     wanted = weights and start.kind != "nothing" and not (dry_run and start.is_remote)
     if wanted:
         start.fetch(say)
-        named.append(("weights", start.folder))
-    missing = [f"{key}: {path} does not exist" for key, path in named if not path.exists()]
+        if not start.folder.exists():
+            missing.append(f"weights: {start.folder} does not exist")
     if missing and not dry_run:
         raise EnvironmentProblem("\n".join(missing), hint="relative paths start at the current folder")
     if wanted and start.folder.exists():
@@ -281,18 +278,6 @@ def require_inputs(
             read_manifest(start.folder)  # nothing but a checkpoint has more than weights
         check_weights(loaded)
     return missing
-
-
-def _paths(recipe: Any, name: str) -> list[tuple[str, Path]]:
-    """The fields of a component that say what it reads; a pattern is looked up when it is read."""
-    config = getattr(recipe, name)
-    values = [(field, getattr(config, field, None)) for field in ("path", "paths", "file", "files", "folder")]
-    listed = [
-        (field, item) for field, value in values for item in (value if isinstance(value, list) else [value])
-    ]
-    return [
-        (field, item) for field, item in listed if isinstance(item, Path) and not set(str(item)) & set("*?[")
-    ]
 
 
 # ------------------------------------------------------------------------------------------------ drift
