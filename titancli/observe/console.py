@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -100,40 +101,33 @@ def status_line(event: dict[str, Any], width: int | None = None) -> str:
 
     What matters least is left out where it is longer than `width`.
     """
-    metrics = {name: number(value) for name, value in event["metrics"].items()}
+    metrics = numbers(event)
     parts = {"step": f"step {event['step']}/{event['steps']}"}
-    for name, label, form in (
-        ("loss", "loss", ".4f"),
-        ("reward_accuracy", "accuracy", ".3f"),
-        ("grad_norm", "grad norm", ".3f"),
-        ("lr", "lr", ".2e"),
-    ):
-        if metrics.get(name) is not None:
-            parts[name] = f"{label} {metrics[name]:{form}}"
-    if metrics.get("reward") is not None:
-        parts["reward"] = f"reward {metrics['reward']:.3f}"
-        parts["solved"] = f"solved {metrics.get('solved') or 0.0:.0%}"
-    if metrics.get("eval_solved") is not None:
-        parts["eval_solved"] = f"eval {metrics['eval_solved']:.0%}"
-    if failed := metrics.get("reward_failed"):
-        parts["reward_failed"] = f"{failed:.0f} rewards failed"
-    if metrics.get("val_loss") is not None:
-        parts["val_loss"] = f"val loss {metrics['val_loss']:.4f}"
-    if metrics.get("val_perplexity") is not None:
-        parts["val_perplexity"] = f"perplexity {metrics['val_perplexity']:.3f}"
-    if skipped := metrics.get("skipped_steps"):
-        parts["skipped"] = f"{skipped:.0f} skipped"
-    if (rate := metrics.get("tokens_per_second")) is not None:
-        parts["rate"] = f"{short(rate)} tokens/s"
-    mfu, memory, eta = (metrics.get(name) for name in ("mfu", "memory_gib", "eta_seconds"))
-    parts["mfu"] = f"MFU {mfu:.1%}" if mfu is not None else f"MFU {UNKNOWN}"
-    if memory is not None:
-        parts["memory"] = f"{memory:.1f} GiB"
-    parts["eta"] = f"ETA {duration(eta) if eta is not None else UNKNOWN}"
-    for name in ("lr", "memory", "grad_norm", "mfu", "rate"):
+    for name in FIGURES:
+        if (metrics.get(name) is not None and (metrics[name] or name not in COUNTS)) or name in ALWAYS:
+            parts[name] = figure(metrics, name)
+    for name in ("lr", "memory_gib", "grad_norm", "mfu", "tokens_per_second"):
         if width is not None and len("  ".join(parts.values())) > width:
             parts.pop(name, None)
     return "  ".join(parts.values())[:width]
+
+
+def numbers(event: dict[str, Any]) -> dict[str, float | None]:
+    """The metrics of a step's event; NaN and Infinity come as text."""
+    return {name: None if value is None else float(value) for name, value in event["metrics"].items()}
+
+
+def figure(metrics: Mapping[str, float | None], name: str) -> str:
+    """A metric as people read it, `grad norm 0.872`; a dash stands for one that is not there."""
+    return FIGURES[name][0].format(value(metrics, name))
+
+
+def value(metrics: Mapping[str, float | None], name: str) -> str:
+    """The same without its name: `0.872`."""
+    number, form = metrics.get(name), FIGURES[name][1]
+    if number is None:
+        return UNKNOWN
+    return form(number) if callable(form) else format(number, form)
 
 
 def duration(seconds: float) -> str:
@@ -145,14 +139,33 @@ def duration(seconds: float) -> str:
     return f"{days}d {clock}" if days else clock
 
 
-def number(value: Any) -> float | None:
-    """A metric of an event; NaN and Infinity come as text."""
-    return float(value) if value is not None else None
-
-
 def short(value: float) -> str:
     """`21.3k`, `1.23M`."""
     for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= factor:
             return f"{value / factor:.3g}{unit}" if value / factor < 100 else f"{value / factor:.0f}{unit}"
     return f"{value:.0f}"
+
+
+FIGURES: dict[str, tuple[str, str | Callable[[float], str]]] = {
+    "loss": ("loss {}", ".4f"),
+    "reward_accuracy": ("accuracy {}", ".3f"),
+    "grad_norm": ("grad norm {}", ".3f"),
+    "lr": ("lr {}", ".2e"),
+    "reward": ("reward {}", ".3f"),
+    "solved": ("solved {}", ".0%"),
+    "eval_solved": ("eval {}", ".0%"),
+    "reward_failed": ("{} rewards failed", ".0f"),
+    "val_loss": ("val loss {}", ".4f"),
+    "val_perplexity": ("perplexity {}", ".3f"),
+    "skipped_steps": ("{} skipped", ".0f"),
+    "tokens_per_second": ("{} tokens/s", short),
+    "mfu": ("MFU {}", ".1%"),
+    "memory_gib": ("{} GiB", ".1f"),
+    "eta_seconds": ("ETA {}", duration),
+}
+"""The metrics that people are shown, in the order of the status line."""
+COUNTS = ("reward_failed", "skipped_steps")
+"""Not shown while they are 0."""
+ALWAYS = ("mfu", "eta_seconds")
+"""Shown before they are known."""

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from titancli.observe.console import (
-    UNKNOWN,
     Console,
     duration,
+    figure,
     log_line,
-    number,
-    short,
+    numbers,
     start_line,
     status_line,
+    value,
 )
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Panel:
                 self.above(f"{self._title}\n")
             elif kind == "step":
                 self._step = event
-                if (loss := number(event["metrics"].get("loss"))) is not None:
+                if (loss := numbers(event).get("loss")) is not None:
                     self._losses.append(loss)
                 if time.monotonic() - self._drawn_at >= SECONDS:
                     self._draw()
@@ -155,18 +155,17 @@ class Panel:
         from rich.text import Text
 
         step, steps = event["step"], event["steps"]
-        metrics = {name: number(value) for name, value in event["metrics"].items()}
-        eta = metrics.get("eta_seconds")
+        metrics = numbers(event)
         progress = Table.grid(padding=(0, 2), expand=True)
         progress.add_column(ratio=1)
         progress.add_row(
             ProgressBar(total=max(steps, 1), completed=step),
             Text(f"{step / max(steps, 1):.0%}"),
-            Text(f"ETA {duration(eta) if eta is not None else UNKNOWN}", style="bold"),
+            Text(figure(metrics, "eta_seconds"), style="bold"),
         )
         loss = Text.assemble(
             "loss ",
-            (_form(metrics.get("loss"), ".4f"), "bold cyan"),
+            (value(metrics, "loss"), "bold cyan"),
             "  ",
             (sparkline(self._losses, width - 54), "cyan"),
         )
@@ -174,18 +173,9 @@ class Panel:
         table.add_column(no_wrap=True)
         table.add_column(no_wrap=True)
         table.add_column(no_wrap=True, justify="right")
-        table.add_row(
-            loss,
-            f"grad norm {_form(metrics.get('grad_norm'), '.3f')}",
-            f"lr {_form(metrics.get('lr'), '.2e')}",
-        )
-        rate = metrics.get("tokens_per_second")
-        table.add_row(
-            Text(f"{short(rate) if rate is not None else UNKNOWN} tokens/s"),
-            f"MFU {_form(metrics.get('mfu'), '.1%')}",
-            f"{_form(metrics.get('memory_gib'), '.1f')} GiB",
-        )
-        skipped = f", {metrics['skipped_steps']:.0f} skipped" if metrics.get("skipped_steps") else ""
+        table.add_row(loss, figure(metrics, "grad_norm"), figure(metrics, "lr"))
+        table.add_row(*(figure(metrics, name) for name in ("tokens_per_second", "mfu", "memory_gib")))
+        skipped = f", {figure(metrics, 'skipped_steps')}" if metrics.get("skipped_steps") else ""
         body = Table.grid(expand=True)
         body.add_row(progress)
         body.add_row(table)
@@ -249,7 +239,3 @@ def sparkline(values: deque[float], width: int) -> str:
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(BLOCKS[round((mean - low) * scale)] if mean - mean == 0 else "×" for mean in means)
-
-
-def _form(value: float | None, form: str) -> str:
-    return UNKNOWN if value is None else format(value, form)
