@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.helpers import make, rows_of, stream
+from titancli import fingerprint
 from titancli.data import PythonStdlib, TextFiles, files
 from titancli.errors import EnvironmentProblem
 
@@ -103,7 +104,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
 def test_large_corpora_are_told_apart_by_sizes_and_ends(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "WHOLE_BYTES", 10)
+    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 10)
     config = TextFiles(paths=[corpus])
     before = make(config).state_dict()["data"]
     assert make(config).state_dict()["data"] == before
@@ -142,7 +143,7 @@ def test_what_is_not_utf8_is_named_with_its_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
 ) -> None:
     if not whole:
-        monkeypatch.setattr(files, "WHOLE_BYTES", 10)
+        monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 10)
     (tmp_path / "a.txt").write_bytes(b"x" * 1000 + "é".encode("latin-1") + b"x" * 1000)
     with pytest.raises(EnvironmentProblem, match=r"a\.txt is not UTF-8 text: byte 1000 "):
         next(iter(make(TextFiles(paths=[tmp_path]))))

@@ -16,8 +16,8 @@ from titancli.checkpoint.hf.folder import read_hf
 from titancli.checkpoint.hf.which import hf_form, parameter_shapes
 from titancli.checkpoint.load import CheckpointReader
 from titancli.converters.lora import OWN, merge
-from titancli.data.files import WHOLE_BYTES, TextFile, fingerprint
 from titancli.errors import EnvironmentProblem, TitanError
+from titancli.fingerprint import fingerprint
 
 
 def base_of(folder: Path) -> dict[str, str]:
@@ -27,15 +27,19 @@ def base_of(folder: Path) -> dict[str, str]:
     above 256 MiB in all over their names, sizes and both ends.
     """
     if is_checkpoint(folder):
-        digest = xxhash.xxh3_128()
+        sums = xxhash.xxh3_128()
         for name, file in sorted(read_manifest(folder).files.items()):
             if name.endswith(".safetensors"):
-                digest.update(f"{name}\0{file.size}\0{file.xxh3_64}\0".encode())
-        return {"path": str(folder), "digest": digest.hexdigest()}
+                sums.update(f"{name}\0{file.size}\0{file.xxh3_64}\0".encode())
+        return {"path": str(folder), "digest": sums.hexdigest()}
     paths = sorted(folder.glob("*.safetensors"))
-    files = [TextFile(str(path), path.name, path.stat().st_size) for path in paths]
-    whole = sum(file.size for file in files) <= WHOLE_BYTES
-    return {"path": str(folder), "digest": fingerprint(files, whole=whole, text=False)}
+    try:
+        digest = fingerprint([(str(path), path.name, path.stat().st_size) for path in paths])
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"cannot read the weights {error.filename}: {error.strerror}", hint="make the file readable"
+        ) from error
+    return {"path": str(folder), "digest": digest}
 
 
 def adapters_of(manifest: Manifest) -> dict[str, Any] | None:

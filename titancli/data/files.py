@@ -15,17 +15,13 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import xxhash
-
 from titancli.data import PythonStdlib, TextFiles
 from titancli.data.packing import PackedDataset
 from titancli.data.source import Piece, document_order
 from titancli.errors import EnvironmentProblem
+from titancli.fingerprint import fingerprint
 
 PIECE_BYTES = 1 << 20
-WHOLE_BYTES = 256 << 20
-"""Up to so much text, a fingerprint is over every byte; beyond, over names, sizes, and both ends of files."""
-END_BYTES = 64 << 10
 
 NOT_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 """Folders below the standard library's that are not it, or are its tests."""
@@ -107,41 +103,25 @@ def corpus_identity(
             f"{label} holds no text: all of its {len(files)} files are empty, such as {files[0].path}",
             hint="point it to files with text",
         )
+    try:
+        contents = fingerprint(files, _utf8) if text else fingerprint(files)
+    except OSError as error:
+        unreadable(error.filename, error)
     return {
         "files": len(files),
         "bytes": total,
-        "contents": fingerprint(files, whole=total <= WHOLE_BYTES, text=text),
+        "contents": contents,
         "order": f"shuffled by seed {seed}" if shuffle else "as listed",
     }
 
 
-def fingerprint(files: Iterable[TextFile], *, whole: bool, text: bool = True) -> str:
-    """xxh3-128 over names, sizes and contents; `text` that is read whole is checked to be UTF-8 too."""
-    digest = xxhash.xxh3_128()
-    for path, name, size in files:
-        digest.update(f"{name}\0{size}\0".encode(errors="surrogateescape"))
-        try:
-            with open(path, "rb") as file:
-                if whole and not text:
-                    for block in iter(lambda: file.read(PIECE_BYTES), b""):
-                        digest.update(block)
-                elif whole:
-                    _hash_text(path, iter(lambda: file.read(PIECE_BYTES), b""), digest.update)
-                else:
-                    digest.update(file.read(END_BYTES))
-                    file.seek(max(0, size - END_BYTES))
-                    digest.update(file.read(END_BYTES))
-        except OSError as error:
-            unreadable(path, error)
-    return digest.hexdigest()
-
-
-def _hash_text(path: str, blocks: Iterator[bytes], update: Callable[[bytes], None]) -> None:
+def _utf8(path: str, blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """The same blocks; refused where they are no text."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     at = 0
     try:
         for block in blocks:
-            update(block)
+            yield block
             held = len(decoder.getstate()[0])
             decoder.decode(block)
             at += len(block)
