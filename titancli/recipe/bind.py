@@ -20,7 +20,7 @@ from titancli.recipe.resolve import Resolved
 from titancli.recipe.schema import Recipe, needs_dataset, needs_tokenizer, recipe_slots
 from titancli.recipe.toml import KeyPath, Node, dotted
 from titancli.registry.component import is_config
-from titancli.registry.fields import fields_of, required_fields
+from titancli.registry.fields import Type, fields_of, required_fields
 
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
@@ -118,7 +118,8 @@ def _report(
             _missing_key(path, missing[path], resolved, registry, problems)
     for path, mistakes in by_value.items():
         node, _ = resolved.root.follow(path)
-        code, message, hint = describe(path, node, mistakes)
+        choices = resolved.types.get(path, Type(Any)).choices
+        code, message, hint = describe(path, node, mistakes, choices)
         problems.add(code, message, node.origin.location(), hint)
     return {*by_value, *unknown, *misspelt}
 
@@ -236,7 +237,6 @@ class Mistake:
     code: str
     expected: str
     """What the value must be: `an integer`. Empty where `message` says it all."""
-    choices: tuple[Any, ...] = ()
     message: str = ""
 
     @classmethod
@@ -245,7 +245,7 @@ class Mistake:
         kind, context = error["type"], error.get("ctx", {})
         name = re.sub(r"_(type|parsing|from_float)\Z", "", kind)
         if kind in ("literal_error", "enum"):
-            return cls("bad-choice", f"one of {context['expected']}", _choices(context["expected"]))
+            return cls("bad-choice", f"one of {context['expected']}")
         if kind in LIMITS:
             key, words = LIMITS[kind]
             limit = context[key]
@@ -254,14 +254,15 @@ class Mistake:
             return cls("wrong-type", TYPES[name])
         if kind == "none_required":
             return cls("wrong-type", "left out")
-        return cls("bad-value", "", message=error["msg"].removeprefix("Value error, "))
+        return cls("bad-value", "", str(context["error"]) if kind == "value_error" else error["msg"])
 
 
-def describe(path: KeyPath, node: Node, mistakes: list[Mistake]) -> tuple[str, str, str | None]:
+def describe(
+    path: KeyPath, node: Node, mistakes: list[Mistake], choices: list[Any]
+) -> tuple[str, str, str | None]:
     """The code, message and hint for all that is wrong with one value."""
     expected = list(dict.fromkeys(mistake.expected for mistake in mistakes if mistake.expected))
     codes = {mistake.code for mistake in mistakes}
-    choices = [choice for mistake in mistakes for choice in mistake.choices]
     # Of several alternatives the one that the value comes nearest to says what is wrong.
     like_a_choice = any(type(choice) is type(node.value) for choice in choices)
     ranking = (
@@ -323,13 +324,6 @@ def _hint(path: KeyPath, node: Node, expected: list[str], choices: list[Any]) ->
     if "an array" in expected:
         return f"write [{node.origin.text or value}]"
     return None
-
-
-def _choices(expected: str) -> tuple[Any, ...]:
-    """The values in pydantic's `'a', 'b' or 'c'`."""
-    texts = [found.replace("\\'", "'") for found in re.findall(r"'((?:[^'\\]|\\.)*)'", expected)]
-    numbers = re.findall(r"(?<![\w'])-?\d+(?![\w'])", re.sub(r"'(?:[^'\\]|\\.)*'", "", expected))
-    return (*texts, *map(int, numbers))
 
 
 # ------------------------------------------------------------------------------------------ torchtitan's keys

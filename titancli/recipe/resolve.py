@@ -32,6 +32,8 @@ class Resolved:
     root: Node
     classes: dict[KeyPath, type] = dataclasses.field(default_factory=dict)
     """The config class of every table that has one."""
+    types: dict[KeyPath, Type] = dataclasses.field(default_factory=dict)
+    """The type of every value of a known key."""
     holes: set[KeyPath] = dataclasses.field(default_factory=set)
     """Values already reported."""
     incomplete: set[KeyPath] = dataclasses.field(default_factory=set)
@@ -79,6 +81,7 @@ class _Resolver:
 
     def value(self, type_: Type, node: Node, path: KeyPath) -> Node:
         """Whatever an annotation describes."""
+        self.result.types[path] = type_
         if type_.slot is not None:
             return self.slot(type_.slot.kind, node, path)
         choice = _false_choice(type_, node.value)

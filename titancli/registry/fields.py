@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import enum
 import functools
 import inspect
 import itertools
@@ -82,9 +83,14 @@ class Type:
 
     @property
     def choices(self) -> list[Any]:
-        """The values of `Literal[...]`."""
-        literals = [arm for arm in self.alternatives if typing.get_origin(arm) is typing.Literal]
-        return [choice for literal in literals for choice in typing.get_args(literal)]
+        """The values of `Literal[...]` and of enums."""
+        found: list[Any] = []
+        for arm in self.alternatives:
+            if typing.get_origin(arm) is typing.Literal:
+                found += typing.get_args(arm)
+            elif isinstance(arm, type) and issubclass(arm, enum.Enum):
+                found += [member.value for member in arm]
+        return found
 
     @property
     def tables(self) -> list[type]:
