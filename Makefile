@@ -21,6 +21,9 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --max-worker-res
 TORCH_FREE := tests/recipe tests/registry tests/cli tests/test_architecture.py
 TORCH_NEEDED := tests/recipe/test_schedules_of_torch.py tests/registry/test_docs.py tests/cli/test_plan_check.py
 
+# Where it is set, as in many containers, each process of a test compiles titan anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train quick test test-all test-versions lint docs wheels release-check clean
 
 train: .venv/.installed

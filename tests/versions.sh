@@ -9,6 +9,7 @@
 # index of smaller ones), made once, and a log beside it. Ends with a table, and with 1 where one has failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
+unset PYTHONDONTWRITEBYTECODE
 
 pinned=$(sed -n 's/^torch==//p' constraints.txt)
 read -ra torches <<<"${TORCHES:-2.11.0 2.12.0 $pinned}"
