@@ -15,7 +15,7 @@ import titancli
 PACKAGE = Path(titancli.__file__).parent
 FLOORS = [
     {"errors", "version", "torch_version"},
-    {"signals", "runs", "provenance", "process", "fingerprint"},
+    {"signals", "runs", "provenance", "process", "fingerprint", "launch"},
     {"registry"},
     {"layout"},
     {"distributed"},

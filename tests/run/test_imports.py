@@ -7,6 +7,7 @@ import sys
 
 MODULES = (
     "titancli.cli.train",
+    "titancli.launch",
     "titancli.launchers",
     "titancli.launchers.agent",
     "titancli.launchers.local",

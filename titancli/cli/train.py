@@ -15,8 +15,8 @@ from titancli.cli.output import note, print_json
 from titancli.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
 
 if TYPE_CHECKING:
+    from titancli.launch import LaunchRequest
     from titancli.run.prepare import Plan
-    from titancli.run.start import Processes
     from titancli.runs import RunFolder
 
 
@@ -91,9 +91,10 @@ def command(
     titan train RUN --resume                    resume a run
     titan train RECIPE --run-dir DIR --resume   start or resume the run in DIR: for job scripts
     """
+    from titancli.launch import LaunchRequest
     from titancli.recipe.check import remarks
     from titancli.run.prepare import Request, make_plan
-    from titancli.run.start import Processes, count_processes, start
+    from titancli.run.start import count_processes, start
 
     recipe, overrides = _one_recipe(arguments)
     if nnodes > 1 and ((run_dir is None and not resume) or rdzv is None):
@@ -109,11 +110,22 @@ def command(
     plan = make_plan(
         Request(recipe, overrides, unset, run_dir, resume, step, allow_drift, files, dry_run, note)
     )
-    count = Processes(count_processes(plan, nproc, may_exceed=dry_run), nnodes, rdzv)
+    request = LaunchRequest(
+        run_folder=plan.folder.path,
+        lock_file=plan.folder.recipe_lock,
+        checkpoint=plan.checkpoint,
+        plugin_files=files,
+        nproc=count_processes(plan, nproc, may_exceed=dry_run),
+        nnodes=nnodes,
+        rdzv=rdzv,
+        json_events=as_json,
+        traceback=common.traceback,
+        env={**plan.loaded.recipe.env, **env},
+    )
     for line in remarks(plan.loaded.recipe):
         note(f"note: {line}")
     if dry_run:
-        return _show(plan, count, files, as_json)
+        return _show(plan, request)
     for line in plan.notes:
         note(line)
     for change in plan.drift:
@@ -126,19 +138,11 @@ def command(
         folders.append(folder)
         note(f"run folder: {_short(folder.path)}")
 
-    code = start(
-        plan,
-        count,
-        plugin_files=files,
-        json_events=as_json,
-        traceback=common.traceback,
-        announce=announce,
-        env=env,
-    )
+    code = start(plan, request, announce=announce)
     if code in (EXIT_STOPPED, EXIT_INTERRUPTED):
         # All is saved, and the code says so: an impatient Ctrl-C from now on must not change it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _say_next(folders[0], nproc, count, files, env)
+    _say_next(folders[0], nproc, env, request)
     return code
 
 
@@ -152,11 +156,11 @@ def _one_recipe(arguments: tuple[str, ...]) -> tuple[str, list[str]]:
     )
 
 
-def _show(plan: Plan, count: Processes, plugin_files: list[Path], as_json: bool) -> int:
+def _show(plan: Plan, request: LaunchRequest) -> int:
     from titancli.run.preview import as_text, preview
 
-    facts = preview(plan, count, plugin_files)
-    if as_json:
+    facts = preview(plan, request)
+    if request.json_events:
         print_json("plan", {"plan": facts})
     else:
         print(as_text(facts))
@@ -192,19 +196,18 @@ def _environment(variables: tuple[str, ...]) -> dict[str, str]:
 def _say_next(
     folder: RunFolder,
     nproc: int | str | None,
-    count: Processes,
-    plugin_files: list[Path],
     env: dict[str, str],
+    request: LaunchRequest,
 ) -> None:
     """Three lines for what to type next, after a run that ended in good order."""
     outcome = folder.outcome()
     if outcome is None or outcome["why"] not in ("finished", "data_ended", "stopped", "interrupted"):
         return
     run = shlex.quote(_short(folder.path))
-    flags = "".join(f" -p {shlex.quote(str(file))}" for file in plugin_files)
+    flags = "".join(f" -p {shlex.quote(str(file))}" for file in request.plugin_files)
     flags += "".join(f" --env {shlex.quote(f'{name}={value}')}" for name, value in env.items())
     flags += f" --nproc {nproc}" if nproc is not None else ""
-    flags += f" --nnodes {count.nnodes} --rdzv {count.rdzv}" if count.nnodes > 1 else ""
+    flags += f" --nnodes {request.nnodes} --rdzv {request.rdzv}" if request.nnodes > 1 else ""
     ended = {"data_ended": "reached the end of the data", "interrupted": "stopped"}.get(
         outcome["why"], outcome["why"]
     )

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from titancli.errors import (
     EnvironmentProblem,
     TitanError,
 )
+from titancli.launch import LaunchRequest
 from titancli.launchers import Local
 from titancli.observe import failures
 from titancli.observe.console import Console, JsonLines
@@ -43,44 +43,19 @@ KILL_SECONDS = 10.0
 """How long ranks that were killed may take to go."""
 
 
-@dataclass(frozen=True)
-class Start:
-    """What a launcher is given (see `titancli.protocols.LauncherBuilder`)."""
-
-    run_folder: Path
-    lock_file: Path
-    checkpoint: Path | None
-    plugin_files: list[Path]
-    nproc: int
-    nnodes: int
-    rdzv: str | None
-    json_events: bool
-    traceback: bool
-
-    @property
-    def folder(self) -> RunFolder:
-        return RunFolder(self.run_folder)
-
-    @property
-    def prepared(self) -> bool:
-        """Whether the run folder stands; else rank 0 makes it."""
-        return self.lock_file == self.folder.recipe_lock
-
-
 def launch(config: Local, **given: Any) -> int:
     """Run the workers to their end and return the command's exit code.
 
     Raises:
         TitanError: what a user can put right, whichever rank it came from.
     """
-    start = Start(**given)
-    if in_place(config, start.nproc, start.nnodes):
-        return _in_place(start)
-    return _under_torchrun(config, start)
+    request = LaunchRequest(**given)
+    return _in_place(request) if in_place(config, request) else _under_torchrun(config, request)
 
 
-def in_place(config: Local, nproc: int, nnodes: int) -> bool:
-    return nproc == nnodes == 1 and config.max_restarts == 0
+def in_place(config: Local, request: LaunchRequest) -> bool:
+    """Return whether the only rank runs in this process."""
+    return request.world == 1 and config.max_restarts == 0
 
 
 def exit_code(outcome: dict[str, Any]) -> int:
@@ -91,36 +66,36 @@ def exit_code(outcome: dict[str, Any]) -> int:
 # --------------------------------------------------------------------------------------------- in place
 
 
-def _in_place(start: Start) -> int:
+def _in_place(request: LaunchRequest) -> int:
     from titancli.run import worker
 
     began = timestamp()
-    with _watcher(start) as watcher:
+    with _watcher(request) as watcher:
         try:
             outcome = worker.main(
-                start.run_folder,
-                checkpoint=start.checkpoint,
-                plugin_files=start.plugin_files,
+                request.run_folder,
+                checkpoint=request.checkpoint,
+                plugin_files=request.plugin_files,
                 listeners=(watcher,),
             )
         except BaseException as error:
             watcher.close()
-            failure = failures.cause(failures.read(start.folder.logs, since=began), [], [])
+            failure = failures.cause(failures.read(request.folder.logs, since=began), [], [])
             done = failure.step - 1 if failure and failure.step else None
             if isinstance(error, KeyboardInterrupt):
-                _record_outcome(start, watcher, "interrupted", signal.SIGINT, done)
+                _record_outcome(request, watcher, "interrupted", signal.SIGINT, done)
                 return EXIT_INTERRUPTED
-            _record_outcome(start, watcher, "failed", None, done, failures.words(error))
-            if isinstance(error, TitanError) or start.traceback:
+            _record_outcome(request, watcher, "failed", None, done, failures.words(error))
+            if isinstance(error, TitanError) or request.traceback:
                 raise
-            return _say_failure(failure, start, [])
+            return _say_failure(failure, request, [])
     return exit_code(outcome)
 
 
 @contextmanager
-def _watcher(start: Start) -> Iterator[Panel | Console | JsonLines]:
+def _watcher(request: LaunchRequest) -> Iterator[Panel | Console | JsonLines]:
     """What draws the events. Under `--json` they alone go to stdout; all else that is printed, to stderr."""
-    if not start.json_events:
+    if not request.json_events:
         yield watcher_for(sys.stderr)
         return
     sys.stdout.flush()
@@ -136,45 +111,38 @@ def _watcher(start: Start) -> Iterator[Panel | Console | JsonLines]:
 # ----------------------------------------------------------------------------------------- under torchrun
 
 
-def torchrun_command(config: Local, start: Start) -> list[str]:
+def torchrun_command(config: Local, request: LaunchRequest) -> list[str]:
     """The command that starts this node's ranks."""
-    if start.nnodes == 1:
+    if request.nnodes == 1:
         rendezvous = ["--standalone"]
     else:
-        if start.rdzv is None:
+        if request.rdzv is None:
             raise EnvironmentProblem(
-                f"{start.nnodes} nodes need a rendezvous address",
+                f"{request.nnodes} nodes need a rendezvous address",
                 hint="add --rdzv HOST:PORT, the same on every node",
             )
-        meeting = hashlib.sha256(str(start.run_folder).encode()).hexdigest()[:12]
-        rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={start.rdzv}", f"--rdzv-id=titan-{meeting}"]
-    worker = [str(start.run_folder)]
-    if not start.prepared:
-        worker += ["--lock", str(start.lock_file)]
-    if start.checkpoint is not None:
-        worker += ["--checkpoint", str(start.checkpoint)]
-    for file in start.plugin_files:
-        worker += ["-p", str(file)]
+        meeting = hashlib.sha256(str(request.run_folder).encode()).hexdigest()[:12]
+        rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={request.rdzv}", f"--rdzv-id=titan-{meeting}"]
     return [
-        *(sys.executable, "-m", "titancli.launchers.agent", str(_ends_file(start))),
-        *(f"--nnodes={start.nnodes}", f"--nproc-per-node={start.nproc}", *rendezvous),
-        *(f"--max-restarts={config.max_restarts}", "-m", "titancli.run.worker", *worker),
+        *(sys.executable, "-m", "titancli.launchers.agent", str(_ends_file(request))),
+        *(f"--nnodes={request.nnodes}", f"--nproc-per-node={request.nproc}", *rendezvous),
+        *(f"--max-restarts={config.max_restarts}", "-m", "titancli.run.worker", *request.rank_arguments()),
     ]
 
 
-def _ends_file(start: Start) -> Path:
-    return start.folder.logs / f"agent-{socket.gethostname()}.json"
+def _ends_file(request: LaunchRequest) -> Path:
+    return request.folder.logs / f"agent-{socket.gethostname()}.json"
 
 
-def _under_torchrun(config: Local, start: Start) -> int:
-    folder = start.folder
-    command = torchrun_command(config, start)
+def _under_torchrun(config: Local, request: LaunchRequest) -> int:
+    folder = request.folder
+    command = torchrun_command(config, request)
     folder.logs.mkdir(parents=True, exist_ok=True)
-    _ends_file(start).unlink(missing_ok=True)
+    _ends_file(request).unlink(missing_ok=True)
     began, tail = timestamp(), Tail(folder.events)
     with (
-        _watcher(start) as watcher,
-        open(_launcher_log(start), "a", encoding="utf-8") as log,
+        _watcher(request) as watcher,
+        open(_launcher_log(request), "a", encoding="utf-8") as log,
         _Signals() as signals,
     ):
         log.write(f"--- {began} {' '.join(command)}\n")
@@ -184,7 +152,7 @@ def _under_torchrun(config: Local, start: Start) -> int:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=_environment(start.nproc),
+            env=_environment(request.nproc),
             start_new_session=True,  # Ctrl-C at the terminal reaches the ranks through us, once
         )
         try:
@@ -193,7 +161,7 @@ def _under_torchrun(config: Local, start: Start) -> int:
             _end(agent)
         if agent.returncode < 0:
             _outlast(folder, signals)
-        return _result(start, watcher, agent.returncode, began, step, signals)
+        return _result(request, watcher, agent.returncode, began, step, signals)
 
 
 def _follow(
@@ -220,31 +188,36 @@ def _follow(
 
 
 def _result(
-    start: Start, watcher: Listener, agent_code: int, began: str, step: int | None, signals: _Signals
+    request: LaunchRequest,
+    watcher: Listener,
+    agent_code: int,
+    began: str,
+    step: int | None,
+    signals: _Signals,
 ) -> int:
     """The exit code, from what the ranks left behind."""
-    outcome = start.folder.outcome() if start.folder.record_file.exists() else None
+    outcome = request.folder.outcome() if request.folder.record_file.exists() else None
     lost = agent_code < 0 and not signals.received  # somebody killed torchrun
     if outcome is not None and (agent_code == EXIT_OK or (agent_code == -signal.SIGKILL and not lost)):
         return exit_code(outcome)
     if agent_code == EXIT_OK:  # rank 0 of another node wrote the outcome, and this node does not see it yet
         return EXIT_OK
-    kills, late_kills = _killed_ranks(start, None if step is None else step + 1)
-    reports = failures.read(start.folder.logs, since=began)
+    kills, late_kills = _killed_ranks(request, None if step is None else step + 1)
+    reports = failures.read(request.folder.logs, since=began)
     if signals.ended(reports, kills + late_kills):
         interrupted = signals.received[0] == signal.SIGINT
         why = "interrupted" if interrupted else "stopped"
-        _record_outcome(start, watcher, why, signals.received[0], step)
+        _record_outcome(request, watcher, why, signals.received[0], step)
         return EXIT_INTERRUPTED if interrupted else EXIT_STOPPED
     failure = failures.cause(reports, kills, late_kills)
     error = f"rank {failure.rank}: {failure.words}" if failure else "the ranks could not be started"
-    _record_outcome(start, watcher, "failed", None, step, error)
+    _record_outcome(request, watcher, "failed", None, step, error)
     if lost and (outcome is not None or not reports):  # what fails after the outcome is an echo
         name, saved = signal.Signals(-agent_code).name, outcome["checkpoint"] if outcome else None
         done = f"its ranks saved {saved}" if saved else "its ranks saved nothing"
         say(f"error: torchrun was killed by {name}; {done}")
         return EXIT_FAILED
-    return _say_failure(failure, start, failures.silent(reports, start.nproc * start.nnodes))
+    return _say_failure(failure, request, failures.silent(reports, request.world))
 
 
 class _Signals:
@@ -324,10 +297,12 @@ def _environment(nproc: int) -> dict[str, str]:
 # ----------------------------------------------------------------------------------------------- failures
 
 
-def _killed_ranks(start: Start, step: int | None) -> tuple[list[failures.Failure], list[failures.Failure]]:
+def _killed_ranks(
+    request: LaunchRequest, step: int | None
+) -> tuple[list[failures.Failure], list[failures.Failure]]:
     """Ranks of this node that a signal ended: by themselves, and after others had failed."""
     try:
-        ends = sorted(json.loads(_ends_file(start).read_text()), key=lambda end: end["time"])
+        ends = sorted(json.loads(_ends_file(request).read_text()), key=lambda end: end["time"])
     except (OSError, ValueError):
         return [], []
     early: list[failures.Failure] = []
@@ -336,29 +311,29 @@ def _killed_ranks(start: Start, step: int | None) -> tuple[list[failures.Failure
         if end["exit_code"] < 0:
             # When one rank fails torchrun sends the others SIGTERM, and SIGKILL after 30 seconds.
             own = end["time"] - ends[0]["time"] <= 2 and end["exit_code"] != -signal.SIGTERM
-            world = start.nproc * start.nnodes
-            (early if own else late).append(failures.killed(end["rank"], world, -end["exit_code"], step))
+            (early if own else late).append(
+                failures.killed(end["rank"], request.world, -end["exit_code"], step)
+            )
     return early, late
 
 
-def _say_failure(failure: failures.Failure | None, start: Start, silent: list[int]) -> int:
+def _say_failure(failure: failures.Failure | None, request: LaunchRequest, silent: list[int]) -> int:
     """Print one block: who failed first, when, why, and where the log is."""
-    logs = start.folder.logs
+    logs = request.folder.logs
     if failure is None:
-        log = _launcher_log(start)
+        log = _launcher_log(request)
         last = "".join(f"  {line}\n" for line in _last_lines(log))
         say(f"error: the ranks could not be started\n{last}log: {log}")
         return EXIT_FAILED
-    several = start.nproc * start.nnodes > 1
     # The only rank of a run has no log of its own: what it printed, the user has seen.
-    log = logs / f"rank-{failure.rank}.log" if several else failures.error_file(logs, failure.rank)
+    log = logs / f"rank-{failure.rank}.log" if request.world > 1 else failures.error_file(logs, failure.rank)
     say(f"error: {failures.block(failure, log, silent)}")
     return failure.exit_code
 
 
-def _launcher_log(start: Start) -> Path:
-    name = "launcher.log" if start.nnodes == 1 else f"launcher-{socket.gethostname()}.log"
-    return start.folder.logs / name
+def _launcher_log(request: LaunchRequest) -> Path:
+    name = "launcher.log" if request.nnodes == 1 else f"launcher-{socket.gethostname()}.log"
+    return request.folder.logs / name
 
 
 def _last_lines(log: Path) -> list[str]:
@@ -372,10 +347,15 @@ def _last_lines(log: Path) -> list[str]:
 
 
 def _record_outcome(
-    start: Start, watcher: Listener, why: str, number: int | None, step: int | None, error: str | None = None
+    request: LaunchRequest,
+    watcher: Listener,
+    why: str,
+    number: int | None,
+    step: int | None,
+    error: str | None = None,
 ) -> None:
     """Write the outcome that no worker could write, and tell it as the run's last event."""
-    folder = start.folder
+    folder = request.folder
     if not folder.record_file.exists() or folder.outcome() is not None:
         return
     name = signal.Signals(number).name if number is not None else None

@@ -22,6 +22,7 @@ from titancli.run.inputs import missing_inputs
 from titancli.runs import RunFolder, timestamp
 
 if TYPE_CHECKING:
+    from titancli.launch import LaunchRequest
     from titancli.recipe import Loaded
     from titancli.recipe.schema import Checkpoint
 
@@ -353,7 +354,7 @@ def new_record(plan: Plan, attempt: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def new_attempt(plan: Plan, plugin_files: list[Path], launch: dict[str, Any]) -> dict[str, Any]:
+def new_attempt(plan: Plan, request: LaunchRequest) -> dict[str, Any]:
     """What is known of an attempt before it starts.
 
     `serial` is that of the newest checkpoint: those above it will be this attempt's own.
@@ -361,7 +362,7 @@ def new_attempt(plan: Plan, plugin_files: list[Path], launch: dict[str, Any]) ->
     there = steps(plan.folder.checkpoints)
     return {
         "started": timestamp(),
-        **provenance(plugin_files),
+        **provenance(request.plugin_files),
         "recipe": str(plan.loaded.path),
         "origins": {
             key: str(origin) for key, origin in plan.loaded.origins.items() if origin.kind != "default"
@@ -370,6 +371,6 @@ def new_attempt(plan: Plan, plugin_files: list[Path], launch: dict[str, Any]) ->
         "allow_drift": plan.allow_drift,
         "serial": max((manifest.serial for manifest in there.values()), default=0),
         "checkpoint": str(plan.checkpoint) if plan.checkpoint else None,
-        **launch,
+        **request.recorded(),
         "outcome": None,
     }

@@ -7,8 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from titancli.launch import LaunchRequest
 from titancli.launchers import Local
-from titancli.launchers.local import Start, in_place, torchrun_command
+from titancli.launchers.local import in_place, torchrun_command
 from titancli.layout.degrees import Degrees
 from titancli.observe.peaks import DEVICES
 from titancli.planning.estimate import shape_of
@@ -18,17 +19,16 @@ from titancli.recipe.schema import Recipe
 from titancli.registry.component import build, component_info
 from titancli.run.fit import check_world
 from titancli.run.prepare import Plan
-from titancli.run.start import Processes
 
 
-def preview(plan: Plan, processes: Processes, plugin_files: list[Path]) -> dict[str, Any]:
+def preview(plan: Plan, request: LaunchRequest) -> dict[str, Any]:
     """The facts, as plain JSON. Builds the model on the meta device, without memory, to count its parameters.
 
     Raises:
         TitanError: the recipe does not fit the processes.
     """
     recipe = plan.loaded.recipe
-    degrees, accumulation = check_world(plan.loaded, processes.world)
+    degrees, accumulation = check_world(plan.loaded, request.world)
     training = recipe.training
     rows = training.local_batch_size * accumulation * degrees.dp
     parameters = count_parameters(recipe)
@@ -45,9 +45,9 @@ def preview(plan: Plan, processes: Processes, plugin_files: list[Path]) -> dict[
         "model": component_info(recipe.model).name,
         "parameters": parameters,
         "weights_and_gradients_bytes_per_rank": 2 * mine * BYTES[training.dtype],
-        "world": processes.world,
-        "nproc": processes.nproc,
-        "nnodes": processes.nnodes,
+        "world": request.world,
+        "nproc": request.nproc,
+        "nnodes": request.nnodes,
         "mesh": asdict(degrees),
         "seq_len": training.seq_len,
         "local_batch_size": training.local_batch_size,
@@ -57,7 +57,7 @@ def preview(plan: Plan, processes: Processes, plugin_files: list[Path]) -> dict[
         "tokens_per_step": rows * training.seq_len,
         "steps": training.steps,
         "tokens": rows * training.seq_len * training.steps,
-        "command": launch_command(plan, processes, plugin_files),
+        "command": launch_command(plan, request),
     }
 
 
@@ -80,21 +80,12 @@ def parameters_of_a_rank(recipe: Recipe, degrees: Degrees, parameters: int) -> i
     return round(max(numbers_at_rest(work, rank) for rank in range(degrees.pp)))
 
 
-def launch_command(plan: Plan, processes: Processes, plugin_files: list[Path]) -> str | None:
+def launch_command(plan: Plan, request: LaunchRequest) -> str | None:
     """What starts this machine's workers; None: they run inside `titan`, or a plugin starts them."""
     launcher = plan.loaded.recipe.launcher
-    if not isinstance(launcher, Local) or in_place(launcher, processes.nproc, processes.nnodes):
+    if not isinstance(launcher, Local) or in_place(launcher, request):
         return None
-    start = Start(
-        run_folder=plan.folder.path,
-        lock_file=plan.folder.recipe_lock,
-        checkpoint=plan.checkpoint,
-        plugin_files=plugin_files,
-        json_events=False,
-        traceback=False,
-        **asdict(processes),
-    )
-    return shlex.join(torchrun_command(launcher, start))
+    return shlex.join(torchrun_command(launcher, request))
 
 
 def as_text(facts: dict[str, Any]) -> str:

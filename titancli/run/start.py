@@ -11,30 +11,17 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from titancli.errors import EnvironmentProblem
+from titancli.launch import LaunchRequest
 from titancli.launchers.devices import visible_gpus
 from titancli.registry.component import build
 from titancli.run.fit import check_devices, check_world
 from titancli.run.prepare import Plan, new_attempt, new_record
 from titancli.runs import LOCK_NAME, RECORD_NAME, RunFolder
-
-
-@dataclass(frozen=True)
-class Processes:
-    """How many workers, and where."""
-
-    nproc: int
-    """On each node."""
-    nnodes: int = 1
-    rdzv: str | None = None
-
-    @property
-    def world(self) -> int:
-        return self.nproc * self.nnodes
 
 
 def count_processes(plan: Plan, wanted: int | str | None, *, may_exceed: bool = False) -> int:
@@ -55,64 +42,45 @@ def count_processes(plan: Plan, wanted: int | str | None, *, may_exceed: bool = 
     return wanted
 
 
-def start(
-    plan: Plan,
-    processes: Processes,
-    *,
-    plugin_files: list[Path],
-    json_events: bool,
-    traceback: bool,
-    announce: Callable[[RunFolder], None],
-    env: Mapping[str, str] | None = None,
-) -> int:
+def start(plan: Plan, request: LaunchRequest, *, announce: Callable[[RunFolder], None]) -> int:
     """Run the plan to its end and return the command's exit code. `announce` is told the folder first.
-
-    `env`: environment variables of the workers beside the recipe's; they take precedence.
 
     Raises:
         TitanError: the recipe does not fit the processes, the folder is in use or cannot be written, or the
             run failed for a reason that a user can put right.
     """
     check_devices(plan.loaded, visible_gpus())
-    check_world(plan.loaded, processes.world)
-    environment = {**plan.loaded.recipe.env, **(env or {})}
-    launch = asdict(processes) | {"world": processes.world, "env": environment}
-    record = new_record(plan, new_attempt(plan, plugin_files, launch))
-    runtime: dict[str, Any] = {
-        "checkpoint": plan.checkpoint,
-        "plugin_files": plugin_files,
-        "json_events": json_events,
-        "traceback": traceback,
-        **asdict(processes),
-    }
-    with _environment(environment):
-        return _launch(plan, record, runtime, announce)
+    check_world(plan.loaded, request.world)
+    record = new_record(plan, new_attempt(plan, request))
+    with _environment(request.env):
+        return _launch(plan, record, request, announce)
 
 
 def _launch(
-    plan: Plan, record: dict[str, Any], runtime: dict[str, Any], announce: Callable[[RunFolder], None]
+    plan: Plan, record: dict[str, Any], request: LaunchRequest, announce: Callable[[RunFolder], None]
 ) -> int:
     launcher = plan.loaded.recipe.launcher
-    if runtime["nnodes"] > 1:
+    if request.nnodes > 1:
         announce(plan.folder)
         with tempfile.TemporaryDirectory(prefix="titan-") as own:
             lock_file = Path(own) / LOCK_NAME
             lock_file.write_text(plan.lock_text, encoding="utf-8")
             Path(own, RECORD_NAME).write_text(json.dumps(record), encoding="utf-8")
-            return build(launcher, run_folder=plan.folder.path, lock_file=lock_file, **runtime)
+            return build(launcher, **replace(request, lock_file=lock_file).keywords())
     folder = make_folder(plan)
     announce(folder)
     hold = folder.hold()
     try:
         folder.write_recipe_lock(plan.lock_text)
         folder.write_record(record)
-        return build(launcher, run_folder=folder.path, lock_file=folder.recipe_lock, **runtime)
+        ready = replace(request, run_folder=folder.path, lock_file=folder.recipe_lock)
+        return build(launcher, **ready.keywords())
     finally:
         hold.release()
 
 
 @contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     """The recipe's `[env]`, for this process and all that it starts; whatever launcher starts them."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

@@ -6,7 +6,6 @@ rank inside the command. Nothing at the top imports torch, so that signals are h
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import logging
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titancli.errors import EXIT_FAILED, EXIT_OK
+from titancli.launch import rank_options
 from titancli.observe import failures
 from titancli.observe.events import EventLog, EventLogger, Listener, LogHandler, plain
 from titancli.process import (
@@ -278,28 +278,16 @@ def _logs_as_events(events: EventLog) -> Iterator[None]:
 
 def run_rank(arguments: Sequence[str] | None = None) -> int:
     """`python -m titancli.run.worker`: the exit code is 0 whenever the rank stopped in good order."""
-    parser = argparse.ArgumentParser(prog="python -m titancli.run.worker", description=__doc__)
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--lock", type=Path, help="resolved recipe of a run folder that is still to be made")
-    parser.add_argument("--checkpoint", type=Path, help="checkpoint folder to continue from")
-    parser.add_argument("-p", dest="plugins", type=Path, action="append", default=[], help="plugin file")
-    options = parser.parse_args(arguments)
+    options = rank_options(arguments)
     place = Place.from_environment()
     with Stop(os.environ.get(ASKED_TO_STOP)).listening() as stop:
         die_with_parent()
-        folder = RunFolder(options.run_dir.absolute())
+        folder = RunFolder(options["run_dir"].absolute())
         log_into(folder.logs / f"rank-{place.rank}.log", f"rank {place.rank} of {place.world}")
         tell_where_stopped()
         failures.error_file(folder.logs, place.rank).unlink(missing_ok=True)
         try:
-            main(
-                options.run_dir,
-                lock_file=options.lock,
-                checkpoint=options.checkpoint,
-                plugin_files=options.plugins,
-                place=place,
-                stop=stop,
-            )
+            main(**options, place=place, stop=stop)
         except BaseException:
             traceback.print_exc()
             sys.stdout.flush()

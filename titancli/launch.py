@@ -1,0 +1,87 @@
+"""What a launcher is asked to start: the one list of a launch's arguments. Torch-free."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titancli.runs import RunFolder
+
+
+@dataclass(frozen=True)
+class LaunchRequest:
+    """A launch on this machine; all fields but `env` are what a `titancli.protocols.LauncherBuilder` gets."""
+
+    run_folder: Path
+    lock_file: Path
+    """The resolved recipe, with `run.json` beside it: the run folder's own, or one that rank 0 is to make the
+    run folder of."""
+    checkpoint: Path | None
+    """The one to continue from."""
+    plugin_files: list[Path]
+    nproc: int
+    """Ranks on each node."""
+    nnodes: int
+    rdzv: str | None
+    """HOST:PORT at which the nodes meet."""
+    json_events: bool
+    """Events are printed to stdout as JSON Lines."""
+    traceback: bool
+    """Whatever goes wrong is raised, with its traceback."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the ranks; they are set where the launcher is called."""
+
+    @property
+    def world(self) -> int:
+        """Return the number of ranks on all nodes."""
+        return self.nproc * self.nnodes
+
+    @property
+    def folder(self) -> RunFolder:
+        return RunFolder(self.run_folder)
+
+    @property
+    def prepared(self) -> bool:
+        """Return whether the run folder stands; else rank 0 makes it."""
+        return self.lock_file == self.folder.recipe_lock
+
+    def keywords(self) -> dict[str, Any]:
+        """Return what the builder of a launcher is called with."""
+        return {name: value for name, value in vars(self).items() if name != "env"}
+
+    def recorded(self) -> dict[str, Any]:
+        """Return what an attempt in `run.json` says of its ranks."""
+        ranks = {"nproc": self.nproc, "nnodes": self.nnodes, "rdzv": self.rdzv, "world": self.world}
+        return {**ranks, "env": dict(self.env)}
+
+    def rank_arguments(self) -> list[str]:
+        """Return what follows `python -m titancli.run.worker`; `rank_options` reads it."""
+        words = [str(self.run_folder)]
+        if not self.prepared:
+            words += ["--lock", str(self.lock_file)]
+        if self.checkpoint is not None:
+            words += ["--checkpoint", str(self.checkpoint)]
+        for file in self.plugin_files:
+            words += ["-p", str(file)]
+        return words
+
+
+def rank_options(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return what `titancli.run.worker.main` is called with, from a rank's command line.
+
+    Raises:
+        SystemExit: they are not what `LaunchRequest.rank_arguments` writes, or --help.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m titancli.run.worker", description="Run one rank of several, started by a launcher."
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument(
+        "--lock", dest="lock_file", type=Path, help="resolved recipe of a run folder that is still to be made"
+    )
+    parser.add_argument("--checkpoint", type=Path, help="checkpoint folder to continue from")
+    parser.add_argument("-p", dest="plugin_files", type=Path, action="append", default=[], help="plugin file")
+    return vars(parser.parse_args(arguments))
