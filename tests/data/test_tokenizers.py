@@ -128,8 +128,8 @@ def test_bad_folders_are_named_with_a_way_out(folder: Path, tmp_path: Path) -> N
     sentencepiece.mkdir()
     (sentencepiece / "tokenizer.model").write_text("x")
     for path, said, hint in (
-        (tmp_path / "gone", "gone does not exist", "hf download"),
-        (empty, r"empty has no tokenizer\.json \(it has nothing at all\)", "hf download"),
+        (tmp_path / "gone", "gone does not exist", "titan download"),
+        (empty, r"empty has no tokenizer\.json \(it has nothing at all\)", "titan download"),
         (sentencepiece, r"no tokenizer\.json \(it has tokenizer\.model\)", "AutoTokenizer"),
         (folder / "tokenizer.json", "is not a folder", "the folder that it lies in"),
     ):

@@ -29,6 +29,15 @@ def test_a_shipped_recipe_loads_is_toml_1_0_and_locks(path: Path, tmp_path: Path
     assert load_recipe(lock).data == loaded.data
 
 
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_that_needs_files_says_where_they_are_from(path: Path) -> None:
+    recipe = tomllib.loads(path.read_text(encoding="utf-8"))
+    folder = recipe.get("tokenizer", {}).get("path")
+    assert (folder is not None) == ("assets" in recipe)
+    if folder is not None:
+        assert folder == f"./assets/{recipe['assets'].partition('/')[2]}"
+
+
 def test_loading_is_torch_free_and_quick() -> None:
     code = """
 import json, sys, time

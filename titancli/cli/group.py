@@ -32,6 +32,7 @@ COMMANDS = [
     Entry("Recipes", "config", "config", "Print a recipe with all defaults filled in."),
     Entry("Recipes", "list-recipes", "recipes", "List the bundled recipes and those of plugins."),
     Entry("Recipes", "new-recipe", "new_recipe", "Create a recipe file to start from."),
+    Entry("Recipes", "download", "download", "Download the tokenizer and weights of a recipe."),
     Entry("Recipes", "schema", "schema", "Print the JSON Schema of recipes, for editors."),
     Entry("Plugins", "list-components", "components", "List the components that a recipe can use."),
     Entry("Plugins", "show", "show", "Show a component's fields."),

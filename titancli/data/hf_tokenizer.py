@@ -18,19 +18,8 @@ import xxhash
 
 from titancli.data import HFTokenizer as Config
 from titancli.data.chat_template import ChatTemplate
+from titancli.data.hub import TOKENIZER_FILES
 from titancli.errors import EnvironmentProblem, RecipeError
-
-FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-)
-"""What an export takes along, as far as the folder has it."""
 
 
 class HFTokenizer:
@@ -54,7 +43,7 @@ class HFTokenizer:
         self.eos_id: int = self._find("eos", eos, required=True)
         self.bos_id: int | None = self._find("bos", None, required=False)
         self.adds_bos: bool = self.bos_id is not None and self._tokenizer.encode("").ids[:1] == [self.bos_id]
-        self.files: dict[str, str | Path] = {n: folder / n for n in FILES if (folder / n).is_file()}
+        self.files: dict[str, str | Path] = {n: folder / n for n in TOKENIZER_FILES if (folder / n).is_file()}
         digest = xxhash.xxh3_128_hexdigest((folder / "tokenizer.json").read_bytes())
         self.fingerprint = f"hf:{digest}:{self.eos_id}"
 
@@ -177,7 +166,7 @@ def _remedy(folder: Path) -> str:
         return f"convert it: transformers.AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained(...)"
     return (
         "point tokenizer.path to a folder with tokenizer.json, such as "
-        "`hf download MODEL --include 'tokenizer*' --local-dir DIR` makes"
+        "`titan download OWNER/NAME --dir DIR` makes"
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from titancli.errors import PluginError, TitanError
+from titancli.recipe.assets import REPOSITORY
 from titancli.recipe.env import check_env
 from titancli.recipe.layout import Finding, check_layout
 from titancli.recipe.problems import Problems, did_you_mean, nearest_name
@@ -60,6 +61,8 @@ def _core_checks(recipe: Recipe) -> Iterator[Finding]:
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", recipe.name, re.ASCII):
         message = f"name {recipe.name!r} cannot be the start of a run folder's name"
         yield ("name",), message, "use letters, digits, '_', '-' and '.', starting with a letter or digit"
+    if recipe.assets is not None and not REPOSITORY.match(recipe.assets):
+        yield ("assets",), f"{recipe.assets!r} is not the name of a repository", 'write "owner/name"'
     if recipe.tokenizer is not None and not needs_tokenizer(recipe.dataset):
         message = f"the dataset {component_info(recipe.dataset).name} does not use a tokenizer"
         yield ("tokenizer",), message, "remove [tokenizer]"

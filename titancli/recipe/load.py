@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titancli.errors import EnvironmentProblem, PluginError, TitanError
+from titancli.recipe.assets import assets_of
 from titancli.recipe.bind import bind_recipe
 from titancli.recipe.check import check_recipe
 from titancli.recipe.find import LOCK_HEADER, find_recipe, url_of
@@ -88,6 +89,17 @@ def load_recipe(
 
     data = resolved_data(recipe, resolved.root, registry)
     return Loaded(recipe, data, _origins(data, resolved.root), path)
+
+
+def read_tree(reference: str | Path) -> Node:
+    """Return what a recipe and those that it extends say, unchecked.
+
+    Raises:
+        RecipeError: there is no such recipe, or a file cannot be read or is not TOML.
+    """
+    from titancli.registry import current
+
+    return read_recipe(find_recipe(reference, registry=current()), current(), Problems())
 
 
 def _without_all(root: Node, keys: Mapping[KeyPath, Source]) -> tuple[Node, dict[KeyPath, Source]]:
@@ -294,7 +306,10 @@ def model_of_weights(root: Node, registry: Registry, problems: Problems) -> tupl
         found = _model_table(os.path.expanduser(weights.value), registry)
     except TitanError as error:
         message = f"there is no [model], and it cannot be read from the weights: {error.message}"
-        problems.add("check", message, weights.origin.location(), error.hint)
+        assets = assets_of(root)
+        missing = assets is not None and assets.weights and not assets.folder.exists()
+        hint = f"download it: {assets.command}" if assets and missing else error.hint
+        problems.add("check", message, weights.origin.location(), hint)
         return Node({key: node for key, node in root.value.items() if key != "model"}, root.origin), False
     at = weights.origin
     table = from_python(

@@ -213,6 +213,9 @@ class Recipe:
     weights: Path | None = None
     """Initial weights: a Hugging Face folder, a titan checkpoint, or a checkpoint's URL. Without a [model]
     section, the model is read from the Hugging Face folder."""
+    assets: str | None = None
+    """Hugging Face repository (`"owner/name"`) of the tokenizer and of initial weights, which
+    `titan download RECIPE` downloads to `tokenizer.path`."""
     requires: Requires = field(default_factory=Requires)
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of the workers, e.g. `NCCL_DEBUG = "INFO"`. Names that look like secrets are

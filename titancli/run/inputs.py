@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from titancli.recipe.assets import Assets
 from titancli.recipe.find import url_of
 from titancli.recipe.schema import Recipe
 from titancli.registry.component import component_info, configs, is_config
@@ -26,6 +27,15 @@ def missing_inputs(recipe: Recipe) -> list[str]:
         for key, value in _inputs(recipe)
         if not (os.path.exists(value) or (glob.has_magic(value) and _matches(value)))
     ]
+
+
+def how_to_get(missing: list[str], recipe: Recipe) -> str:
+    """Return what to do about missing inputs: a line that downloads them, if the recipe has `assets`."""
+    tokenizer = getattr(recipe.tokenizer, "path", None)
+    lacks = any(line.startswith(("tokenizer.path:", "weights:")) for line in missing)
+    if recipe.assets is None or not isinstance(tokenizer, Path) or not lacks:
+        return "relative paths start at the current folder"
+    return f"download it: {Assets(recipe.assets, tokenizer, recipe.weights == tokenizer).command}"
 
 
 def _matches(pattern: str) -> bool:

@@ -18,7 +18,7 @@ from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanE
 from titancli.provenance import file_hash, provenance
 from titancli.run import remote
 from titancli.run.fit import check_weights
-from titancli.run.inputs import missing_inputs
+from titancli.run.inputs import how_to_get, missing_inputs
 from titancli.runs import RunFolder, timestamp
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ def require_inputs(
         if not start.folder.exists():
             missing.append(f"weights: {start.folder} does not exist")
     if missing and not dry_run:
-        raise EnvironmentProblem("\n".join(missing), hint="relative paths start at the current folder")
+        raise EnvironmentProblem("\n".join(missing), hint=how_to_get(missing, recipe))
     if wanted and start.folder.exists():
         if start.kind == "state":
             read_manifest(start.folder)  # nothing but a checkpoint has more than weights

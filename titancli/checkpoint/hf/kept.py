@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from titancli.checkpoint.format.manifest import is_checkpoint
-from titancli.data.hf_tokenizer import FILES
+from titancli.data.hub import TOKENIZER_FILES
 from titancli.errors import EnvironmentProblem
 from titancli.models.config_json import HARMLESS
 
 PREFIX = "hf-"
 CONFIG, GENERATION = "config.json", "generation_config.json"
-TOKENIZER = (*FILES, "chat_template.json", "spiece.model", "sentencepiece.bpe.model")
+TOKENIZER = (*TOKENIZER_FILES, "chat_template.json", "spiece.model", "sentencepiece.bpe.model")
 OWN = {"architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version"}
 """Harmless keys of config.json that an export says for itself."""
 WEIGHTS = (".safetensors", ".index.json", ".bin", ".pth", ".pt", ".gguf", ".onnx", ".h5", ".msgpack")

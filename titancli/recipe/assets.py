@@ -1,0 +1,48 @@
+"""`assets`: the Hugging Face repository of a recipe's tokenizer and initial weights. Torch-free."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from titancli.recipe.toml import Node
+
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z", re.ASCII)
+"""`owner/name`."""
+
+
+@dataclass(frozen=True)
+class Assets:
+    """A repository, and the folder of this machine that a recipe reads it from."""
+
+    repository: str
+    folder: Path
+    weights: bool
+    """Whether the recipe starts from the weights in it."""
+
+    @property
+    def command(self) -> str:
+        """The line that downloads it."""
+        relative = os.path.relpath(self.folder)
+        folder = str(self.folder) if relative.startswith("..") else relative
+        flag = " --weights" if self.weights else ""
+        return f"titan download {self.repository}{flag} --dir {shlex.quote(folder)}"
+
+
+def assets_of(root: Node) -> Assets | None:
+    """Return what a recipe's tree says of its assets; None if it names no repository, or no folder for it."""
+    repository, weights = _text(root.child("assets")), _text(root.child("weights"))
+    tokenizer = root.child("tokenizer")
+    folder = _text(tokenizer.child("path") if tokenizer else None) or weights
+    if repository is None or not REPOSITORY.match(repository) or folder is None:
+        return None
+    path = Path(os.path.expanduser(folder)).absolute()
+    starts = weights is not None and Path(os.path.expanduser(weights)).absolute() == path
+    return Assets(repository, path, starts)
+
+
+def _text(node: Node | None) -> str | None:
+    return node.value if node is not None and isinstance(node.value, str) else None
