@@ -87,7 +87,7 @@ def convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Convert:
 def figures(out: str) -> tuple[float, list[float]]:
     """The difference of logits that was printed, and what is left of it without rounding, where that was."""
     [[whole]] = [re.findall(r"absolute, (\S+) of", line) for line in out.splitlines() if "absolute" in line]
-    left = [line for line in out.splitlines() if "apart from the rounding" in line]
+    left = [line for line in out.splitlines() if "not counting the rounding" in line]
     return float(whole), [float(x) for line in left for x in re.findall(r"\d\S*", line.partition(":")[2])]
 
 

@@ -201,7 +201,9 @@ def test_what_does_not_verify_gets_no_name_and_nothing_is_purged_for_it(
 
     with monkeypatch.context() as patch:
         patch.setattr(Writer, "finish", harmed)
-        with pytest.raises(EnvironmentProblem, match=r"step-2 is not as it was written: rank-00000\.safet"):
+        with pytest.raises(
+            EnvironmentProblem, match=r"step-2 differs from what was written: rank-00000\.safet"
+        ):
             checkpointer.save(2, some_tensors(), {})
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
     checkpointer.save(3, some_tensors(), {})

@@ -98,7 +98,7 @@ def test_a_run_stands_for_its_newest_good_checkpoint(tmp_path: Path, capsys: pyt
     (tmp_path / "run" / "checkpoints" / "step-2" / "metadata.json").write_text("{}")
     code, _, err = convert(capsys, tmp_path / "run", tmp_path / "out", "--to", "hf")
     assert code == 0, err
-    assert "step-2 is passed over: metadata.json has 2 bytes" in err
+    assert "step-2 is skipped: metadata.json has 2 bytes" in err
     assert f"exporting {tmp_path / 'run' / 'checkpoints' / 'step-1'}" in err
 
 
@@ -263,7 +263,7 @@ def test_mistakes_are_told_with_their_exit_code(tmp_path: Path, capsys: pytest.C
     cases = [
         ([tmp_path / "missing", tmp_path / "out", "--to", "hf"], 5, "neither a checkpoint nor a run"),
         ([tmp_path / "step-1", tmp_path / "full", "--to", "hf"], 5, "full is not empty"),
-        ([tmp_path / "missing", tmp_path / "out", "--to", "titan"], 5, "no Hugging Face model folder"),
+        ([tmp_path / "missing", tmp_path / "out", "--to", "titan"], 5, "not a Hugging Face model folder"),
         (
             [tmp_path / "odd", tmp_path / "out", "--to", "titan"],
             4,
@@ -301,7 +301,7 @@ def test_a_checkpoint_of_another_model_than_its_recipe_is_told(
     code, err = _wrong(capsys, tmp_path / "s", tmp_path / "out", "--to", "hf")
     assert code == 1
     assert "it lacks" in err
-    assert "the model has not: x" in err
+    assert "the model lacks: x" in err
 
 
 def test_help_imports_no_torch():

@@ -83,7 +83,7 @@ def test_any_harm_is_found_the_file_named_and_the_one_before_taken(
 def test_an_extra_file_is_named(tmp_path: Path):
     save(tmp_path / "step-1")
     (tmp_path / "step-1" / "rank-00001.safetensors").write_bytes(b"")
-    with pytest.raises(EnvironmentProblem, match=r"rank-00001\.safetensors does not belong to it"):
+    with pytest.raises(EnvironmentProblem, match=r"rank-00001\.safetensors is not listed in the manifest"):
         CheckpointReader(tmp_path / "step-1")
 
 
@@ -110,7 +110,7 @@ def test_no_good_checkpoint_is_none(tmp_path: Path):
     (tmp_path / "step-1" / "metadata.json").unlink()
     told: list[str] = []
     assert newest_good(tmp_path, rejected=told.append) is None
-    assert told == ["checkpoint step-1 is passed over: metadata.json is missing"]
+    assert told == ["checkpoint step-1 is skipped: metadata.json is missing"]
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
@@ -128,7 +128,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(
         free = 100
 
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage)
-    with pytest.raises(EnvironmentProblem, match=r"It needs [\d.]+ kB, and 100 bytes are free") as caught:
+    with pytest.raises(EnvironmentProblem, match=r"It needs [\d.]+ kB, and 100 bytes is free") as caught:
         save(tmp_path / "step-2")
     assert caught.value.exit_code == 5
     assert "keep_latest_k" in str(caught.value.hint)
@@ -168,7 +168,7 @@ def test_a_full_disk_leaves_the_last_good_one_and_the_run_goes_on(tmp_path: Path
     message, listing = (tmp_path / "told").read_text().splitlines()
     assert f"{folder / 'step-2'} cannot be written: File too large" in message
     assert "It needs 4.2 MB" in message
-    assert "are free" in message
+    assert "is free" in message
     assert listing == "['step-1']"
     assert CheckpointReader(folder / "step-1").read("model.0")[0] == 1
     assert CheckpointReader(folder / "step-3").read("model.0")[0] == 3

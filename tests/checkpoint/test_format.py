@@ -69,7 +69,7 @@ def test_data_that_is_not_aligned_is_read(tmp_path: Path):
 
 def test_a_writer_refuses_bytes_that_were_not_announced(tmp_path: Path):
     with (
-        pytest.raises(TitanError, match="not of the size"),
+        pytest.raises(TitanError, match="does not have the size"),
         TensorFileWriter(tmp_path / "a", [Entry("x", "F32", (2,))]) as file,
     ):
         file.write(memoryview(b"123"))
@@ -227,7 +227,7 @@ def test_a_pickle_beside_it_is_named_and_never_opened(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     save(tmp_path / "step-1")
     (tmp_path / "step-1" / ".metadata").write_bytes(pickle.dumps(_Bomb()))
-    with pytest.raises(EnvironmentProblem, match=r"\.metadata does not belong to it"):
+    with pytest.raises(EnvironmentProblem, match=r"\.metadata is not listed in the manifest"):
         CheckpointReader(tmp_path / "step-1")
     assert not (tmp_path / "exploded").exists()
 
@@ -272,9 +272,9 @@ def test_a_manifest_of_a_later_format_names_the_remedy(tmp_path: Path, monkeypat
 
 
 def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path: Path):
-    with pytest.raises(EnvironmentProblem, match="no titan checkpoint"):
+    with pytest.raises(EnvironmentProblem, match="not a titan checkpoint"):
         read_manifest(tmp_path)
-    with pytest.raises(EnvironmentProblem, match="no titan checkpoint"):
+    with pytest.raises(EnvironmentProblem, match="not a titan checkpoint"):
         read_manifest(tmp_path / "missing")
     (tmp_path / "manifest.json").mkdir()
     assert not is_checkpoint(tmp_path) and not is_checkpoint(tmp_path / "missing")

@@ -185,7 +185,7 @@ def test_everything_that_does_not_fit_is_told_at_once(tmp_path: Path):
         load_hf_weights(tmp_path, FORM, parameters)
     told = caught.value.message
     assert "it lacks: hf.layers.1.weight;" in told
-    assert "this model has not: hf.extra;" in told
+    assert "the model lacks: hf.extra;" in told
     assert "hf.layers.0.weight is [5, 5], layers.0.weight is [5, 4]" in told
     assert "hf.first + hf.second is [3, 4] + [3, 3], double is [6, 3]" in told
     assert "inv_freq" not in told
@@ -213,9 +213,9 @@ def test_pickled_weights_are_refused_with_the_way_out(tmp_path: Path, name: str)
 
 
 def test_a_folder_without_weights_is_told(tmp_path: Path):
-    with pytest.raises(EnvironmentProblem, match="holds no weights"):
+    with pytest.raises(EnvironmentProblem, match="contains no weights"):
         read_hf(tmp_path, FORM)
-    with pytest.raises(EnvironmentProblem, match="no folder"):
+    with pytest.raises(EnvironmentProblem, match="does not exist"):
         read_hf(tmp_path / "missing", FORM)
 
 

@@ -269,7 +269,7 @@ def test_a_mismatch_is_told_alike_on_every_rank(ranks: Any, tmp_path: Path):
     ranks(2, _save, str(tmp_path / "step-1"), "fsdp")
     one, other = ranks(2, _load_wrong_shape, str(tmp_path / "step-1"))
     assert one == other
-    assert "model.a is [7, 6] there and [7, 7] here" in one
+    assert "model.a is [7, 6] in the checkpoint and [7, 7] in the model" in one
 
 
 def _save_partial(folder: str) -> str:

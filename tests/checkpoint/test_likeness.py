@@ -66,9 +66,9 @@ def test_every_difference_is_named_with_the_line_to_write(folder: Any) -> None:
     found = complaint(MODEL, there, ())
     assert found is not None
     message, hint = found
-    assert "rope_theta is 1000000.0 in the recipe, 10000000.0 there" in message
-    assert "norm_eps is 1e-06 in the recipe, 0.001 there" in message
-    assert "tied is false in the recipe, true there" in message
+    assert "rope_theta is 1000000.0 in the recipe and 10000000.0 there" in message
+    assert "norm_eps is 1e-06 in the recipe and 0.001 there" in message
+    assert "tied is false in the recipe and true there" in message
     assert "rope_theta = 10000000.0" in hint
     assert 'checkpoint.model_differs = ["norm_eps", "rope_theta", "tied"]' in hint
     assert complaint(MODEL, there, ("norm_eps", "rope_theta", "tied")) is None
@@ -127,7 +127,7 @@ def test_a_key_that_changes_the_model_is_refused_by_name(folder: Any, change: di
     names = ["rope_type = 'yarn'", "attention_factor", "rope_theta"] if key.startswith("rope") else [key]
     with pytest.raises(EnvironmentProblem) as caught:
         complaint(MODEL, folder({**QWEN, key: value}), ())
-    assert "which the model qwen3 does not have" in caught.value.message
+    assert "which the model qwen3 does not support" in caught.value.message
     assert any(name in caught.value.message for name in names)
 
 
@@ -141,7 +141,7 @@ def test_a_key_at_its_neutral_value_changes_nothing(folder: Any, change: dict[st
 def test_weights_of_another_family_are_named(folder: Any) -> None:
     found = complaint(MODEL, folder(LLAMA), ())
     assert found is not None
-    assert "holds a 'llama' model, and this recipe trains a 'qwen3' or 'qwen3_moe' one" in found[0]
+    assert "holds a 'llama' model, but this recipe trains a 'qwen3' or 'qwen3_moe' model" in found[0]
 
 
 def test_a_folder_that_sees_images_too_holds_the_text_model(folder: Any) -> None:
@@ -182,7 +182,7 @@ def test_a_titan_checkpoint_of_another_model_is_told_too(tmp_path: Path) -> None
     (tmp_path / "recipe.lock.toml").write_text(lock)
     found = complaint(MODEL, tmp_path, ())
     assert found is not None
-    assert "rope_theta is 1000000.0 in the recipe, 10000.0 there" in found[0]
+    assert "rope_theta is 1000000.0 in the recipe and 10000.0 there" in found[0]
     assert complaint(replace(MODEL, rope_theta=10000.0), tmp_path, ()) is None
 
 
@@ -216,4 +216,4 @@ def test_validate_compares_them_without_torch(folder: Any, tmp_path: Path) -> No
         timeout=60,
     )
     assert done.returncode == 3, done.stderr
-    assert "dim is 256 in the recipe, 32 there" in done.stderr
+    assert "dim is 256 in the recipe and 32 there" in done.stderr

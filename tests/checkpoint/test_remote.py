@@ -113,7 +113,7 @@ def test_a_bad_one_is_named_in_a_line_and_the_one_before_taken(tmp_path: Path, u
     found, lines = _take(url, tmp_path / "there")
     assert found == tmp_path / "there/step-2"
     [line] = lines
-    assert "step-4 is passed over" in line and name in line and url in line
+    assert "step-4 is skipped" in line and name in line and url in line
     assert not [path for path in (tmp_path / "there").iterdir() if "step-4" in path.name]
 
 
@@ -129,7 +129,7 @@ def test_the_newer_one_is_taken_wherever_it_lies(tmp_path: Path, url: str) -> No
     found, [line] = _take(url, here)
     assert found == here / "step-4" and "step-6" in line
     _, [line] = _take(url, tmp_path / "there", run_id="another")
-    assert "step-4 is passed over: it was written by another run" in line
+    assert "step-4 is skipped: it was written by another run" in line
 
 
 def test_a_damaged_folder_gives_way_to_the_stores(tmp_path: Path, url: str) -> None:
@@ -189,7 +189,7 @@ def test_what_fails_is_told_at_once_and_tried_again_with_the_next(
         uploads.settle()
         [record] = [record for record in caplog.records if record.name.startswith("titancli")]
         assert "the next save tries again" in record.message and "no such day" in record.message
-        with pytest.raises(TitanError, match=r"not all in memory://.*no such day"):
+        with pytest.raises(TitanError, match=r"uploaded to memory://.*no such day"):
             uploads.finish()
     _saved(tmp_path, 4)
     uploads.wake()
@@ -254,5 +254,5 @@ def test_a_package_that_is_missing_is_named_with_the_extra(monkeypatch: pytest.M
     with pytest.raises(EnvironmentProblem) as caught:
         at("s3://bucket/prefix")
     assert caught.value.hint == "pip install 'titancli[s3]'"
-    with pytest.raises(EnvironmentProblem, match="nosuch://x is no URL of a store"):
+    with pytest.raises(EnvironmentProblem, match="nosuch://x is not the URL of a store"):
         at("nosuch://x")

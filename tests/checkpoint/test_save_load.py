@@ -85,9 +85,9 @@ def test_all_differences_of_names_shapes_and_dtypes_are_told_at_once(tmp_path: P
     with pytest.raises(TitanError) as caught:
         load_checkpoint(tmp_path / "step-1", wanted)
     assert "it lacks: model.new" in caught.value.message
-    assert "this model has not: model.transposed" in caught.value.message
-    assert "model.layers.0.weight is [6, 4] there and [6, 5] here" in caught.value.message
-    assert "model.norm.weight is bfloat16 there and float32 here" in caught.value.message
+    assert "the model lacks: model.transposed" in caught.value.message
+    assert "model.layers.0.weight is [6, 4] in the checkpoint and [6, 5] in the model" in caught.value.message
+    assert "model.norm.weight is bfloat16 in the checkpoint and float32 in the model" in caught.value.message
     assert "weights" in str(caught.value.hint)
     assert all(bits(tensor) == bits(torch.zeros_like(tensor)) for tensor in wanted.values())
 
@@ -105,7 +105,7 @@ def test_weights_alone_leave_the_optimizer_unread_and_are_cast(tmp_path: Path):
     weights = {"model.a": torch.zeros(2, dtype=torch.bfloat16)}
     load_checkpoint(tmp_path / "step-1", weights)
     assert weights["model.a"].tolist() == [1, 2]
-    with pytest.raises(TitanError, match=r"this model has not: model\.a"):
+    with pytest.raises(TitanError, match=r"the model lacks: model\.a"):
         load_checkpoint(tmp_path / "step-1", {"model.b": torch.zeros(2)})
 
 
@@ -127,7 +127,7 @@ def test_what_is_excluded_is_left_as_it_is_whatever_its_shape(tmp_path: Path):
 
 def test_an_exclusion_of_what_is_not_there_is_told(tmp_path: Path):
     tensors = save(tmp_path / "step-1")
-    with pytest.raises(RecipeError, match=r"'model\.head\.\*' is nothing that the checkpoint has"):
+    with pytest.raises(RecipeError, match=r"'model\.head\.\*' matches nothing in the checkpoint"):
         load_checkpoint(tmp_path / "step-1", zeros(tensors), exclude=Exclusion(("data", "model.head.*")))
 
 
@@ -141,7 +141,7 @@ def test_a_checkpoint_that_was_saved_under_an_exclusion_is_loaded_whole(tmp_path
 
 
 def test_what_is_no_tensor_is_refused(tmp_path: Path):
-    with pytest.raises(TitanError, match="'counter' is no tensor"):
+    with pytest.raises(TitanError, match="'counter' is not a tensor"):
         save_checkpoint(tmp_path / "step-1", {"counter": 3}, {}, lock_text="", run_id=RUN)  # type: ignore[dict-item]
     assert list(tmp_path.iterdir()) == []
 
@@ -166,7 +166,7 @@ def test_a_folder_that_was_renamed_to_another_step_is_neither_loaded_nor_resumed
     for step in (1, 2):
         save(tmp_path / f"step-{step}")
     renamed = (tmp_path / "step-2").rename(tmp_path / "step-7777")
-    words = "is named for step 7777, and its manifest.json says step 2"
+    words = "is named for step 7777, but its manifest.json says step 2"
     with pytest.raises(EnvironmentProblem, match=words):
         load_checkpoint(renamed, {})
     told: list[str] = []

@@ -166,7 +166,7 @@ def test_names_are_compared_over_all_ranks(ranks: Any, tmp_path: Path) -> None:
     for said in ranks(2, _load_parts, folder, ["model.1", "model.2"], 3):
         assert "model.0" in said and "model.2" in said
     for said in ranks(2, _load_parts, folder, ["model.0", "model.1"], 4):
-        assert "model.0 is [3] there and [4] here" in said and "model.1 is [3] there" in said
+        assert "model.0 is [3] in the checkpoint and [4] in the model" in said and "model.1 is [3] in" in said
 
 
 # ------------------------------------------------------------------------------------ first weights
@@ -214,5 +214,5 @@ def test_weights_of_another_model_are_told_on_every_rank(ranks: Any, tmp_path: P
 def test_one_process_still_misses_what_nobody_asks_for(ranks: Any, tmp_path: Path) -> None:
     tensors = ranks(1, _export, str(tmp_path / "hf"))[0]
     some = {name: tensor for name, tensor in tensors.items() if "layers.3" not in name}
-    with pytest.raises(EnvironmentProblem, match=r"it has, and this model has not: model\.layers\.3"):
+    with pytest.raises(EnvironmentProblem, match=r"the model lacks: model\.layers\.3"):
         load_hf_weights(tmp_path / "hf", LlamaHF(recipe(Layout()).model), some)

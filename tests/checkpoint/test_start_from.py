@@ -59,7 +59,7 @@ def test_a_folder_is_where_it_is_named_whatever_it_holds(tmp_path: Path) -> None
         assert (start.kind, start.folder, start.is_remote) == ("state", tmp_path / name, False)
         start.fetch(pytest.fail)
         assert not is_checkpoint(start.folder)
-        with pytest.raises(EnvironmentProblem, match="no titan checkpoint"):
+        with pytest.raises(EnvironmentProblem, match="not a titan checkpoint"):
             read_manifest(start.folder)
 
 
@@ -87,7 +87,7 @@ def test_what_cannot_be_fetched_leaves_nothing_in_the_cache(tmp_path: Path, url:
     (tmp_path / "store/step-1/manifest.json").write_text("{")
     with pytest.raises(EnvironmentProblem, match="is damaged"):
         start.fetch(lambda line: None)
-    with pytest.raises(EnvironmentProblem, match="nothing is no titan checkpoint"):
+    with pytest.raises(EnvironmentProblem, match="nothing is not a titan checkpoint"):
         decided(f"weights=file://{tmp_path}/nothing").fetch(lambda line: None)
     assert not start.folder.exists()
 
@@ -96,7 +96,7 @@ def test_patterns_are_heeded_once_and_one_that_matches_nothing_is_refused(tmp_pa
     start = decided(f"weights={tmp_path}", EXCLUDE)
     assert start.exclusion.has("data") and start.exclusion.has("model.head.weight")
     start.exclusion.check(["model.head.weight"])
-    with pytest.raises(RecipeError, match=r"'model.head.\*' is nothing that the checkpoint has"):
+    with pytest.raises(RecipeError, match=r"'model.head.\*' matches nothing in the checkpoint"):
         start.exclusion.check(["model.norm.weight"])
     lock = tmp_path / "recipe.lock.toml"
     lock.write_text('[checkpoint]\nexclude_from_loading = ["data", "model.head.*"]\n')

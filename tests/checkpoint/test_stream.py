@@ -204,7 +204,7 @@ def test_killed_it_leaves_no_folder_and_the_next_one_clears_up(tmp_path: Path, w
     assert list(left.glob("*.safetensors"))
     said: list[str] = []
     convert(source, tmp_path / "out", say=said.append)
-    assert f"removed {left}, which an interrupted conversion left" in said
+    assert f"removed {left}, left by an interrupted conversion" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 
@@ -231,7 +231,7 @@ def test_a_file_that_may_not_grow_leaves_nothing(tmp_path: Path, way: str):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (LARGE, before[1]))
     try:
-        with pytest.raises(EnvironmentProblem, match=r"File too large\. It needs .* limit on the size"):
+        with pytest.raises(EnvironmentProblem, match=r"File too large\. It needs .* file size limit"):
             convert(source, tmp_path / "out", say=print)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -246,7 +246,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(
     source = make(tmp_path / "source")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("usage", "free")(1000))
     monkeypatch.setattr(TensorFileWriter, "__init__", None)  # nobody comes so far
-    with pytest.raises(EnvironmentProblem, match=r"needs 2[23]\.\d kB, and 1\.0 kB are free"):
+    with pytest.raises(EnvironmentProblem, match=r"needs 2[23]\.\d kB, and 1\.0 kB is free"):
         convert(source, tmp_path / "out", say=print)
     assert list(tmp_path.iterdir()) == [source]
 
@@ -309,7 +309,7 @@ def test_quantised_weights_are_refused_by_name_with_the_way_out(tmp_path: Path):
     (source / "config.json").write_text(
         json.dumps({**config, "quantization_config": {"quant_method": "awq"}})
     )
-    with pytest.raises(EnvironmentProblem, match="quantised by 'awq'") as caught:
+    with pytest.raises(EnvironmentProblem, match="quantized with 'awq'") as caught:
         to_titan(source, tmp_path / "out", say=print)
     assert "dequantize" in str(caught.value.hint)
 
@@ -330,7 +330,7 @@ def test_quantised_tensors_are_refused_without_a_word_in_config_json(
 
     tensors = {name: tensor.contiguous() for name, tensor in (expected() | change).items()}
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(EnvironmentProblem, match=f"quantised: {told}") as caught:
+    with pytest.raises(EnvironmentProblem, match=f"quantized: {told}") as caught:
         load_hf_weights(tmp_path, FORM, {name: torch.zeros_like(t) for name, t in weights().items()})
     assert "dequantize" in str(caught.value.hint)
 

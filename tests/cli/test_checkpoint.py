@@ -50,7 +50,7 @@ def test_list_says_what_is_wrong_by_names_and_sizes(titan: Titan, run: Path) -> 
 
 def test_a_folder_that_was_renamed_to_another_step_is_told(titan: Titan, run: Path) -> None:
     (run / "checkpoints/step-10").rename(run / "checkpoints/step-7777")
-    words = "is named for step 7777, and its manifest.json says step 10"
+    words = "is named for step 7777, but its manifest.json says step 10"
     done = titan("checkpoint", "list", "run")
     assert done.code == 0 and words in done.out.splitlines()[1]
     for named in ("run", "run/checkpoints/step-7777"):
@@ -61,7 +61,7 @@ def test_a_folder_that_was_renamed_to_another_step_is_told(titan: Titan, run: Pa
 def test_a_run_without_checkpoints_has_none(titan: Titan, tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     done = titan("checkpoint", "list", "run")
-    assert (done.code, done.out, done.err) == (0, "", "run has no checkpoint\n")
+    assert (done.code, done.out, done.err) == (0, "", "run has no checkpoints\n")
     assert titan("checkpoint", "verify", "run").code == 5
     assert titan("checkpoint", "show", "run").code == 5
 
@@ -121,7 +121,7 @@ def test_verify_notices_files_that_are_whole_but_contradict_each_other(titan: Ti
 
 def test_what_is_no_checkpoint_is_told(titan: Titan, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    for name, words in (("empty", "neither a run nor a checkpoint"), ("step-3", "there is no checkpoint")):
+    for name, words in (("empty", "neither a run nor a checkpoint"), ("step-3", "does not exist")):
         for verb in ("list", "show", "verify"):
             done = titan("checkpoint", verb, name)
             assert done.code == 5

@@ -86,13 +86,13 @@ def test_weights_of_another_model(titan: Titan) -> None:
     for command in (["train", "exp.toml", "--run-dir", "r"], ["validate", "exp.toml"]):
         done = titan(*command)
         assert done.code == 3 and " --> exp.toml:2:" in done.err
-        assert "dim is 256 in the recipe, 4096 there" in done.err and "vocab_size" not in done.err
-        assert "rope_theta is 500000.0 in the recipe, 10000.0 there" in done.err
-        assert "write in [model]: dim = 4096; " in done.err.replace("\n", " ")
+        assert "dim is 256 in the recipe and 4096 there" in done.err and "vocab_size" not in done.err
+        assert "rope_theta is 500000.0 in the recipe and 10000.0 there" in done.err
+        assert "set in [model]: dim = 4096; " in done.err.replace("\n", " ")
 
 
 def test_a_checkpoint_of_another_model(titan: Titan) -> None:
     Path("w").mkdir()
     Path("w/recipe.lock.toml").write_text('[model]\ntype = "lab/other"\ndim = 256\n')
     exp(RECIPE)
-    assert "holds a 'lab/other' model, and this recipe trains a 'llama3'" in titan("train", "exp.toml").err
+    assert "holds a 'lab/other' model, but this recipe trains a 'llama3'" in titan("train", "exp.toml").err

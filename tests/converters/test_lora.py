@@ -150,7 +150,7 @@ def test_what_does_not_belong_together_is_refused(ranks: Ranks, base: Path, tmp_
     ranks(1, save_adapters, small(), base, folder)
     ranks(1, save_base, other, 8)
     [said] = ranks(1, refused, other, folder, LORA)
-    assert f"holds adapters of the base {base}" in said and f"{other} is another one" in said
+    assert f"holds adapters of the base {base}" in said and f"{other} is a different one" in said
     [said] = ranks(1, refused, base, folder, replace(LORA, alpha=5.0))
     assert "adapters of alpha 6.0, and this recipe's have 5.0" in said
     [said] = ranks(1, refused, folder, None, None)

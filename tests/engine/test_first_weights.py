@@ -21,13 +21,13 @@ from titancli.models.llama3.model import LlamaHF
     ("config", "form", "kind", "words"),
     [
         (None, LlamaHF, EnvironmentProblem, "is neither a Hugging Face folder"),
-        ('{"model_type": "lla', LlamaHF, EnvironmentProblem, "config.json is damaged, or names no"),
+        ('{"model_type": "lla', LlamaHF, EnvironmentProblem, "config.json is damaged, or has no"),
         ("[]", LlamaHF, EnvironmentProblem, "config.json is damaged, or has no model_type"),
         (
             '{"model_type": "gpt2"}',
             LlamaHF,
             EnvironmentProblem,
-            "holds a 'gpt2' model, and this .* 'llama' one",
+            "holds a 'gpt2' model, but this .* 'llama' model",
         ),
         ('{"model_type": "llama"}', None, RecipeError, "cannot be read from a Hugging Face folder"),
     ],
@@ -48,7 +48,7 @@ def test_weights_of_another_rotary_base_are_refused_unless_it_is_meant(tmp_path:
     form = LlamaHF(own.model)
     (tmp_path / "config.json").write_text(json.dumps({**form.config_json(), "rope_theta": 1e7}))
     made = dataclasses.replace(own, weights=tmp_path)
-    with pytest.raises(EnvironmentProblem, match=r"rope_theta is .* in the recipe, 10000000.0 there"):
+    with pytest.raises(EnvironmentProblem, match=r"rope_theta is .* in the recipe and 10000000.0 there"):
         load_weights(made, start_from(made), form, {}, [], None)
     meant = dataclasses.replace(own.checkpoint, model_differs=["rope_theta"])
     refuse_other_model(dataclasses.replace(made, checkpoint=meant), tmp_path)

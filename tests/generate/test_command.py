@@ -37,7 +37,7 @@ def test_a_run_stands_for_its_newest_good_checkpoint(titan: Titan, checkpoint: P
     (run / "checkpoints" / "step-9" / "metadata.json").write_text("{}")
     done = titan("generate", run, "def ", *SHORT)
     assert done.code == 0, done.err
-    assert "step-9 is passed over" in done.err
+    assert "step-9 is skipped" in done.err
     assert f"llama3 from {run}/checkpoints/step-3, float32 on cpu" in done.err
     assert done.out == titan("generate", checkpoint, "def ", *SHORT).out
 

@@ -167,5 +167,5 @@ def test_spread_experts_begin_from_a_hugging_face_folder(ranks, tmp_path):
             assert loaded.keys() == {f"model.{key}" for key in tensors}
             assert all(torch.equal(loaded[f"model.{key}"], tensor) for key, tensor in tensors.items())
     [message] = ranks(1, refused, str(tmp_path / "hf"))
-    assert message.startswith(f"weights: {tmp_path / 'hf'} holds weights of another model:\n")
+    assert message.startswith(f"weights: {tmp_path / 'hf'} holds the weights of a different model:\n")
     assert "  moe is not set in the recipe" in message

@@ -32,7 +32,7 @@ def test_a_resume_names_the_bad_checkpoint_in_one_line_and_takes_the_last_good_o
     (here / "r/events.jsonl").unlink()
     done = train("r", "--resume")
     assert done.code == 0, done.err
-    [line] = [line for line in done.err.splitlines() if "step-6 is passed over" in line]
+    [line] = [line for line in done.err.splitlines() if "step-6 is skipped" in line]
     assert "rank-00000.safetensors is damaged" in line
     assert "from step-4" in done.err
     assert losses(here / "r") == {step: before[step] for step in (5, 6)}
@@ -60,7 +60,7 @@ def test_checksums_are_not_compared_where_the_recipe_says_so(train: Train, here:
         file.write(b"\0")
     done = train("r", "--resume", "training.steps=8")
     if verify == "size":
-        assert "step-7 is passed over: rank-00000.safetensors has" in done.err
+        assert "step-7 is skipped: rank-00000.safetensors has" in done.err
         assert done.code == 0
     else:  # what no one looked for is found when the file is read
         assert done.code == 5
@@ -79,7 +79,7 @@ def test_ranks_that_start_anew_pass_over_a_bad_checkpoint_in_one_line(
         again = Rank(folder, Place(restart=1), stack)
         assert again._start_from(None, "full") == folder.checkpoints / "step-4"
         assert caplog.messages == [
-            "checkpoint step-6 is passed over: rank-00000.safetensors is damaged: its checksum does not match"
+            "checkpoint step-6 is skipped: rank-00000.safetensors is damaged: its checksum does not match"
         ]
         assert again._start_from(None, "size") == folder.checkpoints / "step-6"
         first = Rank(folder, Place(), stack)

@@ -127,7 +127,7 @@ def test_a_checkpoint_with_a_pickle_in_it_is_passed_over(train: Train, hostile: 
         shutil.copy(hostile / "model.pt", hostile / "r/checkpoints/step-4" / name)
     done = train("r", "--resume", "training.steps=5")
     assert done.code == 0, done.err
-    [line] = [line for line in done.err.splitlines() if "step-4 is passed over" in line]
-    assert ".metadata does not belong to it" in line
+    [line] = [line for line in done.err.splitlines() if "step-4 is skipped" in line]
+    assert ".metadata is not listed in the manifest" in line
     assert "from step-2" in done.err
     assert not (hostile / "exploded").exists()

@@ -86,7 +86,7 @@ def test_a_lost_run_goes_on_from_the_last_good_one_and_says_so(train: Train, her
 
     done = train(*line)
     assert done.code == 0, done.err
-    [told] = [line for line in done.err.splitlines() if "step-6 is passed over" in line]
+    [told] = [line for line in done.err.splitlines() if "step-6 is skipped" in line]
     assert "no manifest.json" in told and url in told
     assert losses(here / "r") == {step: before[step] for step in (5, 6)}
     assert _tensors(here / "r/checkpoints/step-6") == _tensors(here / "old/checkpoints/step-6")
@@ -117,7 +117,7 @@ def test_a_run_begins_with_weights_by_url(
     assert f'weights = "{url}"' in (here / "far/recipe.lock.toml").read_text()
     missing = train("tiny.toml", f"weights=file://{here}/nothing", "checkpoint.enable=false")
     assert missing.code == 5
-    assert f"file://{here}/nothing is no titan checkpoint" in missing.err
+    assert f"file://{here}/nothing is not a titan checkpoint" in missing.err
 
 
 def test_another_run_of_the_same_name_is_refused(train: Train, here: Path) -> None:

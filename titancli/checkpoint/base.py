@@ -63,14 +63,15 @@ def require_base(told: dict[str, Any], folder: Path, base: dict[str, str] | None
     if base is None:
         if not path.is_dir():
             raise EnvironmentProblem(
-                f"{folder} holds adapters, and their base {path} is gone", hint="put it back in its place"
+                f"{folder} holds adapters, but their base {path} no longer exists",
+                hint="restore the base at this path",
             )
         base = base_of(path)
     if base["digest"] != told["base"]["digest"]:
         raise EnvironmentProblem(
             f"{folder} holds adapters of the base {path} (digest {told['base']['digest'][:12]}), and "
-            f"{base['path']} is another one (digest {base['digest'][:12]})",
-            hint="give it the base that the adapters were trained on, byte for byte",
+            f"{base['path']} is a different one (digest {base['digest'][:12]})",
+            hint="use exactly the base that the adapters were trained on",
         )
     return path
 
@@ -87,7 +88,9 @@ class MergedReader:
         self._own = set(adapters.names())
         wanted = {name.removesuffix(OWN[0]) + ".weight" for name in self._own if name.endswith(OWN[0])}
         if missing := wanted - set(base.names()):
-            raise TitanError(f"{self.folder} holds adapters of {min(missing)}, which their base has not")
+            raise TitanError(
+                f"{self.folder} holds adapters of {min(missing)}, which their base does not have"
+            )
 
     def names(self) -> list[str]:
         return list(self.base.names())
@@ -147,7 +150,7 @@ def open_weights(
         return CheckpointReader(folder, verify=verify, prefix="model.", reuse=reuse)
     reader = CheckpointReader(folder, verify=verify, prefix="model.")
     path = require_base(told, folder)
-    say(f"adapters are merged into {path}")
+    say(f"merging the adapters into {path}")
     base = open_base(path, model, verify=verify, reuse=reuse)
     return MergedReader(reader, base, told["alpha"] / told["rank"])
 

@@ -54,9 +54,9 @@ class Exclusion:
         names = list(names)
         for pattern in self.patterns:
             if pattern not in PARTS and not any(Exclusion((pattern,)).has(name) for name in names):
-                looks = f"; tensors look like {names[0]!r} and {names[-1]!r}" if names else ""
+                looks = f"; its tensors have names such as {names[0]!r} and {names[-1]!r}" if names else ""
                 raise RecipeError(
-                    f"checkpoint.exclude_from_loading: {pattern!r} is nothing that the checkpoint has",
+                    f"checkpoint.exclude_from_loading: {pattern!r} matches nothing in the checkpoint",
                     hint=f"its parts are {', '.join(PARTS)}{looks}",
                 )
 

@@ -66,7 +66,7 @@ def folders(path: Path) -> list[Path]:
     path = path.absolute()
     if is_checkpoint(path) or STEP_NAME.match(path.name):
         if not path.is_dir():
-            raise EnvironmentProblem(f"there is no checkpoint {path}")
+            raise EnvironmentProblem(f"checkpoint {path} does not exist")
         return [path]
     parent = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     try:
@@ -76,7 +76,7 @@ def folders(path: Path) -> list[Path]:
     found = [entry for entry in below if STEP_NAME.match(entry.name) or is_checkpoint(entry)]
     if not found and parent is path:
         raise EnvironmentProblem(
-            f"{path} is neither a run nor a checkpoint", hint="name RUN, or RUN/checkpoints/step-100"
+            f"{path} is neither a run nor a checkpoint", hint="give RUN or RUN/checkpoints/step-100"
         )
     return sorted(found, key=_order)
 
@@ -120,7 +120,7 @@ def _between(path: Path, manifest: Manifest, layouts: dict[str, TensorLayout]) -
                 pieces.setdefault(chunk.file, []).append((chunk.key, layout.dtype, chunk.shape))
     for file, expected in pieces.items():
         if file not in manifest.files:
-            yield f"metadata.json names {file}, which the manifest does not"
+            yield f"metadata.json names {file}, which is not in the manifest"
             continue
         header = read_header(path / file)
         for key, dtype, shape in expected:

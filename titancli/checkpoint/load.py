@@ -62,7 +62,8 @@ def load_checkpoint(
     if found := differences(there, wanted):
         raise TitanError(
             f"checkpoint {folder} does not fit this recipe: {found}",
-            hint='undo the change of the recipe, or start a new run from its weights: weights = "CHECKPOINT"',
+            hint="undo the change in the recipe, or start a new run from the weights of the checkpoint: "
+            'weights = "CHECKPOINT"',
         )
     data = {name: digest for name, digest in manifest.files.items() if FILE_NAME.match(name)}
     if begin is not None:
@@ -143,13 +144,13 @@ def open_checkpoint(
     found = faults(folder, manifest, verify=verify, only=chosen)
     if found:
         raise EnvironmentProblem(
-            f"checkpoint {folder} is damaged: {'; '.join(found)}", hint="take another checkpoint (--step N)"
+            f"checkpoint {folder} is damaged: {'; '.join(found)}", hint="use another checkpoint (--step N)"
         )
     layouts = read_layout(folder)
     files = {chunk.file for layout in layouts.values() for chunk in layout.chunks}
     if stray := sorted(files - manifest.files.keys()):
         raise EnvironmentProblem(
-            f"checkpoint {folder} is damaged: its metadata.json names {stray[0]}, which it lacks"
+            f"checkpoint {folder} is damaged: its metadata.json names {stray[0]}, which is missing"
         )
     return manifest, layouts
 
@@ -163,14 +164,14 @@ def differences(
         shape, dtype = wanted[name]
         has = layouts[name]
         if has.shape != shape:
-            shapes.append(f"{name} is {list(has.shape)} there and {list(shape)} here")
+            shapes.append(f"{name} is {list(has.shape)} in the checkpoint and {list(shape)} in the model")
         elif dtype not in (None, TORCH_DTYPE[has.dtype]):
             there, here = (str(d).removeprefix("torch.") for d in (TORCH_DTYPE[has.dtype], dtype))
-            dtypes.append(f"{name} is {there} there and {here} here")
+            dtypes.append(f"{name} is {there} in the checkpoint and {here} in the model")
     return name_lists(
         {
             "it lacks": sorted(wanted.keys() - layouts.keys()),
-            "it has, and this model has not": sorted(layouts.keys() - wanted.keys()),
+            "the model lacks": sorted(layouts.keys() - wanted.keys()),
             "shapes differ": shapes,
             "dtypes differ": dtypes,
         }

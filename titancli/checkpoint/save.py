@@ -114,8 +114,8 @@ class Draft:
         manifest_bytes(self.manifest({}, 0))  # a state that cannot be written is better known now
         if (owner := _run_of(self.folder)) not in (self.run_id, None):
             raise EnvironmentProblem(
-                f"{self.folder} was written by another run ({owner}) and is left alone",
-                hint="move it away, or give this run a folder of its own (--run-dir)",
+                f"{self.folder} was written by another run ({owner}) and is not overwritten",
+                hint="move it, or give this run its own folder (--run-dir)",
             )
         parent = self.folder.parent
         try:
@@ -148,7 +148,7 @@ class Draft:
             sync_folder(self.hidden)
             # On a shared disk another rank's file may not be what it wrote; and older ones go after this.
             if found := faults(self.hidden, manifest, verify="size"):
-                raise EnvironmentProblem(f"{self.folder} is not as it was written: {'; '.join(found)}")
+                raise EnvironmentProblem(f"{self.folder} differs from what was written: {'; '.join(found)}")
             self._rename(self.hidden)
         except OSError as error:
             raise self.explain(error, sum(digest.size for digest in files.values())) from error
@@ -168,7 +168,7 @@ class Draft:
 
     def explain(self, error: OSError, needed: int) -> EnvironmentProblem:
         """An error of the operating system, in words. Runs on any rank."""
-        kept = "Earlier checkpoints are untouched."
+        kept = "Earlier checkpoints are not affected."
         remedy = "free some space, or lower checkpoint.keep_latest_k"
         return refusal(error, self.folder, needed, kept=kept, remedy=remedy)
 

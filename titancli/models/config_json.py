@@ -49,7 +49,7 @@ NEUTRAL: Mapping[str, Any] = {
 """Values at which a key changes nothing, where that is not null, false, zero or empty."""
 
 DEQUANTISE = (
-    "take the unquantised weights that they were made from; or load them in transformers, call "
+    "use the unquantized original weights; or load these with transformers, call "
     "model.dequantize() and save_pretrained(NEW_FOLDER), and remove quantization_config from its config.json"
 )
 """What to do with quantised weights."""
@@ -125,9 +125,9 @@ def reads(model: str, *, ignoring: Collection[str] = ()) -> Callable[[Callable[[
 def _refuse(model: str, foreign: list[str]) -> None:
     if foreign:
         raise EnvironmentProblem(
-            f"config.json has {', '.join(foreign)}, which the model {model} does not have",
-            hint="take other weights, or another model (hf_causal_lm for what transformers has); a key that "
-            "changes nothing can be taken out of it",
+            f"config.json has {', '.join(foreign)}, which the model {model} does not support",
+            hint="use other weights, or another model (hf_causal_lm for models of transformers); a key "
+            "that has no effect can be removed from config.json",
         )
 
 
@@ -142,7 +142,7 @@ def refuse_others(
     if quantised := config_json.get("quantization_config"):
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"
         raise EnvironmentProblem(
-            f"config.json says that the weights are quantised by {method!r}, and such weights are not read",
+            f"config.json says that the weights are quantized with {method!r}; such weights cannot be read",
             hint=DEQUANTISE,
         )
     computed = computed or {}
@@ -168,7 +168,7 @@ def theta_of(config_json: ConfigJSON, default: float = 10000.0) -> float:
     """The base of the rotary frequencies."""
     apart, within = config_json.get("rope_theta"), rope_of(config_json)[1].get("rope_theta")
     if apart and within and float(apart) != float(within):
-        config_json.refused.append(f"rope_theta = {apart!r} beside one of {within!r} in its rope's table")
+        config_json.refused.append(f"rope_theta = {apart!r}, but {within!r} in its table of RoPE")
     return float(apart or within or default)
 
 

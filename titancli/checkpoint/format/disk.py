@@ -48,17 +48,17 @@ def refusal(error: OSError, path: Path, needed: int, *, kept: str, remedy: str) 
     about = f"{path} cannot be written: {error.strerror or error}"
     if error.errno in FULL:
         try:
-            free = f"{size_text(shutil.disk_usage(path.parent).free)} are free on that disk"
+            free = f"{size_text(shutil.disk_usage(path.parent).free)} is free on that disk"
         except OSError:
-            free = "how much is free is unknown"
-        limit = "" if error.errno == errno.ENOSPC else " (a quota or a limit on the size of files is lower)"
+            free = "the free space is unknown"
+        limit = "" if error.errno == errno.ENOSPC else " (a quota or a file size limit is lower)"
         return EnvironmentProblem(
             f"{about}. It needs {size_text(needed)}, and {free}{limit}. {kept}", hint=remedy
         )
     if error.errno == errno.ENOENT:
-        hint = "the folder must be on a disk that every node sees"
+        hint = "the folder must be on storage that every node can access"
     else:
-        hint = f"make {path.parent} writable, or take another folder"
+        hint = f"make {path.parent} writable, or use another folder"
     return EnvironmentProblem(f"{about}. {kept}", hint=hint)
 
 

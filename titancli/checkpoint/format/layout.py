@@ -79,7 +79,7 @@ def read_layout(folder: Path) -> dict[str, TensorLayout]:
     try:
         if data["format"] != FORMAT:
             raise EnvironmentProblem(
-                f"{path} has format {data['format']!r}, this titan reads format {FORMAT}",
+                f"{path} has format {data['format']!r}, but this version of titan reads format {FORMAT}",
                 hint="use the version of titan that wrote it (manifest.json names it)",
             )
         return {str(name): _tensor(row) for name, row in data["tensors"].items()}
@@ -92,17 +92,17 @@ def _tensor(row: dict[str, Any]) -> TensorLayout:
     if dtype not in ITEM_SIZE:
         raise ValueError(f"unknown dtype {dtype!r}")
     if len(shape) > 64 or math.prod(size for size in shape if size) >= 2**63:
-        raise ValueError("a shape that no tensor has")
+        raise ValueError("an impossible shape")
     chunks = tuple(_chunk(chunk, shape) for chunk in row["chunks"])
     if sum(math.prod(chunk.shape) for chunk in chunks) != math.prod(shape) or overlapping(chunks):
-        raise ValueError(f"the chunks of a tensor of shape {list(shape)} overlap or leave holes")
+        raise ValueError(f"the chunks of a tensor of shape {list(shape)} overlap or leave gaps")
     return TensorLayout(dtype, shape, chunks)
 
 
 def _chunk(row: dict[str, Any], shape: tuple[int, ...]) -> Chunk:
     chunk = Chunk(natural(row["offsets"]), natural(row["shape"]), row["file"], row["key"])
     if not isinstance(chunk.key, str) or not isinstance(chunk.file, str) or not FILE_NAME.match(chunk.file):
-        raise ValueError(f"{chunk.file!r} is no name of a data file")
+        raise ValueError(f"{chunk.file!r} is not the name of a data file")
     if len(chunk.offsets) != len(shape) or len(chunk.shape) != len(shape):
         raise ValueError(f"a chunk of {len(chunk.shape)} dimensions in a tensor of {len(shape)}")
     if any(

@@ -92,7 +92,7 @@ def read_manifest(folder: Path) -> Manifest:
         text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise EnvironmentProblem(
-            f"{folder} is no titan checkpoint: it has no {MANIFEST}",
+            f"{folder} is not a titan checkpoint: it has no {MANIFEST}",
             hint="a checkpoint is a folder such as RUN/checkpoints/step-100",
         ) from error
     except OSError as error:
@@ -105,7 +105,7 @@ def read_manifest(folder: Path) -> Manifest:
         del data["xxh3_64"]
         if (found := data.pop("format")) != FORMAT:
             raise EnvironmentProblem(
-                f"{path} has format {found!r}, this titan reads format {FORMAT}",
+                f"{path} has format {found!r}, but this version of titan reads format {FORMAT}",
                 hint="use the version of titan that wrote it",
             )
         manifest = Manifest(**{**data, "files": {n: Digest(**row) for n, row in data["files"].items()}})
@@ -115,19 +115,20 @@ def read_manifest(folder: Path) -> Manifest:
     named = STEP_NAME.match(folder.name) or REPLACED_NAME.match(folder.name)
     if named and int(named[1]) != manifest.step:
         raise EnvironmentProblem(
-            f"{folder} is named for step {int(named[1])}, and its {MANIFEST} says step {manifest.step}",
-            hint=f"it was renamed or copied: give it its own name, step-{manifest.step}, or another one",
+            f"{folder} is named for step {int(named[1])}, but its {MANIFEST} says step {manifest.step}",
+            hint=f"it was renamed or copied: name it step-{manifest.step}, or choose a name that is not "
+            f"that of another step",
         )
     return manifest
 
 
 def _check(manifest: Manifest) -> None:
     if not all(isinstance(n, int) and n >= 0 for n in (manifest.step, manifest.serial)):
-        raise ValueError("step and serial are natural numbers")
+        raise ValueError("step and serial must be non-negative integers")
     if not isinstance(manifest.run_id, str) or not isinstance(manifest.state, dict):
-        raise ValueError("run_id is a string and state a table")
+        raise ValueError("run_id must be a string and state an object")
     if bad := [name for name in manifest.files if not _PLAIN_NAME.match(name)]:
-        raise ValueError(f"{bad[0]!r} is no plain name of a file")
+        raise ValueError(f"{bad[0]!r} is not a plain file name")
     if bad := [n for n, d in manifest.files.items() if type(d.size) is not int or type(d.xxh3_64) is not str]:
         raise ValueError(f"the row of {bad[0]!r}")
 
@@ -148,13 +149,15 @@ def faults(
     found = [f"{name} is missing" for name in manifest.files if name not in present]
     extra = present.keys() - manifest.files.keys() - {MANIFEST}
     # A network file system keeps a file that is deleted while open under such a name.
-    found += [f"{name} does not belong to it" for name in sorted(extra) if not name.startswith(".nfs")]
+    found += [
+        f"{name} is not listed in the manifest" for name in sorted(extra) if not name.startswith(".nfs")
+    ]
     chosen = manifest.files.keys() if only is None else only
     for name, digest in manifest.files.items():
         if name not in present:
             continue
         if present[name] != digest.size:
-            found.append(f"{name} has {present[name]} bytes, not {digest.size}")
+            found.append(f"{name} has {present[name]} bytes instead of {digest.size}")
         elif verify == "full" and name in chosen and _digest(folder / name) != digest:
             found.append(f"{name} is damaged: its checksum does not match")
     return found
@@ -215,7 +218,7 @@ def newest_good(
 
     def reject(path: Path, why: str) -> None:
         if rejected is not None:
-            rejected(f"checkpoint {path.name} is passed over: {why}")
+            rejected(f"checkpoint {path.name} is skipped: {why}")
 
     good = steps(folder)
     for path in _step_folders(folder):

@@ -46,8 +46,8 @@ def new_folder(out: Path, needed: int, *, say: Callable[[str], None] = lambda li
             hidden.rename(out)
             sync_folder(out.parent)
     except OSError as error:
-        remedy = "free some space, or take another disk"
-        raise refusal(error, out, needed, kept="Nothing was left behind.", remedy=remedy) from error
+        remedy = "free some space, or use another disk"
+        raise refusal(error, out, needed, kept="No files were left behind.", remedy=remedy) from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
 
@@ -61,7 +61,7 @@ def refuse_used(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         what = "is not empty" if out.is_dir() else "is a file"
         raise EnvironmentProblem(
-            f"{out} {what}, and nothing is overwritten", hint="name a folder that does not exist"
+            f"{out} {what}; existing data is never overwritten", hint="give a folder that does not exist"
         )
 
 
@@ -96,9 +96,9 @@ def _sweep(out: Path, say: Callable[[str], None]) -> None:
         except BlockingIOError as error:
             raise EnvironmentProblem(
                 f"{out} is being written by another process, in {path.name}",
-                hint="wait for it, or name another folder",
+                hint="wait for that process, or use another folder",
             ) from error
         except OSError as error:
-            say(f"{path}, which an interrupted conversion left, cannot be removed: {error.strerror}")
+            say(f"{path}, left by an interrupted conversion, cannot be removed: {error.strerror}")
         else:
-            say(f"removed {path}, which an interrupted conversion left")
+            say(f"removed {path}, left by an interrupted conversion")

@@ -119,7 +119,7 @@ class Reader(StorageReader):
                 raise EnvironmentProblem(
                     f"checkpoint {self._files.folder} is damaged: {file} is damaged: "
                     "its checksum does not match",
-                    hint="take another checkpoint (--step N)",
+                    hint="use another checkpoint (--step N)",
                 )
 
     def _read_entry(

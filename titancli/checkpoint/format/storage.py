@@ -137,8 +137,8 @@ class Writer(StorageWriter):
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
                 raise TitanError(
-                    f"the checkpoint's entry {item.index.fqn!r} is no tensor, and would have to be pickled",
-                    hint="give tensors to the checkpoint, and everything else to its JSON state",
+                    f"the checkpoint's entry {item.index.fqn!r} is not a tensor and would have to be pickled",
+                    hint="put tensors into the checkpoint, and everything else into its JSON state",
                 )
             dtype_name(item.index.fqn, item.tensor_data.properties.dtype)
         return plan
@@ -172,7 +172,9 @@ class Writer(StorageWriter):
             for item, entry in zip(items, entries, strict=True):
                 value = _tensor(planner.resolve_data(item))
                 if tuple(value.shape) != entry.shape or dtype_name(entry.key, value.dtype) != entry.dtype:
-                    raise TitanError(f"{entry.key} is not of the shape and dtype that were planned for it")
+                    raise TitanError(
+                        f"{entry.key} does not have the shape and dtype that were planned for it"
+                    )
                 file.write(tensor_bytes(value))
             digest = file.close()
         return [
@@ -208,7 +210,7 @@ def _entries(items: list[WriteItem]) -> list[Entry]:
     for item in items:
         data = item.tensor_data
         if data is None:
-            raise TitanError(f"the checkpoint's entry {item.index.fqn!r} is no tensor")
+            raise TitanError(f"the checkpoint's entry {item.index.fqn!r} is not a tensor")
         key = item.index.fqn
         if key in entries:
             key = f"{key}@{','.join(map(str, data.chunk.offsets))}"

@@ -93,7 +93,7 @@ def _values(jobs: Sequence[Job], progress: Progress) -> Iterator[Tensor]:
     for done, job in enumerate(jobs, start=1):
         values = job.read()
         if [tuple(value.shape) for value in values] != [entry.shape for entry in job.entries]:
-            raise TitanError(f"what comes of {job.name} depends on its values, not on its shape alone")
+            raise TitanError(f"the conversion of {job.name} depends on its values and not only on its shape")
         yield from values
         del values  # the next one is read without this one in memory
         progress(job.name, done, len(jobs))
@@ -103,7 +103,7 @@ def _blocks(entry: Entry, tensor: Tensor) -> Iterator[memoryview]:
     """A tensor's bytes as an entry wants them: as they lie, or in blocks that are cast or put in order."""
     dtype = TORCH_DTYPE[entry.dtype]
     if tensor.dtype != dtype and not (tensor.dtype.is_floating_point and dtype.is_floating_point):
-        raise TitanError(f"{entry.key} is {tensor.dtype} and was announced as {dtype}")
+        raise TitanError(f"{entry.key} is {tensor.dtype}, but was announced as {dtype}")
     if tensor.is_contiguous():
         tensor = tensor.reshape(-1)
         if tensor.dtype == dtype:
@@ -141,7 +141,7 @@ def _cast(key: str, values: Tensor, block: Tensor) -> Tensor:
         lost = block.isinf() & values.isfinite()
         if lost.any():
             raise TitanError(
-                f"{key} has a value of {float(values[lost][0]):.3g}; the largest that float16 holds is 65504",
-                hint="take bfloat16, which holds it",
+                f"{key} has a value of {float(values[lost][0]):.3g}; the largest value of float16 is 65504",
+                hint="use bfloat16, which can represent it",
             )
     return block

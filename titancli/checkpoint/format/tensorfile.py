@@ -83,7 +83,7 @@ class TensorFileWriter:
     def write(self, data: memoryview) -> None:
         """The next entry's bytes: contiguous, little-endian, row-major; unchanged until `close` returns."""
         if data.nbytes != next(self._sizes, -1):
-            raise TitanError(f"{self._path}: a tensor is not of the size that its header announces")
+            raise TitanError(f"{self._path}: a tensor does not have the size given in the header")
         self._file.write(data)
 
     def write_pieces(self, pieces: Iterable[memoryview]) -> None:
@@ -97,12 +97,12 @@ class TensorFileWriter:
         else:
             if self._file.size == end:
                 return
-        raise TitanError(f"{self._path}: a tensor is not of the size that its header announces")
+        raise TitanError(f"{self._path}: a tensor does not have the size given in the header")
 
     def close(self) -> Digest:
         """Flush to the disk itself."""
         if next(self._sizes, None) is not None:
-            raise TitanError(f"{self._path}: fewer tensors were written than its header announces")
+            raise TitanError(f"{self._path}: fewer tensors were written than the header lists")
         return self._file.finish()
 
     def __enter__(self) -> TensorFileWriter:
@@ -143,27 +143,27 @@ def read_header(path: Path) -> dict[str, Entry]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(HEADER_LIMIT, size - 8):
-                raise EnvironmentProblem(f"{path} is no whole safetensors file: its header does not fit")
+                raise EnvironmentProblem(f"{path} is not a complete safetensors file: its header is cut off")
             table = json.loads(file.read(length))
     except OSError as error:
         raise EnvironmentProblem(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise EnvironmentProblem(f"{path} is no safetensors file: its header is not JSON") from error
+        raise EnvironmentProblem(f"{path} is not a safetensors file: its header is not JSON") from error
     try:
         entries = [_entry(key, row, 8 + length) for key, row in table.items() if key != "__metadata__"]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise EnvironmentProblem(
-            f"{path} is no safetensors file: its header is malformed ({error})"
+            f"{path} is not a safetensors file: its header is malformed ({error})"
         ) from error
     position = 8 + length
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.nbytes)):
         if entry.start != position:
             raise EnvironmentProblem(
-                f"{path}: the data of {entry.key!r} overlaps another's, or leaves a hole"
+                f"{path}: the data of {entry.key!r} overlaps that of another tensor, or leaves a gap"
             )
         position += entry.nbytes
     if position != size:
-        raise EnvironmentProblem(f"{path} is {size} bytes long, its header asks for {position}")
+        raise EnvironmentProblem(f"{path} is {size} bytes long, but its header requires {position}")
     return {entry.key: entry for entry in entries}
 
 
@@ -173,7 +173,7 @@ def _entry(key: str, row: dict[str, Any], base: int) -> Entry:
         raise ValueError(f"unknown dtype {row['dtype']!r}")
     entry = Entry(key, row["dtype"], natural(row["shape"]), base + start)
     if stop - start != entry.nbytes:
-        raise ValueError(f"{key!r} has {stop - start} bytes where its shape asks for {entry.nbytes}")
+        raise ValueError(f"{key!r} has {stop - start} bytes, but its shape requires {entry.nbytes}")
     return entry
 
 
@@ -184,5 +184,5 @@ def natural(values: Any) -> tuple[int, ...]:
         ValueError: it is something else.
     """
     if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
-        raise ValueError(f"{values!r} is not a list of natural numbers")
+        raise ValueError(f"{values!r} is not a list of non-negative integers")
     return tuple(values)

@@ -33,7 +33,7 @@ def refuse_incomparable(form: Any) -> None:
         UsageError: transformers does not load what the form writes.
     """
     if (library := library_of(form).name) != "transformers":
-        raise UsageError(f"--verify compares with transformers, and this model is one of {library}'s")
+        raise UsageError(f"--verify compares with transformers, but this model belongs to {library}")
 
 
 def verdict(
@@ -67,7 +67,7 @@ def verdict(
     lines, good = verdict_on(found)
     if any(not form.sources(name) and bool(reader.read(name).any()) for name in reader.names()):
         lines.append(
-            "compared without what a Hugging Face folder has no place for: the experts' balancing biases"
+            "not compared, because a Hugging Face folder cannot hold them: the experts' balancing biases"
         )
     return lines, good
 
@@ -98,12 +98,13 @@ def verdict_on(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[str], bool]:
     """
     absolute = float((pairs[0][0] - pairs[0][1]).abs().max())
     lines = [
-        f"largest difference of logits: {absolute:.3g} absolute, {far(*pairs[0]):.3g} of the largest logit"
+        f"largest difference between logits: {absolute:.3g} absolute, {far(*pairs[0]):.3g} of the "
+        f"largest logit"
     ]
     left = [far(*pair) for pair in pairs[1:] or pairs]
     if pairs[1:]:
         words = " and ".join(f"{value:.3g}" for value in left)
-        lines.append(f"apart from the rounding of weights: {words} of the largest logit")
+        lines.append(f"not counting the rounding of weights: {words} of the largest logit")
     good = all(value <= VERIFY_LIMIT for value in left)  # NaN is not
     lines.append(f"verified: {'yes, at most' if good else 'NO, more than'} {VERIFY_LIMIT:g}")
     return lines, good
@@ -197,8 +198,8 @@ def load_in_transformers(folder: Path, adapters: Path | None = None) -> torch.nn
     file = folder / "config.json"
     for key, name in kernels_of_the_hub(json.loads(file.read_bytes()) if file.is_file() else {}):
         raise EnvironmentProblem(
-            f"{file}: {key} = {name!r} names a kernel on the Hub, which is code, and titan does not run it",
-            hint="take the key away",
+            f"{file}: {key} = {name!r} names a kernel on the Hub, which is code that titan does not run",
+            hint="remove the key",
         )
     before = logging.root.manager.disable
     logging.disable(

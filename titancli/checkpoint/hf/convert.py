@@ -78,7 +78,7 @@ def to_hf(
     built = build(tokenizer) if tokenizer is not None else None
     kept = kept_of(folder, tokenizer=built is None)
     if of_another_tokenizer(kept, getattr(built, "eos_id", None)):
-        say("the ids of special tokens are those of the recipe's tokenizer, not of the folder it began with")
+        say("the ids of special tokens are those of the recipe's tokenizer, not of the original folder")
     # Looking for the newest good one has read every file already.
     with Checksums(folder, reader.manifest, data=folder == src.absolute()) as checksums:
 
@@ -136,7 +136,7 @@ def to_titan(
     reader.check(shapes)
     say(f"reading {src} as {name}")
     if left := not_kept(src):
-        say(f"left out: {', '.join(left)}")
+        say(f"not copied: {', '.join(left)}")
     state = {"model": {"type": name, **config}}
     draft = Draft(dst, state, "", f"weights of {src}", {}, kept=kept_of(src, tokenizer=True))
     jobs = [_job(reader, parameter, shape, dtype_of(dtype)) for parameter, shape in shapes.items()]
@@ -205,7 +205,7 @@ class Checksums:
         if self._found:
             raise EnvironmentProblem(
                 f"checkpoint {self._folder} is damaged: {'; '.join(self._found)}",
-                hint="take another checkpoint of the run",
+                hint="use another checkpoint of the run",
             )
 
     def _compare(self, names: Iterable[str]) -> None:

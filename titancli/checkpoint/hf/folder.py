@@ -183,7 +183,9 @@ class HFReader:
         parts = []
         for hf_name in self.form.sources(name):
             if hf_name not in self._places:
-                raise EnvironmentProblem(f"{self.folder} has no tensor {hf_name!r}, which {name} is made of")
+                raise EnvironmentProblem(
+                    f"{self.folder} has no tensor {hf_name!r}, which {name} is built from"
+                )
             file, entry = self._places[hf_name]
             parts.append(read_tensor(self.folder / file, entry))
         return self.form.from_hf(name, parts)
@@ -217,9 +219,7 @@ class HFReader:
                     there = " + ".join(str(list(meta.shape)) for meta in metas)
                     wrong.append(f"{' + '.join(hf_names)} is {there}, {name} is {list(shapes[name])}")
         missing = sorted(wanted - self._places.keys(), key=_natural)
-        found = name_lists(
-            {"it lacks": missing, "it has, and this model has not": unread, "shapes differ": wrong}
-        )
+        found = name_lists({"it lacks": missing, "the model lacks": unread, "shapes differ": wrong})
         if found:
             raise EnvironmentProblem(
                 f"the weights in {self.folder} do not fit this model: {found}",
@@ -235,8 +235,8 @@ class HFReader:
             or (name not in wanted and QUANTISED_NAMES.search(name))
         ]
         if found:
-            listed = name_lists({"the weights in it are quantised": sorted(found)}, limit=3)
-            raise EnvironmentProblem(f"{self.folder} is not read: {listed}", hint=DEQUANTISE)
+            listed = name_lists({"its weights are quantized": sorted(found)}, limit=3)
+            raise EnvironmentProblem(f"{self.folder} cannot be used: {listed}", hint=DEQUANTISE)
 
     def _refuse_untied(self) -> None:
         """What is left unread as a copy must be one: transformers uses it where it is not."""
@@ -249,8 +249,9 @@ class HFReader:
                 )
                 if one.dtype != other.dtype or not torch.equal(one, other):
                     raise EnvironmentProblem(
-                        f"{self.folder}: {name} differs from {original}, and config.json calls them tied",
-                        hint="write tie_word_embeddings = false there, if both are meant",
+                        f"{self.folder}: {name} differs from {original}, but config.json says that they "
+                        f"are tied",
+                        hint="set tie_word_embeddings to false there if both are wanted",
                     )
 
     def _empty(self, hf_name: str) -> Tensor:
@@ -280,27 +281,28 @@ class HFReader:
         for name in files:
             if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*\.safetensors", name):
                 raise EnvironmentProblem(
-                    f"{path} names {name!r}, which is no safetensors file in that folder"
+                    f"{path} names {name!r}, which is not a safetensors file in that folder"
                 )
         for key, name in weight_map.items():
             if key not in self._files.header(name):
-                raise EnvironmentProblem(f"{path} says that {key!r} is in {name}, and it is not")
+                raise EnvironmentProblem(f"{path} says that {key!r} is in {name}, but it is not")
         return files
 
     def _no_weights(self) -> EnvironmentProblem:
         library = library_of(self.form)
         if not self.folder.is_dir():
-            return EnvironmentProblem(f"there is no folder {self.folder}")
+            return EnvironmentProblem(f"folder {self.folder} does not exist")
         pickled = sorted(path.name for form in PICKLED for path in self.folder.glob(form))
         if pickled:
             return EnvironmentProblem(
-                f"{self.folder} holds pickled weights ({pickled[0]}), which can run code and are not read",
-                hint="if you trust it, save it as safetensors: load it with transformers and call "
-                "save_pretrained(NEW_FOLDER)",
+                f"{self.folder} holds pickled weights ({pickled[0]}), which can run code and are "
+                f"therefore not read",
+                hint="if you trust them, save them as safetensors: load the folder with transformers "
+                "and call save_pretrained(NEW_FOLDER)",
             )
         return EnvironmentProblem(
-            f"{self.folder} holds no weights: neither {library.weights} nor {library.index}",
-            hint="name a Hugging Face model folder with its *.safetensors",
+            f"{self.folder} contains no weights: neither {library.weights} nor {library.index}",
+            hint="give a Hugging Face model folder with *.safetensors files",
         )
 
 

@@ -79,19 +79,21 @@ def complaint(model: Any, folder: Path, meant: Collection[str]) -> tuple[str, st
     """
     there = _model_in(folder, model)
     if isinstance(there, _Other):
-        hint = "name weights of that model, or give the [model] of these"
-        return f"{folder} holds a {there.name!r} model, and this recipe trains a {there.own} one", hint
+        hint = "use weights of the recipe's model, or change [model]"
+        return f"{folder} holds a {there.name!r} model, but this recipe trains a {there.own} model", hint
     if there is None:
         return None
     found = [d for d in differences(model, there) if not _covered(d.key, meant)]
     if not found:
         return None
-    listed = "\n".join(f"  {d.key} is {_toml(d.here)} in the recipe, {_toml(d.there)} there" for d in found)
+    listed = "\n".join(
+        f"  {d.key} is {_toml(d.here)} in the recipe and {_toml(d.there)} there" for d in found
+    )
     names = json.dumps(sorted({d.key for d in found}))
     return (
-        f"{folder} holds weights of another model:\n{listed}",
-        f"write in [model]: {'; '.join(d.line() for d in found)}. Where it is meant, to train on with other "
-        f"values: checkpoint.model_differs = {names}",
+        f"{folder} holds the weights of a different model:\n{listed}",
+        f"set in [model]: {'; '.join(d.line() for d in found)}. To train with the recipe's values on "
+        f"purpose, set checkpoint.model_differs = {names}",
     )
 
 
@@ -116,12 +118,13 @@ def read_config(path: Path) -> dict[str, Any]:
         type_in(keys)
     except OSError as error:
         raise EnvironmentProblem(
-            f"{path.parent} is no Hugging Face model folder: {path.name} cannot be read ({error.strerror})",
-            hint="name a folder with config.json and *.safetensors",
+            f"{path.parent} is not a Hugging Face model folder: {path.name} cannot be read "
+            f"({error.strerror})",
+            hint="give a folder with config.json and *.safetensors",
         ) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise EnvironmentProblem(
-            f"{path} is damaged, or names no model_type: {type(error).__name__}: {error}",
+            f"{path} is damaged, or has no model_type: {type(error).__name__}: {error}",
             hint="download the folder again",
         ) from error
     return keys

@@ -62,13 +62,13 @@ def to_peft(
     reader = CheckpointReader(folder, prefix="model.")
     told = adapters_of(reader.manifest)
     if told is None:
-        raise UsageError(f"{folder} holds no adapters", hint="a whole model is exported with --to hf")
+        raise UsageError(f"{folder} contains no adapters", hint="export a whole model with --to hf")
     base = require_base(told, folder)
     model, _ = recipe_of(folder)
     if verify:
         refuse_incomparable(hf_form(model))
         if find_spec("peft") is None:
-            raise EnvironmentProblem("--verify loads the folder with peft", hint="pip install peft")
+            raise EnvironmentProblem("--verify needs the package peft", hint="pip install peft")
     modules = hf_modules(
         model, [name.removesuffix(OWN[0]) for name in reader.names() if name.endswith(OWN[0])]
     )
@@ -87,7 +87,9 @@ def to_peft(
     lines, good = _verdict(model, reader, told, base, dst, dtype) if verify else ([], True)
     lines.append(f"PEFT folder: {dst}")
     if is_checkpoint(base):
-        lines.append(f"its base is a titan checkpoint: titan convert-checkpoint {base} BASE --to hf")
+        lines.append(
+            f"the base is a titan checkpoint; export it with: titan convert-checkpoint {base} BASE --to hf"
+        )
     lines.append(f"load it with: from peft import PeftModel; PeftModel.from_pretrained(base, {str(dst)!r})")
     return lines, good
 
@@ -136,7 +138,8 @@ def hf_modules(model: Any, layers: list[str]) -> dict[str, str]:
         made = list(form.to_hf(name, probe))
         if len(made) != 1 or made[0][1].shape != probe.shape or not torch.equal(made[0][1], probe):
             raise TitanError(
-                f"{name} is another matrix in the model's Hugging Face form, so its adapter has no place",
+                f"{name} is stored differently in the model's Hugging Face form, so its adapter cannot "
+                f"be exported",
                 hint="merge the adapters instead: --to hf",
             )
         found[layer] = made[0][0].removesuffix(".weight")

@@ -28,8 +28,8 @@ def find_checkpoint(src: Path, say: Say) -> Path:
     found = newest_good(src.absolute() / "checkpoints", rejected=say)
     if found is None:
         raise EnvironmentProblem(
-            f"{src} is neither a checkpoint nor a run with a good one",
-            hint="name a folder such as RUN/checkpoints/step-100",
+            f"{src} is neither a checkpoint nor a run with a good checkpoint",
+            hint="give a folder such as RUN/checkpoints/step-100",
         )
     return found
 
@@ -100,11 +100,11 @@ def _by_type(components: Iterable[tuple[str, type]], model_type: str) -> type:
             hint=f"choose one: --model-component {next(iter(found))}",
         )
     raise PluginError(
-        f"no installed model reads model_type {model_type!r} (there are: {', '.join(sorted(set(offered)))})",
-        hint="install a plugin that offers it, or name a model that takes others too: "
+        f"no installed model reads model_type {model_type!r} (supported: {', '.join(sorted(set(offered)))})",
+        hint="install a plugin that provides it, or use a model that reads other types, too: "
         + " or ".join(f"--model-component {name}" for name in willing)
         if willing
-        else "install a plugin that offers it, or name a model with --model-component",
+        else "install a plugin that provides it, or select a model with --model-component",
     )
 
 
@@ -141,9 +141,9 @@ def check_parameters(reader: Tensors, model: Any, folder: Path) -> None:
     found = name_lists(
         {
             "it lacks": sorted(shapes.keys() - names),
-            "it has, and the model has not": sorted(names - shapes.keys()),
-            "other shapes": wrong,
+            "the model lacks": sorted(names - shapes.keys()),
+            "shapes differ": wrong,
         }
     )
     if found:
-        raise TitanError(f"the weights in {folder} are not those of its model: {found}")
+        raise TitanError(f"the weights in {folder} do not belong to its model: {found}")

@@ -58,7 +58,9 @@ def at(url: str) -> Path:
         hint = f"pip install 'titancli[{extra}]'" if extra else str(error)
         raise EnvironmentProblem(f"{url} needs a package that is not installed", hint=hint) from error
     except ValueError as error:
-        raise EnvironmentProblem(f"{url} is no URL of a store: {error}", hint="such as s3://…") from error
+        raise EnvironmentProblem(
+            f"{url} is not the URL of a store: {error}", hint="such as s3://…"
+        ) from error
     return cast(Path, RemotePath(store, key.rstrip("/"), url.rstrip("/")))
 
 
@@ -74,7 +76,7 @@ def _asking(place: object) -> Iterator[None]:
             raise
         raise Unreachable(
             f"{place} cannot be reached: {type(error).__name__}: {error}",
-            hint="see to the network, the endpoint and the credentials in the environment (AWS_PROFILE, …)",
+            hint="check the network, the endpoint and the credentials in the environment (AWS_PROFILE, …)",
         ) from error
 
 

@@ -43,7 +43,7 @@ def probe(place: Path) -> None:
         EnvironmentProblem: it cannot.
     """
     remote = cast(RemotePath, place / f".probe-{secrets.token_hex(4)}")
-    hint = "checkpoint.remote: set the credentials in the environment, or leave it out with --unset"
+    hint = "checkpoint.remote: set the credentials in the environment, or remove it with --unset"
     try:
         remote.write_bytes(b"titan was here")
         remote.unlink()
@@ -67,13 +67,13 @@ def upload(folder: Path, place: Path) -> None:
     manifest = read_manifest(folder)
     with suppress(EnvironmentProblem):  # half of one is nobody's
         if (owner := read_manifest(place).run_id) != manifest.run_id:
-            raise TitanError(f"{place} was written by another run ({owner}) and is left alone")
+            raise TitanError(f"{place} was written by another run ({owner}) and is not overwritten")
     remote.delete()
     for name in manifest.files:
         (remote / name).put(folder / name)
     there = {path.name: path.stat().st_size for path in remote.iterdir()}
     if there != {name: digest.size for name, digest in manifest.files.items()}:
-        raise TitanError(f"{place} is not what was sent: {there}")
+        raise TitanError(f"{place} does not contain what was uploaded: {there}")
     (remote / MANIFEST).write_bytes(manifest_bytes(manifest))
 
 
@@ -114,7 +114,7 @@ def fetch(place: Path, manifest: Manifest, parent: Path) -> list[str]:
         if old.exists():
             remove(old, manifest.run_id)
     except OSError as error:
-        kept, remedy = f"It lies in {place} as before.", "free some space, or give another --run-dir"
+        kept, remedy = f"It is still in {place}.", "free some space, or use another --run-dir"
         raise refusal(error, final, needed, kept=kept, remedy=remedy) from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
@@ -129,10 +129,10 @@ def take(place: Path, parent: Path, say: Callable[[str], None]) -> Path:
         Unreachable: the store refuses, or does not answer.
     """
     manifest = read_manifest(place)
-    say(f"taking {place} ({_size(manifest)}) to {parent / place.name}")
+    say(f"downloading {place} ({_size(manifest)}) to {parent / place.name}")
     if found := faults(place, manifest, verify="size") or fetch(place, manifest, parent):
         raise EnvironmentProblem(
-            f"checkpoint {place} is damaged: {'; '.join(found)}", hint="take another checkpoint"
+            f"checkpoint {place} is damaged: {'; '.join(found)}", hint="use another checkpoint"
         )
     return parent / place.name
 
@@ -182,7 +182,7 @@ def newest_of_both(
         with _alone(folder):
             if _lies_in(folder / remote.name, manifest):
                 return []
-            say(f"taking {remote} ({_size(manifest)})")
+            say(f"downloading {remote} ({_size(manifest)})")
             return fetch(remote, manifest, folder)
 
     def told(line: str) -> None:

@@ -64,9 +64,10 @@ class Uploads:
             self.settle()
         if self._error is not None:
             raise TitanError(
-                f"the run has ended, and its checkpoints in {self._folder} are not all in {self._place}: "
+                f"the run has ended, but not all of its checkpoints in {self._folder} were uploaded to "
+                f"{self._place}: "
                 f"{_words(self._error)}",
-                hint="copy them there with the store's own tools, each one's manifest.json last",
+                hint="copy them there with the store's own tools, the manifest.json of each last",
             ) from self._error
 
     def _work(self) -> None:
@@ -84,7 +85,7 @@ class Uploads:
             except Exception as error:  # of whatever kind: training goes on
                 self._error = error
                 logger.warning(
-                    "a checkpoint is not uploaded, the next save tries again: %s",
+                    "a checkpoint was not uploaded; the next save tries again: %s",
                     _words(error),
                     exc_info=logger.isEnabledFor(logging.DEBUG),
                 )
@@ -107,7 +108,7 @@ class Uploads:
             self.busy = None
         size = sum(file.stat().st_size for file in path.iterdir()) if path.exists() else 0
         seconds = time.perf_counter() - began
-        logger.info("%s is in %s: %s in %.1f s", path.name, self._place, size_text(size), seconds)
+        logger.info("uploaded %s to %s: %s in %.1f s", path.name, self._place, size_text(size), seconds)
 
     def _purge(self) -> None:
         if not self._keep:
