@@ -194,10 +194,7 @@ def _environment(variables: tuple[str, ...]) -> dict[str, str]:
 
 
 def _say_next(
-    folder: RunFolder,
-    nproc: int | str | None,
-    env: dict[str, str],
-    request: LaunchRequest,
+    folder: RunFolder, nproc: int | str | None, env: dict[str, str], request: LaunchRequest
 ) -> None:
     """Three lines for what to type next, after a run that ended in good order."""
     outcome = folder.outcome()

@@ -374,11 +374,7 @@ def load_weights(
 
 
 def _load_base(
-    recipe: Recipe,
-    start: StartFrom,
-    form: HFForm | None,
-    tensors: dict[str, Tensor],
-    known: Iterable[Known],
+    recipe: Recipe, start: StartFrom, form: HFForm | None, tensors: dict[str, Tensor], known: Iterable[Known]
 ) -> None:
     """Fill the plain model's parameters."""
     from titancli.checkpoint import load_checkpoint
