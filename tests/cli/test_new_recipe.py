@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,20 @@ from tests.cli.conftest import Titan
 from tests.recipe.torchtitan import jobs
 from titancli.recipe import bundled_folder
 
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
 NAMES = sorted(path.stem for path in bundled_folder().glob("*.toml"))
 
 
@@ -22,7 +38,7 @@ def config(titan: Titan, *recipe: object) -> dict:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_new_recipe_is_its_base_and_so_it_is_with_every_key_uncommented(titan: Titan, name: str) -> None:
-    done = titan("new-recipe", "exp.toml", "--from", name)
+    done = titan("new-recipe", "exp.toml", "--from", name, "--full")
     assert (done.code, done.out) == (0, "")
     text = Path("exp.toml").read_text()
     assert f'extends = "titan:{name}"' in text and "## Total number of optimizer steps" in text
@@ -30,6 +46,61 @@ def test_a_new_recipe_is_its_base_and_so_it_is_with_every_key_uncommented(titan:
     Path("all.toml").write_text(re.sub(r"^# (?=\[|\w+ = )", "", text, flags=re.MULTILINE))
     assert config(titan, "all.toml") == config(titan, name)
     assert Path("all.toml").read_text().count("\nsteps = ") == 1
+
+
+def test_without_full_only_the_keys_that_the_base_sets_are_listed(titan: Titan) -> None:
+    assert titan("new-recipe", "exp.toml", "--from", "llama3_debug").code == 0
+    text = Path("exp.toml").read_text()
+    keys = re.findall(r"^# (\w+) = ", text, re.MULTILINE)
+    written = re.findall(r"^(\w+) = ", (bundled_folder() / "llama3_debug.toml").read_text(), re.MULTILINE)
+    assert sorted(keys) == sorted(key for key in written if key not in ("recipe", "name"))
+    assert config(titan, "exp.toml") == config(titan, "llama3_debug")
+    Path("all.toml").write_text(re.sub(r"^# (?=\[|\w+ = )", "", text, flags=re.MULTILINE))
+    assert config(titan, "all.toml") == config(titan, "llama3_debug")
+    assert len(text.splitlines()) < 70
+
+
+def test_every_line_with_one_hash_is_toml(titan: Titan) -> None:
+    titan("new-recipe", "exp.toml", "--from", "llama3_debug", "--full")
+    lines = [line[2:] for line in Path("exp.toml").read_text().splitlines() if line.startswith("# ")]
+    for line in lines:
+        tomllib.loads(line)
+    assert "## weights: path; not set" in Path("exp.toml").read_text()
+
+
+def hf_folder(folder: Path, **config: Any) -> Path:
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "config.json").write_text(json.dumps(LLAMA | config))
+    return folder
+
+
+def test_a_recipe_from_a_hugging_face_folder_has_its_model(titan: Titan) -> None:
+    hf_folder(Path("my model"), dtype="float16")
+    done = titan("new-recipe", "exp.toml", "--from-hf", "my model")
+    assert done.code == 0 and "set dataset.paths" in done.err
+    found = config(titan, "exp.toml")
+    assert found["model"]["type"] == "titan/llama3" and found["model"]["dim"] == 64
+    assert found["weights"] == found["tokenizer"]["path"] == str(Path("my model").absolute())
+    assert (found["training"]["seq_len"], found["checkpoint"]["export_dtype"]) == (512, "float16")
+
+
+def test_a_model_that_is_not_titans_own_is_that_of_transformers(titan: Titan) -> None:
+    hf_folder(Path("m"), model_type="mistral")
+    assert titan("new-recipe", "exp.toml", "--from-hf", "m").code == 0
+    assert 'type = "hf_causal_lm"\nconfig = "m"' in Path("exp.toml").read_text()
+
+
+def test_what_is_no_hugging_face_folder_leaves_no_file(titan: Titan) -> None:
+    for spoil, said in (("config.json", "does not exist"), ("tokenizer.json", "has no tokenizer.json")):
+        folder = hf_folder(Path(f"without {spoil}"))
+        (folder / spoil).unlink()
+        done = titan("new-recipe", "exp.toml", "--from-hf", str(folder))
+        assert done.code == 5 and said in done.err
+    folder = hf_folder(Path("damaged"))
+    (folder / "config.json").write_text("[]")
+    assert titan("new-recipe", "exp.toml", "--from-hf", str(folder)).code == 5
+    assert not Path("exp.toml").exists()
 
 
 def test_a_base_that_is_a_file_is_named_from_the_new_files_folder(titan: Titan) -> None:
@@ -68,7 +139,7 @@ def test_a_torchtitan_job_becomes_a_recipe_and_an_account(titan: Titan) -> None:
 def test_a_job_whose_model_is_not_installed_is_written_and_told(titan: Titan) -> None:
     Path("job.toml").write_text(jobs.FLUX.replace('name = "flux"', 'name = "another"'))
     done = titan("new-recipe", "exp.toml", "--from-torchtitan", "job.toml")
-    assert done.code == 3
+    assert done.code == 4
     assert "no installed plugin provides the model 'another'" in done.out
     assert "exp.toml is not valid yet" in done.err
     fixed = ("model=llama3", "model.flavor=debugmodel", "dataset=python_stdlib")
@@ -81,6 +152,8 @@ def test_a_job_whose_model_is_not_installed_is_written_and_told(titan: Titan) ->
         ["exp.toml"],
         ["exp.toml", "--from", "llama3_debug", "--from-torchtitan", "job.toml"],
         ["exp.txt", "--from", "llama3_debug"],
+        ["exp.toml", "--from", "llama3_debug", "--from-hf", "m"],
+        ["exp.toml", "--from-hf", "m", "--full"],
         ["there.toml", "--from", "llama3_debug"],
     ],
     ids=" ".join,

@@ -35,7 +35,7 @@ def test_its_recipe_is_valid(float8: Environment) -> None:
 
 def test_without_it_the_recipe_says_what_to_install(plain: Environment) -> None:
     done = plain.titan("validate", "llama3_8b_float8")
-    assert done.returncode == 3
+    assert done.returncode == 4
     assert "requires the plugin titan-float8>=0.1, which is not installed" in done.stderr
     assert "pip install 'titan-float8>=0.1'" in done.stderr
     assert "unknown converter" not in done.stderr

@@ -26,7 +26,15 @@ SCHEMA_NAME = "titan.schema.json"
     "base",
     type=RecipeOrOverride(),
     metavar="RECIPE",
-    help="Extend this recipe; its keys are listed as comments.",
+    help="Extend this recipe; the keys that it sets are listed as comments.",
+)
+@click.option("--full", is_flag=True, help="With --from: list every key, with its default.")
+@click.option(
+    "--from-hf",
+    "hf",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Fine-tune the model in this Hugging Face folder.",
 )
 @click.option(
     "--from-torchtitan",
@@ -35,17 +43,19 @@ SCHEMA_NAME = "titan.schema.json"
     metavar="JOB.toml",
     help="Convert a job config of torchtitan 0.2.2 or earlier.",
 )
-def command(file: Path, base: str | None, job: Path | None) -> int:
+def command(file: Path, base: str | None, full: bool, hf: Path | None, job: Path | None) -> int:
     """Create a recipe FILE to start from. An existing FILE is never overwritten.
 
     --from-torchtitan reports every field that could not be converted, with its line and the reason, and
     appends the same report to FILE.
     """
-    if (base is None) == (job is None):
+    if [base, hf, job].count(None) != 2:
         raise UsageError(
-            "new-recipe needs exactly one of --from and --from-torchtitan",
-            hint="titan new-recipe FILE --from RECIPE, or titan new-recipe FILE --from-torchtitan JOB.toml",
+            "new-recipe needs exactly one of --from, --from-hf and --from-torchtitan",
+            hint="titan new-recipe FILE --from RECIPE, or titan new-recipe FILE --from-hf FOLDER",
         )
+    if full and base is None:
+        raise UsageError("--full goes with --from")
     if file.suffix != ".toml":
         raise UsageError(f"{file}: the file name of a recipe must end in .toml")
     if file.exists():
@@ -56,16 +66,28 @@ def command(file: Path, base: str | None, job: Path | None) -> int:
         )
     if job is not None:
         return _translate(file, job)
-    return _extend(file, str(base))
+    if hf is not None:
+        return _finetune(file, hf)
+    return _extend(file, str(base), full)
 
 
-def _extend(file: Path, base: str) -> int:
+def _finetune(file: Path, folder: Path) -> int:
+    from titancli.recipe.finetune import finetune_text
+
+    _write(file, finetune_text(folder, _name(file), current()))
+    note(f"{file}: set dataset.paths to your text, and then the learning rate and the number of steps")
+    note(f"next:  titan train {_path(file)} --dry-run")
+    return EXIT_OK
+
+
+def _extend(file: Path, base: str, full: bool) -> int:
     from titancli.recipe.editor import template
 
     loaded = load_recipe(base)
     schema = f"./{SCHEMA_NAME}" if (file.parent / SCHEMA_NAME).is_file() else None
-    _write(file, template(loaded, _reference(base, file), _name(file), schema))
-    note(f"{file}: uncomment a key to change it")
+    _write(file, template(loaded, _reference(base, file), _name(file), schema, full=full))
+    more = "" if full else "; --full lists every key"
+    note(f"{file}: uncomment a key to change it{more}")
     note(f"next:  titan train {_path(file)}")
     return EXIT_OK
 

@@ -259,13 +259,16 @@ OWN = ("recipe", "name", "description", "requires")
 """What a recipe says of itself; the template sets it, or leaves it to the base."""
 
 
-def template(loaded: Loaded, extends: str, name: str, schema: str | None = None) -> str:
+def template(
+    loaded: Loaded, extends: str, name: str, schema: str | None = None, *, full: bool = False
+) -> str:
     """The text of a recipe `name` that extends `loaded`, by the reference `extends`.
 
     Taking the `# ` off a key changes nothing until its value is edited. `schema`: a JSON Schema file to name
-    for editors.
+    for editors. `full`: list every key, not only those that `loaded` sets.
     """
-    return "\n".join([*_head(extends, name, schema), *_body(loaded), ""])
+    body = _Body(loaded, full).lines()
+    return "\n".join([*_head(extends, name, schema), *body, ""])
 
 
 def _head(extends: str, name: str, schema: str | None) -> Iterator[str]:
@@ -277,46 +280,58 @@ def _head(extends: str, name: str, schema: str | None) -> Iterator[str]:
     yield f"# description = {_toml('')}"
 
 
-def _body(loaded: Loaded) -> Iterator[str]:
-    tables = []
-    for name, field in fields_of(Recipe).items():
-        value = getattr(loaded.recipe, name)
-        if name in OWN:
-            continue
-        if dataclasses.is_dataclass(value) or isinstance(value, list):
-            tables.append((name, value))
+class _Body:
+    """The keys of a recipe as comments, table by table."""
+
+    def __init__(self, loaded: Loaded, full: bool) -> None:
+        self._loaded = loaded
+        self._full = full
+        written = [key for key, origin in loaded.origins.items() if origin.kind == "file"]
+        self._written = {".".join(parts[:n]) for parts in (k.split(".") for k in written) for n in range(9)}
+
+    def lines(self) -> Iterator[str]:
+        tables = []
+        for name, field in fields_of(Recipe).items():
+            value = getattr(self._loaded.recipe, name)
+            if name in OWN:
+                continue
+            if dataclasses.is_dataclass(value) or isinstance(value, list):
+                tables.append((name, value))
+            else:
+                yield from self._key(field, self._loaded.data.get(name), name)
+        for name, value in tables:
+            data = self._loaded.data[name]
+            if isinstance(value, list):
+                yield from self._array(name, value, data)
+            elif keys := list(self._keys(value, data, name)):
+                yield from ("", *_comment(summary(type(value))), f"[{name}]", *keys)
+
+    def _array(self, name: str, values: list[Any], data: list[Any]) -> Iterator[str]:
+        if not values and self._full:
+            yield from ("", f"## [[{name}]]: none; `titan list-components` lists what is available")
+        for number, (value, table) in enumerate(zip(values, data, strict=True)):
+            keys = self._keys(value, table, f"{name}.{number}")
+            yield from ("", *_comment(summary(type(value))), f"# [[{name}]]", *keys)
+
+    def _keys(self, config: Any, data: dict[str, Any], path: str) -> Iterator[str]:
+        for key in ("type", "flavor"):
+            if key in data and self._wanted(f"{path}.{key}"):
+                yield f"# {key} = {_toml(data[key])}"
+        cls: type = type(config)
+        for name, field in fields_of(cls).items():
+            yield from self._key(field, data.get(name), f"{path}.{name}")
+
+    def _key(self, field: Field, value: Any, path: str) -> Iterator[str]:
+        if not self._wanted(path):
+            return
+        yield from _comment(field.doc)
+        if value is None:
+            yield f"## {field.name}: {field.type}; not set"
         else:
-            yield from _key(field, loaded.data.get(name))
-    for name, value in tables:
-        data = loaded.data[name]
-        if isinstance(value, list):
-            yield from _array(name, value, data)
-        else:
-            yield from ("", *_comment(summary(type(value))), f"[{name}]", *_keys(value, data))
+            yield f"# {field.name} = {_toml(value)}"
 
-
-def _array(name: str, values: list[Any], data: list[Any]) -> Iterator[str]:
-    if not values:
-        yield from ("", f"## [[{name}]]: none; `titan list-components` lists what is available")
-    for value, table in zip(values, data, strict=True):
-        yield from ("", *_comment(summary(type(value))), f"# [[{name}]]", *_keys(value, table))
-
-
-def _keys(config: Any, data: dict[str, Any]) -> Iterator[str]:
-    for key in ("type", "flavor"):
-        if key in data:
-            yield f"# {key} = {_toml(data[key])}"
-    cls: type = type(config)
-    for name, field in fields_of(cls).items():
-        yield from _key(field, data.get(name))
-
-
-def _key(field: Field, value: Any) -> Iterator[str]:
-    yield from _comment(field.doc)
-    if value is None:
-        yield f"# {field.name} is not set: {field.type}"
-    else:
-        yield f"# {field.name} = {_toml(value)}"
+    def _wanted(self, path: str) -> bool:
+        return self._full or path in self._written
 
 
 def _comment(text: str) -> list[str]:

@@ -319,6 +319,15 @@ def model_of_weights(root: Node, registry: Registry, problems: Problems) -> tupl
     return Node({**root.value, "model": whole}, root.origin), True
 
 
+def readers_of(model_type: str, registry: Registry) -> dict[str, Any]:
+    """Return the models, by full name, that read a config.json of this `model_type`."""
+    return {
+        name: cls
+        for name, cls in registry.components("model")
+        if model_type in getattr(cls, "model_types", ()) and hasattr(cls, "from_config_json")
+    }
+
+
 def _model_table(weights: str, registry: Registry) -> dict[str, Any]:
     path = Path(weights) / CONFIG
     if any((path.parent / name).is_file() for name in OWN):
@@ -339,11 +348,7 @@ def _model_table(weights: str, registry: Registry) -> dict[str, Any]:
         model_type = keys["model_type"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise EnvironmentProblem(f"{path} is damaged, or has no model_type: {error}") from error
-    readers = {
-        name: cls
-        for name, cls in registry.components("model")
-        if model_type in getattr(cls, "model_types", ()) and hasattr(cls, "from_config_json")
-    }
+    readers = readers_of(model_type, registry)
     if len(readers) != 1:
         who = f"{' and '.join(readers)} read" if readers else "none of titan's own models reads"
         types = [*readers] or ["hf_causal_lm"]

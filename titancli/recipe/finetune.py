@@ -1,0 +1,97 @@
+"""A recipe that trains the model of a Hugging Face folder on text: `new-recipe --from-hf`. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Any
+
+from titancli.errors import EnvironmentProblem
+
+if TYPE_CHECKING:
+    from titancli.registry.lookup import Registry
+
+LONGEST = 2048
+"""Tokens of a row where the model was made for longer ones: less memory to begin with."""
+TEXT = Template("""\
+recipe = 1
+name = $name
+weights = $folder        # the weights, and in its config.json the model
+$model
+[tokenizer]
+type = "hf"
+path = $folder
+
+[dataset]
+type = "text_files"
+paths = ["text/*.txt"]                      # your text: files, folders, patterns
+
+[optimizer]
+type = "adamw"
+lr = 1e-5
+
+[lr_scheduler]
+warmup_steps = 10
+decay_type = "cosine"
+min_lr_factor = 0.1
+
+[training]
+steps = 200
+seq_len = $seq_len
+local_batch_size = 1                        # rows on each GPU at once
+global_batch_size = 16                      # rows of a step
+
+[activation_checkpoint]
+mode = "selective"
+
+[checkpoint]
+interval = 100
+keep_latest_k = 2
+last_save_in_hf = true                      # leaves a Hugging Face folder at the end
+export_dtype = $dtype
+""")
+
+
+def finetune_text(folder: Path, name: str, registry: Registry) -> str:
+    """Return the text of a recipe `name` that fine-tunes the model in `folder` on text files.
+
+    Raises:
+        EnvironmentProblem: the folder has no config.json with a model_type, or no tokenizer.json.
+    """
+    config = _config(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise EnvironmentProblem(
+            f"{folder} has no tokenizer.json", hint="`titan download OWNER/NAME --weights` gets whole folders"
+        )
+    text = config.get("text_config", config)
+    length = text.get("max_position_embeddings", LONGEST)
+    dtype = text.get("dtype") or text.get("torch_dtype")
+    model = ""
+    if not _read_by_titan(config["model_type"], registry):
+        model = f'\n[model]\ntype = "hf_causal_lm"\nconfig = {json.dumps(str(folder))}\n'
+    return TEXT.substitute(
+        name=json.dumps(name),
+        folder=json.dumps(str(folder), ensure_ascii=False),
+        model=model,
+        seq_len=min(LONGEST, length) if isinstance(length, int) and length > 0 else LONGEST,
+        dtype=json.dumps(dtype if dtype in ("float32", "bfloat16", "float16") else "bfloat16"),
+    )
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+        config["model_type"]
+    except FileNotFoundError as error:
+        raise EnvironmentProblem(f"{path} does not exist", hint="name a Hugging Face folder") from error
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise EnvironmentProblem(f"{path} is damaged, or names no model_type: {error}") from error
+    return config
+
+
+def _read_by_titan(model_type: str, registry: Registry) -> bool:
+    from titancli.recipe.load import readers_of
+
+    return len(readers_of(model_type, registry)) == 1
