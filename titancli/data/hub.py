@@ -33,7 +33,7 @@ def download(repository: str, folder: Path, *, weights: bool, revision: str | No
     Raises:
         EnvironmentProblem: the repository cannot be reached or read, or lacks what was asked for.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
     patterns = [*TOKENIZER_FILES, *CONFIG, *(WEIGHTS if weights else ())]
@@ -48,7 +48,7 @@ def download(repository: str, folder: Path, *, weights: bool, revision: str | No
     except GatedRepoError as error:
         raise EnvironmentProblem(
             f"{repository} is gated: its owner must grant you access",
-            hint=f"ask for it at https://huggingface.co/{repository}, then log in: hf auth login",
+            hint=f"ask for it at {constants.ENDPOINT}/{repository}, then log in: hf auth login",
         ) from error
     except RepositoryNotFoundError as error:
         raise EnvironmentProblem(
