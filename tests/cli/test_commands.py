@@ -221,6 +221,24 @@ def test_show_finds_a_component_by_every_form_of_its_name(titan: Titan, name: st
     assert "8B: dim = 4096" in done.out
 
 
+def test_show_of_a_section_has_its_fields(titan: Titan) -> None:
+    done = titan("show", "training")
+    assert done.code == 0
+    assert done.out.startswith("section training\nLength of the run")
+    assert "  steps: int > 0 (required)" in done.out
+    document = json.loads(titan("show", "checkpoint", "--json").out)["component"]
+    assert (document["kind"], document["name"], document["target"]) == ("section", "checkpoint", None)
+    assert "interval" in [field["name"] for field in document["fields"]]
+
+
+@pytest.mark.parametrize("words", [["--training.steps=5"], ["--training.steps", "5"]], ids=" ".join)
+@pytest.mark.parametrize("command", ["train", "validate", "config", "plan"])
+def test_an_override_with_dashes_is_told_to_drop_them(titan: Titan, command: str, words: list[str]) -> None:
+    done = titan(command, "llama3_debug", *words)
+    assert done.code == 2
+    assert "an override has no dashes: training.steps=VALUE" in done.err
+
+
 def test_show_as_json_holds_fields_and_flavors(titan: Titan) -> None:
     shown = json.loads(titan("show", "llama3", "--json").out)["component"]
     fields = {field["name"]: field for field in shown["fields"]}

@@ -36,6 +36,10 @@ def completed(folder: Path, line: str) -> list[str]:
         ("titan train llama3_debug loss=cross_entropy_", {"loss=cross_entropy_full"}),
         ("titan train llama3_debug compile.enable = t", {"true"}),
         ("titan plugins tit", {"titan"}),
+        ("titan train -p ./x", {"./x"}),
+        ("titan -p ./x", {"./x"}),
+        ("titan -q train -v llama3_debug training.st", {"training.steps="}),
+        ("titan -p no:titan validate llama3_8", set()),
         ("titan new-recipe mine.toml --from llama3_d", {"llama3_debug"}),
     ],
 )
@@ -55,3 +59,15 @@ def test_keys_are_those_of_the_components_that_were_chosen(tmp_path: Path) -> No
 
 def test_a_recipe_that_is_wrong_still_has_the_keys_of_titan(tmp_path: Path) -> None:
     assert "training.steps=" in completed(tmp_path, "titan train nowhere training.ste")
+
+
+def test_what_a_plugin_file_adds_is_completed_too(tmp_path: Path) -> None:
+    (tmp_path / "cli_lab.py").write_text(
+        "from titancli import component, hookimpl\n"
+        "@component('loss', 'labelled', target='cli_lab:build')\n"
+        "class Labelled:\n    'A loss.'\n"
+        "@hookimpl\ndef titan_components():\n    return [Labelled]\n"
+    )
+    line = "titan train -p ./cli_lab.py llama3_debug loss=lab"
+    assert completed(tmp_path, line) == ["loss=labelled"]
+    assert "loss=labelled" not in completed(tmp_path, line.replace("-p ./cli_lab.py ", ""))

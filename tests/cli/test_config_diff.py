@@ -51,3 +51,10 @@ def test_as_json_it_is_one_document(titan: Titan, run: Path) -> None:
 def test_two_answers_at_once_are_refused(titan: Titan) -> None:
     assert titan("config", "llama3_debug", "--diff", "llama3_1b", "--origin").code == 2
     assert titan("config", "llama3_debug", "--diff", "no_such_recipe").code == 3
+
+
+def test_an_array_that_one_lacks_is_told_by_its_elements_alone(titan: Titan) -> None:
+    words = ("llama3_debug", "converters=[{type='lora'}]", "weights=/w", "--diff", "llama3_debug")
+    lines = titan("config", *words).out.splitlines()
+    assert 'converters.0.type: "titan/lora" -> (not set)' in lines
+    assert not [line for line in lines if line.startswith("converters:")]

@@ -78,3 +78,11 @@ def test_what_is_there_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem, match="is there already"):
         new_plugin("titan-mine", "loss", tmp_path / "mine")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("name", ["torch", "json", "titan_muon"])
+def test_a_plugin_does_not_hide_an_installed_package(tmp_path: Path, name: str) -> None:
+    pytest.importorskip(name, reason="a plugin that need not be installed")
+    with pytest.raises(UsageError, match="would hide the installed package"):
+        new_plugin(name, "loss", tmp_path / "new")
+    assert not (tmp_path / "new").exists()

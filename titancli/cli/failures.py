@@ -69,6 +69,10 @@ def _tell_click(error: click.ClickException) -> None:
     if context is None or message == context.get_help():  # without any argument the help is the message
         error.show()
         return
+    if isinstance(error, click.NoSuchOption) and "." in error.option_name:
+        key = error.option_name.lstrip("-").partition("=")[0]
+        error_line(f"no such option {error.option_name!r}", hint=f"an override has no dashes: {key}=VALUE")
+        return
     usage = " ".join(context.get_usage().removeprefix("Usage:").split())
     message = " ".join(message.split()).rstrip(".")
     error_line(message[:1].lower() + message[1:], hint=f"usage: {usage} (--help shows more)")

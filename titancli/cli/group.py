@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import click
 
+from titancli import registry
+from titancli.cli.common import split_common
 from titancli.cli.output import note
 from titancli.errors import PluginError, nearest_name
 from titancli.registry.command import Command
@@ -35,7 +37,7 @@ COMMANDS = [
     Entry("Recipes", "download", "download", "Download the tokenizer and weights of a recipe."),
     Entry("Recipes", "schema", "schema", "Print the JSON Schema of recipes, for editors."),
     Entry("Plugins", "list-components", "components", "List the components that a recipe can use."),
-    Entry("Plugins", "show", "show", "Show a component's fields."),
+    Entry("Plugins", "show", "show", "Show the fields of a component or section."),
     Entry("Plugins", "plugins", "plugins", "List the plugins and their status, or show one."),
     Entry("Plugins", "doctor", "doctor", "Check the installation, the machine and the plugins."),
     Entry("Plugins", "new-plugin", "new_plugin", "Create the package of a new plugin."),
@@ -46,6 +48,19 @@ FROM_PLUGINS = "From plugins"
 
 class Titan(click.Group):
     """Finds built-in commands by the table above, all others through the plugins' `titan_commands`."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Complete without the common options, which a shell leaves in, but with the plugins they add."""
+        if not extra.get("resilient_parsing"):
+            return super().make_context(info_name, args, parent, **extra)
+        if args[-1:] == ["-p"]:  # what follows is a file
+            file = click.Command("-p", params=[click.Argument(["file"], type=click.Path())])
+            return file.make_context(info_name, [], parent, **extra)
+        rest, common = split_common(args)
+        registry.configure(files=common.plugin_files, blocked=common.blocked)
+        return super().make_context(info_name, rest, parent, **extra)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*BUILTIN, *sorted(_from_plugins())]

@@ -1,4 +1,4 @@
-"""`titan show`: one component and its fields."""
+"""`titan show`: a component, or a section of recipes, and its fields."""
 
 from __future__ import annotations
 
@@ -12,26 +12,42 @@ from titancli.cli.completion import ComponentName
 from titancli.cli.group import note_broken
 from titancli.cli.output import print_json
 from titancli.errors import PluginError, nearest_name
+from titancli.recipe.schema import Recipe
 from titancli.registry import current
-from titancli.registry.component import component_info
+from titancli.registry.component import component_info, is_config
 from titancli.registry.defaults import ConfigDefaults, with_defaults
-from titancli.registry.fields import Field, nested_fields, plain
+from titancli.registry.fields import Field, fields_of, nested_fields, plain
 from titancli.registry.kinds import KINDS
 
 
-@click.command("show", short_help="Show a component's fields.")
-@click.argument("name", metavar="KIND/NAME", type=ComponentName())
+@click.command("show", short_help="Show the fields of a component or section.")
+@click.argument("name", metavar="KIND/NAME|SECTION", type=ComponentName())
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(name: str, as_json: bool) -> None:
-    """Show a component's fields: type, default, meaning, and flavors.
+    """Show the fields of a component or of a recipe's SECTION: type, default, meaning, and flavors.
 
     KIND may be omitted if the name is unique; NAME may be a full name, PLUGIN/NAME.
     """
-    config = _find(name)
+    config = _section(name) or _find(name)
     if as_json:
         print_json("component", {"component": _document(config)})
     else:
         _print(config)
+
+
+def _section(name: str) -> type | None:
+    """The class of a recipe's section, as `training`."""
+    field = fields_of(Recipe).get(name)
+    return next(iter(field.type.tables), None) if field else None
+
+
+def _label(config: type) -> tuple[str, str, str | None]:
+    """Kind, name and target; of a section, its name alone."""
+    if is_config(config):
+        info = component_info(config)
+        return info.kind, current().full_name(config), info.target
+    name = next(name for name, field in fields_of(Recipe).items() if config in field.type.tables)
+    return "section", name, None
 
 
 def _find(name: str) -> type:
@@ -57,11 +73,11 @@ def _find(name: str) -> type:
 
 
 def _document(config: type) -> dict[str, Any]:
-    info = component_info(config)
+    kind, name, target = _label(config)
     return {
-        "kind": info.kind,
-        "name": current().full_name(config),
-        "target": info.target,
+        "kind": kind,
+        "name": name,
+        "target": target,
         "doc": inspect.cleandoc(config.__doc__ or ""),
         "fields": [_row(field) for field in nested_fields(config)],
         "flavors": plain(with_defaults(ConfigDefaults, config).flavors),
@@ -69,8 +85,8 @@ def _document(config: type) -> dict[str, Any]:
 
 
 def _print(config: type) -> None:
-    info = component_info(config)
-    print(f"{info.kind} {current().full_name(config)}")
+    kind, name, _ = _label(config)
+    print(f"{kind} {name}")
     print(inspect.cleandoc(config.__doc__ or ""))
     fields = nested_fields(config)
     print("\nFields" if fields else "\nIt has no fields.")

@@ -13,9 +13,11 @@ from titancli.cli.common import Common, split_overrides
 from titancli.cli.completion import RecipeOrOverride
 from titancli.cli.output import note, print_json
 from titancli.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
+from titancli.registry.component import component_info
 
 if TYPE_CHECKING:
     from titancli.launch import LaunchRequest
+    from titancli.recipe.schema import Recipe
     from titancli.run.prepare import Plan
     from titancli.runs import RunFolder
 
@@ -142,7 +144,7 @@ def command(
     if code in (EXIT_STOPPED, EXIT_INTERRUPTED):
         # All is saved, and the code says so: an impatient Ctrl-C from now on must not change it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _say_next(folders[0], nproc, env, request)
+    _say_next(folders[0], plan.loaded.recipe, nproc, env, request)
     return code
 
 
@@ -194,15 +196,15 @@ def _environment(variables: tuple[str, ...]) -> dict[str, str]:
 
 
 def _say_next(
-    folder: RunFolder, nproc: int | str | None, env: dict[str, str], request: LaunchRequest
+    folder: RunFolder, recipe: Recipe, nproc: int | str | None, env: dict[str, str], request: LaunchRequest
 ) -> None:
     """Three lines for what to type next, after a run that ended in good order."""
     outcome = folder.outcome()
     if outcome is None or outcome["why"] not in ("finished", "data_ended", "stopped", "interrupted"):
         return
     run = shlex.quote(_short(folder.path))
-    flags = "".join(f" -p {shlex.quote(str(file))}" for file in request.plugin_files)
-    flags += "".join(f" --env {shlex.quote(f'{name}={value}')}" for name, value in env.items())
+    plugins = "".join(f" -p {shlex.quote(str(file))}" for file in request.plugin_files)
+    flags = plugins + "".join(f" --env {shlex.quote(f'{name}={value}')}" for name, value in env.items())
     flags += f" --nproc {nproc}" if nproc is not None else ""
     flags += f" --nnodes {request.nnodes} --rdzv {request.rdzv}" if request.nnodes > 1 else ""
     ended = {"data_ended": "reached the end of the data", "interrupted": "stopped"}.get(
@@ -213,7 +215,11 @@ def _say_next(
         return
     more = f" training.steps={2 * outcome['step']}" if outcome["why"] == "finished" else ""
     note(f"continue:  titan train {run} --resume{more}{flags}")
-    note(f"export:    titan convert-checkpoint {run}/{outcome['checkpoint']} OUT --to hf")
+    if component_info(recipe.model).hf is None:
+        return  # transformers has no such model
+    lora = any(component_info(converter).name == "lora" for converter in recipe.converters)
+    form = "peft    # the adapters; --to hf merges them" if lora else "hf"
+    note(f"export:    titan convert-checkpoint {run}/{outcome['checkpoint']} OUT{plugins} --to {form}")
 
 
 def _short(path: Path) -> str:

@@ -287,6 +287,11 @@ def require_inputs(
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
     """The leaves in which two resolved recipes differ, by dotted key; None stands for: not there."""
     old, new = dict(_leaves(before)), dict(_leaves(after))
+    # An empty table or array is no leaf where the other recipe has something in it.
+    for one, other in ((old, new), (new, old)):
+        for key in [key for key, value in one.items() if value in ([], {})]:
+            if any(name.startswith(f"{key}.") for name in other):
+                del one[key]
     keys = [*old, *(key for key in new if key not in old)]
     return [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 
@@ -62,6 +63,10 @@ def _words(name: str, kind: str) -> dict[str, str]:
         )
     if package == "titan" or package == "titancli":
         raise UsageError(f"{name!r} is titan's own name", hint="for example titan-lab")
+    if find_spec(package) is not None:
+        raise UsageError(
+            f"{name!r} would hide the installed package {package!r}", hint="take another name: titan-lab"
+        )
     component = package.removeprefix("titan_")
     if component[0].isdigit() or keyword.iskeyword(component):
         raise UsageError(f"{component!r} cannot be the name of a component", hint="for example titan-lab")
