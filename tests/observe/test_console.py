@@ -18,7 +18,7 @@ def step(number: int, **metrics: Any) -> dict[str, Any]:
 def test_the_status_line_tells_rewards_where_there_are_some() -> None:
     rewards = {"reward": 0.41234, "solved": 0.25, "eval_solved": 0.5, "reward_failed": 3.0}
     line = status_line(step(10, loss=0.5, **rewards))
-    assert "loss 0.5000  reward 0.412  solved 25%  eval 50%  3 rewards failed  MFU" in line
+    assert "loss 0.5000  reward 0.412  solved 25%  eval 50%  3 rewards failed  ETA" in line
     assert "rewards failed" not in status_line(step(10, **{**rewards, "reward_failed": 0.0}))
 
 
@@ -35,7 +35,7 @@ def test_the_status_line_has_everything_and_a_dash_for_what_is_unknown() -> None
         )
     )
     assert line == (
-        "step 10/100  loss 3.2141  grad norm 0.872  lr 3.00e-04  21.3k tokens/s  MFU —  1.2 GiB  ETA 0:42"
+        "step 10/100  loss 3.2141  grad norm 0.872  lr 3.00e-04  21.3k tokens/s  1.2 GiB  ETA 0:42"
     )
     assert "MFU 41.2%" in status_line(step(10, mfu=0.412))
     assert status_line(step(1, loss=2.0)).endswith("ETA —")
@@ -100,7 +100,7 @@ def test_a_terminal_of_eighty_columns_shows_how_long_it_takes() -> None:
         10, loss=3.2, grad_norm=0.87, lr=3e-4, tokens_per_second=21345.0, memory_gib=1.2, eta_seconds=42.0
     )
     assert status_line(event, 79) == (
-        "step 10/100  loss 3.2000  grad norm 0.870  21.3k tokens/s  MFU —  ETA 0:42"
+        "step 10/100  loss 3.2000  grad norm 0.870  21.3k tokens/s  1.2 GiB  ETA 0:42"
     )
 
 
@@ -108,7 +108,7 @@ def test_a_terminal_without_a_dash_gets_a_question_mark() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
     Console(stream, live=False)(step(1, loss=3.0))
-    assert b"MFU ?" in raw.getvalue()
+    assert b"ETA ?" in raw.getvalue()
 
 
 def test_json_lines_are_the_events_themselves() -> None:

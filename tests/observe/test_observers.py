@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from titancli.observe.memory import memory_gib
 from titancli.observe.metrics import report
 from titancli.observe.observers import Observers
 from titancli.observe.peaks import peak_flops
@@ -109,6 +110,29 @@ def test_throughput_counts_the_tokens_of_all_steps_since_the_last_reading(
     assert metrics["data_wait_share"] == pytest.approx(0.25)
     assert metrics["eta_seconds"] == pytest.approx(30.0)
     assert "eta_seconds" not in recorder.steps[1]
+
+
+def test_one_slow_step_does_not_change_what_is_left_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    watching = observers(recorder, log_freq=1, total_steps=100)
+    clock = [watching._read_at]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    for step in range(1, 51):
+        clock[0] += 31.0 if step in (1, 30) else 1.0  # the first compiles; another one saves
+        watching.step_end(step, {"loss": 1.0})
+    left = {step: metrics.get("eta_seconds") for step, metrics in recorder.steps.items()}
+    assert left[1] is None and left[2] == pytest.approx(98)
+    assert left[30] == pytest.approx(70 * (19 + 31) / 20)
+    assert left[50] == pytest.approx(50)  # forgotten by then
+
+
+def test_the_memory_of_a_cpu_is_the_peak_since_the_last_reading() -> None:
+    memory_gib(CPU)
+    before = memory_gib(CPU)
+    block = bytearray(b"x") * (200 << 20)
+    del block
+    assert memory_gib(CPU) > before + 0.15
+    assert memory_gib(CPU) < before + 0.1  # the peak began anew
 
 
 def test_utilisation_needs_a_device_whose_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

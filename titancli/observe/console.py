@@ -97,7 +97,7 @@ def log_line(event: dict[str, Any]) -> str:
 
 
 def status_line(event: dict[str, Any], width: int | None = None) -> str:
-    """E.g. `step 120/1000  loss 3.2141  grad norm 0.872  lr 3.00e-04  21.3k tokens/s  MFU —  ETA 0:42`.
+    """E.g. `step 120/1000  loss 3.2141  grad norm 0.872  lr 3.00e-04  21.3k tokens/s  ETA 0:42`.
 
     What matters least is left out where it is longer than `width`.
     """
@@ -167,5 +167,5 @@ FIGURES: dict[str, tuple[str, str | Callable[[float], str]]] = {
 """The metrics that people are shown, in the order of the status line."""
 COUNTS = ("reward_failed", "skipped_steps")
 """Not shown while they are 0."""
-ALWAYS = ("mfu", "eta_seconds")
+ALWAYS = "eta_seconds"
 """Shown before they are known."""

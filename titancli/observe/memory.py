@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,25 +12,27 @@ GIB = 2**30
 
 
 def memory_gib(device: torch.device) -> float:
-    """Memory in GiB: on CUDA the peak that the allocator reserved since the last call, else the process's
-    resident set."""
+    """Peak memory since the last call, in GiB: what CUDA's allocator reserved, else the resident set."""
     if device.type == "cuda":
         import torch
 
         peak = torch.cuda.max_memory_reserved(device) / GIB
         torch.cuda.reset_peak_memory_stats(device)
         return peak
-    return resident_bytes() / GIB
+    return peak_resident_bytes() / GIB
 
 
-def resident_bytes() -> int:
-    """The resident set of this process."""
+def peak_resident_bytes() -> int:
+    """Return the largest resident set of this process since the last call; where the kernel cannot begin
+    anew, since it was started."""
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:  # not Linux: the peak is what can be asked for everywhere
-        import resource
-        import sys
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
-    return pages * os.sysconf("SC_PAGE_SIZE")
+        status = Path("/proc/self/status").read_text()
+        peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
+    except (OSError, IndexError):  # not Linux, or a kernel without it
+        return peak
+    return peak

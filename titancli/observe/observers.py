@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,10 @@ logger = logging.getLogger(__name__)
 
 SUMMED = ("tokens", "data_wait")
 """Metrics of a step that are added up between two readings; of the others the last one counts."""
+
+
+RECENT = 20
+"""Readings over which the time that is left is computed, so that one slow step does not change it much."""
 
 
 class Observers:
@@ -58,6 +63,8 @@ class Observers:
         self._unread: Mapping[str, Tensor | float] | None = None
         self._summed: dict[str, Any] = {}
         self._steps_since = 0
+        self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT)
+        """Seconds, and steps, of the last readings."""
         self._read_at = time.perf_counter()
         self._evaluated: Mapping[str, Tensor | float] = {}
         self._first = True
@@ -173,7 +180,9 @@ class Observers:
             if self._peak_flops and self._flops_per_token:
                 speed["mfu"] = self._flops_per_token * rate / (self._peak_flops * self._world)
         if not self._first:  # the first step compiles and warms up: no measure of the others
-            speed["eta_seconds"] = max(0, self._total_steps - step) * speed["step_seconds"]
+            self._recent.append((elapsed, max(steps, 1)))
+            seconds = sum(taken for taken, _ in self._recent) / sum(count for _, count in self._recent)
+            speed["eta_seconds"] = max(0, self._total_steps - step) * seconds
         return speed
 
     def _tell(self, method: str, *arguments: Any) -> None:

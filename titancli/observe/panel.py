@@ -174,7 +174,8 @@ class Panel:
         table.add_column(no_wrap=True)
         table.add_column(no_wrap=True, justify="right")
         table.add_row(loss, figure(metrics, "grad_norm"), figure(metrics, "lr"))
-        table.add_row(*(figure(metrics, name) for name in ("tokens_per_second", "mfu", "memory_gib")))
+        mfu = "" if metrics.get("mfu") is None else figure(metrics, "mfu")
+        table.add_row(figure(metrics, "tokens_per_second"), mfu, figure(metrics, "memory_gib"))
         skipped = f", {figure(metrics, 'skipped_steps')}" if metrics.get("skipped_steps") else ""
         body = Table.grid(expand=True)
         body.add_row(progress)
