@@ -77,3 +77,32 @@ def test_q_keeps_notes_to_itself(titan: Titan, tmp_path: Path) -> None:
     assert "cli_sick" in titan("list-components", "-p", str(file)).err
     assert titan("list-components", "-q", "-p", str(file)).err == ""
     assert "error" in titan("trian", "-q").err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "kind"),
+    [
+        (["config", "llama3_debug", "training.stpes=1", "--json"], 3, "unknown-key"),
+        (["train", "llama3_debug", "training.stpes=1", "--json"], 3, "unknown-key"),
+        (["plan", "llama3_debug", "--json", "--gpu", "Abacus"], 2, "usage"),
+        (["show", "loss/nothing", "--json"], 4, "plugin"),
+        (["checkpoint", "show", "nowhere", "--json"], 5, "environment"),
+        (["train", "llama3_debug", "weights=/nowhere", "--json"], 5, "environment"),
+        (["validate", "--format=json", "training.steps=1"], 2, "usage"),
+        (["--json"], 2, "usage"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_an_error_is_a_document_too(titan: Titan, arguments: list[str], code: int, kind: str) -> None:
+    done = titan(*arguments)
+    assert done.code == code and done.err
+    [line] = done.out.splitlines()
+    document = json.loads(line)
+    assert (document["schema"], document["version"]) == ("titan.error", 1)
+    assert document["exit_code"] == code
+    assert [problem["code"] for problem in document["problems"]] == [kind]
+    assert document["problems"][0]["message"]
+
+
+def test_without_json_an_error_leaves_stdout_alone(titan: Titan) -> None:
+    assert titan("config", "llama3_debug", "training.stpes=1").out == ""

@@ -20,7 +20,7 @@ def test_every_line_is_versioned_json_that_any_parser_reads(tmp_path: Path) -> N
     log.close()
     [line] = (tmp_path / "events.jsonl").read_text().splitlines()
     event = json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
-    assert event["v"] == 1
+    assert event["version"] == 1
     assert event["metrics"] == {"loss": "NaN", "max": "-Infinity", "lr": 0.5}
 
 

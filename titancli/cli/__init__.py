@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 
 from titancli.cli.common import Common, split_common
 from titancli.cli.failures import guard
@@ -21,8 +22,9 @@ VERBOSE = "titan -v"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `titan` with these arguments (default: the process's) and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # The flag is looked up by hand: it must work for an error in the other options too.
-    return guard(lambda: _run(arguments), traceback="--traceback" in arguments)
+    # These flags are looked up by hand: they must work for an error in the other options too.
+    as_json = {"--json", "--format=json"} & {*arguments} or ("--format", "json") in pairwise(arguments)
+    return guard(lambda: _run(arguments), traceback="--traceback" in arguments, as_json=bool(as_json))
 
 
 def _run(arguments: list[str]) -> int:

@@ -9,15 +9,34 @@ from collections.abc import Callable
 
 import click
 
-from titancli.cli.output import colored, error_line
-from titancli.errors import EXIT_ENVIRONMENT, EXIT_FAILED, EXIT_INTERRUPTED, RecipeError, TitanError
+from titancli.cli.output import colored, error_line, print_json
+from titancli.errors import (
+    EXIT_ENVIRONMENT,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_PLUGIN,
+    EXIT_RECIPE,
+    EXIT_USAGE,
+    ExitCode,
+    Problem,
+    RecipeError,
+    TitanError,
+)
 from titancli.signals import drop, say
 
+KINDS = {
+    EXIT_USAGE: "usage",
+    EXIT_RECIPE: "recipe",
+    EXIT_PLUGIN: "plugin",
+    EXIT_ENVIRONMENT: "environment",
+}
+"""The code of the one problem of an error that is no RecipeError, by exit code."""
 
-def guard(run: Callable[[], int], *, traceback: bool) -> int:
-    """Run and return the exit code; whatever is raised is told in words.
 
-    `traceback`: print tracebacks as well.
+def guard(run: Callable[[], int], *, traceback: bool, as_json: bool = False) -> int:
+    """Run and return the exit code; whatever is raised is reported in words.
+
+    `traceback`: print tracebacks as well. `as_json`: print an error to stdout too, as a document on one line.
     """
     if sys.stdout is None:  # the caller closed it
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process lives
@@ -36,6 +55,8 @@ def guard(run: Callable[[], int], *, traceback: bool) -> int:
         if traceback and not isinstance(error, click.ClickException):
             tracebacks.print_exception(error)
         code = tell(error, traceback=traceback)
+        if as_json:
+            print_json("error", {"exit_code": int(code), "problems": _problems(error, code)}, one_line=True)
         if isinstance(error, OSError):  # it may be stdout that is full
             drop(sys.stdout)
         return code
@@ -61,6 +82,19 @@ def tell(error: Exception, *, traceback: bool = False) -> int:
     words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     error_line(f"unexpected {words}", hint=hint)
     return EXIT_FAILED
+
+
+def _problems(error: Exception, code: int) -> list[dict[str, str | int | None]]:
+    from titancli.recipe.problems import problems_data
+
+    if isinstance(error, RecipeError):
+        return problems_data(error.problems)
+    message, hint = str(error) or type(error).__name__, None
+    if isinstance(error, TitanError):
+        message, hint = error.message, error.hint
+    elif isinstance(error, click.ClickException):
+        message = error.format_message()
+    return problems_data([Problem(KINDS.get(ExitCode(code), "failed"), message, hint=hint)])
 
 
 def _tell_click(error: click.ClickException) -> None:

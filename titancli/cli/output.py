@@ -46,9 +46,9 @@ def _draw(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     Console(color_system="auto" if colored(sys.stdout) else None).print(drawing)
 
 
-def print_json(schema: str, document: dict[str, Any]) -> None:
+def print_json(schema: str, document: dict[str, Any], *, one_line: bool = False) -> None:
     """Print one document. It begins with its schema, `titan.<schema>`, and the version of that."""
-    print(json.dumps({"schema": f"titan.{schema}", "version": 1, **document}, indent=2))
+    print(json.dumps({"schema": f"titan.{schema}", "version": 1, **document}, indent=None if one_line else 2))
 
 
 def error_line(message: str, *, hint: str | None = None) -> None:

@@ -1,6 +1,6 @@
 """`events.jsonl`: what happened in a run, one JSON object a line, flushed as it happens. Torch-free.
 
-Every line has `v` (the format), `event`, `time` (UTC) and what the event brings along:
+Every line has `version` (the format), `event`, `time` (UTC) and what the event brings along:
 
 | event | fields |
 |---|---|
@@ -47,7 +47,7 @@ class EventLog:
         self._partial = _ends_in_a_partial_line(path)
 
     def write(self, event: str, **fields: Any) -> None:
-        record = plain({"v": EVENTS_FORMAT, "event": event, "time": timestamp(), **fields})
+        record = plain({"version": EVENTS_FORMAT, "event": event, "time": timestamp(), **fields})
         with self._mutex:
             self._append(json.dumps(record, ensure_ascii=False))
             for listener in self._listeners:
