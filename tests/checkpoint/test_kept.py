@@ -60,7 +60,7 @@ def test_to_titan_and_back_is_the_same_folder(original: Path, tmp_path: Path) ->
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     done = titan("convert-checkpoint", original, tmp_path / "step-0", "--to", "titan")
-    assert "left out: modeling_own.py" in done.stderr
+    assert "not copied: modeling_own.py" in done.stderr
     manifest = read_manifest(tmp_path / "step-0")
     assert {"hf-config.json", "hf-generation_config.json", "hf-tokenizer.json"} <= manifest.files.keys()
     assert faults(tmp_path / "step-0", manifest) == []

@@ -152,9 +152,9 @@ def test_what_does_not_belong_together_is_refused(ranks: Ranks, base: Path, tmp_
     [said] = ranks(1, refused, other, folder, LORA)
     assert f"holds adapters of the base {base}" in said and f"{other} is a different one" in said
     [said] = ranks(1, refused, base, folder, replace(LORA, alpha=5.0))
-    assert "adapters of alpha 6.0, and this recipe's have 5.0" in said
+    assert "adapters with alpha = 6.0, but this recipe has 5.0" in said
     [said] = ranks(1, refused, folder, None, None)
-    assert "holds adapters (lora) and not the weights of a model" in said
+    assert "contains adapters (lora), not the weights of a model" in said
     assert f"titan convert-checkpoint {folder} FOLDER --to hf" in said
 
 

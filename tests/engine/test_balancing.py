@@ -72,7 +72,7 @@ def test_that_the_biases_stay_is_said(tmp_path: Path, caplog: pytest.LogCaptureF
         Engine.build(replace(given, weights=tmp_path / "plain")),
         Engine.build(replace(given, weights=tmp_path / "plain"), frozen=True),
     ):
-        assert caplog.text.count("model.moe.load_balance_coeff is taken as 0") == 1
+        assert caplog.text.count("model.moe.load_balance_coeff is treated as 0") == 1
 
 
 def test_balancing_can_be_switched_off() -> None:

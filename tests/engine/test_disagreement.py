@@ -92,16 +92,16 @@ def test_ranks_that_call_differently_are_named_and_the_engine_goes_on(ranks) -> 
     (first, usable), (second, usable_too) = ranks(2, differ)
     expected = [
         "the ranks call forward_backward differently: rank 0 with 2 batches, rank 1 with 1 batch\n"
-        "a rank that has no rows left gives a batch whose targets are all -100",
+        "a rank without rows must pass a batch whose targets are all -100",
         "the ranks call evaluate differently: rank 0 with 1 batch, rank 1 with 2 batches\n"
-        "a rank that has no rows left gives a batch whose targets are all -100",
+        "a rank without rows must pass a batch whose targets are all -100",
         "rank 0 with advantages, targets, tokens, rank 1 with targets, tokens",
         "rank 0 with the loss negative, rank 1 with the loss CrossEntropy",
         "rank 0 with return_logits=False, rank 1 with return_logits=True",
         "the ranks call different verbs: rank 0 forward, rank 1 evaluate",
         "the ranks call forward differently: rank 0 on engine 2, rank 1 on engine 3",
         "the batch's tokens are torch.float32",
-        "the batch's tokens are [0, 16]: there is nothing in them",
+        "the batch's tokens are [0, 16]: the tensor is empty",
         "no batch",
         "optim_step without gradients",
         "the ranks call Engine.build differently: rank 0 with training.seed = 0, rank 1 with training.seed",
@@ -139,7 +139,7 @@ def rows_of_tensor_ranks() -> tuple[list[str], Any]:
 def test_ranks_that_must_give_the_same_rows_and_do_not_are_named(ranks) -> None:
     for (shapes, values, aims), shape in ranks(2, rows_of_tensor_ranks):
         assert "rank 0 with targets [4, 16], tokens [4, 16], rank 1 with targets [8, 16]" in shapes
-        assert "ranks of mesh.tp, cp and pp give the same rows" in shapes
+        assert "the ranks of mesh.tp, cp and pp must pass the same rows" in shapes
         assert "rank 0 with tokens of checksum" in values
         assert "rank 0 with targets of checksum" in aims
         assert shape == (cases.ROWS, cases.LENGTH)
@@ -171,8 +171,8 @@ def metrics_by_name(layout: Layout) -> tuple[dict[str, Any], dict[str, Any], lis
 @pytest.mark.parametrize(
     ("world", "mesh", "there"),
     [
-        (2, {"dp_shard": 2}, "rank 1, and not on rank 0"),
-        (4, {"pp": 2, "dp_shard": 2}, "ranks 1, 3, and not on"),
+        (2, {"dp_shard": 2}, "rank 1, but not on rank 0"),
+        (4, {"pp": 2, "dp_shard": 2}, "ranks 1, 3, but not on"),
     ],
 )
 def test_metrics_are_reduced_by_name(ranks, world: int, mesh: dict[str, int], there: str) -> None:
@@ -283,7 +283,7 @@ def test_a_loss_that_raises_on_one_rank_is_an_error_on_all_within_the_limit(
     for *_, seconds, later in (*others, failed):
         assert seconds < LIMIT + 4
         for verb_later, message in zip(("forward", "forward", "Engine.build"), later, strict=True):
-            assert message.startswith(f"{verb_later}: the engine is unusable, with every other one")
+            assert message.startswith(f"{verb_later}: the engine is unusable, like every other engine")
             assert f"rank {world - 1} failed in {verb}: ValueError" in message
 
 
@@ -315,7 +315,7 @@ def one_stays_away() -> tuple[str, float]:
 
 def test_a_rank_that_does_not_come_is_named(ranks) -> None:
     (message, seconds), _ = ranks(2, one_stays_away)
-    assert message.startswith("rank 1 did not take part in forward within 1 s")
+    assert message.startswith("rank 1 did not call forward within 1 s")
     assert seconds < 4
 
 

@@ -230,13 +230,13 @@ def test_code_of_a_plugin_that_breaks_is_shown_with_its_own_lines(fault, words):
     with pytest.raises(PluginError, match=words) as caught:
         dry_run(faulty(fault), 2, [1])
     message = caught.value.message
-    assert message.startswith("rank 1 of 2 (dp_shard 1): the model faulty fails in a step:\n")
+    assert message.startswith("rank 1 of 2 (dp_shard 1): the model faulty failed in a step:\n")
     assert "tests/engine/faulty.py:" in message and "torch/" not in message
     assert not dist.is_initialized()
 
 
 def test_a_step_that_depends_on_values_cannot_be_told():
-    with pytest.raises(TitanError, match=r"depends on values(?s:.*)faulty.py:\d+ in") as caught:
+    with pytest.raises(TitanError, match=r"depends on tensor values(?s:.*)faulty.py:\d+ in") as caught:
         dry_run(faulty("values"), 2)
     assert not isinstance(caught.value, RecipeError | PluginError)
 

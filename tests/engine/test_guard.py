@@ -265,8 +265,8 @@ def test_each_skipped_step_is_told_with_its_reason(caplog: pytest.LogCaptureFixt
         assert not guard.too_many()
         assert not guard.too_many()
     assert caplog.messages == [
-        "step 3 is skipped: the gradient norm is 9, and the last steps' lead to expect less than 1.6",
-        "step 4 is skipped: the loss is not finite",
+        "step 3 was skipped: the gradient norm is 9, but the previous steps suggest less than 1.6",
+        "step 4 was skipped: the loss is not finite",
     ]
     judge(guard, 5, float("inf"))
     assert guard.too_many()
@@ -297,7 +297,7 @@ def test_a_new_level_is_recognised_and_reported_once(which: str, caplog: pytest.
             assert not guard.too_many()
     assert sum(skipped) == sum(skipped[140:144]) == 4
     told = [message for message in caplog.messages if "new level" in message]
-    assert len(told) == 1 and "step 145 is applied: the " in told[0] and "in 5 steps in a row" in told[0]
+    assert len(told) == 1 and "step 145 was applied: the " in told[0] and "in 5 steps in a row" in told[0]
     assert judge(guard, 400, 500.0, 500.0), "a spike at the new level is one"
 
 

@@ -178,17 +178,17 @@ def test_an_engine_of_parts_has_a_recipes_defaults() -> None:
         (lambda: Engine.of(Llama3(**TINY), optimiser=AdamW()), UsageError, "takes no optimiser"),
         (lambda: Engine.of(Llama3(**TINY), loss=AdamW()), UsageError, "loss: this is a optimizer"),
         (lambda: Engine.of(Llama3), UsageError, "Llama3 is a class"),
-        (lambda: Engine.of(Llama3(**TINY), training={"steps": 3}), UsageError, "training: this is a dict"),
+        (lambda: Engine.of(Llama3(**TINY), training={"steps": 3}), UsageError, "training: got a dict"),
         (lambda: Engine.of(Llama3(**TINY), optimizer=AdamW(lr=math.nan)), RecipeError, "lr is nan"),
         (lambda: Engine.of(Llama3(**TINY), optimizer=AdamW(lr=math.inf)), RecipeError, "lr is inf"),
         (lambda: Engine.of("llama3"), UsageError, "model: this is a str"),
-        (lambda: Engine.of(Llama3(**TINY), lr_scheduler=LRScheduler()), UsageError, "needs its length"),
+        (lambda: Engine.of(Llama3(**TINY), lr_scheduler=LRScheduler()), UsageError, "needs a length"),
         (lambda: Engine.of(Llama3(**TINY), mesh=Mesh(tp=2)), RecipeError, "tp=2 does not make 1 rank"),
         (lambda: Engine.of(Llama3(**TINY), weights="nowhere"), EnvironmentProblem, "neither a Hugging Face"),
         (lambda: Engine.of(Llama3(**TINY), converters=AdamW()), UsageError, "a AdamW, not a list"),
         (lambda: Engine.of(Llama3(**TINY), device="gpu"), UsageError, "device is no 'gpu'"),
         (lambda: Engine.of(Llama3(**TINY), device="meta"), UsageError, "device is no 'meta'"),
-        (lambda: Engine.build("llama3_debug", "training.steps=1"), UsageError, "a list of texts"),
+        (lambda: Engine.build("llama3_debug", "training.steps=1"), UsageError, "a list of strings"),
         (lambda: Engine.build("llama3_debgu"), RecipeError, "no recipe 'llama3_debgu'"),
         (lambda: Engine.build("llama3_debug", ["optimizer.lrr=1"]), RecipeError, "unknown key 'lrr'"),
         (lambda: Engine.build(7), UsageError, "not from a int"),  # type: ignore[arg-type]
@@ -391,7 +391,7 @@ def with_output(name: str) -> Any:
         ({"targets": TOKENS}, None, "the batch has no tokens; it has targets"),
         ({"tokens": TOKENS}, None, "the batch has no targets"),
         ({}, None, "this is empty"),
-        ([], None, "no batch was given"),
+        ([], None, "no batch was passed"),
         ([3], None, "this is int"),
         (3, None, "this is int"),
         (None, None, "this is NoneType"),
@@ -405,8 +405,8 @@ def with_output(name: str) -> Any:
             None,
             r"tokens are \[16\], and must be \[rows, length\]",
         ),
-        ({"tokens": TOKENS[:0], "targets": TOKENS[:0]}, None, r"\[0, 16\]: there is nothing in them"),
-        ({"tokens": TOKENS[:, :0], "targets": TOKENS[:, :0]}, None, r"\[4, 0\]: there is nothing"),
+        ({"tokens": TOKENS[:0], "targets": TOKENS[:0]}, None, r"\[0, 16\]: the tensor is empty"),
+        ({"tokens": TOKENS[:, :0], "targets": TOKENS[:, :0]}, None, r"\[4, 0\]: the tensor is empty"),
         (
             GOOD | {"tokens": TOKENS + 60},
             None,
@@ -422,8 +422,8 @@ def with_output(name: str) -> Any:
         (GOOD | {"document_ids": TOKENS[:, 0]}, None, r"document_ids are \[4\]"),
         (GOOD | {"document_ids": TOKENS > 3}, None, "document_ids are torch.bool"),
         (GOOD | {"document_ids": TOKENS * 0 + torch.arange(16) % 2}, None, "document_ids that come back"),
-        ({k: v.repeat(1, 2) for k, v in GOOD.items()}, None, "rows are 32 tokens long, and .* made for 16"),
-        (GOOD, Grpo(), "the loss Grpo needs advantages, old_logprobs in the batch, which has tokens"),
+        ({k: v.repeat(1, 2) for k, v in GOOD.items()}, None, "rows are 32 tokens long, but .* built for 16"),
+        (GOOD, Grpo(), "the loss Grpo needs advantages, old_logprobs in the batch, which only has tokens"),
         (
             GOOD | ROLLOUT | {"advantages": TOKENS[:, 0]},
             Grpo(),
@@ -438,15 +438,15 @@ def with_output(name: str) -> Any:
         (GOOD | {"score": TOKENS}, needing({"score": "SB"}), "needs score as 'SB'"),
         (GOOD, reporting("weight"), "reports a metric called 'weight'"),
         (GOOD, reporting("loss"), "reports a metric called 'loss'"),
-        (GOOD, reporting(3), "called 3, which is no text"),
+        (GOOD, reporting(3), "called 3, which is not a string"),
         (GOOD, CrossEntropy, "write CrossEntropy()"),
         (GOOD, AdamW(), "AdamW is a optimizer"),
-        (GOOD, "cross_entropy", "str is no loss"),
+        (GOOD, "cross_entropy", "str is not a loss"),
         (GOOD, with_output("logits"), '"logits"|\'logits\', not "logprobs" or "model"'),
         (GOOD, returns(lambda lp: lp.sum()), "returned a Tensor"),
         (GOOD, returns(lambda lp: LossResult(lp, 1)), r"must be a tensor of one number, not \[4, 16\]"),
         (GOOD, returns(lambda lp: LossResult(1.0, 1)), "one number, not float"),
-        (GOOD, returns(lambda lp: LossResult(lp.detach().sum(), 1)), "carries no gradient"),
+        (GOOD, returns(lambda lp: LossResult(lp.detach().sum(), 1)), "has no gradient"),
         (GOOD, returns(lambda lp: LossResult(lp.sum(), None)), "weight must be one number, not a NoneType"),
         (GOOD, returns(lambda lp: LossResult(lp.sum(), 1j)), "weight must be one number, not a complex"),
         (GOOD, returns(lambda lp: LossResult(lp.sum(), lp.sum() * 1j)), "weight .* not a complex one"),
@@ -504,7 +504,7 @@ def test_rows_without_a_named_length_are_as_long_as_the_model_allows() -> None:
 
     with Engine.of(Llama3(**TINY), frozen=True) as engine:
         assert engine.forward({"tokens": rows(64), "targets": rows(64)}).shape == (1, 64)
-        with pytest.raises(TitanError, match="rows are 65 tokens long, and the model was made for 64"):
+        with pytest.raises(TitanError, match="rows are 65 tokens long, but the model was built for 64"):
             engine.forward({"tokens": rows(65), "targets": rows(65)})
 
 
@@ -534,7 +534,7 @@ def test_what_is_looked_at_on_no_gpu_makes_every_number_nan(
 
 def test_whole_weights_are_no_adapters(engine: Engine) -> None:
     engine.converters = [SimpleNamespace(owns=lambda name: name.endswith("lora_a"))]  # type: ignore[list-item]
-    with pytest.raises(TitanError, match="this engine has adapters beside its base"):
+    with pytest.raises(TitanError, match="this engine has adapters in addition to its base"):
         engine.load_weights([])
     assert engine.version == 0
 

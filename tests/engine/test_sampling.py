@@ -109,7 +109,7 @@ def test_it_is_the_model_itself(ranks: Any) -> None:
     ((made, expected, messages),) = ranks(1, against_a_plain_model)
     assert made == expected
     assert len(messages) == 5
-    assert all("leave `with engine.sampling()` first" in message for message in messages)
+    assert all("`with engine.sampling()`; leave that block first" in message for message in messages)
 
 
 def refusals(meshes: list[dict[str, int]]) -> list[str]:

@@ -48,11 +48,11 @@ def taken(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (new_weight, "output.weight was put in"),
-        (frozen_weight, "output.weight was put in"),
-        (new_module, "layers.0.feed_forward.w1.weight was put in"),
-        (added, "gate.weight, gate.bias were put in"),
-        (taken, "layers.1.attention_norm.weight was taken away"),
+        (new_weight, "output.weight was replaced or added"),
+        (frozen_weight, "output.weight was replaced or added"),
+        (new_module, "layers.0.feed_forward.w1.weight was replaced or added"),
+        (added, "gate.weight, gate.bias were replaced or added"),
+        (taken, "layers.1.attention_norm.weight was removed"),
     ],
 )
 @pytest.mark.parametrize("stepped", [False, True])
@@ -97,7 +97,7 @@ def test_what_is_unfrozen_is_in_no_optimizer(tmp_path: Path) -> None:
     ) as engine:
         engine.forward_backward(GOOD)
         engine.model.output.weight.requires_grad_(True)
-        with pytest.raises(TitanError, match=r"output\.weight requires a gradient, and the optimizer"):
+        with pytest.raises(TitanError, match=r"output\.weight requires a gradient, but the optimizer"):
             engine.forward_backward(GOOD)
         engine.model.output.weight.requires_grad_(False)
         engine.optim_step()

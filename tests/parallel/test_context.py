@@ -377,7 +377,7 @@ def test_a_model_that_cannot_be_cut_is_told(ranks):
 
 
 def test_a_plan_that_ignores_cp_is_refused():
-    with pytest.raises(TitanError, match="the parallelize plan has cut no rows"):
+    with pytest.raises(TitanError, match="the parallelize plan did not shard the rows"):
         row_cut_of(nn.Linear(2, 2), Degrees(cp=2))
     assert row_cut_of(nn.Linear(2, 2), Degrees()) is None
 

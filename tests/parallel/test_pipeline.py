@@ -222,7 +222,11 @@ def test_units_stay_together_and_every_rank_has_the_metrics(ranks, schedule) -> 
 
 @ranks_only
 def test_a_micro_batch_never_splits_a_unit(ranks) -> None:
-    with pytest.raises(AssertionError, match=r"8 rows \(units of 2\) do not make micro-batches of 1"):
+    with pytest.raises(
+        AssertionError,
+        match=r"8 rows \(units of 2\) cannot be split into micro-batches "
+        r"of 1",
+    ):
         ranks(2, pairs, pp(loss=PairsConfig()))
 
 
@@ -291,7 +295,7 @@ def test_no_engine_is_built_with_a_schedule_that_the_torch_runs_wrongly(
     for version in ("2.13.0", "2.12.0"):
         monkeypatch.setattr(metadata, "version", lambda name, v=version: v if name == "torch" else of(name))
         refused = pytest.raises(
-            RecipeError, match=r"torch 2\.12\.0 cannot split backward, as ZBVZeroBubble does"
+            RecipeError, match=r"torch 2\.12\.0 cannot split backward, as ZBVZeroBubble requires"
         )
         with refused if version == "2.12.0" else nullcontext():
             refuse_unfit(recipe(pp(schedule="ZBVZeroBubble")), Degrees(dp_shard=1, pp=2))
@@ -369,4 +373,4 @@ def too_wide() -> str:
 def test_hidden_states_of_another_shape_are_not_sent(ranks) -> None:
     said, echo = ranks(2, too_wide)
     assert echo.startswith("rank 0 failed in forward: TitanError: a stage of")
-    assert "made hidden states [1, 16, 32] torch.float32, and the next one awaits [1, 16, 33]" in said
+    assert "returned hidden states [1, 16, 32] torch.float32, but the next stage expects [1, 16, 33]" in said

@@ -31,7 +31,7 @@ def test_an_error_that_echoes_another_ranks_is_never_the_cause(tmp_path: Path) -
 
 
 def test_of_an_echo_the_report_holds_what_the_rank_saw_itself(tmp_path: Path) -> None:
-    echo = RankFailure("rank 1 did not take part in forward_backward within 5 s")
+    echo = RankFailure("rank 1 did not call forward_backward within 5 s")
     echo.__cause__ = RuntimeError("gloo: timed out")
     leave(tmp_path, echo, 0)
     [report] = failures.read(tmp_path)

@@ -58,7 +58,7 @@ def test_a_run_whose_folder_is_lost_goes_on_bitwise_from_s3(train: Train, here: 
 
     done = train(*line, "lr_scheduler.total_steps=6")
     assert done.code == 0, done.err
-    assert f"taking {s3}/r/step-4" in done.err
+    assert f"downloading {s3}/r/step-4" in done.err
     run = here / "runs/r"
     assert losses(run) == {step: loss for step, loss in losses(here / "whole").items() if step > 4}
     assert json.loads((run / "run.json").read_text())["run_id"] == run_id
@@ -98,7 +98,7 @@ def test_a_lost_run_goes_on_from_the_last_good_one_and_says_so(train: Train, her
     shutil.rmtree(here / "r/checkpoints/step-4")
     again = train("r", "--resume", "--step", "4")  # only the store has it
     assert again.code == 0, again.err
-    assert f"taking {url}/r/step-4" in again.err and "from step-4" in again.err
+    assert f"downloading {url}/r/step-4" in again.err and "from step-4" in again.err
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -112,7 +112,7 @@ def test_a_run_begins_with_weights_by_url(
     for name, weights in {"near": "r/checkpoints/step-2", "far": url, "again": url}.items():
         done = train("tiny.toml", "--run-dir", name, f"weights={weights}", *more)
         assert done.code == 0, done.err
-        assert ("taking" in done.err) == (name == "far")
+        assert ("downloading" in done.err) == (name == "far")
     assert losses(here / "far") == losses(here / "again") == losses(here / "near")
     assert f'weights = "{url}"' in (here / "far/recipe.lock.toml").read_text()
     missing = train("tiny.toml", f"weights=file://{here}/nothing", "checkpoint.enable=false")

@@ -39,7 +39,7 @@ def contents(checkpoint: Path, prefix: str = "") -> dict[str, bytes]:
 def test_a_skipped_step_is_told_counted_and_shown(train: Train, here: Path) -> None:
     done = train("tiny.toml", *FAULTY, "loss.fault=not_finite", "--run-dir", "r")
     assert done.code == 0, done.err
-    assert done.err.count(f"warning: step 3 is skipped: {NOT_FINITE}") == 1
+    assert done.err.count(f"warning: step 3 was skipped: {NOT_FINITE}") == 1
     told = step_metrics(here / "r")
     assert [told[step]["skipped_steps"] for step in range(1, 7)] == [0, 0, 1, 1, 1, 1]
     assert told[3]["loss"] == "NaN"
@@ -57,7 +57,7 @@ def test_too_many_in_a_row_end_the_run_with_the_weights_before_them(train: Train
         in done.err
     )
     assert (
-        "checkpoints/step-5 holds the weights of step 2, and goes on with the data after step 5" in done.err
+        "checkpoints/step-5 holds the weights of step 2 and continues with the data after step 5" in done.err
     )
     assert "Traceback" not in done.err
     outcome = RunFolder(here / "r").outcome()
@@ -107,7 +107,7 @@ def test_two_ranks_stop_together_when_one_of_them_goes_wrong(
     wrong = ("loss.fault=not_finite", "loss.rank=1", "loss.until=100", "stability.max_skips=2")
     done = train_on(2, "tiny.toml", "loss=faulty", *wrong, "--run-dir", "r")
     assert done.code == 1
-    assert done.err.count(f"warning: step 3 is skipped: {NOT_FINITE}") == 1
+    assert done.err.count(f"warning: step 3 was skipped: {NOT_FINITE}") == 1
     assert "2 steps in a row were skipped, up to step 4" in done.err
     assert "Traceback" not in done.err
     before, after = (contents(here / f"r/checkpoints/step-{step}") for step in (2, 4))

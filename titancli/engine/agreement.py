@@ -37,7 +37,7 @@ taken here: they began it together."""
 ECHO_PATIENCE = 2.0
 """Seconds that a rank which has lost the others waits for word of the cause."""
 FIRST = ("loss", "weight")
-NEW_GROUP = "close its engines, and start the ranks anew"
+NEW_GROUP = "close the engines of the process group, and restart the ranks"
 
 
 class Disagreement(TitanError):
@@ -84,7 +84,7 @@ class Together:
         """
         if self.lost is not None:
             raise TitanError(
-                f"{verb}: the engine is unusable, with every other one of this process group: {self.lost}",
+                f"{verb}: the engine is unusable, like every other engine of this process group: {self.lost}",
                 hint=NEW_GROUP,
             )
 
@@ -161,9 +161,9 @@ class Together:
             rank, words = next(iter(causes.items()))
             self.lost = f"rank {rank} failed in {verb}: {words}"
         elif silent:
-            self.lost = f"{_ranks(silent)} did not take part in {verb} within {self._limit:g} s"
+            self.lost = f"{_ranks(silent)} did not call {verb} within {self._limit:g} s"
         else:
-            self.lost = f"the ranks have lost each other in {verb}: {_first_line(error)}"
+            self.lost = f"the ranks lost contact in {verb}: {_first_line(error)}"
         return RankFailure(self.lost, hint=NEW_GROUP)
 
     def _publish(self, report: Report) -> None:
@@ -305,11 +305,11 @@ class Call:
         if len(set(verbs)) > 1:
             return Disagreement(
                 f"the ranks call different verbs: {_by_rank(verbs)}",
-                hint="every rank calls the same verbs in the same order",
+                hint="every rank must call the same verbs in the same order",
             )
         for column in zip(*(alike for _, alike, _, _ in everyone), strict=False):
             if len(set(column)) > 1:
-                no_rows = "a rank that has no rows left gives a batch whose targets are all -100"
+                no_rows = "a rank without rows must pass a batch whose targets are all -100"
                 return Disagreement(
                     f"the ranks call {self.verb} differently: {_by_rank(column)}",
                     hint=no_rows if "batch" in column[0] else None,
@@ -320,7 +320,7 @@ class Call:
                 if len(set(column)) > 1:
                     return Disagreement(
                         f"the ranks call {self.verb} differently: {_by_rank(column, peers)}",
-                        hint="ranks of mesh.tp, cp and pp give the same rows",
+                        hint="the ranks of mesh.tp, cp and pp must pass the same rows",
                     )
         return Disagreement(f"the ranks call {self.verb} differently")
 
@@ -364,10 +364,10 @@ class Call:
             if len(there) < len(everyone):
                 missing = [rank for rank in range(len(everyone)) if rank not in there]
                 raise Disagreement(
-                    f"{self.verb}: {what} {name!r} on {_ranks(there)}, and not on {_ranks(missing)}",
-                    hint="every rank reports the same names; 0 where there is nothing to count",
+                    f"{self.verb}: {what} {name!r} on {_ranks(there)}, but not on {_ranks(missing)}",
+                    hint="every rank must report the same names; report 0 if there is nothing to count",
                 )
-        raise Disagreement(f"{self.verb}: {what} other names on other ranks")
+        raise Disagreement(f"{self.verb}: {what} different names on different ranks")
 
 
 _present: Together | None = None

@@ -181,7 +181,7 @@ def optimizer_of(
     if not model_names:
         raise RecipeError(
             "no parameter of the model requires a gradient, so there is nothing to train",
-            hint="build it frozen, or with a converter that adds something, such as lora",
+            hint="build a frozen engine, or add a converter with trainable parameters, such as lora",
         )
     if not trained:
         return Nothing(with_defaults(OptimizerConfigDefaults, recipe.optimizer).lr or 0.0)
@@ -220,7 +220,9 @@ def runner_of(
         return WholeModel(parts[0], load, accumulate=recipe.training.accumulate, row_cut=row_cut)
     width = with_defaults(ModelConfigDefaults, recipe.model).dim
     if width is None:
-        raise RecipeError("mesh.pp: the model's config has no `dim`, the width of what passes between stages")
+        raise RecipeError(
+            "mesh.pp: the model's config has no `dim`, the width of the activations passed between stages"
+        )
     return PipelinedModel(
         parts,
         placement,
@@ -243,7 +245,7 @@ def row_cut_of(part: Any, degrees: Degrees) -> RowCut | None:
     found = with_defaults(ModelDefaults, part).row_cut
     if degrees.cp > 1 and found is None:
         raise TitanError(
-            f"mesh.cp = {degrees.cp}, and the parallelize plan has cut no rows", hint="write mesh.cp = 1"
+            f"mesh.cp = {degrees.cp}, but the parallelize plan did not shard the rows", hint="set mesh.cp = 1"
         )
     return found
 
@@ -390,17 +392,18 @@ def _load_base(
         raise EnvironmentProblem(
             f"weights: {folder} is neither a Hugging Face folder (config.json and *.safetensors) "
             "nor a checkpoint (manifest.json)",
-            hint="name a folder such as ./Llama-3.1-8B, or RUN/checkpoints/step-N",
+            hint="give a folder such as ./Llama-3.1-8B or RUN/checkpoints/step-N",
         )
     if start.exclude:
         raise RecipeError(
-            f"checkpoint.exclude_from_loading: a Hugging Face folder such as {folder} is read whole",
-            hint="make a checkpoint of it first: titan convert-checkpoint FOLDER OUT --to titan",
+            f"checkpoint.exclude_from_loading: a Hugging Face folder such as {folder} is always loaded "
+            f"as a whole",
+            hint="convert it to a checkpoint first: titan convert-checkpoint FOLDER OUT --to titan",
         )
     if form is None:
         raise RecipeError(
             f"weights: the model cannot be read from a Hugging Face folder, such as {folder}",
-            hint="name a checkpoint: RUN/checkpoints/step-N",
+            hint="give a checkpoint: RUN/checkpoints/step-N",
         )
     refuse_other_model(recipe, folder)
     load_hf_weights(folder, form, tensors, shapes={one.name: one.shape for one in known})

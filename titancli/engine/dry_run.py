@@ -95,9 +95,12 @@ def dry_run(recipe: Recipe, world: int, ranks: Sequence[int] | None = None) -> D
     degrees = recipe.degrees(world)
     ranks = first_ranks(degrees) if ranks is None else ranks
     if wrong := [rank for rank in ranks if not 0 <= rank < world]:
-        raise UsageError(f"there is no rank {wrong[0]} among {world}", hint=f"ranks are 0 to {world - 1}")
+        raise UsageError(
+            f"rank {wrong[0]} does not exist among {world} ranks",
+            hint=f"ranks are numbered from 0 to {world - 1}",
+        )
     if dist.is_initialized():
-        raise TitanError("a dry run needs a process without a process group, and this one has one")
+        raise TitanError("a dry run cannot be done in a process that already has a process group")
     recipe, left_out = on_a_cpu(recipe)
     return DryRun(world, [_check(recipe, degrees, rank) for rank in ranks], left_out)
 
@@ -107,7 +110,7 @@ def on_a_cpu(recipe: Recipe) -> tuple[Recipe, list[str]]:
     left_out = []
     if recipe.compile.enable:
         budget = recipe.activation_checkpoint.mode == "memory_budget"
-        left_out.append("compile" + (", and so the memory_budget of activations" if budget else ""))
+        left_out.append("compile" + ("(and with it the memory_budget of activations)" if budget else ""))
         recipe = dataclasses.replace(recipe, compile=Compile(enable=False))
     if fields := [key for key, _ in with_defaults(ConfigDefaults, recipe.parallelize).needs_gpu()]:
         left_out += [f"parallelize.{key}" for key in fields]
@@ -179,7 +182,7 @@ def _batches(engine: Engine, recipe: Recipe) -> list[Batch]:
     """
     training = recipe.training
     if "tokens" not in (inputs := engine.parts[0].inputs):
-        raise UsageError(f"a dry run makes rows of tokens, and the model takes {', '.join(inputs)}")
+        raise UsageError(f"a dry run can only make rows of tokens, but the model takes {', '.join(inputs)}")
     shape = (training.local_batch_size, training.seq_len)
     count = engine.settings.accumulation
     if engine.mesh.degrees.pp == 1:
@@ -267,13 +270,13 @@ def blamed(error: Exception, recipe: Recipe, where: str) -> TitanError:
     at = f"\n  at {steps[-1]}" if steps else ""
     if isinstance(error, UNKNOWABLE):
         return TitanError(
-            f"{where}: the step depends on values, which a dry run does not have: {told}{at}",
-            hint="shapes and branches must not depend on what is in a tensor",
+            f"{where}: the step depends on tensor values, which do not exist in a dry run: {told}{at}",
+            hint="shapes and branches must not depend on tensor values",
         )
     if plugin:
         trace = "".join(f"\n  {step}" for step in steps)
-        return PluginError(f"{where}: {plugin} fails in a step:{trace}\n  {told}")
-    return RecipeError(f"{where}: a step fails: {told}{at}", hint="--traceback shows the way there")
+        return PluginError(f"{where}: {plugin} failed in a step:{trace}\n  {told}")
+    return RecipeError(f"{where}: a step failed: {told}{at}", hint="use --traceback to see where")
 
 
 def _error(plugin: str | None, message: str, hint: str | None) -> TitanError:

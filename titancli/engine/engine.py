@@ -334,7 +334,7 @@ class Engine:
             TitanError: there is none.
         """
         if self.optimizer is None:
-            raise TitanError(f"{verb} on a frozen engine", hint="build it with Engine.build, frozen=False")
+            raise TitanError(f"{verb} on a frozen engine", hint="build the engine with frozen=False")
         return self.optimizer
 
     # --------------------------------------------------------------------------------------- parameters
@@ -360,7 +360,7 @@ class Engine:
     def as_base(self) -> Iterator[None]:
         """The model without its adapters; only to compute with."""
         if self.adapters is None:
-            raise TitanError("as_base: this engine has no adapters, such as the converter lora makes")
+            raise TitanError("as_base: this engine has no adapters (such as those of the converter lora)")
         with self.adapters.disabled(self.parts):
             yield
 
@@ -432,7 +432,7 @@ class Engine:
             refuse_layout(self.parts[0], self.mesh.degrees)
         model = self.model
         with torch.no_grad(), not_training([model]), gathered(model):
-            self.busy = "is being sampled from: leave `with engine.sampling()` first"
+            self.busy = "is in use by `with engine.sampling()`; leave that block first"
             try:
                 yield model
             finally:
@@ -467,7 +467,7 @@ class Engine:
         call = self.call("forward_backward")
         with call.agreed():
             if not torch.is_grad_enabled():
-                raise TitanError("forward_backward under torch.no_grad()", hint="call it outside")
+                raise TitanError("forward_backward under torch.no_grad()", hint="call it outside that block")
             loss, own, poison = self._taken(call, batches, loss)
             placed = [batch.to(self.device) for batch in own]
         accumulated = self._accumulated
@@ -522,8 +522,8 @@ class Engine:
             trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             if trained and all(parameter.grad is None for parameter in trained):
                 raise TitanError(
-                    "optim_step: the gradients of forward_backward were taken off the parameters",
-                    hint="call engine.clear_gradients() to begin anew; optim_step clears them by itself",
+                    "optim_step: the gradients of forward_backward were removed from the parameters",
+                    hint="call engine.clear_gradients() to start over; optim_step clears gradients itself",
                 )
             rate = set_rates(optimizer, lr, self.settings.lr_factor(self.step))
             call.given("with the recipe's rate" if lr is None else f"with lr={rate!r}")
@@ -531,7 +531,7 @@ class Engine:
             with call.shared():
                 norm = self._step(optimizer, accumulated)
         except BaseException:
-            self.spoil("optim_step has raised half way")
+            self.spoil("optim_step raised an error after it had started")
             raise
         told = {"grad_norm": norm, "lr": rate, "version": self.version}
         if self.guard is None:
@@ -666,7 +666,7 @@ class Engine:
             self._trained("load(optimizer=True)")
         before, call = self.version, self.call("load")
         with call.agreed():
-            call.given(f"of {Path(folder).name}, {'all of it' if wanted else 'its weights alone'}")
+            call.given(f"of {Path(folder).name}, {'the whole state' if wanted else 'only its weights'}")
         with call.shared():
             state = self._load_state(
                 recipes.checkpoint_of(Path(folder)), optimizer=wanted, verify=verify, exclude=exclude
@@ -686,7 +686,7 @@ class Engine:
         tensors = self._live_tensors(optimizer=optimizer)
 
         def begin() -> None:
-            self.spoil(f"loading {folder} has failed half way", "load" if optimizer else "weights")
+            self.spoil(f"loading {folder} failed after it had started", "load" if optimizer else "weights")
 
         state = load_checkpoint(folder, tensors, verify=verify, exclude=exclude, begin=begin)
         weights_changed(self.parts, self.converters)
@@ -770,8 +770,9 @@ class Engine:
         self.ready("load_weights", mends="weights")
         if self.adapters is not None:
             raise TitanError(
-                "load_weights: this engine has adapters beside its base, and whole weights are neither",
-                hint="build an engine without them, or load a checkpoint of theirs",
+                "load_weights: this engine has adapters in addition to its base and cannot load whole "
+                "weights",
+                hint="build an engine without adapters, or load a checkpoint of adapters",
             )
         before, call = self.version, self.call("load_weights")
         with call.agreed():
@@ -782,7 +783,7 @@ class Engine:
             }
 
             def begin() -> None:
-                self.spoil("load_weights has failed half way", "weights")
+                self.spoil("load_weights failed after it had started", "weights")
 
             intake = Intake(dict(self.plain_parameters()), shapes, form, begin)
             take_weights(intake, weights, self.device)
@@ -795,7 +796,7 @@ class Engine:
 
     def _form(self) -> HFForm:
         if self.hf_form is None:
-            raise TitanError("this model declares no Hugging Face form, so its weights have no names there")
+            raise TitanError("this model has no Hugging Face form, so its weights have no Hugging Face names")
         return self.hf_form
 
     # --------------------------------------------------------------------------------------------- end
@@ -870,7 +871,7 @@ class Engine:
                 for part in self.parts:
                     forget_iteration(part)
                 if self.runner.exchanging:
-                    why = f"{verb} has raised while its pipeline's ranks were exchanging tensors"
+                    why = f"{verb} raised an error while the ranks of its pipeline were exchanging tensors"
                     self.spoil(why, "nothing")
             raise
 

@@ -113,8 +113,8 @@ def hold_biases(parts: Iterable[Any], device: torch.device, held_before: bool) -
         layer.holds_bias = held
     if held != held_before and dist.get_rank() == 0:
         logger.warning(
-            "model.moe.load_balance_coeff is taken as 0: the weights have no balancing biases, and a Hugging "
-            "Face folder of this model has no place for them"
+            "model.moe.load_balance_coeff is treated as 0: the weights have no balancing biases, which "
+            "a Hugging Face folder of this model cannot hold"
             if held
             else "model.moe.load_balance_coeff applies: the checkpoint has balancing biases"
         )

@@ -42,7 +42,7 @@ def batches_of(given: Given | Sequence[Given]) -> list[Batch]:
     """
     several = [given] if isinstance(given, Mapping) or not isinstance(given, Iterable) else list(given)
     if not several:
-        raise TitanError("no batch was given")
+        raise TitanError("no batch was passed")
     return [batch_of(batch) for batch in several]
 
 
@@ -50,7 +50,8 @@ def batch_of(given: Given) -> Batch:
     """A batch, or a plain mapping as one."""
     if not isinstance(given, Mapping) or not given:
         raise TitanError(
-            f"a batch maps names to tensors, and this is {'empty' if given == {} else type(given).__name__}",
+            f"a batch must map names to tensors, but this is "
+            f"{'empty' if given == {} else type(given).__name__}",
             hint=EXAMPLE,
         )
     for name, value in given.items():
@@ -61,7 +62,7 @@ def batch_of(given: Given) -> Batch:
                 hint=EXAMPLE,
             )
         if value.is_meta:
-            raise TitanError(f"a batch's {name} is on the meta device: there is nothing in it", hint=EXAMPLE)
+            raise TitanError(f"a batch's {name} is on the meta device and has no data", hint=EXAMPLE)
     return given if isinstance(given, Batch) else Batch(given)
 
 
@@ -103,7 +104,9 @@ def with_integers(batch: Batch) -> Batch:
     for name in {*INTEGERS} & {*batch}:
         dtype = batch[name].dtype
         if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
-            raise TitanError(f"the batch's {name} are {dtype}, and must be integers", hint="int64, say")
+            raise TitanError(
+                f"the batch's {name} are {dtype}, but must be integers", hint="for example int64"
+            )
         if dtype != torch.int64 and not (name == "document_ids" and dtype == torch.int32):
             tensors[name] = batch[name].long()
     return Batch(tensors, unit=batch.unit)
@@ -120,17 +123,17 @@ def check_batch(batch: Batch, part: Any, loss: Any, limits: Limits) -> None:
     if missing := [name for name in needed if name not in batch]:
         raise TitanError(
             f"the batch has no {' and no '.join(missing)}; it has {', '.join(batch)}",
-            hint="targets[b, t] is what follows tokens[b, t]; -100 is no target",
+            hint="targets[b, t] is the token that follows tokens[b, t]; -100 means no target",
         )
     if not all(batch[first].shape):
         raise TitanError(
-            f"the batch's {first} are {list(batch[first].shape)}: there is nothing in them",
-            hint="a rank with nothing left gives rows whose targets are all -100",
+            f"the batch's {first} are {list(batch[first].shape)}: the tensor is empty",
+            hint="a rank without data must pass rows whose targets are all -100",
         )
     if len(needed) == 2 and first != "tokens" and batch["targets"].shape != batch[first].shape[:2]:
         raise TitanError(
             f"the batch's targets are {list(batch['targets'].shape)}, its {first} {list(batch[first].shape)}",
-            hint="there is a target for each position, already shifted; -100 is none",
+            hint="there must be a target for each position, already shifted; -100 means no target",
         )
     if first == "tokens":
         _check_rows(batch, limits)
@@ -141,24 +144,26 @@ def _check_rows(batch: Batch, limits: Limits) -> None:
     shape = batch["tokens"].shape
     if len(shape) != 2:
         raise TitanError(
-            f"the batch's tokens are {list(shape)}, and must be [rows, length]",
-            hint="one row alone: tokens[None]",
+            f"the batch's tokens are {list(shape)}, but must be [rows, length]",
+            hint="for a single row, use tokens[None]",
         )
     for name in ("targets", "positions", "document_ids"):
         if name in batch and batch[name].shape != shape:
             raise TitanError(
                 f"the batch's {name} are {list(batch[name].shape)}, its tokens {list(shape)}",
-                hint="there is one for each token" + ("; -100 is no target" if name == "targets" else ""),
+                hint="there must be one for each token"
+                + ("; -100 means no target" if name == "targets" else ""),
             )
     if shape[1] % limits.multiple:
         raise TitanError(
-            f"the batch's rows are {shape[1]} tokens long, and ranks cut them into {limits.multiple} pieces",
+            f"the batch's rows are {shape[1]} tokens long, which cannot be sharded into "
+            f"{limits.multiple} pieces",
             hint=f"pad rows to a multiple of {limits.multiple}, with targets of -100",
         )
     if limits.row_length is not None and shape[1] > limits.row_length:
         raise TitanError(
-            f"the batch's rows are {shape[1]} tokens long, and the model was made for {limits.row_length}",
-            hint="give shorter rows, or a greater training.seq_len (up to the model's max_seq_len)",
+            f"the batch's rows are {shape[1]} tokens long, but the model was built for {limits.row_length}",
+            hint="use shorter rows, or a larger training.seq_len (up to the model's max_seq_len)",
         )
 
 
@@ -167,8 +172,10 @@ def _check_needs(batch: Batch, loss: Any) -> None:
     needs = (needs,) if isinstance(needs, str) else needs
     if missing := [name for name in needs if name not in batch]:
         raise TitanError(
-            f"the loss {name_of(loss)} needs {', '.join(missing)} in the batch, which has {', '.join(batch)}",
-            hint="a loss's own inputs are further tensors of the batch, their first dimension rows",
+            f"the loss {name_of(loss)} needs {', '.join(missing)} in the batch, which only has "
+            f"{', '.join(batch)}",
+            hint="pass the inputs of a loss as additional tensors of the batch, with rows as the first "
+            "dimension",
         )
     shapes: Mapping[str, str] = needs if isinstance(needs, Mapping) else {}
     for name, shape in shapes.items():
@@ -210,12 +217,12 @@ def loss_of(given: Any) -> Any:
         info = component_info(given)
         if info.kind != "loss" or isinstance(given, type):
             what = f"a {info.kind}" if info.kind != "loss" else "a class"
-            raise TitanError(f"{name} is {what}, not the config of a loss", hint=f"write {name}()")
+            raise TitanError(f"{name} is {what}, not the config of a loss", hint=f"use {name}()")
         return build(given)
     if isinstance(given, type) or not callable(given):
         raise TitanError(
-            f"{name} is no loss",
-            hint="a loss is a component's config, or is called with (log-probs, batch) -> LossResult",
+            f"{name} is not a loss",
+            hint="a loss is the config of a loss component, or a callable (log-probs, batch) -> LossResult",
         )
     loss = given if hasattr(given, "output") and not hasattr(given, "__name__") else FunctionLoss(given)
     if loss.output not in OUTPUTS:
@@ -233,15 +240,16 @@ def checked(made: Any, loss: Any) -> LossResult:
     if not isinstance(made, LossResult):
         raise TitanError(
             f"the loss {name} returned a {type(made).__name__}",
-            hint="it must return titancli.LossResult(sum, weight): a sum, and what it is to be divided by",
+            hint="it must return titancli.LossResult(sum, weight): a sum and its divisor",
         )
     if not isinstance(made.sum, Tensor) or made.sum.ndim:
         shape = list(made.sum.shape) if isinstance(made.sum, Tensor) else type(made.sum).__name__
-        raise TitanError(f"the sum of the loss {name} must be a tensor of one number, not {shape}")
+        raise TitanError(f"the sum of the loss {name} must be a scalar tensor, not {shape}")
     if torch.is_grad_enabled() and not made.sum.requires_grad:
         raise TitanError(
-            f"the sum of the loss {name} carries no gradient",
-            hint="make it of the log-probs or logits that the loss is given; multiply by 0 where none counts",
+            f"the sum of the loss {name} has no gradient",
+            hint="compute it from the log-probs or logits passed to the loss; multiply by 0 if no "
+            "position counts",
         )
     if not isinstance(made.metrics, Mapping):
         raise TitanError(
@@ -249,10 +257,10 @@ def checked(made: Any, loss: Any) -> LossResult:
         )
     if taken := [key for key in made.metrics if key in RESERVED or not isinstance(key, str)]:
         raise TitanError(
-            f"the loss {name} reports a metric called {taken[0]!r}, a name that titan itself uses"
+            f"the loss {name} reports a metric called {taken[0]!r}, a name reserved by titan"
             if taken[0] in RESERVED
-            else f"the loss {name} reports a metric called {taken[0]!r}, which is no text",
-            hint=f"give it another name; titan's own are {', '.join(sorted(RESERVED))}",
+            else f"the loss {name} reports a metric called {taken[0]!r}, which is not a string",
+            hint=f"use another name; reserved names are {', '.join(sorted(RESERVED))}",
         )
     numbers = {"weight": made.weight, **made.metrics}
     for key, value in numbers.items():
@@ -260,7 +268,7 @@ def checked(made: Any, loss: Any) -> LossResult:
             raise TitanError(f"the loss {name}: {key} must be one number, not a {type(value).__name__}")
     tensors = {key: torch.as_tensor(value, device=made.sum.device).detach() for key, value in numbers.items()}
     if wrong := [key for key, value in tensors.items() if value.is_complex()]:
-        raise TitanError(f"the loss {name}: {wrong[0]} must be one number, not a complex one")
+        raise TitanError(f"the loss {name}: {wrong[0]} must be a real number, not a complex one")
     if wrong := [key for key, value in tensors.items() if value.ndim]:
         raise TitanError(
             f"the loss {name}: {wrong[0]} must be one number, not {list(tensors[wrong[0]].shape)}"

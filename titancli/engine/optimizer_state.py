@@ -86,7 +86,7 @@ def counters_of(
     told = state.get("engine")
     if told is None:
         raise EnvironmentProblem(
-            f"{folder} holds weights but no training state, so a run cannot be continued from it",
+            f"{folder} contains weights but no training state, so no run can be resumed from it",
             hint=f"start a new run from it with weights={folder}",
         )
     found = None
@@ -101,8 +101,8 @@ def counters_of(
             guard.load_state(told["guard"])
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise EnvironmentProblem(
-            f"{folder} holds a training state that titan does not write: {type(error).__name__}: {error}",
-            hint="take another checkpoint (--step N)",
+            f"{folder} has a training state that titan cannot have written: {type(error).__name__}: {error}",
+            hint="use another checkpoint (--step N)",
         ) from error
     return found
 
@@ -161,9 +161,9 @@ def _ratio(group: dict[str, Any]) -> float:
         return 1.0
     if peak == 0:
         raise TitanError(
-            f"optim_step(lr): optimizer.lr is 0 in the recipe and another group's is {own:g}, "
-            "so they have no ratio to keep",
-            hint="give the recipe's optimizer an lr above 0",
+            f"optim_step(lr): optimizer.lr is 0 in the recipe but that of another group is {own:g}, so "
+            f"there is no ratio to keep",
+            hint="set an lr above 0 for the recipe's optimizer",
         )
     ratio: float = own / peak
     return ratio
@@ -174,7 +174,7 @@ def _checked(lr: Any, what: str) -> float:
         if lr.device.type != "cpu" or lr.numel() != 1:
             raise TitanError(
                 f"{what} must be a plain number, not a tensor of shape {list(lr.shape)} on {lr.device}",
-                hint="pass a float: to read a tensor from a device, training would have to wait for it",
+                hint="pass a float: reading a tensor from a device would block training",
             )
         lr = lr.item()
     if isinstance(lr, bool) or not isinstance(lr, numbers.Real):
@@ -185,7 +185,7 @@ def _checked(lr: Any, what: str) -> float:
         rate = math.inf
     if not (math.isfinite(rate) and rate >= 0):
         raise TitanError(
-            f"{what} is {rate}: a learning rate is a finite number of 0 or more",
-            hint="nothing was changed; the gradients still wait for an optim_step",
+            f"{what} is {rate}, but a learning rate must be finite and at least 0",
+            hint="nothing was changed; the gradients are still there for an optim_step",
         )
     return rate

@@ -120,7 +120,7 @@ class PipelinedModel:
         rows = self._section.microbatch_size
         if whole.rows % rows or rows % whole.unit:
             raise TitanError(
-                f"{whole.rows} rows (units of {whole.unit}) do not make micro-batches of {rows}",
+                f"{whole.rows} rows (units of {whole.unit}) cannot be split into micro-batches of {rows}",
                 hint="change pipeline.microbatch_size",
             )
         schedule = self._schedule(whole.rows // rows, self._hidden(whole, rows))
@@ -242,9 +242,10 @@ class PipelinedModel:
         made: Tensor = part(**inputs).contiguous()
         if made.shape != self._hidden(batch, batch.rows) or made.dtype != self.dtype:
             raise TitanError(
-                f"a stage of {type(part).__name__} made hidden states {list(made.shape)} {made.dtype}, "
-                f"and the next one awaits {list(self._hidden(batch, batch.rows))} {self.dtype}",
-                hint="their width is the `dim` of the model's config",
+                f"a stage of {type(part).__name__} returned hidden states {list(made.shape)} "
+                f"{made.dtype}, but the next stage expects {list(self._hidden(batch, batch.rows))} "
+                f"{self.dtype}",
+                hint="their width must be the `dim` of the model's config",
             )
         return made
 
@@ -281,7 +282,10 @@ def _joined(batches: Sequence[Batch]) -> Batch:
         return first
     shapes = {str({name: tuple(batch[name].shape[1:]) for name in sorted(batch)}) for batch in batches}
     if len(shapes) > 1:
-        raise TitanError(f"under a pipeline the batches of a call have one shape, not {', '.join(shapes)}")
+        raise TitanError(
+            f"with pipeline parallelism all batches of a call must have the same shape, "
+            f"not {', '.join(shapes)}"
+        )
     return Batch({name: torch.cat([b[name] for b in batches]) for name in first}, unit=first.unit)
 
 
@@ -297,7 +301,8 @@ def _described(results: list[Any]) -> tuple[tuple[list[str] | None, tuple[int, .
         values = torch.cat(results).contiguous()
         return (None, tuple(values.shape), values.dtype), values
     raise TitanError(
-        f"under a pipeline a loss makes a LossResult or a tensor, not {type(results[0]).__name__}"
+        f"with pipeline parallelism a loss must return a LossResult or a tensor, not "
+        f"{type(results[0]).__name__}"
     )
 
 

@@ -95,22 +95,22 @@ def recipe_from(recipe: Recipe | str | Path, overrides: Sequence[str] = ()) -> R
     if isinstance(recipe, Recipe):
         if overrides:
             raise UsageError(
-                "overrides go with a recipe that is named, and this one is an object",
+                "overrides cannot be combined with a Recipe object",
                 hint="change it with dataclasses.replace",
             )
         return recipe
     if not isinstance(recipe, str | Path):
         raise UsageError(
-            f"an engine is built from a recipe, not from a {type(recipe).__name__}",
+            f"an engine must be built from a recipe, not from a {type(recipe).__name__}",
             hint='give a path, a name such as "llama3_debug", or a Recipe; or use Engine.of(model, ...)',
         )
     if isinstance(overrides, str):
-        raise UsageError("overrides are a list of texts", hint=f'write ["{overrides}"]')
+        raise UsageError("overrides must be a list of strings", hint=f'use ["{overrides}"]')
     folder = Path(recipe)
     if is_checkpoint(folder) and not (folder / LOCK).is_file():
         raise EnvironmentProblem(
-            f"the checkpoint {folder} carries no recipe",
-            hint=f'name a recipe of its model, with the override "weights={folder}"',
+            f"the checkpoint {folder} contains no recipe",
+            hint=f'give a recipe of its model, with the override "weights={folder}"',
         )
     loaded = load_recipe(recipe, overrides).recipe
     start_from(loaded).fetch(logger.info)
@@ -141,8 +141,8 @@ def checkpoint_of(folder: Path, *, verify: Verify = "full") -> Path:
         found = newest_good(folder.absolute() / "checkpoints", verify=verify, rejected=logger.warning)
         if found is None:
             raise EnvironmentProblem(
-                f"the run {folder} has no good checkpoint to take weights from",
-                hint=f"for its recipe and initial weights name {folder / LOCK}",
+                f"the run {folder} has no good checkpoint to load weights from",
+                hint=f"for its recipe and initial weights, give {folder / LOCK}",
             )
         return found
 
@@ -158,18 +158,18 @@ def recipe_of(model: Any, parts: Parts, device: torch.device) -> Recipe:
     """
     if unknown := [name for name in parts if name not in Parts.__annotations__]:
         raise UsageError(
-            f"Engine.of takes no {' and no '.join(unknown)}",
-            hint=f"its parts are model, {', '.join(Parts.__annotations__)}",
+            f"Engine.of does not take {' or '.join(unknown)}",
+            hint=f"its arguments are model, {', '.join(Parts.__annotations__)}",
         )
     if "lr_scheduler" in parts and "training" not in parts and parts["lr_scheduler"].total_steps is None:
         raise UsageError(
-            "a schedule needs its length",
-            hint="give training=Training(steps=...) with lr_scheduler, or its total_steps",
+            "a schedule needs a length",
+            hint="pass training=Training(steps=...) with lr_scheduler, or set its total_steps",
         )
     converters: Any = parts.get("converters", ())
     if not isinstance(converters, Sequence) or isinstance(converters, str):
         raise UsageError(
-            f"converters: this is a {type(converters).__name__}, not a list", hint="write converters=[...]"
+            f"converters: got a {type(converters).__name__}, expected a list", hint="use converters=[...]"
         )
     given: dict[str, Any] = {"model": model, **parts}
     for name, kind in SLOTS.items():
@@ -188,7 +188,8 @@ def recipe_of(model: Any, parts: Parts, device: torch.device) -> Recipe:
     training = given["training"]
     if not isinstance(training, Training):
         raise UsageError(
-            f"training: this is a {type(training).__name__}", hint="write training=Training(steps=...)"
+            f"training: got a {type(training).__name__}, expected Training",
+            hint="use training=Training(steps=...)",
         )
     if device.type == "cpu" and training.mixed_precision_param is BFLOAT16:
         given["training"] = dataclasses.replace(training, mixed_precision_param="float32")
@@ -215,9 +216,9 @@ def _check_kind(name: str, value: Any, kind: str) -> None:
     info = component_info(value) if is_config(value) else None
     if info is None or info.kind != kind:
         what = f"a {info.kind}" if info else f"a {type(value).__name__}"
-        raise UsageError(f"{name}: this is {what}, not the config of a {kind} component")
+        raise UsageError(f"{name}: got {what}, expected the config of a {kind} component")
     if isinstance(value, type):
-        raise UsageError(f"{name}: {value.__name__} is a class", hint=f"write {value.__name__}(...)")
+        raise UsageError(f"{name}: {value.__name__} is a class", hint=f"use {value.__name__}(...)")
 
 
 # ------------------------------------------------------------------------------------------- between ranks
@@ -235,7 +236,7 @@ def call() -> Call:
 
 def compare(building: Call, recipe: Recipe, frozen: bool) -> None:
     """Say what this rank builds, field by field."""
-    building.given("frozen" if frozen else "to be trained")
+    building.given("frozen" if frozen else "trainable")
     for name in BUILT:
         section = getattr(recipe, name)
         building.given(f"with {name} = {type(section).__name__}")

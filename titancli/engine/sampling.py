@@ -27,20 +27,20 @@ def refuse_layout(model: Any, degrees: Degrees) -> None:
         TitanError: the layout, or the model, cannot be sampled from.
     """
     for name, why in {
-        "tp": "its ranks keep parts of the sequence, and a token that comes alone has none",
-        "cp": "each rank would have a part of the row that grows",
-        "pp": "each rank has only some stages of the model",
-        "ep": "its ranks would have to sample in step, token for token",
+        "tp": "its ranks hold parts of the sequence, and a single token cannot be split",
+        "cp": "each rank would hold a part of the growing row",
+        "pp": "each rank holds only some stages of the model",
+        "ep": "its ranks would have to sample in lockstep",
     }.items():
         if (degree := getattr(degrees, name)) > 1:
             raise TitanError(
                 f"sampling: a model under mesh.{name} = {degree} cannot be sampled from: {why}",
-                hint=f"set mesh.{name} = 1, or hand engine.weights() to a generator of its own",
+                hint=f"set mesh.{name} = 1, or pass engine.weights() to a separate generator",
             )
     if not hasattr(model, "new_cache"):
         raise TitanError(
             f"sampling: {type(model).__name__} cannot generate: it has no new_cache",
-            hint="what a model needs for that is in titancli.protocols.Model",
+            hint="titancli.protocols.Model describes what a model needs for that",
         )
 
 

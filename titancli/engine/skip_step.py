@@ -172,11 +172,11 @@ class Guard:
         self._told = [record[0], record[9]]
         if skipped > 0:
             others = f" ({skipped - 1:.0f} more before it)" if skipped > 1 else ""
-            logger.warning("step %.0f is skipped%s: %s", record[2], others, reason(record))
+            logger.warning("step %.0f was skipped%s: %s", record[2], others, reason(record))
         if levels > 0:
             logger.warning(
-                "step %.0f is applied: %s in %d steps in a row. This is taken for the new level, not for a "
-                "spike; nothing is a spike until %d steps were applied at it",
+                "step %.0f was applied: %s in %d steps in a row. This is treated as the new level, not "
+                "as a spike; no step counts as a spike until %d steps have been applied at this level",
                 *(record[10], new_level(record), LEVEL, self._section.window),
             )
         return record[1] >= self._section.max_skips
@@ -190,11 +190,11 @@ class Guard:
         """
         record = self._record.tolist() if record is None else record
         in_a_row, step = int(record[1]), int(record[2])
-        hint = "lower the learning rate, look at the data of these steps, or change [stability]"
+        hint = "lower the learning rate, inspect the data of these steps, or change [stability]"
         if saved:
             hint = (
-                f"{saved} holds the weights of step {step - in_a_row}, and goes on with the data after step "
-                f"{step}: continue from it, or {hint}"
+                f"{saved} holds the weights of step {step - in_a_row} and continues with the data after "
+                f"step {step}: resume from it, or {hint}"
             )
         return TitanError(
             f"{in_a_row} steps in a row were skipped, up to step {step}: {reason(record)}", hint=hint
@@ -260,7 +260,7 @@ def reason(record: list[float]) -> str:
         [f"{' and '.join(infinite)} {'is' if len(infinite) == 1 else 'are'} not finite"] if infinite else []
     )
     told += [
-        f"{name} is {number:.4g}, and the last steps' lead to expect less than {limit:.4g}"
+        f"{name} is {number:.4g}, but the previous steps suggest less than {limit:.4g}"
         for name, number, limit in zip(NAMES, numbers, limits, strict=True)
         if number > limit
     ]

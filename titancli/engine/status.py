@@ -72,7 +72,7 @@ _SEVERITY: tuple[MendedBy, ...] = ("weights", "load", "nothing")
 _HINTS: dict[MendedBy, str] = {
     "load": "load a checkpoint into it (engine.load), or build a new engine",
     "weights": "load whole weights into it (engine.load or engine.load_weights), or build a new engine",
-    "nothing": "build a new engine, and load its last checkpoint",
+    "nothing": "build a new engine and load the last checkpoint",
 }
 
 
@@ -136,7 +136,7 @@ class Turn:
     def _refusal(self, verb: str) -> TitanError:
         return TitanError(
             f"{verb}: the engine is in the middle of {self._verb or 'another verb'}",
-            hint="call it before: what a loss needs travels with the batch",
+            hint="call it earlier, and pass what a loss needs in the batch",
         )
 
 
@@ -170,12 +170,12 @@ def refuse_modes(verb: str, device: torch.device) -> None:
     """
     if torch.is_inference_mode_enabled():  # what is gathered or loaded in it can never be trained
         raise TitanError(
-            f"{verb} under torch.inference_mode()", hint="leave it: forward and evaluate make no graph"
+            f"{verb} under torch.inference_mode()", hint="remove it: forward and evaluate record no graph"
         )
     if torch.is_autocast_enabled(device.type):  # it would cast what titan has cast by its own rule
         raise TitanError(
             f"{verb} under torch.autocast()",
-            hint="leave it: training.mixed_precision_param says what the model computes in",
+            hint="remove it: training.mixed_precision_param sets the compute dtype",
         )
 
 
@@ -201,7 +201,7 @@ class Watched:
     def check(self, verb: str, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None) -> None:
         """
         Raises:
-            TitanError: parameters were replaced, added or taken away; or one requires a gradient, and the
+            TitanError: parameters were replaced, added or taken away; or one requires a gradient, but the
                 optimizer does not have it.
         """
         if not all(_same(dictionary, items) for dictionary, items in self._places):
@@ -212,22 +212,23 @@ class Watched:
         lost = [name for name, p in self._named.items() if p.requires_grad and id(p) not in held]
         if lost:
             raise TitanError(
-                f"{verb}: {_listed(lost)} {_require(lost)} a gradient, and the optimizer does not have "
+                f"{verb}: {_listed(lost)} {_require(lost)} a gradient, but the optimizer does not have "
                 f"{'it' if len(lost) == 1 else 'them'}",
-                hint="parameters may be frozen after building, not unfrozen: build the engine with them",
+                hint="parameters can be frozen after an engine was built, but not unfrozen: build the "
+                "engine with them",
             )
 
     def _compare(self, verb: str, now: dict[str, nn.Parameter]) -> None:
         changed = [name for name, p in now.items() if self._named.get(name) is not p]
         gone = [name for name in self._named if name not in now]
         if changed or gone:
-            parts = [f"{_listed(changed)} {_was(changed)} put in"] if changed else []
-            parts += [f"{_listed(gone)} {_was(gone)} taken away"] if gone else []
+            parts = [f"{_listed(changed)} {_was(changed)} replaced or added"] if changed else []
+            parts += [f"{_listed(gone)} {_was(gone)} removed"] if gone else []
             raise TitanError(
-                f"{verb}: {' and '.join(parts)} after the engine was built, and nothing would train or save "
-                "what is there now",
-                hint="put values into what is there (parameter.data.copy_, engine.load_weights), or change "
-                "the model in a converter, before it is built",
+                f"{verb}: {' and '.join(parts)} after the engine was built; the engine would neither "
+                f"train nor save the new ones",
+                hint="write values into the existing parameters (parameter.data.copy_, "
+                "engine.load_weights), or change the model in a converter before the engine is built",
             )
 
 

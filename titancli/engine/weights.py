@@ -147,14 +147,14 @@ def told_adapters(
         return None
     if adapters is None:
         raise TitanError(
-            f"{folder} holds adapters ({told['form']}) and not the weights of a model",
+            f"{folder} contains adapters ({told['form']}), not the weights of a model",
             hint=f"merge them first: titan convert-checkpoint {folder} FOLDER --to hf",
         )
     for name, here in adapters.facts.items():
         if told[name] != here:
             raise TitanError(
-                f"{folder} holds adapters of {name} {told[name]}, and this recipe's have {here}",
-                hint=f"write {name} = {told[name]!r} in the converter",
+                f"{folder} contains adapters with {name} = {told[name]}, but this recipe has {here}",
+                hint=f"set {name} = {told[name]!r} in the converter",
             )
     if base is not None:
         bases.require_base(told, folder, base)
@@ -206,8 +206,8 @@ def _hand_over(weights: Iterator[Any], target: Any) -> None:
             target(name, tensor)
     else:
         raise TitanError(
-            f"push_weights: a {type(target).__name__} takes no weights",
-            hint="give an object with load_weights(iterator), or a function of (name, tensor)",
+            f"push_weights: a {type(target).__name__} cannot receive weights",
+            hint="pass an object with load_weights(iterator), or a function of (name, tensor)",
         )
 
 
@@ -289,8 +289,9 @@ class Intake:
         found = name_lists({"missing": missing, **self._wrong})
         if found:
             raise TitanError(
-                f"load_weights: these are not this model's weights: {found}",
-                hint="names and shapes are those of the model's Hugging Face form, as weights() gives them",
+                f"load_weights: these weights do not belong to this model: {found}",
+                hint="names and shapes must be those of the model's Hugging Face form, as returned by "
+                "weights()",
             )
 
 
@@ -309,7 +310,7 @@ def _everywhere(weights: Iterator[Any], device: torch.device) -> Iterator[tuple[
         if failure is not None:
             raise failure
         if failed:
-            raise TitanError("load_weights: what rank 0 was given failed there")
+            raise TitanError("load_weights: reading the weights failed on rank 0")
         if head is None:
             return
         name, shape, dtype = head
@@ -324,12 +325,12 @@ def _everywhere(weights: Iterator[Any], device: torch.device) -> Iterator[tuple[
 
 def _described(name: str, tensor: Any) -> tuple[tuple[int, ...], torch.dtype]:
     if not isinstance(tensor, Tensor):
-        raise TitanError(f"load_weights: {name} comes with a {type(tensor).__name__}, not with a tensor")
+        raise TitanError(f"load_weights: {name} is a {type(tensor).__name__}, not a tensor")
     return tuple(tensor.shape), tensor.dtype
 
 
 def _nothing_given() -> Iterator[Any]:
-    raise TitanError("load_weights: rank 0 was given no weights")
+    raise TitanError("load_weights: no weights were passed on rank 0")
     yield
 
 

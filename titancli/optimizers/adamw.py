@@ -34,13 +34,13 @@ def build(
             number of 0 or more (which a recipe's text cannot say, and a script can).
     """
     if not (math.isfinite(config.lr) and config.lr >= 0):
-        raise RecipeError(f"optimizer.lr is {config.lr}: a learning rate is a finite number of 0 or more")
+        raise RecipeError(f"optimizer.lr is {config.lr}, but a learning rate must be finite and at least 0")
     model_names = [name for name, _ in named_parameters] if model_names is None else model_names
     for pattern in config.no_decay:
         if not any(fnmatchcase(name, pattern) for name in model_names):
             raise RecipeError(
                 f"optimizer.no_decay: {pattern!r} matches no parameter",
-                hint=f"names look like {model_names[0]!r} and {model_names[-1]!r}",
+                hint=f"parameters have names such as {model_names[0]!r} and {model_names[-1]!r}",
             )
     decaying: list[nn.Parameter] = []
     exempt: list[nn.Parameter] = []
