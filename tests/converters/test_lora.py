@@ -161,7 +161,7 @@ def test_what_does_not_belong_together_is_refused(ranks: Ranks, base: Path, tmp_
 @pytest.mark.parametrize(
     ("targets", "said"),
     [
-        (["wx"], "targets = 'wx' names no linear layer"),
+        (["wx"], "targets = 'wx' matches no linear layer"),
         (["output"], "lora: output (Output, 'vocab' in the tensor_plan) cannot have an adapter"),
     ],
 )

@@ -82,11 +82,11 @@ def test_log_probabilities_of_the_reference_come_along(tmp_path: Path) -> None:
 BAD = {
     "no rejected": ({"prompt": "q", "chosen": "a"}, "it has no key 'rejected'"),
     "no prompt": ({"chosen": "a", "rejected": "b"}, "it has no key 'prompt'"),
-    "the same": ({"prompt": "q", "chosen": "a", "rejected": "a"}, "'chosen' and 'rejected' are the same"),
-    "no answer": ({"chosen": [USER], "rejected": [USER, GOOD]}, "'chosen' has no answer of the assistant"),
+    "the same": ({"prompt": "q", "chosen": "a", "rejected": "a"}, "'chosen' and 'rejected' are identical"),
+    "no answer": ({"chosen": [USER], "rejected": [USER, GOOD]}, "'chosen' has no assistant message"),
     "too long": (
         {"prompt": "q", "chosen": "a" * 99, "rejected": "b"},
-        "'chosen' has 117 tokens, and a row takes 33 (training.seq_len)",
+        "'chosen' has 117 tokens, but a row holds 33 (training.seq_len)",
     ),
 }
 
@@ -98,18 +98,18 @@ def test_a_bad_pair_is_told_with_file_line_and_reason(
     row, reason = BAD[name]
     path = lines(tmp_path / "pairs.jsonl", [FORMS["text"], row])
     [batch] = list(make(Preference(path=path, repeat=False), seq_len=32, rows=2))
-    assert f"row skipped: {path}, line 2: {reason}" in caplog.text
+    assert f"skipped a row: {path}, line 2: {reason}" in caplog.text
     assert batch.rows == 2
     with pytest.raises(EnvironmentProblem, match="line 2"):
         list(make(Preference(path=path, repeat=False, strict=True), seq_len=32, rows=2))
 
 
 def test_an_odd_number_of_rows_is_refused() -> None:
-    with pytest.raises(RecipeError, match="a pair is two rows"):
+    with pytest.raises(RecipeError, match="a pair consists of two rows"):
         make(Preference(path="titan:sums_pairs"), rows=3)
 
 
 def test_a_position_in_conversations_is_none_in_pairs() -> None:
     state = make(Chat(path="titan:sums"), seq_len=64).state_dict()
-    with pytest.raises(EnvironmentProblem, match="is not what the checkpoint was made on"):
+    with pytest.raises(EnvironmentProblem, match="is not the data that the checkpoint was trained on"):
         make(Preference(path="titan:sums"), seq_len=64).load_state_dict(state)

@@ -121,7 +121,7 @@ def test_bad_paths_are_named_with_a_way_out(tmp_path: Path) -> None:
         "nothing": "nothing has no files",
         "*.py": r"no file matches .*\*\.py",
         "dangling": "cannot read the text file .*dangling: No such file",
-        "pipe": "pipe is no regular file",
+        "pipe": "pipe is not a regular file",
     }.items():
         with pytest.raises(EnvironmentProblem, match=said) as error:
             make(TextFiles(paths=[tmp_path / name]))
@@ -131,10 +131,10 @@ def test_bad_paths_are_named_with_a_way_out(tmp_path: Path) -> None:
 
 def test_empty_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
-    with pytest.raises(EnvironmentProblem, match=r"all of its 1 files are empty, such as .*a\.txt"):
+    with pytest.raises(EnvironmentProblem, match=r"every file is empty, for example .*a\.txt"):
         make(TextFiles(paths=[tmp_path]))
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf")
-    with pytest.raises(EnvironmentProblem, match="all of its documents are empty"):
+    with pytest.raises(EnvironmentProblem, match="all documents are empty"):
         next(iter(make(TextFiles(paths=[tmp_path]))))
 
 

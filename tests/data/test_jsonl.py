@@ -14,14 +14,14 @@ from titancli.errors import EnvironmentProblem, TitanError
 from titancli.observe.metrics import collector
 
 BAD = {
-    "invalid UTF-8": (b'{"text": "caf\xe9"}', "it is not UTF-8: byte 13 fits no character"),
+    "invalid UTF-8": (b'{"text": "caf\xe9"}', "it is not UTF-8: byte 13 is invalid"),
     "empty": (b"", "it is empty"),
     "empty text": (b'{"text": ""}', "'text' is empty"),
     "10 MB line": (b'{"text": "' + b"x" * 10_000_000 + b'"}', "it is longer than 8388608 bytes"),
-    "missing key": (b'{"content": "x"}', "it has no key 'text', but is an object with 'content'"),
+    "missing key": (b'{"content": "x"}', "it has no key 'text', only 'content'"),
     "no object": (b"[1, 2]", "it is list, not an object"),
-    "half a pair": (b'{"text": "a\\ud83d b"}', r"'text' holds \ud83d, half of a pair"),
-    "no text": (b'{"text": 3}', "'text' is int, not text"),
+    "half a pair": (b'{"text": "a\\ud83d b"}', r"'text' contains \ud83d, an unpaired surrogate"),
+    "no text": (b'{"text": 3}', "'text' is int, not a string"),
     "cut": (b'{"text": "the disk was fu', "it is not JSON: Unterminated string"),
     "nested": (b'{"text": ' + b"[" * 100_000, "it is not JSON"),
 }
@@ -103,7 +103,7 @@ def test_a_bad_row_is_skipped_counted_and_told(
     assert sorted(found) == (["before"] if name == "cut" else ["after", "before"])
     assert collector.drain()["bad_rows"].value == 1
     [told] = caplog.messages
-    assert told.startswith(f"row skipped: {file}, line 2: {reason}")
+    assert told.startswith(f"skipped a row: {file}, line 2: {reason}")
     assert len(told) < 400
 
 
@@ -125,7 +125,7 @@ def test_many_bad_rows_are_told_briefly_and_all_counted(
     with caplog.at_level(logging.WARNING):
         assert documents(JsonLines(paths=[tmp_path], shuffle=False, repeat=False)) == ["good"]
     assert len(caplog.messages) == 5
-    assert caplog.messages[-1].endswith("further ones are only counted (bad_rows)")
+    assert caplog.messages[-1].endswith("further skipped rows are only counted (bad_rows)")
     assert collector.drain()["bad_rows"].value == 100
 
 
@@ -162,7 +162,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_told(corpus: Path) -> None:
 
 def test_files_without_rows_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"")
-    with pytest.raises(EnvironmentProblem, match="all of its 1 files are empty"):
+    with pytest.raises(EnvironmentProblem, match="every file is empty"):
         make(JsonLines(paths=[tmp_path]))
     with pytest.raises(EnvironmentProblem, match="does not exist"):
         make(JsonLines(paths=[tmp_path / "gone.jsonl"]))

@@ -95,7 +95,7 @@ def test_error_is_raised_in_its_place_and_again() -> None:
 def test_an_id_that_the_model_has_no_row_for_is_told_in_its_place() -> None:
     loader = Loader(Counter(), device="cpu", vocab_size=2)
     assert [next(loader)["tokens"].item() for _ in range(2)] == [0, 1]
-    with pytest.raises(EnvironmentProblem, match=r"token id 2 in 'tokens', and the model's vocab_size is 2"):
+    with pytest.raises(EnvironmentProblem, match=r"token id 2 in 'tokens', but the model's vocab_size is 2"):
         next(loader)
     assert loader.state == {"next": 2}
 

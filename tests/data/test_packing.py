@@ -135,7 +135,7 @@ def test_a_corpus_smaller_than_a_row_repeats_or_is_refused(tmp_path: Path) -> No
     (tmp_path / "a.txt").write_text("abc")
     batch = next(iter(make(TextFiles(paths=[tmp_path]))))
     assert batch["tokens"][0].tolist() == [97, 98, 99, 256] * 4
-    with pytest.raises(RecipeError, match=r"4 tokens in all.*seq_len = 16 takes 17"):
+    with pytest.raises(RecipeError, match=r"4 tokens in total.*seq_len = 16 needs 17"):
         next(iter(make(TextFiles(paths=[tmp_path], repeat=False))))
 
 
@@ -169,12 +169,12 @@ def test_a_state_of_other_data_or_another_tokenizer_or_seed_is_refused(
     with pytest.raises(EnvironmentProblem, match="tokenizer was byte and is hf:"):
         make(config, tokenizer=build(HFTokenizer(path=bpe_folder))).load_state_dict(state)
     (corpus / "0.txt").write_text("dOcument 0 ")
-    with pytest.raises(EnvironmentProblem, match=r"dataset text_files is not what .*: contents was"):
+    with pytest.raises(EnvironmentProblem, match=r"dataset text_files is not the data .*: contents was"):
         make(config).load_state_dict(state)
     (corpus / "new.txt").write_text("more")
     with pytest.raises(EnvironmentProblem, match="files was 9 and is 10, bytes was"):
         make(config).load_state_dict(state)
-    with pytest.raises(EnvironmentProblem, match="is not one of dataset text_files"):
+    with pytest.raises(EnvironmentProblem, match="does not belong to dataset text_files"):
         make(config).load_state_dict({"step": 3})
 
 

@@ -69,7 +69,7 @@ def test_hf_end_marker_comes_from_the_recipe_or_any_of_the_folders_files(folder:
     assert build(HFTokenizer(path=folder)).bos_id == 0
     assert build(HFTokenizer(path=folder, eos="<|user|>")).eos_id == 2
     (folder / "tokenizer_config.json").unlink()
-    with pytest.raises(RecipeError, match=r"no file in .* says which token ends a text") as error:
+    with pytest.raises(RecipeError, match=r"no file in .* defines the token that ends a text") as error:
         build(HFTokenizer(path=folder))
     assert "tokenizer.eos" in (error.value.hint or "")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 1]}))
@@ -131,7 +131,7 @@ def test_bad_folders_are_named_with_a_way_out(folder: Path, tmp_path: Path) -> N
         (tmp_path / "gone", "gone does not exist", "titan download"),
         (empty, r"empty has no tokenizer\.json \(it has nothing at all\)", "titan download"),
         (sentencepiece, r"no tokenizer\.json \(it has tokenizer\.model\)", "AutoTokenizer"),
-        (folder / "tokenizer.json", "is not a folder", "the folder that it lies in"),
+        (folder / "tokenizer.json", "is not a folder", "the folder that contains it"),
     ):
         with pytest.raises(EnvironmentProblem, match=said) as error:
             build(HFTokenizer(path=path))

@@ -33,14 +33,14 @@ def test_what_the_model_has_is_left_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("name", "row", "words"),
     [
-        ("tokens", [0, 9, 0, 0], r"the token id 9 in 'tokens', and the model's vocab_size is 9 .* \[1, 1\]"),
+        ("tokens", [0, 9, 0, 0], r"the token id 9 in 'tokens', but the model's vocab_size is 9 .* \[1, 1\]"),
         ("tokens", [0, 0, 0, -100], "the token id -100 in 'tokens'"),
         ("targets", [-1, 0, 0, 0], "the token id -1 in 'targets'"),
         ("targets", [0, -7, 0, 0], "the token id -7"),
         ("targets", [0, 0, 99, 0], "the token id 99"),
-        ("positions", [0, 1, 2, 8], r"the position 8 at \[1, 3\], and the model was made for 0 to 7"),
+        ("positions", [0, 1, 2, 8], r"the position 8 at \[1, 3\], but the model supports 0 to 7"),
         ("positions", [-1, 0, 1, 2], "the position -1"),
-        ("document_ids", [4, 5, 5, 4], "document_ids that come back, in row 1"),
+        ("document_ids", [4, 5, 5, 4], "a repeated document id: in row 1"),
     ],
 )
 def test_what_may_not_be_there_is_named_or_marked(name: str, row: list[int], words: str) -> None:
@@ -58,11 +58,11 @@ def test_a_batch_is_of_rows_and_says_what_it_has_not() -> None:
         batch()["weights"]
     assert isinstance(caught.value, MissingTensor) and batch().get("weights") is None
     for tensors, words in (
-        ({}, "no tensors"),
-        ({"tokens": torch.tensor(3)}, "not a tensor of one number"),
+        ({}, "must have tensors"),
+        ({"tokens": torch.tensor(3)}, "not a scalar tensor"),
         ({"tokens": [[1, 2]]}, "not a list"),
     ):
         with pytest.raises(TitanError, match=words):
             Batch(tensors)  # type: ignore[arg-type]
-    with pytest.raises(TitanError, match="cannot hold units of 0"):
+    with pytest.raises(TitanError, match="cannot be divided into units of 0"):
         Batch({"tokens": torch.zeros(1, 1)}, unit=0)

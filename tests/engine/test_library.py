@@ -175,24 +175,24 @@ def test_an_engine_of_parts_has_a_recipes_defaults() -> None:
 @pytest.mark.parametrize(
     ("build", "kind", "words"),
     [
-        (lambda: Engine.of(Llama3(**TINY), optimiser=AdamW()), UsageError, "takes no optimiser"),
-        (lambda: Engine.of(Llama3(**TINY), loss=AdamW()), UsageError, "loss: this is a optimizer"),
+        (lambda: Engine.of(Llama3(**TINY), optimiser=AdamW()), UsageError, "does not take optimiser"),
+        (lambda: Engine.of(Llama3(**TINY), loss=AdamW()), UsageError, "loss: got a optimizer"),
         (lambda: Engine.of(Llama3), UsageError, "Llama3 is a class"),
         (lambda: Engine.of(Llama3(**TINY), training={"steps": 3}), UsageError, "training: got a dict"),
         (lambda: Engine.of(Llama3(**TINY), optimizer=AdamW(lr=math.nan)), RecipeError, "lr is nan"),
         (lambda: Engine.of(Llama3(**TINY), optimizer=AdamW(lr=math.inf)), RecipeError, "lr is inf"),
-        (lambda: Engine.of("llama3"), UsageError, "model: this is a str"),
+        (lambda: Engine.of("llama3"), UsageError, "model: got a str"),
         (lambda: Engine.of(Llama3(**TINY), lr_scheduler=LRScheduler()), UsageError, "needs a length"),
         (lambda: Engine.of(Llama3(**TINY), mesh=Mesh(tp=2)), RecipeError, "tp=2 does not make 1 rank"),
         (lambda: Engine.of(Llama3(**TINY), weights="nowhere"), EnvironmentProblem, "neither a Hugging Face"),
-        (lambda: Engine.of(Llama3(**TINY), converters=AdamW()), UsageError, "a AdamW, not a list"),
-        (lambda: Engine.of(Llama3(**TINY), device="gpu"), UsageError, "device is no 'gpu'"),
-        (lambda: Engine.of(Llama3(**TINY), device="meta"), UsageError, "device is no 'meta'"),
+        (lambda: Engine.of(Llama3(**TINY), converters=AdamW()), UsageError, "got a AdamW, expected a list"),
+        (lambda: Engine.of(Llama3(**TINY), device="gpu"), UsageError, "cannot use the device 'gpu'"),
+        (lambda: Engine.of(Llama3(**TINY), device="meta"), UsageError, "cannot use the device 'meta'"),
         (lambda: Engine.build("llama3_debug", "training.steps=1"), UsageError, "a list of strings"),
         (lambda: Engine.build("llama3_debgu"), RecipeError, "no recipe 'llama3_debgu'"),
         (lambda: Engine.build("llama3_debug", ["optimizer.lrr=1"]), RecipeError, "unknown key 'lrr'"),
         (lambda: Engine.build(7), UsageError, "not from a int"),  # type: ignore[arg-type]
-        (lambda: Engine.build(load_recipe("llama3_debug").recipe, ["a=1"]), UsageError, "is an object"),
+        (lambda: Engine.build(load_recipe("llama3_debug").recipe, ["a=1"]), UsageError, "Recipe object"),
     ],
 )
 def test_what_cannot_be_built_is_told_and_leaves_no_group(
@@ -341,7 +341,7 @@ def test_ranks_that_cannot_meet_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(EnvironmentProblem, match="rank 0 of 2 cannot meet the others") as caught:
+    with pytest.raises(EnvironmentProblem, match="rank 0 of 2 cannot connect to the others") as caught:
         Engine.of(Llama3(**TINY))
     assert "torchrun" in str(caught.value.hint)
 
@@ -403,25 +403,25 @@ def with_output(name: str) -> Any:
         (
             {"tokens": TOKENS[0], "targets": TOKENS[0]},
             None,
-            r"tokens are \[16\], and must be \[rows, length\]",
+            r"tokens are \[16\], but must be \[rows, length\]",
         ),
         ({"tokens": TOKENS[:0], "targets": TOKENS[:0]}, None, r"\[0, 16\]: the tensor is empty"),
         ({"tokens": TOKENS[:, :0], "targets": TOKENS[:, :0]}, None, r"\[4, 0\]: the tensor is empty"),
         (
             GOOD | {"tokens": TOKENS + 60},
             None,
-            "token id [0-9]+ in 'tokens', and the model's vocab_size is 64",
+            "token id [0-9]+ in 'tokens', but the model's vocab_size is 64",
         ),
         (GOOD | {"tokens": -TOKENS}, None, "token id -[0-9]+ in 'tokens'"),
         (GOOD | {"targets": TOKENS.clamp(max=2) - 3}, None, "token id -[123] in 'targets'"),
         (GOOD | {"targets": TOKENS + 60}, CrossEntropyFull(), "token id [0-9]+ in 'targets'"),
         (GOOD | {"positions": TOKENS - 64}, None, "the position -[0-9]+"),
         (GOOD | {"positions": TOKENS.float()}, None, "positions are torch.float32"),
-        (GOOD | {"positions": TOKENS + 64}, None, "the model was made for 0 to 63"),
+        (GOOD | {"positions": TOKENS + 64}, None, "the model supports 0 to 63"),
         (GOOD | {"positions": TOKENS[:, 1:]}, None, r"positions are \[4, 15\], its tokens \[4, 16\]"),
         (GOOD | {"document_ids": TOKENS[:, 0]}, None, r"document_ids are \[4\]"),
         (GOOD | {"document_ids": TOKENS > 3}, None, "document_ids are torch.bool"),
-        (GOOD | {"document_ids": TOKENS * 0 + torch.arange(16) % 2}, None, "document_ids that come back"),
+        (GOOD | {"document_ids": TOKENS * 0 + torch.arange(16) % 2}, None, "a repeated document id"),
         ({k: v.repeat(1, 2) for k, v in GOOD.items()}, None, "rows are 32 tokens long, but .* built for 16"),
         (GOOD, Grpo(), "the loss Grpo needs advantages, old_logprobs in the batch, which only has tokens"),
         (
@@ -439,13 +439,13 @@ def with_output(name: str) -> Any:
         (GOOD, reporting("weight"), "reports a metric called 'weight'"),
         (GOOD, reporting("loss"), "reports a metric called 'loss'"),
         (GOOD, reporting(3), "called 3, which is not a string"),
-        (GOOD, CrossEntropy, "write CrossEntropy()"),
+        (GOOD, CrossEntropy, "use CrossEntropy()"),
         (GOOD, AdamW(), "AdamW is a optimizer"),
         (GOOD, "cross_entropy", "str is not a loss"),
         (GOOD, with_output("logits"), '"logits"|\'logits\', not "logprobs" or "model"'),
         (GOOD, returns(lambda lp: lp.sum()), "returned a Tensor"),
-        (GOOD, returns(lambda lp: LossResult(lp, 1)), r"must be a tensor of one number, not \[4, 16\]"),
-        (GOOD, returns(lambda lp: LossResult(1.0, 1)), "one number, not float"),
+        (GOOD, returns(lambda lp: LossResult(lp, 1)), r"must be a scalar tensor, not \[4, 16\]"),
+        (GOOD, returns(lambda lp: LossResult(1.0, 1)), "scalar tensor, not float"),
         (GOOD, returns(lambda lp: LossResult(lp.detach().sum(), 1)), "has no gradient"),
         (GOOD, returns(lambda lp: LossResult(lp.sum(), None)), "weight must be one number, not a NoneType"),
         (GOOD, returns(lambda lp: LossResult(lp.sum(), 1j)), "weight must be one number, not a complex"),

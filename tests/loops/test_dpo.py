@@ -122,6 +122,6 @@ def test_what_does_not_give_or_take_pairs_is_refused(train: Callable[..., Finish
     assert 'the loss sft does not learn from pairs: write loss = "dpo"' in done.err
     assert 'dpo learns from pairs: write [dataset] type = "preference"' in done.err
     done = train(*SMALL, "training.local_batch_size=3")
-    assert done.code == 3 and "write an even training.local_batch_size" in done.err
+    assert done.code == 3 and "use an even training.local_batch_size" in done.err
     done = train(*SMALL, "mesh.pp=2", "--nproc", "2")
-    assert done.code == 3 and "write an even pipeline.microbatch_size" in done.err
+    assert done.code == 3 and "use an even pipeline.microbatch_size" in done.err

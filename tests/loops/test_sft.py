@@ -122,4 +122,4 @@ def test_what_cannot_keep_conversations_apart_is_refused(train: Callable[..., Fi
     ring = ("mesh.cp=2", "parallelize.context_parallel=ring", "--nproc", "2")
     done = train("sft_debug", *ring)
     assert done.code == 3
-    assert 'context_parallel = "ring" cannot keep conversations of a row apart' in done.err
+    assert 'context_parallel = "ring" cannot separate the conversations of a row' in done.err

@@ -215,7 +215,7 @@ def test_inputs_get_positions_and_what_is_not_along_the_sequence_stays_whole():
 
 def test_rows_that_cannot_be_cut_are_told():
     cut = RowCut(Group("", 4, 0), head_tail=True)
-    with pytest.raises(TitanError, match="a row of 12 cannot be cut into 8 equal pieces"):
+    with pytest.raises(TitanError, match="a row of 12 cannot be split into 8 equal parts"):
         cut.inputs({"tokens": torch.zeros(2, 12)}, {"tokens": 1, "positions": 1})
     with pytest.raises(TitanError, match="needs `positions`"):
         cut.inputs({"tokens": torch.zeros(2, 16)}, {"tokens": 1})

@@ -29,7 +29,7 @@ def test_a_run_skips_bad_rows_tells_of_them_and_counts_them(train: Train, here: 
     done = train("tiny.toml", *JSONL, "--run-dir", "r", "training.steps=3")
     assert done.code == 0, done.err
     for line, reason in ((2, "not UTF-8"), (3, "no key 'text'"), (4, "not JSON")):
-        assert f"warning: row skipped: {rows}, line {line}: it " in done.err
+        assert f"warning: skipped a row: {rows}, line {line}: it " in done.err
         assert reason in done.err
     steps = [event for event in read_events(here / "r/events.jsonl") if event["event"] == "step"]
     # All rows are read before the first step: a metric is told when it is reported.
@@ -39,5 +39,5 @@ def test_a_run_skips_bad_rows_tells_of_them_and_counts_them(train: Train, here: 
 def test_a_strict_run_ends_at_the_first_with_its_file_and_line(train: Train, rows: Path) -> None:
     done = train("tiny.toml", *JSONL, "dataset.strict=true", "--run-dir", "r")
     assert done.code == 5
-    assert f"error: {rows}, line 2: it is not UTF-8: byte 13 fits no character" in done.err
+    assert f"error: {rows}, line 2: it is not UTF-8: byte 13 is invalid" in done.err
     assert "Traceback" not in done.err

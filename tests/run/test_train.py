@@ -113,7 +113,7 @@ def test_other_data_are_begun_anew_where_drift_is_allowed(train: Train, here: Pa
     done = train("r", "--resume", *other, "--allow-drift")
     assert done.code == 0, done.err
     assert (
-        "warning: the data starts from the beginning: dataset text_files is not what the checkpoint"
+        "warning: the data starts from the beginning: dataset text_files is not the data that the checkpoint"
     ) in done.err
     assert list(losses(here / "r")) == [1, 2, 3, 4, 5, 6]
     weights = ("weights=r/checkpoints/step-4", *other, "training.steps=1")

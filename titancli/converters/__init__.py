@@ -32,15 +32,21 @@ class LoRA:
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         names = [component_info(config).name for config in recipe.converters]
         if recipe.weights is None:
-            yield "", "adapters need a base: name it with `weights`"
+            yield "", "adapters need a base: set `weights`"
         if not recipe.checkpoint.initial_load_model_only:
-            yield "", "the base is weights alone: drop checkpoint.initial_load_model_only, or resume the run"
+            yield (
+                "",
+                (
+                    "only weights can be loaded into the base: remove "
+                    "checkpoint.initial_load_model_only, or resume the run"
+                ),
+            )
         if recipe.checkpoint.last_save_model_only:
-            yield "", "checkpoints hold the adapters alone as it is: drop checkpoint.last_save_model_only"
+            yield "", "checkpoints already hold only the adapters: remove checkpoint.last_save_model_only"
         if names.count("lora") > 1:
-            yield "", "there is another lora converter: write one, with the targets of both"
+            yield "", "there is a second lora converter: use a single one with the targets of both"
         if "float8_linear" in names:
-            yield "", "lora and float8_linear change the same layers: take one of them"
+            yield "", "lora and float8_linear change the same layers: use only one of them"
 
 
 COMPONENTS: list[type] = [LoRA]

@@ -68,8 +68,8 @@ class AdaptedLinear(nn.Linear):
         """
         if style not in STYLES:
             raise RecipeError(
-                f"lora: a layer that tensor parallelism cuts in the style {style!r} cannot have an adapter",
-                hint="leave it out of targets",
+                f"lora: a layer that tensor parallelism shards in the style {style!r} cannot have an adapter",
+                hint="remove it from targets",
             )
         return STYLES[style]
 
@@ -107,8 +107,8 @@ class Adapters:
         moving = [name for name, _ in named_state(model)][len(list(model.named_parameters())) :]
         if moving:
             raise RecipeError(
-                f"lora: training moves {moving[0]} of the base without gradients",
-                hint="turn the balancing of experts off, as in model.moe.load_balance_coeff = 0",
+                f"lora: training changes {moving[0]} of the base without gradients",
+                hint="disable the balancing of experts, for example with model.moe.load_balance_coeff = 0",
             )
         whole = sum(parameter.numel() for parameter in model.parameters())
         for parameter in model.parameters():
@@ -117,7 +117,8 @@ class Adapters:
         if not chosen:
             raise RecipeError(
                 "lora: no layer of this model can have an adapter",
-                hint="it takes plain linear layers of the blocks that the tensor_plan has as column or row",
+                hint="adapters need plain linear layers of the blocks whose style in the tensor_plan is "
+                "column or row",
             )
         self._adapted = set(chosen)
         for name in chosen:
@@ -205,7 +206,7 @@ def _chosen(model: Any, targets: list[str] | None) -> list[str]:
         if not matched:
             ends = {n.split(".", i)[-1]: None for n in linears for i in range(n.count(".") + 1)}
             hint = nearest(pattern, ends) or "see `titan show` of the model, and its tensor_plan"
-            raise RecipeError(f"lora: targets = {pattern!r} names no linear layer", hint=hint)
+            raise RecipeError(f"lora: targets = {pattern!r} matches no linear layer", hint=hint)
         for name in matched:
             if type(linears[name]) is not nn.Linear or styles[name] not in STYLES:
                 what = type(linears[name]).__name__

@@ -81,7 +81,7 @@ class HFDataset:
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from hub_keys(self)
         if self.streaming and self.shuffle:
-            yield "shuffle", "a stream cannot be shuffled and resumed exactly: drop shuffle or streaming"
+            yield "shuffle", "a shuffled stream cannot be resumed exactly: remove shuffle or streaming"
         if self.streaming and "[" in self.split:
             yield "split", f"a slice of a split ({self.split!r}) needs streaming = false"
 
@@ -102,7 +102,7 @@ def hub_keys(config: Any) -> Iterator[tuple[str, str]]:
     if os.path.isabs(config.path) or config.path.startswith("titan:"):
         for key in ("name", "revision"):
             if getattr(config, key) is not None:
-                yield key, f"a {key} is for datasets on the Hub, not for {config.path}: drop it"
+                yield key, f"a {key} only applies to datasets on the Hub, not to {config.path}: remove it"
 
 
 @component("dataset", "jsonl", target="titancli.data.jsonl:build")
@@ -167,10 +167,10 @@ class Chat:
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from hub_keys(self)
         if self.trailing_newline and self.train_on == "all":
-            yield "trailing_newline", 'every token is a target under train_on = "all": leave it out'
+            yield "trailing_newline", 'every token is a target with train_on = "all": remove it'
         ring = with_defaults(ParallelizeConfigDefaults, recipe.parallelize).context_parallel == "ring"
         if self.pack and ring and recipe.mesh.cp != 1:
-            message = 'parallelize.context_parallel = "ring" cannot keep conversations of a row apart: write '
+            message = 'parallelize.context_parallel = "ring" cannot separate the conversations of a row: use '
             yield "pack", message + 'false, or "allgather"'
 
 
@@ -211,9 +211,9 @@ class Preference:
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from hub_keys(self)
         if recipe.training.local_batch_size % 2:
-            yield "", "a pair is two rows: write an even training.local_batch_size"
+            yield "", "a pair consists of two rows: use an even training.local_batch_size"
         if recipe.mesh.pp != 1 and recipe.pipeline.microbatch_size % 2:
-            yield "", "a pair is two rows: write an even pipeline.microbatch_size"
+            yield "", "a pair consists of two rows: use an even pipeline.microbatch_size"
 
 
 @component("tokenizer", "byte", target="titancli.data.byte_tokenizer:build")

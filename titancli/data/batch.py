@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 IGNORE = -100
 """A target that is none."""
-EXAMPLE = 'give titancli.Batch({"tokens": ..., "targets": ...})'
+EXAMPLE = 'pass titancli.Batch({"tokens": ..., "targets": ...})'
 
 
 class MissingTensor(TitanError, KeyError):
@@ -42,11 +42,11 @@ class Batch(Mapping[str, "Tensor"]):
 
     def __init__(self, tensors: Mapping[str, Tensor], *, unit: int = 1) -> None:
         if not tensors:
-            raise TitanError("a batch has no tensors", hint=EXAMPLE)
+            raise TitanError("a batch must have tensors", hint=EXAMPLE)
         for name, value in tensors.items():
             if not getattr(value, "ndim", 0) or not hasattr(value, "shape"):
                 number = hasattr(value, "ndim")
-                what = "a tensor of one number" if number else f"a {type(value).__name__}"
+                what = "a scalar tensor" if number else f"a {type(value).__name__}"
                 raise TitanError(
                     f"a batch's {name} must be a tensor whose first dimension is rows, not {what}",
                     hint=EXAMPLE,
@@ -55,7 +55,9 @@ class Batch(Mapping[str, "Tensor"]):
         if len(set(rows.values())) != 1:
             raise TitanError(f"a batch's tensors must have the same number of rows, not {rows}")
         if unit < 1 or next(iter(rows.values())) % unit:
-            raise TitanError(f"a batch of {next(iter(rows.values()))} rows cannot hold units of {unit}")
+            raise TitanError(
+                f"a batch of {next(iter(rows.values()))} rows cannot be divided into units of {unit}"
+            )
         self._tensors = dict(tensors)
         self.unit = unit
 

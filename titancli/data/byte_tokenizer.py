@@ -63,7 +63,7 @@ def _parts(message: dict[str, Any]) -> tuple[list[int], list[int]]:
     """What stands before a message's content, and the content with its end."""
     content = message.get("content")
     if not isinstance(content, str) or "tool_calls" in message:
-        raise ChatRefused("the byte tokenizer's chat template takes text alone, no tool calls")
+        raise ChatRefused("the byte tokenizer's chat template supports only text, no tool calls")
     return list(_utf8(f"{message['role']}\n")), [*_utf8(content), ByteTokenizer.eos_id]
 
 

@@ -46,16 +46,16 @@ class Masked:
         """
         if not hasattr(tokenizer, "chat_with_mask"):
             raise RecipeError(
-                f"the tokenizer ({type(tokenizer).__name__}) does not tell which tokens are the assistant's",
-                hint="take one that has chat_with_mask, such as hf",
+                f"the tokenizer ({type(tokenizer).__name__}) cannot tell which tokens are the assistant's",
+                hint="use a tokenizer with chat_with_mask, such as hf",
             )
         self._tokenizer = tokenizer
         knows = "trailing_newline" in inspect.signature(tokenizer.chat_with_mask).parameters
         if trailing_newline and not knows:
             raise RecipeError(
-                f"dataset.trailing_newline: the chat template of {type(tokenizer).__name__} is not known to "
-                "put one behind its end marker",
-                hint="leave it out",
+                f"dataset.trailing_newline: the chat template of {type(tokenizer).__name__} is not "
+                f"known to add a line break after its end marker",
+                hint="remove it",
             )
         self.trailing_newline = trailing_newline
         self._options = {"trailing_newline": trailing_newline} if knows else {}
@@ -68,8 +68,8 @@ class Masked:
         if self._options and not self._options["trailing_newline"]:
             self._options = {"trailing_newline": True}
             logger.warning(
-                "the checkpoint is of a run whose targets have the line break behind end markers, if the "
-                "chat template puts one there; it goes on so (a new run has trailing_newline = false)"
+                "the checkpoint is from a run whose targets include the line break after end markers, "
+                "if the chat template adds one; this is kept (new runs use trailing_newline = false)"
             )
 
 
@@ -113,11 +113,11 @@ class ConversationReader:
             mask = [True] * len(ids)
         else:
             if not any(message["role"] == "assistant" for message in messages):
-                raise BadRow(f"{key!r} has no message of the assistant")
+                raise BadRow(f"{key!r} has no assistant message")
             ids, mask = self._masked(messages)
         longest = self._seq_len + 1
         if len(ids) > longest and self._config.too_long == "skip":
-            raise BadRow(f"it has {len(ids)} tokens, and a row takes {longest} (training.seq_len)")
+            raise BadRow(f"it has {len(ids)} tokens, but a row holds {longest} (training.seq_len)")
         found = Conversation(np.array(ids[:longest], np.int64), np.array(mask[:longest], bool))
         if not found.trained[1:].any():
             raise BadRow(f"none of its first {longest} tokens is trained on")

@@ -48,19 +48,19 @@ class PairReader:
             for key, messages in zip(("chosen", "rejected"), conversations, strict=True)
         )
         if np.array_equal(chosen.tokens, rejected.tokens):
-            raise BadRow("'chosen' and 'rejected' are the same")
+            raise BadRow("'chosen' and 'rejected' are identical")
         reference = tuple(_number(row, key) for key in REFERENCE) if self._config.reference_logps else None
         return Pair((chosen, rejected), reference)  # type: ignore[arg-type]
 
     def _answer(self, key: str, messages: list[dict[str, Any]], first: int) -> Conversation:
         if not any(message["role"] == "assistant" for message in messages[first:]):
-            raise BadRow(f"{key!r} has no answer of the assistant of its own")
+            raise BadRow(f"{key!r} has no assistant message after the shared prompt")
         ids, mask = self._masked(messages, first)
         longest = self._seq_len + 1
         if len(ids) > longest:  # a cut answer is another one, so the pair is left out
-            raise BadRow(f"{key!r} has {len(ids)} tokens, and a row takes {longest} (training.seq_len)")
+            raise BadRow(f"{key!r} has {len(ids)} tokens, but a row holds {longest} (training.seq_len)")
         if not any(mask[1:]):
-            raise BadRow(f"no token of {key!r} is the assistant's")
+            raise BadRow(f"{key!r} has no assistant tokens")
         return Conversation(np.array(ids, np.int64), np.array(mask, bool))
 
 
@@ -90,7 +90,7 @@ def _shared(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> int:
 def _number(row: dict[str, Any], key: str) -> float:
     value = value_of(row, key)
     if type(value) not in (int, float) or not -1e9 < value <= 0:
-        raise BadRow(f"{key!r} is {value!r}, no log-probability")
+        raise BadRow(f"{key!r} is {value!r}, which is not a log-probability")
     return float(value)
 
 
@@ -135,7 +135,7 @@ def build(
     """
     if rows % 2:
         raise RecipeError(
-            f"training.local_batch_size = {rows}: a pair is two rows", hint="write an even number"
+            f"training.local_batch_size = {rows}: a pair consists of two rows", hint="use an even number"
         )
     masked = Masked(tokenizer)
     read = PairReader(config, masked, seq_len)

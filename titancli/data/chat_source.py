@@ -101,7 +101,7 @@ def rows_of(config: Chat | Preference, kind: str, *, seed: int, dp_rank: int) ->
     hf = HFDataset(path=path, name=config.name, revision=config.revision, split=config.split)
     dataset = load(hf, progress=dp_rank == 0 and sys.stderr.isatty())
     if len(dataset) == 0:
-        raise EnvironmentProblem(f"{label}: split {config.split!r} has no rows", hint="take another split")
+        raise EnvironmentProblem(f"{label}: split {config.split!r} has no rows", hint="use another split")
     return HFRows(label, config, dataset, seed)
 
 
@@ -110,7 +110,7 @@ def _bundled(path: str) -> Path:
     found = folder / f"{path.removeprefix(BUNDLED)}.jsonl"
     if not found.is_file():
         names = ", ".join(sorted(BUNDLED + os.path.splitext(name)[0] for name in os.listdir(folder)))
-        raise EnvironmentProblem(f"titan has no data {path!r}", hint=f"there are {names}")
+        raise EnvironmentProblem(f"titan has no bundled data {path!r}", hint=f"available: {names}")
     return found
 
 
@@ -147,7 +147,7 @@ def check_messages(key: str, value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         raise BadRow(f"{key!r} is {type(value).__name__}, not a list of messages")
     if not value:
-        raise BadRow(f"{key!r} has no message")
+        raise BadRow(f"{key!r} has no messages")
     return [_message(f"{key}[{number}]", message) for number, message in enumerate(value)]
 
 
@@ -158,13 +158,13 @@ def _message(where: str, message: Any) -> dict[str, Any]:
     for name in ("role", "content"):
         if name not in found and not (name == "content" and "tool_calls" in found):
             has = ", ".join(map(repr, found)) or "no keys"
-            raise BadRow(f"{where} has no {name!r}, but {has}"[:200])
+            raise BadRow(f"{where} has no {name!r}, only {has}"[:200])
     if not isinstance(found["role"], str):
-        raise BadRow(f"{where}: 'role' is {type(found['role']).__name__}, not text")
+        raise BadRow(f"{where}: 'role' is {type(found['role']).__name__}, not a string")
     if not isinstance(found.get("content", ""), str):
-        raise BadRow(f"{where}: 'content' is {type(found['content']).__name__}, not text")
+        raise BadRow(f"{where}: 'content' is {type(found['content']).__name__}, not a string")
     if "weight" in found:
-        raise BadRow(f"{where} has a 'weight', which is not read: leave it out")
+        raise BadRow(f"{where} has a 'weight', which is not supported: remove it")
     for name in ("role", "content"):
         check_characters(f"{where}.{name}", found.get(name, ""))
     return found

@@ -20,7 +20,7 @@ from titancli.errors import RecipeError
 
 MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REMEDY = (
-    "put {% generation %} and {% endgeneration %} around what the assistant says in chat_template.jinja, "
+    "put {% generation %} and {% endgeneration %} around the assistant's messages in chat_template.jinja, "
     'or train on all tokens (dataset.train_on = "all")'
 )
 
@@ -42,7 +42,7 @@ class ChatTemplate:
         if not tokenizer.chat_template:
             raise RecipeError(
                 f"the tokenizer in {folder} has no chat template",
-                hint="add a chat_template.jinja to the folder, or take the tokenizer of an instruct model",
+                hint="add a chat_template.jinja to the folder, or use the tokenizer of an instruct model",
             )
         self._tokenizer, self._folder = tokenizer, folder
         self.text = str(tokenizer.chat_template)
@@ -117,8 +117,8 @@ class ChatTemplate:
             runs = [(flag, len(list(run))) for flag, run in groupby(mask)]
             if sum(flag for flag, _ in runs) != turns:
                 raise ChatRefused(
-                    f"the chat template in {self._folder} marks {sum(flag for flag, _ in runs)} stretches "
-                    f"of a conversation with {turns} assistant turns"
+                    f"the chat template in {self._folder} marks {sum(flag for flag, _ in runs)} spans "
+                    f"in a conversation with {turns} assistant turns"
                 )
             mask, seen = [], 0
             for flag, length in runs:
@@ -149,8 +149,8 @@ class ChatTemplate:
             return self._tokenizer.apply_chat_template(list(messages), **options)
         except Exception as error:  # jinja raises what the template says, of any class
             raise ChatRefused(
-                f"the chat template in {self._folder} refuses a conversation: {error}",
-                hint="see which roles, in which order, the template allows",
+                f"the chat template in {self._folder} rejects a conversation: {error}",
+                hint="check which roles the template allows, and in which order",
             ) from error
 
 
@@ -176,9 +176,9 @@ def assistant_spans(
         end = _end(render(messages[: number + 1], False), whole, len(before), message.get("content") or "")
         if not whole.startswith(before) or end is None:
             raise RecipeError(
-                f"the chat template in {folder} has no {{% generation %}} markers, and renders turn "
-                f"{number + 1} of a conversation in another way when it is the last: which tokens are the "
-                "assistant's cannot be told",
+                f"the chat template in {folder} has no {{% generation %}} markers and renders turn "
+                f"{number + 1} of a conversation differently when it is the last one, so the tokens of "
+                f"the assistant cannot be identified",
                 hint=REMEDY,
             )
         spans.append((len(before), end))

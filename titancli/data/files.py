@@ -100,8 +100,8 @@ def corpus_identity(
     total = sum(file.size for file in files)
     if total == 0:
         raise EnvironmentProblem(
-            f"{label} holds no text: all of its {len(files)} files are empty, such as {files[0].path}",
-            hint="point it to files with text",
+            f"{label} contains no text: every file is empty, for example {files[0].path}",
+            hint="choose files with text",
         )
     try:
         contents = fingerprint(files, _utf8) if text else fingerprint(files)
@@ -138,14 +138,14 @@ def unreadable(path: str, error: OSError) -> NoReturn:
     """
     raise EnvironmentProblem(
         f"cannot read the text file {path}: {error.strerror or error}",
-        hint="make it readable, or leave it out of the dataset's paths",
+        hint="make it readable, or remove it from the paths of the dataset",
     ) from error
 
 
 def _not_text(path: str, byte: int) -> NoReturn:
     raise EnvironmentProblem(
-        f"{path} is not UTF-8 text: byte {byte} fits no character",
-        hint="convert it (`iconv -t UTF-8`), or name the text files alone, as in 'corpus/**/*.txt'",
+        f"{path} is not UTF-8 text: byte {byte} is invalid",
+        hint="convert it (`iconv -t UTF-8`), or select only text files, as in 'corpus/**/*.txt'",
     ) from None
 
 
@@ -187,10 +187,10 @@ def find_files(path: Path) -> list[TextFile]:
     entry = os.path.abspath(path)
     if os.path.isdir(entry):
         found = _walk(entry, skip=lambda name: name.startswith("."))
-        nothing = f"the folder {entry} has no files"
+        nothing = f"folder {entry} has no files"
     elif os.path.lexists(entry):
         found = _regular(entry, os.path.basename(entry))
-        nothing = f"{entry} is no regular file"
+        nothing = f"{entry} is not a regular file"
     elif glob.has_magic(entry):
         matches = sorted(glob.glob(entry, recursive=True))
         found = [file for match in matches for file in _regular(match, os.path.relpath(match, _base(entry)))]
@@ -200,7 +200,7 @@ def find_files(path: Path) -> list[TextFile]:
     if not found:
         raise EnvironmentProblem(
             f"dataset: {nothing}",
-            hint="correct dataset.paths; they are relative to the folder that titan is started in",
+            hint="correct dataset.paths; relative paths start at the current folder",
         )
     return found
 
@@ -237,8 +237,8 @@ def build_python_stdlib(config: PythonStdlib, *, seed: int, **runtime: Any) -> P
     files = _walk(folder, skip=NOT_SOURCE.__contains__, suffix=".py") if os.path.isdir(folder) else []
     if not files:
         raise EnvironmentProblem(
-            f"dataset python_stdlib: this Python has no standard library source in {folder}",
-            hint="use a Python that is installed as files, or the text_files dataset",
+            f"dataset python_stdlib: this Python has no source files of the standard library in {folder}",
+            hint="use a Python whose standard library is installed as files, or the text_files dataset",
         )
     return _packed("dataset python_stdlib", files, config, seed, runtime)
 

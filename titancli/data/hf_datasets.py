@@ -46,7 +46,7 @@ class IndexedSource:
         _check_column(config, dataset.column_names)
         if len(dataset) == 0:
             raise EnvironmentProblem(
-                f"{self.label}: split {config.split!r} has no rows", hint="take another split"
+                f"{self.label}: split {config.split!r} has no rows", hint="use another split"
             )
         self.identity: dict[str, Any] = {
             "rows": len(dataset),
@@ -118,8 +118,8 @@ def _text(label: str, column: str, value: Any) -> str:
         return ""
     if not isinstance(value, str):
         raise RecipeError(
-            f"{label}: column {column!r} holds {type(value).__name__}, not text",
-            hint="name the column of the text: dataset.text",
+            f"{label}: column {column!r} holds {type(value).__name__}, not a string",
+            hint="set dataset.text to the column that contains the text",
         )
     return value
 
@@ -165,14 +165,14 @@ def load(config: HFDataset, *, progress: bool = False) -> Any:
             return _load_local(config, datasets)
         if os.path.exists(config.path):
             raise RecipeError(
-                f"dataset.path = {config.path!r} could be the folder here or a name on the Hub",
-                hint=f"write './{config.path}' for the folder; for the Hub, start from another folder",
+                f"dataset.path = {config.path!r} could be a local folder or a name on the Hub",
+                hint=f"use './{config.path}' for the folder; for the Hub, run the command in another folder",
             )
         if config.path.isidentifier() and find_spec(f"datasets.packaged_modules.{config.path}") is not None:
             raise RecipeError(
                 f"dataset.path = {config.path!r} is a reader of the datasets library, which would read "
-                "whatever lies where the command is run",
-                hint="name the file or the folder: './data.jsonl'",
+                f"any files in the current folder",
+                hint="give the file or the folder: './data.jsonl'",
             )
         return datasets.load_dataset(
             config.path,
@@ -193,7 +193,7 @@ def refuse_hub_keys(config: Any) -> None:
         RecipeError: data on this machine are given a configuration or a revision, which only the Hub has.
     """
     for key, reason in hub_keys(config):
-        raise RecipeError(f"dataset.{key}: {reason}", hint=f"drop {key}")
+        raise RecipeError(f"dataset.{key}: {reason}", hint=f"remove {key}")
 
 
 def _load_local(config: HFDataset, datasets: Any) -> Any:
@@ -211,8 +211,8 @@ def _load_local(config: HFDataset, datasets: Any) -> Any:
         extension = os.path.splitext(stem)[1]
     if extension not in READERS:
         raise EnvironmentProblem(
-            f"{label}: no reader for a file that ends in {extension or 'nothing'}",
-            hint=f"known are {', '.join(READERS)}; whole text files are read by the text_files dataset",
+            f"{label}: files with the extension {extension or '(none)'} are not supported",
+            hint=f"supported: {', '.join(READERS)}; for whole text files, use the text_files dataset",
         )
     return datasets.load_dataset(READERS[extension], data_files={"train": glob.escape(path)}, **options)
 
@@ -221,7 +221,7 @@ def _load_saved(config: HFDataset, datasets: Any) -> Any:
     label = _label(config)
     if config.streaming:
         raise RecipeError(
-            f"{label} was saved by save_to_disk and is read where it lies",
+            f"{label} was saved by save_to_disk and cannot be streamed",
             hint="set dataset.streaming = false",
         )
     loaded = datasets.load_from_disk(config.path)

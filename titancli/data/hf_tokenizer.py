@@ -37,7 +37,7 @@ class HFTokenizer:
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
             raise EnvironmentProblem(
-                f"{folder / 'tokenizer.json'} has no tokens", hint="take another tokenizer"
+                f"{folder / 'tokenizer.json'} has no tokens", hint="use another tokenizer"
             )
         self.vocab_size: int = max(ids.values()) + 1
         self.eos_id: int = self._find("eos", eos, required=True)
@@ -93,7 +93,7 @@ class HFTokenizer:
             if token_id is None:
                 raise RecipeError(
                     f"tokenizer.{role} = {named!r} is not a token of {self._folder / 'tokenizer.json'}",
-                    hint=f"name one of its tokens, or leave tokenizer.{role} out",
+                    hint=f"set it to one of its tokens, or remove tokenizer.{role}",
                 )
             return token_id
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
@@ -108,8 +108,8 @@ class HFTokenizer:
                 return token_id
         if required:
             raise RecipeError(
-                f"no file in {self._folder} says which token ends a text",
-                hint=f'name it in the recipe, e.g. tokenizer.{role} = "<|end_of_text|>"; '
+                f"no file in {self._folder} defines the token that ends a text",
+                hint=f'set it in the recipe, for example tokenizer.{role} = "<|end_of_text|>"; '
                 f"or set {role}_token in tokenizer_config.json",
             )
         return None
@@ -126,7 +126,7 @@ def _load(folder: Path) -> Any:
     except Exception as error:  # the library raises bare Exceptions
         raise EnvironmentProblem(
             f"{path} cannot be read as a tokenizer: {error}",
-            hint="download it again, or save it anew with transformers' save_pretrained",
+            hint="download it again, or save it again with save_pretrained of transformers",
         ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -142,7 +142,7 @@ def _load_with_template(folder: Path) -> Any:
     except Exception as error:  # whatever a wrong tokenizer_config.json leads to
         raise EnvironmentProblem(
             f"transformers cannot load the tokenizer in {folder}: {type(error).__name__}: {error}",
-            hint="repair tokenizer_config.json, or download it again",
+            hint="fix tokenizer_config.json, or download it again",
         ) from error
 
 
@@ -161,12 +161,12 @@ def _listing(folder: Path) -> str:
 
 def _remedy(folder: Path) -> str:
     if folder.name == "tokenizer.json":
-        return "name the folder that it lies in"
+        return "give the folder that contains it"
     if (folder / "tokenizer.model").is_file():
         return f"convert it: transformers.AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained(...)"
     return (
-        "point tokenizer.path to a folder with tokenizer.json, such as "
-        "`titan download OWNER/NAME --dir DIR` makes"
+        "set tokenizer.path to a folder with tokenizer.json, for example from "
+        "`titan download OWNER/NAME --dir DIR`"
     )
 
 
@@ -176,7 +176,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise EnvironmentProblem(f"{path} cannot be read: {error}", hint="repair it, or remove it") from error
+        raise EnvironmentProblem(f"{path} cannot be read: {error}", hint="fix it or remove it") from error
     return content if isinstance(content, dict) else {}
 
 

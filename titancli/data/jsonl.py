@@ -77,8 +77,9 @@ class LineReader:
             row = next(_rows(file, start, index + 1, self._max_bytes), None)
             if row is None:
                 raise EnvironmentProblem(
-                    f"{file.path} has become shorter since the run began: line {index + 1} is gone",
-                    hint="leave the data as they are while a run reads them, and start it anew",
+                    f"{file.path} has become shorter since the run started: line {index + 1} no longer "
+                    f"exists",
+                    hint="do not change data while a run reads them; start a new run",
                 )
             yield file, row, {"document": document}
 
@@ -99,12 +100,12 @@ class BadRows:
         if self._strict:
             raise EnvironmentProblem(
                 f"{where}: {reason}",
-                hint="correct the row, or write dataset.strict = false to skip such rows",
+                hint="fix the row, or set dataset.strict = false to skip such rows",
             )
         self.skipped += 1
         if self.skipped <= TOLD:
-            more = "; further ones are only counted (bad_rows)" if self.skipped == TOLD else ""
-            logger.warning("row skipped: %s: %s%s", where, reason, more)
+            more = "; further skipped rows are only counted (bad_rows)" if self.skipped == TOLD else ""
+            logger.warning("skipped a row: %s: %s%s", where, reason, more)
         self.count()
 
     def count(self) -> None:
@@ -159,7 +160,7 @@ def parse(data: bytes | None, max_bytes: int) -> dict[str, Any]:
     try:
         row = json.loads(data.decode())
     except UnicodeDecodeError as error:
-        raise BadRow(f"it is not UTF-8: byte {error.start} fits no character") from error
+        raise BadRow(f"it is not UTF-8: byte {error.start} is invalid") from error
     except (ValueError, RecursionError) as error:
         raise BadRow(f"it is not JSON: {error}") from error
     if not isinstance(row, dict):
@@ -174,7 +175,7 @@ def value_of(row: dict[str, Any], key: str) -> Any:
     """
     if key not in row:
         has = ", ".join(map(repr, row)) or "no keys"
-        raise BadRow(f"it has no key {key!r}, but is an object with {has}"[:200])
+        raise BadRow(f"it has no key {key!r}, only {has}"[:200])
     return row[key]
 
 
@@ -187,7 +188,7 @@ def check_characters(key: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(text[error.start]):04x}"
-        raise BadRow(f"{key!r} holds {half}, half of a pair, which is no character") from error
+        raise BadRow(f"{key!r} contains {half}, an unpaired surrogate") from error
 
 
 def _text(data: bytes | None, config: JsonLines) -> str:
@@ -198,7 +199,7 @@ def _text(data: bytes | None, config: JsonLines) -> str:
     """
     text = value_of(parse(data, config.max_bytes), config.text)
     if not isinstance(text, str):
-        raise BadRow(f"{config.text!r} is {type(text).__name__}, not text")
+        raise BadRow(f"{config.text!r} is {type(text).__name__}, not a string")
     if not text:
         raise BadRow(f"{config.text!r} is empty")
     check_characters(config.text, text)

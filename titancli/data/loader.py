@@ -116,7 +116,7 @@ class Loader(Iterator[Batch]):
         self.close()
         if self._thread is not None and self._thread.is_alive():
             raise EnvironmentProblem(
-                f"the dataset has not finished a batch for {STOP_SECONDS:.0f} s", hint="start the run again"
+                f"the dataset has not returned a batch within {STOP_SECONDS:.0f} s", hint="restart the run"
             )
         self._dataset.load_state_dict(state)
         self._state = self._dataset.state_dict()
@@ -164,7 +164,7 @@ def _produce(dataset: Dataset, device: torch.device, queue: _Queue, limits: Limi
 
 def _check_values(batch: Batch, limits: Limits) -> None:
     """Here, where they are on the CPU: on a GPU nobody looks at them."""
-    if readable(batch) and (found := fault(batch, limits, "the dataset gives")) is not None:
+    if readable(batch) and (found := fault(batch, limits, "the dataset returns")) is not None:
         raise EnvironmentProblem(found.message, hint=found.hint)
 
 

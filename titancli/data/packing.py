@@ -74,9 +74,9 @@ class PackedDataset:
         available = self._stream.available(self._seq_len + 1)
         if self._consumed == 0 and available <= self._seq_len:
             raise RecipeError(
-                f"{self._source.label} has {available} tokens in all, and one row of training.seq_len = "
-                f"{self._seq_len} takes {self._seq_len + 1}",
-                hint="take a smaller training.seq_len, more text, or dataset.repeat = true",
+                f"{self._source.label} has {available} tokens in total, but one row of training.seq_len "
+                f"= {self._seq_len} needs {self._seq_len + 1}",
+                hint="use a smaller training.seq_len, more text, or dataset.repeat = true",
             )
         while self._stream.available(2) == 2:
             yield self._next()
@@ -134,8 +134,8 @@ class PackedDataset:
         """
         if state.get("version") != STATE_VERSION or "data" not in state:
             raise EnvironmentProblem(
-                f"the position in the data that the checkpoint holds is not one of {self._source.label}",
-                hint="resume with the dataset that the run began with",
+                f"the position in the data stored in the checkpoint does not belong to {self._source.label}",
+                hint="resume with the original dataset of the run",
             )
         refuse_other_data(state["data"], self._identity, self._source.label)
         self._consumed = state["tokens"]
@@ -173,7 +173,7 @@ def refuse_other_data(saved: Mapping[str, Any], now: Mapping[str, Any], label: s
     if names:
         said = ", ".join(f"{name} was {saved.get(name)} and is {now.get(name)}" for name in names)
         raise EnvironmentProblem(
-            f"{label} is not what the checkpoint was made on: {said}",
-            hint="resume with data, tokenizer and training.seed as they were; or start a new run with "
+            f"{label} is not the data that the checkpoint was trained on: {said}",
+            hint="resume with the original data, tokenizer and training.seed, or start a new run with "
             "the checkpoint as its `weights`",
         )

@@ -127,7 +127,7 @@ class RowDataset:
                 used = 0
             if nothing:
                 raise EnvironmentProblem(
-                    f"{self._examples.label} holds nothing to train on", hint="see the rows that were skipped"
+                    f"{self._examples.label} has no rows to train on", hint="check the rows that were skipped"
                 )
             if not self._repeat:
                 return
@@ -153,8 +153,9 @@ class RowDataset:
         """
         if state.get("version") != STATE_VERSION or "data" not in state or "group" not in state:
             raise EnvironmentProblem(
-                f"the position in the data that the checkpoint holds is not one of {self._examples.label}",
-                hint="resume with the dataset that the run began with",
+                f"the position in the data stored in the checkpoint does not belong to "
+                f"{self._examples.label}",
+                hint="resume with the original dataset of the run",
             )
         refuse_other_data(state["data"], self._identity, self._examples.label)
         self._consumed = state["rows"]

@@ -127,8 +127,8 @@ class TokenStream:
                         nothing = unbegun = False
             if whole and nothing:
                 raise EnvironmentProblem(
-                    f"{self._source.label} holds no text: all of its documents are empty",
-                    hint="give the dataset something to read",
+                    f"{self._source.label} contains no text: all documents are empty",
+                    hint="use a dataset with text",
                 )
             if not self._repeat:
                 return

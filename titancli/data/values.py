@@ -51,7 +51,7 @@ def readable(batch: Batch) -> bool:
     return all(type(batch[name]) is Tensor and batch[name].device.type == "cpu" for name in _given(batch))
 
 
-def fault(batch: Batch, limits: Limits, who: str = "the batch holds") -> Fault | None:
+def fault(batch: Batch, limits: Limits, who: str = "the batch contains") -> Fault | None:
     """The first number that may not be there, of a batch that is readable; `who` begins the sentence."""
     for name, outside in _outside(batch, limits):
         if bool(outside.any()):
@@ -60,8 +60,9 @@ def fault(batch: Batch, limits: Limits, who: str = "the batch holds") -> Fault |
     if "document_ids" in batch and bool((split := _split(batch["document_ids"])).any()):
         row = int(split.nonzero()[0])
         return Fault(
-            f"{who} document_ids that come back, in row {row}, to an id after another one",
-            "a document lies in one piece: give each piece, and padding at either end, an id of its own",
+            f"{who} a repeated document id: in row {row} an id of document_ids appears again after a "
+            f"different one",
+            "a document must be contiguous: give each piece, and padding at either end, its own id",
         )
     return None
 
@@ -105,14 +106,13 @@ def _split(document_ids: Tensor) -> Tensor:
 
 def _fault(who: str, name: str, value: int, place: list[int], top: int | None) -> Fault:
     if name == "positions":
-        limit = "they count from 0" if top is None else f"the model was made for 0 to {top - 1}"
+        limit = "positions start at 0" if top is None else f"the model supports 0 to {top - 1}"
         return Fault(
-            f"{who} the position {value} at {place}, and {limit}",
-            "positions count from 0 in each document; without them they are counted in each row",
+            f"{who} the position {value} at {place}, but {limit}",
+            "positions must start at 0 in each document; without them, they start at 0 in each row",
         )
-    limit = "ids count from 0" if top is None else f"the model's vocab_size is {top}"
+    limit = "ids start at 0" if top is None else f"the model's vocab_size is {top}"
     return Fault(
-        f"{who} the token id {value} in {name!r}, and {limit} (it is at {place})",
-        "give the ids of the tokenizer that the model was made for"
-        + (f"; a target of {IGNORE} is none" if name == "targets" else ""),
+        f"{who} the token id {value} in {name!r}, but {limit} (position {place})",
+        "use the ids of the model's tokenizer" + (f"; {IGNORE} means no target" if name == "targets" else ""),
     )

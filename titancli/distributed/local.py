@@ -88,8 +88,9 @@ class RowCut:
         """
         if x.shape[dim] % self.pieces:
             raise TitanError(
-                f"a row of {x.shape[dim]} cannot be cut into {self.pieces} equal pieces",
-                hint=f"under mesh.cp = {self.group.size} rows must be a multiple of {self.pieces} long",
+                f"a row of {x.shape[dim]} cannot be split into {self.pieces} equal parts",
+                hint=f"under mesh.cp = {self.group.size} the length of rows must be a multiple of "
+                f"{self.pieces}",
             )
         pieces = x.chunk(self.pieces, dim)
         return torch.cat([pieces[number] for number in self.mine], dim)
@@ -123,7 +124,7 @@ class RowCut:
         inputs = dict(inputs)
         if "positions" not in inputs:
             if "positions" not in sequence_dim:
-                raise TitanError("under mesh.cp a model needs `positions` among its sequence_dim")
+                raise TitanError("with mesh.cp a model needs `positions` in its sequence_dim")
             some = next(name for name in inputs if name in sequence_dim)
             counted = torch.arange(inputs[some].shape[sequence_dim[some]], device=inputs[some].device)
             inputs["positions"] = counted.expand(inputs[some].shape[0], -1)

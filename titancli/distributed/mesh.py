@@ -129,4 +129,4 @@ def forget_meshes() -> None:
         if hasattr(debug, name):
             getattr(debug, name)()
             return
-    raise RuntimeError("this torch has no way to clear DTensor's cache")
+    raise RuntimeError("this version of torch cannot clear DTensor's cache")

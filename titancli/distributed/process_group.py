@@ -34,7 +34,7 @@ def choose_device(local_rank: int) -> torch.device:
     if local_rank >= count:
         raise EnvironmentProblem(
             f"local rank {local_rank} has no GPU: {count} {'is' if count == 1 else 'are'} visible",
-            hint=f"take --nproc {count}, or make more visible with CUDA_VISIBLE_DEVICES",
+            hint=f"use --nproc {count}, or make more GPUs visible with CUDA_VISIBLE_DEVICES",
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -278,8 +278,8 @@ def join(device: torch.device | str | None, timeout_seconds: int) -> torch.devic
         )
     except (ValueError, RuntimeError) as error:
         raise EnvironmentProblem(
-            f"rank {place.rank} of {place.world} cannot meet the others: {str(error).splitlines()[0]}",
-            hint="start the ranks with torchrun; for one alone unset RANK and WORLD_SIZE",
+            f"rank {place.rank} of {place.world} cannot connect to the others: {str(error).splitlines()[0]}",
+            hint="start the ranks with torchrun; for a single rank, unset RANK and WORLD_SIZE",
         ) from error
     _made_here = True
     return chosen
@@ -295,9 +295,9 @@ def _check_device(device: torch.device | str | None) -> None:
     except (RuntimeError, TypeError):
         kind = ""
     if kind not in ("cpu", "cuda"):
-        raise UsageError(f"an engine's device is no {device!r}", hint='"cpu" or "cuda"')
+        raise UsageError(f"an engine cannot use the device {device!r}", hint='"cpu" or "cuda"')
     if kind == "cuda" and not torch.cuda.is_available():
-        raise EnvironmentProblem("there is no GPU that torch can use", hint='device="cpu", or leave it out')
+        raise EnvironmentProblem("torch finds no GPU", hint='use device="cpu", or omit it')
 
 
 def enlist(engine: Any) -> None:

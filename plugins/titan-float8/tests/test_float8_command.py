@@ -91,7 +91,7 @@ def test_a_checkpoint_goes_on_without_float8(tmp_path: Path) -> None:
     ("override", "said"),
     [
         ("converters.0.recipe=rowwise", "one scale a tensor"),
-        ("converters.0.skip=['output', 'wz']", "skip = 'wz' names no linear layer"),
+        ("converters.0.skip=['output', 'wz']", "skip = 'wz' matches no linear layer"),
     ],
 )
 def test_a_mistake_is_told_without_a_traceback(tmp_path: Path, override: str, said: str) -> None:

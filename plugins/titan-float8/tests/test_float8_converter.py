@@ -76,7 +76,7 @@ def test_skip_takes_full_names_their_ends_and_patterns(skip, left):
     [("atention.wq", "'attention.wq'"), ("outptu", "'output'"), ("zzz", r"layers\.\*\.attention\.wq")],
 )
 def test_a_name_that_matches_nothing_is_an_error_with_what_is_near(name, hint):
-    with pytest.raises(RecipeError, match=f"skip = '{name}' names no linear layer") as caught:
+    with pytest.raises(RecipeError, match=f"skip = '{name}' matches no linear layer") as caught:
         convert(llama(), skip=["output", name])
     assert caught.match(hint)
 

@@ -124,7 +124,7 @@ def test_it_goes_on_where_it_was_on_any_ranks(made: Callable[..., NoisedLatents]
     other = made(seed=1)
     with pytest.raises(EnvironmentProblem, match="not what the checkpoint was made on: order was"):
         other.load_state_dict(state)
-    with pytest.raises(EnvironmentProblem, match="is not one of dataset latents"):
+    with pytest.raises(EnvironmentProblem, match="does not belong to dataset latents"):
         other.load_state_dict({"version": 1, "tokens": 8})
 
 

@@ -127,8 +127,8 @@ class NoisedLatents:
         if changed := [name for name in now if was.get(name) != now[name]]:
             told = ", ".join(f"{name} was {was.get(name)} and is {now[name]}" for name in changed)
             raise EnvironmentProblem(
-                f"{label} is not what the checkpoint was made on: {told}",
-                hint="resume with data and training.seed as they were; or start a new run with the "
+                f"{label} is not the data that the checkpoint was trained on: {told}",
+                hint="resume with the original data and training.seed, or start a new run with the "
                 "checkpoint as its `weights`",
             )
         self._place = state["samples"]
