@@ -162,7 +162,7 @@ def test_which_ranks_are_tried():
 
 
 def test_a_rank_that_does_not_exist():
-    with pytest.raises(UsageError, match="no rank 2 among 2"):
+    with pytest.raises(UsageError, match="rank 2 does not exist among 2"):
         dry_run(recipe(Layout({"dp_shard": 2})), 2, [0, 2])
 
 

@@ -105,7 +105,9 @@ def test_a_place_is_gone_back_to_and_long_prompts_are_passed_over(
     other.load_state(json.loads(json.dumps(one.state)))
     assert other.take(3) == one.take(3) and [a.prompt.text for a in other.first(1)] == ["aa"]
     path.write_text(json.dumps({"prompt": "other"}) + "\n")
-    with pytest.raises(EnvironmentProblem, match=r"loop\.task is not the data that the checkpoint was trained on"):
+    with pytest.raises(
+        EnvironmentProblem, match=r"loop\.task is not the data that the checkpoint was trained on"
+    ):
         source().load_state(one.state)
     with pytest.raises(EnvironmentProblem, match="not one among a task's prompts"):
         one.load_state({"version": 1, "epoch": 0})

@@ -122,7 +122,9 @@ def test_it_goes_on_where_it_was_on_any_ranks(made: Callable[..., NoisedLatents]
         assert all(torch.equal(found[name], expected[name][rank::2]) for name in expected)
         assert again.state_dict()["samples"] == 16
     other = made(seed=1)
-    with pytest.raises(EnvironmentProblem, match="not what the checkpoint was made on: order was"):
+    with pytest.raises(
+        EnvironmentProblem, match="not the data that the checkpoint was trained on: order was"
+    ):
         other.load_state_dict(state)
     with pytest.raises(EnvironmentProblem, match="does not belong to dataset latents"):
         other.load_state_dict({"version": 1, "tokens": 8})
