@@ -414,6 +414,23 @@ def test_a_tilde_is_the_home_folder(load, tmp_path, monkeypatch) -> None:
     assert loaded.recipe.dataset.paths == [tmp_path / "a.txt"]
 
 
+def test_a_path_may_be_relative_to_the_file_that_says_it(tmp_path, registry) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep/base.toml").write_text(
+        BASE.replace('"lines"', '"lines"\npaths = ["recipe:a/*.txt", "b.txt"]')
+    )
+    (tmp_path / "top.toml").write_text('extends = "deep/base.toml"\nweights = "recipe:w"\n')
+    loaded = load_recipe(tmp_path / "top.toml", registry=registry)
+    assert loaded.recipe.weights == tmp_path / "w"
+    assert loaded.recipe.dataset.paths == [tmp_path / "deep/a/*.txt", Path.cwd() / "b.txt"]
+    assert loaded.data["dataset"]["paths"] == [str(tmp_path / "deep/a/*.txt"), str(Path.cwd() / "b.txt")]
+
+
+def test_on_the_command_line_nothing_is_beside_a_recipe(problem) -> None:
+    found = problem(BASE, "weights=recipe:w")
+    assert "stands for the folder of a recipe file" in found.message and found.location.path == "override"
+
+
 def test_a_flavor_fills_in_its_row_and_written_keys_win(load) -> None:
     text = BASE.replace('"tiny"', '"tiny"\nflavor = "large"\nlayers = 3\nrope.theta = 1.5')
     model = load(text).recipe.model

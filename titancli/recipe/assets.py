@@ -8,6 +8,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from titancli.recipe.find import beside
 from titancli.recipe.toml import Node
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z", re.ASCII)
@@ -45,4 +46,4 @@ def assets_of(root: Node) -> Assets | None:
 
 
 def _text(node: Node | None) -> str | None:
-    return node.value if node is not None and isinstance(node.value, str) else None
+    return beside(node) if node is not None and isinstance(node.value, str) else None

@@ -11,6 +11,7 @@ from titancli.errors import Problem, RecipeError
 from titancli.recipe.problems import nearest
 
 if TYPE_CHECKING:
+    from titancli.recipe.toml import Node
     from titancli.registry.lookup import Registry
 
 LOCK_NAME = "recipe.lock.toml"
@@ -19,6 +20,26 @@ LOCK_HEADER = "# A resolved recipe, written by titan"
 """How such a file begins."""
 NAMED = re.compile(r"(?P<plugin>[A-Za-z0-9][A-Za-z0-9_.-]*):(?P<name>[A-Za-z0-9][A-Za-z0-9_.-]*)\Z")
 """`plugin:name`."""
+
+
+BESIDE = "recipe:"
+"""How a path begins that is relative to the file that says it."""
+
+
+def beside(node: Node) -> str:
+    """Return a path as text; one that begins with `recipe:` from the folder of the file that says it.
+
+    Raises:
+        RecipeError: it begins so, and is not said in a file.
+    """
+    text: str = node.value
+    if not text.startswith(BESIDE):
+        return text
+    source = node.origin.source
+    if node.origin.kind != "file" or source is None:
+        hint = "name a path; relative ones start at the current folder"
+        raise RecipeError(f"{text!r}: {BESIDE} stands for the folder of a recipe file", hint=hint)
+    return os.path.join(os.path.dirname(os.path.abspath(source.path)), text.removeprefix(BESIDE).lstrip("/"))
 
 
 def bundled_folder() -> Path:

@@ -15,7 +15,7 @@ from titancli.errors import EnvironmentProblem, PluginError, TitanError
 from titancli.recipe.assets import assets_of
 from titancli.recipe.bind import bind_recipe
 from titancli.recipe.check import check_recipe
-from titancli.recipe.find import LOCK_HEADER, find_recipe, url_of
+from titancli.recipe.find import LOCK_HEADER, beside, find_recipe, url_of
 from titancli.recipe.merge import merge, read_overrides, read_recipe, read_unset, without
 from titancli.recipe.problems import Problems, nearest
 from titancli.recipe.read import refuse_values
@@ -303,7 +303,8 @@ def model_of_weights(root: Node, registry: Registry, problems: Problems) -> tupl
     if written or weights is None or not isinstance(weights.value, str):
         return root, True
     try:
-        found = _model_table(os.path.expanduser(weights.value), registry)
+        folder = os.path.expanduser(beside(weights))
+        found = _model_table(folder, registry)
     except TitanError as error:
         message = f"there is no [model], and it cannot be read from the weights: {error.message}"
         assets = assets_of(root)
@@ -312,9 +313,7 @@ def model_of_weights(root: Node, registry: Registry, problems: Problems) -> tupl
         problems.add("check", message, weights.origin.location(), hint)
         return Node({key: node for key, node in root.value.items() if key != "model"}, root.origin), False
     at = weights.origin
-    table = from_python(
-        found, Origin("flavor", at.source, at.key, at.value, str(Path(weights.value) / CONFIG))
-    )
+    table = from_python(found, Origin("flavor", at.source, at.key, at.value, str(Path(folder) / CONFIG)))
     whole = table if model is None else merge(table, model, problems, ("model",))
     return Node({**root.value, "model": whole}, root.origin), True
 

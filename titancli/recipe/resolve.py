@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titancli.errors import PluginError
-from titancli.recipe.find import LOCK_HEADER
+from titancli.errors import PluginError, RecipeError
+from titancli.recipe.find import LOCK_HEADER, beside
 from titancli.recipe.merge import without
 from titancli.recipe.problems import Problems, nearest
 from titancli.recipe.read import taken_as_text
@@ -100,7 +101,18 @@ class _Resolver:
                 for i, below in enumerate(node.value)
             ]
             return Node(elements, node.origin)
+        if isinstance(node.value, str) and (Path in type_.alternatives or type_.local_path):
+            return self.path(node, path)
         return node
+
+    def path(self, node: Node, path: KeyPath) -> Node:
+        """A path, which may be relative to the file that says it."""
+        try:
+            return Node(beside(node), node.origin)
+        except RecipeError as error:
+            self.problems.add("bad-value", error.message, node.origin.location(), error.problems[0].hint)
+            self.result.holes.add(path)
+            return node
 
     def slot(self, kind: str, node: Node, path: KeyPath) -> Node:
         """A component's table, with its full name as `type`."""
