@@ -141,7 +141,7 @@ def test_what_is_taken_for_granted_is_told(titan: Titan) -> None:
     [
         (("llama3_8b", "mesh.tp=3"), 3, "mesh.tp = 3 does not divide"),
         (("llama3_8b", "mesh.dp_shard=3", "--world-size", "8"), 3, "does not make 8 ranks"),
-        (("llama3_8b", "mesh.pp=2"), 3, "needs 2 micro-batches"),
+        (("llama3_8b", "mesh.pp=2"), 3, "needs at least 2 micro-batches"),
         (("llama3_8b", "llama3_70b"), 2, "plan takes one recipe, not 2"),
         (("llama3_8b", "--world-size", "0"), 2, "x>=1"),
         (("llama3_8b", "--gpu", "H1000"), 2, "H1000"),

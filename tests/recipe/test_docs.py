@@ -33,7 +33,7 @@ def test_each_line_of_the_samples_is_toml(block: str) -> None:
 
 def test_every_section_stands_in_the_table_and_no_other() -> None:
     listed = re.findall(r"^\| `(\[+)(\w+)\]+` ", TEXT, re.MULTILINE)
-    top = {"recipe", "name", "description", "weights"}
+    top = {"recipe", "name", "description", "weights", "assets"}
     assert {name for _, name in listed} == set(fields_of(Recipe)) - top
     for brackets, name in listed:
         is_array = name in recipe_slots() and recipe_slots()[name].kind != name

@@ -77,13 +77,13 @@ def test_ranks_that_start_anew_pass_over_a_bad_checkpoint_in_one_line(
     caplog.clear()
     with ExitStack() as stack, caplog.at_level(logging.WARNING, logger="titancli"):
         again = Rank(folder, Place(restart=1), stack)
-        assert again._start_from(None, "full") == folder.checkpoints / "step-4"
+        assert again._continue_from(None, "full") == folder.checkpoints / "step-4"
         assert caplog.messages == [
             "checkpoint step-6 is skipped: rank-00000.safetensors is damaged: its checksum does not match"
         ]
-        assert again._start_from(None, "size") == folder.checkpoints / "step-6"
+        assert again._continue_from(None, "size") == folder.checkpoints / "step-6"
         first = Rank(folder, Place(), stack)
-        assert first._start_from(folder.checkpoints / "step-4", "full") == folder.checkpoints / "step-4"
+        assert first._continue_from(folder.checkpoints / "step-4", "full") == folder.checkpoints / "step-4"
 
 
 def test_ranks_that_start_anew_stay_on_the_way_that_was_chosen(train: Train, here: Path) -> None:
@@ -93,9 +93,9 @@ def test_ranks_that_start_anew_stay_on_the_way_that_was_chosen(train: Train, her
     folder = RunFolder(here / "r")
     with ExitStack() as stack:
         again = Rank(folder, Place(restart=1), stack)
-        assert again._start_from(folder.checkpoints / "step-4", "full") == folder.checkpoints / "step-5"
+        assert again._continue_from(folder.checkpoints / "step-4", "full") == folder.checkpoints / "step-5"
         shutil.rmtree(folder.checkpoints / "step-5")
-        assert again._start_from(folder.checkpoints / "step-4", "full") == folder.checkpoints / "step-4"
+        assert again._continue_from(folder.checkpoints / "step-4", "full") == folder.checkpoints / "step-4"
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])

@@ -56,8 +56,12 @@ def test_a_run_whose_terminal_is_gone_saves_and_leaves_with_75(here: Path, sever
     """Every write to the terminal fails from then on; the kernel's SIGHUP is sent by hand."""
     master, slave = pty.openpty()
     arguments = ("tiny.toml", *SLOW, "--run-dir", "r", *several)
-    titan = Path(sys.executable).with_name("titan")
-    run = subprocess.Popen([titan, "train", *arguments], cwd=here, stdout=slave, stderr=slave)
+    script = here / "as_in_a_terminal.py"  # where these tests run under nohup, SIGHUP would stay ignored
+    script.write_text(
+        "import signal, sys\nfrom titancli.cli import main\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\nsys.exit(main())\n"
+    )
+    run = subprocess.Popen([sys.executable, script, "train", *arguments], cwd=here, stdout=slave, stderr=slave)
     os.close(slave)
     seen = b""
     while b"step 1/" not in seen:

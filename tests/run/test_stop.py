@@ -14,12 +14,15 @@ from titancli.signals import Stop
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_is_remembered_by_name_and_handlers_are_put_back(number: signal.Signals) -> None:
-    before = signal.getsignal(number)
-    with Stop().listening() as stop:
-        assert stop.requested is None
-        os.kill(os.getpid(), number)
-        assert stop.requested == number.name
-    assert signal.getsignal(number) is before
+    before = signal.signal(number, signal.SIG_DFL)  # under nohup SIGHUP would be ignored
+    try:
+        with Stop().listening() as stop:
+            assert stop.requested is None
+            os.kill(os.getpid(), number)
+            assert stop.requested == number.name
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
 
 
 def test_under_nohup_a_lost_terminal_stops_nothing() -> None:
