@@ -95,6 +95,7 @@ def command(
     """
     from titancli.launch import LaunchRequest
     from titancli.recipe.check import remarks
+    from titancli.run.outlook import outlook
     from titancli.run.prepare import Request, make_plan
     from titancli.run.start import count_processes, start
 
@@ -139,6 +140,8 @@ def command(
     def announce(folder: RunFolder) -> None:
         folders.append(folder)
         note(f"run folder: {_short(folder.path)}")
+        for line in outlook(plan, request.world):
+            note(line)
 
     code = start(plan, request, announce=announce)
     if code in (EXIT_STOPPED, EXIT_INTERRUPTED):

@@ -66,6 +66,8 @@ def run(
     """
     tokenizer = None if recipe.tokenizer is None else build(recipe.tokenizer)
     check_vocabulary(recipe, tokenizer)
+    if (first := start_from(recipe, checkpoint)).kind == "weights":
+        logger.info("loading weights from %s", first.source)
     engine = Engine.build(recipe, device=device)
     data = _data(recipe, tokenizer, engine, checkpoint, allow_drift)
     observers = observers_for(engine)
@@ -158,6 +160,7 @@ def _data(
     if start.kind != "state":
         return data
     exclude = start.exclusion
+    logger.info("loading %s", start.folder)
     state = engine.load(start.folder, verify=recipe.checkpoint.verify, exclude=exclude)
     if exclude.has("data"):
         return data

@@ -1,0 +1,56 @@
+"""What a run is about to do, in a few lines: said before torch is imported. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from titancli.checkpoint.start_from import start_from
+from titancli.recipe.schema import Recipe
+from titancli.registry.component import component_info
+from titancli.run.fit import check_world
+from titancli.run.prepare import Plan
+
+
+def outlook(plan: Plan, world: int) -> Iterator[str]:
+    """Yield where weights come from, how much data a step and the run take, what is evaluated and saved.
+
+    Raises:
+        RecipeError: the recipe does not fit the ranks.
+    """
+    recipe = plan.loaded.recipe
+    degrees, accumulation = check_world(plan.loaded, world)
+    rows = recipe.training.local_batch_size * accumulation * degrees.dp
+    name = component_info(recipe.model).name
+    yield f"model:     {name}, {_weights(recipe, plan.checkpoint)}"
+    left = recipe.training.steps - plan.start_step
+    if recipe.dataset is not None:
+        tokens = rows * recipe.training.seq_len
+        yield (
+            f"data:      {component_info(recipe.dataset).name}, {tokens:,} tokens a step, "
+            f"{tokens * left:,} in the {left:,} steps to do"
+        )
+    yield f"saves:     {_saves(recipe)}{_evaluates(recipe)}"
+
+
+def _weights(recipe: Recipe, checkpoint: Path | None) -> str:
+    start = start_from(recipe, checkpoint)
+    if start.source is None:
+        return "random weights"
+    return f"{'continued' if start.kind == 'state' else 'weights'} from {start.source}"
+
+
+def _saves(recipe: Recipe) -> str:
+    section = recipe.checkpoint
+    if not section.enable:
+        return "nothing"
+    kept = f", the last {section.keep_latest_k} are kept" if section.keep_latest_k else ""
+    return f"every {section.interval:,} steps and at the end{kept}"
+
+
+def _evaluates(recipe: Recipe) -> str:
+    held_out = getattr(recipe.loop, "validation", None) or getattr(recipe.loop, "eval_task", None)
+    freq = getattr(recipe.loop, "eval_freq", 0)
+    if held_out is None or not freq:
+        return ""
+    return f"; evaluates {component_info(held_out).name} every {freq:,}"
