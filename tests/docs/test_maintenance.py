@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tomli
 import yaml
+from packaging.version import Version
 
 import titancli
 from tests.docs.markdown import ROOT
@@ -67,18 +68,21 @@ def test_a_workflow_pins_its_actions_and_its_rights(path: Path) -> None:
 
 
 def test_the_declared_range_is_tested() -> None:
-    matrix = read(GITHUB / "workflows" / "ci.yml")["jobs"]["test"]["strategy"]["matrix"]
-    pythons = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
-    assert matrix["python"] == pythons
-    assert PROJECT["requires-python"] == f">={pythons[0]}"
-    (lowest,) = (
-        found[1] for found in (re.match(r"torch>=(.*)", d) for d in PROJECT["dependencies"]) if found
-    )
-    pinned = re.search(r"^torch==(.*)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    jobs = read(GITHUB / "workflows" / "ci.yml")["jobs"]
+    rows = jobs["versions"]["strategy"]["matrix"]["include"]
+    (setup,) = (step["with"] for step in jobs["test"]["steps"] if "with" in step)
+    named = "Programming Language :: Python :: "
+    pythons = {setup["python-version"], *(row["python"] for row in rows)}
+    assert {f"{named}{python}" for python in pythons} == {c for c in PROJECT["classifiers"] if named in c}
+    assert PROJECT["requires-python"] == f">={setup['python-version']}"
+    (oldest,) = (found for found in PROJECT["dependencies"] if found.startswith("torch>="))
+    pinned = re.search(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert pinned is not None
-    minors = [int(version.split(".")[1]) for version in matrix["torch"]]
-    assert matrix["torch"][0] == f"{lowest}.0" and matrix["torch"][-1] == pinned[1]
+    torches = sorted({pinned[1], *(row["torch"] for row in rows)}, key=Version)
+    minors = [Version(torch).minor for torch in torches]
     assert minors == list(range(minors[0], minors[-1] + 1))
+    assert f"{oldest}.0" == f"torch>={torches[0]}" and torches[-1] == pinned[1]
+    assert f"TORCHES:-{' '.join(torches[:-1])} $pinned" in (ROOT / "tests/versions.sh").read_text()
 
 
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)

@@ -61,7 +61,9 @@ def test_a_run_whose_terminal_is_gone_saves_and_leaves_with_75(here: Path, sever
         "import signal, sys\nfrom titancli.cli import main\n"
         "signal.signal(signal.SIGHUP, signal.SIG_DFL)\nsys.exit(main())\n"
     )
-    run = subprocess.Popen([sys.executable, script, "train", *arguments], cwd=here, stdout=slave, stderr=slave)
+    run = subprocess.Popen(
+        [sys.executable, script, "train", *arguments], cwd=here, stdout=slave, stderr=slave
+    )
     os.close(slave)
     seen = b""
     while b"step 1/" not in seen:

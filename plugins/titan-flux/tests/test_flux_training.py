@@ -170,9 +170,9 @@ def tensors(checkpoint: Path) -> dict:
 
 
 WRONG = {
-    "mesh.tp=2": "mesh.tp = 2: the model flux is cut by dp_replicate and dp_shard alone",
-    "mesh.cp=2": "mesh.cp = 2: the model flux is cut by",
-    "mesh.pp=2": "mesh.pp = 2: the model flux is cut by",
+    "mesh.tp=2": "mesh.tp = 2: the model flux can only be sharded by dp_replicate and dp_shard",
+    "mesh.cp=2": "mesh.cp = 2: the model flux can only be sharded by",
+    "mesh.pp=2": "mesh.pp = 2: the model flux can only be sharded by",
     "loss=cross_entropy": 'write loss = "flow_matching"',
     "dataset=python_stdlib  tokenizer=byte": "flux takes latents, and this dataset gives text",
     "tokenizer=byte": "the dataset random_latents does not use a tokenizer",
