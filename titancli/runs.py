@@ -173,6 +173,22 @@ class RunFolder:
                 hint="use another --run-dir, or set TITAN_RUNS to a writable folder",
             ) from error
 
+    def set_checkpoints_aside(self) -> Path:
+        """Rename `checkpoints` to `checkpoints.1`, or the next free number, and make an empty one.
+
+        Raises:
+            EnvironmentProblem: the folder cannot be written.
+        """
+        number = 1
+        while (aside := self.path / f"checkpoints.{number}").exists():
+            number += 1
+        try:
+            self.checkpoints.rename(aside)
+            self.checkpoints.mkdir()
+        except OSError as error:
+            raise EnvironmentProblem(f"cannot rename {self.checkpoints}: {error.strerror}") from error
+        return aside
+
     @classmethod
     def open(cls, path: Path | str) -> RunFolder:
         """An existing run.

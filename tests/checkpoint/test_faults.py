@@ -113,6 +113,17 @@ def test_no_good_checkpoint_is_none(tmp_path: Path):
     assert told == ["checkpoint step-1 is skipped: metadata.json is missing"]
 
 
+def test_a_checkpoint_that_cannot_be_read_now_is_not_the_newest_when_it_can(tmp_path: Path):
+    for step in (1, 2):
+        save(tmp_path / f"step-{step}")
+    path = tmp_path / "step-2" / "manifest.json"
+    manifest = path.read_bytes()
+    path.write_bytes(b"")
+    save(tmp_path / "step-3")
+    path.write_bytes(manifest)
+    assert newest(tmp_path) == tmp_path / "step-3"
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     with pytest.raises(EnvironmentProblem, match="checkpoints/step-1 cannot be written"):

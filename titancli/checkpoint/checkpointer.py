@@ -46,10 +46,13 @@ class Checkpointer:
         kept: Mapping[str, bytes] | None = None,
         on_saved: Callable[[int, Path], None] = lambda step, path: None,
         uploads: Uploads | None = None,
+        from_zero: bool = False,
     ) -> None:
         """`mesh`: the degrees that manifests tell. `kept`: what each checkpoint has for an export, see
         `titancli.checkpoint.hf.kept`. `on_saved(step, path)` is called on every rank, in the
-        caller's thread, when a save is complete. `uploads` is rank 0's, and is woken after each."""
+        caller's thread, when a save is complete. `uploads` is rank 0's, and is woken after each.
+        `from_zero`: the run has started at step 0, and saves nothing beside checkpoints of its own that it
+        did not make here."""
         self._folder, self._section = folder, section
         self._lock_text, self._run_id, self._on_saved = lock_text, run_id, on_saved
         self._mesh, self._kept, self._uploads = mesh, kept or {}, uploads
@@ -58,6 +61,8 @@ class Checkpointer:
         self._staging = Staging(pinned=section.async_mode == "async_with_pinned_mem")
         self._writing: Writing | None = None
         self._saved: int | None = None
+        self._names: set[str] | None = set() if from_zero else None
+        """What is saved here, where nothing else of this run may be there; None: it may."""
 
     @property
     def failed(self) -> bool:
@@ -85,6 +90,7 @@ class Checkpointer:
         self._meet()
         path = self._folder / f"step-{step}"
         draft, planner = self._draft(path, tensors, state), plan_of(tensors)
+        draft.alongside = self._names
         work: Callable[[], None] = lambda: self._write(planner, draft)  # noqa: E731
         if self._section.async_mode == "disabled":
             work()

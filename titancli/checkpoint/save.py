@@ -32,6 +32,7 @@ from titancli.checkpoint.format.manifest import (
     Manifest,
     faults,
     hidden_prefix,
+    last_serial,
     manifest_bytes,
     read_manifest,
     recover,
@@ -99,6 +100,8 @@ class Draft:
     ranks: int = 1
     kept: Mapping[str, bytes] = field(default_factory=dict)
     """Of the Hugging Face folder that the weights once came from; see `titancli.checkpoint.hf.kept`."""
+    alongside: set[str] | None = None
+    """The only checkpoints of this run that may lie beside it, by name; it becomes one of them. None: any."""
     hidden: Path | None = field(default=None, init=False)
     """Where it lies until it is complete."""
     old: Path | None = field(default=None, init=False)
@@ -118,6 +121,7 @@ class Draft:
                 hint="move it, or give this run its own folder (--run-dir)",
             )
         parent = self.folder.parent
+        self._refuse_others(parent)
         try:
             parent.mkdir(parents=True, exist_ok=True)
             recover(parent)
@@ -129,6 +133,19 @@ class Draft:
             raise self.explain(error, needed) from error
         self.hidden = hidden
         return hidden
+
+    def _refuse_others(self, parent: Path) -> None:
+        """Where a run has started over, what it did before must not be mixed with it, replaced or purged."""
+        if self.alongside is None:
+            return
+        own = [path.name for path, manifest in steps(parent).items() if manifest.run_id == self.run_id]
+        if others := sorted(set(own) - self.alongside):
+            raise EnvironmentProblem(
+                f"{parent} has checkpoints that were not there when the run started at step 0 "
+                f"({', '.join(others)}): nothing is saved beside them",
+                hint="stop the run and resume it: --resume takes the newest of them",
+            )
+        self.alongside.add(self.folder.name)  # now: a save that fails may leave it complete
 
     def complete(self, layouts: dict[str, TensorLayout], files: dict[str, Digest]) -> None:
         """Write what describes the data, and give the folder its name."""
@@ -142,8 +159,7 @@ class Draft:
             }
             if self.lock_text:
                 files[LOCK] = write_file(self.hidden / LOCK, self.lock_text.encode())
-            serial = 1 + max((m.serial for m in steps(self.folder.parent).values()), default=0)
-            manifest = self.manifest(files, serial)
+            manifest = self.manifest(files, 1 + last_serial(self.folder.parent))
             write_file(self.hidden / MANIFEST, manifest_bytes(manifest))
             sync_folder(self.hidden)
             # On a shared disk another rank's file may not be what it wrote; and older ones go after this.

@@ -47,6 +47,9 @@ class NumberOrAuto(click.ParamType):
 @click.option(
     "--allow-drift", is_flag=True, help="With --resume: allow a changed model, tokenizer or dataset."
 )
+@click.option(
+    "--from-scratch", is_flag=True, help="With --resume: if no checkpoint can be used, start at step 0."
+)
 @click.option("--unset", metavar="KEY", multiple=True, help="Reset KEY to its default; may be repeated.")
 @click.option(
     "--env",
@@ -78,6 +81,7 @@ def command(
     resume: bool,
     step: int | None,
     allow_drift: bool,
+    from_scratch: bool,
     unset: tuple[str, ...],
     variables: tuple[str, ...],
     nproc: int | str | None,
@@ -108,10 +112,14 @@ def command(
         )
     if allow_drift and not resume:
         raise UsageError("--allow-drift needs --resume")
+    if from_scratch and (not resume or step is not None):
+        raise UsageError("--from-scratch needs --resume, without --step")
     env = _environment(variables)
     files = list(common.plugin_files)
     plan = make_plan(
-        Request(recipe, overrides, unset, run_dir, resume, step, allow_drift, files, dry_run, note)
+        Request(
+            recipe, overrides, unset, run_dir, resume, step, allow_drift, from_scratch, files, dry_run, note
+        )
     )
     request = LaunchRequest(
         run_folder=plan.folder.path,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titancli.checkpoint import read_manifest
-from titancli.checkpoint.format.manifest import steps
+from titancli.checkpoint.format.manifest import last_serial, none_usable
 from titancli.checkpoint.start_from import start_from
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
 from titancli.provenance import file_hash, provenance
@@ -57,6 +57,7 @@ class Request:
     resume: bool = False
     step: int | None = None
     allow_drift: bool = False
+    from_scratch: bool = False
     plugin_files: Sequence[Path] = ()
     dry_run: bool = False
     """Nothing will be started: files that the recipe names and are not there are told, not refused."""
@@ -82,6 +83,8 @@ class Plan:
     """What the user should know, one line each."""
     allow_drift: bool = False
     """Data that are not those of the checkpoint are begun anew."""
+    from_scratch: bool = False
+    """There are checkpoints, none can be used, and they are to be set aside."""
     missing: list[str] = field(default_factory=list)
     """Files that the recipe names and are not there (dry runs only), one line each."""
 
@@ -148,12 +151,12 @@ def _from_afar(request: Request, run_dir: Path) -> Plan | None:
             RunFolder(run_dir), section, rejected=notes.append, say=request.say, dry_run=True
         )
         if found is None:
+            _refuse_unusable(run_dir, notes, section)
             return None
         plan = _begin(request, run_dir)
         return replace(plan, checkpoint=found, start_step=_step_of(found), notes=notes)
     if not remote.take_run(run_dir, section, rejected=notes.append, say=request.say):
-        for note in notes:
-            request.say(note)
+        _refuse_unusable(run_dir, notes, section)
         return None
     plan = _continue(request, RunFolder.open(run_dir), required=True)
     return replace(plan, notes=list(dict.fromkeys(notes + plan.notes)))
@@ -184,7 +187,7 @@ def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
             hint="start a new run, or resume anyway with --allow-drift",
         )
     section = loaded.recipe.checkpoint
-    checkpoint, more = _choose_checkpoint(folder, request, section, required=required)
+    checkpoint, more, from_scratch = _choose_checkpoint(folder, request, section, required=required)
     start_step = _step_of(checkpoint) if checkpoint is not None else 0
     if not request.dry_run:
         remote.see_to(folder, section, new=False)
@@ -199,6 +202,7 @@ def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
         drift=drift,
         notes=notes + more,
         allow_drift=request.allow_drift,
+        from_scratch=from_scratch,
         missing=missing,
     )
 
@@ -220,7 +224,8 @@ def _run_to_resume(request: Request) -> Path:
 
 def _choose_checkpoint(
     folder: RunFolder, request: Request, section: Checkpoint, *, required: bool
-) -> tuple[Path | None, list[str]]:
+) -> tuple[Path | None, list[str], bool]:
+    """The checkpoint to go on from, notes, and whether those that are there are set aside for a new start."""
     if (step := request.step) is not None:
         if not request.dry_run:
             remote.take_step(folder, section, step, request.say)
@@ -235,20 +240,37 @@ def _choose_checkpoint(
                 if there
                 else "the run has no checkpoints",
             )
-        return path, []
+        return path, [], False
     notes: list[str] = []
     path_or_none = remote.newest(
         folder, section, rejected=notes.append, say=request.say, dry_run=request.dry_run
     )
-    if path_or_none is None and required:
-        passed_over = "".join(f"\n  {note}" for note in notes)
+    if path_or_none is not None:
+        return path_or_none, notes, False
+    if notes and not (request.from_scratch and section.remote is None):
+        _refuse_unusable(folder.path, notes, section)
+    if required and not request.from_scratch:
         raise EnvironmentProblem(
-            f"{folder.path} has no checkpoint to resume from{passed_over}",
+            f"{folder.path} has no checkpoint to resume from",
             hint=f"start a new run: titan train {folder.path}",
         )
-    if path_or_none is None:
-        notes.append("the run has no checkpoint yet: it starts at step 0")
-    return path_or_none, notes
+    if notes:
+        return None, [*notes, "the run starts at step 0; these checkpoints are set aside"], True
+    return None, ["the run has no checkpoint yet: it starts at step 0"], False
+
+
+def _refuse_unusable(run: Path, notes: list[str], section: Checkpoint) -> None:
+    """Where there are checkpoints that cannot be used, a run must not start over in silence.
+
+    Raises:
+        EnvironmentProblem: there are.
+    """
+    if not notes:
+        return
+    hint = "start a new run in another folder: --run-dir DIR"
+    if section.remote is None:
+        hint = "repair one of them, or set them all aside and start at step 0: --from-scratch"
+    raise none_usable(run, notes, hint=hint)
 
 
 def require_inputs(
@@ -364,7 +386,6 @@ def new_attempt(plan: Plan, request: LaunchRequest) -> dict[str, Any]:
 
     `serial` is that of the newest checkpoint: those above it will be this attempt's own.
     """
-    there = steps(plan.folder.checkpoints)
     return {
         "started": timestamp(),
         **provenance(request.plugin_files),
@@ -374,7 +395,8 @@ def new_attempt(plan: Plan, request: LaunchRequest) -> dict[str, Any]:
         },
         "drift": [str(change) for change in plan.drift],
         "allow_drift": plan.allow_drift,
-        "serial": max((manifest.serial for manifest in there.values()), default=0),
+        "from_scratch": plan.from_scratch,
+        "serial": 0 if plan.from_scratch else last_serial(plan.folder.checkpoints),
         "checkpoint": str(plan.checkpoint) if plan.checkpoint else None,
         **request.recorded(),
         "outcome": None,

@@ -95,6 +95,7 @@ def run(
             kept=engine.kept,
             on_saved=partial(_saved, this, observers),
             uploads=uploads,
+            from_zero=checkpoint is None,
         )
     loop = build(recipe.loop, engine=engine, data=data, tokenizer=tokenizer, observers=observers, run=this)
     if recipe.checkpoint.create_seed_checkpoint:

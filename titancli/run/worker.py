@@ -193,14 +193,25 @@ class Rank:
 
         One that was there before them may be newer than that which the user chose to begin with.
         """
+        attempt = self.folder.record()["attempts"][-1]
         if not self.place.restart:
+            if attempt.get("from_scratch"):
+                aside = self.folder.set_checkpoints_aside()
+                logger.warning("the earlier checkpoints are in %s", aside)
             return checkpoint
-        from titancli.checkpoint import newest_good
+        from titancli.checkpoint.format.manifest import newest_good, none_usable
 
-        before = self.folder.record()["attempts"][-1].get("serial", 0)
+        skipped: list[str] = []
         found = newest_good(
-            self.folder.checkpoints, verify=verify, rejected=logger.warning, newer_than=before
+            self.folder.checkpoints,
+            verify=verify,
+            rejected=skipped.append,
+            newer_than=attempt.get("serial", 0),
         )
+        if skipped and not (found or checkpoint):
+            raise none_usable(self.folder.path, skipped)
+        for line in skipped:
+            logger.warning(line)
         return found or checkpoint
 
     def _loggers(self, recipe: Recipe, listeners: tuple[Listener, ...]) -> list[Any]:

@@ -12,12 +12,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import xxhash
 
+from titancli.checkpoint.format.files import open_file, patiently
 from titancli.errors import EnvironmentProblem
 
 BLOCK = 1 << 22
@@ -152,7 +154,7 @@ class HashedReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._file = open_file(path)
         except OSError as error:
             raise EnvironmentProblem(f"{path} cannot be read: {error.strerror}") from error
         self.size = os.fstat(self._file).st_size
@@ -191,7 +193,7 @@ class HashedReader:
     def _fill(self, block: memoryview, position: int) -> None:
         while block:
             try:
-                count = os.preadv(self._file, [block], position)
+                count = patiently(partial(os.preadv, self._file, [block], position))
             except OSError as error:
                 raise EnvironmentProblem(f"{self._path} cannot be read: {error.strerror}") from error
             if not count:

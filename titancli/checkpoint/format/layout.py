@@ -15,11 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titancli.checkpoint.format.files import read_file
 from titancli.checkpoint.format.tensorfile import ITEM_SIZE, natural
 from titancli.errors import EnvironmentProblem
 
 METADATA = "metadata.json"
 FORMAT = 1
+LIMIT = 1 << 32
+"""Bytes of `metadata.json`: as many as 8,000 ranks may write."""
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors\Z")
 
 
@@ -71,7 +74,7 @@ def read_layout(folder: Path) -> dict[str, TensorLayout]:
     """
     path = folder / METADATA
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(read_file(path, LIMIT))
     except OSError as error:
         raise EnvironmentProblem(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

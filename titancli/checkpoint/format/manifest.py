@@ -19,12 +19,15 @@ from typing import Any, Literal
 
 import xxhash
 
+from titancli.checkpoint.format.files import patiently, read_file
 from titancli.checkpoint.format.hashed import Digest, file_digest
 from titancli.errors import EnvironmentProblem, TitanError
 
 MANIFEST = "manifest.json"
 LOCK = "recipe.lock.toml"
 FORMAT = 1
+LIMIT = 1 << 28
+"""Bytes of a manifest: far more than one of 10,000 files has."""
 STEP_NAME = re.compile(r"step-(\d{1,18})\Z")
 REPLACED_NAME = re.compile(r"\.step-(\d{1,18})\.old-[0-9a-f]{8}\Z")
 
@@ -76,8 +79,15 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 
 def is_checkpoint(folder: Path) -> bool:
     """Return whether a folder, or a place in an object store, is a checkpoint, damaged or not: it has a
-    manifest, which `read_manifest` checks."""
-    return (folder / MANIFEST).is_file()
+    manifest, which `read_manifest` checks.
+
+    Raises:
+        EnvironmentProblem: the disk does not say.
+    """
+    try:
+        return patiently((folder / MANIFEST).is_file)
+    except OSError as error:
+        raise EnvironmentProblem(f"{folder / MANIFEST} cannot be read: {error.strerror}") from error
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -89,7 +99,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        text = path.read_bytes()
+        text = read_file(path, LIMIT)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise EnvironmentProblem(
             f"{folder} is not a titan checkpoint: it has no {MANIFEST}",
@@ -143,7 +153,7 @@ def faults(
     if verify == "off":
         return []
     try:
-        present = {path.name: path.stat().st_size for path in folder.iterdir()}
+        present = patiently(lambda: {path.name: path.stat().st_size for path in folder.iterdir()})
     except OSError as error:
         return [f"{folder} cannot be read: {error.strerror}"]
     found = [f"{name} is missing" for name in manifest.files if name not in present]
@@ -158,25 +168,46 @@ def faults(
             continue
         if present[name] != digest.size:
             found.append(f"{name} has {present[name]} bytes instead of {digest.size}")
-        elif verify == "full" and name in chosen and _digest(folder / name) != digest:
-            found.append(f"{name} is damaged: its checksum does not match")
+        elif verify == "full" and name in chosen and (wrong := _damage(folder / name, digest)):
+            found.append(wrong)
     return found
 
 
-def _digest(path: Path) -> Digest:
-    """A place in an object store reads itself, see `titancli.checkpoint.remote.transfer`."""
-    return path.digest() if hasattr(path, "digest") else file_digest(path)
+def _damage(path: Path, digest: Digest) -> str | None:
+    """What keeps a file from being the one that was written; None: it is.
+
+    A place in an object store reads itself, see `titancli.checkpoint.remote.transfer`; where the store does
+    not answer, that says nothing about the file and is no `EnvironmentProblem`.
+    """
+    try:
+        found = path.digest() if hasattr(path, "digest") else file_digest(path)
+    except EnvironmentProblem as error:
+        return error.message
+    return None if found == digest else f"{path.name} is damaged: its checksum does not match"
 
 
 def steps(folder: Path) -> dict[Path, Manifest]:
     """The checkpoints `step-N` of a folder whose manifest can be read, the newest first."""
-    found = {}
+    return _manifests(folder)[0]
+
+
+def last_serial(folder: Path) -> int:
+    """Return the highest serial in a folder of checkpoints; one that cannot be read counts as one more, so
+    that it is not taken for the newest when it can."""
+    good, bad = _manifests(folder)
+    return max((manifest.serial for manifest in good.values()), default=0) + len(bad)
+
+
+def _manifests(folder: Path) -> tuple[dict[Path, Manifest], dict[Path, EnvironmentProblem]]:
+    """The manifests of a folder's checkpoints, the newest first, and why the others cannot be read."""
+    good, bad = {}, {}
     for path in _step_folders(folder):
         try:
-            found[path] = read_manifest(path)
-        except EnvironmentProblem:
-            continue
-    return dict(sorted(found.items(), key=lambda item: (item[1].serial, item[1].step), reverse=True))
+            good[path] = read_manifest(path)
+        except EnvironmentProblem as error:
+            bad[path] = error
+    newest_first = sorted(good.items(), key=lambda item: (item[1].serial, item[1].step), reverse=True)
+    return dict(newest_first), bad
 
 
 def _step_folders(folder: Path) -> list[Path]:
@@ -186,7 +217,7 @@ def _step_folders(folder: Path) -> list[Path]:
     for it (see `recover`). Nothing is renamed here: a run may be saving while others look.
     """
     try:
-        names = {path.name: path for path in folder.iterdir() if path.is_dir()}
+        names = patiently(lambda: {path.name: path for path in folder.iterdir() if path.is_dir()})
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
@@ -220,13 +251,9 @@ def newest_good(
         if rejected is not None:
             rejected(f"checkpoint {path.name} is skipped: {why}")
 
-    good = steps(folder)
-    for path in _step_folders(folder):
-        if path not in good:
-            try:
-                read_manifest(path)
-            except EnvironmentProblem as error:
-                reject(path, error.message)
+    good, bad = _manifests(folder)
+    for path, error in bad.items():
+        reject(path, error.message)
     for path, manifest in good.items():
         if manifest.serial <= newer_than:
             continue
@@ -234,6 +261,12 @@ def newest_good(
             return path
         reject(path, "; ".join(found))
     return None
+
+
+def none_usable(run: Path, skipped: Iterable[str], *, hint: str | None = None) -> EnvironmentProblem:
+    """Return the error of a run that has checkpoints and must not start over as if there were none."""
+    listed = "".join(f"\n  {line}" for line in skipped)
+    return EnvironmentProblem(f"{run} has checkpoints, and none of them can be used:{listed}", hint=hint)
 
 
 def hidden_prefix(name: str, run_id: str) -> str:

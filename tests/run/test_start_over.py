@@ -1,0 +1,187 @@
+"""A run that has checkpoints never starts over in silence, and never mixes with what it did before."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.run.conftest import Finished, furnish, train_here
+from titancli.checkpoint.format import files
+from titancli.errors import EnvironmentProblem
+from titancli.run.worker import Place, Rank
+from titancli.runs import RunFolder
+
+Train = Callable[..., Finished]
+AGAIN = ("tiny.toml", "--run-dir", "r", "--resume", "training.steps=5")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, before = furnish(tmp_path_factory.mktemp("saved")), Path.cwd()
+    os.chdir(folder)
+    try:
+        assert train_here("tiny.toml", "--run-dir", "saved", "training.steps=4") == 0
+    finally:
+        os.chdir(before)
+    return folder / "saved"
+
+
+@pytest.fixture
+def run(saved: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Step 2 and step 4 of four."""
+    monkeypatch.setattr(files, "PAUSES", (0.0, 0.0))
+    monkeypatch.chdir(saved.parent)  # where its data are
+    shutil.rmtree("r", ignore_errors=True)
+    shutil.copytree(saved, "r")
+    return saved.parent / "r"
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, part: str, number: int, times: int = 10**9) -> list[str]:
+    """Reading a file with `part` in its path fails so often; what was attempted."""
+    really, asked = os.open, []
+
+    def fails(path: str | Path, *rest: int, **named: int) -> int:
+        if part in str(path):
+            asked.append(str(path))
+            if len(asked) <= times:
+                raise OSError(number, os.strerror(number))
+        return really(path, *rest, **named)
+
+    monkeypatch.setattr(os, "open", fails)
+    return asked
+
+
+def empty(run: Path) -> None:
+    for manifest in run.glob("checkpoints/*/manifest.json"):
+        manifest.unlink()
+
+
+def damage(run: Path) -> None:
+    for manifest in run.glob("checkpoints/*/manifest.json"):
+        manifest.write_bytes(manifest.read_bytes()[:-9])
+
+
+def of_another_format(run: Path) -> None:
+    import xxhash
+
+    for manifest in run.glob("checkpoints/*/manifest.json"):
+        rest = manifest.read_bytes().partition(b"\n")[2].replace(b'"format": 1', b'"format": 2', 1)
+        digest = xxhash.xxh3_64(rest).hexdigest().encode()
+        manifest.write_bytes(b'{"xxh3_64": "%s",\n%s' % (digest, rest))
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (empty, "it has no manifest.json"),
+        (damage, "manifest.json is damaged"),
+        (of_another_format, "has format 2, this titan reads format 1"),
+        (errno.ESTALE, "manifest.json cannot be read: Stale file handle"),
+        (errno.EIO, "rank-00000.safetensors cannot be read: Input/output error"),
+    ],
+    ids=["absent", "damaged", "newer", "unreadable", "unreadable data"],
+)
+def test_checkpoints_that_cannot_be_used_are_no_reason_to_start_at_step_0(
+    train: Train, run: Path, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Path], None] | int, words: str
+) -> None:
+    if isinstance(harm, int):
+        failing(monkeypatch, "manifest.json" if harm == errno.ESTALE else ".safetensors", harm)
+    else:
+        harm(run)
+    before = sorted(run.rglob("*"))
+    for more in ((), ("--dry-run",)):
+        done = train(*AGAIN, *more)
+        assert done.code == 5, done.err
+        for step in (2, 4):
+            [line] = [line for line in done.err.splitlines() if f"step-{step} is skipped" in line]
+            assert words in line
+        assert "--from-scratch" in done.err
+        assert "Traceback" not in done.err
+    assert sorted(run.rglob("*")) == before
+
+
+def test_from_scratch_sets_them_aside_and_starts_at_step_0(train: Train, run: Path) -> None:
+    damage(run)
+    done = train(*AGAIN, "checkpoint.keep_latest_k=2", "--from-scratch")
+    assert done.code == 0, done.err
+    assert sorted(path.name for path in (run / "checkpoints.1").glob("step-*")) == ["step-2", "step-4"]
+    assert sorted(path.name for path in (run / "checkpoints").glob("step-*")) == ["step-4", "step-5"]
+    assert RunFolder(run).record()["attempts"][-1]["from_scratch"] is True
+    done = train("r", "--resume", "--from-scratch", "training.steps=6")  # what is good is taken all the same
+    assert done.code == 0, done.err
+    assert "from step-5" in done.err
+    assert not (run / "checkpoints.2").exists()
+    assert (
+        train("r", "--from-scratch").code == train("r", "--resume", "--step", "4", "--from-scratch").code == 2
+    )
+
+
+def test_an_error_of_the_disk_that_passes_is_not_told(
+    train: Train, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = failing(monkeypatch, "step-4/manifest.json", errno.ESTALE, times=2)
+    done = train(*AGAIN)
+    assert done.code == 0, done.err
+    assert "from step-4" in done.err
+    assert "is skipped" not in done.err
+    assert len(asked) > 2
+
+
+def test_a_data_file_that_the_disk_does_not_give_is_passed_over_as_a_damaged_one_is(
+    train: Train, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, "step-4/rank-00000.safetensors", errno.EIO)
+    done = train(*AGAIN)
+    assert done.code == 0, done.err
+    assert "step-4 is skipped" in done.err
+    assert "Input/output error" in done.err
+    assert "from step-2" in done.err
+
+
+def test_ranks_that_start_anew_do_not_start_over_either(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = RunFolder(run)
+    folder.update_attempt(serial=0)
+    with ExitStack() as stack:
+        again = Rank(folder, Place(restart=1), stack)
+        assert again._continue_from(None, "full") == run / "checkpoints/step-4"
+        damage(run)
+        with pytest.raises(EnvironmentProblem, match=r"(?s)none of them can be used:.*step-4.*step-2"):
+            again._continue_from(None, "full")
+        shutil.rmtree(run / "checkpoints")
+        assert again._continue_from(None, "full") is None
+
+
+def test_checkpoints_that_appear_after_a_start_at_step_0_are_neither_replaced_nor_purged(
+    train: Train, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node's stale view of the folder showed none of them."""
+    from titancli.checkpoint.format import manifest
+
+    really, looks = manifest._step_folders, []
+
+    def stale(folder: Path) -> list[Path]:
+        looks.append(folder)
+        return really(folder) if (run / "logs/stale").exists() else []
+
+    monkeypatch.setattr(manifest, "_step_folders", stale)
+    from titancli.loops.run import Run
+
+    step_done = Run.step_done
+
+    def seen_again(self: Run, step: int) -> None:
+        (run / "logs/stale").touch()
+        step_done(self, step)
+
+    monkeypatch.setattr(Run, "step_done", seen_again)
+    before = {path: path.stat().st_ino for path in (run / "checkpoints").iterdir()}
+    done = train(*AGAIN, "checkpoint.keep_latest_k=1")
+    assert looks
+    assert done.code == 5, done.err
+    assert "were not there when the run started at step 0 (step-2, step-4)" in done.err
+    assert {path: path.stat().st_ino for path in (run / "checkpoints").iterdir()} == before

@@ -1,0 +1,71 @@
+"""Reading a checkpoint's files, which may come from anywhere, on disks that fail now and then. Torch-free."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from titancli.errors import EnvironmentProblem
+
+T = TypeVar("T")
+
+PASSING = (errno.ESTALE, errno.EIO)
+"""What a network file system says when it has lost sight of a file, often for a moment only."""
+
+PAUSES = (0.1, 0.5, 2.0)
+"""Seconds before each further attempt."""
+
+
+def patiently(read: Callable[[], T]) -> T:
+    """Return what `read` returns, calling it again after an error that may pass.
+
+    Raises:
+        OSError: of another kind, or one that has not passed.
+    """
+    for pause in PAUSES:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno not in PASSING:
+                raise
+            time.sleep(pause)
+    return read()
+
+
+def open_file(path: Path) -> int:
+    """Open a regular file for reading and return its descriptor; what is none, as a FIFO, is not waited for.
+
+    Raises:
+        OSError: it cannot be opened.
+        EnvironmentProblem: it is no regular file.
+    """
+    descriptor = patiently(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise EnvironmentProblem(f"{path} is not a regular file")
+    return descriptor
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """Return a small file's bytes. A place in an object store reads itself.
+
+    Raises:
+        OSError: it cannot be read.
+        EnvironmentProblem: it is no regular file, or has more than `limit` bytes.
+    """
+    size = patiently(path.stat).st_size
+    if size > limit:
+        raise EnvironmentProblem(f"{path} has {size} bytes, and no more than {limit} are read")
+    if not isinstance(path, os.PathLike):
+        return path.read_bytes()
+
+    def read() -> bytes:
+        with open(open_file(path), "rb") as file:
+            return file.read(limit + 1)
+
+    return patiently(read)
