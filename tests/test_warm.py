@@ -107,6 +107,23 @@ def test_what_it_starts_is_forked_too(way: str, tmp_path: Path) -> None:
     assert done.stdout == f"{way == 'forked'} 5\n"
 
 
+IN_A_THREAD = """
+import subprocess, sys
+from concurrent.futures import ThreadPoolExecutor
+with ThreadPoolExecutor() as pool:
+    run = pool.submit(subprocess.run, [sys.executable, sys.argv[1]])
+print(run.result().returncode)
+"""
+
+
+def test_what_it_starts_in_a_thread_ends_as_it_should(tmp_path: Path) -> None:
+    (tmp_path / "other.py").write_text("print('other')")
+    (tmp_path / "program.py").write_text(IN_A_THREAD)
+    command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "other.py")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.stdout.split(), done.stderr, done.returncode) == (["other", "0"], "", 0)
+
+
 def test_two_at_once_and_a_signal_to_one(tmp_path: Path) -> None:
     command = program(tmp_path, "print('up', flush=True); import time; time.sleep(60)")
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]

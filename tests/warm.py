@@ -236,7 +236,9 @@ def _run(words: list[str]) -> int:
     return 0
 
 
-def _fork_here(start: Start) -> int:
+def _fork_here(start: Start) -> int | None:
+    if threading.current_thread() is not threading.main_thread():
+        return None  # it would be the child's main thread, which others wait for as for one of a pool
     pid = os.fork()
     if pid == 0:
         become(start)
@@ -249,7 +251,7 @@ class Forks:
     _in_earnest = subprocess.Popen._execute_child  # type: ignore[attr-defined]
     _names = tuple(signature(_in_earnest).parameters)
 
-    def __init__(self, fork: Callable[[Start], int]) -> None:
+    def __init__(self, fork: Callable[[Start], int | None]) -> None:
         self.fork = fork
         self.cold = False
 
@@ -259,10 +261,11 @@ class Forks:
         def execute(popen: Any, *given: Any) -> None:
             options = dict(zip(Forks._names[1:], given, strict=True))
             start = None if forks.cold else as_start(options)
-            if start is None:
+            pid = None if start is None else forks.fork(start)
+            if pid is None:
                 Forks._in_earnest(popen, *given)
                 return
-            popen.pid = forks.fork(start)
+            popen.pid = pid
             popen._child_created = True
             pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
             popen._close_pipe_fds(*(options[name] for name in pipes))
