@@ -75,7 +75,7 @@ def test_log_probabilities_of_the_reference_come_along(tmp_path: Path) -> None:
     path = lines(tmp_path / "pairs.jsonl", [{**FORMS["text"], **known}, FORMS["text"]])
     data = Preference(path=path, repeat=False, shuffle=False, reference_logps=True)
     [batch] = list(make(data, seq_len=32, rows=4))
-    assert batch["reference_logps"].tolist() == [-1.5, -2.0, 0.0, 0.0]
+    assert batch["reference_row_logprobs"].tolist() == [-1.5, -2.0, 0.0, 0.0]
     assert not (batch["targets"][2:] != IGNORE).any()  # the second row lacks them: it is a bad one
 
 

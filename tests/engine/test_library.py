@@ -430,7 +430,7 @@ def with_output(name: str) -> Any:
             r"takes advantages as \[B, S\], .* are \[4\]",
         ),
         (GOOD | ROLLOUT, Gspo(kl_coef=0.1), "needs reference_logprobs"),
-        (GOOD | {"reference_logps": TOKENS.float()}, DPO(), r"takes reference_logps as \[B\]"),
+        (GOOD | {"reference_row_logprobs": TOKENS.float()}, DPO(), r"takes reference_row_logprobs as \[B\]"),
         (GOOD | {"weights": torch.ones(4)}, SFT(), r"takes weights as \[B, S\], which is \[4, 16\] here"),
         ({"tokens": TOKENS}, CrossEntropyFull(), "the loss CrossEntropyFull needs targets"),
         (GOOD, needing("score"), "the loss loss needs score in the batch"),

@@ -153,7 +153,7 @@ def rows_of(loss: str, count: int, seed: int) -> dict[str, Tensor]:
         "advantages": normal(count, LENGTH) + rubbish,
         "old_logprobs": normal(count, LENGTH) * 0.3 - 3.9 + rubbish,
         "reference_logprobs": normal(count, LENGTH) * 0.3 - 3.9 + rubbish,
-        "reference_logps": normal(count) - 3.9 * there.sum(1),
+        "reference_row_logprobs": normal(count) - 3.9 * there.sum(1),
     }
 
 

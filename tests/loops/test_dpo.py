@@ -28,7 +28,7 @@ def steps(layout: Layout) -> dict[str, torch.Tensor]:
     engine = Engine.build(recipe(layout))
     whole = whole_batch()
     reference = -30 * torch.rand(ROWS, generator=torch.Generator().manual_seed(1))
-    pairs = Batch({**whole, "reference_logps": reference}, unit=2)
+    pairs = Batch({**whole, "reference_row_logprobs": reference}, unit=2)
     accumulation, dp = engine.settings.accumulation, engine.mesh.degrees.dp
     pieces = pairs.split(ROWS // dp // accumulation)
     mine = [pieces[k * dp + engine.mesh.dp_rank] for k in range(accumulation)]

@@ -23,7 +23,7 @@ def problem() -> tuple[torch.Tensor, Batch]:
         targets[row, start:end] = 1
     out = torch.where(targets == IGNORE, 0.0, out)
     reference = -3 * torch.rand(6, generator=generator, dtype=torch.float64)
-    return out, Batch({"targets": targets, "reference_logps": reference}, unit=2)
+    return out, Batch({"targets": targets, "reference_row_logprobs": reference}, unit=2)
 
 
 def reference(out: np.ndarray, expected: np.ndarray, smoothing: float) -> float:
@@ -41,7 +41,7 @@ def test_it_is_what_numpy_says_and_so_is_its_gradient(smoothing: float) -> None:
     out.requires_grad_()
     found = loss(out, batch)
     found.sum.backward()
-    values, expected = out.detach().numpy().copy(), batch["reference_logps"].numpy()
+    values, expected = out.detach().numpy().copy(), batch["reference_row_logprobs"].numpy()
     assert found.sum.item() == pytest.approx(reference(values, expected, smoothing), rel=1e-10)
     assert float(found.weight) == 2.0
     slopes = np.zeros_like(values)
@@ -58,7 +58,7 @@ def test_it_is_what_numpy_says_and_so_is_its_gradient(smoothing: float) -> None:
 def test_metrics_are_sums_over_pairs() -> None:
     out, batch = problem()
     metrics = build(DPO(beta=BETA))(out, batch).metrics
-    gained = (BETA * (out.sum(1) - batch["reference_logps"]))[:4]
+    gained = (BETA * (out.sum(1) - batch["reference_row_logprobs"]))[:4]
     assert float(metrics["reward_chosen"]) == pytest.approx(float(gained[0] + gained[2]))
     assert float(metrics["reward_rejected"]) == pytest.approx(float(gained[1] + gained[3]))
     margins = gained[0::2] - gained[1::2]
@@ -69,7 +69,7 @@ def test_metrics_are_sums_over_pairs() -> None:
 def test_what_is_missing_is_named() -> None:
     out, batch = problem()
     loss = build(DPO())
-    with pytest.raises(TitanError, match="no 'reference_logps'; it has targets"):
+    with pytest.raises(TitanError, match="no 'reference_row_logprobs'; it has targets"):
         loss(out, Batch({"targets": batch["targets"]}))
     with pytest.raises(TitanError, match="needs pairs of rows, and was given 3"):
         loss.check_batch(Batch({"targets": batch["targets"][:3]}))
@@ -77,7 +77,7 @@ def test_what_is_missing_is_named() -> None:
 
 def test_what_stands_beside_no_pair_is_not_read() -> None:
     out, batch = problem()
-    reference = torch.where(torch.arange(len(out)) < 4, batch["reference_logps"], torch.nan)
+    reference = torch.where(torch.arange(len(out)) < 4, batch["reference_row_logprobs"], torch.nan)
     loss = build(DPO())
-    expected, found = loss(out, batch), loss(out, Batch({**batch, "reference_logps": reference}))
+    expected, found = loss(out, batch), loss(out, Batch({**batch, "reference_row_logprobs": reference}))
     assert (found.sum, found.metrics) == (expected.sum, expected.metrics)

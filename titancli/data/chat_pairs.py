@@ -114,7 +114,7 @@ class PairRows:
 
     def _row(self, answers: list[Conversation], reference: float) -> Row:
         row = row_of(answers, self._seq_len, self._filler_id)
-        return {**row, "reference_logps": np.array(reference, np.float32)} if self._reference else row
+        return {**row, "reference_row_logprobs": np.array(reference, np.float32)} if self._reference else row
 
 
 def build(

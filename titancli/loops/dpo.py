@@ -53,14 +53,15 @@ def dpo(
 
 
 class Referenced:
-    """Adds `reference_logps` to a batch that has none: of the model that the run began with."""
+    """Adds `reference_row_logprobs` to a batch that has none: of the model that the run began with."""
 
     def __init__(self, engine: Engine, run: Run) -> None:
         self._engine, self._reference = engine, Reference(engine, run)
 
     def __call__(self, batch: Batch) -> Batch:
         """Collective."""
-        if "reference_logps" in batch:  # the data bring them
+        if "reference_row_logprobs" in batch:  # the data bring them
             return batch
         batch = batch.to(self._engine.device)
-        return Batch({**batch, "reference_logps": self._reference.log_probs(batch).sum(1)}, unit=batch.unit)
+        reference = self._reference.log_probs(batch).sum(1)
+        return Batch({**batch, "reference_row_logprobs": reference}, unit=batch.unit)

@@ -22,12 +22,12 @@ class DPO:
     """Σ −(1 − ε)·log σ(β·m) − ε·log σ(−β·m) over pairs; its weight is the number of pairs.
 
     m is how much more than the reference the model prefers the chosen answer, in nats. Rows 2i and 2i + 1 of
-    a batch are a pair, chosen first; a pair without targets is none. The batch has `reference_logps` [B]: of
-    each row the sum of its targets' log-probabilities under the reference.
+    a batch are a pair, chosen first; a pair without targets is none. The batch has
+    `reference_row_logprobs` [B]: of each row the sum of its targets' log-probabilities under the reference.
     """
 
     output = "logprobs"
-    needs: ClassVar = {"reference_logps": "B"}
+    needs: ClassVar = {"reference_row_logprobs": "B"}
 
     def __init__(self, config: losses.DPO) -> None:
         self.config = config
@@ -48,7 +48,7 @@ class DPO:
         Args:
             out: [B, S] fp32 log-probabilities, 0 where there is no target.
         """
-        gained = self.config.beta * (out.sum(1) - batch["reference_logps"])
+        gained = self.config.beta * (out.sum(1) - batch["reference_row_logprobs"])
         chosen, rejected = gained[0::2], gained[1::2]
         pairs = (batch["targets"] != IGNORE).any(1).view(-1, 2).all(1)
         margin = chosen - rejected

@@ -23,7 +23,7 @@ KNOWN = {
     "advantages": ("BS", -1.0, 1.0),
     "old_logprobs": ("BS", -5.0, -3.5),
     "reference_logprobs": ("BS", -5.0, -3.5),
-    "reference_logps": ("B", -60.0, -40.0),
+    "reference_row_logprobs": ("B", -60.0, -40.0),
 }
 """What a loss may need in a batch of tokens: a number for each row or token, and between which numbers."""
 TOLERANCE = 1e-5
