@@ -35,11 +35,6 @@ class Model(Protocol):
     `forward(**inputs)` returns the raw output; with `batch=` and `loss=` it returns what
     `output(hidden, batch, loss)` returns, a LossResult, computed inside the output module.
 
-    A model that can generate also has `new_cache(length, padding=None) -> Cache`, for rows of at most
-    `length` tokens of which `padding` ([B] int64) at the beginning of each do not count; and
-    `forward(tokens, cache=cache)` adds tokens to those that the cache holds and returns the logits of the
-    last one, [B, 1, V].
-
     Under a pipeline a rank has stages of the model: copies in which the children of other stages are None and
     `layers` holds the stage's own blocks. Forward leaves out what is None. A stage that is not the first
     finds in place of the first of `inputs` the hidden states of the stage before it, [B, S, dim] (`dim` being
@@ -88,6 +83,12 @@ class ModelDefaults:
     """Set by a parallelize plan whose parameters are elsewhere than the engine computes; None: there."""
     row_cut: RowCut | None = None
     """Set by a parallelize plan: how rows are cut over the ranks of mesh.cp."""
+    config: Any = None
+    """What it was built of."""
+    new_cache: Callable[..., Cache] | None = None
+    """Of a model that can generate: `new_cache(length, padding=None)`, for rows of at most `length` tokens of
+    which `padding` ([B] int64) at the beginning of each do not count. `forward(tokens, cache=cache)` adds
+    tokens to those that the cache holds and returns the logits of the last one, [B, 1, V]."""
 
     def token_counts(self) -> dict[str, Tensor]:
         """How many tokens each expert has trained on here since the last step, by layer: of a model whose
@@ -104,14 +105,28 @@ class ModelDefaults:
 class ModuleDefaults:
     """Optional members of the modules in a model, each with what a module without it has."""
 
+    core_attention: Callable[..., Tensor] | None = None
+    """Of an attention: `core_attention(q, k, v, mask, causal=True)`, which context parallel replaces."""
+    reach: Any = None
+    """Of an attention: how far back a token sees, a `titancli.models.blocks.reach.Reach`; None: to the row's
+    beginning."""
     is_plain_softmax: bool = False
     """Of an attention: whether `core_attention` is plain softmax attention, which a ring can compute."""
+    loss_backend: str | None = None
+    """Of an output: set by a parallelize plan, the backend that compiles its loss; None: it stays eager."""
     takes_local_parameters: bool = False
     """Whether `forward` computes with this rank's parts of the parameters by itself."""
+    tensor_parallel: Callable[..., None] | None = None
+    """`tensor_parallel(group, style)`: has `forward` compute with this rank's parts of the parameters, of
+    which `weight` is cut in `style`."""
 
     def parts(self) -> list[tuple[nn.Module, str]]:
         """Of a block: the methods, by module and name, that can each be compiled whole."""
         return [(cast("nn.Module", self), "forward")]
+
+    def tensor_plan(self, style: str | None) -> Mapping[str, str]:
+        """How parameters that a converter has added are cut where the module's weight is cut in a style."""
+        return {}
 
 
 class Cache(Protocol):
@@ -190,8 +205,8 @@ class HFBuilder(Protocol):
 
     model_type: str
     """`model_type` in the `config.json` that this form reads and writes (`_class_name`, where the library is
-    diffusers). A class that reads several has `model_types: tuple[str, ...]` as well, and each of its
-    instances the one that it writes; empty, it reads a folder of any type, but only if it is named."""
+    diffusers). Of a class that reads several (`HFBuilderDefaults`) each instance has the one that it
+    writes."""
 
     def __call__(self, config: Any) -> HFForm: ...
 
@@ -204,17 +219,23 @@ class HFBuilder(Protocol):
         ...
 
 
+class HFBuilderDefaults:
+    """Optional members of a class of Hugging Face forms, each with what a class without it has."""
+
+    model_type: str | None = None
+    """None of a class that has `model_types`, or that reads any."""
+    model_types: tuple[str, ...] | None = None
+    """All that it reads; empty: a folder of any type, but only if the model is named; None: `model_type`."""
+
+
 # ----------------------------------------------------------------------------------------------- data
 
 
 class Tokenizer(Protocol):
     """Text to ids and back.
 
-    What it may have beside this stands in `TokenizerDefaults`; and to train on what an assistant says it has
-    `chat_with_mask(messages, *, first=0) -> (ids, mask)`: the ids of `chat`, and
-    which of them are of assistant turns among `messages[first:]`, the end marker included. One that takes
-    `trailing_newline: bool = False` too can include the line break that its template puts behind the marker.
-    What a template does not take is a `titancli.data.chat_template.ChatRefused`.
+    What it may have beside this stands in `TokenizerDefaults`. What a chat template does not take is a
+    `titancli.data.chat_template.ChatRefused`.
     """
 
     vocab_size: int
@@ -250,6 +271,11 @@ class TokenizerDefaults:
     """Changes when the ids do; None: its class, size, end and files tell it from others."""
     chat_fingerprint: str | None = None
     """The same of the ids of `chat`."""
+    chat_with_mask: Callable[..., tuple[list[int], list[bool]]] | None = None
+    """Needed to train on what an assistant says: `chat_with_mask(messages, *, first=0) -> (ids, mask)`, the
+    ids of `chat`, and which of them are of assistant turns among `messages[first:]`, the end marker included.
+    One that takes `trailing_newline: bool = False` too can include the line break that its template puts
+    behind the marker."""
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray] | None:
         """`encode_batch` without lists of Python integers; None: there is only `encode_batch`."""
@@ -300,11 +326,8 @@ class DatasetBuilder(Protocol):
 class Converter(Protocol):
     """Changes a model, on one device, before it is cut.
 
-    A converter that adds parameters of its own (adapters) also has `owns(name)`, whether one is: these alone
-    are saved, and the others are the base's; `facts`, plain data that a checkpoint tells of them;
-    `initialise(model, generator_for)`, which fills them; `merged(named tensors)`, the plain model's out of
-    both; and `disabled(parts)`, a context in which the model is its base. A module that gets parameters has
-    `tensor_plan(style) -> {name: style}`: how they are cut where its weight is cut in a style.
+    One that adds parameters of its own (adapters) also has what stands in `ConverterDefaults`. A module that
+    gets parameters says how they are cut: `ModuleDefaults.tensor_plan`.
     """
 
     def convert(self, model: Model) -> None:
@@ -317,6 +340,21 @@ class Converter(Protocol):
         """A parameter without the converter's own tensor class, in the same memory: checkpoints are read into
         it as well as written from it. `tensor` is a DTensor where the parameter is sharded."""
         ...
+
+
+class ConverterDefaults:
+    """Members of a converter that adds parameters of its own, None of any other."""
+
+    owns: Callable[[str], bool] | None = None
+    """Whether a parameter of this name is one: these alone are saved, and the others are the base's."""
+    facts: Mapping[str, Any] | None = None
+    """Plain data that a checkpoint tells of them."""
+    initialise: Callable[..., None] | None = None
+    """`initialise(model, generator_for)` fills them."""
+    merged: Callable[..., Iterator[tuple[str, Tensor]]] | None = None
+    """`merged(named_tensors)`: the plain model's tensors out of both."""
+    disabled: Callable[..., Any] | None = None
+    """`disabled(parts)`: a context in which the model is its base."""
 
 
 class ConverterBuilder(Protocol):

@@ -21,7 +21,8 @@ from titancli.data.jsonl import BadRow, value_of
 from titancli.data.rows import Row, RowDataset
 from titancli.errors import RecipeError
 from titancli.observe.metrics import report
-from titancli.protocols import Tokenizer
+from titancli.protocols import Tokenizer, TokenizerDefaults
+from titancli.registry.defaults import with_defaults
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class Masked:
             RecipeError: the tokenizer does not tell which tokens an assistant said, or not whether a line
                 break behind its end marker is among them.
         """
-        if not hasattr(tokenizer, "chat_with_mask"):
+        if with_defaults(TokenizerDefaults, tokenizer).chat_with_mask is None:
             raise RecipeError(
                 f"the tokenizer ({type(tokenizer).__name__}) cannot tell which tokens are the assistant's",
                 hint="use a tokenizer with chat_with_mask, such as hf",

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from titancli.errors import TitanError
 from titancli.parallel.aborted import forget_iteration
-from titancli.protocols import ModuleDefaults
+from titancli.protocols import ModelDefaults, ModuleDefaults
 from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def refuse_layout(model: Any, degrees: Degrees) -> None:
                 f"sampling: a model under mesh.{name} = {degree} cannot be sampled from: {why}",
                 hint=f"set mesh.{name} = 1, or pass engine.weights() to a separate generator",
             )
-    if not hasattr(model, "new_cache"):
+    if with_defaults(ModelDefaults, model).new_cache is None:
         raise TitanError(
             f"sampling: {type(model).__name__} cannot generate: it has no new_cache",
             hint="titancli.protocols.Model describes what a model needs for that",

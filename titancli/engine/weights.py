@@ -18,6 +18,8 @@ from titancli.checkpoint.load import name_lists
 from titancli.distributed import process_group
 from titancli.errors import TitanError
 from titancli.models.blocks.state import named_state
+from titancli.protocols import ConverterDefaults
+from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
     from titancli.distributed.mesh import Mesh
@@ -37,7 +39,7 @@ class Known(NamedTuple):
 
 def adapters_of(converters: Iterable[Converter]) -> Any:
     """The converter whose parameters are no part of the plain model, if there is one."""
-    return next((converter for converter in converters if hasattr(converter, "owns")), None)
+    return next((one for one in converters if with_defaults(ConverterDefaults, one).owns is not None), None)
 
 
 def plain_parameters(parts: Iterable[Any], converters: Sequence[Converter]) -> list[tuple[str, Tensor]]:

@@ -25,7 +25,7 @@ from titancli.checkpoint.hf.which import (
 from titancli.engine.build import allocate
 from titancli.errors import EnvironmentProblem, PluginError, UsageError
 from titancli.models.blocks.state import named_state
-from titancli.protocols import Tokenizer, TokenizerDefaults
+from titancli.protocols import ModelDefaults, Tokenizer, TokenizerDefaults
 from titancli.registry.component import build, component_info
 from titancli.registry.defaults import ModelConfigDefaults, with_defaults
 from titancli.registry.fields import required_fields
@@ -251,7 +251,7 @@ def _bare(config: Any, *, seq_len: int) -> Any:
     """
     with torch.device("meta"):
         model = build(config, seq_len=seq_len)
-    if not hasattr(model, "new_cache"):
+    if with_defaults(ModelDefaults, model).new_cache is None:
         raise PluginError(
             f"the model {component_info(config).name} cannot generate: it has no new_cache",
             hint="titancli.protocols.Model describes what a model needs for that",

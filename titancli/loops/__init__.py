@@ -139,7 +139,7 @@ class Grpo:
 
 
 def _check_evaluation(validation: Any, batches: int | None) -> Iterator[tuple[str, str]]:
-    if getattr(validation, "repeat", False) and batches is None:
+    if with_defaults(DatasetConfigDefaults, validation).repeat and batches is None:
         yield "validation.repeat", "an evaluation would never end: write false, or set eval_batches"
 
 

@@ -107,11 +107,7 @@ class PolicyLoss(ABC):
 
     def _shares(self, samples: Samples, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of each token its share in a metric, and in the loss, [B, S]; and the sum of those in metrics."""
-        norm = getattr(self.config, "length_norm", "token")
-        if norm == "token":
-            return drawn, drawn, drawn.sum()
-        share = drawn / samples.length
-        return share, share if norm == "sample" else drawn / self.config.constant, samples.count
+        return drawn, drawn, drawn.sum()
 
 
 def k3(log_ratio: Tensor) -> Tensor:
@@ -135,6 +131,13 @@ class Grpo(PolicyLoss):
         ratio = log_ratio.exp()
         value, clipped = _clipped(ratio, advantages, self.config)
         return value, ratio, clipped
+
+    def _shares(self, samples: Samples, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.config.length_norm == "token":
+            return super()._shares(samples, drawn)
+        share = drawn / samples.length
+        by_sample = self.config.length_norm == "sample"
+        return share, share if by_sample else drawn / self.config.constant, samples.count
 
 
 class Gspo(PolicyLoss):

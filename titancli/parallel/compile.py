@@ -45,8 +45,8 @@ def compile_model(model: nn.Module, section: Compile, activation_checkpoint: Act
                 # of one shape share.
                 compiled: Any = torch.compile(getattr(module, name), backend=backend, fullgraph=True)
                 setattr(module, name, in_our_words(compiled) if backend is not section.backend else compiled)
-    output: Any = getattr(model, "output", None)  # a pipeline stage may have none
-    if "loss" in section.components and hasattr(output, "loss_backend"):
+    output: Any = model.output  # a pipeline stage may have none
+    if "loss" in section.components and output is not None:
         output.loss_backend = section.backend
 
 

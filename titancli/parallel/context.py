@@ -59,7 +59,7 @@ def context_parallel(model: Any, mesh: Mesh, how: str, *, device: torch.device, 
             hint='write "allgather", or training.mixed_precision_param = "bfloat16"',
         )
     row_cut = RowCut(Group.of(mesh.cp_group), head_tail=how != "ulysses")
-    found = [module for module in model.modules() if hasattr(module, "core_attention")]
+    found = [module for module in model.modules() if with_defaults(ModuleDefaults, module).core_attention]
     if not found and len(model.layers):  # a pipeline stage may have no block
         raise TitanError(
             f"mesh.cp = {row_cut.group.size}: no module of the model has a method `core_attention`",
@@ -67,7 +67,7 @@ def context_parallel(model: Any, mesh: Mesh, how: str, *, device: torch.device, 
         )
     _replace(found, how, row_cut)
     model.row_cut = row_cut
-    if getattr(model, "output", None) is not None:  # under a pipeline the last stage alone has one
+    if model.output is not None:  # under a pipeline the last stage alone has one
         model.output.row_cut = row_cut
 
 
@@ -86,7 +86,7 @@ def _replace(modules: Iterable[nn.Module], how: str, row_cut: RowCut) -> None:
         elif how == "ulysses":
             over_rows = partial(_ulysses, core, row_cut.group)
         else:
-            reach = getattr(module, "reach", WHOLE)
+            reach = with_defaults(ModuleDefaults, module).reach or WHOLE
             over_rows = partial(_allgather, core, row_cut, plain, reach)
         module.core_attention = partial(_causal, over_rows)  # type: ignore[assignment]
 

@@ -119,8 +119,9 @@ def _planned(name: str, plan: Mapping[str, str]) -> str | None:
 def _added_styles(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Of parameters that a converter has added to modules, which follow from the style of their weight."""
     for path, module in model.named_modules():
-        if path and callable(own := getattr(module, "tensor_plan", None)):
-            for name, style in own(_planned(f"{path}.weight", plan)).items():
+        if path:
+            own = with_defaults(ModuleDefaults, module).tensor_plan(_planned(f"{path}.weight", plan))
+            for name, style in own.items():
                 yield f"{path}.{name}", style
 
 
@@ -154,7 +155,7 @@ def _refuse_uneven(name: str, parameter: Tensor, place: Placement, ranks: int) -
 def _prepare(path: str, module: Any, styles: Mapping[str, str], group: Group) -> None:
     """Give a module the forward that computes on its local parameters."""
     style = styles.get("weight")
-    if hasattr(module, "tensor_parallel"):
+    if with_defaults(ModuleDefaults, module).tensor_parallel is not None:
         # The output, a converter's linear, a router, …: it knows best what its parts are worth.
         module.tensor_parallel(group, style)
     elif isinstance(module, nn.Embedding) and style == "vocab":

@@ -15,7 +15,12 @@ from titancli.models.shape import Attention, Block, Decoder, Parameter
 from titancli.observe.peaks import Device
 from titancli.recipe.schema import Pipeline, Recipe, needs_dataset
 from titancli.registry.component import component_info
-from titancli.registry.defaults import OptimizerConfigDefaults, ParallelizeConfigDefaults, with_defaults
+from titancli.registry.defaults import (
+    LossConfigDefaults,
+    OptimizerConfigDefaults,
+    ParallelizeConfigDefaults,
+    with_defaults,
+)
 
 BYTES = {"float32": 4, "bfloat16": 2}
 MOMENTS = 2
@@ -225,7 +230,8 @@ def assumed(recipe: Recipe, *, described: bool) -> list[str]:
             f"the optimizer {name} does not say what it keeps: two fp32 numbers per parameter are taken"
         )
     if not needs_dataset(recipe.loop):
-        copy = ", and of no reference model" if getattr(recipe.loss, "kl_coef", 0.0) > 0 else ""
+        kl_coef = with_defaults(LossConfigDefaults, recipe.loss).kl_coef
+        copy = ", and of no reference model" if kl_coef > 0 else ""
         found.append(
             f"a step of the loop {component_info(recipe.loop).name} is taken to be one micro-batch a rank: "
             f"nothing is told of sampling{copy}"

@@ -87,8 +87,9 @@ def _batch(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _tensor(recipe: Recipe) -> Iterator[Finding]:
+    model = with_defaults(ModelConfigDefaults, recipe.model)
     names = ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
-    sizes = {name: size for name in names if isinstance(size := getattr(recipe.model, name, None), int)}
+    sizes = {name: size for name in names if isinstance(size := getattr(model, name), int)}
     cp, seq_len = recipe.mesh.cp, recipe.training.seq_len
     if cp != -1 and seq_len % cp == 0:  # sequence parallel: between the blocks a row is cut over the ranks
         sizes["training.seq_len" if cp == 1 else "training.seq_len / mesh.cp"] = seq_len // cp
@@ -109,7 +110,7 @@ def _context(recipe: Recipe) -> Iterator[Finding]:
         return
     sizes = {"training.seq_len": seq_len}
     for name in ("n_heads", "n_kv_heads"):
-        heads = getattr(recipe.model, name, None)
+        heads = getattr(with_defaults(ModelConfigDefaults, recipe.model), name)
         if isinstance(heads, int) and heads % tp == 0:
             sizes[name if tp == 1 else f"{name} / mesh.tp"] = heads // tp
     yield from _divides(recipe, "cp", sizes)

@@ -23,6 +23,7 @@ from titancli.recipe.resolve import resolve
 from titancli.recipe.schema import Recipe
 from titancli.recipe.toml import DEFAULT, KeyPath, Node, Origin, Source, dotted, from_python, leaves
 from titancli.registry.component import is_config
+from titancli.registry.defaults import ModelConfigDefaults, with_defaults
 from titancli.version import __version__
 
 if TYPE_CHECKING:
@@ -320,10 +321,11 @@ def model_of_weights(root: Node, registry: Registry, problems: Problems) -> tupl
 
 def readers_of(model_type: str, registry: Registry) -> dict[str, Any]:
     """Return the models, by full name, that read a config.json of this `model_type`."""
+    found = {name: with_defaults(ModelConfigDefaults, cls) for name, cls in registry.components("model")}
     return {
-        name: cls
-        for name, cls in registry.components("model")
-        if model_type in getattr(cls, "model_types", ()) and hasattr(cls, "from_config_json")
+        name: own
+        for name, own in found.items()
+        if model_type in own.model_types and own.from_config_json is not None
     }
 
 
@@ -356,8 +358,8 @@ def _model_table(weights: str, registry: Registry) -> dict[str, Any]:
             hint=f'add [model] with type = "{types[0]}"'
             + ("" if readers else f' and config = "{path.parent}", if transformers has that model'),
         )
-    [(name, cls)] = readers.items()
+    [(name, reader)] = readers.items()
     try:
-        return {"type": name, **cls.from_config_json(keys)}
+        return {"type": name, **reader.from_config_json(keys)}
     except (KeyError, TypeError, ValueError) as error:
         raise EnvironmentProblem(f"{path} lacks {error}, which {name} needs") from error

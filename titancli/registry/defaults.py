@@ -74,7 +74,11 @@ class ModelConfigDefaults:
     """The children before and after the blocks, for pipeline stages; None: a decoder's."""
     dim: int | None = None
     """The width of hidden states."""
+    hidden_dim: int | None = None
+    """The width inside of a feed-forward layer."""
     n_layers: int | None = None
+    n_heads: int | None = None
+    n_kv_heads: int | None = None
     n_experts: int | None = None
     """None or 0: it has no experts."""
     vocab_size: int | None = None
@@ -82,6 +86,10 @@ class ModelConfigDefaults:
     """The longest row; None or 0: any."""
     tied: bool = False
     """Whether the output's weight is the embedding's."""
+    model_types: ClassVar[tuple[str, ...]] = ()
+    """The `model_type`s of the `config.json` that `from_config_json` reads."""
+    from_config_json: Any = None
+    """The function of its Hugging Face form (`titancli.protocols.HFBuilder`), if that needs no torch."""
 
     def shape(self) -> Any:
         """The sizes, a `titancli.models.shape.Decoder`; None: nothing is estimated."""
@@ -95,6 +103,8 @@ class LossConfigDefaults:
     """Whether two rows after one another are a pair, as the loop dpo needs."""
     learns_from_samples: ClassVar[bool] = False
     """Whether it learns from samples and their advantages, as the loop grpo needs."""
+    kl_coef: float = 0.0
+    """What the divergence from a reference model counts; 0: there is none."""
 
 
 class DatasetConfigDefaults:
@@ -103,6 +113,8 @@ class DatasetConfigDefaults:
     needs_tokenizer: ClassVar[bool] = True
     gives_pairs: ClassVar[bool] = False
     """Whether two rows after one another are a pair."""
+    repeat: bool = False
+    """Whether it begins again at its end."""
     document_mask: bool = False
     """Whether batches have `document_ids`."""
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from titancli.errors import TitanError
+from titancli.protocols import ModelDefaults
 from titancli.registry.defaults import ModelConfigDefaults, with_defaults
 from titancli.rl.sampling import Sampling, choose, uniforms
 
@@ -86,7 +87,7 @@ def decode(
 
 
 def _check(model: Any, prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> None:
-    sizes = with_defaults(ModelConfigDefaults, getattr(model, "config", None))
+    sizes = with_defaults(ModelConfigDefaults, with_defaults(ModelDefaults, model).config)
     vocab_size, longest = sizes.vocab_size, sizes.max_seq_len
     if not rows:
         raise TitanError("no row is to be decoded", hint="name a Row for each completion")

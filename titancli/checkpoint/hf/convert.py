@@ -76,8 +76,9 @@ def to_hf(
     check_parameters(reader, model, folder)
     say(f"exporting {folder}")
     built = build(tokenizer) if tokenizer is not None else None
+    eos_id, files = (None, {}) if built is None else (built.eos_id, built.files)
     kept = kept_of(folder, tokenizer=built is None)
-    if of_another_tokenizer(kept, getattr(built, "eos_id", None)):
+    if of_another_tokenizer(kept, eos_id):
         say("the ids of special tokens are those of the recipe's tokenizer, not of the original folder")
     # Looking for the newest good one has read every file already.
     with Checksums(folder, reader.manifest, data=folder == src.absolute()) as checksums:
@@ -89,11 +90,11 @@ def to_hf(
         export_hf(
             reader,
             form,
-            getattr(built, "files", {}),
+            files,
             dst,
             dtype=dtype_of(dtype),
             max_shard=max_shard,
-            eos_id=getattr(built, "eos_id", None),
+            eos_id=eos_id,
             bos_id=with_defaults(TokenizerDefaults, built).bos_id,
             kept=kept,
             progress=watch,

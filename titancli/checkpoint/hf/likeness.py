@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from titancli.checkpoint.format.manifest import LOCK, is_checkpoint, read_manifest
 from titancli.checkpoint.hf.libraries import type_in
 from titancli.errors import EnvironmentProblem
+from titancli.protocols import HFBuilderDefaults
 from titancli.registry.component import component_info, load_target
-from titancli.registry.defaults import ConfigDefaults, with_defaults
+from titancli.registry.defaults import ConfigDefaults, ModelConfigDefaults, with_defaults
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
@@ -173,7 +174,7 @@ def reader_of(model: Any) -> Any:
     """What has `from_config_json` for a model's config or its class: the class itself, which needs no torch,
     or else its Hugging Face form, where torch is there already. None: nothing has."""
     cls = model if isinstance(model, type) else type(model)
-    if hasattr(cls, "from_config_json"):
+    if with_defaults(ModelConfigDefaults, cls).from_config_json is not None:
         return cls
     hf = component_info(cls).hf
     return load_target(hf) if hf and "torch" in sys.modules else None
@@ -181,9 +182,10 @@ def reader_of(model: Any) -> Any:
 
 def model_types(reader: Any) -> tuple[str, ...]:
     """The model_types that it reads; none: any."""
-    if hasattr(reader, "model_types"):
-        return reader.model_types
-    return (reader.model_type,) if isinstance(getattr(reader, "model_type", None), str) else ()
+    own = with_defaults(HFBuilderDefaults, reader)
+    if own.model_types is not None:
+        return own.model_types
+    return (own.model_type,) if isinstance(own.model_type, str) else ()
 
 
 def _in_checkpoint(folder: Path, like: Any) -> Any:

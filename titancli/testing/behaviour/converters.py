@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from titancli.layout.degrees import Degrees
+from titancli.protocols import ConverterDefaults
 from titancli.registry.component import build
+from titancli.registry.defaults import with_defaults
 from titancli.testing.behaviour import Check, Subject, first_difference
 from titancli.testing.behaviour.engines import (
     LENGTH,
@@ -48,7 +50,7 @@ def names(subject: Subject) -> Iterator[str]:
     if subject.kind == "converter":
         converter = subject.target(subject.config, mesh=Degrees(), compile=False)
         converter.convert(model)
-        owns = getattr(converter, "owns", owns)
+        owns = with_defaults(ConverterDefaults, converter).owns or owns
         after = {name: tuple(p.shape) for name, p in model.named_parameters()}
     else:
         with engine_of(**parts(subject)) as engine:

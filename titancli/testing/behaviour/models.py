@@ -133,7 +133,7 @@ def layouts(subject: Subject) -> Iterator[str]:
     engine = engine_of(subject.config, loss=given.loss)
     try:
         reference = gradients(engine, given.batch)
-        experts = bool(getattr(engine.model, "experts", None))
+        experts = bool(engine.model.experts)
     finally:
         engine.close()
     degrees = with_defaults(ModelConfigDefaults, subject.config).mesh_degrees

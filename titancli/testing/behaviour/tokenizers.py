@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from titancli.errors import TitanError
+from titancli.protocols import TokenizerDefaults
+from titancli.registry.defaults import with_defaults
 from titancli.testing.behaviour import Check, Subject
 
 TEXTS = ["", "a", "The end.", "def f(x):\n    return x + 1\n", "naïve Ἀχιλῆος 東京 🙂", "  two  spaces \t"]
@@ -85,7 +87,7 @@ def chat(subject: Subject) -> Iterator[str]:
     if wrong := [i for i in found if not 0 <= i < tokenizer.vocab_size]:
         yield f"chat gives {wrong[0]}, and vocab_size is {tokenizer.vocab_size}"
     prompt = tokenizer.chat(TALK[:3], add_generation_prompt=True)
-    if hasattr(tokenizer, "chat_with_mask"):
+    if with_defaults(TokenizerDefaults, tokenizer).chat_with_mask is not None:
         yield from _mask(tokenizer, found, prompt)
 
 
