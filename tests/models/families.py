@@ -1,0 +1,425 @@
+"""The families of models, for `test_families.py`: published figures, small configs, and what each refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from titancli.models import DeepSeekV3, GptOss, Llama3, Llama4, Qwen3, RopeScaling
+from titancli.models.blocks.state import named_state
+from titancli.models.deepseek_v3 import LatentYarn
+from titancli.models.deepseek_v3.model import DeepSeekHF
+from titancli.models.gpt_oss.model import GptOssHF
+from titancli.models.llama3.model import LlamaHF
+from titancli.models.llama4 import AttnTemperature
+from titancli.models.llama4.model import Llama4HF
+from titancli.models.qwen3.model import Qwen3HF
+from titancli.models.sections import MoE, Yarn
+from titancli.protocols import HFFormDefaults
+from titancli.registry import current
+from titancli.registry.binding import bind
+from titancli.registry.component import build
+from titancli.registry.defaults import with_defaults
+
+LENGTH = 97
+"""Past every window, chunk and original context of the small configs."""
+
+
+@dataclass(frozen=True)
+class Family:
+    name: str
+    config: Any
+    form: Any
+    sizes: Mapping[str, int]
+    """Published numbers of parameters, by flavor."""
+    flops: Mapping[str, float]
+    """Published FLOPs per token with rows of 8,192 (debug models: 2,048), by flavor."""
+    counted: tuple[str, ...]
+    """Flavors whose FLOPs torch counts as the formula does."""
+    small: Mapping[str, Any]
+    variants: Mapping[str, Mapping[str, Any]]
+    """What the small configs change in `small`."""
+    caches: tuple[str, ...]
+    """The variants that are tried with a cache."""
+    refused: tuple[tuple[str, Mapping[str, Any]], ...]
+    """Changes of a flavor's config.json that the family cannot express."""
+    routing: tuple[tuple[str, Mapping[str, Any], str], ...] = ()
+    """Of a variant, changes of its moe that transformers cannot express, and what is said."""
+    unfit: tuple[tuple[str, str], ...] = ()
+    """Overrides of the family's debug recipe that do not fit, and what is said."""
+    refusals: str = "quantised by"
+    """What refusals beside `does not have` say."""
+    not_seen: Callable[[Any], float] = field(default=lambda config: 0.0)
+    """FLOPs per token of rows of 8,192 that the published figure counts and no layer computes."""
+
+    def flavor(self, name: str) -> Any:
+        return bind(self.config, self.config.flavors[name], current())
+
+    def variant(self, name: str, **changes: Any) -> Any:
+        return self.config(**{**self.small, **self.variants[name], **changes})
+
+    def model(self, name: str) -> Any:
+        """A model in which every parameter is its own, so that one that is taken for another shows."""
+        config = self.variant(name)
+        model = build(config, seq_len=128)
+        model.init_weights(lambda name: torch.Generator().manual_seed(sum(map(ord, name))))
+        loses_biases = with_defaults(HFFormDefaults, self.form(config)).loses_biases
+        with torch.no_grad():
+            for name, tensor in named_state(model):
+                draw = torch.Generator().manual_seed(sum(map(ord, name)))
+                if "norm" in name:
+                    tensor.normal_(1.0, 0.2, generator=draw)
+                elif name.endswith("expert_bias"):
+                    tensor.normal_(0.0, 0.0 if loses_biases else 0.1, generator=draw)
+                elif name.endswith(("bias", "sinks")):
+                    tensor.normal_(0.0, 0.5, generator=draw)
+                elif "layers" in name:
+                    tensor.mul_(8)  # the blocks weigh as much as the embedding
+        return model.eval()
+
+
+LLAMA3 = Family(
+    name="llama3",
+    config=Llama3,
+    form=LlamaHF,
+    sizes={
+        "debugmodel": 6_163_712,
+        "1B": 1_235_814_400,
+        "3B": 3_212_749_824,
+        "8B": 8_030_261_248,
+        "70B": 70_553_706_496,
+        "405B": 405_853_388_800,
+    },
+    flops={"debugmodel": 7.159e7, "8B": 5.791e10, "70B": 4.814e11, "405B": 2.625e12},
+    counted=("debugmodel",),
+    small=dict(dim=64, n_layers=2, n_heads=4, hidden_dim=96, vocab_size=128),
+    variants={
+        "multi-head": {},
+        "grouped": {"n_kv_heads": 2},
+        "tied": {"tied": True, "n_kv_heads": 2},
+        "head_dim": {"head_dim": 32},
+        "scaled-rope": {
+            "rope_scaling": RopeScaling(
+                factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=32
+            ),
+            "rope_theta": 10000.0,
+        },
+    },
+    caches=("grouped", "scaled-rope"),
+    refused=tuple(
+        ("debugmodel", change)
+        for change in (
+            {"attention_bias": True},
+            {"hidden_act": "gelu"},
+            {"rope_scaling": {"rope_type": "yarn"}},
+        )
+    ),
+)
+
+SOFTMAX = {"score_func": "softmax", "route_norm": True, "score_before_experts": False}
+QWEN3 = Family(
+    name="qwen3",
+    config=Qwen3,
+    form=Qwen3HF,
+    sizes={
+        "debugmodel": 31_987_968,
+        "0.6B": 596_049_920,
+        "1.7B": 1_720_574_976,
+        "4B": 4_022_468_096,
+        "8B": 8_190_735_360,
+        "14B": 14_768_307_200,
+        "32B": 32_762_123_264,
+        "debugmodel_moe": 315_758_848,
+        "30B-A3B": 30_532_122_624,
+        "235B-A22B": 235_093_634_560,
+    },
+    # Those whose weights are not tied: the published figures leave a tied output's product out.
+    flops={
+        "8B": 5.991e10,
+        "14B": 1.041e11,
+        "32B": 2.434e11,
+        "debugmodel_moe": 7.086e8,
+        "30B-A3B": 3.758e10,
+        "235B-A22B": 2.051e11,
+    },
+    counted=("debugmodel", "debugmodel_moe"),
+    small=dict(dim=64, n_layers=2, n_heads=4, head_dim=24, vocab_size=128, rope_theta=10000.0),
+    variants={
+        "multi-head": dict(hidden_dim=96),
+        "grouped": dict(hidden_dim=96, n_kv_heads=2),
+        "tied": dict(hidden_dim=96, n_kv_heads=2, tied=True),
+        "experts": dict(n_kv_heads=2, moe=MoE(num_experts=8, top_k=3, hidden_dim=48, **SOFTMAX)),
+        "experts, not renormalised": dict(
+            moe=MoE(num_experts=8, top_k=2, hidden_dim=48, **{**SOFTMAX, "route_norm": False})
+        ),
+        "balanced experts": dict(
+            moe=MoE(num_experts=4, top_k=2, hidden_dim=48, load_balance_coeff=1e-3, **SOFTMAX)
+        ),
+    },
+    caches=("grouped", "experts"),
+    refused=tuple(
+        ("30B-A3B", change)
+        for change in (
+            {"attention_bias": True},
+            {"hidden_act": "gelu"},
+            {"use_sliding_window": True},
+            {"rope_scaling": {"rope_type": "yarn"}},
+            {"decoder_sparse_step": 2},
+            {"mlp_only_layers": [0]},
+            {"quantization_config": {"quant_method": "fp8"}},
+        )
+    ),
+    routing=(
+        (
+            "experts",
+            {"score_func": "sigmoid", "score_before_experts": True},
+            "no moe.score_func = 'sigmoid', moe.score_before_experts = True",
+        ),
+    ),
+)
+
+GPT_OSS_ROUTING = {**SOFTMAX, "gate_bias": True}
+YARN = Yarn(factor=4.0, original_max_position=32, truncate=False)
+GPT_OSS = Family(
+    name="gpt_oss",
+    config=GptOss,
+    form=GptOssHF,
+    sizes={"debugmodel": 81_489_440, "20b": 20_914_757_184, "120b": 116_829_156_672},
+    # As published: as if every layer saw the whole row.
+    flops={"20b": 3.131e10, "120b": 4.529e10},
+    not_seen=lambda config: 12 * (config.n_layers / 2) * 64 * 64 * (8192 - 128),
+    counted=(),
+    small=dict(
+        dim=64,
+        n_layers=3,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=16,
+        vocab_size=128,
+        sliding_window=16,
+        moe=MoE(num_experts=8, top_k=3, hidden_dim=48, **GPT_OSS_ROUTING),
+        max_seq_len=256,
+    ),
+    variants={
+        "as released": dict(yarn=YARN),
+        "whole pairs": dict(yarn=Yarn(factor=8.0, original_max_position=16, beta_fast=16.0)),
+        "no YaRN": dict(),
+        "clamped much": dict(yarn=YARN, swiglu_limit=0.5, swiglu_alpha=3.0),
+        "a key head each": dict(n_kv_heads=4),
+        "balanced, tied": dict(
+            yarn=YARN,
+            tied=True,
+            moe=MoE(num_experts=4, top_k=2, hidden_dim=48, load_balance_coeff=1e-3, **GPT_OSS_ROUTING),
+        ),
+    },
+    caches=("as released", "a key head each"),
+    refused=tuple(
+        ("120b", change)
+        for change in (
+            {"attention_bias": False},
+            {"hidden_act": "gelu"},
+            {"layer_types": ["full_attention"] * 36},
+            {"rope_scaling": {"rope_type": "llama3"}},
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.0}},
+            {"quantization_config": {"quant_method": "mxfp4"}},
+        )
+    ),
+    routing=(
+        (
+            "as released",
+            {"score_func": "sigmoid", "route_norm": False},
+            "no moe.score_func = 'sigmoid', moe.route_norm = False",
+        ),
+    ),
+    unfit=(
+        ("model.moe.top_k=9", "top_k 9 is more than num_experts 8"),
+        ("model.moe.num_shared_experts=1", "gpt_oss has no shared experts"),
+        ("model.yarn.beta_fast=0.5", "beta_fast is not more than beta_slow"),
+        ("model.n_kv_heads=7", "n_heads 16 is not divisible by n_kv_heads 7"),
+        ("mesh.ep=3", "mesh.ep = 3 does not divide n_experts 8"),
+        (
+            "mesh.cp=2 parallelize.context_parallel=ring",
+            "the ring computes plain attention, and the model's has sinks, sliding windows",
+        ),
+    ),
+)
+
+CHUNK = 20
+LLAMA4_EXPERTS = MoE(num_experts=4, top_k=1, hidden_dim=48, num_shared_experts=1)
+IROPE = dict(every_n_layers_nope=2, fixed_attn_block_size=CHUNK)
+TEMPERATURE = AttnTemperature(floor_scale=8, attn_scale=0.4)
+INTERLEAVED = dict(interleave_moe_layer_step=2, hidden_dim=96)
+STRETCHED = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position=32)
+LLAMA4 = Family(
+    name="llama4",
+    config=Llama4,
+    form=Llama4HF,
+    sizes={
+        "debugmodel": 15_017_216,
+        "debugmodel_irope": 15_017_216,
+        "17bx16e": 107_769_861_120,
+        "17bx16e_irope": 107_769_861_120,
+        "17bx128e": 400_711_848_960,
+        "17bx128e_irope": 400_711_848_960,
+    },
+    # The published figure of debugmodel_irope counts its chunks as whole rows, and is left out.
+    flops={
+        "debugmodel": 7.516e7,
+        "17bx16e": 1.210e11,
+        "17bx16e_irope": 1.210e11,
+        "17bx128e": 1.211e11,
+        "17bx128e_irope": 1.211e11,
+    },
+    counted=("debugmodel", "debugmodel_irope"),
+    small=dict(
+        dim=64,
+        n_layers=4,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=24,
+        vocab_size=128,
+        rope_theta=10000.0,
+        moe=LLAMA4_EXPERTS,
+    ),
+    variants={
+        "plain": {},
+        "interleaved, tied": dict(**INTERLEAVED, tied=True),
+        "iRoPE": dict(**INTERLEAVED, **IROPE),
+        "chunks alone": dict(fixed_attn_block_size=CHUNK),
+        "Scout": dict(
+            **IROPE, rope_scaling=STRETCHED, qk_norm=True, attn_temperature=TEMPERATURE, head_dim=None
+        ),
+        "Maverick": dict(
+            **INTERLEAVED,
+            **IROPE,
+            attn_temperature=TEMPERATURE,
+            moe=replace(LLAMA4_EXPERTS, num_experts=8, top_k=2, load_balance_coeff=1e-3),
+        ),
+    },
+    caches=("Scout", "Maverick"),
+    refused=tuple(
+        ("debugmodel_irope", change)
+        for change in (
+            {"attention_bias": True},
+            {"hidden_act": "gelu"},
+            {"rope_scaling": {"rope_type": "yarn"}},
+            {"moe_layers": [0, 3]},
+            {"moe_layers": []},
+            {"no_rope_layers": [1, 0, 0, 1]},
+            {"layer_types": ["chunked_attention"] * 4},
+            {"quantization_config": {"quant_method": "compressed-tensors"}},
+        )
+    ),
+    refusals="quantised by|no layers of experts|in no others",
+    routing=(
+        (
+            "plain",
+            {"route_norm": True, "num_shared_experts": 0},
+            "Llama 4 has no moe.route_norm = True, moe.num_shared_experts = 0",
+        ),
+    ),
+    unfit=(
+        ("model.interleave_moe_layer_step=9", "none of the 4 blocks would have experts"),
+        ("model.flavor=17bx16e model.interleave_moe_layer_step=2", "need a hidden_dim"),
+        ("model.interleave_moe_layer_step=1", "remove hidden_dim"),
+        ("model.flavor=debugmodel model.attn_temperature={}", "and there are none: see every_n_layers"),
+        ("model.moe.top_k=9", "top_k 9 is more than num_experts 8"),
+        ("mesh.dp_shard=6 mesh.ep=6", "ep = 6 does not divide n_experts 8"),
+        ("mesh.cp=2 parallelize.context_parallel=ring", "the model's has chunks"),
+    ),
+)
+
+V2 = dict(
+    num_experts=8,
+    top_k=3,
+    hidden_dim=24,
+    num_shared_experts=2,
+    score_func="softmax",
+    score_before_experts=False,
+    load_balance_coeff=1e-3,
+)
+V3 = dict(V2, score_func="sigmoid", route_norm=True, route_scale=2.5, num_shared_experts=1)
+GROUPS = dict(num_expert_groups=4, num_limited_groups=2)
+LATENT_YARN = LatentYarn(factor=4.0, original_max_position=32, mscale=0.7)
+DEEPSEEK = Family(
+    name="deepseek_v3",
+    config=DeepSeekV3,
+    form=DeepSeekHF,
+    sizes={
+        "debugmodel": 33_014_016,
+        "16B": 15_706_484_224,
+        "236B": 235_741_434_880,
+        "671B": 671_026_404_352,
+    },
+    flops={"debugmodel": 5.429e8, "16B": 2.150e10, "236B": 2.459e11, "671B": 3.426e11},
+    counted=("debugmodel", "671B"),
+    small=dict(
+        dim=64,
+        n_layers=3,
+        n_heads=4,
+        hidden_dim=96,
+        vocab_size=128,
+        kv_lora_rank=24,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+    ),
+    variants={
+        "V2": dict(moe=MoE(**V2)),
+        "V2, groups, query latent, YaRN": dict(
+            q_lora_rank=40,
+            rope_scaling=LATENT_YARN,
+            moe=MoE(**V2, **GROUPS, route_scale=16.0, group_top_k=1),
+        ),
+        "V3": dict(q_lora_rank=40, n_dense_layers=2, moe=MoE(**V3)),
+        "V3, groups, YaRN": dict(
+            q_lora_rank=40, rope_scaling=replace(LATENT_YARN, mscale=1.0), moe=MoE(**V3, **GROUPS)
+        ),
+        "V3, no bias, tied": dict(
+            n_dense_layers=0, tied=True, moe=MoE(**{**V3, "load_balance_coeff": None, "route_norm": False})
+        ),
+    },
+    caches=("V2", "V3, groups, YaRN"),
+    refused=(
+        ("671B", {"attention_bias": True}),
+        ("671B", {"hidden_act": "gelu"}),
+        ("671B", {"num_key_value_heads": 8}),
+        ("671B", {"moe_layer_freq": 2}),
+        ("671B", {"scoring_func": "softmax"}),
+        ("671B", {"rope_interleave": False}),
+        ("671B", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+        ("671B", {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 0.5}}),
+        ("671B", {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0}}),
+        ("671B", {"quantization_config": {"quant_method": "fp8"}}),
+        ("236B", {"norm_topk_prob": True}),
+        ("236B", {"n_shared_experts": None}),
+    ),
+    routing=(
+        ("V2", {"route_norm": True}, "DeepSeek-V2 has no moe.route_norm = True"),
+        ("V2", {**GROUPS}, "DeepSeek-V2 has no moe.group_top_k = 2"),
+        ("V3, groups, YaRN", {"group_top_k": 1}, "DeepSeek-V3 has no moe.group_top_k = 1"),
+        ("V3", {"score_before_experts": True, "num_shared_experts": 0}, "True, moe.num_shared_experts = 0"),
+    ),
+    unfit=(
+        ("model.qk_rope_head_dim=63", "rotary embedding needs an even qk_rope_head_dim"),
+        ("model.v_head_dim=200", "v_head_dim 200 is more than qk_nope_head_dim + qk_rope_head_dim, 192"),
+        ("model.n_dense_layers=3", "n_dense_layers 3 leaves none of the 3 layers to experts"),
+        ("model.moe.top_k=9", "top_k 9 is more than num_experts 8"),
+        ("training.seq_len=20000", "training.seq_len 20000 is beyond the model's 16384"),
+        (
+            "model.moe.num_expert_groups=8 model.moe.num_limited_groups=4",
+            "num_experts 8 cannot be divided into 8 groups of group_top_k 2 or more",
+        ),
+        ("mesh.tp=3", "mesh.tp = 3 does not divide n_heads 8"),
+        ("mesh.ep=3", "mesh.ep = 3 does not divide n_experts 8"),
+        (
+            "mesh.cp=2 parallelize.context_parallel=ring",
+            "the ring passes keys and values of one width around, and the model deepseek_v3 has others",
+        ),
+    ),
+)
+
+FAMILIES = (LLAMA3, QWEN3, GPT_OSS, LLAMA4, DEEPSEEK)

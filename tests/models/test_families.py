@@ -1,0 +1,216 @@
+"""Every family of models, against its published sizes and against transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.models.families import FAMILIES, LENGTH, Family
+from titancli.checkpoint import export_hf, read_hf
+from titancli.errors import RecipeError, TitanError
+from titancli.models.blocks.moe import moe_layers
+from titancli.models.blocks.state import named_state
+from titancli.recipe import load_recipe
+from titancli.registry import current
+from titancli.registry.binding import bind
+from titancli.registry.component import build
+
+TOKENS = torch.randint(0, 128, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def each(rows: Callable[[Family], Any]) -> pytest.MarkDecorator:
+    """A test for each row of each family."""
+    found = [(family, row) for family in FAMILIES for row in rows(family)]
+    return pytest.mark.parametrize(
+        ("family", "row"), found, ids=[f"{family.name}-{i}" for i, (family, _) in enumerate(found)]
+    )
+
+
+def named(names: Callable[[Family], Any]) -> pytest.MarkDecorator:
+    """The same of names."""
+    found = [(family, name) for family in FAMILIES for name in names(family)]
+    return pytest.mark.parametrize(
+        ("family", "name"), found, ids=[f"{family.name}-{name}" for family, name in found]
+    )
+
+
+def on_meta(config: Any, seq_len: int = 8192) -> Any:
+    with torch.device("meta"):
+        return build(config, seq_len=seq_len)
+
+
+@named(lambda family: family.sizes)
+def test_a_flavor_has_its_published_size_and_flops(family: Family, name: str) -> None:
+    config = family.flavor(name)
+    model = on_meta(config)
+    assert sum(p.numel() for p in model.parameters()) == family.sizes[name]
+    if name in family.flops:
+        found = model.flops_per_token(2048 if name.startswith("debug") else 8192) + family.not_seen(config)
+        assert found == pytest.approx(family.flops[name], rel=5e-4)
+    for parameter, _ in model.named_parameters():
+        styles = [style for pattern, style in model.tensor_plan.items() if fnmatchcase(parameter, pattern)]
+        assert len(styles) == 1 or (not styles and ".experts." in parameter), parameter
+    assert len(model.experts) == len(moe_layers(model))
+
+
+@named(lambda family: family.counted)
+def test_flops_are_those_that_torch_counts(family: Family, name: str) -> None:
+    """Of the forward, times 3; torch counts attention whole, as the formula does."""
+    length, config = 2048, family.flavor(name)
+    model = on_meta(replace(config, n_layers=min(config.n_layers, 6)), length)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.empty(1, length, dtype=torch.int64, device="meta"))
+    assert 3 * counter.get_total_flops() / length == pytest.approx(model.flops_per_token(length), rel=1e-2)
+
+
+@named(lambda family: [name for name in family.sizes if not name.startswith("debug")])
+def test_transformers_takes_a_flavors_config_for_its_own_model(family: Family, name: str, tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(family.form(family.flavor(name)).config_json()))
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert sum(p.numel() for p in theirs.parameters()) == family.sizes[name]
+
+
+VARIANTS = [(family, name) for family in FAMILIES for name in family.variants]
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids=[f"{family.name}-{name}" for family, name in VARIANTS])
+def exported(request, tmp_path_factory) -> Iterator[Any]:
+    """A small model, its family's form, its export, and transformers' reading of that."""
+    family, name = request.param
+    ours = family.model(name)
+    form = family.form(ours.config)
+    folder = tmp_path_factory.mktemp("hf") / "model"
+    export_hf({n: t.detach() for n, t in named_state(ours)}, form, {}, folder)
+    theirs, told = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return family, ours, form, folder, theirs.eval()
+
+
+@pytest.mark.parametrize("length", [7, LENGTH])
+def test_logits_and_gradients_equal_transformers(exported, record_property, length: int) -> None:
+    family, ours, form, _, theirs = exported
+    record_property("logits", family.name)
+    tokens = TOKENS[:, :length]
+    expected, found = theirs(tokens).logits, ours(tokens)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    for model, logits in ((theirs, expected), (ours, found)):
+        model.zero_grad()
+        logits.square().mean().backward()
+    given, compared = dict(theirs.named_parameters()), set()
+    for name, parameter in ours.named_parameters():
+        for hf_name, gradient in form.to_hf(name, parameter.grad):
+            if hf_name in given:  # transformers has the experts of some families in other tensors
+                reference = given[hf_name].grad
+                assert (gradient - reference).norm() <= 2e-5 * reference.norm(), name
+                compared.add(hf_name)
+    assert {name for name in given if "experts" not in name} <= compared
+
+
+def test_an_export_comes_back_bit_for_bit(exported, tmp_path) -> None:
+    family, ours, form, folder, theirs = exported
+    state = {name: tensor.detach() for name, tensor in named_state(ours)}
+    theirs.save_pretrained(tmp_path / "again")  # and as transformers writes it
+    for source in (folder, tmp_path / "again"):
+        reader = read_hf(source, form)
+        reader.check({name: tuple(tensor.shape) for name, tensor in state.items()})
+        for name, tensor in state.items():
+            assert torch.equal(reader.parameter(name), tensor), name
+            assert reader.dtype(name) == tensor.dtype
+        keys = family.form.from_config_json(json.loads((source / "config.json").read_text()))
+        assert family.form(bind(family.config, keys, current())).config_json() == form.config_json()
+        assert keys == family.form.from_config_json(form.config_json())
+    inside = {name: reader.parameter(name) for name in state}
+    export_hf(inside, form, {}, tmp_path / "third")
+    written = (tmp_path / "third" / "model.safetensors").read_bytes()
+    assert written == (folder / "model.safetensors").read_bytes()
+
+
+@named(lambda family: family.caches)
+def test_weights_in_bf16_come_back_bit_for_bit(family: Family, name: str, tmp_path) -> None:
+    model = family.model(name)
+    form = family.form(model.config)
+    kept = {n: t.dtype if "expert_bias" in n else torch.bfloat16 for n, t in named_state(model)}
+    state = {n: t.detach().to(kept[n]) for n, t in named_state(model)}
+    export_hf(state, form, {}, tmp_path / "hf")
+    reader = read_hf(tmp_path / "hf", form)
+    for name, tensor in state.items():
+        assert torch.equal(reader.parameter(name), tensor), name
+        assert reader.dtype(name) == tensor.dtype
+
+
+@each(lambda family: family.refused)
+def test_a_config_that_a_family_cannot_express_is_refused(family: Family, row: Any) -> None:
+    name, change = row
+    good = family.form(family.flavor(name)).config_json()
+    family.form.from_config_json(json.loads(json.dumps(good)))
+    with pytest.raises(TitanError, match=f"{family.name} does not have|{family.refusals}"):
+        family.form.from_config_json({**good, **change})
+
+
+@each(lambda family: family.routing)
+def test_routing_that_transformers_cannot_express_is_refused(family: Family, row: Any) -> None:
+    name, change, message = row
+    config = family.variant(name)
+    with pytest.raises(TitanError, match=message):
+        family.form(replace(config, moe=replace(config.moe, **change))).config_json()
+
+
+@each(lambda family: family.unfit)
+def test_what_does_not_fit_is_said_at_the_recipes_line(family: Family, row: Any) -> None:
+    overrides, message = row
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(f"{family.name}_debug", overrides.split())
+    assert message in "\n".join([str(caught.value), *(p.message for p in caught.value.problems)])
+
+
+@named(lambda family: family.caches)
+def test_a_cache_gives_the_logits_of_the_whole_row(family: Family, name: str) -> None:
+    """Over the edges of windows and chunks, and with rows that begin at different places."""
+    model = family.model(name)
+    with torch.no_grad():
+        row = TOKENS[:1, :40]
+        whole, tail = model(row), model(row[:, 5:])
+        both = torch.cat((row, row))
+        cache = model.new_cache(40, padding=torch.tensor([0, 5]))  # five in front do not count
+        model(both[:, :17], cache=cache)
+        for at in range(17, 40):
+            step = model(both[:, at : at + 1], cache=cache)[:, 0]
+            expected = torch.cat((whole[:, at], tail[:, at - 5]))
+            torch.testing.assert_close(step, expected, rtol=1e-4, atol=1e-4)
+
+
+@named(lambda family: family.caches)
+def test_documents_in_one_row_equal_documents_apart(family: Family, name: str) -> None:
+    """Positions, windows and chunks count from a document's own beginning."""
+    model = family.model(name)
+    row = TOKENS[:1, :70]
+    positions = torch.cat((torch.arange(27), torch.arange(43)))[None]
+    ids = torch.tensor([[0] * 27 + [1] * 43], dtype=torch.int32)
+    with torch.no_grad():
+        together = model(row, positions, ids)
+        apart = torch.cat((model(row[:, :27]), model(row[:, 27:])), dim=1)
+    torch.testing.assert_close(together, apart, atol=1e-4, rtol=1e-4)
+
+
+@named(lambda family: family.variants)
+def test_initial_values(family: Family, name: str) -> None:
+    """Every parameter is drawn, and what is added begins as nothing."""
+    model = build(family.variant(name), seq_len=64)
+    with torch.no_grad():
+        for _, tensor in named_state(model):
+            tensor.fill_(float("nan"))
+    model.init_weights(lambda name: torch.Generator().manual_seed(0))
+    for parameter, tensor in named_state(model):
+        assert tensor.isfinite().all(), parameter
+        assert not (parameter.endswith("bias") and tensor.any()), parameter
