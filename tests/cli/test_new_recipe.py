@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Titan
-from tests.recipe.torchtitan import jobs
+from tests.migrate import jobs
 from titancli.recipe import bundled_folder
 
 LLAMA = {

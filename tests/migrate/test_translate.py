@@ -10,8 +10,8 @@ import pytest
 import tomli
 import tomli_w
 
-from tests.recipe.torchtitan import jobs
-from tests.recipe.torchtitan.reference import FIELDS
+from tests.migrate import jobs
+from tests.migrate.reference import FIELDS
 from titancli.errors import RecipeError
 from titancli.migrate import Translation, translate
 from titancli.migrate import fields as ours

@@ -9,9 +9,9 @@ import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.migrate import jobs
+from tests.migrate.reference import FIELDS
 from tests.recipe.test_scan import documents
-from tests.recipe.torchtitan import jobs
-from tests.recipe.torchtitan.reference import FIELDS
 from titancli.errors import RecipeError
 from titancli.migrate import translate
 from titancli.migrate.older import GONE, RENAMED
