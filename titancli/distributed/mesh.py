@@ -80,11 +80,6 @@ class Mesh:
         return self._group("dp")
 
     @property
-    def cp_rank(self) -> int:
-        """Which part of its rows this rank has."""
-        return self._place("cp")
-
-    @property
     def cp_group(self) -> dist.ProcessGroup | None:
         """The ranks that have parts of the same rows; None where rows are not cut."""
         return self._group("cp") if self.degrees.cp > 1 else None

@@ -64,6 +64,21 @@ class DecoderHF:
     def from_hf(self, name: str, tensors: list[Tensor]) -> Tensor:
         return torch.stack(tensors) if self._stacked(name) else tensors[0]
 
+    def decoder_json(self) -> dict[str, Any]:
+        """What `config.json` says of every decoder in the same words."""
+        config = self.config
+        return {
+            "hidden_size": config.dim,
+            "num_hidden_layers": config.n_layers,
+            "num_attention_heads": config.n_heads,
+            "vocab_size": config.vocab_size,
+            "max_position_embeddings": config.max_seq_len,
+            "rms_norm_eps": config.norm_eps,
+            "rope_theta": config.rope_theta,
+            "hidden_act": "silu",
+            "tie_word_embeddings": config.tied,
+        }
+
     def ignored(self, hf_name: str) -> bool:
         return self.copy_of(hf_name) is not None or hf_name.endswith("rotary_emb.inv_freq")
 

@@ -194,18 +194,12 @@ class DeepSeekHF(UnbalancedHF):
         return {
             **own,
             "model_type": self.model_type,
-            "hidden_size": config.dim,
+            **self.decoder_json(),
             "intermediate_size": config.hidden_dim,
-            "num_hidden_layers": config.n_layers,
             "first_k_dense_replace": config.n_dense_layers,
-            "num_attention_heads": config.n_heads,
             "num_key_value_heads": config.n_heads,
             "q_lora_rank": config.q_lora_rank,
             **{name: getattr(config, name) for name in LATENT},
-            "vocab_size": config.vocab_size,
-            "max_position_embeddings": config.max_seq_len,
-            "rms_norm_eps": config.norm_eps,
-            "rope_theta": config.rope_theta,
             "rope_scaling": _yarn_json(config),
             "moe_intermediate_size": moe.hidden_dim,
             "n_routed_experts": moe.num_experts,
@@ -213,9 +207,7 @@ class DeepSeekHF(UnbalancedHF):
             "num_experts_per_tok": moe.top_k,
             "routed_scaling_factor": moe.route_scale,
             "moe_layer_freq": 1,
-            "hidden_act": "silu",
             "attention_bias": False,
-            "tie_word_embeddings": config.tied,
         }
 
     from_config_json = staticmethod(DeepSeekV3.from_config_json)

@@ -162,16 +162,10 @@ class GptOssHF(UnbalancedHF):
         return {
             "architectures": ["GptOssForCausalLM"],
             "model_type": self.model_type,
-            "hidden_size": config.dim,
+            **self.decoder_json(),
             "intermediate_size": moe.hidden_dim,
-            "num_hidden_layers": config.n_layers,
-            "num_attention_heads": config.n_heads,
             "num_key_value_heads": config.kv_heads,
             "head_dim": config.head_dim,
-            "vocab_size": config.vocab_size,
-            "max_position_embeddings": config.max_seq_len,
-            "rms_norm_eps": config.norm_eps,
-            "rope_theta": config.rope_theta,
             "rope_scaling": _rope_json(config),
             "sliding_window": config.sliding_window,
             "layer_types": layer_types(config.n_layers),
@@ -179,10 +173,8 @@ class GptOssHF(UnbalancedHF):
             "num_experts_per_tok": moe.top_k,
             "swiglu_alpha": config.swiglu_alpha,
             "swiglu_limit": config.swiglu_limit,
-            "hidden_act": "silu",
             "attention_bias": True,
             "output_router_logits": False,
-            "tie_word_embeddings": config.tied,
         }
 
     from_config_json = staticmethod(GptOss.from_config_json)

@@ -49,21 +49,13 @@ class LlamaHF(DecoderHF):
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": self.model_type,
-            "hidden_size": config.dim,
+            **self.decoder_json(),
             "intermediate_size": config.hidden_dim,
-            "num_hidden_layers": config.n_layers,
-            "num_attention_heads": config.n_heads,
             "num_key_value_heads": config.kv_heads,
             "head_dim": config.head_width,
-            "vocab_size": config.vocab_size,
-            "max_position_embeddings": config.max_seq_len,
-            "rms_norm_eps": config.norm_eps,
-            "rope_theta": config.rope_theta,
             "rope_scaling": llama3_rope_json(config.rope_scaling),
-            "hidden_act": "silu",
             "attention_bias": False,
             "mlp_bias": False,
-            "tie_word_embeddings": config.tied,
         }
 
     from_config_json = staticmethod(Llama3.from_config_json)

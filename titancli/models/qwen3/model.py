@@ -75,20 +75,12 @@ class Qwen3HF(UnbalancedHF):
         config = self.config
         common = {
             "model_type": self.model_type,
-            "hidden_size": config.dim,
-            "num_hidden_layers": config.n_layers,
-            "num_attention_heads": config.n_heads,
+            **self.decoder_json(),
             "num_key_value_heads": config.kv_heads,
             "head_dim": config.head_dim,
-            "vocab_size": config.vocab_size,
-            "max_position_embeddings": config.max_seq_len,
-            "rms_norm_eps": config.norm_eps,
-            "rope_theta": config.rope_theta,
             "rope_scaling": None,
-            "hidden_act": "silu",
             "attention_bias": False,
             "use_sliding_window": False,
-            "tie_word_embeddings": config.tied,
         }
         if config.moe is None:
             return {
