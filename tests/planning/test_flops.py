@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.planning.measure import planned, recipe
 from titancli.parallel.activation_checkpoint import apply_activation_checkpoint
-from titancli.planning.operations import forwards
+from titancli.planning.blocks import forwards
 from titancli.recipe import load_recipe
 from titancli.recipe.schema import Recipe
 from titancli.registry.component import build

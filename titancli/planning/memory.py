@@ -1,7 +1,7 @@
 """The memory of one rank through a step: what is always there, and what forward, loss, backward and optimizer
 add.
 
-What a block keeps and takes follows from its operations (`titancli.planning.operations`). The order around
+What a block keeps and takes follows from its operations (`titancli.planning.blocks`). The order around
 the blocks is that of FSDP2 (`torch.distributed.fsdp`): a group's parameters are gathered before it runs (into
 one flat buffer, then copied to their places; the flat one goes when the next group's arrives), gathered again
 in backward while the group above still works, and its gradients are copied into a buffer of the reduce dtype
@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from titancli.models.shape import Block, Parameter
-from titancli.planning.operations import FP32, block_operations, head_operations, runs_through
+from titancli.planning.blocks import block_operations, head_operations, runs_through
+from titancli.planning.operations import FP32
 from titancli.planning.pipeline import in_flight
 from titancli.planning.workload import Group, Stage, Workload, groups, reshards, stages
 

@@ -14,8 +14,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from titancli.planning.blocks import forwards, head_operations
 from titancli.planning.memory import numbers_at_rest
-from titancli.planning.operations import Operation, forwards, head_operations
+from titancli.planning.operations import Operation
 from titancli.planning.pipeline import bubble
 from titancli.planning.workload import EXPERTS, Group, Stage, Workload, groups, reshards, stages
 

@@ -1,0 +1,376 @@
+"""The operations of a block, and of what follows the last one.
+
+Everything follows from the model's `shape()` (`titancli.models.shape`). `titancli.planning.memory` adds up
+what the operations keep; which temporary is freed at which line of the code is left out, and costs a few
+percent (docs/plan.md has a table). Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+
+from titancli.models.shape import Attention, Block, Experts
+from titancli.planning.operations import (
+    FP32,
+    Operation,
+    add,
+    exchange,
+    gather,
+    joined,
+    joined_swish_times,
+    linear,
+    norm,
+    ordered,
+    rotation,
+    scaled,
+    scatter,
+    swish_times,
+)
+from titancli.planning.workload import Workload, local_shape
+
+SINK = 8
+"""Dimensions that a head gets for its sink: `titancli.models.blocks.attention`."""
+ONES = 8
+"""Rows by which the gradient of an expert's bias is summed up."""
+
+
+def block_operations(block: Block, work: Workload) -> list[Operation]:
+    """In the order of forward: "x" is what comes in."""
+    stream = (work.stream_tokens, work.shape.dim, work)
+    found = [
+        replace(norm("x", "n1", *stream, residual=True), enters="x"),
+        *_attention(block.attention, work),
+        add(work),
+        norm("x1", "n2", *stream, residual=True),
+    ]
+    if isinstance(block.feed_forward, Experts):  # its parts are run again one by one: `Block.parts`
+        found = [replace(one, part="attention") for one in found]
+        found += [*_experts(block.feed_forward, work), add(work)]
+    else:
+        found += [*_swiglu(work, block.feed_forward.hidden), add(work)]
+        found = [replace(one, part="block") for one in found]
+    # Of each part the first matrix product is kept, the third, …: `titancli.parallel.activation_checkpoint`.
+    products: dict[str, int] = defaultdict(int)
+    for number, one in enumerate(found):
+        if one.kind in ("product", "grouped"):
+            products[one.part] += 1
+            if products[one.part] % 2:
+                found[number] = replace(one, keeps=(one.result,))
+    return found
+
+
+def runs_through(operations: list[Operation]) -> list[bool]:
+    """Whether a part of the block that runs again does each operation: it stops where autograd has got the
+    last that it keeps, an operation's input. Grouped products say what they keep only when they are done."""
+    last = {one.part: number for number, one in enumerate(operations) if one.saves}
+    return [number < last[one.part] + (one.kind == "grouped") for number, one in enumerate(operations)]
+
+
+def forwards(block: Block, work: Workload, recompute: str) -> Iterator[tuple[Operation, int]]:
+    """Each operation of a block, and how often a pass runs it forward."""
+    operations = block_operations(block, work)
+    if recompute == "full":
+        operations = [replace(one, part="block", keeps=()) for one in operations]
+    for one, through in zip(operations, runs_through(operations), strict=True):
+        yield one, 1 + (through and recompute != "none" and one.part != "" and not one.keeps)
+
+
+def head_operations(work: Workload) -> list[Operation]:
+    """The final norm, and the output with the loss; neither is ever compiled."""
+    eager = replace(work, compiled=False)
+    c, dim, words = work.compute, work.shape.dim, work.shape.vocab_size / work.degrees.tp
+    found = [norm("x", "h", work.stream_tokens, dim, eager)]
+    if work.degrees.tp > 1:
+        found.append(gather("hw", work.tokens * dim * c, "tp", work.degrees.tp))
+    if not work.full_logits:
+        chunks = -(-work.tokens // work.chunk_rows)
+        moved = 3 * (work.tokens + words * chunks) * dim * c + work.tokens * words * (2 * c + 10 * FP32)
+        return [*found, Operation(flops=6.0 * work.tokens * dim * words, moved=moved, kind="product")]
+    found.append(linear("logits", "h", work.tokens, dim, words, c))
+    if work.degrees.tp > 1:
+        whole = work.tokens * work.shape.vocab_size * c
+        found.append(Operation(kind="collective", sends=("tp", whole)))
+    moved = 6 * work.tokens * work.shape.vocab_size * FP32
+    return [*found, Operation(moved=moved, backward_moved=moved)]
+
+
+# --------------------------------------------------------------------------------------------- attention
+
+
+def _attention(part: Attention, work: Workload) -> Iterator[Operation]:
+    c, dim, tokens, tp = work.compute, work.shape.dim, work.tokens, work.degrees.tp
+    x = "n1"
+    if tp > 1:
+        x = "g1"
+        yield gather(x, tokens * dim * c, "tp", tp)
+    yield from _products(part, work, x)
+    yield from _turned(part, work)
+    mixed = "mixed"
+    for one in _core(part, work):
+        mixed = one.result or mixed
+        yield one
+    yield linear("o", mixed, tokens, part.heads / tp * part.value_dim, dim, c, residual=tp == 1)
+    if tp > 1:
+        yield scatter("o sum", tokens * dim * c, tp)
+
+
+def _products(part: Attention, work: Workload, x: str) -> Iterator[Operation]:
+    """What is made out of `x`, perhaps by way of latents: products that tensor parallelism leaves whole make
+    these, and each passes a norm before the next product reads it."""
+    products = [p for p in part.parameters if len(p.shape) == 2][:-1]
+    after_latent = [False, *(p.style == "replicate" for p in products)]
+    readers = [p for p, latent in zip(products, after_latent, strict=False) if not latent]
+    results = ("q", "k", "v") if part.kv_rank is None else tuple(p.name for p in products)
+    before = x
+    for parameter, latent, name in zip(products, after_latent, results, strict=False):
+        made, read = local_shape(parameter, work.degrees.tp, work.degrees.ep)
+        source = x
+        if latent:
+            source = f"normed {before}"
+            yield norm(before, source, work.tokens, read, work)
+        if name == "q" and (part.rotary or part.scaled or part.sinks):
+            name = "plain q"
+        if name == "k" and (part.rotary or part.sinks):
+            name = "plain k"
+        yield linear(
+            name,
+            source,
+            work.tokens,
+            read,
+            made,
+            work.compute,
+            adds=not latent and parameter is not readers[-1],
+        )
+        before = name
+
+
+def _turned(part: Attention, work: Workload) -> Iterator[Operation]:
+    """Queries and keys in their places."""
+    heads, kv_heads = part.heads / work.degrees.tp, part.kv_heads / work.degrees.tp
+    q, k = (work.tokens * count * part.head_dim for count in (heads, kv_heads))
+    if part.scaled:
+        yield scaled(q, work)
+    if not part.rotary:
+        return
+    if part.qk_norm:
+        for name, numbers in (("q", q), ("k", k)):
+            yield norm(f"plain {name}", f"normed {name}", numbers / part.head_dim, part.head_dim, work)
+    if part.rope_dim is None:
+        # Python lets go of what comes before only when both are rotated.
+        stages = (
+            1 + part.qk_norm - (part.qk_norm and work.compute == FP32)
+        )  # a norm in fp32 keeps what it reads
+        before = stages * (q + k) * work.compute
+        for one in (rotation(numbers, work) for numbers in (q, k)):
+            yield replace(one, alive=one.alive + before)
+    else:  # parts of them, which are cut off and put back
+        yield joined(q * work.compute, rotation(work.tokens * heads * part.rope_dim, work))
+        rotated = rotation(work.tokens * part.rope_dim, work)
+        made = work.tokens * heads * (part.head_dim - part.rope_dim + part.value_dim) * work.compute
+        values = work.tokens * heads * part.value_dim * work.compute
+        yield replace(
+            joined(k * work.compute, rotated), done=k * work.compute + values, gradients=made, beside=made
+        )
+    if part.norm_after:
+        for name, numbers in (("q", q), ("k", k)):
+            yield norm(f"turned {name}", name, numbers / part.head_dim, part.head_dim, work, weight=False)
+
+
+def _core(part: Attention, work: Workload) -> Iterator[Operation]:
+    """Attention, its scores never in memory: q, k, v, the result and its log-sum-exps stay. With what context
+    parallelism does around it, and, where heads have sinks, or values are narrower than keys, with the
+    numbers that fill them up."""
+    c, cp, how = work.compute, work.degrees.cp, work.context if work.degrees.cp > 1 else ""
+    heads, kv_heads = part.heads / work.degrees.tp, part.kv_heads / work.degrees.tp
+    wide = part.head_dim + SINK * part.sinks
+    filled = part.sinks or part.value_dim < part.head_dim
+    length = keys = work.row_tokens
+    whole = work.rows * work.seq_len * c
+    k, v, own = kv_heads * wide, kv_heads * part.value_dim, work.tokens * heads * part.value_dim * c
+    names = ["q", "k", "v"]
+    if how == "allgather":
+        yield gather("all k", whole * k, "cp", cp)
+        yield gather("all v", whole * v, "cp", cp)
+        keys, names = work.seq_len, ["q", "all k", "all v"]
+    elif how == "ring":
+        yield Operation(kind="collective", sends=("cp", whole * (k + v)))
+    elif how == "ulysses":
+        length = keys = work.seq_len
+        for name, size in zip(names, (heads * wide, k, v), strict=True):
+            yield exchange(f"all {name}", work.tokens * size * c, "cp")
+        heads, kv_heads, names = heads / cp, kv_heads / cp, [f"all {name}" for name in names]
+    window, pieces, twice, seen = (part.window if part.sinks else None), how == "allgather", 1.0, keys
+    if pieces:  # a rank's two pieces of a row see more than the row, or as far as the window
+        seen = keys + length / 2 if window is None else min(keys, length + 2 * window)
+    elif window is not None and window < length:
+        twice = 2 - window / length  # blocks of queries, each with the keys of two
+    key = work.rows * kv_heads * c * twice
+    q = work.rows * length * heads * wide * c
+    k = key * (seen if part.sinks else keys) * wide
+    v, out = key * keys * part.value_dim, work.rows * length * heads * part.value_dim * c
+    if filled:
+        narrow, v, out = key / twice * keys * part.value_dim, key * seen * wide, q
+        # Values that came with keys are views of one tensor, which stays for the keys' sake.
+        saves = {names[2]: narrow} if names[2] == "all v" else {}
+        before = narrow + (q + k / twice if part.sinks else 0.0)
+        after = v + (q + k if part.sinks else 0.0)
+        beside = 2 * narrow + (2 * q if twice > 1 else 0.0)
+        yield Operation(
+            saves=saves,
+            done=after,
+            gradients=before,
+            beside=beside,
+            moved=2 * after,
+            backward_moved=2 * before,
+        )
+        names = [f"filled {name}" if part.sinks or name == names[2] else name for name in names]
+    flops = 2.0 * (q + out) / c * work.seen(part)
+    yield _softmax(dict(zip(names, (q, k, v), strict=True)), out, work.rows * length * heads * FP32, flops)
+    if how == "ulysses":
+        yield exchange("mixed", own, "cp")
+    elif filled or pieces:
+        yield Operation(
+            "mixed",
+            own,
+            done=own,
+            gradients=out,
+            beside=out if part.sinks else 0.0,
+            moved=2 * own,
+            backward_moved=own + out,
+        )
+
+
+def _softmax(reads: dict[str, float], out: float, lse: float, flops: float) -> Operation:
+    """Attention of queries, keys and values of these sizes."""
+    read = sum(reads.values())
+    return Operation(
+        "out",
+        out,
+        saves={**reads, "out": out, "lse": lse},
+        keeps=("out", "lse"),
+        done=out,
+        gradients=read,
+        flops=flops,
+        backward_flops=2.5 * flops,  # the scores are made again
+        moved=read + out,
+        backward_moved=2 * (read + out),
+        kind="attention",
+    )
+
+
+# ------------------------------------------------------------------------------------------ feed-forward
+
+
+def _swiglu(work: Workload, hidden: int, at: str = "") -> Iterator[Operation]:
+    """With tp > 1 the sequence is gathered before it, and summed and cut after it."""
+    c, dim, tp = work.compute, work.shape.dim, work.degrees.tp
+    width, x = hidden / tp, "n2"
+    if tp > 1:
+        x = f"{at}g2"
+        yield gather(x, work.tokens * dim * c, "tp", tp)
+    silu, times = swish_times(f"{at}gate", f"{at}up", f"{at}inner", work.tokens * width, work)
+    yield linear(f"{at}gate", x, work.tokens, dim, width, c, adds=True)
+    yield from silu
+    yield linear(f"{at}up", x, work.tokens, dim, width, c)
+    yield times
+    yield linear(f"{at}f", f"{at}inner", work.tokens, width, dim, c, residual=tp == 1)
+    if tp > 1:
+        yield scatter(f"{at}f sum", work.tokens * dim * c, tp)
+
+
+def _experts(part: Experts, work: Workload) -> Iterator[Operation]:
+    """Tensor parallelism leaves the layer alone: each rank has its own part of the sequence. Tokens are taken
+    to be spread evenly, so that a rank gets as many from the others as it sends."""
+    c, dim, ep = work.compute, work.shape.dim, work.degrees.ep
+    tokens, visits = work.stream_tokens, work.stream_tokens * part.top_k
+    stream, guests = tokens * dim * c, visits * dim * c
+    scores, chosen = tokens * part.experts * FP32, visits * (FP32 + 8)
+    router = linear("logits", "n2", tokens, dim, part.experts, c, adds=True)
+    cast = tokens * dim * FP32 if c < FP32 else 0.0
+    yield replace(
+        router,
+        part="router",
+        enters="n2",
+        size=scores,
+        saves={**router.saves, "scores": scores, "chosen": 2 * chosen},
+        done=0.0,
+        beside=router.beside + 2 * scores,
+        moved=router.moved + 4 * scores + 2 * cast,
+        backward_moved=router.backward_moved + 4 * scores + 4 * cast,
+    )
+    sent = ordered("visitors", guests)
+    if part.shared_hidden:  # their gradient of the stream is there already
+        yield replace(sent, gradients=0.0, beside=guests + 2 * stream)
+    else:
+        yield replace(sent, gradients=stream, beside=guests)
+    inside = "visitors"
+    if part.score_before:
+        inside = "scored"
+        yield Operation(
+            inside,
+            guests,
+            saves={"visitors": guests},
+            done=guests,
+            gradients=guests,
+            beside=guests,
+            moved=2 * guests,
+            backward_moved=4 * guests,
+        )
+    if ep > 1:
+        yield exchange("arrived", guests, "ep")
+        inside = "guests"
+        yield ordered(inside, guests)
+    first, *rest = _visited(part, work, inside, visits)
+    yield replace(first, part="experts", enters=inside)
+    yield from (replace(one, part="experts") for one in rest)
+    if ep > 1:
+        yield ordered("leaving", guests)
+        # Python still has what was sent, what the experts made of it, and that as it leaves.
+        yield replace(exchange("home", guests, "ep"), alive=4 * guests)
+    yield replace(ordered("by token", guests), alive=(2 + (ep > 1)) * guests)
+    if part.score_before:  # each token's visits added up
+        yield Operation("f", stream, gradients=guests, moved=guests + stream, backward_moved=guests)
+    else:  # weighted by their scores, and added up
+        yield Operation(
+            "f",
+            stream,
+            saves={"by token": guests},
+            gradients=guests,
+            flops=2 * visits * dim,
+            backward_flops=4 * visits * dim,
+            moved=guests + stream,
+            backward_moved=2 * guests + stream,
+        )
+    if part.shared_hidden:
+        yield from (replace(one, part="shared") for one in _swiglu(work, part.shared_hidden, at="shared "))
+        yield add(work)
+
+
+def _visited(part: Experts, work: Workload, x: str, visits: float) -> Iterator[Operation]:
+    """What the experts make of their visitors."""
+    c, dim, numbers = work.compute, work.shape.dim, visits * part.hidden
+    matrices = part.experts / work.degrees.ep
+
+    def grouped(name: str, source: str, read: float, made: float, *, adds: bool = False) -> Operation:
+        one = linear(name, source, visits, read, made, c, adds=adds, matrices=matrices)
+        return replace(one, kind="grouped")
+
+    def bias(numbers: float) -> Operation:
+        size = numbers * c
+        return Operation(backward_flops=2.0 * ONES * numbers, moved=2 * size, backward_moved=size)
+
+    if part.joined:
+        yield grouped("both", x, dim, 2 * part.hidden)
+        if part.clamped:
+            yield bias(2 * numbers)
+        yield from joined_swish_times(numbers, work, clamped=part.clamped)
+    else:
+        silu, times = swish_times("e gate", "e up", "e inner", numbers, work)
+        yield grouped("e gate", x, dim, part.hidden, adds=True)
+        yield grouped("e up", x, dim, part.hidden)
+        yield from (*silu, times)
+    yield grouped("made", "e inner", part.hidden, dim)
+    if part.clamped:
+        yield bias(visits * dim)
