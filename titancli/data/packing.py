@@ -132,12 +132,7 @@ class PackedDataset:
         Raises:
             EnvironmentProblem: the state was saved on other data, or is not one of this dataset.
         """
-        if state.get("version") != STATE_VERSION or "data" not in state:
-            raise EnvironmentProblem(
-                f"the position in the data stored in the checkpoint does not belong to {self._source.label}",
-                hint="resume with the original dataset of the run",
-            )
-        refuse_other_data(state["data"], self._identity, self._source.label)
+        refuse_other_data(state, self._identity, self._source.label, "epoch", "mark", "offset", "tokens")
         self._consumed = state["tokens"]
         self._stream = self._open(Position(state["epoch"], state["mark"], state["offset"]))
 
@@ -164,11 +159,21 @@ def tokenizer_identity(tokenizer: Tokenizer) -> str:
     return f"{kind}:{tokenizer.vocab_size}:{tokenizer.eos_id}:{digest.hexdigest()}"
 
 
-def refuse_other_data(saved: Mapping[str, Any], now: Mapping[str, Any], label: str) -> None:
+def refuse_other_data(state: Mapping[str, Any], now: Mapping[str, Any], label: str, *keys: str) -> None:
     """
+    Args:
+        state: a position: `version`, `data`, which tells the data from others, and these keys.
+
     Raises:
-        EnvironmentProblem: what tells data from others is not what it was.
+        EnvironmentProblem: it is one of another kind of data, or `data` is not what it is `now`.
     """
+    saved = state.get("data")
+    whole = state.get("version") == STATE_VERSION and all(key in state for key in keys)
+    if not whole or not isinstance(saved, Mapping):
+        raise EnvironmentProblem(
+            f"the position in the data stored in the checkpoint does not belong to {label}",
+            hint="resume with the original loop, its task and the original dataset of the run",
+        )
     names = [name for name in (*now, *(n for n in saved if n not in now)) if saved.get(name) != now.get(name)]
     if names:
         said = ", ".join(f"{name} was {saved.get(name)} and is {now.get(name)}" for name in names)

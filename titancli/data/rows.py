@@ -15,12 +15,11 @@ import numpy as np
 import torch
 
 from titancli.data.batch import Batch
-from titancli.data.packing import refuse_other_data, tokenizer_identity
+from titancli.data.packing import STATE_VERSION, refuse_other_data, tokenizer_identity
 from titancli.errors import EnvironmentProblem
 from titancli.protocols import Tokenizer, TokenizerDefaults
 from titancli.registry.defaults import with_defaults
 
-STATE_VERSION = 1
 GROUP = 128
 """Examples that may share rows."""
 
@@ -151,12 +150,6 @@ class RowDataset:
         Raises:
             EnvironmentProblem: the state was saved on other data, or is not one of this dataset.
         """
-        if state.get("version") != STATE_VERSION or "data" not in state or "group" not in state:
-            raise EnvironmentProblem(
-                f"the position in the data stored in the checkpoint does not belong to "
-                f"{self._examples.label}",
-                hint="resume with the original dataset of the run",
-            )
-        refuse_other_data(state["data"], self._identity, self._examples.label)
+        refuse_other_data(state, self._identity, self._examples.label, "epoch", "group", "used", "rows")
         self._consumed = state["rows"]
         self._position = Position(state["epoch"], state["group"], state["used"])

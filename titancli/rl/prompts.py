@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from typing import Any, NamedTuple
 
-from titancli.data.packing import refuse_other_data, tokenizer_identity
-from titancli.errors import EnvironmentProblem, TitanError
+from titancli.data.packing import STATE_VERSION, refuse_other_data, tokenizer_identity
+from titancli.errors import TitanError
 from titancli.protocols import Task
 from titancli.rl.samples import Prompt
 
 logger = logging.getLogger(__name__)
 
-STATE_VERSION = 1
 TRIES = 1000
 """So many prompts in a row that are too long mean that all are."""
 
@@ -110,12 +109,7 @@ class PromptSource:
         Raises:
             EnvironmentProblem: it is of other prompts, or of no prompts at all.
         """
-        if state.get("version") != STATE_VERSION or "prompts" not in state or "data" not in state:
-            raise EnvironmentProblem(
-                "the position in the data that the checkpoint holds is not one among a task's prompts",
-                hint="resume with the loop and the task that the run began with",
-            )
-        refuse_other_data(state["data"], self._identity, "loop.task")
+        refuse_other_data(state, self._identity, "loop.task", "prompts")
         self._next = state["prompts"]
 
     def close(self) -> None:

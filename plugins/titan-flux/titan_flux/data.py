@@ -18,10 +18,9 @@ from torch import Tensor
 from titan_flux import Latents, Noised, RandomLatents
 from titan_flux.shards import Random, Samples, Shards, random_state
 from titancli import Batch
+from titancli.data.packing import STATE_VERSION, refuse_other_data
 from titancli.data.source import document_order
-from titancli.errors import EnvironmentProblem, RecipeError
-
-STATE_VERSION = 1
+from titancli.errors import RecipeError
 
 
 class NoisedLatents:
@@ -117,20 +116,7 @@ class NoisedLatents:
         Raises:
             EnvironmentProblem: the state was saved on other data, or is not one of this dataset.
         """
-        label = self._samples.label
-        if state.get("version") != STATE_VERSION or not isinstance(state.get("samples"), int):
-            raise EnvironmentProblem(
-                f"the position in the data that the checkpoint holds is not one of {label}",
-                hint="resume with the dataset that the run began with",
-            )
-        was, now = state.get("data") or {}, self._samples.identity
-        if changed := [name for name in now if was.get(name) != now[name]]:
-            told = ", ".join(f"{name} was {was.get(name)} and is {now[name]}" for name in changed)
-            raise EnvironmentProblem(
-                f"{label} is not the data that the checkpoint was trained on: {told}",
-                hint="resume with the original data and training.seed, or start a new run with the "
-                "checkpoint as its `weights`",
-            )
+        refuse_other_data(state, self._samples.identity, self._samples.label, "samples")
         self._place = state["samples"]
 
 
