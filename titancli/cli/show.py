@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from typing import Any
 
 import click
@@ -13,6 +12,7 @@ from titancli.cli.group import note_broken
 from titancli.cli.output import print_json
 from titancli.errors import PluginError, nearest_name
 from titancli.recipe.schema import Recipe
+from titancli.recipe.toml import inline
 from titancli.registry import current
 from titancli.registry.component import component_info, is_config
 from titancli.registry.defaults import ConfigDefaults, with_defaults
@@ -98,7 +98,7 @@ def _print(config: type) -> None:
     if flavors:
         print("\nFlavors")
         for flavor, values in flavors.items():
-            print(f"  {flavor}: {', '.join(f'{key} = {_toml(value)}' for key, value in values.items())}")
+            print(f"  {flavor}: {', '.join(f'{key} = {inline(value)}' for key, value in values.items())}")
 
 
 def _row(field: Field) -> dict[str, Any]:
@@ -114,13 +114,4 @@ def _row(field: Field) -> dict[str, Any]:
 def _default(field: Field) -> str:
     if field.required:
         return " (required)"
-    return "" if field.default is None else f" = {_toml(field.default)}"
-
-
-def _toml(value: Any) -> str:
-    """A value as it is written in a recipe."""
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return json.dumps(value, ensure_ascii=False)
+    return "" if field.default is None else f" = {inline(field.default)}"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from titancli.errors import PluginError
 from titancli.recipe.schema import Recipe, needs_dataset, needs_tokenizer, recipe_slots
+from titancli.recipe.toml import inline
 from titancli.registry.component import component_info
 from titancli.registry.defaults import ConfigDefaults, with_defaults
 from titancli.registry.fields import SLOT, Field, Type, fields_of, required_fields, summary
@@ -275,9 +276,9 @@ def _head(extends: str, name: str, schema: str | None) -> Iterator[str]:
     if schema is not None:
         yield f"#:schema {schema}"
     yield "recipe = 1"
-    yield f"extends = {_toml(extends)}"
-    yield f"name = {_toml(name)}"
-    yield f"# description = {_toml('')}"
+    yield f"extends = {inline(extends)}"
+    yield f"name = {inline(name)}"
+    yield f"# description = {inline('')}"
 
 
 class _Body:
@@ -316,7 +317,7 @@ class _Body:
     def _keys(self, config: Any, data: dict[str, Any], path: str) -> Iterator[str]:
         for key in ("type", "flavor"):
             if key in data and self._wanted(f"{path}.{key}"):
-                yield f"# {key} = {_toml(data[key])}"
+                yield f"# {key} = {inline(data[key])}"
         cls: type = type(config)
         for name, field in fields_of(cls).items():
             yield from self._key(field, data.get(name), f"{path}.{name}")
@@ -328,7 +329,7 @@ class _Body:
         if value is None:
             yield f"## {field.name}: {field.type}; not set"
         else:
-            yield f"# {field.name} = {_toml(value)}"
+            yield f"# {field.name} = {inline(value)}"
 
     def _wanted(self, path: str) -> bool:
         return self._full or path in self._written
@@ -337,21 +338,3 @@ class _Body:
 def _comment(text: str) -> list[str]:
     """Words are told from keys by a second #."""
     return [f"## {line}" for line in textwrap.wrap(" ".join(text.split()), WIDTH)]
-
-
-def _toml(value: Any) -> str:
-    """A value on one line."""
-    import tomli_w
-
-    if isinstance(value, dict):
-        inner = ", ".join(f"{_bare(key)} = {_toml(below)}" for key, below in value.items())
-        return f"{{ {inner} }}" if inner else "{}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return tomli_w.dumps({"x": value}).removeprefix("x = ").rstrip("\n")
-
-
-def _bare(key: str) -> str:
-    from titancli.recipe.toml import dotted
-
-    return dotted([key])

@@ -299,3 +299,16 @@ def dotted(path: Iterable[str | int]) -> str:
 def _quoted(text: str) -> str:
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return '"' + re.sub(r"[\x00-\x1f\x7f]", lambda m: f"\\u{ord(m.group()):04x}", escaped) + '"'
+
+
+def inline(value: Any) -> str:
+    """A value on one line, as it is written in a recipe; a None in a table is left out."""
+    import tomli_w
+
+    if isinstance(value, dict):
+        known = {key: below for key, below in value.items() if below is not None}
+        inner = ", ".join(f"{dotted([key])} = {inline(below)}" for key, below in known.items())
+        return f"{{ {inner} }}" if inner else "{}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(inline, value)) + "]"
+    return tomli_w.dumps({"x": value}).removeprefix("x = ").rstrip("\n")

@@ -17,8 +17,10 @@ from titancli.checkpoint.format.manifest import LOCK, is_checkpoint, read_manife
 from titancli.checkpoint.hf.libraries import type_in
 from titancli.errors import EnvironmentProblem
 from titancli.protocols import HFBuilderDefaults
+from titancli.recipe.toml import inline
 from titancli.registry.component import component_info, load_target
 from titancli.registry.defaults import ConfigDefaults, ModelConfigDefaults, with_defaults
+from titancli.registry.fields import plain
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
@@ -37,7 +39,7 @@ class Difference:
 
     def line(self) -> str:
         """What to write in `[model]`."""
-        return f"{self.key} = {_toml(self.there)}" if self.there is not None else f"no {self.key}"
+        return f"{self.key} = {_shown(self.there)}" if self.there is not None else f"no {self.key}"
 
 
 def differences(here: Any, there: Any, key: str = "") -> Iterator[Difference]:
@@ -56,7 +58,7 @@ def differences(here: Any, there: Any, key: str = "") -> Iterator[Difference]:
         for name in here.keys() & there.keys():  # what is left out has a default that nobody here knows
             yield from differences(here[name], there[name], f"{key}.{name}")
     elif here != there:
-        yield Difference(key, _plain(here), _plain(there))
+        yield Difference(key, here, there)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +90,7 @@ def complaint(model: Any, folder: Path, meant: Collection[str]) -> tuple[str, st
     if not found:
         return None
     listed = "\n".join(
-        f"  {d.key} is {_toml(d.here)} in the recipe and {_toml(d.there)} there" for d in found
+        f"  {d.key} is {_shown(d.here)} in the recipe and {_shown(d.there)} there" for d in found
     )
     names = json.dumps(sorted({d.key for d in found}))
     return (
@@ -137,10 +139,12 @@ def bind(cls: type, keys: dict[str, Any], where: str) -> Any:
     Raises:
         EnvironmentProblem: they do not fit; `where` says whose they are.
     """
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
+
+    from titancli.registry.binding import adapter
 
     try:
-        return TypeAdapter(cls).validate_json(json.dumps(keys))
+        return adapter(cls).validate_json(json.dumps(keys))
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
@@ -211,15 +215,5 @@ def _covered(key: str, meant: Collection[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in meant)
 
 
-def _plain(value: Any) -> Any:
-    is_section = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    return dataclasses.asdict(value) if is_section else value
-
-
-def _toml(value: Any) -> str:
-    if value is None:
-        return "not set"
-    if isinstance(value, dict):
-        rows = (f"{key} = {_toml(item)}" for key, item in value.items() if item is not None)
-        return f"{{ {', '.join(rows)} }}"
-    return json.dumps(value, default=str)
+def _shown(value: Any) -> str:
+    return "not set" if value is None else inline(plain(value))
