@@ -282,3 +282,34 @@ def test_sums_that_are_not_reduced_are_refused(ranks: Any, tmp_path: Path):
     one, other = ranks(2, _save_partial, str(tmp_path / "step-1"))
     assert one == other
     assert "model.a" in one
+
+
+def _save_where_nothing_can_be_purged(folder: str, mode: str) -> tuple[int | None, list[int]]:
+    """Rank 0 cannot list the folder once step 1 is saved."""
+    from titancli.checkpoint import checkpointer as module
+
+    def broken(folder: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    told: list[int] = []
+    checkpointer = Checkpointer(
+        Path(folder),
+        Checkpoint(interval=1, async_mode=mode, keep_latest_k=1),  # type: ignore[arg-type]
+        lock_text="",
+        run_id=RUN,
+        on_saved=lambda step, path: told.append(step),
+    )
+    really, module.steps = module.steps, broken  # type: ignore[assignment]
+    try:
+        for step in (1, 2):
+            checkpointer.save(step, cut(whole(), (2,), [Shard(0)]), {"step": step})
+        checkpointer.wait()
+    finally:
+        module.steps = really
+    return checkpointer._saved, told
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_purge_that_fails_changes_nothing_for_the_ranks(ranks: Any, tmp_path: Path, mode: str):
+    assert ranks(2, _save_where_nothing_can_be_purged, str(tmp_path), mode) == [(2, [1, 2])] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"]

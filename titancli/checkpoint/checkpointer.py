@@ -178,11 +178,22 @@ class Checkpointer:
 
     def _write(self, planner: SavePlannerOf, draft: Draft) -> None:
         run_save(planner, draft, self._group)
-        if self._uploads is not None:
-            self._uploads.wake()
         if self._main:
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """What rank 0 does once a step is saved. Whatever fails: it is saved, and the ranks stay alike."""
+        try:
+            if self._uploads is not None:
+                self._uploads.wake()
             busy = self._uploads.busy if self._uploads is not None else None
             purge(self._folder, self._run_id, self._section.keep_latest_k, busy)
+        except Exception as error:
+            logger.warning(
+                "older checkpoints are not deleted, the next save tries again: %s",
+                error.message if isinstance(error, TitanError) else f"{type(error).__name__}: {error}",
+                exc_info=logger.isEnabledFor(logging.DEBUG),
+            )
 
 
 class Writing:
