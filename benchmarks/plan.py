@@ -119,7 +119,7 @@ def computed(case: Case) -> dict[str, float]:
     recipe = case.load()
     shape = shape_of(recipe)
     if shape is None:
-        raise SystemExit(f"{case.name}: the model does not say its sizes")
+        raise SystemExit(f"{case.name}: the model does not declare its sizes")
     found = estimate(recipe, shape, recipe.degrees(case.world), DEVICES["cpu"])
     return {str(rank.pp_rank): rank.total for rank in found.ranks}
 

@@ -94,7 +94,7 @@ def test_text_draws_the_mesh_and_says_the_verdict(titan: Titan) -> None:
     ).out
     assert "512 x H100: pp 8 x dp_shard 8 x tp 8" in text
     assert "pp 0, dp_shard 1" in text and "[504 505 506 507 508 509 510 511] tp" in text
-    assert "micro-batches a step; a rank waits" in text
+    assert "micro-batches per step; a rank waits" in text
     assert "verdict       fits" in text
 
 
@@ -127,7 +127,7 @@ def test_a_model_without_a_shape_gets_the_mesh_and_a_note(titan: Titan, tmp_path
     assert document["memory"] is None and document["verdict"] is None
     assert document["mesh"]["dp_shard"] == 4
     text = titan("plan", *arguments).out
-    assert "4 x H100: dp_shard 4" in text and "does not say its sizes" in text
+    assert "4 x H100: dp_shard 4" in text and "does not declare its sizes" in text
 
 
 def test_what_is_taken_for_granted_is_told(titan: Titan) -> None:

@@ -119,8 +119,8 @@ def test_what_does_not_give_or_take_pairs_is_refused(train: Callable[..., Finish
         *SMALL, "loss=sft", 'dataset={type="chat", path="titan:sums"}', "training.local_batch_size=3"
     )
     assert done.code == 3
-    assert 'the loss sft does not learn from pairs: write loss = "dpo"' in done.err
-    assert 'dpo learns from pairs: write [dataset] type = "preference"' in done.err
+    assert 'the loss sft cannot be trained on pairs: set loss = "dpo"' in done.err
+    assert 'dpo needs pairs: set [dataset] type = "preference"' in done.err
     done = train(*SMALL, "training.local_batch_size=3")
     assert done.code == 3 and "use an even training.local_batch_size" in done.err
     done = train(*SMALL, "mesh.pp=2", "--nproc", "2")

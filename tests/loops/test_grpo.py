@@ -152,7 +152,7 @@ def test_a_reward_that_fails_ends_no_run(train: Callable[..., Finished], tiny: P
     done = run_cli("rollouts", "r", "--step", "1", "--prompts", "1", "--color", "always")
     assert done.code == 0
     assert "bad: ValueError: no such answer" in done.stdout and "bad: it returned nan" in done.stdout
-    assert ("left out" in done.stdout) == (policy == "drop")
+    assert ("not counted" in done.stdout) == (policy == "drop")
     colored = "\x1b[31m" in done.stdout and "\x1b[32m" in done.stdout
     assert colored == (policy == "zero")  # else all that count are worth the same
     done = run_cli("rollouts", "r", "--step", "9")
@@ -165,8 +165,8 @@ ALWAYS_BAD = FAULTY.replace("number = len(asked) % 6", "number = 1").replace("Ra
 @pytest.mark.parametrize(
     ("rewards", "more", "words", "steps_done"),
     [
-        (["bad"], [], "the reward alone failed every time\n  alone: ValueError: no such answer", 2),
-        (["bad", "exact_match"], [], "the reward both failed every time\n  both: ValueError", 2),
+        (["bad"], [], "the reward alone failed each time\n  alone: ValueError: no such answer", 2),
+        (["bad", "exact_match"], [], "the reward both failed each time\n  both: ValueError", 2),
         (
             ["bad"],
             ["loop.max_failed=1"],
@@ -195,7 +195,7 @@ def test_rewards_that_always_fail_end_the_run_with_an_error(
     )
     assert done.code == 1
     assert words in done.err and "Traceback" not in done.err
-    told = "every reward failed, so there is nothing to learn from it"
+    told = "every reward failed, so the step was skipped"
     assert done.err.count(told) == (0 if "exact_match" in rewards else steps_done)
     assert Path("r", "checkpoints", f"step-{steps_done}", "manifest.json").is_file()
 
@@ -241,21 +241,21 @@ def test_grpo_goes_on_from_what_was_fine_tuned(train: Callable[..., Finished], h
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("loss=cross_entropy", 'the loss cross_entropy does not learn from samples: write loss = "grpo"'),
+        ("loss=cross_entropy", 'the loss cross_entropy cannot be trained on samples: set loss = "grpo"'),
         ("dataset=python_stdlib", "the loop grpo gets its prompts from loop.task and uses no dataset"),
-        ("training.global_batch_size=64", "leave training.global_batch_size out"),
+        ("training.global_batch_size=64", "remove training.global_batch_size"),
         ("loop.generator.max_new_tokens=64", "it leaves no room for a prompt"),
         ("loop.updates=4", "training.steps = 6 is not a multiple of it"),
-        ("mesh.tp=2", "it samples from whole rows and a whole model, and mesh.tp = 2 cuts them"),
-        ("mesh.cp=2", "mesh.cp = 2 cuts them"),
-        ("mesh.pp=2", "mesh.pp = 2 cuts them"),
-        ("loss.length_norm=constant", "a constant go together"),
-        ('loop.rewards=[{type = "regex", pattern = "("}]', "is no regular expression"),
+        ("mesh.tp=2", "it samples from whole rows and a whole model, but mesh.tp = 2 shards them"),
+        ("mesh.cp=2", "mesh.cp = 2 shards them"),
+        ("mesh.pp=2", "mesh.pp = 2 shards them"),
+        ("loss.length_norm=constant", 'if length_norm = "constant", and only then'),
+        ('loop.rewards=[{type = "regex", pattern = "("}]', "is not a valid regular expression"),
         ("loop.rewards=[]", "loop.rewards"),
         ("loop.prompts=5 loop.updates=2", "loop.prompts = 5 is not a multiple of it"),
         (
             "loop.reward_timeout=40.0",
-            "beyond what other ranks wait for in all (comm.train_timeout_seconds = 100)",
+            "exceeds the time that the other ranks wait (comm.train_timeout_seconds = 100)",
         ),
     ],
 )

@@ -115,7 +115,7 @@ def evaluated(run: Path) -> float:
 def test_an_evaluation_that_would_never_end_is_refused(train: Callable[..., Finished]) -> None:  # noqa: F811
     done = train("sft_debug", "loop.validation.repeat=true")
     assert done.code == 3
-    assert "an evaluation would never end: write false, or set eval_batches" in done.err
+    assert "an evaluation would never end: set it to false, or set eval_batches" in done.err
 
 
 def test_what_cannot_keep_conversations_apart_is_refused(train: Callable[..., Finished]) -> None:  # noqa: F811

@@ -84,7 +84,7 @@ def test_a_graph_that_is_kept_gives_its_gradients_again(dtype):
     close(first, grad_hidden, dtype)
     assert torch.equal(first, kept)
     torch.autograd.grad(total, weight)
-    with pytest.raises(RuntimeError, match="used once only, without retain_graph"):
+    with pytest.raises(RuntimeError, match="used only once, without retain_graph"):
         torch.autograd.grad(total, weight)
 
 

@@ -71,7 +71,7 @@ def test_what_is_missing_is_named() -> None:
     loss = build(DPO())
     with pytest.raises(TitanError, match="no 'reference_row_logprobs'; it has targets"):
         loss(out, Batch({"targets": batch["targets"]}))
-    with pytest.raises(TitanError, match="needs pairs of rows, and was given 3"):
+    with pytest.raises(TitanError, match="needs pairs of rows, but got 3"):
         loss.check_batch(Batch({"targets": batch["targets"][:3]}))
 
 

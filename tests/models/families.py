@@ -242,7 +242,7 @@ GPT_OSS = Family(
         ("mesh.ep=3", "mesh.ep = 3 does not divide n_experts 8"),
         (
             "mesh.cp=2 parallelize.context_parallel=ring",
-            "the ring computes plain attention, and the model's has sinks, sliding windows",
+            "the ring computes plain attention, but that of the model has sinks, sliding windows",
         ),
     ),
 )
@@ -313,7 +313,7 @@ LLAMA4 = Family(
             {"quantization_config": {"quant_method": "compressed-tensors"}},
         )
     ),
-    refusals="quantised by|no layers of experts|in no others",
+    refusals="quantised by|no layers with experts|in no others",
     routing=(
         (
             "plain",
@@ -325,7 +325,7 @@ LLAMA4 = Family(
         ("model.interleave_moe_layer_step=9", "none of the 4 blocks would have experts"),
         ("model.flavor=17bx16e model.interleave_moe_layer_step=2", "need a hidden_dim"),
         ("model.interleave_moe_layer_step=1", "remove hidden_dim"),
-        ("model.flavor=debugmodel model.attn_temperature={}", "and there are none: see every_n_layers"),
+        ("model.flavor=debugmodel model.attn_temperature={}", "but there are none: see every_n_layers"),
         ("model.moe.top_k=9", "top_k 9 is more than num_experts 8"),
         ("mesh.dp_shard=6 mesh.ep=6", "ep = 6 does not divide n_experts 8"),
         ("mesh.cp=2 parallelize.context_parallel=ring", "the model's has chunks"),
@@ -406,7 +406,7 @@ DEEPSEEK = Family(
     unfit=(
         ("model.qk_rope_head_dim=63", "rotary embedding needs an even qk_rope_head_dim"),
         ("model.v_head_dim=200", "v_head_dim 200 is more than qk_nope_head_dim + qk_rope_head_dim, 192"),
-        ("model.n_dense_layers=3", "n_dense_layers 3 leaves none of the 3 layers to experts"),
+        ("model.n_dense_layers=3", "n_dense_layers 3 leaves none of the 3 layers with experts"),
         ("model.moe.top_k=9", "top_k 9 is more than num_experts 8"),
         ("training.seq_len=20000", "training.seq_len 20000 is beyond the model's 16384"),
         (
@@ -417,7 +417,7 @@ DEEPSEEK = Family(
         ("mesh.ep=3", "mesh.ep = 3 does not divide n_experts 8"),
         (
             "mesh.cp=2 parallelize.context_parallel=ring",
-            "the ring passes keys and values of one width around, and the model deepseek_v3 has others",
+            "the ring needs keys and values of the same width, which the model deepseek_v3 does not have",
         ),
     ),
 )

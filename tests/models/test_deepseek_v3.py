@@ -42,7 +42,7 @@ def test_a_v2_export_says_what_it_leaves_out(caplog):
     form = DeepSeekHF(DEEPSEEK.variant("V2"))
     with caplog.at_level(logging.WARNING):
         assert list(form.to_hf("layers.1.moe.expert_bias", torch.ones(8))) == []
-    assert "have no place in a Hugging Face folder" in caplog.text
+    assert "a Hugging Face folder cannot hold" in caplog.text
     assert torch.equal(form.from_hf("layers.1.moe.expert_bias", []), torch.zeros(8))
 
 
@@ -67,7 +67,7 @@ def test_layers_that_predict_further_tokens_are_left_unread_in_words(caplog):
         assert form.ignored("model.layers.3.mlp.experts.0.up_proj.weight")
         assert not form.ignored("model.layers.2.eh_proj.weight")
     assert [record.getMessage() for record in caplog.records] == [
-        "layers beyond the 3 of the model are not read"
+        "ignoring the layers beyond the 3 of the model"
     ]
 
 

@@ -254,23 +254,23 @@ def test_a_resume_is_bitwise(ranks: Any, tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": (dict(model_type="no_such_model"), "has no such model"),
-    "an encoder": (dict(model_type="bert"), "BertLMHeadModel has no output that is one matrix"),
+    "an encoder": (dict(model_type="bert"), "BertLMHeadModel has no output layer that is a single matrix"),
     "no causal model": (dict(model_type="vit"), "no causal language model of this type"),
     "scaled logits": (
         {**LLAMA, "model_type": "granite"},
-        "GraniteForCausalLM does something else than to multiply by one matrix",
+        "GraniteForCausalLM does more than multiply by one matrix",
     ),
-    "capped attention": ({**LLAMA, "model_type": "gemma2"}, "Gemma2ForCausalLM has an attention of its own"),
-    "sinks": ({**LLAMA, "model_type": "gpt_oss"}, "GptOssForCausalLM has an attention of its own"),
-    "no attention": (dict(model_type="mamba", num_hidden_layers=1), "has an attention of its own"),
-    "more than text": (dict(model_type="gemma3"), "a model of more than text"),
-    "dropout": ({**LLAMA, "attention_dropout": 0.1}, "drops activations at random (attention_dropout = 0.1)"),
+    "capped attention": ({**LLAMA, "model_type": "gemma2"}, "Gemma2ForCausalLM has its own attention"),
+    "sinks": ({**LLAMA, "model_type": "gpt_oss"}, "GptOssForCausalLM has its own attention"),
+    "no attention": (dict(model_type="mamba", num_hidden_layers=1), "has its own attention"),
+    "multimodal": (dict(model_type="gemma3"), "a multimodal model"),
+    "dropout": ({**LLAMA, "attention_dropout": 0.1}, "uses dropout (attention_dropout = 0.1)"),
     "both directions": (
         {**CONFIGS["gemma3"], "use_bidirectional_attention": True},
         "Gemma3DecoderLayer has no causal attention",
     ),
     "nonsense": ({**LLAMA, "num_attention_heads": 5}, "llama"),
-    "code": ({**LLAMA, "auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "names code that comes with"),
+    "code": ({**LLAMA, "auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "refers to code that comes with"),
 }
 
 
@@ -285,7 +285,7 @@ def test_what_would_be_wrong_is_refused_by_name(case: str) -> None:
 
 PLANS = {
     "gpt2": "transformers declares no tensor parallel plan for gpt2",
-    "experts": "cuts by moe_tp_experts, packed_colwise, which titan does not",
+    "experts": "uses moe_tp_experts, packed_colwise, which titan does not support",
 }
 
 

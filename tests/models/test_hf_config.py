@@ -122,25 +122,28 @@ def test_a_config_that_is_no_object(write: Callable[..., None], text: str) -> No
 
 ORIGINAL = "original_max_position_embeddings"
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
-    "no model_type": ({"hidden_size": 8}, "config.json names no model_type"),
+    "no model_type": ({"hidden_size": 8}, "config.json has no model_type"),
     "code": ({**LLAMA, "auto_map": {"AutoConfig": "code.Config"}}, "(auto_map), which titan does not run"),
     "kernel": ({**LLAMA, "attn_implementation": "who/k"}, "attn_implementation = 'who/k' names a kernel on"),
     "kernel below": (
         {**LLAMA, "x": {"_attn_implementation": "who/k"}},
         "names a kernel on the Hub, which is",
     ),
-    "kernel of experts": ({**LLAMA, "experts_implementation": {"": "who/k"}}, "and titan does not run it"),
-    "fp8": ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, "the weights are quantised by 'fp8'"),
-    "mxfp4": ({**LLAMA, "quantization_config": {"quant_method": "mxfp4"}}, "quantised by 'mxfp4'"),
+    "kernel of experts": ({**LLAMA, "experts_implementation": {"": "who/k"}}, "that titan does not run"),
+    "fp8": (
+        {**LLAMA, "quantization_config": {"quant_method": "fp8"}},
+        "the weights are quantized with 'fp8'",
+    ),
+    "mxfp4": ({**LLAMA, "quantization_config": {"quant_method": "mxfp4"}}, "quantized with 'mxfp4'"),
     "routers": ({**LLAMA, "output_router_logits": True}, "the routers' own loss (output_router_logits)"),
-    "encoder": ({"model_type": "t5", "is_encoder_decoder": True}, "t5 is an encoder with a decoder"),
+    "encoder": ({"model_type": "t5", "is_encoder_decoder": True}, "t5 is an encoder-decoder model"),
     "longrope": (
         {**LLAMA, "rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 32},
-        "training.seq_len 64 is beyond 32: from there on RoPE of the type longrope depends on",
+        "training.seq_len 64 is beyond 32: beyond it, RoPE of the type longrope depends on",
     ),
     "one of two kinds of layers": (
         {**LLAMA, "rope_parameters": {"full_attention": {"rope_type": "longrope"} | {ORIGINAL: 48}}},
-        "training.seq_len 64 is beyond 48: from there on RoPE of the type longrope depends on",
+        "training.seq_len 64 is beyond 48: beyond it, RoPE of the type longrope depends on",
     ),
     "short": ({**LLAMA, "max_position_embeddings": 32}, "training.seq_len 64 is beyond the model's 32"),
 }

@@ -134,9 +134,17 @@ def without_gradients(honest: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("place", "wrong", "words"),
     [
-        ("_attention", scaled, "on a tiny copy logits differ from transformers' own by"),
-        ("_mask", without_documents, "on a tiny copy logits of documents differ from transformers' own by"),
-        ("_attention", without_gradients, "on a tiny copy gradients differ from transformers' own by"),
+        ("_attention", scaled, "on a tiny copy of the model, logits differ from those of transformers by"),
+        (
+            "_mask",
+            without_documents,
+            "on a tiny copy of the model, logits of documents differ from those of transformers by",
+        ),
+        (
+            "_attention",
+            without_gradients,
+            "on a tiny copy of the model, gradients differ from those of transformers by",
+        ),
     ],
 )
 def test_a_model_that_computes_something_else_is_refused(
@@ -189,7 +197,7 @@ def test_what_the_caller_is_in_the_middle_of_does_not_count(around: Any) -> None
 
 def test_random_numbers_in_forward_are_refused() -> None:
     values = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "router_jitter_noise": 0.1}
-    assert "draws random numbers in forward" in said(values)
+    assert "uses random numbers in forward" in said(values)
     on_meta({**values, "router_jitter_noise": 0.0})
 
 

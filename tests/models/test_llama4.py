@@ -113,5 +113,5 @@ def test_initial_values_of_experts_are_those_of_matrices():
 @pytest.mark.parametrize("change", [change for _, change in LLAMA4.refused])
 def test_what_is_refused_is_refused_of_a_text_model_inside_too(change):
     good = Llama4HF(LLAMA4.flavor("debugmodel_irope")).config_json()
-    with pytest.raises(TitanError, match=f"llama4 does not have|{LLAMA4.refusals}"):
+    with pytest.raises(TitanError, match=f"llama4 does not support|{LLAMA4.refusals}"):
         Llama4HF.from_config_json({"model_type": "llama4", "text_config": {**good, **change}})

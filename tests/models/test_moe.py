@@ -233,10 +233,14 @@ def test_the_layers_of_a_model_are_found_by_name():
     ("wrong", "key", "said"),
     [
         (dict(hidden_dim=12), "hidden_dim", "multiple of 8"),
-        (dict(top_k=9), "top_k", "top_k 9 is more than num_experts 8"),
-        (dict(num_expert_groups=4), "num_expert_groups", "go together"),
+        (dict(top_k=9), "top_k", "top_k 9 is greater than num_experts 8"),
+        (dict(num_expert_groups=4), "num_expert_groups", "must be set together"),
         (dict(num_expert_groups=3, num_limited_groups=1), "num_expert_groups", "cannot be divided into 3"),
-        (dict(num_expert_groups=2, num_limited_groups=3), "num_limited_groups", "more than the 2 groups"),
+        (
+            dict(num_expert_groups=2, num_limited_groups=3),
+            "num_limited_groups",
+            "greater than the number of groups, 2",
+        ),
         (
             dict(num_expert_groups=4, num_limited_groups=1, top_k=3),
             "num_limited_groups",

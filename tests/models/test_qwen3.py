@@ -21,7 +21,7 @@ def test_a_bias_that_balancing_has_moved_is_not_lost_in_silence(caplog):
         for layer in (0, 1):
             assert list(form.to_hf(f"layers.{layer}.moe.expert_bias", torch.ones(4))) == []
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [
-        "the biases that balanced the experts have no place in a Hugging Face folder"
+        "a Hugging Face folder cannot hold the biases that balance the experts"
     ]
 
 

@@ -371,7 +371,7 @@ def _told() -> list[str]:
 def test_a_model_that_cannot_be_cut_is_told(ranks):
     for found in ranks(2, _told):
         assert "no module of the model has a method `core_attention`" in found[0]
-        assert "_Odd does not say that its own is plain softmax attention" in found[1]
+        assert "_Odd does not declare that its own is plain softmax attention" in found[1]
         assert found[2].startswith(RecipeError.__name__)
         assert "no kernel for torch.float32 on cuda" in found[2]
 

@@ -73,14 +73,14 @@ def test_parts_share_no_registry() -> None:
 
 
 def test_tied_weights_are_refused() -> None:
-    with pytest.raises(StageError, match="tied weights cannot be cut into stages"):
+    with pytest.raises(StageError, match="tied weights cannot be split into stages"):
         split(model(tied=True), Pipeline(), 2, 0)
 
 
 def test_a_parameter_of_the_model_itself_is_refused() -> None:
     whole_model = model()
     whole_model.scale = torch.nn.Parameter(torch.ones(()))
-    with pytest.raises(TitanError, match="Llama3Model cannot be cut into pipeline stages"):
+    with pytest.raises(TitanError, match="Llama3Model cannot be split into pipeline stages"):
         split(whole_model, Pipeline(), 2, 0)
 
 

@@ -38,5 +38,5 @@ def test_what_is_no_sample_is_told() -> None:
         Sample([], [1], [0.0], 1.0)
     with pytest.raises(TitanError, match="2 tokens and 1 log-prob"):
         Sample([1], [1, 2], [0.0], 1.0)
-    with pytest.raises(TitanError, match="takes 5 tokens of a row, and rows have 4"):
+    with pytest.raises(TitanError, match="needs 5 tokens of a row, but rows have 4"):
         rows_of([Sample([1, 2], [3, 4, 5, 6], [0.0] * 4, 1.0)], 4)

@@ -52,7 +52,7 @@ def test_a_bad_row_is_skipped_or_ends_the_run(tmp_path: Path, caplog: pytest.Log
     assert "line 2: it is not JSON" in caplog.text and "line 3: it has no key 'prompt'" in caplog.text
     with pytest.raises(EnvironmentProblem, match="line 2: it is not JSON"):
         build(Prompts(path=str(path), strict=True), seed=0)
-    with pytest.raises(EnvironmentProblem, match=r"no row of .* is a prompt"):
+    with pytest.raises(EnvironmentProblem, match=r"no row of .* has a prompt"):
         build(Prompts(path=str(path), prompt="nothing"), seed=0)
 
 
@@ -69,9 +69,9 @@ def test_messages_go_through_the_chat_template(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        ("3+9=", "the task Made gave a str as prompt 0"),
-        (None, "gave a NoneType"),
-        (Prompt(None), "text is a NoneType"),  # type: ignore[arg-type]
+        ("3+9=", "the task Made returned a str as prompt 0"),
+        (None, "returned a NoneType"),
+        (Prompt(None), "not a NoneType"),  # type: ignore[arg-type]
         (Prompt(""), "prompt 0 of the task Made has no tokens: ''"),
     ],
 )
@@ -101,7 +101,7 @@ def test_a_place_is_gone_back_to_and_long_prompts_are_passed_over(
 
     one, other = source(), source()
     assert [asked.prompt.text for asked in one.take(2)] == ["aa", "cc"]
-    assert "prompt 1 has 9 tokens" in caplog.text and one.too_long == 1
+    assert "prompt 1: it has 9 tokens" in caplog.text and one.too_long == 1
     other.load_state(json.loads(json.dumps(one.state)))
     assert other.take(3) == one.take(3) and [a.prompt.text for a in other.first(1)] == ["aa"]
     path.write_text(json.dumps({"prompt": "other"}) + "\n")

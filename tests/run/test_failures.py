@@ -62,7 +62,7 @@ def test_a_rank_that_the_launcher_killed_in_the_end_is_not_the_cause(tmp_path: P
     reports = failures.read(tmp_path)
     assert failures.silent(reports, 3) == [1, 2]
     text = failures.block(found, tmp_path / "rank-0.log", failures.silent(reports, 3))
-    assert f"ranks 1, 2 may hang, or be out of reach; see {tmp_path}/rank-1.log" in text
+    assert f"ranks 1, 2 may hang or be unreachable; see {tmp_path}/rank-1.log" in text
 
 
 def test_reports_of_an_attempt_before_are_passed_over(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_a_rank_that_hangs_is_told_in_one_block_with_its_stack_and_the_others_co
     assert done.code == 1
     assert "error: rank 0 of 2 on " in done.err and "failed at step 3: RuntimeError" in done.err
     assert "3000ms" in done.err
-    assert f"rank 1 may hang, or be out of reach; see {here}/r/logs/rank-1.log" in done.err
+    assert f"rank 1 may hang or be unreachable; see {here}/r/logs/rank-1.log" in done.err
     assert done.err.count("Traceback") == 1
     trace = json.loads((here / "r/logs/flight-recorder-rank-0.json").read_text())
     assert "gloo:" in trace["entries"][-1]["profiling_name"]

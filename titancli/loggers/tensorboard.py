@@ -18,7 +18,7 @@ class TensorBoardLogger:
         except ImportError as error:
             raise PluginError(
                 "the logger 'tensorboard' needs the package tensorboard, which is not installed",
-                hint="pip install 'titancli[tensorboard]', or take the logger out of the recipe",
+                hint="pip install 'titancli[tensorboard]', or remove the logger from the recipe",
             ) from error
         self._open = lambda step: SummaryWriter(str(folder), flush_secs=flush_secs, purge_step=step)
         self._writer: Any = None

@@ -61,12 +61,12 @@ class DPO:
         yield from _check_evaluation(self.validation, self.eval_batches)
         if not with_defaults(LossConfigDefaults, recipe.loss).learns_from_pairs:
             name = component_info(recipe.loss).name
-            yield "", f'the loss {name} does not learn from pairs: write loss = "dpo"'
+            yield "", f'the loss {name} cannot be trained on pairs: set loss = "dpo"'
         if not with_defaults(DatasetConfigDefaults, recipe.dataset).gives_pairs:
-            yield "", 'dpo learns from pairs: write [dataset] type = "preference"'
+            yield "", 'dpo needs pairs: set [dataset] type = "preference"'
         validation = self.validation
         if validation is not None and not with_defaults(DatasetConfigDefaults, validation).gives_pairs:
-            yield "validation", 'dpo is evaluated on pairs: write type = "preference"'
+            yield "validation", 'dpo is evaluated on pairs: set type = "preference"'
 
 
 @component("loop", "grpo", target="titancli.loops.grpo:build")
@@ -113,25 +113,25 @@ class Grpo:
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         loss = component_info(recipe.loss).name
         if not with_defaults(LossConfigDefaults, recipe.loss).learns_from_samples:
-            yield "", f'the loss {loss} does not learn from samples: write loss = "grpo", for one'
+            yield "", f'the loss {loss} cannot be trained on samples: set loss = "grpo", for example'
         if recipe.training.global_batch_size is not None:
-            message = "a step learns from loop.prompts x loop.samples: leave training.global_batch_size out"
+            message = "a step uses loop.prompts x loop.samples: remove training.global_batch_size"
             yield "prompts", message
         if with_defaults(GeneratorConfigDefaults, self.generator).max_new_tokens >= recipe.training.seq_len:
             message = f"with training.seq_len = {recipe.training.seq_len} it leaves no room for a prompt"
             yield "generator.max_new_tokens", message
         if recipe.tokenizer is None:
-            yield "task", "prompts are text, and there is no [tokenizer]"
+            yield "task", "prompts are text, but there is no [tokenizer]"
         waiting = recipe.comm.train_timeout_seconds
         if PATIENCE * self.reward_timeout >= waiting:
-            message = f"{PATIENCE} times this is beyond what other ranks wait for in all"
+            message = f"{PATIENCE} times this value exceeds the time that the other ranks wait"
             yield "reward_timeout", f"{message} (comm.train_timeout_seconds = {waiting})"
         if self.prompts % self.updates:
             yield "updates", f"loop.prompts = {self.prompts} is not a multiple of it"
         if self.updates == 1:
             return
         if recipe.checkpoint.enable_first_step_checkpoint:
-            yield "updates", "there is no checkpoint within updates: leave enable_first_step_checkpoint out"
+            yield "updates", "checkpoints are not saved between updates: remove enable_first_step_checkpoint"
         wholes = {"training.steps": recipe.training.steps, "checkpoint.interval": recipe.checkpoint.interval}
         for name, value in wholes.items():
             if value % self.updates:
@@ -140,7 +140,7 @@ class Grpo:
 
 def _check_evaluation(validation: Any, batches: int | None) -> Iterator[tuple[str, str]]:
     if with_defaults(DatasetConfigDefaults, validation).repeat and batches is None:
-        yield "validation.repeat", "an evaluation would never end: write false, or set eval_batches"
+        yield "validation.repeat", "an evaluation would never end: set it to false, or set eval_batches"
 
 
 COMPONENTS: list[type] = [Pretrain, SFT, DPO, Grpo]

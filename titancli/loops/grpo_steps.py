@@ -47,7 +47,7 @@ def check_fits(config: Grpo, dp: int) -> None:
         raise RecipeError(
             f"loop.prompts = {config.prompts} is not a multiple of data-parallel ranks ({dp}) "
             f"x loop.updates ({config.updates}) = {parts}",
-            hint=f"take {max(parts, round(config.prompts / parts) * parts)}",
+            hint=f"use {max(parts, round(config.prompts / parts) * parts)}",
         )
 
 
@@ -210,7 +210,7 @@ class Failures:
         self._last = step
         self._in_a_row = 0 if worked else self._in_a_row + 1
         if not worked:
-            logger.warning("step %d: every reward failed, so there is nothing to learn from it", step)
+            logger.warning("step %d: every reward failed, so the step was skipped", step)
 
     @property
     def too_many(self) -> bool:
@@ -222,14 +222,14 @@ class Failures:
         Args:
             why: how the run ended, see `Run`. One that is stopped may go on, and is not judged.
         """
-        hint = "mend it and go on with --resume; `titan rollouts RUN` shows each failure"
+        hint = "fix the reward and resume with --resume; `titan rollouts RUN` shows each failure"
         if self.too_many:
             found = f"every reward failed in {self._in_a_row} samplings in a row, up to step {self._last}"
             return TitanError(found + self._first(self._scorer.names), hint=hint)
         if why in ("finished", "data_ended") and self._last and self._never:
             names = sorted(self._never)
             them = f"reward {names[0]}" if len(names) == 1 else f"rewards {', '.join(names)}"
-            return TitanError(f"the {them} failed every time" + self._first(names), hint=hint)
+            return TitanError(f"the {them} failed each time" + self._first(names), hint=hint)
         return None
 
     def _first(self, names: Sequence[str]) -> str:

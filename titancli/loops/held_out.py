@@ -33,7 +33,7 @@ class Validation:
     ) -> None:
         """`prepare` makes of a batch what the loss needs."""
         if run.open_dataset is None:
-            raise TitanError("a run that evaluates must be able to open a dataset")
+            raise TitanError("an evaluation needs a run that can open datasets")
         self._config, self._engine, self._steps, self._prepare = config, engine, run.steps, prepare
         self._data = run.open_dataset(config.validation)
         self._start = self._data.state_dict()

@@ -29,6 +29,6 @@ class Reference:
                 return self._engine.forward(batch)
         if self._frozen is None:
             if self._build is None:
-                raise TitanError("this loop needs a run that can build the model that it began with")
+                raise TitanError("this loop needs a run that can build the initial model")
             self._frozen = self._build()
         return self._frozen.forward(batch)

@@ -138,7 +138,7 @@ class Run:
         except EnvironmentProblem as error:
             if self.save_or_stop:
                 raise
-            logger.warning("step %d is not saved, training goes on: %s", engine.step, error)
+            logger.warning("step %d was not saved, training continues: %s", engine.step, error)
 
     def save_seed(self, engine: Engine, data: Placed) -> None:
         """Save what the run begins with, and wait until it is on the disk.
@@ -176,7 +176,7 @@ class Run:
         except EnvironmentProblem as error:
             if self.save_or_stop:
                 raise
-            logger.warning("a checkpoint could not be written, training goes on: %s", error)
+            logger.warning("a checkpoint could not be written, training continues: %s", error)
 
     def _save(self, engine: Engine, data: Placed) -> None:
         if self.checkpoints is not None:

@@ -66,7 +66,7 @@ class Grpo:
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if (self.length_norm == "constant") != (self.constant is not None):
-            yield "constant", 'length_norm = "constant" and a constant go together'
+            yield "constant", 'set constant if length_norm = "constant", and only then'
 
 
 @component("loss", "gspo", target="titancli.losses.policy:Gspo")

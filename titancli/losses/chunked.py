@@ -132,7 +132,7 @@ class _TokenLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor, _: Tensor | None) -> Any:
         if ctx.gradients is None:
-            raise RuntimeError("the gradients of a chunked loss can be used once only, without retain_graph")
+            raise RuntimeError("the gradients of a chunked loss can be used only once, without retain_graph")
         gradients = ctx.gradients
         # Pipeline schedules that split backward come twice: for the hidden states, and for the weight.
         if not torch._C._autograd._get_current_graph_task_keep_graph():

@@ -39,8 +39,8 @@ class DPO:
         """
         if batch.rows % 2:
             raise TitanError(
-                f"the loss dpo needs pairs of rows, and was given {batch.rows}",
-                hint="rows 2i and 2i + 1 are a pair, the chosen answer first",
+                f"the loss dpo needs pairs of rows, but got {batch.rows}",
+                hint="rows 2i and 2i + 1 form a pair, with the chosen answer first",
             )
 
     def __call__(self, out: Tensor, batch: Batch) -> LossResult:

@@ -39,7 +39,7 @@ def check_shape(batch: Batch, name: str, shape: str, loss: str) -> None:
         each = "token" if shape == "BS" else "row"
         spread = f"; one for a whole row: {name}[:, None].expand({wanted[0]}, {wanted[-1]})"
         raise TitanError(
-            f"the loss {loss} takes {name} as [{', '.join(shape)}], which is {list(wanted)} here, "
-            f"and the batch's are {list(found)}",
-            hint=f"give one number for each {each}" + (spread if each == "token" and len(found) == 1 else ""),
+            f"the loss {loss} takes {name} as [{', '.join(shape)}], which is {list(wanted)} here, but "
+            f"the batch has {list(found)}",
+            hint=f"pass one number for each {each}" + (spread if each == "token" and len(found) == 1 else ""),
         )

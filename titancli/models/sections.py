@@ -72,7 +72,7 @@ class DecoderConfig(Sizes):
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if self.head_dim is None and self.dim % self.n_heads:
-            yield "n_heads", f"dim {self.dim} is not divisible by n_heads {self.n_heads}; give head_dim"
+            yield "n_heads", f"dim {self.dim} is not divisible by n_heads {self.n_heads}; set head_dim"
         elif self.head_width % 2:
             yield "head_dim", "rotary embedding needs an even head_dim"
         if self.n_heads % self.kv_heads:
@@ -148,12 +148,18 @@ class MoE:
     def problems(self) -> Iterator[tuple[str, str]]:
         """Fields that do not fit each other, with what is wrong."""
         if self.hidden_dim % 8:
-            yield "hidden_dim", f"hidden_dim {self.hidden_dim} is no multiple of 8, as grouped products need"
+            yield (
+                "hidden_dim",
+                (
+                    f"hidden_dim {self.hidden_dim} is not a multiple of 8, as grouped "
+                    f"matrix multiplications require"
+                ),
+            )
         if self.top_k > self.num_experts:
-            yield "top_k", f"top_k {self.top_k} is more than num_experts {self.num_experts}"
+            yield "top_k", f"top_k {self.top_k} is greater than num_experts {self.num_experts}"
         groups, limited = self.num_expert_groups, self.num_limited_groups
         if (groups is None) != (limited is None):
-            yield "num_expert_groups", "num_expert_groups and num_limited_groups go together"
+            yield "num_expert_groups", "num_expert_groups and num_limited_groups must be set together"
         elif groups is not None and limited is not None:
             size = self.num_experts // groups
             if self.num_experts % groups or size < self.group_top_k:
@@ -163,7 +169,10 @@ class MoE:
                     f"num_experts {self.num_experts} cannot be divided into {groups} groups of {least}",
                 )
             elif limited > groups:
-                yield "num_limited_groups", f"num_limited_groups {limited} is more than the {groups} groups"
+                yield (
+                    "num_limited_groups",
+                    (f"num_limited_groups {limited} is greater than the number of groups, {groups}"),
+                )
             elif limited * size < self.top_k:
                 yield (
                     "num_limited_groups",

@@ -66,7 +66,7 @@ class EventLog:
             self._partial = True
             if self._healthy:
                 self._healthy = False
-                logger.warning("cannot write %s (%s); the run goes on without it", self._file.name, error)
+                logger.warning("cannot write %s (%s); the run continues without it", self._file.name, error)
 
     def close(self) -> None:
         with self._mutex:

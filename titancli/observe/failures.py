@@ -99,7 +99,7 @@ def killed(rank: int, world: int, number: int, step: int | None) -> Failure:
         step=step,
         type=name,
         message=f"killed by {name}",
-        hint="out of memory? `dmesg` tells" if number == signal.SIGKILL else None,
+        hint="out of memory? Check `dmesg`" if number == signal.SIGKILL else None,
         exit_code=EXIT_FAILED,
         expected=True,
         communication=False,
@@ -131,7 +131,7 @@ def block(failure: Failure, log: Path | None, silent: list[int] | None = None) -
     if failure.hint:
         lines.append(f" {failure.hint}")
     if failure.communication:
-        lines.append(f" no rank says more: {_others(silent or [], log)}")
+        lines.append(f" no rank reported a cause: {_others(silent or [], log)}")
     if not failure.expected:
         lines += ["", failure.traceback.rstrip(), ""]
     if log is not None:
@@ -141,9 +141,9 @@ def block(failure: Failure, log: Path | None, silent: list[int] | None = None) -
 
 def _others(silent: list[int], log: Path | None) -> str:
     if not silent or log is None:
-        return "another rank may hang, or be out of reach; see the logs of all ranks"
+        return "another rank may hang or be unreachable; see the logs of all ranks"
     who = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent[:8]))}"
-    return f"{who} may hang, or be out of reach; see {log.with_name(f'rank-{silent[0]}.log')}"
+    return f"{who} may hang or be unreachable; see {log.with_name(f'rank-{silent[0]}.log')}"
 
 
 def words(error: BaseException) -> str:

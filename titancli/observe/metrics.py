@@ -45,7 +45,7 @@ class Collector:
         detached: Any = value.detach() if hasattr(value, "detach") else float(value)
         if getattr(detached, "ndim", 0) != 0:
             raise TitanError(
-                f"report({name!r}): a metric is one number, not a tensor of {list(detached.shape)}"
+                f"report({name!r}): a metric must be one number, not a tensor of shape {list(detached.shape)}"
             )
         with self._mutex:
             self._fold(name, detached, reduce)
@@ -61,7 +61,7 @@ class Collector:
         if reading.reduce != reduce:
             raise TitanError(
                 f"metric {name!r} is reported with reduce={reduce!r} and with reduce={reading.reduce!r}",
-                hint="give one of the two another name",
+                hint="rename one of them",
             )
         reading.value = _maximum(reading.value, detached) if reduce == "max" else reading.value + detached
         reading.count += 1

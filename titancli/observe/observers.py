@@ -147,7 +147,7 @@ class Observers:
         before, self._slow = self._slow, rank if late > NOTICEABLE * metrics["step_seconds"] else None
         if self._slow is not None and self._slow == before and rank not in self._named:
             self._named.add(rank)
-            logger.warning("rank %d is slower than the others: by %.0f ms a step", rank, 1000 * late)
+            logger.warning("rank %d is slower than the others by %.0f ms per step", rank, 1000 * late)
 
     def _to_host(self, values: dict[str, Any], readings: dict[str, Reading]) -> dict[str, float]:
         """Read every tensor of these in one transfer: returns `values`, and changes the others in place."""
@@ -195,7 +195,7 @@ class Observers:
             except Exception as error:
                 self._loggers.remove(one)
                 logger.warning(
-                    "logger %s failed in %s and is left out from here on: %s: %s",
+                    "logger %s failed in %s and is disabled: %s: %s",
                     type(one).__qualname__,
                     method,
                     type(error).__name__,

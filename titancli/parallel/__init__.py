@@ -36,7 +36,7 @@ class Decoder:
             yield "async_tp", f"async_tp needs {needed}"
         if self.context_parallel == "ring" and recipe.mesh.cp > 1:
             for message in _not_around_a_ring(recipe):
-                yield "context_parallel", f'{message}; write "allgather" or "ulysses"'
+                yield "context_parallel", f'{message}; use "allgather" or "ulysses"'
 
     def needs_gpu(self) -> Iterator[tuple[str, str]]:
         """Fields that cannot be had without a GPU, with the reason."""
@@ -53,11 +53,11 @@ def _not_around_a_ring(recipe: Recipe) -> Iterator[str]:
     layers = [block.attention for block in shape.blocks] if shape is not None else []
     if any(layer.head_dim != layer.value_dim for layer in layers):
         name = component_info(recipe.model).name
-        yield f"the ring passes keys and values of one width around, and the model {name} has others"
+        yield f"the ring needs keys and values of the same width, which the model {name} does not have"
     more = {"sinks": "sinks", "window": "sliding windows", "chunk": "chunks"}
     found = [what for field, what in more.items() if any(getattr(layer, field) for layer in layers)]
     if found:
-        yield f"the ring computes plain attention, and the model's has {', '.join(found)}"
+        yield f"the ring computes plain attention, but that of the model has {', '.join(found)}"
 
 
 def _inductor(section: Compile) -> bool:

@@ -55,7 +55,7 @@ def apply_activation_checkpoint(layers: nn.ModuleDict, section: ActivationCheckp
     else:
         raise RecipeError(
             f"activation_checkpoint.selective_ac_option = {option!r}",
-            hint='write "op", or "2" for every 2nd layer',
+            hint='use "op", or "2" for every 2nd layer',
         )
     for number, block in enumerate(layers.values(), start=1):
         if number % every == 0:

@@ -29,9 +29,9 @@ def within_budget(backend: str, budget: float) -> Callable[..., Any]:
     def compile_graph(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
         if budget < 1 and (op := _drawing(graph)):
             raise RecipeError(
-                f'activation_checkpoint.mode = "memory_budget": a block draws random numbers ({op}), and '
-                "torch would draw others when it makes activations again",
-                hint='write mode = "selective", "full" or "none"',
+                f'activation_checkpoint.mode = "memory_budget": a block uses random numbers ({op}), and '
+                "torch would draw different ones when it recomputes activations",
+                hint='set mode = "selective", "full" or "none"',
             )
         with torch._functorch.config.patch(activation_memory_budget=budget):
             return torch._dynamo.lookup_backend(backend)(graph, inputs, **options)

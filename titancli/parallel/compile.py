@@ -31,8 +31,8 @@ def compile_model(model: nn.Module, section: Compile, activation_checkpoint: Act
     known = torch._dynamo.list_backends(exclude_tags=())
     if section.backend not in known:
         raise RecipeError(
-            f"compile.backend = {section.backend!r} is not one of torch's",
-            hint=f"write one of {', '.join(sorted(torch._dynamo.list_backends()))}",
+            f"compile.backend = {section.backend!r} is not a backend of torch.compile",
+            hint=f"use one of {', '.join(sorted(torch._dynamo.list_backends()))}",
         )
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILES)
     if "model" in section.components:

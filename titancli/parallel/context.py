@@ -56,14 +56,14 @@ def context_parallel(model: Any, mesh: Mesh, how: str, *, device: torch.device, 
     if how == "ring" and not runs_here(device, dtype):
         raise RecipeError(
             f'parallelize.context_parallel = "ring" has no kernel for {dtype} on {device.type}',
-            hint='write "allgather", or training.mixed_precision_param = "bfloat16"',
+            hint='use "allgather", or set training.mixed_precision_param = "bfloat16"',
         )
     row_cut = RowCut(Group.of(mesh.cp_group), head_tail=how != "ulysses")
     found = [module for module in model.modules() if with_defaults(ModuleDefaults, module).core_attention]
     if not found and len(model.layers):  # a pipeline stage may have no block
         raise TitanError(
             f"mesh.cp = {row_cut.group.size}: no module of the model has a method `core_attention`",
-            hint="see docs/plugins.md: what a model says can be split",
+            hint="see docs/plugins.md on what a model declares as splittable",
         )
     _replace(found, how, row_cut)
     model.row_cut = row_cut
@@ -77,9 +77,9 @@ def _replace(modules: Iterable[nn.Module], how: str, row_cut: RowCut) -> None:
         plain = with_defaults(ModuleDefaults, module).is_plain_softmax
         if how == "ring" and not plain:
             raise TitanError(
-                f"the ring computes attention itself, and {type(module).__name__} does not say that its "
-                "own is plain softmax attention (is_plain_softmax = True)",
-                hint='write parallelize.context_parallel = "allgather"',
+                f"the ring computes attention itself, and {type(module).__name__} does not declare that "
+                f"its own is plain softmax attention (is_plain_softmax = True)",
+                hint='set parallelize.context_parallel = "allgather"',
             )
         if how == "ring":
             over_rows = partial(_ring, row_cut.group)
@@ -96,7 +96,7 @@ def _causal(
 ) -> Tensor:
     """`core_attention` of a module whose rows are cut; shapes as there, of this rank's part."""
     if mask is None and not causal:
-        raise TitanError("under mesh.cp a model cannot generate with a cache", hint="write mesh.cp = 1")
+        raise TitanError("with mesh.cp a model cannot generate with a cache", hint="set mesh.cp = 1")
     return over_rows(q, k, v, mask)
 
 
@@ -159,7 +159,7 @@ def _ulysses(core: Core, group: Group, q: Tensor, k: Tensor, v: Tensor, mask: Te
         if x.shape[2] % ranks:
             raise TitanError(
                 f"{x.shape[2]} heads cannot be exchanged among the {ranks} ranks of mesh.cp",
-                hint='write parallelize.context_parallel = "allgather"',
+                hint='set parallelize.context_parallel = "allgather"',
             )
     # One exchange for all three: for every rank its heads of each, side by side.
     dealt = [x.unflatten(2, (ranks, -1)).movedim(2, 0) for x in (q, k, v)]
@@ -178,6 +178,6 @@ def _ring(group: Group, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) ->
     if mask is not None:
         raise TitanError(
             'parallelize.context_parallel = "ring" cannot keep attention within documents',
-            hint='write "allgather" or "ulysses", or data without a document mask',
+            hint='use "allgather" or "ulysses", or data without a document mask',
         )
     return ring_attention(q, k, v, group)

@@ -42,7 +42,7 @@ def build(
         check_inductor(compile.backend, device)
     for key, reason in config.needs_gpu() if device.type != "cuda" else ():
         raise RecipeError(
-            f"parallelize.{key} = true: {reason}, and this is a {device.type}", hint="leave it out"
+            f"parallelize.{key} = true: {reason}, but this is a {device.type}", hint="remove it"
         )
     if config.async_tp and mesh.tp is not None:
         async_tp.enable(mesh.tp)

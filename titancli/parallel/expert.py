@@ -29,9 +29,11 @@ def expert_parallel(experts: Mapping[str, nn.Module], mesh: DeviceMesh) -> None:
     group = Group.of(mesh.get_group())
     for name, layer in experts.items():
         if not isinstance(layer, Experts):
-            raise TitanError(f"{name} ({type(layer).__name__}) is no titancli.models.blocks.moe.Experts")
+            raise TitanError(f"{name} ({type(layer).__name__}) is not a titancli.models.blocks.moe.Experts")
         if layer.num_experts % group.size:
-            raise TitanError(f"{name}: {layer.num_experts} experts cannot be spread over {group.size} ranks")
+            raise TitanError(
+                f"{name}: {layer.num_experts} experts cannot be distributed over {group.size} ranks"
+            )
         for key, parameter in list(layer.named_parameters(recurse=False)):
             cut = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
             setattr(layer, key, nn.Parameter(cut, requires_grad=parameter.requires_grad))

@@ -51,8 +51,8 @@ def split(model: Any, section: Pipeline, pp: int, rank: int) -> tuple[list[Any],
     children = [name for name, _ in model.named_children()]
     if "layers" not in children or next(model.parameters(recurse=False), None) is not None:
         raise TitanError(
-            f"{type(model).__name__} cannot be cut into pipeline stages",
-            hint="its parameters must belong to its children, and its blocks to the child `layers`",
+            f"{type(model).__name__} cannot be split into pipeline stages",
+            hint="its parameters must be in its children, and its blocks in the child `layers`",
         )
     at = children.index("layers")
     stages = cut(section, pp, len(model.layers), before=children[:at], after=children[at + 1 :])
@@ -83,5 +83,8 @@ def _refuse_shared(model: nn.Module, stages: list[list[str]]) -> None:
         for name in names:
             for parameter in model.get_submodule(name).parameters():
                 if owner.setdefault(id(parameter), number) != number:
-                    message = f"tied weights cannot be cut into stages: {name} shares one with another's"
-                    raise StageError("mesh.pp", message, "write pp = 1, or model.tied = false")
+                    message = (
+                        f"tied weights cannot be split into stages: {name} shares a parameter "
+                        f"with another stage"
+                    )
+                    raise StageError("mesh.pp", message, "set pp = 1, or model.tied = false")

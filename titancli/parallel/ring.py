@@ -47,8 +47,8 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
     """
     if k.shape != v.shape:
         raise TitanError(
-            f"the ring takes keys and values of one size, not heads of {k.shape[-1]} and {v.shape[-1]}",
-            hint='write parallelize.context_parallel = "allgather"',
+            f"the ring needs keys and values of the same size, not heads of {k.shape[-1]} and {v.shape[-1]}",
+            hint='set parallelize.context_parallel = "allgather"',
         )
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return ring_forward(q, k, v, group.name, group.size, group.rank)[0].transpose(1, 2)

@@ -101,12 +101,12 @@ def _styles(model: nn.Module) -> Iterator[tuple[str, str]]:
         if style is None:
             raise TitanError(
                 f"the model's tensor_plan has no style for {name}",
-                hint='add one; "replicate" leaves it whole on each rank',
+                hint='add one; "replicate" keeps it whole on each rank',
             )
         if style not in (*PLACEMENT, "expert"):
             raise TitanError(
-                f"the model's tensor_plan has {style!r} for {name}, which is no style",
-                hint=f"the styles are {', '.join(PLACEMENT)} and expert",
+                f"the model's tensor_plan has {style!r} for {name}, which is not a style",
+                hint=f"the styles are {', '.join(PLACEMENT)}, and expert",
             )
         if style != "expert":  # cut over another mesh
             yield name, style
@@ -147,8 +147,8 @@ def _refuse_uneven(name: str, parameter: Tensor, place: Placement, ranks: int) -
     if isinstance(place, Shard) and parameter.shape[place.dim] % ranks:
         shape = list(parameter.shape)
         raise TitanError(
-            f"{name} {shape} cannot be cut into {ranks} equal parts along dimension {place.dim}",
-            hint=f"write a mesh.tp that divides {shape[place.dim]}",
+            f"{name} {shape} cannot be sharded into {ranks} equal parts along dimension {place.dim}",
+            hint=f"use a mesh.tp that divides {shape[place.dim]}",
         )
 
 
@@ -167,10 +167,10 @@ def _prepare(path: str, module: Any, styles: Mapping[str, str], group: Group) ->
         _make(path, module, _RMSNorm)
     elif not with_defaults(ModuleDefaults, module).takes_local_parameters:
         raise TitanError(
-            f"{path or 'the model'} ({type(module).__name__}) has parameters in the tensor_plan, and is no "
-            "Linear, RMSNorm or Embedding",
-            hint="let it compute with titancli.distributed.local.local(parameter), and say so with "
-            "takes_local_parameters = True",
+            f"{path or 'the model'} ({type(module).__name__}) has parameters in the tensor_plan, but is "
+            f"not a Linear, RMSNorm or Embedding",
+            hint="let it compute with titancli.distributed.local.local(parameter), and declare this "
+            "with takes_local_parameters = True",
         )
 
 
@@ -185,9 +185,9 @@ def _make(path: str, module: Any, kind: type[nn.Module]) -> Any:
     """
     if "forward" in vars(module):
         raise TitanError(
-            f"{path} ({type(module).__name__}) has a forward that its class has not, and tensor parallelism "
-            "changes the class's",
-            hint="let it be a method of a class",
+            f"{path} ({type(module).__name__}) has its own forward, but tensor parallelism changes that "
+            f"of its class",
+            hint="define forward as a method of a class",
         )
     module.__class__ = kind
     return module
@@ -246,7 +246,7 @@ class _VocabEmbedding(nn.Embedding):
         length, ranks = tokens.shape[SEQUENCE], self._tensor_group.size
         if length % ranks:
             raise TitanError(
-                f"rows of {length} tokens cannot be cut over the {ranks} ranks of mesh.tp",
+                f"rows of {length} tokens cannot be sharded over the {ranks} ranks of mesh.tp",
                 hint=f"make their length a multiple of {ranks}",
             )
         weight = local(self.weight)

@@ -19,7 +19,7 @@ def as_text(told: dict[str, Any]) -> str:
     """The document of `titan plan --json` as text."""
     lines = [_row("model", _model(told)), *_mesh(told)]
     if told["memory"]:
-        lines += [_row("flops", f"{told['compute']['flops_per_token']:.4g} a token, forward and backward")]
+        lines += [_row("flops", f"{told['compute']['flops_per_token']:.4g} per token, forward and backward")]
         lines += [*_memory(told), *_collectives(told), *_pipeline(told), *_speed(told)]
     lines += [_row("note" if not i else "", note) for i, note in enumerate(told["notes"])]
     if told["memory"]:
@@ -35,7 +35,7 @@ def _model(told: dict[str, Any]) -> str:
     numbers = told["parameters"]
     if not numbers:
         return str(told["model"])
-    return f"{told['model']}, {numbers['model']:,} parameters; {numbers['rank']:,} on a rank"
+    return f"{told['model']}, {numbers['model']:,} parameters; {numbers['rank']:,} per rank"
 
 
 # ---------------------------------------------------------------------------------------------- mesh
@@ -83,10 +83,8 @@ def _ranks(first: int, count: int) -> str:
 
 def _memory(told: dict[str, Any]) -> list[str]:
     memory = told["memory"]
-    of = f" of {_gib(memory['limit_bytes'])} that tensors can have" if memory["limit_bytes"] else ""
-    lines = [
-        _row("memory", f"{_gib(memory['peak_bytes'])} on a rank{of}, at its most in: {memory['moment']}")
-    ]
+    of = f" of {_gib(memory['limit_bytes'])} usable" if memory["limit_bytes"] else ""
+    lines = [_row("memory", f"{_gib(memory['peak_bytes'])}{of} per rank, peak in: {memory['moment']}")]
     lines += [f"{INDENT}{kind:<16}{_gib(size):>12}" for kind, size in memory["classes"].items() if size]
     if len(memory["ranks"]) > 1:
         each = " ".join(f"{rank['peak_bytes'] / GIB:.1f}" for rank in memory["ranks"])
@@ -99,8 +97,8 @@ def _collectives(told: dict[str, Any]) -> list[str]:
     for number, one in enumerate(told["collectives"]):
         took = "" if one["seconds"] is None else f"  {1000 * one['seconds']:>9,.1f} ms"
         name = f"{one['over']}: {one['name']} over {one['ranks']}"
-        text = f"{name:<44}{_gib(one['bytes']):>12} a step{took} ({one['link']})"
-        lines.append(_row("a rank sends" if not number else "", text))
+        text = f"{name:<44}{_gib(one['bytes']):>12} per step{took} ({one['link']})"
+        lines.append(_row("sent per rank" if not number else "", text))
     return lines
 
 
@@ -108,14 +106,14 @@ def _pipeline(told: dict[str, Any]) -> list[str]:
     one = told["pipeline"]
     if not one:
         return []
-    text = f"{one['schedule']}, {one['stages']} stages, {one['microbatches']} micro-batches a step"
+    text = f"{one['schedule']}, {one['stages']} stages, {one['microbatches']} micro-batches per step"
     return [_row("pipeline", f"{text}; a rank waits {one['bubble']:.1%} of the time")]
 
 
 def _speed(told: dict[str, Any]) -> list[str]:
     one = told["speed"]
     if not one:
-        return [_row("speed", "not estimated: no maker tells what this device can do")]
+        return [_row("speed", "not estimated: no data sheet is known for this device")]
     parts = {
         "arithmetic": one["arithmetic"],
         "collectives in between": one["waiting"],
@@ -124,7 +122,7 @@ def _speed(told: dict[str, Any]) -> list[str]:
     }
     shares = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in parts.items() if seconds)
     return [
-        _row("speed", f"at most {one['tokens_per_second']:,.0f} tokens/s on a rank, {one['mfu']:.0%} MFU"),
+        _row("speed", f"at most {one['tokens_per_second']:,.0f} tokens/s per rank, {one['mfu']:.0%} MFU"),
         f"{INDENT}a step of {one['step']:.3g} s or more: {shares}",
     ]
 
@@ -132,7 +130,7 @@ def _speed(told: dict[str, Any]) -> list[str]:
 def _verdict(told: dict[str, Any]) -> list[str]:
     verdict, memory = told["verdict"], told["memory"]
     if verdict["fits"] is None:
-        return [_row("verdict", "fits where there is that much memory for each rank")]
+        return [_row("verdict", "fits if each rank has that much memory")]
     if verdict["fits"]:
         left = memory["limit_bytes"] - memory["peak_bytes"]
         return [_row("verdict", f"fits, with {_gib(left)} to spare")]
@@ -140,17 +138,18 @@ def _verdict(told: dict[str, Any]) -> list[str]:
     lines = [_row("verdict", f"does not fit: {_gib(over)} too much")]
     change = verdict["change"]
     if change is None:
-        lines.append(f"{INDENT}no change that was tried makes it fit")
+        lines.append(f"{INDENT}none of the changes that were tried makes it fit")
     else:
         cost = ""
         if (share := change["slower"]) is not None:
             cost = f", {abs(share):.1%} {'slower' if share > 0 else 'faster'}"
             if abs(share) < SAME:
                 cost = ", as fast"
-        lines.append(f"{INDENT}cheapest of what was tried: {_gib(change['peak_bytes'])}{cost}")
+        lines.append(f"{INDENT}cheapest of the changes that were tried: {_gib(change['peak_bytes'])}{cost}")
         lines.append(f"{INDENT}  {' '.join(change['overrides'])}")
     if verdict["ranks"]:
-        lines.append(f"{INDENT}as it is it fits on {verdict['ranks']:,} ranks, with more of mesh.dp_shard")
+        ranks = f"{verdict['ranks']:,} ranks, with a larger mesh.dp_shard"
+        lines.append(f"{INDENT}without changes it fits on {ranks}")
     return lines
 
 

@@ -217,30 +217,30 @@ def assumed(recipe: Recipe, *, described: bool) -> list[str]:
     if not described:
         name = component_info(recipe.model).name
         return [
-            f"the config of the model {name} does not say its sizes (it has no `shape()`): "
+            f"the config of the model {name} does not declare its sizes (it has no `shape()`): "
             "memory, traffic and speed are not estimated"
         ]
     found = []
     if recipe.converters:
         names = ", ".join(component_info(config).name for config in recipe.converters)
-        found.append(f"computed as if the converters ({names}) were not there")
+        found.append(f"computed without the converters ({names})")
     if with_defaults(OptimizerConfigDefaults, recipe.optimizer).state_bytes(4) is None:
         name = component_info(recipe.optimizer).name
         found.append(
-            f"the optimizer {name} does not say what it keeps: two fp32 numbers per parameter are taken"
+            f"the optimizer {name} does not declare its state: two fp32 numbers per parameter are assumed"
         )
     if not needs_dataset(recipe.loop):
         kl_coef = with_defaults(LossConfigDefaults, recipe.loss).kl_coef
-        copy = ", and of no reference model" if kl_coef > 0 else ""
+        copy = " and the reference model" if kl_coef > 0 else ""
         found.append(
-            f"a step of the loop {component_info(recipe.loop).name} is taken to be one micro-batch a rank: "
-            f"nothing is told of sampling{copy}"
+            f"a step of the loop {component_info(recipe.loop).name} is assumed to be one micro-batch "
+            f"per rank, without sampling{copy}"
         )
     elif not (_is(recipe.loss, "cross_entropy") or _is(recipe.loss, "cross_entropy_full")):
-        found.append(f"the loss {component_info(recipe.loss).name} is taken to be computed in chunks")
+        found.append(f"the loss {component_info(recipe.loss).name} is assumed to be computed in chunks")
     if not _is(recipe.parallelize, "decoder"):
         name = component_info(recipe.parallelize).name
-        found.append(f"the plan {name} is taken to cut the model as titan's decoder does")
+        found.append(f"the plan {name} is assumed to shard the model like titan's decoder")
     return found
 
 

@@ -45,7 +45,7 @@ class Local:
             if degree != 1:
                 yield (
                     "",
-                    f"it samples from whole rows and a whole model, and mesh.{name} = {degree} cuts them",
+                    f"it samples from whole rows and a whole model, but mesh.{name} = {degree} shards them",
                 )
 
 
@@ -116,7 +116,7 @@ class Prompts:
 
         yield from hub_keys(self)
         if self.system is not None and not self.chat:
-            yield "system", "a system message needs the chat template: write chat = true"
+            yield "system", "a system message needs the chat template: set chat = true"
 
 
 @component("reward", "exact_match", target="titancli.rl.rewards:ExactMatch")
@@ -144,7 +144,7 @@ class Regex:
         try:
             re.compile(self.pattern)
         except re.error as error:
-            yield "pattern", f"{self.pattern!r} is no regular expression: {error}"
+            yield "pattern", f"{self.pattern!r} is not a valid regular expression: {error}"
 
 
 @component("reward", "numeric", target="titancli.rl.rewards:Numeric")
@@ -183,7 +183,7 @@ class Length:
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if self.limit <= self.free:
-            yield "limit", f"must be above free = {self.free}"
+            yield "limit", f"must be greater than free = {self.free}"
 
 
 COMPONENTS: list[type] = [

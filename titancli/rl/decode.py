@@ -90,29 +90,30 @@ def _check(model: Any, prompts: Sequence[Sequence[int]], rows: Sequence[Row]) ->
     sizes = with_defaults(ModelConfigDefaults, with_defaults(ModelDefaults, model).config)
     vocab_size, longest = sizes.vocab_size, sizes.max_seq_len
     if not rows:
-        raise TitanError("no row is to be decoded", hint="name a Row for each completion")
+        raise TitanError("there are no rows to decode", hint="pass a Row for each completion")
     for number, prompt in enumerate(prompts):
         if not len(prompt):
             raise TitanError(
-                f"prompt {number} is empty", hint="begin a text with the tokenizer's bos or eos id"
+                f"prompt {number} is empty", hint="start a text with the tokenizer's BOS or EOS id"
             )
         if wrong := [i for i in (min(prompt), max(prompt)) if i < 0 or (vocab_size and i >= vocab_size)]:
             raise TitanError(
-                f"prompt {number} holds the token id {wrong[0]}, and the model's vocab_size is {vocab_size}",
-                hint="give the ids of the tokenizer that the model was made for",
+                f"prompt {number} contains the token id {wrong[0]}, but the model's vocab_size is "
+                f"{vocab_size}",
+                hint="use the ids of the model's tokenizer",
             )
     for number, row in enumerate(rows):
         if not 0 <= row.prompt < len(prompts) or row.limit < 1:
             raise TitanError(
                 f"row {number} continues prompt {row.prompt} of {len(prompts)} by {row.limit} tokens at most",
-                hint="prompts are numbered from 0, and limits from 1",
+                hint="prompts are numbered from 0, and limits must be at least 1",
             )
         length = len(prompts[row.prompt]) + row.limit - 1  # the last token that is drawn is never read
         if longest is not None and length > longest:
             raise TitanError(
-                f"prompt {row.prompt} has {len(prompts[row.prompt])} tokens and may have {row.limit} more, "
-                f"and the model's context (max_seq_len) is {longest}",
-                hint="shorten the prompt, or lower the limit",
+                f"prompt {row.prompt} has {len(prompts[row.prompt])} tokens and may have {row.limit} "
+                f"more, but the model's context (max_seq_len) is {longest}",
+                hint="shorten the prompt or lower the limit",
             )
 
 
@@ -137,7 +138,7 @@ def _log_probs(logits: Tensor, chosen: Tensor) -> list[float]:
 def _finite(logits: Tensor) -> Tensor:
     if not bool(torch.isfinite(logits.amax(-1)).all()):
         raise TitanError(
-            "the model's output is not finite: its weights have diverged, or do not fit the dtype",
-            hint="try an earlier checkpoint, or float32",
+            "the model's output is not finite: its weights have diverged or exceed the range of the dtype",
+            hint="try an earlier checkpoint or float32",
         )
     return logits

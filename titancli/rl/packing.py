@@ -28,11 +28,11 @@ class Sample:
 
     def __post_init__(self) -> None:
         if not len(self.prompt):
-            raise TitanError("a sample has an empty prompt", hint="its first token would follow nothing")
+            raise TitanError("a sample has an empty prompt", hint="the first token would have no context")
         if len(self.logprobs) != len(self.tokens):
             raise TitanError(
                 f"a sample has {len(self.tokens)} tokens and {len(self.logprobs)} log-probabilities",
-                hint="a generator gives one for each token that it has drawn",
+                hint="a generator must return one for each sampled token",
             )
 
     @property
@@ -49,8 +49,8 @@ def rows_of(samples: Sequence[Sample], seq_len: int) -> list[list[Sample]]:
     """
     if samples and (longest := max(sample.length for sample in samples)) > seq_len:
         raise TitanError(
-            f"a sample takes {longest} tokens of a row, and rows have {seq_len}",
-            hint="a generator keeps to the limits that it is given; or take a greater training.seq_len",
+            f"a sample needs {longest} tokens of a row, but rows have {seq_len}",
+            hint="a generator must keep to its limits; or use a larger training.seq_len",
         )
     rows: list[list[Sample]] = []
     room: list[int] = []

@@ -61,28 +61,30 @@ class PromptSource:
             prompt = self._task.prompt(tried)
             if not isinstance(prompt, Prompt):
                 raise TitanError(
-                    f"the task {type(self._task).__name__} gave a {type(prompt).__name__} as prompt {tried}",
-                    hint='it must be a titancli.rl.samples.Prompt: Prompt("3+9=", answer="2")',
+                    f"the task {type(self._task).__name__} returned a {type(prompt).__name__} as prompt "
+                    f"{tried}",
+                    hint='it must return a titancli.rl.samples.Prompt: Prompt("3+9=", answer="2")',
                 )
             tokens = self._tokens(prompt)
             if not tokens:
                 raise TitanError(
                     f"prompt {tried} of the task {type(self._task).__name__} has no tokens: {prompt.text!r}",
-                    hint="a prompt needs text, or a tokenizer with an end marker to begin after",
+                    hint="a prompt needs text, or a tokenizer with an end marker to start from",
                 )
             if len(tokens) <= self._longest:
                 return Asked(prompt, tokens), tried + 1
             self.too_long += 1
             if self.too_long == 1:
                 logger.warning(
-                    "prompt %d has %d tokens, and training.seq_len has room for %d: passed over, as all such",
+                    "skipped prompt %d: it has %d tokens, but training.seq_len has room for %d; further "
+                    "ones are skipped without a message",
                     tried,
                     len(tokens),
                     self._longest,
                 )
         raise TitanError(
             f"{TRIES} prompts in a row have more than {self._longest} tokens",
-            hint="take a greater training.seq_len, or shorter prompts",
+            hint="use a larger training.seq_len or shorter prompts",
         )
 
     def _tokens(self, prompt: Prompt) -> list[int]:
@@ -90,7 +92,8 @@ class PromptSource:
             return self._tokenizer.chat(list(prompt.messages), add_generation_prompt=True)
         if not isinstance(prompt.text, str):
             raise TitanError(
-                f"a prompt's text is a {type(prompt.text).__name__}", hint="Prompt(text, answer)"
+                f"a prompt's text must be a string, not a {type(prompt.text).__name__}",
+                hint="Prompt(text, answer)",
             )
         ids = self._tokenizer.encode(prompt.text)
         # An empty text begins after the end of another.

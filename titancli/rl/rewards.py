@@ -55,7 +55,7 @@ class Numeric:
     def __call__(self, prompt: Prompt, completion: Completion) -> float:
         right = _last_number(_answer(prompt))
         if right is None:
-            raise ValueError(f"the prompt's answer {prompt.answer!r} holds no number")
+            raise ValueError(f"the prompt's answer {prompt.answer!r} contains no number")
         text = completion.text
         if self._after is not None:
             _, marker, text = text.rpartition(self._after)
@@ -73,13 +73,14 @@ class JsonSchema:
             from jsonschema.validators import validator_for
         except ImportError as error:
             raise RecipeError(
-                "the reward json_schema needs a package that is not installed", hint="pip install jsonschema"
+                "the reward json_schema needs the package jsonschema, which is not installed",
+                hint="pip install jsonschema",
             ) from error
         kind = validator_for(config.schema)
         try:
             kind.check_schema(config.schema)
         except Exception as error:
-            raise RecipeError(f"loop.rewards: this is no JSON Schema: {error}") from error
+            raise RecipeError(f"loop.rewards: invalid JSON Schema: {error}") from error
         self._validator = kind(config.schema)
 
     def __call__(self, prompt: Prompt, completion: Completion) -> float:
@@ -104,7 +105,7 @@ class Length:
 
 def _answer(prompt: Prompt) -> str:
     if prompt.answer is None:
-        raise ValueError("the prompt has no answer to compare with")
+        raise ValueError("the prompt has no answer to compare to")
     return prompt.answer
 
 

@@ -37,7 +37,7 @@ class Recorder:
         except (OSError, EnvironmentProblem) as error:
             if self._healthy:
                 self._healthy = False
-                logger.warning("rollouts cannot be written (%s); the run goes on without them", error)
+                logger.warning("rollouts cannot be written (%s); the run continues without them", error)
 
 
 def recorded(run_folder: Path) -> dict[int, Path]:

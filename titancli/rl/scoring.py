@@ -86,7 +86,7 @@ class Scorer:
         rewards, failed = {}, {}
         for name, _, reward in self._rewards:
             if late[name] >= PATIENCE:
-                failed[name] = f"not asked: out of time {PATIENCE} times in this step"
+                failed[name] = f"skipped: timed out {PATIENCE} times in this step"
                 continue
             try:
                 alarm.start(self._seconds)
@@ -121,7 +121,7 @@ class _NoNumber(ValueError):
 
 def _number(value: Any) -> float:
     if isinstance(value, (str, bytes)) or value is None:
-        raise _NoNumber(f"it returned {value!r}, which is no number")
+        raise _NoNumber(f"it returned {value!r}, which is not a number")
     number = float(value)
     if not math.isfinite(number):
         raise _NoNumber(f"it returned {number}")

@@ -90,16 +90,16 @@ def build_prompts(config: rl.Prompts, *, seed: int) -> FromRows:
         except BadRow as reason:
             if config.strict:
                 raise EnvironmentProblem(
-                    f"{where}: {reason}", hint="correct the row, or write loop.task.strict = false to skip it"
+                    f"{where}: {reason}", hint="fix the row, or set loop.task.strict = false to skip it"
                 ) from reason
             skipped += 1
             if skipped <= TOLD:
-                logger.warning("row skipped: %s: %s", where, reason)
+                logger.warning("skipped a row: %s: %s", where, reason)
     if skipped > TOLD:
-        logger.warning("%d rows of %s are no prompts and were skipped", skipped, config.path)
+        logger.warning("skipped %d rows of %s that are not prompts", skipped, config.path)
     if not prompts:
         raise EnvironmentProblem(
-            f"no row of {config.path} is a prompt", hint="name the key of the prompt: loop.task.prompt"
+            f"no row of {config.path} has a prompt", hint="set loop.task.prompt to the key of the prompt"
         )
     identity = {**rows.identity, "order": f"shuffled by seed {seed}" if config.shuffle else "as listed"}
     return FromRows(prompts, identity, shuffle=config.shuffle, seed=seed)
@@ -112,7 +112,7 @@ def _prompt(row: dict[str, Any], config: rl.Prompts) -> Prompt:
     found = value_of(row, config.prompt)
     answer = row.get(config.answer)
     if answer is not None and not isinstance(answer, (str, int, float)):
-        raise BadRow(f"{config.answer!r} is {type(answer).__name__}, neither text nor a number")
+        raise BadRow(f"{config.answer!r} is {type(answer).__name__}, neither a string nor a number")
     told = None if answer is None else str(answer)
     if isinstance(found, str) and not config.chat:
         if not found:

@@ -90,7 +90,7 @@ def test_a_checkpoint_goes_on_without_float8(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("converters.0.recipe=rowwise", "one scale a tensor"),
+        ("converters.0.recipe=rowwise", "one scale per tensor"),
         ("converters.0.skip=['output', 'wz']", "skip = 'wz' matches no linear layer"),
     ],
 )
@@ -108,4 +108,4 @@ def test_layers_left_alone_are_an_event(tmp_path: Path) -> None:
     events = [json.loads(line) for line in (tmp_path / "r" / "events.jsonl").open()]
     (event,) = [event for event in events if event["event"] == "log"]
     assert event["level"] == logging.getLevelName(logging.WARNING).lower()
-    assert "leaves these layers as they are: output" in event["message"]
+    assert "does not convert these layers: output" in event["message"]

@@ -112,7 +112,7 @@ def _converted(model: nn.Module) -> list[tuple[str, Any]]:
     ("model", "skip", "why"),
     [
         (nn.Sequential(nn.Linear(8, 16)), [], "not divisible by 16"),
-        (nn.Sequential(nn.Linear(16, 16)), ["0"], "skip names every layer"),
+        (nn.Sequential(nn.Linear(16, 16)), ["0"], "skip matches every layer"),
     ],
 )
 def test_a_converter_without_anything_to_convert_is_refused(model, skip, why):
@@ -134,12 +134,12 @@ def recipe(**fields: Any) -> Any:
         (
             {"recipe": "rowwise", "enable_fsdp_float8_all_gather": True},
             "enable_fsdp_float8_all_gather",
-            "one scale a tensor",
+            "one scale per tensor",
         ),
         (
             {"precompute_float8_dynamic_scale_for_fsdp": True},
             "precompute_float8_dynamic_scale_for_fsdp",
-            "only with enable_fsdp_float8_all_gather = true",
+            "only precomputed with enable_fsdp_float8_all_gather = true",
         ),
         ({"recipe": "rowise"}, "recipe", "'rowwise'"),
         ({"skip": "output"}, "skip", "an array"),
@@ -211,7 +211,7 @@ def test_on_a_cpu_emulation_is_on_unless_it_is_refused(monkeypatch):
 
 def test_a_gpu_without_float8_cannot_do_without_emulation(monkeypatch):
     Gpu(monkeypatch, (8, 0), None)
-    with pytest.raises(EnvironmentProblem, match="emulate = false, and a GPU has no float8"):
+    with pytest.raises(EnvironmentProblem, match="emulate = false, but a GPU does not support float8"):
         built(emulate=False)
 
 

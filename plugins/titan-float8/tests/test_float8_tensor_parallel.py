@@ -217,7 +217,7 @@ def test_a_layer_that_is_whole_on_every_rank_is_refused(ranks):
 
     model = llama()
     model.tensor_plan = {"layers.*.attention.wk.weight": "replicate", **model.tensor_plan}
-    with pytest.raises(RecipeError, match=r"has the whole of layers\.\*\.attention\.wk") as caught:
+    with pytest.raises(RecipeError, match=r"has all of layers\.\*\.attention\.wk") as caught:
         build(Float8Linear(), mesh=Degrees(tp=2), compile=False).convert(model)
     assert "add 'layers.*.attention.wk' to skip" in str(caught.value.problems[0].hint)
     build(Float8Linear(), mesh=Degrees(), compile=False).convert(model)

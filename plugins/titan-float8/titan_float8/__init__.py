@@ -39,18 +39,19 @@ class Float8Linear:
         if isinstance(width, int) and width % 16:
             yield (
                 "",
-                f"every linear layer has a side of model.dim = {width}, and float8 needs multiples of 16",
+                f"every linear layer has a dimension of model.dim = {width}, but float8 needs multiples "
+                f"of 16",
             )
         if self.enable_fsdp_float8_all_gather and self.recipe != "tensorwise":
             yield (
                 "enable_fsdp_float8_all_gather",
-                f"a float8 all-gather needs one scale a tensor; recipe {self.recipe!r} has one a row: "
-                "take recipe = 'tensorwise', or leave it out",
+                f"a float8 all-gather needs one scale per tensor; recipe {self.recipe!r} has one per "
+                f"row: use recipe = 'tensorwise', or remove it",
             )
         if self.precompute_float8_dynamic_scale_for_fsdp and not self.enable_fsdp_float8_all_gather:
             yield (
                 "precompute_float8_dynamic_scale_for_fsdp",
-                "there are scales to make only with enable_fsdp_float8_all_gather = true",
+                "scales are only precomputed with enable_fsdp_float8_all_gather = true",
             )
 
 

@@ -60,7 +60,9 @@ class Linear(Float8Linear):
             TitanError: the style is neither "column" nor "row".
         """
         if style not in CUTS:
-            raise TitanError(f"a float8 linear layer cannot be cut in the style {style!r}", hint="skip it")
+            raise TitanError(
+                f"a float8 linear layer cannot be sharded in the style {style!r}", hint="skip it"
+            )
         self._group, self._style = group, style
         whole_over(self.weight, group)
 

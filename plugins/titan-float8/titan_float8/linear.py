@@ -45,11 +45,11 @@ def build(config: Config, *, mesh: Degrees, compile: bool) -> Float8:
     emulate = not hardware if config.emulate is None else config.emulate
     if not emulate and torch.cuda.is_available() and not hardware:
         raise EnvironmentProblem(
-            f"float8_linear: emulate = false, and {torch.cuda.get_device_name()} has no float8",
-            hint="leave emulate out, or run on a GPU of compute capability 8.9 or later",
+            f"float8_linear: emulate = false, but {torch.cuda.get_device_name()} does not support float8",
+            hint="remove emulate, or run on a GPU of compute capability 8.9 or later",
         )
     if not emulate and hardware and not compile:
-        logger.warning("float8 is slower than bf16 until it is compiled: set compile.enable = true")
+        logger.warning("without compile, float8 is slower than bf16: set compile.enable = true")
     if compile and config.recipe != "tensorwise":
         # Fused code may recompute a scale in other precision than forward had, and then overflow to NaN:
         # pytorch issue 150859, torchtitan pull request 1108.
@@ -97,11 +97,11 @@ class Float8:
         left = {name: reason for name, reason in reasons.items() if reason is not None}
         if not chosen:
             raise RecipeError(
-                "float8_linear converts nothing: " + (_listed(left) if left else "skip names every layer"),
-                hint="take the converter out of the recipe",
+                "float8_linear converts nothing: " + (_listed(left) if left else "skip matches every layer"),
+                hint="remove the converter from the recipe",
             )
         if left:
-            logger.warning("float8_linear leaves these layers as they are: %s", _listed(left))
+            logger.warning("float8_linear does not convert these layers: %s", _listed(left))
         if self.tp > 1:
             _refuse_uncut({name: _split(name, plan) for name in sorted(chosen)})
         for name in chosen:
@@ -168,7 +168,7 @@ def _without(linears: Mapping[str, nn.Linear], skip: Iterable[str]) -> dict[str,
         matched = [n for n in linears if fnmatchcase(n, pattern) or fnmatchcase(n, f"*.{pattern}")]
         if not matched:
             ends = {n.split(".", i)[-1]: None for n in linears for i in range(n.count(".") + 1)}
-            hint = nearest(pattern, ends) or f"there are {', '.join(_families(linears))}"
+            hint = nearest(pattern, ends) or f"linear layers: {', '.join(_families(linears))}"
             raise RecipeError(f"float8_linear: skip = {pattern!r} names no linear layer", hint=hint)
         for name in matched:
             rest.pop(name, None)
@@ -190,8 +190,8 @@ def _refuse_uncut(styles: Mapping[str, str | None]) -> None:
     if whole:
         names = _families(whole)
         raise RecipeError(
-            f"float8_linear: under mesh.tp each rank has the whole of {', '.join(names)}, and only a part "
-            "of the sum that its output's gradient is; cast in parts, that is not what one rank casts",
+            f"float8_linear: with mesh.tp each rank has all of {', '.join(names)}, but only a part of "
+            f"the sum that is the gradient of its output; casting the parts differs from casting the sum",
             hint=f"add {', '.join(map(repr, names))} to skip",
         )
 

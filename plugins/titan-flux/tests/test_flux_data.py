@@ -182,17 +182,21 @@ def without_pooled(path: Path) -> None:
 
 
 BAD = {
-    "no safetensors": (lambda path: path.write_text("hello"), "is no good shard of latents"),
-    "cut off": (truncated, "is no good shard of latents"),
+    "no safetensors": (lambda path: path.write_text("hello"), "is not a valid shard of latents"),
+    "cut off": (truncated, "is not a valid shard of latents"),
     "a tensor missing": (without_pooled, "it has no tensor pooled"),
     "a dimension missing": (
         changed(text=torch.zeros(3, 7)),
-        r"text is \[3, 7\], and not \[N, T,",
+        r"text is \[3, 7\], not \\[N, T,",
     ),
     "counts differ": (changed(pooled=torch.zeros(2, 3)), "latents 3, text 3, pooled 2"),
     "empty": (changed(pooled=torch.zeros(0, 3)), r"pooled is \[0, 3\]"),
-    "odd sizes": (changed(latents=torch.zeros(3, 2, 5, 6)), r"\[5, 6\] cannot be cut into pieces of 2 x 2"),
-    "integers": (changed(text=torch.zeros(3, 5, 7, dtype=torch.int32)), "text is I32, and not one of"),
+    "odd sizes": (
+        changed(latents=torch.zeros(3, 2, 5, 6)),
+        r"\[5, 6\] cannot be split into patches of "
+        r"2 x 2",
+    ),
+    "integers": (changed(text=torch.zeros(3, 5, 7, dtype=torch.int32)), "text is I32, not one of"),
     "other shapes": (changed(latents=torch.zeros(3, 2, 2, 6)), r"has samples of latents \[2, 2, 6\]"),
 }
 
@@ -221,7 +225,7 @@ def test_a_row_of_another_length_says_which(folder: Path) -> None:
     config = Latents(paths=[folder / "shards"])
     with pytest.raises(RecipeError, match="seq_len is 16, and a row of dataset latents has 5") as caught:
         build(config, tokenizer=None, seq_len=16, rows=1, dp_rank=0, dp_size=1, seed=0)
-    assert caught.value.problems[0].hint == "write training.seq_len = 11"
+    assert caught.value.problems[0].hint == "set training.seq_len = 11"
 
 
 def test_an_empty_text_of_another_shape_is_refused(made: Callable[..., NoisedLatents], folder: Path) -> None:
@@ -263,5 +267,5 @@ def test_the_loss_is_the_mean_squared_error_of_the_rows_that_count() -> None:
 
 
 def test_a_batch_without_velocities_is_refused_in_words() -> None:
-    with pytest.raises(TitanError, match="needs velocities, and a batch has tokens, targets"):
+    with pytest.raises(TitanError, match="needs velocities, but the batch has tokens, targets"):
         Loss()(torch.zeros(1, 2, 3), Batch({"tokens": torch.zeros(1, 2), "targets": torch.zeros(1, 2)}))

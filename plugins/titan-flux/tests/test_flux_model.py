@@ -100,7 +100,7 @@ def test_flops_are_those_that_torch_counts() -> None:
 def test_a_loss_of_log_probabilities_is_refused_in_words() -> None:
     config = flux_cases.TINY
     given = flux_cases.inputs(config)
-    with pytest.raises(TitanError, match="velocities, and no log-probabilities"):
+    with pytest.raises(TitanError, match="velocities, not log-probabilities"):
         build(config, seq_len=0)(**given, batch=Batch(given), loss=build_component(CrossEntropy()))
 
 

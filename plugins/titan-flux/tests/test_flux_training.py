@@ -114,7 +114,7 @@ def test_what_there_is_not_is_said_in_words(run: Path, arguments: tuple[str, ...
 
 def test_plan_draws_the_mesh_and_says_why_no_more(tmp_path: Path) -> None:
     done = run_cli("plan", RECIPE, cwd=tmp_path)
-    assert done.code == 0 and "flux does not say its sizes" in " ".join(done.stdout.split())
+    assert done.code == 0 and "flux does not declare its sizes" in " ".join(done.stdout.split())
 
 
 def test_diffusers_loads_an_export_and_what_comes_back_is_the_same(run: Path, tmp_path: Path) -> None:
@@ -173,13 +173,13 @@ WRONG = {
     "mesh.tp=2": "mesh.tp = 2: the model flux can only be sharded by dp_replicate and dp_shard",
     "mesh.cp=2": "mesh.cp = 2: the model flux can only be sharded by",
     "mesh.pp=2": "mesh.pp = 2: the model flux can only be sharded by",
-    "loss=cross_entropy": 'write loss = "flow_matching"',
-    "dataset=python_stdlib  tokenizer=byte": "flux takes latents, and this dataset gives text",
+    "loss=cross_entropy": 'set loss = "flow_matching"',
+    "dataset=python_stdlib  tokenizer=byte": "flux needs latents, but this dataset returns text",
     "tokenizer=byte": "the dataset random_latents does not use a tokenizer",
-    "model.flavor=flux-schnell": "this flux is told of no guidance",
-    "model.dim=66": "n_heads 4 of sum(axes_dim) 16 do not make dim 66",
+    "model.flavor=flux-schnell": "this model has no guidance input",
+    "model.dim=66": "n_heads 4 times sum(axes_dim) 16 must equal dim 66",
     "model.axes_dim=[3, 7, 6]": "must be even",
-    'dataset={type="latents", paths=["x"]}': "write guidance = 1.0",
+    'dataset={type="latents", paths=["x"]}': "set guidance = 1.0",
     'dataset={type="latents", paths=["x"], text_dropout=0.1}': "the empty text is needed",
 }
 
@@ -194,5 +194,5 @@ def test_a_bad_shard_ends_a_run_with_its_name(tmp_path: Path) -> None:
     data = shards(tmp_path)
     (tmp_path / "b.safetensors").write_bytes((tmp_path / "b.safetensors").read_bytes()[:-8])
     done = run_cli("train", RECIPE, "--run-dir", "r", *data, cwd=tmp_path)
-    assert done.code == 5 and "b.safetensors is no good shard of latents" in done.stderr
+    assert done.code == 5 and "b.safetensors is not a valid shard of latents" in done.stderr
     assert "Traceback" not in done.stderr

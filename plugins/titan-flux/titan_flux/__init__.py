@@ -69,9 +69,12 @@ class Flux:
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         width = sum(self.axes_dim)
         if width * self.n_heads != self.dim:
-            yield "axes_dim", f"n_heads {self.n_heads} of sum(axes_dim) {width} do not make dim {self.dim}"
+            yield "axes_dim", f"n_heads {self.n_heads} times sum(axes_dim) {width} must equal dim {self.dim}"
         if any(axis <= 0 or axis % 2 for axis in self.axes_dim):
-            yield "axes_dim", f"rotary embedding turns pairs: {list(self.axes_dim)} must be even, and above 0"
+            yield (
+                "axes_dim",
+                (f"rotary embedding rotates pairs: {list(self.axes_dim)} must be even and greater than 0"),
+            )
         if not self.double_blocks + self.single_blocks:
             yield "double_blocks", "a model needs at least one block"
 
@@ -114,9 +117,9 @@ class Latents(Noised):
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if self.text_dropout > 0 and self.empty is None:
-            yield "text_dropout", 'the empty text is needed: write empty = "empty.safetensors"'
+            yield "text_dropout", 'the empty text is needed: set empty = "empty.safetensors"'
         if self.text_dropout == 0 and self.empty is not None:
-            yield "empty", "nothing is replaced by it: text_dropout is 0"
+            yield "empty", "it is not used, because text_dropout is 0"
 
 
 @component("dataset", "random_latents", target="titan_flux.data:build_random")
@@ -166,14 +169,14 @@ def titan_checks(recipe: Recipe) -> list[tuple[str, str]]:
 def _faults(recipe: Recipe) -> Iterator[tuple[str, str]]:
     dataset = recipe.dataset
     if type(recipe.loss).__module__.startswith("titancli."):
-        yield "loss", 'flux gives velocities and no log-probabilities: write loss = "flow_matching"'
+        yield "loss", 'flux returns velocities, not log-probabilities: set loss = "flow_matching"'
     if getattr(dataset, "needs_tokenizer", True):
-        yield "dataset", 'flux takes latents, and this dataset gives text: write type = "latents"'
+        yield "dataset", 'flux needs latents, but this dataset returns text: set type = "latents"'
     elif isinstance(dataset, Noised):
         if recipe.model.guidance_embed and dataset.guidance is None:
-            yield "dataset", "this flux is told how strong guidance is: write guidance = 1.0"
+            yield "dataset", "this model needs a guidance strength: set guidance = 1.0"
         if dataset.guidance is not None and not recipe.model.guidance_embed:
-            yield "dataset.guidance", "this flux is told of no guidance: leave it out, or take flux-dev"
+            yield "dataset.guidance", "this model has no guidance input: remove it, or use flux-dev"
 
 
 __all__ = ["FlowMatching", "Flux", "Latents", "RandomLatents"]

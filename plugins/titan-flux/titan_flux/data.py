@@ -143,9 +143,9 @@ def _refuse_other_length(seq_len: int, image: int, samples: Samples) -> None:
     text = samples.shape.text[0]
     if seq_len != text + image:
         raise RecipeError(
-            f"training.seq_len is {seq_len}, and a row of {samples.label} has {text} tokens of text and "
-            f"{image} of an image",
-            hint=f"write training.seq_len = {text + image}",
+            f"training.seq_len is {seq_len}, but a row of {samples.label} has {text} text tokens and "
+            f"{image} image tokens",
+            hint=f"set training.seq_len = {text + image}",
         )
 
 

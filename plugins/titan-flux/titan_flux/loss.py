@@ -31,8 +31,8 @@ class FlowMatching:
         """
         if "velocity" not in batch:
             raise TitanError(
-                f"the loss flow_matching needs velocities, and a batch has {', '.join(batch)}",
-                hint='take a dataset that gives them: type = "latents"',
+                f"the loss flow_matching needs velocities, but the batch has {', '.join(batch)}",
+                hint='use a dataset that provides them: type = "latents"',
             )
         weights = batch["weights"][:, None, None]
         squares = (out.float() - batch["velocity"]).square()

@@ -55,13 +55,13 @@ class Embedding(nn.Module):
         for name, tensor, width in zip(named, (latents, text, pooled), widths, strict=True):
             if tensor.shape[-1] != width:
                 raise TitanError(
-                    f"the model takes {name} of {width} numbers, and the dataset gives {tensor.shape[-1]}",
-                    hint="in_channels, context_dim and pooled_dim of [model] are those of the data",
+                    f"the model takes {name} of width {width}, but the dataset returns {tensor.shape[-1]}",
+                    hint="in_channels, context_dim and pooled_dim of [model] must match the data",
                 )
         vec = self.time(time_features(timesteps)) + self.pooled(pooled)
         if self.guidance is not None:
             if guidance is None:
-                raise TitanError("this flux is told how strong guidance is", hint="write dataset.guidance")
+                raise TitanError("this model needs a guidance strength", hint="write dataset.guidance")
             vec = vec + self.guidance(time_features(guidance))
         # Here, where FSDP2 has gathered the weights, is their dtype that of the computation.
         dtype = self.image.weight.dtype
@@ -87,7 +87,7 @@ class Output(nn.Module):
         """
         if loss is not None and loss.output != "model":
             raise TitanError(
-                "flux gives velocities, and no log-probabilities", hint='write loss = "flow_matching"'
+                "flux returns velocities, not log-probabilities", hint='set loss = "flow_matching"'
             )
         shift, scale = self.modulation(silu(vec))[:, None].chunk(2, dim=-1)
         velocity = self.linear(modulated(self.norm(image), shift, scale))

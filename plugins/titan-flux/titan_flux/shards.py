@@ -83,8 +83,8 @@ class Shards:
         for path, (_, shape) in zip(self._paths[1:], shapes[1:], strict=True):
             if shape != self.shape:
                 raise EnvironmentProblem(
-                    f"{path} has samples of {_told(shape)}, and {self._paths[0]} of {_told(self.shape)}",
-                    hint="all samples of a dataset have the same shapes: sort images by size",
+                    f"{path} has samples of {_told(shape)}, but {self._paths[0]} of {_told(self.shape)}",
+                    hint="all samples of a dataset must have the same shape: sort images by size",
                 )
         self.identity = corpus_identity(self.label, files, shuffle=shuffle, seed=seed, text=False)
         self._empty = None if empty is None else self._read_empty(empty)
@@ -101,7 +101,7 @@ class Shards:
 
     def empty(self) -> tuple[Tensor, Tensor]:
         if self._empty is None:
-            raise TitanError(f"{self.label} has no empty text", hint='write empty = "empty.safetensors"')
+            raise TitanError(f"{self.label} has no empty text", hint='set empty = "empty.safetensors"')
         return self._empty
 
     def _read_empty(self, path: Path) -> tuple[Tensor, Tensor]:
@@ -110,7 +110,7 @@ class Shards:
             raise EnvironmentProblem(
                 f"the empty text of {path} has the shapes {_told(shape)}, and the shards' texts "
                 f"{_told(self.shape)}",
-                hint="encode it as the others",
+                hint="encode it like the others",
             )
         return _read(str(path), 0)[1:]
 
@@ -168,15 +168,15 @@ def _shape_of(path: str) -> tuple[int, Encoded]:
     for name, rank in zip(NAMES, RANKS, strict=True):
         if len(shapes[name]) != rank or 0 in shapes[name]:
             wanted = {"latents": "[N, C, H, W]", "text": "[N, T, context_dim]", "pooled": "[N, pooled_dim]"}
-            _damaged(path, f"{name} is {list(shapes[name])}, and not {wanted[name]}")
+            _damaged(path, f"{name} is {list(shapes[name])}, not {wanted[name]}")
         if dtypes[name] not in DTYPES:
-            _damaged(path, f"{name} is {dtypes[name]}, and not one of {', '.join(DTYPES)}")
+            _damaged(path, f"{name} is {dtypes[name]}, not one of {', '.join(DTYPES)}")
     rows = {shape[0] for shape in shapes.values()}
     if len(rows) > 1:
         told = ", ".join(f"{name} {shape[0]}" for name, shape in shapes.items())
-        _damaged(path, f"its tensors are of different numbers of samples: {told}")
+        _damaged(path, f"its tensors have different numbers of samples: {told}")
     if any(size % 2 for size in shapes["latents"][2:]):
-        _damaged(path, f"latents of {list(shapes['latents'][2:])} cannot be cut into pieces of 2 x 2")
+        _damaged(path, f"latents of {list(shapes['latents'][2:])} cannot be split into patches of 2 x 2")
     return rows.pop(), Encoded(*(shapes[name][1:] for name in NAMES))
 
 
@@ -188,13 +188,13 @@ def _read(path: str, row: int) -> Encoded:
         _damaged(path, str(error), error)
     for name, tensor in zip(NAMES, found, strict=True):
         if not torch.isfinite(tensor).all():
-            _damaged(path, f"{name} of sample {row} (from 0) has numbers that are not finite")
+            _damaged(path, f"{name} of sample {row} (from 0) has values that are not finite")
     return found
 
 
 def _damaged(path: str, reason: str, cause: BaseException | None = None) -> NoReturn:
     raise EnvironmentProblem(
-        f"{path} is no good shard of latents: {reason}", hint="encode it again, or leave it out of paths"
+        f"{path} is not a valid shard of latents: {reason}", hint="encode it again, or remove it from paths"
     ) from cause
 
 

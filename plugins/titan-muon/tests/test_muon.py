@@ -213,7 +213,7 @@ def test_a_tied_model_needs_no_other_exclusions() -> None:
 
 @pytest.mark.parametrize(
     ("shapes", "exclude", "words"),
-    [([(3,)], [], "no matrix for muon"), ([(4, 3)], ["wq"], "'wq' matches no parameter")],
+    [([(3,)], [], "no matrices for muon"), ([(4, 3)], ["wq"], "'wq' matches no parameter")],
 )
 def test_what_cannot_be_is_told(shapes: list, exclude: list[str], words: str) -> None:
     from titan_muon import Muon
@@ -225,7 +225,7 @@ def test_what_cannot_be_is_told(shapes: list, exclude: list[str], words: str) ->
 
 def test_muon_is_not_its_own_fallback(tmp_path: Path) -> None:
     done = run_cli("validate", recipe(tmp_path, FALLBACK.replace('"adamw"', '"muon"')))
-    assert done.code == 3 and "must be another optimizer than muon" in done.stderr
+    assert done.code == 3 and "cannot be muon itself" in done.stderr
 
 
 def test_it_trains(tmp_path: Path) -> None:

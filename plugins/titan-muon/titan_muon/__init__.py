@@ -42,7 +42,7 @@ class Muon:
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if isinstance(self.fallback, Muon):
-            yield "fallback", "the fallback gets what is no matrix, and must be another optimizer than muon"
+            yield "fallback", "the fallback is for parameters that are not matrices and cannot be muon itself"
 
 
 @hookimpl

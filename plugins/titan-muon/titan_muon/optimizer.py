@@ -34,7 +34,7 @@ def build(
         if not any(fnmatchcase(name, pattern) for name in model_names):
             raise TitanError(
                 f"optimizer.exclude: {pattern!r} matches no parameter",
-                hint=f"names look like {model_names[0]!r}; an empty list excludes nothing",
+                hint=f"parameters have names such as {model_names[0]!r}; an empty list excludes nothing",
             )
     matrices: list[tuple[str, nn.Parameter]] = []
     others: list[tuple[str, nn.Parameter]] = []
@@ -46,7 +46,7 @@ def build(
         if len(named_parameters) < len(model_names):  # other pipeline stages have some
             return build_component(fallback, named_parameters=others, model_names=model_names)
         raise TitanError(
-            "the model has no matrix for muon", hint="shorten optimizer.exclude, or take optimizer=adamw"
+            "the model has no matrices for muon", hint="shorten optimizer.exclude, or use optimizer=adamw"
         )
     muon = ShardedMuon(
         [parameter for _, parameter in matrices],

@@ -59,7 +59,7 @@ class Output(nn.Linear):
         if loss is None:
             return self._logits(hidden)
         if batch is None:
-            raise TypeError("a loss needs the batch that it is the loss of")
+            raise TypeError("a loss needs its batch")
         wants_entropy = with_defaults(LossDefaults, loss).entropy
         if loss.output == "model":
             logits = self._logits(hidden)

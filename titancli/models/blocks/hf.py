@@ -106,8 +106,8 @@ class UnbalancedHF(DecoderHF):
         if not self._told and not tensor.is_meta and bool(tensor.any()):
             self._told = True
             logger.warning(
-                "the biases that balanced the experts have no place in a Hugging Face folder: without them, "
-                "tokens that were on the border between two experts may go to the other one"
+                "a Hugging Face folder cannot hold the biases that balance the experts: without them, "
+                "tokens near the border between two experts may be routed to the other one"
             )
         return []
 

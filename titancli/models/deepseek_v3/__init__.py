@@ -155,12 +155,14 @@ class DeepSeekV3(Sizes):
             yield (
                 "v_head_dim",
                 f"v_head_dim {self.v_head_dim} is more than qk_nope_head_dim + qk_rope_head_dim, "
-                f"{self.qk_nope_head_dim + self.qk_rope_head_dim}, and attention takes narrower values only",
+                f"{self.qk_nope_head_dim + self.qk_rope_head_dim}, but attention supports only narrower "
+                f"values",
             )
         if self.n_dense_layers >= self.n_layers:
             yield (
                 "n_dense_layers",
-                f"n_dense_layers {self.n_dense_layers} leaves none of the {self.n_layers} layers to experts",
+                f"n_dense_layers {self.n_dense_layers} leaves none of the {self.n_layers} layers with "
+                f"experts",
             )
         for key, message in self.moe.problems():
             yield f"moe.{key}", message

@@ -138,8 +138,8 @@ class DeepSeekHF(UnbalancedHF):
             *tensors, bias = tensors
             if not bias.is_meta and bool(bias.any()):
                 raise EnvironmentProblem(
-                    f"{self._bias_of(name)} is not zero, and this model has no such bias",
-                    hint="write model.moe.load_balance_coeff = 0.001",
+                    f"{self._bias_of(name)} is not zero, but this model has no such bias",
+                    hint="set model.moe.load_balance_coeff = 0.001",
                 )
         return self._turned(name, super().from_hf(name, tensors), _from_pairs)
 
@@ -149,7 +149,7 @@ class DeepSeekHF(UnbalancedHF):
             return super().ignored(hf_name)
         if not self._told_of_more:
             self._told_of_more = True
-            logger.warning("layers beyond the %d of the model are not read", self.config.n_layers)
+            logger.warning("ignoring the layers beyond the %d of the model", self.config.n_layers)
         return True
 
     @property

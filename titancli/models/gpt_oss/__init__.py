@@ -112,7 +112,7 @@ class GptOss(DecoderConfig):
         if self.moe.num_shared_experts:
             yield "moe.num_shared_experts", "gpt_oss has no shared experts"
         if self.yarn is not None and self.yarn.beta_fast <= self.yarn.beta_slow:
-            yield "yarn.beta_fast", "beta_fast is not more than beta_slow"
+            yield "yarn.beta_fast", "beta_fast must be greater than beta_slow"
 
     @property
     def n_experts(self) -> int:

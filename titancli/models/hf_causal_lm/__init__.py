@@ -109,7 +109,7 @@ class HFCausalLM:
             if recipe.training.seq_len > length:
                 yield (
                     "config",
-                    f"training.seq_len {recipe.training.seq_len} is beyond {length}: from there on RoPE of "
+                    f"training.seq_len {recipe.training.seq_len} is beyond {length}: beyond it, RoPE of "
                     f"the type {kind} depends on the longest row in a batch",
                 )
         exports = recipe.checkpoint.last_save_in_hf

@@ -18,28 +18,31 @@ NULL = "null"
 def faults(values: Mapping[str, Any]) -> Iterator[str]:
     """What config.json asks for and is refused, as far as it can be told without transformers."""
     if not isinstance(values.get("model_type"), str):
-        yield "config.json names no model_type"
+        yield "config.json has no model_type"
         return
     if values.get("auto_map"):
         yield (
-            "config.json names code that comes with the weights (auto_map), which titan does not run; "
-            f"take the key away, if transformers' own {values['model_type']} is meant"
+            "config.json refers to code that comes with the weights (auto_map), which titan does not "
+            "run; remove the key if transformers' own {values['model_type']} is meant"
         )
     for key, name in kernels_of_the_hub(values):
         yield (
-            f"{key} = {name!r} names a kernel on the Hub, which is code, and titan does not run it; "
-            "take the key away"
+            f"{key} = {name!r} names a kernel on the Hub, which is code that titan does not run; remove "
+            f"the key"
         )
     if quantised := values.get("quantization_config"):
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"
         yield (
-            f"config.json says that the weights are quantised by {method!r}, and such weights are not "
-            "trained; take those that they were made from"
+            f"config.json says that the weights are quantized with {method!r}; such weights cannot be "
+            f"trained, so use the original weights"
         )
     if values.get("output_router_logits"):
-        yield "config.json wants the routers' own loss (output_router_logits), and titan adds none: say false"
+        yield (
+            "config.json enables the routers' own loss (output_router_logits), which titan does not "
+            "add: set it to false"
+        )
     if values.get("is_encoder_decoder"):
-        yield f"{values['model_type']} is an encoder with a decoder, and no causal language model"
+        yield f"{values['model_type']} is an encoder-decoder model, not a causal language model"
 
 
 def kernels_of_the_hub(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -88,7 +91,7 @@ def decoded(value: Any) -> Any:
 def read_folder(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not folder.is_dir():
-        raise EnvironmentProblem(f"there is no folder {folder}")
+        raise EnvironmentProblem(f"folder {folder} does not exist")
     try:
         values = json.loads(path.read_bytes())
     except FileNotFoundError as error:
@@ -96,7 +99,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
-        raise EnvironmentProblem(f"{path} holds no object")
+        raise EnvironmentProblem(f"{path} does not contain an object")
     return encoded(values)
 
 

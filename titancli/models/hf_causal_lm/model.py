@@ -322,8 +322,8 @@ class SameNames:
         if fault := conversion_fault(self.values):
             raise EnvironmentProblem(
                 fault,
-                hint="take a family that reads them (titan list-components model); runs from new weights, "
-                "their checkpoints and generation need no such folder",
+                hint="use a model family that reads them (titan list-components model); training from "
+                "scratch, checkpoints and generation need no such folder",
             )
         with torch.device("meta"):
             model = TransformersModel(self.config)

@@ -75,7 +75,7 @@ class GrowingRope:
             raise TitanError(
                 f"{config.model_type}: rows of {tokens} tokens; beyond {self.length}, RoPE of the type "
                 f"{self.kind} depends on the longest row in a batch",
-                hint=f"take rows of at most {self.length} tokens, or one row at a time to generate from",
+                hint=f"use rows of at most {self.length} tokens, or generate from one row at a time",
             )
 
 
@@ -104,7 +104,7 @@ def hf_config(values: Mapping[str, Any]) -> Any:
             chosen = {key: value for key, value in values.items() if str(key).lstrip("_") not in KERNEL_KEYS}
             return CONFIG_MAPPING[values["model_type"]].from_dict(chosen)
     except Exception as error:  # whatever it is, it is of what was written
-        raise refused(values, f"transformers does not take this config: {line_of(error)}") from error
+        raise refused(values, f"transformers rejects this config: {line_of(error)}") from error
 
 
 def take_apart(values: Mapping[str, Any]) -> Parts:
@@ -120,12 +120,16 @@ def take_apart(values: Mapping[str, Any]) -> Parts:
     children = dict(whole.named_children())
     head_name = next((name for name, child in children.items() if child is head), None)
     if base is None or head_name is None or type(head) is not nn.Linear or head.bias is not None:
-        raise refused(values, f"{type(whole).__name__} has no output that is one matrix without a bias")
+        raise refused(
+            values, f"{type(whole).__name__} has no output layer that is a single matrix without a bias"
+        )
     others = [
         name for name in children if name not in (base_name, head_name) and any(children[name].parameters())
     ]
     if others or any(True for _ in whole.parameters(recurse=False)):
-        raise refused(values, f"{type(whole).__name__} has parameters beside its blocks: {', '.join(others)}")
+        raise refused(
+            values, f"{type(whole).__name__} has parameters outside its blocks: {', '.join(others)}"
+        )
     _refuse_more_than_a_matrix(values, whole, base, head)
     layers_path = _longest_list(values, base)
     _refuse_odd_blocks(values, base, base.get_submodule(layers_path))
@@ -144,11 +148,11 @@ def _made(values: Mapping[str, Any]) -> Any:
     if config.get_text_config() is not config:
         raise refused(
             values,
-            "a model of more than text",
-            hint="give its text_config, if transformers has a model for that",
+            "a multimodal model",
+            hint="use its text_config, if transformers has a model for it",
         )
     if not getattr(kind, "_supports_attention_backend", False) or not kind._supports_sdpa:
-        raise refused(values, f"{kind.__name__} has an attention of its own, not that of torch")
+        raise refused(values, f"{kind.__name__} has its own attention, not that of torch")
     try:
         with quiet(), torch.device("meta"):
             _register_attention()
@@ -202,7 +206,7 @@ def _refuse_more_than_a_matrix(values: Mapping[str, Any], whole: Any, base: Any,
         logits = whole(input_ids=tokens, use_cache=False).logits
     except Exception as error:
         raise refused(
-            values, f"{type(whole).__name__}'s forward cannot be followed: {line_of(error)}"
+            values, f"{type(whole).__name__}'s forward cannot be traced: {line_of(error)}"
         ) from error
     finally:
         del base.forward
@@ -211,8 +215,8 @@ def _refuse_more_than_a_matrix(values: Mapping[str, Any], whole: Any, base: Any,
     if not same or seen[0].untyped_storage()._cdata != hidden.untyped_storage()._cdata:
         raise refused(
             values,
-            f"between its blocks and the loss {type(whole).__name__} does something else than to multiply by "
-            "one matrix, such as scaling or capping logits, and titan's loss in chunks does not",
+            f"between its blocks and the loss {type(whole).__name__} does more than multiply by one "
+            f"matrix, such as scaling or capping logits, which titan's chunked loss does not support",
         )
 
 
@@ -224,7 +228,7 @@ def _longest_list(values: Mapping[str, Any], base: nn.Module) -> str:
         if isinstance(module, nn.ModuleList) and all(_causal(block) for block in module)
     }
     if not any(lists.values()):
-        raise refused(values, f"{type(base).__name__} has no list of blocks that all have an attention")
+        raise refused(values, f"{type(base).__name__} has no list of blocks that all have attention")
     return max(lists, key=lambda path: lists[path])
 
 
@@ -237,12 +241,12 @@ def _refuse_odd_blocks(values: Mapping[str, Any], base: Any, blocks: Any) -> Non
     takes = inspect.signature(base.forward).parameters
     lacking = [name for name in ("input_ids", "position_ids", "attention_mask") if name not in takes]
     if lacking:
-        raise refused(values, f"{type(base).__name__} takes no {' and no '.join(lacking)}")
+        raise refused(values, f"{type(base).__name__} does not take {' or '.join(lacking)}")
     for block in blocks:
         if not all(_causal(block)):
             raise refused(values, f"{type(block).__name__} has no causal attention")
         if any(isinstance(module, nn.Conv1d) for module in block.modules()):
-            what = f"{type(block).__name__} mixes tokens by a convolution, across documents too"
+            what = f"{type(block).__name__} mixes tokens with a convolution, also across documents"
             raise refused(values, what)
     if draws := sorted(_random(base)):
         told = base.config.to_dict()  # its defaults too
@@ -250,8 +254,8 @@ def _refuse_odd_blocks(values: Mapping[str, Any], base: Any, blocks: Any) -> Non
         named = ", ".join(f"{key} = {told[key]}" for key in sorted(keys)) or ", ".join(draws)
         raise refused(
             values,
-            f"it drops activations at random ({named}), which no step here does",
-            hint="write 0.0 for these in [model.config]",
+            f"it uses dropout ({named}), which titan does not support",
+            hint="set these to 0.0 in [model.config]",
         )
 
 
@@ -330,7 +334,7 @@ def _attention(
     if other:
         raise RecipeError(
             f"model.config: {type(module).__name__} is not plain attention: it also takes {', '.join(other)}",
-            hint="hf_causal_lm trains models whose attention is torch's scaled_dot_product_attention alone",
+            hint="hf_causal_lm only supports models whose attention is torch's scaled_dot_product_attention",
         )
     return sdpa(module, query, key, value, attention_mask, dropout=0.0, scaling=scaling, is_causal=is_causal)
 
@@ -383,7 +387,7 @@ def _buffer_values(values: Mapping[str, Any], base: Any) -> dict[str, Tensor]:
             found.append({name: buffer.clone() for name, buffer in base.named_buffers()})
     left = [name for name, value in found[0].items() if not torch.equal(value, found[1][name])]
     if left:
-        raise refused(values, f"transformers does not say what is in the buffers {', '.join(left)}")
+        raise refused(values, f"transformers does not define the contents of the buffers {', '.join(left)}")
     base.to("meta")
     return found[0]
 
@@ -417,7 +421,7 @@ def initial_values(
     for name, parameter in unit.named_parameters(prefix=path):
         if bool(parameter.isnan().any()):
             raise RecipeError(
-                f"model.config: transformers does not say what {name} begins with", hint="give weights"
+                f"model.config: transformers does not define the initial value of {name}", hint="give weights"
             )
         yield name, parameter.detach()
     unit.to("meta")
@@ -438,8 +442,8 @@ def conversion_fault(values: Mapping[str, Any]) -> str | None:
     if not converted:
         return None
     return (
-        f"transformers converts the tensors of a {model_type} folder (it has stacked experts, or other names "
-        "than the files), and hf_causal_lm does not"
+        f"transformers converts the tensors of a {model_type} folder (it has stacked experts, or names "
+        f"that differ from the files), which hf_causal_lm does not"
     )
 
 
@@ -454,7 +458,10 @@ def plan_fault(values: Mapping[str, Any]) -> str | None:
         return f"transformers declares no tensor parallel plan for {config.model_type}"
     other = sorted({style for style in plan.values() if style not in STYLES})
     if other:
-        return f"transformers' plan for {config.model_type} cuts by {', '.join(other)}, which titan does not"
+        return (
+            f"transformers' plan for {config.model_type} uses {', '.join(other)}, which titan does "
+            f"not support"
+        )
     return None
 
 

@@ -62,17 +62,18 @@ def _try(values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], Any]) ->
         except RecipeError:
             raise
         except Exception as error:  # whatever it is, it is of what was written
-            what = f"a tiny copy of it does not run: {line_of(error)}"
+            what = f"a tiny copy of the model does not run: {line_of(error)}"
             raise refused(values, what, HINT) from error
     for name, difference in found:
         if not difference <= LIMIT:  # NaN is not
             what = (
-                f"on a tiny copy {name} differ from transformers' own by {difference:.2g} (eager attention)"
+                f"on a tiny copy of the model, {name} differ from those of transformers by "
+                f"{difference:.2g} (eager attention)"
             )
             raise refused(values, what, HINT)
 
 
-HINT = "hf_causal_lm cannot train it; titan list-components model shows the families that titan has itself"
+HINT = "hf_causal_lm cannot train it; titan list-components model lists titan's own model families"
 
 
 @contextmanager
@@ -116,7 +117,9 @@ def _eager(values: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
             continue
         return copy, model.eval()
     told = "; ".join(dict.fromkeys(errors))
-    raise refused(values, f"no tiny copy of it can be made, to compare with transformers' own ({told})", HINT)
+    raise refused(
+        values, f"no tiny copy of the model can be created for a comparison with transformers ({told})", HINT
+    )
 
 
 def _tokens(model: Any) -> Tensor:
@@ -145,8 +148,8 @@ def _differences(ours: Any, theirs: Any) -> Iterator[tuple[str, float]]:
     before = torch.get_rng_state()
     whole = ours(tokens)
     if not torch.equal(before, torch.get_rng_state()):
-        what = "it draws random numbers in forward, which no step here does"
-        hint = "if there is a noise in [model.config], write 0.0 for it"
+        what = "it uses random numbers in forward, which titan does not support"
+        hint = "if [model.config] has a noise setting, set it to 0.0"
         raise refused({"model_type": theirs.config.model_type}, what, hint)
     with torch.no_grad():
         rows = torch.cat([theirs(row[None], use_cache=False).logits for row in tokens])

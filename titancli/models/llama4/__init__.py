@@ -147,11 +147,11 @@ class Llama4(DecoderConfig):
         if step > 1 and self.hidden_dim is None:
             yield "hidden_dim", "blocks without experts (interleave_moe_layer_step) need a hidden_dim"
         if step == 1 and self.hidden_dim is not None:
-            yield "hidden_dim", "every block has experts, whose width is moe.hidden_dim; remove hidden_dim"
+            yield "hidden_dim", "every block has experts, whose width is moe.hidden_dim: remove hidden_dim"
         if self.attn_temperature is not None and self.every_n_layers_nope is None:
             yield (
                 "attn_temperature",
-                "blocks without RoPE have it, and there are none: see every_n_layers_nope",
+                "it applies to blocks without RoPE, but there are none: see every_n_layers_nope",
             )
         for key, message in self.moe.problems():
             yield f"moe.{key}", message

@@ -39,7 +39,7 @@ def _text(text: ConfigJSON) -> dict[str, Any]:
     experts = text.get("moe_layers")
     every = _every("moe_layers", range(step - 1, layers, step) if experts is None else experts, layers)
     if every is None:
-        raise EnvironmentProblem("config.json has no layers of experts, and every Llama 4 has some")
+        raise EnvironmentProblem("config.json has no layers with experts, but every Llama 4 model has some")
     interval = text.get("no_rope_layer_interval", 4)
     ropes = text.get("no_rope_layers") or [(number + 1) % interval for number in range(layers)]
     nope = _every("no_rope_layers", [number for number, rope in enumerate(ropes) if not rope], layers)
@@ -82,7 +82,8 @@ def _every(key: str, found: Sequence[int], layers: int) -> int | None:
     step = min(found) + 1
     if sorted(found) != list(range(step - 1, layers, step)):
         raise EnvironmentProblem(
-            f"config.json has {key} at irregular places ({list(found)}), which the model llama4 does not have"
+            f"config.json has {key} at irregular places ({list(found)}), which the model llama4 does "
+            f"not support"
         )
     return step
 
@@ -95,7 +96,7 @@ def _chunks(text: ConfigJSON, ropes: Sequence[int]) -> dict[str, int]:
         return {}
     if types != local:
         raise EnvironmentProblem(
-            f"config.json has layer_types = {types}: the model llama4 has chunks in all layers with RoPE "
-            "and in no others"
+            f"config.json has layer_types = {types}: the model llama4 has chunked attention in all "
+            f"layers with RoPE and in no others"
         )
     return {"fixed_attn_block_size": text["attention_chunk_size"]}

@@ -98,7 +98,7 @@ class Qwen3(DecoderConfig):
         if (self.hidden_dim is None) == (self.moe is None):
             yield (
                 "hidden_dim",
-                "a dense model has hidden_dim, one of experts has moe.hidden_dim; give one of them",
+                "set hidden_dim for a dense model or moe.hidden_dim for a model with experts, not both",
             )
         if self.moe is not None:
             for key, message in self.moe.problems():
