@@ -50,8 +50,8 @@ class Family:
     """Of a variant, changes of its moe that transformers cannot express, and what is said."""
     unfit: tuple[tuple[str, str], ...] = ()
     """Overrides of the family's debug recipe that do not fit, and what is said."""
-    refusals: str = "quantised by"
-    """What refusals beside `does not have` say."""
+    refusals: str = "quantized with"
+    """What refusals say in addition to `does not support`."""
     not_seen: Callable[[Any], float] = field(default=lambda config: 0.0)
     """FLOPs per token of rows of 8,192 that the published figure counts and no layer computes."""
 
@@ -235,9 +235,9 @@ GPT_OSS = Family(
         ),
     ),
     unfit=(
-        ("model.moe.top_k=9", "top_k 9 is more than num_experts 8"),
+        ("model.moe.top_k=9", "top_k 9 is greater than num_experts 8"),
         ("model.moe.num_shared_experts=1", "gpt_oss has no shared experts"),
-        ("model.yarn.beta_fast=0.5", "beta_fast is not more than beta_slow"),
+        ("model.yarn.beta_fast=0.5", "beta_fast must be greater than beta_slow"),
         ("model.n_kv_heads=7", "n_heads 16 is not divisible by n_kv_heads 7"),
         ("mesh.ep=3", "mesh.ep = 3 does not divide n_experts 8"),
         (
@@ -313,7 +313,7 @@ LLAMA4 = Family(
             {"quantization_config": {"quant_method": "compressed-tensors"}},
         )
     ),
-    refusals="quantised by|no layers with experts|in no others",
+    refusals="quantized with|no layers with experts|in no others",
     routing=(
         (
             "plain",
@@ -326,9 +326,9 @@ LLAMA4 = Family(
         ("model.flavor=17bx16e model.interleave_moe_layer_step=2", "need a hidden_dim"),
         ("model.interleave_moe_layer_step=1", "remove hidden_dim"),
         ("model.flavor=debugmodel model.attn_temperature={}", "but there are none: see every_n_layers"),
-        ("model.moe.top_k=9", "top_k 9 is more than num_experts 8"),
+        ("model.moe.top_k=9", "top_k 9 is greater than num_experts 8"),
         ("mesh.dp_shard=6 mesh.ep=6", "ep = 6 does not divide n_experts 8"),
-        ("mesh.cp=2 parallelize.context_parallel=ring", "the model's has chunks"),
+        ("mesh.cp=2 parallelize.context_parallel=ring", "that of the model has chunks"),
     ),
 )
 
@@ -407,7 +407,7 @@ DEEPSEEK = Family(
         ("model.qk_rope_head_dim=63", "rotary embedding needs an even qk_rope_head_dim"),
         ("model.v_head_dim=200", "v_head_dim 200 is more than qk_nope_head_dim + qk_rope_head_dim, 192"),
         ("model.n_dense_layers=3", "n_dense_layers 3 leaves none of the 3 layers with experts"),
-        ("model.moe.top_k=9", "top_k 9 is more than num_experts 8"),
+        ("model.moe.top_k=9", "top_k 9 is greater than num_experts 8"),
         ("training.seq_len=20000", "training.seq_len 20000 is beyond the model's 16384"),
         (
             "model.moe.num_expert_groups=8 model.moe.num_limited_groups=4",

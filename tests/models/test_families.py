@@ -154,7 +154,7 @@ def test_a_config_that_a_family_cannot_express_is_refused(family: Family, row: A
     name, change = row
     good = family.form(family.flavor(name)).config_json()
     family.form.from_config_json(json.loads(json.dumps(good)))
-    with pytest.raises(TitanError, match=f"{family.name} does not have|{family.refusals}"):
+    with pytest.raises(TitanError, match=f"{family.name} does not support|{family.refusals}"):
         family.form.from_config_json({**good, **change})
 
 

@@ -83,7 +83,7 @@ def test_a_folder_over_a_table_leaves_nothing_of_it(here: Path, write: Callable[
     write(LLAMA)
     loaded = load_recipe("titan:hf_causal_lm_debug", ["model.config=./folder", "training.seq_len=64"])
     assert loaded.recipe.model.values == LLAMA
-    with pytest.raises(RecipeError, match="there is no folder nowhere"):
+    with pytest.raises(RecipeError, match="folder nowhere does not exist"):
         load_recipe("titan:hf_causal_lm_debug", ["model.config=./nowhere"])
 
 
@@ -106,7 +106,7 @@ def told(problems: list[Problem]) -> str:
 
 
 def test_a_folder_that_is_not_there(here: Path) -> None:
-    assert told(wrong()) == "model.config: there is no folder folder"
+    assert told(wrong()) == "model.config: folder folder does not exist"
 
 
 def test_a_folder_without_a_config(here: Path) -> None:
@@ -162,7 +162,7 @@ def test_degrees_that_it_is_not_cut_by(write: Callable[..., None]) -> None:
         problems = wrong(f"mesh.{name}=2")
         assert len(problems) == 1
         assert (
-            f"mesh.{name} = 2: the model hf_causal_lm is cut by dp_replicate and dp_shard and tp alone"
+            f"mesh.{name} = 2: the model hf_causal_lm can only be sharded by dp_replicate and dp_shard and tp"
             in (problems[0].message)
         )
 
