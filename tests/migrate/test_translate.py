@@ -144,6 +144,8 @@ def test_a_flux_job_is_told_field_by_field(told: Told) -> None:
     found, data = told(jobs.FLUX)
     lost = names(found.lost)
     assert {"model.name", "training.dataset", "job.custom_config_module", "encoder.t5_encoder"} <= lost
+    [why] = [remark for remark in found.lost if "training.dataset" in names([remark])]
+    assert "titan flux-encode IMAGES SHARDS" in str(why)
     assert {"training.img_size", "training.classifier_free_guidance_prob"} <= lost
     assert data["training"]["steps"] == 30000
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+_VALIDATION = "the loops sft and dpo have [loop.validation]; pretrain has none in this version of titan"
 _LATER = "this version of titan has no [{}] section"
 _FAULT = "titan has no TorchFT; `--resume` and the launcher's max_restarts restart a run"
 _LOADER = "data is read by one thread of each rank"
@@ -203,7 +204,8 @@ CHECKPOINT = [
         "checkpoint.initial_load_model_only",
         bool,
         True,
-        "`weights` loads only weights; --resume loads the whole state",
+        "weights = HF_FOLDER loads weights; with a checkpoint of titan, checkpoint.initial_load_model_only = "
+        "false loads its whole state",
     ),
     part("checkpoint.initial_load_in_hf", bool, False),
     told(
@@ -267,12 +269,15 @@ COMM = [
     carried("comm.trace_buf_size", int, 20000),
     told("comm.save_traces_folder", str, "comm_traces", "the flight recorder writes to the run folder"),
     told("comm.save_traces_file_prefix", str, "rank_", "the flight recorder chooses its own file names"),
-    told("comm.mode", str, "default", "`titan train RECIPE --dry-run` shows what would run"),
+    told("comm.mode", str, "default", "`titan plan RECIPE --world-size N --check` simulates a run's ranks"),
 ]
 OTHERS = [
-    told("memory_estimation.enable", bool, False, "`titan train RECIPE --dry-run` estimates memory"),
+    told("memory_estimation.enable", bool, False, "`titan plan RECIPE --world-size N` estimates memory"),
     told(
-        "memory_estimation.disable_fake_mode", bool, False, "`titan train RECIPE --dry-run` estimates memory"
+        "memory_estimation.disable_fake_mode",
+        bool,
+        False,
+        "`titan plan RECIPE --world-size N` estimates memory",
     ),
     told("fault_tolerance.enable", bool, False, _FAULT),
     told("fault_tolerance.process_group", str, "gloo", _FAULT),
@@ -292,13 +297,13 @@ OTHERS = [
     ),
 ]
 VALIDATION = [
-    carried("validation.enable", bool, False, why=_LATER.format("validation")),
-    told("validation.dataset", str, "c4_validation", _LATER.format("validation")),
-    told("validation.dataset_path", str, None, _LATER.format("validation")),
-    carried("validation.local_batch_size", int, 8, why=_LATER.format("validation")),
-    carried("validation.seq_len", int, 2048, why=_LATER.format("validation")),
-    carried("validation.freq", int, 10, why=_LATER.format("validation")),
-    carried("validation.steps", int, -1, why=_LATER.format("validation")),
+    carried("validation.enable", bool, False, why=_VALIDATION),
+    told("validation.dataset", str, "c4_validation", _VALIDATION),
+    told("validation.dataset_path", str, None, _VALIDATION),
+    carried("validation.local_batch_size", int, 8, why=_VALIDATION),
+    carried("validation.seq_len", int, 2048, why=_VALIDATION),
+    carried("validation.freq", int, 10, why=_VALIDATION),
+    carried("validation.steps", int, -1, why=_VALIDATION),
     *_loader("validation.dataloader"),
 ]
 DEBUG = [

@@ -36,6 +36,13 @@ DATASETS: dict[str, dict[str, Any]] = {
     "c4_test": {"type": "hf", "path": "./tests/assets/c4_test"},
     "c4_mini": {"type": "hf", "path": "./torchtitan/datasets/c4_mini"},
 }
+NO_DATASET = "no installed plugin provides the dataset {0!r}; [dataset] needs one"
+IMAGES = dict.fromkeys(
+    ("cc12m-wds", "cc12m-test", "coco-validation"),
+    "{0!r} is a set of images, which titan reads encoded: titan flux-encode IMAGES SHARDS --model FLUX "
+    '(plugin titan-flux), then [dataset] type = "latents", paths = ["SHARDS/*.safetensors"]',
+)
+"""The datasets of torchtitan's flux recipes."""
 CONVERTERS = {
     "float8": FLOAT8,
     "mx": MX,
@@ -96,10 +103,7 @@ def dataset(job: Job, registry: Registry) -> None:
     table = dict(DATASETS.get(name, {"type": name}))
     if name not in DATASETS and _installed(registry, "dataset", name) is None:
         if path is None:
-            job.lose(
-                "training.dataset",
-                f"no installed plugin provides the dataset {name!r}; [dataset] needs one",
-            )
+            job.lose("training.dataset", IMAGES.get(name, NO_DATASET).format(name))
         else:
             table = {"type": "hf"}
             job.change(

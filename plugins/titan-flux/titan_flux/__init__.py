@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, MinLen, MultipleOf
 
-from titancli import component, hookimpl
+from titancli import Command, component, hookimpl
 from titancli.registry.component import section
 
 if TYPE_CHECKING:
@@ -153,6 +153,13 @@ class FlowMatching:
 @hookimpl
 def titan_components() -> list[type]:
     return [Flux, Latents, RandomLatents, FlowMatching]
+
+
+@hookimpl
+def titan_commands() -> list[Command]:
+    return [
+        Command("flux-encode", "Encode images and texts to shards of latents.", "titan_flux.encode:command")
+    ]
 
 
 @hookimpl

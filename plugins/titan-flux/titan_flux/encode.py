@@ -1,0 +1,210 @@
+"""`titan flux-encode`: a folder of images and their texts as shards of latents."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import torch
+from torch import Tensor
+
+from titan_flux.shards import write_shard
+from titancli import TitanError
+from titancli.errors import EnvironmentProblem, UsageError
+
+SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
+METADATA = "metadata.jsonl"
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+PARTS = ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+"""Of a FLUX.1 folder; its transformer is not needed."""
+
+
+class Pair(NamedTuple):
+    image: Path
+    text: str
+
+
+@click.command("flux-encode")
+@click.argument("images", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--model", type=click.Path(path_type=Path), required=True, help="FLUX.1 folder, as diffusers has it."
+)
+@click.option(
+    "--size", type=click.IntRange(16), default=1024, show_default=True, help="Side of a square image."
+)
+@click.option("--text-length", type=click.IntRange(1), default=512, show_default=True, help="Tokens for T5.")
+@click.option(
+    "--per-shard", type=click.IntRange(1), default=256, show_default=True, help="Samples in a shard."
+)
+@click.option("--dtype", type=click.Choice(list(DTYPES)), default="bfloat16", show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the latents' noise.")
+@click.option(
+    "--empty",
+    type=click.Path(path_type=Path),
+    help="Also write the empty text to this file, for text_dropout.",
+)
+def command(
+    images: Path,
+    out: Path,
+    model: Path,
+    size: int,
+    text_length: int,
+    per_shard: int,
+    dtype: str,
+    seed: int,
+    empty: Path | None,
+) -> None:
+    """Encode the folder IMAGES, with the texts of its images, to shards in the new folder OUT.
+
+    The text of a.jpg is in a.txt, or in metadata.jsonl ({"file_name": "a.jpg", "text": "..."}). Images are
+    resized to cover a square of --size pixels and cut to its middle.
+    """
+    if size % 16:
+        raise UsageError(
+            f"--size {size} is not a multiple of 16", hint="8 pixels are one of the latent, 2 x 2 a token"
+        )
+    pairs = pairs_of(images)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise EnvironmentProblem(f"{out} exists", hint="name a new folder, or remove it")
+    if empty is not None and (empty.exists() or empty.resolve().is_relative_to(out.resolve())):
+        raise UsageError(f"--empty {empty}: it exists, or lies among the shards", hint="name another file")
+    encoder = Encoder(model, text_length, DTYPES[dtype])
+    out.mkdir(parents=True, exist_ok=True)
+    digits = max(5, len(str(len(pairs))))
+    for number, first in enumerate(range(0, len(pairs), per_shard)):
+        part = pairs[first : first + per_shard]
+        samples = [
+            encoder.sample(open_image(pair.image, size), pair.text, seed + first + n)
+            for n, pair in enumerate(part)
+        ]
+        path = out / f"{number:0{digits}}.safetensors"
+        _write(path, samples)
+        print(path, flush=True)
+    if empty is not None:
+        _write(empty, [encoder.sample(torch.zeros(3, size, size), "", seed)])
+        print(empty)
+
+
+def _write(path: Path, samples: Sequence[dict[str, Tensor]]) -> None:
+    """Whole or not at all."""
+    unfinished = path.with_name(f".{path.name}.tmp")
+    write_shard(unfinished, samples)
+    os.replace(unfinished, path)
+
+
+# ----------------------------------------------------------------------------------------------- the folder
+
+
+def pairs_of(folder: Path) -> list[Pair]:
+    """Return the images of a folder, sorted by name, each with its text.
+
+    Raises:
+        EnvironmentProblem: there is none, or one has no text.
+    """
+    images = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    if not images:
+        raise EnvironmentProblem(f"{folder} has no images", hint=f"it reads {', '.join(sorted(SUFFIXES))}")
+    said = dict(_metadata(folder / METADATA))
+    pairs = []
+    for image in images:
+        text = said.get(image.relative_to(folder).as_posix())
+        beside = image.with_suffix(".txt")
+        if text is None and not beside.is_file():
+            raise EnvironmentProblem(
+                f"{image} has no text", hint=f"write {beside.name} beside it, or a row of {METADATA}"
+            )
+        pairs.append(Pair(image, beside.read_text(encoding="utf-8").strip() if text is None else text))
+    return pairs
+
+
+def _metadata(path: Path) -> Iterator[tuple[str, str]]:
+    if not path.is_file():
+        return
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            yield str(row["file_name"]), str(row["text"])
+        except (ValueError, KeyError, TypeError) as error:
+            hint = '{"file_name": "a.jpg", "text": "..."}'
+            raise EnvironmentProblem(f"{path}:{number} has no file_name and text", hint=hint) from error
+
+
+def open_image(path: Path, size: int) -> Tensor:
+    """Return the middle square of an image, from -1 to 1: [3, size, size].
+
+    Raises:
+        EnvironmentProblem: it cannot be read.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as opened:
+            upright = ImageOps.exif_transpose(opened).convert("RGB")
+            square = ImageOps.fit(upright, (size, size), Image.Resampling.LANCZOS)
+    except (OSError, ValueError, SyntaxError) as error:  # what PIL raises for damaged files
+        raise EnvironmentProblem(f"{path} cannot be read: {error}", hint="repair it, or remove it") from error
+    flat = torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8)
+    return flat.view(size, size, 3).permute(2, 0, 1).float() / 127.5 - 1
+
+
+# --------------------------------------------------------------------------------------------- the encoders
+
+
+class Encoder:
+    """The autoencoder, CLIP and T5 of a FLUX.1 folder.
+
+    Raises:
+        TitanError: diffusers is not installed, or the folder is not one of FLUX.1.
+    """
+
+    def __init__(self, folder: Path, text_length: int, dtype: torch.dtype) -> None:
+        try:
+            import PIL  # noqa: F401
+            from diffusers import FluxPipeline
+        except ImportError as error:
+            raise EnvironmentProblem(
+                f"encoding needs a package that is missing: {error}", hint="pip install 'titan-flux[encode]'"
+            ) from error
+        if missing := [part for part in PARTS if not (folder / part).is_dir()]:
+            raise EnvironmentProblem(
+                f"{folder} is not a folder of FLUX.1: it has no {', '.join(missing)}",
+                hint="it is what diffusers reads: black-forest-labs/FLUX.1-dev on the Hub, for one",
+            )
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            loaded = FluxPipeline.from_pretrained(folder, transformer=None)
+        except (OSError, ValueError, KeyError) as error:
+            raise EnvironmentProblem(f"{folder} cannot be loaded: {error}") from error
+        # In fp32 on a CPU, which is slow in bf16; what is written has the dtype that was asked for.
+        self.pipe: Any = loaded.to(
+            self.device, torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        )
+        self.text_length, self.dtype = text_length, dtype
+
+    @torch.no_grad()
+    def sample(self, image: Tensor, text: str, seed: int) -> dict[str, Tensor]:
+        """Return `latents` [C, H, W], `text` [T, context_dim] and `pooled` [pooled_dim] on the CPU.
+
+        Raises:
+            TitanError: a number is not finite.
+        """
+        vae = self.pipe.vae
+        states, pooled, _ = self.pipe.encode_prompt(
+            prompt=text, prompt_2=text, max_sequence_length=self.text_length
+        )
+        noise = torch.Generator(self.device).manual_seed(seed)
+        found = vae.encode(image[None].to(self.device, vae.dtype)).latent_dist.sample(noise)
+        latents = (found - vae.config.shift_factor) * vae.config.scaling_factor
+        sample = {"latents": latents[0], "text": states[0], "pooled": pooled[0]}
+        for name, tensor in sample.items():
+            sample[name] = tensor.to("cpu", self.dtype)
+            if not torch.isfinite(sample[name]).all():
+                raise TitanError(f"{name} of {text!r} is not finite in {self.dtype}", hint="--dtype float32")
+        return sample
