@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from titancli.checkpoint.format.manifest import LOCK
 from titancli.errors import RecipeError
 from titancli.recipe.check import PARTS
 
@@ -26,6 +24,10 @@ class Exclusion:
         So a run that leaves something out does it when it takes over a checkpoint, and not again each time
         that it is resumed.
         """
+        import tomllib
+
+        from titancli.checkpoint.format.manifest import LOCK
+
         try:
             lock = tomllib.loads((checkpoint / LOCK).read_text(encoding="utf-8"))
         except (OSError, ValueError):  # weights alone have no lock file

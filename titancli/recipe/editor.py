@@ -94,7 +94,8 @@ def _relaxed(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     if SLOT in schema:
-        return {"$ref": f"#/$defs/slot.{schema[SLOT]}"}
+        doc = {"description": schema["description"]} if "description" in schema else {}
+        return {"$ref": f"#/$defs/slot.{schema[SLOT]}", **doc}
     left_out = ("required", "title", "properties")
     told = {key: _relaxed(item) for key, item in schema.items() if key not in left_out}
     if told.get("default", 0) is None:
@@ -116,10 +117,7 @@ def _component(name: str, cls: type, table: dict[str, Any], registry: Registry) 
             "description": "A named set of values; keys beside it override them.",
             "enum": list(flavors),
         }
-    docs = {name: {"description": field.doc} for name, field in fields_of(cls).items() if field.doc}
-    # pydantic reads those of a class itself, and of none that it is built on
-    fields = {key: {**docs.get(key, {}), **field} for key, field in table.get("properties", {}).items()}
-    return {**table, "title": name, "properties": {**added, **fields}}
+    return {**table, "title": name, "properties": {**added, **table.get("properties", {})}}
 
 
 def _names(name: str, cls: type, registry: Registry) -> list[str]:

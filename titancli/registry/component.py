@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 RESERVED = frozenset({"type", "flavor"})
-PYDANTIC = {"extra": "forbid", "strict": True, "allow_inf_nan": False, "use_attribute_docstrings": True}
+PYDANTIC = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,18 @@ def section(cls: type[T]) -> type[T]:
     """Make a class a strictly bound, frozen, keyword-only dataclass (a core section of a recipe)."""
     cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     cls.__pydantic_config__ = PYDANTIC  # type: ignore[attr-defined]
+    cls.__get_pydantic_json_schema__ = classmethod(_json_schema)  # type: ignore[attr-defined]
     return cls
+
+
+def _json_schema(cls: type, core_schema: Any, handler: Any) -> dict[str, Any]:
+    """Add the docstrings of fields. pydantic could read them itself, but each time that a class is bound."""
+    schema = handler(core_schema)
+    properties = handler.resolve_ref_schema(schema).get("properties", {})
+    for name, field in fields_of(cls).items():
+        if field.doc:
+            properties[name].setdefault("description", field.doc)
+    return schema
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
