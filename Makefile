@@ -18,7 +18,7 @@ BIN := .venv/bin
 # One worker runs a file from its beginning to its end: what its tests share is made once.
 # One that a test kills is not started over and over to run it again.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart 2
-TORCH_FREE := tests/recipe tests/registry tests/cli tests/test_architecture.py
+TORCH_FREE := tests/recipe tests/migrate tests/registry tests/cli tests/test_architecture.py
 TORCH_NEEDED := tests/recipe/test_schedules_of_torch.py tests/registry/test_docs.py tests/cli/test_plan_check.py
 
 # Where it is set, as in many containers, each process of a test compiles titan anew.

@@ -21,7 +21,7 @@ import pytest
 from tests.proven import Fact, lines_of, tables_of
 
 DURATIONS = Path(__file__).with_name("durations.json")
-FIRST = ("tests", "tests/recipe", "tests/registry", "tests/cli")
+FIRST = ("tests", "tests/recipe", "tests/migrate", "tests/registry", "tests/cli")
 """What most mistakes show in, and needs no torch."""
 ROOMS = {
     "tests": "architecture: imports run downward, configs import no torch",

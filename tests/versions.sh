@@ -14,9 +14,9 @@ unset PYTHONDONTWRITEBYTECODE
 pinned=$(sed -n 's/^torch==//p' constraints.txt)
 read -ra torches <<<"${TORCHES:-2.11.0 2.12.0 $pinned}"
 read -ra pythons <<<"${PYTHONS:-python3 python3.11 python3.12 python3.13 python3.14}"
-read -ra tests <<<"${TESTS:-tests/recipe tests/cli tests/losses tests/optimizers tests/engine/test_library.py \
+read -ra tests <<<"${TESTS:-tests/recipe tests/migrate tests/cli tests/losses tests/optimizers tests/engine/test_library.py \
     tests/run/test_train.py tests/run/test_pipeline.py tests/run/test_layouts.py tests/docs/test_snippets.py \
-    tests/checkpoint/test_relayout.py tests/parallel tests/ranks}"
+    tests/checkpoint/test_relayout.py tests/distributed tests/parallel tests/ranks}"
 
 # installed PYTHON FOLDER TORCH: with the versions of constraints.txt beside that torch; made anew when they change.
 installed() {

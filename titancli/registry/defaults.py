@@ -141,6 +141,17 @@ class ParallelizeConfigDefaults:
     cpu_offload: bool = False
 
 
+class LoopConfigDefaults:
+    """Of a loop's config."""
+
+    validation: Any = None
+    """The dataset of its evaluations; None: it has none."""
+    eval_task: Any = None
+    """The task of its evaluations; None: it has none."""
+    eval_freq: int = 0
+    """Steps between two evaluations; 0: none."""
+
+
 class GeneratorConfigDefaults:
     """Of a generator's config."""
 

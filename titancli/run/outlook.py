@@ -8,6 +8,7 @@ from pathlib import Path
 from titancli.checkpoint.start_from import start_from
 from titancli.recipe.schema import Recipe
 from titancli.registry.component import component_info
+from titancli.registry.defaults import LoopConfigDefaults, with_defaults
 from titancli.run.fit import check_world
 from titancli.run.prepare import Plan
 
@@ -49,8 +50,8 @@ def _saves(recipe: Recipe) -> str:
 
 
 def _evaluates(recipe: Recipe) -> str:
-    held_out = getattr(recipe.loop, "validation", None) or getattr(recipe.loop, "eval_task", None)
-    freq = getattr(recipe.loop, "eval_freq", 0)
-    if held_out is None or not freq:
+    loop = with_defaults(LoopConfigDefaults, recipe.loop)
+    held_out = loop.validation or loop.eval_task
+    if held_out is None or not loop.eval_freq:
         return ""
-    return f"; evaluates {component_info(held_out).name} every {freq:,}"
+    return f"; evaluates {component_info(held_out).name} every {loop.eval_freq:,}"
