@@ -169,7 +169,7 @@ def _without(linears: Mapping[str, nn.Linear], skip: Iterable[str]) -> dict[str,
         if not matched:
             ends = {n.split(".", i)[-1]: None for n in linears for i in range(n.count(".") + 1)}
             hint = nearest(pattern, ends) or f"linear layers: {', '.join(_families(linears))}"
-            raise RecipeError(f"float8_linear: skip = {pattern!r} names no linear layer", hint=hint)
+            raise RecipeError(f"float8_linear: skip = {pattern!r} matches no linear layer", hint=hint)
         for name in matched:
             rest.pop(name, None)
     return rest

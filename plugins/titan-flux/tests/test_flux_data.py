@@ -187,7 +187,7 @@ BAD = {
     "a tensor missing": (without_pooled, "it has no tensor pooled"),
     "a dimension missing": (
         changed(text=torch.zeros(3, 7)),
-        r"text is \[3, 7\], not \\[N, T,",
+        r"text is \[3, 7\], not \[N, T,",
     ),
     "counts differ": (changed(pooled=torch.zeros(2, 3)), "latents 3, text 3, pooled 2"),
     "empty": (changed(pooled=torch.zeros(0, 3)), r"pooled is \[0, 3\]"),
@@ -223,7 +223,7 @@ def test_numbers_that_are_none_are_named_when_they_are_read(
 
 def test_a_row_of_another_length_says_which(folder: Path) -> None:
     config = Latents(paths=[folder / "shards"])
-    with pytest.raises(RecipeError, match="seq_len is 16, and a row of dataset latents has 5") as caught:
+    with pytest.raises(RecipeError, match="seq_len is 16, but a row of dataset latents has 5") as caught:
         build(config, tokenizer=None, seq_len=16, rows=1, dp_rank=0, dp_size=1, seed=0)
     assert caught.value.problems[0].hint == "set training.seq_len = 11"
 

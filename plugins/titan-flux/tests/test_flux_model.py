@@ -110,5 +110,5 @@ def test_a_loss_of_log_probabilities_is_refused_in_words() -> None:
 def test_data_of_another_width_is_refused_in_words(name: str, width: int) -> None:
     given = flux_cases.inputs(flux_cases.TINY)
     given[name] = given[name][..., :-1]
-    with pytest.raises(TitanError, match=f"takes {name} of {width} numbers, .* gives {width - 1}"):
+    with pytest.raises(TitanError, match=f"takes {name} of width {width}, .* returns {width - 1}"):
         build(flux_cases.TINY, seq_len=0)(**given)
