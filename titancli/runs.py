@@ -21,6 +21,7 @@ import os
 import re
 import socket
 import tempfile
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -82,6 +83,43 @@ def _umask() -> int:
     current = os.umask(0o022)
     os.umask(current)
     return current
+
+
+TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
+"""What `flock` answers where somebody else holds the lock."""
+
+
+def _take_lock(file: IO[Any], kind: int) -> None:
+    """Lock an open file. Who only asks (see `RunFolder.in_use`) holds it for a moment, so a first refusal is
+    not the last word.
+
+    Raises:
+        OSError: it is held, or cannot be locked at all.
+    """
+    for waits in (0.01, 0.05, None):
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except OSError as error:
+            if waits is None or error.errno not in TAKEN:
+                raise
+            time.sleep(waits)
+        else:
+            return
+
+
+def _is_locked(path: Path, kind: int) -> bool | None:
+    try:
+        # NFS locks a file alone only for who may write it.
+        with open(path, "r+b" if os.access(path, os.W_OK) else "rb") as file:
+            try:
+                _take_lock(file, kind)
+            except OSError as error:
+                return True if error.errno in TAKEN else None
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    return False
 
 
 class Hold:
@@ -199,7 +237,7 @@ class RunFolder:
         path = Path(path).absolute()
         if not path.is_dir():
             raise EnvironmentProblem(
-                f"run folder {path} does not exist", hint=f"list your runs with: ls {runs_root()}"
+                f"run folder {path} does not exist", hint="list your runs with: titan runs list"
             )
         if not cls.is_run(path):
             raise EnvironmentProblem(f"{path} is not a run folder: it has no {LOCK_NAME}")
@@ -230,6 +268,16 @@ class RunFolder:
         """
         return Hold(self._lock("ranks.lock", fcntl.LOCK_SH))
 
+    def in_use(self) -> bool | None:
+        """Return whether a command or ranks hold the folder; None where the locks cannot be asked.
+
+        Changes no file. A process of another machine is seen where the file system shares its locks.
+        """
+        answers = [_is_locked(self.path / "run.lock", fcntl.LOCK_SH)]
+        if answers == [False]:
+            answers.append(_is_locked(self.path / "ranks.lock", fcntl.LOCK_EX))  # ranks share it
+        return True if True in answers else None if None in answers else False
+
     def ranks_at_work(self) -> bool:
         """Whether ranks hold the folder, of whatever command."""
         try:
@@ -246,9 +294,9 @@ class RunFolder:
         except OSError as error:
             raise EnvironmentProblem(f"cannot write {path}: {error.strerror}") from error
         try:
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            _take_lock(file, kind)
         except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            if error.errno in TAKEN:
                 file.seek(0)
                 holders = file.read().strip().splitlines() or ["another process"]
                 file.close()

@@ -13,6 +13,7 @@ import pytest
 
 import titancli
 from tests.checkpoint.tensors import save
+from tests.cli.run_folders import attempt, began, ended, make, step
 from titancli.cli import main
 from titancli.errors import ExitCode
 from titancli.observe import events
@@ -53,6 +54,9 @@ def test_a_document_has_the_keys_that_are_told(
         save(tmp_path / "RUN" / "checkpoints" / "step-500")
     if name == "rollouts":
         write_rollouts(tmp_path / "RUN")
+    if name in ("runs", "run", "removed-runs"):
+        folder = make(tmp_path / "RUN", [began(), step(5, 5)], [attempt(ended("failed", 5))])
+        (folder / "logs" / "rank-0.log").touch()
     main(shlex.split(command))
     document = json.loads(capsys.readouterr().out)
     assert (document.pop("schema"), document.pop("version")) == (f"titan.{name}", 1)

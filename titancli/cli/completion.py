@@ -1,4 +1,4 @@
-"""What a shell completes: recipes, overrides, KIND/NAME, plugins. Switched on as click has it:
+"""What a shell completes: recipes, overrides, runs, KIND/NAME, plugins. Switched on as click has it:
 
     eval "$(_TITAN_COMPLETE=bash_source titan)"
 
@@ -8,6 +8,7 @@ Nothing that goes wrong here is told: a shell in the middle of a line is no plac
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -29,6 +30,25 @@ class RecipeOrOverride(click.ParamType):
             return _override(given, incomplete) if given else _recipe(incomplete)
         except TitanError:
             return []
+
+
+class RunName(click.Path):
+    """RUN, the folder of a run: completed from the runs folder, and as any path."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path, file_okay=False)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        from titancli.cli.output import short_path
+        from titancli.runs import RunFolder, runs_root
+
+        try:
+            found = [short_path(path) for path in sorted(runs_root().iterdir()) if RunFolder.is_run(path)]
+        except OSError:
+            found = []
+        return _beginning(incomplete, found) or [CompletionItem(incomplete, type="dir")]
 
 
 class ComponentName(click.ParamType):

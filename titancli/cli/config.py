@@ -10,7 +10,7 @@ import click
 
 from titancli.cli.common import split_overrides
 from titancli.cli.completion import RecipeOrOverride
-from titancli.cli.output import note, print_json
+from titancli.cli.output import note, print_json, printable
 from titancli.errors import UsageError
 from titancli.recipe import Loaded, load_recipe, lock_text
 from titancli.recipe.toml import dotted
@@ -67,9 +67,9 @@ def _diff(reference: str, overrides: list[str], unset: tuple[str, ...], other: s
         print_json("config-diff", {"recipe": rows[0], "software": rows[1]})
         return
     for change in keys:
-        print(_printable(f"{change.key}: {_shown(change.before)} -> {_shown(change.after)}"))
+        print(printable(f"{change.key}: {_shown(change.before)} -> {_shown(change.after)}"))
     for change in software:
-        print(_printable(f"{change.key} (installed): {change.before or 'none'} -> {change.after or 'none'}"))
+        print(printable(f"{change.key} (installed): {change.before or 'none'} -> {change.after or 'none'}"))
     if not keys and not software:
         note("nothing differs")
 
@@ -89,7 +89,7 @@ def _table(data: Mapping[str, Any], at: tuple[str | int, ...], origins: Mapping[
         first, *rest = tomli_w.dumps({key: value}).rstrip().split("\n")
         path = dotted((*at, key))
         where = origins.get(path) or origins.get(f"{path}.0")  # of an array: of its first element
-        yield f"{first:<{COMMENT_COLUMN}}  # {_printable(where)}" if where else first
+        yield f"{first:<{COMMENT_COLUMN}}  # {printable(where)}" if where else first
         yield from rest
     for key, value in data.items():
         if isinstance(value, dict):
@@ -107,7 +107,3 @@ def _is_tables(value: Any) -> bool:
 
 def _shown(value: Any) -> str:
     return "(not set)" if value is None else json.dumps(value, ensure_ascii=False)
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() else "?" for char in text)

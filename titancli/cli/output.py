@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
 from titancli.signals import say
@@ -23,17 +24,19 @@ def colored(stream: TextIO) -> bool:
     return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows in columns; the header only for people."""
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, styles: Mapping[str, str] | None = None
+) -> None:
+    """Print rows in columns; the header only for people. `styles`: rich's, by the text of a cell."""
     if sys.stdout.isatty():
-        _draw(header, rows)
+        _draw(header, rows, styles or {})
         return
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(len(header))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def _draw(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _draw(header: Sequence[str], rows: Sequence[Sequence[str]], styles: Mapping[str, str]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -42,7 +45,7 @@ def _draw(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for number, title in enumerate(header):
         drawing.add_column(title, no_wrap=number == 0, style="cyan" if number == 0 else None)
     for row in rows:
-        drawing.add_row(*map(Text, row))
+        drawing.add_row(*(Text(cell, style=styles.get(cell, "")) for cell in row))
     Console(color_system="auto" if colored(sys.stdout) else None).print(drawing)
 
 
@@ -64,6 +67,16 @@ def mark(state: str) -> str:
     colors = {"ok": 32, "warning": 33, "error": 31}
     word = f"{state:<7}"
     return f"\x1b[{colors[state]}m{word}\x1b[0m" if colored(sys.stdout) else word
+
+
+def short_path(path: Path) -> str:
+    """Return a path relative to where the command runs, if it lies below."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def printable(text: str) -> str:
+    """Return a text without what a terminal would obey."""
+    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def be_quiet(quiet: bool) -> None:

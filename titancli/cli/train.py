@@ -11,7 +11,7 @@ import click
 
 from titancli.cli.common import Common, split_overrides
 from titancli.cli.completion import RecipeOrOverride
-from titancli.cli.output import note, print_json
+from titancli.cli.output import note, print_json, short_path
 from titancli.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
 from titancli.registry.component import component_info
 
@@ -147,7 +147,7 @@ def command(
 
     def announce(folder: RunFolder) -> None:
         folders.append(folder)
-        note(f"run folder: {_short(folder.path)}")
+        note(f"run folder: {short_path(folder.path)}")
         for line in outlook(plan, request.world):
             note(line)
 
@@ -181,7 +181,7 @@ def _show(plan: Plan, request: LaunchRequest) -> int:
 
 
 def _say_finished(plan: Plan) -> int:
-    run, steps = shlex.quote(_short(plan.folder.path)), plan.loaded.recipe.training.steps
+    run, steps = shlex.quote(short_path(plan.folder.path)), plan.loaded.recipe.training.steps
     note(f"{run} is finished: step {plan.start_step} of {steps}")
     note(f"to continue: titan train {run} --resume training.steps={max(2 * steps, plan.start_step + 1)}")
     return EXIT_OK
@@ -213,7 +213,7 @@ def _say_next(
     outcome = folder.outcome()
     if outcome is None or outcome["why"] not in ("finished", "data_ended", "stopped", "interrupted"):
         return
-    run = shlex.quote(_short(folder.path))
+    run = shlex.quote(short_path(folder.path))
     plugins = "".join(f" -p {shlex.quote(str(file))}" for file in request.plugin_files)
     flags = plugins + "".join(f" --env {shlex.quote(f'{name}={value}')}" for name, value in env.items())
     flags += f" --nproc {nproc}" if nproc is not None else ""
@@ -231,8 +231,3 @@ def _say_next(
     lora = any(component_info(converter).name == "lora" for converter in recipe.converters)
     form = "peft    # the adapters; --to hf merges them" if lora else "hf"
     note(f"export:    titan convert-checkpoint {run}/{outcome['checkpoint']} OUT{plugins} --to {form}")
-
-
-def _short(path: Path) -> str:
-    """Relative to where the command runs, if it lies below."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -28,6 +28,18 @@ from titancli.runs import timestamp
 
 EVENTS_FORMAT = 1
 
+NEEDED: dict[str, dict[str, type]] = {
+    "run_start": {"step": int, "time": str},
+    "step": {"step": int, "steps": int, "metrics": dict, "time": str},
+    "checkpoint": {"step": int, "path": str, "time": str},
+    "log": {"level": str, "message": str, "time": str},
+    "run_end": {"why": str, "time": str},
+}
+"""By event, the fields without which it cannot be shown."""
+NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+BLOCK = 64 * 1024
+"""Bytes that are read at once from the end of a file."""
+
 Listener = Callable[[dict[str, Any]], None]
 
 logger = logging.getLogger(__name__)
@@ -106,11 +118,11 @@ class LogHandler(logging.Handler):
 
 
 class Tail:
-    """Reads what is appended to an event log from now on."""
+    """Reads what is appended to an event log from now on, or from its first line."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, from_start: bool = False) -> None:
         self._path = path
-        self._offset = path.stat().st_size if path.exists() else 0
+        self._offset = path.stat().st_size if path.exists() and not from_start else 0
 
     def poll(self) -> Iterator[dict[str, Any]]:
         """The events written since the last call; a line that is not whole yet is left for the next."""
@@ -128,6 +140,48 @@ class Tail:
 def read_events(path: Path) -> list[dict[str, Any]]:
     """All events of a file; lines that a dying process left unfinished are passed over."""
     return list(parse(path.read_bytes())) if path.exists() else []
+
+
+def backwards(path: Path) -> Iterator[dict[str, Any]]:
+    """The events of a file that can be shown, the last one first; only as much is read as is asked for.
+
+    A file that is not there, or cannot be read, has none.
+    """
+    try:
+        with open(path, "rb") as file:
+            position, rest = file.seek(0, os.SEEK_END), b""
+            while position > 0:
+                size = min(BLOCK, position)
+                position -= size
+                file.seek(position)
+                first, *lines = (file.read(size) + rest).split(b"\n")
+                if position == 0:
+                    lines, first = [first, *lines], b""
+                rest = first
+                for line in reversed(lines):
+                    yield from filter(can_be_shown, parse(line))
+    except OSError:
+        return
+
+
+def can_be_shown(event: dict[str, Any]) -> bool:
+    """Return whether an event is of this format and has what those who draw it need.
+
+    Another version of titan, or a disk that failed, may have left others.
+    """
+    if event.get("v") != EVENTS_FORMAT:
+        return False
+    needed = NEEDED.get(str(event["event"]), {})
+    if not all(isinstance(event.get(name), kind) for name, kind in needed.items()):
+        return False
+    return event["event"] != "step" or are_metrics(event["metrics"])
+
+
+def are_metrics(value: Any) -> bool:
+    """Return whether a value is a table of numbers, as events have them."""
+    return isinstance(value, dict) and all(
+        one is None or isinstance(one, (int, float)) or one in NOT_FINITE for one in value.values()
+    )
 
 
 def parse(data: bytes) -> Iterator[dict[str, Any]]:

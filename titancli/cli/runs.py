@@ -1,0 +1,294 @@
+"""`titan runs list|show|rm`: which runs there are, how they are doing, and what they were."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from titancli.cli.completion import RunName
+from titancli.cli.output import note, print_json, printable, short_path, table
+from titancli.errors import EnvironmentProblem, UsageError
+from titancli.runs import LOCK_NAME, RunFolder, runs_root
+from titancli.signals import say
+
+if TYPE_CHECKING:
+    from titancli.observe.summary import Summary
+
+RUN = RunName()
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+STYLES = {"running": "bold green", "failed": "red", "died": "red", "unknown": "yellow"}
+FAILED = ("failed", "died")
+
+
+@click.group("runs", short_help="List, show and remove runs.")
+def command() -> None:
+    """List, show and remove runs.
+
+    RUN is a run folder. A run is `running` while a process holds its folder; `died` means that it was killed
+    before it could record an outcome, and `unknown` that this cannot be seen from this machine.
+    """
+
+
+@command.command("list", short_help="List runs, the newest last.")
+@click.argument("folder", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
+@JSON
+def list_(folder: Path | None, as_json: bool) -> None:
+    """List the runs in DIR, the newest last.  [default: `runs`, or TITAN_RUNS]
+
+    Columns: run, state, step, loss, tokens/s, age, recipe. Loss and speed are the last that were logged.
+    """
+    from titancli.observe.summary import runs_in
+
+    where = runs_root() if folder is None else folder.absolute()
+    if RunFolder.is_run(where):
+        raise UsageError(f"{folder} is a run, not a folder of runs", hint=f"titan runs show {folder}")
+    found, unreadable = runs_in(where) if folder is not None or where.exists() else ([], [])
+    for line in unreadable:
+        note(line)
+    if not found:
+        note(f"there are no runs in {short_path(where)}")
+    if as_json:
+        print_json("runs", {"runs": [_brief(run) for run in found]})
+        return
+    table(
+        ("run", "state", "step", "loss", "tokens/s", "age", "recipe"),
+        [_row(run) for run in found],
+        styles=STYLES,
+    )
+
+
+@command.command("show", short_help="Show one run: its attempts, metrics and environment.")
+@click.argument("run", type=RUN)
+@JSON
+def show(run: Path, as_json: bool) -> None:
+    """Show RUN: state, metrics, attempts, checkpoints, versions."""
+    from titancli.observe.summary import summarize
+
+    found = summarize(RunFolder.open(run).path)
+    logs = sorted(path.name for path in (found.path / "logs").glob("*.log"))
+    if as_json:
+        more = {"attempts": [_attempt(attempt) for attempt in found.attempts], "logs": logs}
+        print_json("run", {"run": _brief(found) | more | {"environment": _environment(found)}})
+        return
+    _print_facts(found, logs)
+    rows = [_attempt_row(number, attempt) for number, attempt in enumerate(found.attempts, 1)]
+    if rows:
+        print()
+        table(("attempt", "started", "ended", "outcome", "step", "ranks", "from"), rows)
+
+
+@command.command("rm", short_help="Remove runs, after a question.")
+@click.argument("runs", metavar="[RUN]...", nargs=-1, type=RUN)
+@click.option("--failed", is_flag=True, help="Remove the failed and died runs that have no checkpoint.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@JSON
+def rm(runs: tuple[Path, ...], failed: bool, yes: bool, as_json: bool) -> None:
+    """Remove run folders with everything in them, after a question.
+
+    With --failed, those runs in `runs` (or TITAN_RUNS) that failed or died and have no checkpoint; one that
+    has checkpoints must be named. A run in use is never removed.
+    """
+    from titancli.observe.summary import runs_in, summarize
+
+    if bool(runs) == failed:
+        raise UsageError("name the runs to remove, or use --failed")
+    if failed:
+        there, unreadable = runs_in(runs_root()) if runs_root().exists() else ([], [])
+        for line in unreadable:
+            note(line)
+        chosen = [run for run in there if run.state in FAILED and not run.checkpoints]
+        chosen = [run for run in chosen if not run.path.is_symlink()]
+    else:
+        chosen = [summarize(_removable(path)) for path in dict.fromkeys(path.absolute() for path in runs)]
+    for run in chosen:
+        _refuse_in_use(run)
+    if chosen and not yes and not _confirmed(chosen):
+        chosen = []
+    for run in chosen:
+        _remove(RunFolder(run.path))
+        note(f"removed {short_path(run.path)}")
+    if not chosen:
+        note("nothing was removed")
+    if as_json:
+        print_json("removed-runs", {"removed": [str(run.path) for run in chosen]})
+
+
+# -------------------------------------------------------------------------------------------- removing
+
+
+def _removable(path: Path) -> Path:
+    if path.is_symlink():
+        raise EnvironmentProblem(f"{path} is a link", hint=f"name the run itself: {os.path.realpath(path)}")
+    return RunFolder.open(path).path
+
+
+def _refuse_in_use(run: Summary) -> None:
+    """
+    Raises:
+        EnvironmentProblem: a process works in the folder, or may do so on another machine.
+    """
+    if run.state == "unknown" and run.attempts:
+        raise EnvironmentProblem(
+            f"{run.path} may still be running: {'; '.join(run.problems)}",
+            hint=f"run this command on {run.host}",
+        )
+    RunFolder(run.path).hold().release()
+
+
+def _confirmed(runs: list[Summary]) -> bool:
+    from titancli.checkpoint.format.disk import size_text
+
+    for run in runs:
+        saved = f"{len(run.checkpoints)} checkpoint{'' if len(run.checkpoints) == 1 else 's'}"
+        step = "no step" if run.step is None else f"step {run.step}"
+        about = ", ".join((_words(run.state), step, saved, size_text(_size(run.path))))
+        say(f"  {short_path(run.path)}: {about}")
+    if not sys.stdin.isatty():
+        raise UsageError("nobody can be asked here whether to remove them", hint="add --yes")
+    return click.confirm(f"Remove {len(runs)} run{'' if len(runs) == 1 else 's'}?", err=True)
+
+
+def _size(folder: Path) -> int:
+    """Bytes of the files below a folder; links are not followed."""
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def _remove(folder: RunFolder) -> None:
+    """Remove a run. What marks the folder as a run goes last, so that a removal that failed can be repeated.
+
+    Raises:
+        EnvironmentProblem: it is in use, or something in it cannot be removed.
+    """
+    hold = folder.hold()
+    try:
+        for entry in folder.path.iterdir():
+            if entry.is_symlink():
+                note(f"{short_path(entry)} is a link; what it leads to stays: {os.path.realpath(entry)}")
+                entry.unlink()
+            elif entry.is_dir():
+                shutil.rmtree(entry)
+            elif entry.name not in (LOCK_NAME, "run.lock"):
+                entry.unlink()
+        folder.recipe_lock.unlink()
+        folder.path.joinpath("run.lock").unlink()
+        folder.path.rmdir()
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"{error.filename or folder.path} cannot be removed: {error.strerror}",
+            hint=f"what is left of the run lies in {folder.path}",
+        ) from error
+    finally:
+        hold.release()
+
+
+# ----------------------------------------------------------------------------------------------- words
+
+
+def _words(state: str) -> str:
+    return state.replace("_", " ")
+
+
+def _when(time: str | None) -> str:
+    """A timestamp to the second."""
+    return f"{time.partition('.')[0].removesuffix('Z')}Z" if time else "-"
+
+
+def _step(run: Summary) -> str:
+    if run.step is None:
+        return "-"
+    return f"{run.step}/{run.steps}" if run.steps is not None else str(run.step)
+
+
+def _age(run: Summary) -> str:
+    from titancli.observe.console import duration
+    from titancli.observe.summary import seconds_since
+
+    seconds = seconds_since(run.created)
+    return "-" if seconds is None else duration(seconds)
+
+
+def _row(run: Summary) -> tuple[str, ...]:
+    from titancli.observe.console import value
+
+    loss, speed = (value(run.metrics, name) for name in ("loss", "tokens_per_second"))
+    return (
+        *(short_path(run.path.absolute()), _words(run.state), _step(run)),
+        *(loss, speed, _age(run), run.recipe or "-"),
+    )
+
+
+def _print_facts(run: Summary, logs: list[str]) -> None:
+    from titancli.observe.console import COUNTS, FIGURES, figure
+
+    environment = _environment(run)
+    step = "" if run.step is None else f" at step {_step(run)}"
+    git = environment["git"]
+    shown = [name for name in FIGURES if run.metrics.get(name) is not None and name != "eta_seconds"]
+    shown = [name for name in shown if run.metrics[name] or name not in COUNTS]
+    facts = {
+        "state": f"{_words(run.state)}{step}{f': {run.error}' if run.error else ''}",
+        "recipe": run.recipe,
+        "started": f"{_when(run.created)}, {_age(run)} ago" if run.created else None,
+        "latest": ", ".join(figure(run.metrics, name) for name in shown),
+        "saved": ", ".join(f"step-{step}" for step in run.checkpoints[-5:]) or "no checkpoint",
+        "device": f"{environment['world']} × {environment['device']}" if environment["device"] else None,
+        "host": run.host,
+        "versions": ", ".join(f"{name} {version}" for name, version in environment["versions"].items()),
+        "git": f"{git['commit']}{', with changes' if git.get('dirty') else ''}" if git else None,
+        "logs": ", ".join(f"logs/{name}" for name in logs),
+        "note": "; ".join(run.problems),
+    }
+    print(run.path)
+    for name, fact in facts.items():
+        if fact:
+            print(f"  {name:<9} {printable(fact)}")
+
+
+def _attempt_row(number: int, attempt: dict[str, Any]) -> tuple[str, ...]:
+    told = _attempt(attempt)
+    origin = Path(str(told["checkpoint"])).name if told["checkpoint"] else "the beginning"
+    why = _words(told["why"]) if told["why"] else "-"
+    step, world = ("-" if told[name] is None else str(told[name]) for name in ("step", "world"))
+    return (str(number), _when(told["started"]), _when(told["ended"]), why, step, world, origin)
+
+
+# ------------------------------------------------------------------------------------------- documents
+
+
+def _brief(run: Summary) -> dict[str, Any]:
+    from titancli.observe.events import plain
+
+    return {
+        "path": str(run.path.absolute()),
+        "state": run.state,
+        "recipe": run.recipe,
+        "step": run.step,
+        "steps": run.steps,
+        "metrics": plain(run.metrics),
+        "created": run.created,
+        "updated": run.updated,
+        "host": run.host,
+        "checkpoints": run.checkpoints,
+        "error": run.error,
+        "problems": run.problems,
+    }
+
+
+def _attempt(attempt: dict[str, Any]) -> dict[str, Any]:
+    outcome = attempt.get("outcome") or {}
+    names = ("started", "ended", "host", "world", "device", "mesh", "argv", "recipe", "checkpoint", "drift")
+    ends = {name: outcome.get(name) for name in ("why", "signal", "step", "error")}
+    return {name: attempt.get(name) for name in names} | ends
+
+
+def _environment(run: Summary) -> dict[str, Any]:
+    """Of the newest attempt."""
+    newest = run.attempts[-1] if run.attempts else {}
+    names = ("host", "platform", "device", "world", "mesh", "git", "versions", "plugin_files")
+    found = {name: newest.get(name) for name in names}
+    return found | {"versions": found["versions"] or {}, "plugin_files": found["plugin_files"] or []}

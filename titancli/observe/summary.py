@@ -1,0 +1,209 @@
+"""What a run folder says of its run, at a glance: `titan runs`. Torch-free.
+
+Folders are read while runs write them, after machines died, and after other versions of titan: what cannot be
+read is named in `Summary.problems`, and never taken for something else.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from titancli.errors import EnvironmentProblem
+from titancli.observe.console import numbers
+from titancli.observe.events import are_metrics, backwards
+from titancli.runs import RECORD_FORMAT, RunFolder
+
+ENDS = ("finished", "data_ended", "stopped", "interrupted", "failed")
+"""How a run can say that it ended. Beside these its state is one of:
+
+running
+    A process holds the folder.
+died
+    It has no outcome, and no process of this machine, where it ran, holds the folder: it was killed.
+unknown
+    Nothing says which: it ran on another machine, whose locks may not be seen from here, or its files cannot
+    be read.
+"""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One run at a glance."""
+
+    path: Path
+    state: str
+    """One of `ENDS`, or `running`, `died`, `unknown`."""
+    recipe: str | None
+    """The recipe's name."""
+    step: int | None
+    """Steps done."""
+    steps: int | None
+    """Steps to do."""
+    metrics: dict[str, float | None]
+    """The last that were logged."""
+    created: str | None
+    """UTC, as `titancli.runs.timestamp` writes it; this and the next."""
+    updated: str | None
+    """The last sign of life."""
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    """As in run.json."""
+    error: str | None = None
+    """Why it failed."""
+    problems: list[str] = field(default_factory=list)
+    """What cannot be read, a phrase each; and why the state is not known."""
+
+    @property
+    def host(self) -> str | None:
+        """The machine that the newest attempt was started on."""
+        return self.attempts[-1].get("host") if self.attempts else None
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """The steps that have a checkpoint here, by its name."""
+        try:
+            found = [re.fullmatch(r"step-(\d{1,18})", p.name) for p in (self.path / "checkpoints").iterdir()]
+        except OSError:
+            return []
+        return sorted(int(match[1]) for match in found if match)
+
+
+def runs_in(folder: Path) -> tuple[list[Summary], list[str]]:
+    """Return the runs directly below a folder, oldest first, and a line for each that cannot be looked at.
+
+    A link counts as the run that it leads to; a run that lies beside it is not named twice.
+
+    Raises:
+        EnvironmentProblem: the folder cannot be read.
+    """
+    try:
+        entries = sorted(folder.iterdir(), key=lambda entry: (entry.is_symlink(), entry.name))
+    except OSError as error:
+        raise EnvironmentProblem(f"{folder} cannot be read: {error.strerror}") from error
+    found: dict[Path, Summary] = {}
+    unreadable: list[str] = []
+    for entry in entries:
+        try:
+            if not entry.name.startswith(".") and RunFolder.is_run(entry):
+                found.setdefault(entry.resolve(), summarize(entry))
+        except OSError as error:  # another user's
+            unreadable.append(f"{entry} cannot be read: {error.strerror}")
+    return sorted(found.values(), key=lambda run: (run.created or "", run.path.name)), unreadable
+
+
+def summarize(path: Path) -> Summary:
+    """Return what a run folder says, whatever state its files are in."""
+    folder, problems = RunFolder(path), []
+    record: dict[str, Any] = {}
+    try:
+        record = _checked(folder.record())
+        if not record:
+            problems.append("there is no run.json")
+    except EnvironmentProblem as error:
+        problems.append(error.message)
+    attempts: list[dict[str, Any]] = record.get("attempts") or []
+    newest = attempts[-1] if attempts else {}
+    outcome = newest.get("outcome") or {}
+    last = _Last.of(backwards(folder.events))
+    state, why = _state(folder, newest, outcome.get("why") or (last.why if not attempts else None))
+    done, metrics = outcome.get("step"), outcome.get("metrics")
+    return Summary(
+        path=path,
+        state=state,
+        recipe=record.get("name"),
+        step=done if isinstance(done, int) else last.step,
+        steps=last.steps,
+        metrics=numbers({"metrics": metrics}) if metrics else last.metrics,
+        created=record.get("created"),
+        updated=last.time or newest.get("ended") or newest.get("started"),
+        attempts=attempts,
+        error=outcome.get("error"),
+        problems=problems + why,
+    )
+
+
+@dataclass
+class _Last:
+    """What the end of an event log says."""
+
+    step: int | None = None
+    steps: int | None = None
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    time: str | None = None
+    why: str | None = None
+
+    @classmethod
+    def of(cls, events: Iterator[dict[str, Any]]) -> _Last:
+        """`events`: the last one first. No more are taken than are needed."""
+        last = cls()
+        for event in events:
+            kind, step = event["event"], event.get("step")
+            last.time = last.time or event["time"]
+            if kind in ("run_start", "run_end"):
+                last.why = last.why or (event["why"] if kind == "run_end" else "running")
+            if last.step is None and kind != "log" and isinstance(step, int):
+                last.step = step
+            if last.steps is None and isinstance(event.get("steps"), int):
+                last.steps = event["steps"]
+            # After a resume from an earlier checkpoint the log goes back; what came after it is void.
+            if kind == "step" and last.step is not None and event["step"] <= last.step:
+                last.metrics = numbers(event)
+                break
+        return last
+
+
+def _checked(record: Any) -> dict[str, Any]:
+    """The record as this version reads it.
+
+    Raises:
+        EnvironmentProblem: it is another format's, or of no format at all.
+    """
+    if record == {}:
+        return {}
+    if not isinstance(record, dict) or record.get("format") != RECORD_FORMAT:
+        form = record.get("format") if isinstance(record, dict) else None
+        raise EnvironmentProblem(f"run.json is of format {form!r}, and this titan reads {RECORD_FORMAT}")
+    attempts = record.get("attempts", [])
+    if not isinstance(attempts, list) or not all(isinstance(attempt, dict) for attempt in attempts):
+        raise EnvironmentProblem("run.json has no list of attempts")
+    for attempt in attempts:
+        outcome = attempt.get("outcome") or {}
+        if not isinstance(outcome, dict) or not are_metrics(outcome.get("metrics") or {}):
+            raise EnvironmentProblem("run.json has an outcome that is none")
+    if not all(isinstance(record.get(name, ""), str) for name in ("name", "created")):
+        raise EnvironmentProblem("run.json has a name or a date that is no text")
+    return record
+
+
+def _state(folder: RunFolder, attempt: Mapping[str, Any], why: str | None) -> tuple[str, list[str]]:
+    """The state, and why it is not known."""
+    if why in ENDS:
+        return str(why), []
+    in_use = folder.in_use()
+    if in_use:
+        return "running", []
+    if not attempt:
+        return "unknown", []
+    host, here = attempt.get("host"), socket.gethostname()
+    if host != here:
+        told = f"it has no outcome, and from {here} it cannot be seen whether it still runs on {host}"
+        return "unknown", [told]
+    if in_use is None:
+        return "unknown", ["it has no outcome, and its lock files cannot be read"]
+    return "died", []
+
+
+def seconds_since(time: str | None, *, now: datetime | None = None) -> float | None:
+    """Return the age of a timestamp in seconds, 0 if it lies ahead (two clocks); None if it is none."""
+    try:
+        then = datetime.fromisoformat(time or "")
+    except ValueError:
+        return None
+    if then.tzinfo is None:
+        then = then.replace(tzinfo=UTC)
+    return max(0.0, ((now or datetime.now(UTC)) - then).total_seconds())
