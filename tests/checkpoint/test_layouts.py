@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -313,3 +314,57 @@ def _save_where_nothing_can_be_purged(folder: str, mode: str) -> tuple[int | Non
 def test_a_purge_that_fails_changes_nothing_for_the_ranks(ranks: Any, tmp_path: Path, mode: str):
     assert ranks(2, _save_where_nothing_can_be_purged, str(tmp_path), mode) == [(2, [1, 2])] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"]
+
+
+def _load_own(folders: str) -> tuple[str, bool]:
+    """Each rank has its own view of the disk."""
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in whole().items()}
+    told = _errors(lambda: load_checkpoint(Path(folders) / f"node{dist.get_rank()}" / "step-1", tensors))
+    return told, all(bits(tensors[name]) == bits(tensor) for name, tensor in whole().items())
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_bit_that_one_node_alone_sees_flipped_is_found(ranks: Any, tmp_path: Path, node: int):
+    save_checkpoint(tmp_path / "node0/step-1", whole(), {}, lock_text="", run_id=RUN)
+    shutil.copytree(tmp_path / "node0", tmp_path / "node1")
+    assert ranks(2, _load_own, str(tmp_path)) == [("no error", True)] * 2
+    path = tmp_path / f"node{node}/step-1/rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+    for told, _ in ranks(2, _load_own, str(tmp_path)):
+        assert f"node{node}/step-1 is damaged: rank-00000.safetensors is damaged" in told
+
+
+def test_a_node_with_a_stale_view_is_found(ranks: Any, tmp_path: Path):
+    """It still sees the checkpoint that had this name before."""
+    for node in (0, 1):
+        tensors = whole() | {"model.a": torch.full((7, 6), float(node))}
+        save_checkpoint(tmp_path / f"node{node}/step-1", tensors, {}, lock_text="", run_id=RUN)
+    for told, _ in ranks(2, _load_own, str(tmp_path)):
+        assert "the ranks read different checkpoints" in told
+        assert "rank 1 on " in told
+
+
+def _through_small_pieces(folder: str, before: str, after: str) -> dict[str, bytes]:
+    """Saved and loaded with a checksum for every 32 bytes."""
+    from titancli.checkpoint.format import hashed, layout, reader
+
+    modules, usual = (hashed, layout, reader), hashed.CHECKED
+    for module in modules:
+        module.CHECKED = 32
+    try:
+        _save(folder, before)
+        return _load(folder, after)
+    finally:
+        for module in modules:
+            module.CHECKED = usual
+
+
+@pytest.mark.parametrize("before, after", [("fsdp", "columns"), ("columns", "fsdp"), ("ddp", "fsdp")])
+def test_a_rank_reads_the_pieces_that_hold_its_part(ranks: Any, tmp_path: Path, before: str, after: str):
+    expected = {name: bits(tensor) for name, tensor in whole().items()}
+    assert ranks(2, _through_small_pieces, str(tmp_path / "step-1"), before, after) == [expected] * 2
+    table = json.loads((tmp_path / "step-1/metadata.json").read_text())["tensors"]
+    counts = [len(chunk["xxh3_64"]) for row in table.values() for chunk in row["chunks"]]
+    assert max(counts) > 3 and min(counts) == 1

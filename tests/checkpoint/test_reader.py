@@ -20,9 +20,9 @@ from titancli.errors import EnvironmentProblem
 FILES = {f"rank-{i}.safetensors": Digest(100 - i, "0" * 16) for i in range(4)}
 
 
-def _checks(*needs: list[tuple[int, int]]) -> list[list[str]]:
+def _checks(*needs: list[tuple[int, int]], checksums: tuple[str, ...] = ("0" * 16,)) -> list[list[str]]:
     """Who checks which file, where ranks need these ranges of a tensor that lies in files of 4 elements."""
-    chunks = tuple(Chunk((4 * i,), (4,), file, "a") for i, file in enumerate(FILES))
+    chunks = tuple(Chunk((4 * i,), (4,), file, "a", checksums) for i, file in enumerate(FILES))
     reader = Reader(Path(), {"a": TensorLayout("F32", (16,), chunks)}, FILES)
     stored = reader.read_metadata().state_dict_metadata["a"]
     plans = []
@@ -46,6 +46,10 @@ def test_a_file_is_checked_by_the_rank_that_needs_most_of_it(
     needs: list[list[tuple[int, int]]], checks: list[list[str]]
 ) -> None:
     assert _checks(*needs) == checks
+
+
+def test_a_file_without_checksums_of_its_pieces_is_checked_by_all_who_need_it() -> None:
+    assert _checks([(0, 3)], [(3, 16)], checksums=()) == [["0"], ["0", "1", "2", "3"]]
 
 
 def test_what_is_not_asked_for_is_checked_all_the_same(tmp_path: Path) -> None:

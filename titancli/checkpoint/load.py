@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titancli.checkpoint.exclude import NOTHING, Exclusion
 from titancli.checkpoint.format.hashed import Digest
-from titancli.checkpoint.format.layout import FILE_NAME, Chunk, TensorLayout, read_layout
-from titancli.checkpoint.format.manifest import Manifest, Verify, faults, read_manifest
+from titancli.checkpoint.format.layout import FILE_NAME, METADATA, Chunk, TensorLayout, read_layout
+from titancli.checkpoint.format.manifest import Manifest, Verify, faults, manifest_bytes, read_manifest
 from titancli.checkpoint.format.reader import Reader, load_planner
 from titancli.checkpoint.format.storage import several_ranks
 from titancli.checkpoint.format.tensors import TORCH_DTYPE, TensorFiles
@@ -108,7 +111,10 @@ def _asked_together(
 def _open_together(
     folder: Path, verify: Verify, group: dist.ProcessGroup | None
 ) -> tuple[Manifest, dict[str, TensorLayout]]:
-    """Open a checkpoint on all ranks, or raise the first rank's error on all of them."""
+    """Open a checkpoint on all ranks, or raise the first rank's error on all of them.
+
+    A node's view of a shared disk may be stale: what the ranks read must be one and the same.
+    """
     opened: tuple[Manifest, dict[str, TensorLayout]] | None = None
     failure: TitanError | None = None
     try:
@@ -117,16 +123,28 @@ def _open_together(
         failure = error
     except Exception as error:  # the other ranks wait below, and must hear of it
         failure = TitanError(f"checkpoint {folder} cannot be opened: {type(error).__name__}: {error}")
-    failures: list[TitanError | None] = [failure]
+    everywhere: list[Any] = [(failure, opened and _identity(opened[0]), socket.gethostname())]
     if several_ranks(group):
-        failures = [None] * dist.get_world_size(group)
-        dist.all_gather_object(failures, failure, group=group)
-    for found in failures:
+        mine, everywhere = everywhere[0], [None] * dist.get_world_size(group)
+        dist.all_gather_object(everywhere, mine, group=group)
+    for found, *_ in everywhere:
         if found is not None:
             raise found
+    for rank, (_, identity, host) in enumerate(everywhere):
+        if identity != everywhere[0][1]:
+            raise EnvironmentProblem(
+                f"the ranks read different checkpoints: rank {rank} on {host} sees another {folder} than "
+                f"rank 0 on {everywhere[0][2]}",
+                hint="put the folder on storage that all nodes share; if it is, a node's view of it is stale",
+            )
     if opened is None:
         raise TitanError(f"checkpoint {folder} was not opened")
     return opened
+
+
+def _identity(manifest: Manifest) -> str:
+    """Return what is the same for copies of a checkpoint alone: its step, state and files, the layout too."""
+    return xxhash.xxh3_64(manifest_bytes(replace(manifest, created=""))).hexdigest()
 
 
 def open_checkpoint(
@@ -146,7 +164,7 @@ def open_checkpoint(
         raise EnvironmentProblem(
             f"checkpoint {folder} is damaged: {'; '.join(found)}", hint="use another checkpoint (--step N)"
         )
-    layouts = read_layout(folder)
+    layouts = read_layout(folder, manifest.files.get(METADATA))
     files = {chunk.file for layout in layouts.values() for chunk in layout.chunks}
     if stray := sorted(files - manifest.files.keys()):
         raise EnvironmentProblem(

@@ -51,6 +51,29 @@ def open_file(path: Path) -> int:
     return descriptor
 
 
+def read_into(path: Path, start: int, memory: memoryview) -> None:
+    """Fill memory with a file's bytes from `start` on.
+
+    Raises:
+        EnvironmentProblem: it cannot be read, or ends too soon.
+    """
+
+    def read() -> None:
+        descriptor, done = open_file(path), 0
+        try:
+            while done < memory.nbytes:
+                if not (count := os.preadv(descriptor, [memory[done:]], start + done)):
+                    raise EnvironmentProblem(f"{path} is damaged: it ends at byte {start + done}")
+                done += count
+        finally:
+            os.close(descriptor)
+
+    try:
+        patiently(read)
+    except OSError as error:
+        raise EnvironmentProblem(f"{path} cannot be read: {error.strerror}") from error
+
+
 def read_file(path: Path, limit: int) -> bytes:
     """Return a small file's bytes. A place in an object store reads itself.
 

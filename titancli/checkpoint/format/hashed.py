@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +34,9 @@ _SEND = 1 << 26
 _BEHIND = 1 << 26
 """Bytes that the hash may be behind what is written: so much memory is kept for it."""
 
+CHECKED = 1 << 24
+"""Bytes of a tensor that have a checksum of their own, so that a rank reads little more than it needs."""
+
 _APART = 1 << 16
 """Fewer bytes are hashed sooner than another thread is woken up for it."""
 
@@ -48,6 +51,28 @@ class Digest:
     """16 lower-case hexadecimal digits."""
 
 
+class Pieces:
+    """XXH3 of each `CHECKED` bytes of one tensor, on its way into a file."""
+
+    def __init__(self) -> None:
+        self._states: list[xxhash.xxh3_64] = []
+        self._size = 0
+
+    def cut(self, view: memoryview) -> Iterator[tuple[memoryview, xxhash.xxh3_64]]:
+        """Yield the tensor's next bytes in parts, each with the hash that it goes into."""
+        while view:
+            room = CHECKED - self._size % CHECKED
+            if room == CHECKED:
+                self._states.append(xxhash.xxh3_64())
+            part, view = view[:room], view[room:]
+            self._size += part.nbytes
+            yield part, self._states[-1]
+
+    def hexdigests(self) -> tuple[str, ...]:
+        """Return the checksums, once the file is finished."""
+        return tuple(state.hexdigest() for state in self._states)
+
+
 class _Hash:
     """XXH3 of a stream. Blocks must stay as they are until `settle` returns."""
 
@@ -56,12 +81,17 @@ class _Hash:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="titan-hash")
         self._pending: deque[Future[None]] = deque()
 
-    def update(self, block: memoryview, ready: Future[None] | None = None) -> None:
-        """Add a block to the end, once its bytes are there."""
+    def update(
+        self,
+        block: memoryview,
+        ready: Future[None] | None = None,
+        piece: xxhash.xxh3_64 | None = None,
+    ) -> None:
+        """Add a block to the end, once its bytes are there; to the hash of a piece, too."""
         if block.nbytes < _APART and ready is None and not self._pending:
-            self._state.update(block)
+            self._add(block, None, piece)
         else:
-            self._pending.append(self._thread.submit(self._add, block, ready))
+            self._pending.append(self._thread.submit(self._add, block, ready, piece))
 
     def settle(self) -> None:
         """Wait until everything is hashed; what went wrong in getting the bytes is raised here."""
@@ -75,10 +105,12 @@ class _Hash:
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
-    def _add(self, block: memoryview, ready: Future[None] | None) -> None:
+    def _add(self, block: memoryview, ready: Future[None] | None, piece: xxhash.xxh3_64 | None) -> None:
         if ready is not None:
             ready.result()
         self._state.update(block)
+        if piece is not None:
+            piece.update(block)
 
 
 class HashedWriter:
@@ -97,12 +129,17 @@ class HashedWriter:
         self.size = 0
         """Bytes written so far."""
 
-    def write(self, data: bytes | memoryview) -> None:
-        """Append bytes. They must stay as they are until `settle` or `finish` has returned."""
+    def write(self, data: bytes | memoryview, pieces: Pieces | None = None) -> None:
+        """Append bytes, the next ones of `pieces` where these are given. They must stay as they are until
+        `settle` or `finish` has returned."""
         view = memoryview(data).cast("B")
         if self.size - self._settled > _BEHIND:
             self.settle()
-        self._hash.update(view)
+        if pieces is None:
+            self._hash.update(view)
+        else:
+            for part, piece in pieces.cut(view):
+                self._hash.update(part, piece=piece)
         while view:
             written = self._file.write(view[:BLOCK])
             self.size += written

@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from titancli.checkpoint.format.files import read_file
+from titancli.checkpoint.format.hashed import CHECKED, Digest
 from titancli.checkpoint.format.tensorfile import ITEM_SIZE, natural
 from titancli.errors import EnvironmentProblem
 
@@ -36,6 +39,8 @@ class Chunk:
     file: str
     key: str
     """Its name in that file."""
+    checksums: tuple[str, ...] = ()
+    """XXH3 of each `hashed.CHECKED` bytes of it; empty: an earlier titan wrote it, and the file has one."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,13 @@ def layout_text(tensors: Mapping[str, TensorLayout]) -> str:
             "dtype": tensor.dtype,
             "shape": tensor.shape,
             "chunks": [
-                {"offsets": chunk.offsets, "shape": chunk.shape, "file": chunk.file, "key": chunk.key}
+                {
+                    "offsets": chunk.offsets,
+                    "shape": chunk.shape,
+                    "file": chunk.file,
+                    "key": chunk.key,
+                    **({"xxh3_64": chunk.checksums} if chunk.checksums else {}),
+                }
                 for chunk in tensor.chunks
             ],
         }
@@ -66,15 +77,18 @@ def layout_text(tensors: Mapping[str, TensorLayout]) -> str:
     return f'{{"format": {FORMAT}, "tensors": {{\n{rows}\n}}}}\n'
 
 
-def read_layout(folder: Path) -> dict[str, TensorLayout]:
-    """Read and check a checkpoint's `metadata.json`.
+def read_layout(folder: Path, digest: Digest | None = None) -> dict[str, TensorLayout]:
+    """Read and check a checkpoint's `metadata.json`, and that it is the one of `digest`, if given.
 
     Raises:
         EnvironmentProblem: it is missing or not what this version writes.
     """
     path = folder / METADATA
     try:
-        data = json.loads(read_file(path, LIMIT))
+        text = read_file(path, LIMIT)
+        if digest is not None and xxhash.xxh3_64(text).hexdigest() != digest.xxh3_64:
+            raise EnvironmentProblem(f"{path} is damaged: its checksum does not match")
+        data = json.loads(text)
     except OSError as error:
         raise EnvironmentProblem(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -99,11 +113,18 @@ def _tensor(row: dict[str, Any]) -> TensorLayout:
     chunks = tuple(_chunk(chunk, shape) for chunk in row["chunks"])
     if sum(math.prod(chunk.shape) for chunk in chunks) != math.prod(shape) or overlapping(chunks):
         raise ValueError(f"the chunks of a tensor of shape {list(shape)} overlap or leave gaps")
+    for chunk in chunks:
+        count = -(-math.prod(chunk.shape) * ITEM_SIZE[dtype] // CHECKED)
+        if chunk.checksums and len(chunk.checksums) != count:
+            raise ValueError(
+                f"a chunk of {list(chunk.shape)} has {len(chunk.checksums)} checksums, not {count}"
+            )
     return TensorLayout(dtype, shape, chunks)
 
 
 def _chunk(row: dict[str, Any], shape: tuple[int, ...]) -> Chunk:
-    chunk = Chunk(natural(row["offsets"]), natural(row["shape"]), row["file"], row["key"])
+    checksums = tuple(row.get("xxh3_64", ()))
+    chunk = Chunk(natural(row["offsets"]), natural(row["shape"]), row["file"], row["key"], checksums)
     if not isinstance(chunk.key, str) or not isinstance(chunk.file, str) or not FILE_NAME.match(chunk.file):
         raise ValueError(f"{chunk.file!r} is not the name of a data file")
     if len(chunk.offsets) != len(shape) or len(chunk.shape) != len(shape):

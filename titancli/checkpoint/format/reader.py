@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import socket
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, StorageReader
 from torch.distributed.checkpoint.metadata import (
@@ -23,9 +25,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from titancli.checkpoint.format.hashed import BLOCK, Digest, HashedReader
+from titancli.checkpoint.format.files import read_into
+from titancli.checkpoint.format.hashed import BLOCK, CHECKED, Digest, HashedReader
 from titancli.checkpoint.format.layout import Chunk, TensorLayout
-from titancli.checkpoint.format.tensorfile import Entry
+from titancli.checkpoint.format.tensorfile import ITEM_SIZE, Entry
 from titancli.checkpoint.format.tensors import TORCH_DTYPE, TensorFiles
 from titancli.errors import EnvironmentProblem
 
@@ -38,8 +41,8 @@ class Reader(StorageReader):
     """Reads what a rank needs, and compares the checksums of `digests`, the files that are to be checked.
 
     The rank that needs most of a file reads it from its beginning to its end and hashes it on the way; if it
-    is not what was written, it raises at the end. Of a file that another rank checks, or nobody, a rank maps
-    what it needs.
+    is not what was written, it raises at the end. Ranks of other nodes may see other bytes: each hashes the
+    pieces that it reads itself, or the whole file where an earlier titan wrote no checksums of pieces.
 
     Raises:
         EnvironmentProblem: a file is damaged; the tensors then hold some of its values.
@@ -78,10 +81,13 @@ class Reader(StorageReader):
                 need[chunk.file] += math.prod(item.lengths) * TORCH_DTYPE[layout.dtype].itemsize
         checks: list[list[str]] = [[] for _ in plans]
         load = [0] * len(plans)
+        bare = {c.file for layout in self._layouts.values() for c in layout.chunks if not c.checksums}
         for file, digest in sorted(self._digests.items(), key=lambda pair: -pair[1].size):
             rank = max(range(len(plans)), key=lambda rank: (needs[rank][file], -load[rank]))
-            checks[rank].append(file)
-            load[rank] += digest.size
+            others = [other for other in range(len(plans)) if needs[other][file]] if file in bare else []
+            for checker in {rank, *others}:
+                checks[checker].append(file)
+                load[checker] += digest.size
         return [
             dataclasses.replace(plan, storage_data=files) for plan, files in zip(plans, checks, strict=True)
         ]
@@ -103,7 +109,33 @@ class Reader(StorageReader):
     def _read_some(self, pieces: Mapping[str, list[ReadItem]], planner: LoadPlanner) -> None:
         for item in (item for items in pieces.values() for item in items):
             layout, chunk = self._chunk(item.storage_index)
-            _put(self._files.read(chunk.file, chunk.key, layout.dtype, chunk.shape), item, planner)
+            rows, first = self._read_rows(layout.dtype, chunk, item)
+            _put(rows, item, planner, first)
+
+    def _read_rows(self, dtype: str, chunk: Chunk, item: ReadItem) -> tuple[Tensor, int]:
+        """Read the rows of a chunk that an item lies in, and hash the pieces of the file that they lie in;
+        return them and the first one's number."""
+        entry = self._files.entry(chunk.file, chunk.key, dtype, chunk.shape)
+        first, count = (item.storage_offsets[0], item.lengths[0]) if chunk.shape else (0, 1)
+        row = math.prod(chunk.shape[1:]) * ITEM_SIZE[dtype]
+        start, stop = first * row, (first + count) * row
+        low, high = start // CHECKED * CHECKED, min(-(-stop // CHECKED) * CHECKED, entry.nbytes)
+        scratch = self._scratch_for(high - low)
+        memory = scratch.numpy().data
+        read_into(self._files.folder / chunk.file, entry.start + low, memory)
+        for number, checksum in enumerate(chunk.checksums[low // CHECKED :] if self._digests else ()):
+            piece = memory[number * CHECKED : (number + 1) * CHECKED]
+            if piece and xxhash.xxh3_64(piece).hexdigest() != checksum:
+                raise self._damaged(chunk.file)
+        rows = scratch[start - low : stop - low].view(TORCH_DTYPE[dtype])
+        return rows.view(count, *chunk.shape[1:]) if chunk.shape else rows.view(()), first
+
+    def _damaged(self, file: str) -> EnvironmentProblem:
+        return EnvironmentProblem(
+            f"checkpoint {self._files.folder} is damaged: {file} is damaged: its checksum does not match, "
+            f"as {socket.gethostname()} reads it",
+            hint="use another checkpoint (--step N)",
+        )
 
     def _read_whole(self, file: str, pieces: Mapping[str, list[ReadItem]], planner: LoadPlanner) -> None:
         for item in (item for items in pieces.values() for item in items):  # before anything is filled
@@ -116,11 +148,7 @@ class Reader(StorageReader):
                     self._read_entry(stream, entry, pieces[entry.key], planner)
             self._skip(stream, stream.size)
             if stream.digest() != self._digests[file]:
-                raise EnvironmentProblem(
-                    f"checkpoint {self._files.folder} is damaged: {file} is damaged: "
-                    "its checksum does not match",
-                    hint="use another checkpoint (--step N)",
-                )
+                raise self._damaged(file)
 
     def _read_entry(
         self, stream: HashedReader, entry: Entry, items: list[ReadItem], planner: LoadPlanner
@@ -167,10 +195,11 @@ def _takes(target: Tensor, entry: Entry) -> bool:
     )
 
 
-def _put(piece: Tensor, item: ReadItem, planner: LoadPlanner) -> None:
-    """Copy the part of a stored piece that an item asks for to where it belongs."""
+def _put(piece: Tensor, item: ReadItem, planner: LoadPlanner, first: int = 0) -> None:
+    """Copy the part of a stored piece, of which there are the rows from `first` on, that an item asks for to
+    where it belongs."""
     for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        piece = piece.narrow(dim, offset, length)
+        piece = piece.narrow(dim, offset - (0 if dim else first), length)
     target = planner.resolve_tensor(item)
     target.detach().copy_(piece)
     planner.commit_tensor(item, target)

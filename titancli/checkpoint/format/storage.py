@@ -48,6 +48,8 @@ class Stored:
     shape: tuple[int, ...]
     digest: Digest
     """Of the whole file."""
+    checksums: tuple[str, ...]
+    """Of the piece, see `layout.Chunk`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,11 +179,12 @@ class Writer(StorageWriter):
                     )
                 file.write(tensor_bytes(value))
             digest = file.close()
+            checksums = file.checksums()
         return [
             WriteResult(
-                item.index, entry.nbytes, Stored(path.name, entry.key, entry.dtype, entry.shape, digest)
+                item.index, entry.nbytes, Stored(path.name, entry.key, entry.dtype, entry.shape, digest, sums)
             )
-            for item, entry in zip(items, entries, strict=True)
+            for item, entry, sums in zip(items, entries, checksums, strict=True)
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -190,7 +193,9 @@ class Writer(StorageWriter):
         for result in (result for rank in results for result in rank):
             stored: Stored = result.storage_data
             offsets = tuple(result.index.offset or ())
-            chunks[result.index.fqn].append(Chunk(offsets, stored.shape, stored.file, stored.key))
+            chunks[result.index.fqn].append(
+                Chunk(offsets, stored.shape, stored.file, stored.key, stored.checksums)
+            )
             files[stored.file] = stored.digest
         layouts = {}
         for name, tensor in metadata.state_dict_metadata.items():

@@ -53,6 +53,8 @@ class Written:
     name: str
     entries: tuple[Entry, ...]
     digest: Digest
+    checksums: list[tuple[str, ...]]
+    """Of each entry's pieces, see `tensorfile.TensorFileWriter.checksums`."""
 
 
 @torch.no_grad()
@@ -83,7 +85,7 @@ def write_files(
         with TensorFileWriter(folder / file_name, inside) as file:
             for entry in inside:
                 file.write_pieces(_blocks(entry, next(values)))
-            files.append(Written(file_name, inside, file.close()))
+            files.append(Written(file_name, inside, file.close(), file.checksums()))
     for _ in values:  # jobs at the end that nothing comes of
         raise TitanError("more tensors were read than announced")
     return files

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from titancli.checkpoint.format.hashed import Digest, HashedWriter
+from titancli.checkpoint.format.hashed import Digest, HashedWriter, Pieces
 from titancli.errors import EnvironmentProblem, TitanError
 
 ITEM_SIZE = {
@@ -72,6 +72,7 @@ class TensorFileWriter:
     def __init__(self, path: Path, entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> None:
         self._path = path
         self._sizes = iter([entry.nbytes for entry in entries])
+        self._pieces: list[Pieces] = []
         header = _header(path, entries, metadata)
         self._file = HashedWriter(path)
         try:
@@ -84,15 +85,16 @@ class TensorFileWriter:
         """The next entry's bytes: contiguous, little-endian, row-major; unchanged until `close` returns."""
         if data.nbytes != next(self._sizes, -1):
             raise TitanError(f"{self._path}: a tensor does not have the size given in the header")
-        self._file.write(data)
+        self._file.write(data, self._next())
 
     def write_pieces(self, pieces: Iterable[memoryview]) -> None:
         """The next entry's bytes, each piece written before the next one is asked for."""
         end = self._file.size + next(self._sizes, -1)
+        hashes = self._next()
         for piece in pieces:
             if self._file.size + piece.nbytes > end:
                 break
-            self._file.write(piece)
+            self._file.write(piece, hashes)
             self._file.settle()  # the same memory may hold the next piece
         else:
             if self._file.size == end:
@@ -104,6 +106,14 @@ class TensorFileWriter:
         if next(self._sizes, None) is not None:
             raise TitanError(f"{self._path}: fewer tensors were written than the header lists")
         return self._file.finish()
+
+    def checksums(self) -> list[tuple[str, ...]]:
+        """Return those of each entry's pieces of `hashed.CHECKED` bytes, once the file is closed."""
+        return [pieces.hexdigests() for pieces in self._pieces]
+
+    def _next(self) -> Pieces:
+        self._pieces.append(Pieces())
+        return self._pieces[-1]
 
     def __enter__(self) -> TensorFileWriter:
         return self

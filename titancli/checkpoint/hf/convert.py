@@ -166,8 +166,8 @@ def _save(draft: Draft, jobs: list[Job], max_shard: int | None, progress: Progre
         written = write_files(folder, filled, _file_name, limit=max_shard, progress=progress)
         files = {file.name: file.digest for file in written}
         for file in written:
-            for entry in file.entries:
-                whole = Chunk((0,) * len(entry.shape), entry.shape, file.name, entry.key)
+            for entry, sums in zip(file.entries, file.checksums, strict=True):
+                whole = Chunk((0,) * len(entry.shape), entry.shape, file.name, entry.key, sums)
                 layouts[entry.key] = replace(layouts[entry.key], chunks=(whole,))
         files |= draft.write_kept(folder)
         files[METADATA] = write_file(folder / METADATA, layout_text(layouts).encode())
