@@ -7,19 +7,20 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.tensors import bits, save, some_tensors
-from titancli.checkpoint import CheckpointReader, read_manifest
-from titancli.checkpoint.format.layout import Chunk, overlapping, read_layout
-from titancli.checkpoint.format.manifest import Manifest, faults, is_checkpoint, manifest_bytes
+from titancli.checkpoint import CheckpointReader, newest_good, read_manifest
+from titancli.checkpoint.format.layout import Chunk, read_layout, tile
+from titancli.checkpoint.format.manifest import Manifest, Verify, faults, is_checkpoint, manifest_bytes
 from titancli.checkpoint.format.tensorfile import Entry, TensorFileWriter, read_header, split
 from titancli.checkpoint.format.tensors import dtype_name, read_tensor, tensor_bytes
 from titancli.checkpoint.remote.store import at
@@ -175,13 +176,53 @@ def test_a_layout_that_is_no_json_is_refused(tmp_path: Path, text: str):
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(0, 3), st.integers(0, 3)), max_size=8
+        st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 3), st.integers(0, 3)), max_size=6
     )
 )
-def test_overlaps_are_found_as_by_counting(boxes: list[tuple[int, int, int, int]]):
+@example([(0, 0, 3, 1), (0, 1, 1, 2), (1, 1, 2, 2)])
+@example([(0, 0, 3, 2), (0, 1, 3, 1)])
+def test_boxes_tile_a_tensor_as_by_counting(boxes: list[tuple[int, int, int, int]]):
     chunks = [Chunk((a, b), (h, w), "f", "k") for a, b, h, w in boxes]
     cells = [(x, y) for a, b, h, w in boxes for x in range(a, a + h) for y in range(b, b + w)]
-    assert overlapping(chunks) == (len(cells) != len(set(cells)))
+    assert tile((3, 3), chunks) == (sorted(cells) == [(x, y) for x in range(3) for y in range(3)])
+
+
+def test_a_layout_of_many_pieces_costs_no_more_than_it_has():
+    """Columns beside rows: none can be told from another by its place along one dimension."""
+    size = 6000
+    columns = [Chunk((0, i), (size, 1), "f", "k") for i in range(size // 2)]
+    rows = [Chunk((i, size // 2), (1, size // 2), "f", "k") for i in range(size)]
+    began = time.process_time()
+    assert tile((size, size), columns + rows)
+    assert not tile((size, size), columns + rows[:-1])
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "metadata.json", "rank-00000.safetensors"])
+@pytest.mark.parametrize("kind", ["fifo", "link", "folder"])
+@pytest.mark.parametrize("verify", ["full", "off"])
+def test_what_is_no_regular_file_is_refused_and_never_waited_for(
+    tmp_path: Path, name: str, kind: str, verify: Verify
+):
+    save(tmp_path / "step-1")
+    path = tmp_path / "step-1" / name
+    elsewhere = path.rename(tmp_path / name)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to(elsewhere)
+    else:
+        path.mkdir()
+    with pytest.raises(EnvironmentProblem, match=f"{name} is not a regular file"):
+        CheckpointReader(tmp_path / "step-1", verify=verify)
+    assert newest_good(tmp_path, verify=verify) is None
+
+
+def test_a_manifest_of_any_size_is_not_read(tmp_path: Path):
+    save(tmp_path / "step-1")
+    os.truncate(tmp_path / "step-1" / "manifest.json", 1 << 40)
+    with pytest.raises(EnvironmentProblem, match=r"manifest\.json has 1099511627776 bytes"):
+        read_manifest(tmp_path / "step-1")
 
 
 def test_a_lying_shape_costs_no_memory(tmp_path: Path):

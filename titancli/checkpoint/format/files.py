@@ -7,6 +7,7 @@ import os
 import stat
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -74,6 +75,15 @@ def read_into(path: Path, start: int, memory: memoryview) -> None:
         raise EnvironmentProblem(f"{path} cannot be read: {error.strerror}") from error
 
 
+def file_size(path: Path) -> int | None:
+    """Return a file's size in bytes; None: it is no regular file. A link may lead out of the folder, and who
+    opens a FIFO waits for ever."""
+    if not isinstance(path, os.PathLike):  # a place in an object store
+        return path.stat().st_size
+    found = path.lstat()
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
 def read_file(path: Path, limit: int) -> bytes:
     """Return a small file's bytes. A place in an object store reads itself.
 
@@ -81,7 +91,9 @@ def read_file(path: Path, limit: int) -> bytes:
         OSError: it cannot be read.
         EnvironmentProblem: it is no regular file, or has more than `limit` bytes.
     """
-    size = patiently(path.stat).st_size
+    size = patiently(partial(file_size, path))
+    if size is None:
+        raise EnvironmentProblem(f"{path} is not a regular file")
     if size > limit:
         raise EnvironmentProblem(f"{path} has {size} bytes, and no more than {limit} are read")
     if not isinstance(path, os.PathLike):

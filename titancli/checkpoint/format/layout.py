@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from bisect import bisect_right, insort
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ METADATA = "metadata.json"
 FORMAT = 1
 LIMIT = 1 << 32
 """Bytes of `metadata.json`: as many as 8,000 ranks may write."""
+_PRIME = 2**127 - 1
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors\Z")
 
 
@@ -111,7 +113,7 @@ def _tensor(row: dict[str, Any]) -> TensorLayout:
     if len(shape) > 64 or math.prod(size for size in shape if size) >= 2**63:
         raise ValueError("an impossible shape")
     chunks = tuple(_chunk(chunk, shape) for chunk in row["chunks"])
-    if sum(math.prod(chunk.shape) for chunk in chunks) != math.prod(shape) or overlapping(chunks):
+    if not tile(shape, chunks):
         raise ValueError(f"the chunks of a tensor of shape {list(shape)} overlap or leave gaps")
     for chunk in chunks:
         count = -(-math.prod(chunk.shape) * ITEM_SIZE[dtype] // CHECKED)
@@ -136,27 +138,24 @@ def _chunk(row: dict[str, Any], shape: tuple[int, ...]) -> Chunk:
     return chunk
 
 
-def overlapping(chunks: Sequence[Chunk]) -> bool:
-    """Whether two boxes share an element: a sweep along the dimension with the most distinct offsets."""
-    boxes = [chunk for chunk in chunks if math.prod(chunk.shape)]
-    if len(boxes) < 2:
-        return False
-    if not boxes[0].shape:
-        return True
-    sweep = max(range(len(boxes[0].shape)), key=lambda d: len({box.offsets[d] for box in boxes}))
-    boxes.sort(key=lambda box: box.offsets[sweep])
-    active: list[tuple[int, int]] = []  # (end, index) of boxes that the sweep is inside of
-    for index, box in enumerate(boxes):
-        start = box.offsets[sweep]
-        del active[: bisect_right(active, (start, len(boxes)))]
-        if any(_meet(box, boxes[other]) for _, other in active):
-            return True
-        insort(active, (start + box.shape[sweep], index))
-    return False
+def tile(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
+    """Return whether boxes cover a tensor, each element once; in time linear in their number.
 
+    A box is the polynomial of its elements, x^i·y^j summed over all (i, j): times (1-x)(1-y) this is
+    (x^start - x^end)(y^start - y^end). The boxes' sum is that of the tensor if and only if they tile it, and
+    two different polynomials are hardly ever equal (less than once in 2^50) at a random point.
+    """
+    point = [secrets.randbelow(_PRIME) for _ in shape]
 
-def _meet(a: Chunk, b: Chunk) -> bool:
-    return all(
-        a.offsets[d] < b.offsets[d] + b.shape[d] and b.offsets[d] < a.offsets[d] + a.shape[d]
-        for d in range(len(a.shape))
-    )
+    @cache
+    def power(dim: int, exponent: int) -> int:
+        return pow(point[dim], exponent, _PRIME)
+
+    def value(offsets: Sequence[int], sizes: Sequence[int]) -> int:
+        product = 1
+        for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
+            product = product * (power(dim, start) - power(dim, start + size)) % _PRIME
+        return product
+
+    found = sum(value(chunk.offsets, chunk.shape) for chunk in chunks)
+    return found % _PRIME == value([0] * len(shape), shape)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import xxhash
 
-from titancli.checkpoint.format.files import patiently, read_file
+from titancli.checkpoint.format.files import file_size, patiently, read_file
 from titancli.checkpoint.format.hashed import Digest, file_digest
 from titancli.errors import EnvironmentProblem, TitanError
 
@@ -32,7 +32,8 @@ STEP_NAME = re.compile(r"step-(\d{1,18})\Z")
 REPLACED_NAME = re.compile(r"\.step-(\d{1,18})\.old-[0-9a-f]{8}\Z")
 
 Verify = Literal["full", "size", "off"]
-"""What is looked at before a checkpoint is trusted: every byte, names and sizes, or nothing."""
+"""What is looked at before a checkpoint is trusted: every byte, names and sizes, or only that its files are
+regular ones."""
 
 _FIRST_LINE = re.compile(rb'\{"xxh3_64": "([0-9a-f]{16})",\n')
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
@@ -150,13 +151,14 @@ def faults(
 
     `only` limits the checksums to these files, so that ranks can share the reading.
     """
-    if verify == "off":
-        return []
     try:
-        present = patiently(lambda: {path.name: path.stat().st_size for path in folder.iterdir()})
+        present = patiently(lambda: {path.name: file_size(path) for path in folder.iterdir()})
     except OSError as error:
         return [f"{folder} cannot be read: {error.strerror}"]
-    found = [f"{name} is missing" for name in manifest.files if name not in present]
+    found = [f"{name} is not a regular file" for name in manifest.files if present.get(name, 0) is None]
+    if verify == "off":
+        return found
+    found += [f"{name} is missing" for name in manifest.files if name not in present]
     extra = present.keys() - manifest.files.keys() - {MANIFEST}
     # A network file system keeps a file that is deleted while open under such a name.
     found += [
@@ -164,7 +166,7 @@ def faults(
     ]
     chosen = manifest.files.keys() if only is None else only
     for name, digest in manifest.files.items():
-        if name not in present:
+        if present.get(name) is None:
             continue
         if present[name] != digest.size:
             found.append(f"{name} has {present[name]} bytes instead of {digest.size}")
