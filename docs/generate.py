@@ -1,7 +1,7 @@
-"""Writes what docs/ says of titan's own components and fields: `python docs/generate.py`.
+"""Write the generated parts of docs/, about titan's own components and fields: `python docs/generate.py`.
 
-`components.md` is written whole, from titan's own menu; other plugins describe themselves. In
-`coming-from-torchtitan.md` the table between the two marks is written. A test compares both.
+`components.md` is generated completely, from titan's own components; other plugins document themselves. In
+`coming-from-torchtitan.md` the table between the two marks is generated. A test compares both.
 """
 
 from __future__ import annotations
@@ -28,40 +28,42 @@ HEAD = """\
 
 <!-- Written by docs/generate.py: change the docstrings, not this page. -->
 
-Everything that titan itself offers to a recipe, with each field's type, default and meaning. `titan show
-NAME` prints the same for one component, also of a plugin; `titan list-components` lists what is installed.
+All components that titan itself provides, with the type, default and meaning of each field. `titan show
+NAME` prints the same for one component, including those of plugins; `titan list-components` lists what is
+installed.
 """
 PARTS = {
     "model.name": "`model.type`",
     "model.flavor": "`model.flavor`; the attention mask is `dataset.document_mask`",
     "model.hf_assets_path": "`tokenizer.path`",
     "model.tokenizer_path": "`tokenizer.path`",
-    "model.converters": "one `[[converters]]` each",
+    "model.converters": "one `[[converters]]` table each",
     "optimizer.name": "`optimizer.type`",
     "training.dataset": "`dataset.type`, and its keys",
     "training.dataset_path": "`dataset.path`",
-    "training.global_batch_size": "`training.global_batch_size`; left out for -1",
+    "training.global_batch_size": "`training.global_batch_size`; omitted for -1",
     "lr_scheduler.warmup_steps": "`lr_scheduler.warmup_steps`",
     "lr_scheduler.decay_ratio": "`lr_scheduler.decay_ratio`",
     "checkpoint.initial_load_path": "`weights`, if it is a Hugging Face folder",
     "checkpoint.initial_load_in_hf": "`weights`",
-    "checkpoint.last_save_model_only": "`checkpoint.last_save_model_only`, if written; beside all state",
-    "checkpoint.last_save_in_hf": "`checkpoint.last_save_in_hf`; beside all state",
+    "checkpoint.last_save_model_only": "`checkpoint.last_save_model_only`, if set; saved in addition to "
+    "the whole state",
+    "checkpoint.last_save_in_hf": "`checkpoint.last_save_in_hf`; saved in addition to the whole state",
     "checkpoint.export_dtype": "`checkpoint.export_dtype`",
-    "checkpoint.exclude_from_loading": "`checkpoint.exclude_from_loading`, by other names",
+    "checkpoint.exclude_from_loading": "`checkpoint.exclude_from_loading`, with other names",
     "checkpoint.enable_first_step_checkpoint": "`checkpoint.enable_first_step_checkpoint`",
     "checkpoint.create_seed_checkpoint": "`checkpoint.create_seed_checkpoint`",
     "checkpoint.load_only": "`checkpoint.enable = false`",
     "activation_checkpoint.mode": "`activation_checkpoint.mode`",
     "activation_checkpoint.selective_ac_option": "`activation_checkpoint.selective_ac_option`; default `op`",
     "parallelism.enable_async_tensor_parallel": "`parallelize.async_tp`; needs `compile.enable`",
-    "parallelism.pipeline_parallel_schedule": "`pipeline.schedule`, with torch's own capitals",
+    "parallelism.pipeline_parallel_schedule": "`pipeline.schedule`, in torch's capitalization",
     "parallelism.context_parallel_rotate_method": '`parallelize.context_parallel`; `"alltoall"` is `"ring"`',
-    "compile.components": "`compile.components`; default `model` alone",
+    "compile.components": "`compile.components`; default only `model`",
     "metrics.enable_tensorboard": '`[[loggers]]` with `type = "tensorboard"`',
-    "metrics.enable_wandb": '`[[loggers]]` with `type = "wandb"`, if a plugin offers it',
+    "metrics.enable_wandb": '`[[loggers]]` with `type = "wandb"`, if a plugin provides it',
     "quantize.linear.float8": '`[[converters]]` with `type = "float8_linear"` (plugin titan-float8)',
-    "quantize": "`[[converters]]`, if a plugin offers it",
+    "quantize": "`[[converters]]`, if a plugin provides it",
 }
 """What the fields become that `titancli/migrate/parts.py` reads."""
 
@@ -72,7 +74,7 @@ def components_page() -> str:
 
 def _components() -> Iterator[str]:
     for kind in KINDS.values():
-        default = f" A recipe that names none gets `{kind.default}`." if kind.default else ""
+        default = f" Default: `{kind.default}`." if kind.default else ""
         yield f"## {kind.name}\n\n{kind.summary[:1].upper()}{kind.summary[1:]}.{default}\n"
         for config in builtin.titan_components():
             if component_info(config).kind == kind.name:
@@ -88,7 +90,7 @@ def _component(config: type) -> Iterator[str]:
 
 
 def _sections() -> Iterator[str]:
-    yield "## Sections of titan itself\n"
+    yield "## Sections\n"
     fields = fields_of(Recipe)
     top = [field for name, field in fields.items() if name not in recipe_slots() and not field.type.tables]
     yield "### At the top\n"
@@ -126,7 +128,7 @@ def _became(field: Field) -> str:
     if field.to is not None and not has_key(field.to):
         return f"none: {_cell(field.why)}"
     if field.to is not None:
-        default = ", always written: titan's default is another" if field.always else ""
+        default = ", always written because titan's default differs" if field.always else ""
         return f"`{field.to}`{default}"
     for name in (field.name, field.name.rpartition(".")[0], field.name.partition(".")[0]):
         if not field.why and name in PARTS:
