@@ -11,7 +11,10 @@ import pytest
 from tests.packaging.conftest import Environment, checked, run
 
 pytestmark = pytest.mark.e2e
-KINDS = ("model", "loss", "dataset", "tokenizer", "optimizer", "converter", "logger")
+KINDS = (
+    *("model", "loss", "dataset", "tokenizer", "optimizer", "converter", "logger"),
+    *("loop", "task", "reward", "advantage"),
+)
 
 
 @pytest.fixture(

@@ -52,8 +52,11 @@ def test_nothing_is_loaded_into_pytest() -> None:
     assert not [p for p in metadata.entry_points(group="pytest11") if p.value.startswith("titancli")]
 
 
-def test_there_are_seven_templates() -> None:
-    people_write = {"model", "dataset", "tokenizer", "loss", "optimizer", "converter", "logger"}
+def test_there_are_eleven_templates() -> None:
+    people_write = {
+        *("model", "loss", "dataset", "tokenizer", "optimizer", "converter", "logger"),
+        *("loop", "task", "reward", "advantage"),
+    }
     assert set(KINDS_WITH_TEMPLATE) == people_write
 
 

@@ -14,8 +14,10 @@ from titancli.version import __version__
 
 TEMPLATES = Path(__file__).parent / "templates"
 KINDS_WITH_TEMPLATE = tuple(kind for kind in KINDS if (TEMPLATES / f"{kind}.config.txt").is_file())
-MANY = ("converter", "logger")
+MANY = ("converter", "logger", "reward")
 """Kinds that a recipe holds lists of: their slot is `[[converters]]`."""
+OF_GRPO = ("task", "reward", "advantage")
+"""Kinds whose slot is one of the loop grpo."""
 
 
 def new_plugin(name: str, kind: str, folder: Path) -> list[Path]:
@@ -70,7 +72,10 @@ def _words(name: str, kind: str) -> dict[str, str]:
     component = package.removeprefix("titan_")
     if component[0].isdigit() or keyword.iskeyword(component):
         raise UsageError(f"{component!r} cannot be the name of a component", hint="for example titan-lab")
-    slot = f"{kind}s" if kind in MANY else kind
+    slot = f"loop.{kind}" if kind in OF_GRPO else kind
+    array = f"{slot}s='[{{type = \"{component}\"}}]'"
+    helpers = "check_plugin, run_cli" if kind in OF_GRPO else "check_plugin, recipe, run_cli"
+    standard = "import json\nfrom pathlib import Path" if kind == "loop" else "from pathlib import Path"
     return {
         "name": name,
         "package": package,
@@ -78,9 +83,28 @@ def _words(name: str, kind: str) -> dict[str, str]:
         "class_": "".join(part.capitalize() for part in component.split("_")),
         "kind": kind,
         "titan": ".".join(__version__.split(".")[:2]),
-        "table": f"[[{slot}]]" if kind in MANY else f"[{slot}]",
-        "use": f"{slot}='[{{type = \"{component}\"}}]'" if kind in MANY else f"{kind}={component}",
+        "base": "grpo_digit" if kind in OF_GRPO else "llama3_debug",
+        "use": array if kind in MANY else f"{slot}={component}",
+        "imports": f"\n{standard}\n\nfrom titancli.testing import {helpers}\n",
+        "trains": _trains(name, kind, component),
     }
+
+
+def _trains(name: str, kind: str, component: str) -> str:
+    """The lines of the test that trains with the component."""
+    if kind in OF_GRPO:
+        full = f"{name}/{component}"
+        use = f'loop.rewards=[{{type="{full}"}}]' if kind == "reward" else f"loop.{kind}={full}"
+        return (
+            f"    use = {use!r}\n"
+            '    small = ("training.steps=1", "loop.eval_freq=0", "loop.samples=4", use)\n'
+            '    done = run_cli("train", "grpo_digit", *small, cwd=tmp_path)'
+        )
+    table = f"[[{kind}s]]" if kind in MANY else f"[{kind}]"
+    return (
+        f"    file = recipe(tmp_path, '{table}\\ntype = \"{name}/{component}\"')\n"
+        '    done = run_cli("train", file, cwd=tmp_path)'
+    )
 
 
 def _template(name: str) -> Template:
