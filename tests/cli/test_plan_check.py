@@ -68,7 +68,7 @@ def test_a_rank_can_be_chosen(capsys):
     check = checked(capsys, "--world-size", "8", "mesh.tp=2", "--check-rank", "7", "--check-rank", "0")
     assert [rank["rank"] for rank in check["ranks"]] == [7, 0]
     assert main([*SMALL, "--world-size", "8", "--check-rank", "8"]) == 2
-    assert "no rank 8 among 8" in capsys.readouterr().err
+    assert "rank 8 does not exist among 8 ranks" in capsys.readouterr().err
 
 
 def test_people_see_both_beside_each_other(capsys):

@@ -264,7 +264,11 @@ def test_options_that_make_no_sense(titan: Titan, checkpoint: Path, options: lis
 def test_a_source_that_is_none(titan: Titan, tmp_path: Path, checkpoint: Path) -> None:
     (tmp_path / "bare").mkdir()
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    for source, message in [("none", "does not exist"), ("bare", "is not a run"), ("run", "a run with a good checkpoint")]:
+    for source, message in [
+        ("none", "does not exist"),
+        ("bare", "is not a run"),
+        ("run", "a run with a good checkpoint"),
+    ]:
         done = titan("generate", source, "x")
         assert (done.code, done.out) == (5, "")
         assert message in done.err and source in done.err

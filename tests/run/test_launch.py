@@ -104,7 +104,8 @@ def test_on_several_nodes_it_gets_files_that_are_gone_afterwards(
 ) -> None:
     done = strict("--nproc", "1", "--nnodes", str(nodes), "--rdzv", "n:1", "--json")
     assert (done.code == 0) == (nodes == 3), done.err
-    told = json.loads(done.out)
+    told, *errors = (json.loads(line) for line in done.out.splitlines())
+    assert len(errors) == (nodes == 7)
     given = told["given"]
     assert given["run_folder"] == str(here / "r")
     assert (given["nproc"], given["nnodes"], given["rdzv"], given["json_events"]) == (1, nodes, "n:1", True)

@@ -81,7 +81,7 @@ def of_another_format(run: Path) -> None:
     [
         (empty, "it has no manifest.json"),
         (damage, "manifest.json is damaged"),
-        (of_another_format, "has format 2, this titan reads format 1"),
+        (of_another_format, "has format 2, but this version of titan reads format 1"),
         (errno.ESTALE, "manifest.json cannot be read: Stale file handle"),
         (errno.EIO, "rank-00000.safetensors cannot be read: Input/output error"),
     ],
