@@ -427,7 +427,7 @@ def with_output(name: str) -> Any:
         (
             GOOD | ROLLOUT | {"advantages": TOKENS[:, 0]},
             Grpo(),
-            r"takes advantages as \[B, S\], .* are \[4\]",
+            r"takes advantages as \[B, S\], .* the batch has \[4\]",
         ),
         (GOOD | ROLLOUT, Gspo(kl_coef=0.1), "needs reference_logprobs"),
         (GOOD | {"reference_row_logprobs": TOKENS.float()}, DPO(), r"takes reference_row_logprobs as \[B\]"),
