@@ -1,8 +1,8 @@
-"""What each kind's builder is given, and what it must return.
+"""Define what the builder of each kind is called with, and what it must return.
 
-Every builder is called as `build(config, **runtime)`, `runtime` being the keyword arguments of the kind's
-Protocol, and gets nothing else of the recipe. What is required of a thing is its Protocol; what it may have
-beside that is declared in a class of defaults, read by `titancli.registry.defaults.with_defaults`.
+Every builder is called as `build(config, **runtime)`, where `runtime` are the keyword arguments of the
+kind's Protocol; it gets nothing else from the recipe. Required members are in the Protocols; optional
+members are declared in classes of defaults, which `titancli.registry.defaults.with_defaults` reads.
 """
 
 from __future__ import annotations
@@ -30,173 +30,182 @@ if TYPE_CHECKING:
 
 
 class Model(Protocol):
-    """An `nn.Module` that says what can be split; the `decoder` plan applies it.
+    """An `nn.Module` that declares how it can be split; the `decoder` plan applies it.
 
-    `forward(**inputs)` returns the raw output; with `batch=` and `loss=` it returns what
-    `output(hidden, batch, loss)` returns, a LossResult, computed inside the output module.
+    `forward(**inputs)` returns the raw output; with `batch=` and `loss=` it returns what `output(hidden,
+    batch, loss)` returns, a LossResult, computed inside the output module.
 
-    Under a pipeline a rank has stages of the model: copies in which the children of other stages are None and
-    `layers` holds the stage's own blocks. Forward leaves out what is None. A stage that is not the first
-    finds in place of the first of `inputs` the hidden states of the stage before it, [B, S, dim] (`dim` being
-    the config's), and always `positions`; one that is not the last is given no loss, and returns its hidden
-    states. No parameter may belong to the model itself, only to its children.
+    With pipeline parallelism a rank has stages of the model: copies in which the children of other stages
+    are None and `layers` holds the blocks of the stage. Forward must skip children that are None. A stage
+    other than the first gets the hidden states of the previous stage, [B, S, dim] (`dim` of the config), in
+    place of the first of `inputs`, and always `positions`; a stage other than the last gets no loss and
+    returns its hidden states. All parameters must be in children, none in the model itself.
 
-    Under context parallel a plan puts another method in place of each attention's
-    `core_attention(q, k, v, mask, causal=True)`, which calls the module's own one with whole keys and values,
-    or with whole rows of some heads; and it sets `row_cut` on the model and on its output.
+    With context parallelism a plan replaces the method `core_attention(q, k, v, mask, causal=True)` of each
+    attention by one that calls the original method with whole keys and values, or with whole rows of some
+    heads; it also sets `row_cut` on the model and on its output.
 
-    What a model may have beside this stands in `ModelDefaults`, and what its modules may have in
-    `ModuleDefaults`.
+    Optional members of a model are in `ModelDefaults`, those of its modules in `ModuleDefaults`.
     """
 
     inputs: tuple[str, ...]
-    """The batch's tensors that forward takes, e.g. `("tokens", "positions", "document_ids")`."""
+    """The tensors of a batch that forward takes, e.g. `("tokens", "positions", "document_ids")`."""
     sequence_dim: Mapping[str, int]
-    """Which dimension runs along the sequence, of each input that context parallel may cut: every rank then
-    computes on its own part of a row. Not that of `document_ids`: a mask is made of those of the whole row,
-    for attention sees keys of every part. `positions` must be here, since a part does not begin at 0."""
+    """The dimension along the sequence, for each input that context parallelism may shard: every rank
+    then computes its own part of a row. Must contain `positions`, because a part does not start at 0, but
+    not `document_ids`: the mask is built from those of the whole row, since attention sees the keys of
+    every part."""
     layers: nn.ModuleDict
     """The blocks, keyed by absolute index: `"0"`, `"1"`, …"""
     output: nn.Module
     tensor_plan: Mapping[str, Literal["column", "row", "vocab", "norm", "replicate", "expert"]]
-    """Parameter-name pattern (fnmatch) to how it is cut under tensor parallelism; "expert": not by it, but
-    over mesh.ep."""
+    """Maps patterns of parameter names (fnmatch) to how they are sharded under tensor parallelism;
+    "expert" means sharded over mesh.ep instead."""
     experts: Mapping[str, nn.Module]
-    """The `titancli.models.blocks.moe.Experts` that this part of the model has, by name; empty for a dense
-    model. Expert parallel spreads them over ranks, and FSDP2 takes each for a group of its own."""
+    """The `titancli.models.blocks.moe.Experts` in this part of the model, by name; empty for a dense
+    model. Expert parallelism distributes them over ranks, and each is a separate FSDP2 group."""
 
     def init_weights(self, generator_for: Callable[[str], torch.Generator]) -> None:
-        """Fill every parameter in place, each from `generator_for(name)`, drawn whole and then cut."""
+        """Initialize every parameter in place, each from `generator_for(name)`; values are drawn for the
+        whole parameter and then sharded."""
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Floating-point operations of forward and backward for one token of a row of seq_len."""
+        """Return the floating-point operations of forward and backward for one token of a row of seq_len."""
         ...
 
 
 class ModelDefaults:
-    """Optional members of a model, each with what a model without it has."""
+    """Optional members of a model, with their defaults."""
 
     token_inputs: tuple[str, ...] = ("tokens",)
-    """The inputs that lie in a row one after the other, each along its `sequence_dim`: their lengths are what
-    is counted as tokens."""
+    """The inputs that make up a row, one after the other, each along its `sequence_dim`: their lengths
+    are counted as tokens."""
     parameter_device: torch.device | None = None
-    """Set by a parallelize plan whose parameters are elsewhere than the engine computes; None: there."""
+    """Set by a parallelize plan whose parameters are on another device than the computation; None: the
+    same device."""
     row_cut: RowCut | None = None
-    """Set by a parallelize plan: how rows are cut over the ranks of mesh.cp."""
+    """Set by a parallelize plan: how rows are sharded over the ranks of mesh.cp."""
     config: Any = None
-    """What it was built of."""
+    """The config that the model was built from."""
     new_cache: Callable[..., Cache] | None = None
-    """Of a model that can generate: `new_cache(length, padding=None)`, for rows of at most `length` tokens of
-    which `padding` ([B] int64) at the beginning of each do not count. `forward(tokens, cache=cache)` adds
-    tokens to those that the cache holds and returns the logits of the last one, [B, 1, V]."""
+    """For a model that can generate: `new_cache(length, padding=None)`, for rows of at most `length`
+    tokens, where the first `padding` ([B] int64) tokens of each row do not count. `forward(tokens,
+    cache=cache)` appends tokens to the cache and returns the logits of the last one, [B, 1, V]."""
 
     def token_counts(self) -> dict[str, Tensor]:
-        """How many tokens each expert has trained on here since the last step, by layer: of a model whose
-        state moves by them, outside of gradients. It keeps that state in persistent buffers."""
+        """Return how many tokens each expert has trained on here since the last step, by layer; for a
+        model with state that depends on these counts and not on gradients. It keeps that state in
+        persistent buffers."""
         return {}
 
     def forget_token_counts(self) -> None:
-        """Count anew."""
+        """Reset the token counts."""
 
     def after_step(self, counts: dict[str, Tensor]) -> None:
-        """Called after each optimizer step with the counts, summed over all ranks that had other tokens."""
+        """Update the state after each optimizer step, with the counts summed over all ranks that had
+        different tokens."""
 
 
 class ModuleDefaults:
-    """Optional members of the modules in a model, each with what a module without it has."""
+    """Optional members of the modules of a model, with their defaults."""
 
     core_attention: Callable[..., Tensor] | None = None
-    """Of an attention: `core_attention(q, k, v, mask, causal=True)`, which context parallel replaces."""
+    """For an attention: `core_attention(q, k, v, mask, causal=True)`, which context parallelism replaces."""
     reach: Any = None
-    """Of an attention: how far back a token sees, a `titancli.models.blocks.reach.Reach`; None: to the row's
-    beginning."""
+    """For an attention: how far back a token sees, a `titancli.models.blocks.reach.Reach`; None: to the
+    start of the row."""
     is_plain_softmax: bool = False
-    """Of an attention: whether `core_attention` is plain softmax attention, which a ring can compute."""
+    """For an attention: whether `core_attention` is plain softmax attention, which a ring can compute."""
     loss_backend: str | None = None
-    """Of an output: set by a parallelize plan, the backend that compiles its loss; None: it stays eager."""
+    """For an output: set by a parallelize plan, the backend that compiles its loss; None: the loss is
+    eager."""
     takes_local_parameters: bool = False
-    """Whether `forward` computes with this rank's parts of the parameters by itself."""
+    """Whether `forward` itself computes with this rank's shards of the parameters."""
     tensor_parallel: Callable[..., None] | None = None
-    """`tensor_parallel(group, style)`: has `forward` compute with this rank's parts of the parameters, of
-    which `weight` is cut in `style`."""
+    """`tensor_parallel(group, style)`: makes `forward` compute with this rank's shards of the parameters,
+    where `weight` is sharded in `style`."""
 
     def parts(self) -> list[tuple[nn.Module, str]]:
-        """Of a block: the methods, by module and name, that can each be compiled whole."""
+        """Return the methods of a block, by module and name, that can each be compiled as a whole."""
         return [(cast("nn.Module", self), "forward")]
 
     def tensor_plan(self, style: str | None) -> Mapping[str, str]:
-        """How parameters that a converter has added are cut where the module's weight is cut in a style."""
+        """Return how parameters added by a converter are sharded if the weight of the module is sharded
+        in `style`."""
         return {}
 
 
 class Cache(Protocol):
-    """What a model keeps of the tokens that it has seen, for rows that grow together."""
+    """The state that a model keeps of previous tokens, for rows that grow together."""
 
     def select(self, rows: Tensor) -> None:
-        """Keep these rows ([N] int64), in this order; a row that is named twice is there twice."""
+        """Keep these rows ([N] int64), in this order; a row may occur more than once."""
 
 
 class ModelConfig(Protocol):
-    """What `titan plan` asks a model's config, torch-free. Optional: a model without it is not estimated.
+    """What `titan plan` needs from a model's config, without torch. Optional: a model without it is not
+    estimated.
 
-    What else such a config may have stands in `titancli.registry.defaults`.
+    Other optional members of such a config are in `titancli.registry.defaults`.
     """
 
     def shape(self) -> Decoder:
-        """The sizes: every parameter of the module by name and shape, with its style in `tensor_plan`."""
+        """Return the sizes: every parameter of the module by name and shape, with its style in
+        `tensor_plan`."""
         ...
 
 
 class ModelBuilder(Protocol):
     def __call__(self, config: Any, *, seq_len: int) -> Model:
-        """Build on the device that is current (usually meta); must not draw initial values."""
+        """Build the module on the current device (usually meta), without initial values."""
         ...
 
 
 class HFForm(Protocol):
-    """A model's Hugging Face form: what `hf=` of `@component` returns for a config.
+    """The Hugging Face form of a model: what `hf=` of `@component` returns for a config.
 
-    Transforms work on one tensor at a time, so that memory grows with the largest tensor only. What a form
-    may have beside this stands in `HFFormDefaults`.
+    Transforms work on one tensor at a time, so that memory use is limited by the largest tensor. Optional
+    members are in `HFFormDefaults`.
     """
 
     def to_hf(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """The Hugging Face tensors that come of one of ours (plain name, whole tensor)."""
+        """Return the Hugging Face tensors for a titan parameter (plain name, whole tensor)."""
         ...
 
     def sources(self, name: str) -> list[str]:
-        """The Hugging Face names that one parameter of ours is made of, in the order `from_hf` takes them;
-        none where a Hugging Face folder has nothing of it, and `from_hf` knows what it begins with."""
+        """Return the Hugging Face names that a titan parameter is built from, in the order in which
+        `from_hf` takes them; empty if a Hugging Face folder has no such tensor and `from_hf` defines its
+        initial value."""
         ...
 
     def from_hf(self, name: str, tensors: list[Tensor]) -> Tensor:
-        """Our parameter out of the tensors that `sources` named."""
+        """Build a titan parameter from the tensors named by `sources`."""
         ...
 
     def ignored(self, hf_name: str) -> bool:
-        """Whether a Hugging Face tensor is rightly left unread (a tied copy, an inv_freq buffer)."""
+        """Return whether a Hugging Face tensor can be ignored (a tied copy, an inv_freq buffer)."""
         ...
 
     def config_json(self) -> dict[str, Any]:
-        """`config.json` for transformers, without `dtype`, `bos_token_id`, `eos_token_id`."""
+        """Return the `config.json` for transformers, without `dtype`, `bos_token_id`, `eos_token_id`."""
         ...
 
 
 class HFFormDefaults:
-    """Optional members of a Hugging Face form, each with what a form without it has."""
+    """Optional members of a Hugging Face form, with their defaults."""
 
     library: ClassVar[str] = "transformers"
     """"diffusers" for a folder that is not transformers': other names of files, and a class in place of
     `model_type`."""
     loses_biases: bool = False
-    """Whether its folders have no place for the biases that balance experts."""
+    """Whether its folders cannot hold the biases that balance experts."""
 
     def copy_of(self, hf_name: str) -> str | None:
-        """The Hugging Face tensor that an ignored one must be equal to."""
+        """Return the Hugging Face tensor that an ignored one must be equal to."""
         return None
 
     def known_as(self, hf_name: str) -> str:
-        """Under which of its own names it knows a tensor that some folders have under another one."""
+        """Return the form's own name for a tensor that has another name in some folders."""
         return hf_name
 
 
@@ -211,42 +220,44 @@ class HFBuilder(Protocol):
     def __call__(self, config: Any) -> HFForm: ...
 
     def from_config_json(self, config_json: dict[str, Any]) -> dict[str, Any]:
-        """The keys of `[model]` (without `type`) for a Hugging Face `config.json`; a static method.
+        """Return the keys of `[model]` (without `type`) for a Hugging Face `config.json`; a static
+        method.
 
         Raises:
-            TitanError: the config asks for something that the model does not have.
+            TitanError: the config requires something that the model does not support.
         """
         ...
 
 
 class HFBuilderDefaults:
-    """Optional members of a class of Hugging Face forms, each with what a class without it has."""
+    """Optional members of a class of Hugging Face forms, with their defaults."""
 
     model_type: str | None = None
-    """None of a class that has `model_types`, or that reads any."""
+    """None for a class that has `model_types`, or that reads any type."""
     model_types: tuple[str, ...] | None = None
-    """All that it reads; empty: a folder of any type, but only if the model is named; None: `model_type`."""
+    """All types that it reads; empty: any type, but only if the model is selected explicitly; None: only
+    `model_type`."""
 
 
 # ----------------------------------------------------------------------------------------------- data
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back.
+    """Converts text to ids and back.
 
-    What it may have beside this stands in `TokenizerDefaults`. What a chat template does not take is a
+    Optional members are in `TokenizerDefaults`. A conversation that a chat template rejects raises
     `titancli.data.chat_template.ChatRefused`.
     """
 
     vocab_size: int
     """Ids are below this."""
     eos_id: int
-    """Ends a document."""
+    """The id that ends a document."""
     files: Mapping[str, str | Path]
-    """Files an export carries along: name to source path; empty where there are none."""
+    """Files to copy into an export: name to source path; may be empty."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids without added special tokens."""
+        """Return ids, without added special tokens."""
         ...
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
@@ -254,31 +265,34 @@ class Tokenizer(Protocol):
     def decode(self, ids: list[int]) -> str: ...
 
     def chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]:
-        """Ids of a conversation under the tokenizer's own chat template; a TitanError where it has none.
+        """Return the ids of a conversation, using the tokenizer's own chat template; raises a TitanError
+        if it has none.
 
-        `add_generation_prompt`: with what an answer of the assistant is to follow.
+        Args:
+            add_generation_prompt: whether to append the prompt for an answer of the assistant.
         """
         ...
 
 
 class TokenizerDefaults:
-    """Optional members of a tokenizer, each with what a tokenizer without it has."""
+    """Optional members of a tokenizer, with their defaults."""
 
     bos_id: int | None = None
     adds_bos: bool = False
-    """Whether a text to continue begins with bos."""
+    """Whether a text to continue starts with BOS."""
     fingerprint: str | None = None
-    """Changes when the ids do; None: its class, size, end and files tell it from others."""
+    """A text that changes when the ids change; None: derived from its class, vocabulary size, end marker
+    and files."""
     chat_fingerprint: str | None = None
-    """The same of the ids of `chat`."""
+    """The same for the ids of `chat`."""
     chat_with_mask: Callable[..., tuple[list[int], list[bool]]] | None = None
-    """Needed to train on what an assistant says: `chat_with_mask(messages, *, first=0) -> (ids, mask)`, the
-    ids of `chat`, and which of them are of assistant turns among `messages[first:]`, the end marker included.
-    One that takes `trailing_newline: bool = False` too can include the line break that its template puts
-    behind the marker."""
+    """Needed to train on assistant messages: `chat_with_mask(messages, *, first=0) -> (ids, mask)`, the
+    ids of `chat`, and which of them belong to assistant turns among `messages[first:]`, including the end
+    marker. With an additional argument `trailing_newline: bool = False` it can include the line break
+    that the template adds after the marker."""
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray] | None:
-        """`encode_batch` without lists of Python integers; None: there is only `encode_batch`."""
+        """Return the result of `encode_batch` as arrays; None: only `encode_batch` is available."""
         return None
 
 
@@ -287,16 +301,17 @@ class TokenizerBuilder(Protocol):
 
 
 class Dataset(Protocol):
-    """An endless or ending stream of this rank's batches, on the CPU, all of one shape."""
+    """A finite or infinite stream of this rank's batches, on the CPU, all of the same shape."""
 
     def __iter__(self) -> Iterator[Batch]: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch handed out: plain JSON, independent of dp_rank and dp_size."""
+        """Return the position after the last batch that was returned: plain JSON, independent of dp_rank
+        and dp_size."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position, whatever the dp_size it was saved under.
+        """Continue from a position, whatever the dp_size when it was saved.
 
         Raises:
             TitanError: the data is not the data that the state was saved on.
@@ -315,8 +330,8 @@ class DatasetBuilder(Protocol):
         dp_size: int,
         seed: int,
     ) -> Dataset:
-        """`tokenizer` is None for a config with `needs_tokenizer = False`, whose recipes have no [tokenizer],
-        and for no other; see `titancli.registry.defaults`."""
+        """Build the dataset; `tokenizer` is None only for a config with `needs_tokenizer = False`, whose
+        recipes have no [tokenizer]; see `titancli.registry.defaults`."""
         ...
 
 
@@ -324,37 +339,38 @@ class DatasetBuilder(Protocol):
 
 
 class Converter(Protocol):
-    """Changes a model, on one device, before it is cut.
+    """Changes a model, on one device, before it is sharded.
 
-    One that adds parameters of its own (adapters) also has what stands in `ConverterDefaults`. A module that
-    gets parameters says how they are cut: `ModuleDefaults.tensor_plan`.
+    A converter that adds its own parameters (adapters) also has the members of `ConverterDefaults`. A module
+    that gets parameters declares how they are sharded: `ModuleDefaults.tensor_plan`.
     """
 
     def convert(self, model: Model) -> None:
-        """Change the model in place, on meta, before it is cut. Parameter names stay."""
+        """Change the model in place, on meta, before it is sharded. Parameter names must not change."""
 
     def after_step(self, model: Model) -> None:
-        """Called whenever the weights have new values: after each optimizer step, and after a load."""
+        """Update derived values whenever the weights have changed: after each optimizer step, and after a
+        load."""
 
     def plain(self, name: str, tensor: Tensor) -> Tensor:
-        """A parameter without the converter's own tensor class, in the same memory: checkpoints are read into
-        it as well as written from it. `tensor` is a DTensor where the parameter is sharded."""
+        """Return a parameter without the converter's own tensor class, in the same memory: checkpoints
+        are loaded into it as well as saved from it. `tensor` is a DTensor if the parameter is sharded."""
         ...
 
 
 class ConverterDefaults:
-    """Members of a converter that adds parameters of its own, None of any other."""
+    """Members of a converter that adds its own parameters; None for any other converter."""
 
     owns: Callable[[str], bool] | None = None
-    """Whether a parameter of this name is one: these alone are saved, and the others are the base's."""
+    """Whether a parameter with this name was added: only these are saved, all others belong to the base."""
     facts: Mapping[str, Any] | None = None
-    """Plain data that a checkpoint tells of them."""
+    """Plain data about them that is stored in checkpoints."""
     initialise: Callable[..., None] | None = None
-    """`initialise(model, generator_for)` fills them."""
+    """`initialise(model, generator_for)` initializes them."""
     merged: Callable[..., Iterator[tuple[str, Tensor]]] | None = None
-    """`merged(named_tensors)`: the plain model's tensors out of both."""
+    """`merged(named_tensors)`: yields the plain model's tensors, with the added parameters merged in."""
     disabled: Callable[..., Any] | None = None
-    """`disabled(parts)`: a context in which the model is its base."""
+    """`disabled(parts)`: a context in which the model computes as its base."""
 
 
 class ConverterBuilder(Protocol):
@@ -362,7 +378,7 @@ class ConverterBuilder(Protocol):
 
 
 class Precision(Protocol):
-    """What numbers are stored, computed and reduced in."""
+    """The dtypes of parameters, computation and reduction."""
 
     param: torch.dtype
     reduce: torch.dtype
@@ -385,36 +401,38 @@ class ParallelizeBuilder(Protocol):
 
 
 class Loss(Protocol):
-    """A sum and the weight that it is to be divided by; see `titancli.losses.result`.
+    """Computes a sum and the weight to divide it by; see `titancli.losses.result`.
 
-    What a loss may have beside this stands in `LossDefaults`.
+    Optional members are in `LossDefaults`.
     """
 
     output: Literal["logprobs", "model"]
-    """What the loss is called with: log p(targets) [B, S] fp32, or the model's raw output (logits)."""
+    """The first argument of the loss: log p(targets) [B, S] fp32, or the model's raw output (logits)."""
 
     def __call__(self, out: Tensor, batch: Batch) -> LossResult: ...
 
 
 class LossDefaults:
-    """Optional members of a loss, each with what a loss without it has."""
+    """Optional members of a loss, with their defaults."""
 
     needs: Sequence[str] | Mapping[str, Literal["B", "BS"]] = ()
-    """What the batch must have besides the model's inputs and targets; as a mapping with its shape, a number
-    for each row or for each token. Checked before anything is computed."""
+    """What the batch must contain in addition to the model's inputs and targets; as a mapping, with its
+    shape: one number for each row or for each token. Checked before anything is computed."""
     entropy: bool = False
-    """Whether it finds `batch["entropy"]`: [B, S] fp32 without gradient, the entropy of the model's
+    """Whether it needs `batch["entropy"]`: [B, S] fp32 without gradient, the entropy of the model's
     distribution at each position in nats, 0 where there is no target."""
     steady: bool = True
-    """False of one that keeps to no level, as a policy's does: that it or its gradient norm jumps is no
-    spike, and the guard ([stability]) skips its steps only where they are not finite."""
+    """False for a loss without a stable level, such as that of a policy: its jumps and those of its
+    gradient norm do not count as spikes, and the guard ([stability]) skips steps only if they are not
+    finite."""
 
     def check_batch(self, batch: Batch) -> None:
-        """Called before anything is computed; raises a TitanError where a batch will not do."""
+        """Check a batch before anything is computed; raises a TitanError if it cannot be used."""
 
     def token_weights(self, batch: Batch) -> Tensor | None:
-        """The weights w [B, S] of a loss that is −Σ w·log p: gradients are then made in forward, in chunks,
-        and the loss is called with log-probs that carry none, for its weight and metrics."""
+        """Return the weights w [B, S] if the loss is −Σ w·log p, else None. The gradients are then
+        computed in forward, in chunks, and the loss is called with log-probs without gradient, for its
+        weight and metrics."""
         return None
 
 
@@ -423,16 +441,18 @@ class LossBuilder(Protocol):
 
 
 class OptimizerConfig(Protocol):
-    """What `titan plan` asks an optimizer's config, torch-free. Optional: else two fp32 numbers are taken.
+    """What `titan plan` needs from an optimizer's config, without torch. Optional: otherwise two fp32
+    numbers are assumed.
 
-    What else such a config may have stands in `titancli.registry.defaults`.
+    Other optional members of such a config are in `titancli.registry.defaults`.
     """
 
     rounds_stochastically: ClassVar[bool]
-    """Whether weights and state in bfloat16 are rounded so that small changes are not lost."""
+    """Whether weights and state in bfloat16 are rounded stochastically, so that small updates are not
+    lost."""
 
     def state_bytes(self, stored: int) -> float:
-        """Bytes of state for each number of a parameter that is stored in `stored` bytes."""
+        """Return the bytes of state for each element of a parameter that is stored in `stored` bytes."""
         ...
 
 
@@ -440,8 +460,8 @@ class OptimizerBuilder(Protocol):
     def __call__(
         self, config: Any, *, named_parameters: list[tuple[str, nn.Parameter]], model_names: Sequence[str]
     ) -> torch.optim.Optimizer:
-        """`named_parameters` are those of this rank, under a pipeline its stages'; `model_names` are the
-        names of all, to check patterns against."""
+        """Build the optimizer; `named_parameters` are those of this rank (with a pipeline, of its
+        stages), `model_names` the names of all parameters, to check patterns against."""
         ...
 
 
@@ -449,16 +469,17 @@ class OptimizerBuilder(Protocol):
 
 
 class Logger(Protocol):
-    """Watches a run on rank 0 of it, or on every rank (`is_main` says which). All methods are optional.
+    """Receives the metrics and events of a run, on rank 0 or on every rank (see `is_main`). All methods
+    are optional.
 
-    A logger that raises is reported once and is not called again; it never kills a run.
+    A logger that raises is reported once and not called again; it never ends a run.
     """
 
     def run_start(self, info: dict[str, Any]) -> None:
-        """`info`: what `run.json` holds, plus `recipe` (the resolved data)."""
+        """Start of a run; `info` has the contents of `run.json`, plus `recipe` (the resolved data)."""
 
     def step_end(self, step: int, metrics: dict[str, float]) -> None:
-        """Every `metrics.log_freq` steps, and after the first and the last."""
+        """Metrics of a step: every `metrics.log_freq` steps, and after the first and the last step."""
 
     def checkpoint_saved(self, step: int, path: Path) -> None: ...
 
@@ -470,7 +491,7 @@ class LoggerBuilder(Protocol):
 
 
 class LauncherBuilder(Protocol):
-    """Torch-free. Starts the workers, waits, and returns the exit code of the command."""
+    """Starts the workers, waits, and returns the exit code of the command. Must not import torch."""
 
     def __call__(
         self,
@@ -489,7 +510,8 @@ class LauncherBuilder(Protocol):
 
 
 class LoopBuilder(Protocol):
-    """Returns the program. `run` is what a loop needs to know of its run: see `titancli.loops.run.Run`."""
+    """Builds the training program; `run` has what a loop needs to know about its run: see
+    `titancli.loops.run.Run`."""
 
     def __call__(
         self, config: Any, *, engine: Any, data: Any, tokenizer: Any, observers: Any, run: Any
@@ -500,13 +522,14 @@ class LoopBuilder(Protocol):
 
 
 class Task(Protocol):
-    """Prompts by number: a number gives the same prompt always, on every rank and after a resume."""
+    """Provides prompts by number: a number always gives the same prompt, on every rank and after a
+    resume."""
 
     identity: Mapping[str, Any]
-    """Plain JSON, small; equal only if the prompts are. A resume compares it."""
+    """Small plain JSON that is equal only if the prompts are. A resume compares it."""
 
     def prompt(self, number: int) -> Prompt:
-        """Number 0, 1, … without end."""
+        """Return the prompt with this number, 0, 1, … without end."""
         ...
 
 
@@ -515,15 +538,15 @@ class TaskBuilder(Protocol):
 
 
 class Generator(Protocol):
-    """Writes completions with the weights of an engine.
+    """Generates completions with the weights of an engine.
 
-    One that has the weights elsewhere (a vLLM server) takes them in `update` from `engine.weights()`: Hugging
-    Face names and whole tensors, one at a time, on rank 0.
+    A generator with its own copy of the weights (a vLLM server) gets them in `update` from
+    `engine.weights()`: Hugging Face names and whole tensors, one at a time, on rank 0.
     """
 
     def update(self, version: int) -> None:
-        """Called on every rank before samples are wanted of weights that it has not seen; `version` counts
-        optimizer steps."""
+        """Take over new weights; called on every rank before samples of weights that it has not seen are
+        needed. `version` counts optimizer steps."""
 
     def sample(
         self,
@@ -533,28 +556,28 @@ class Generator(Protocol):
         *,
         greedy: bool = False,
     ) -> list[list[Completion]]:
-        """Continue this rank's prompts (token ids), each once for every seed that it has. Collective.
+        """Continue this rank's prompts (token ids), each once for each of its seeds. Collective.
 
-        What is drawn for a seed depends on the prompt and the weights alone, not on what else is asked for.
+        The sample for a seed must depend only on the prompt and the weights, not on other samples.
 
         Args:
-            limits: how many tokens each prompt leaves room for.
-            greedy: the most probable token always; the log-probabilities stay the model's.
+            limits: the maximum number of new tokens for each prompt.
+            greedy: always use the most probable token; log-probabilities are still those of the model.
         """
         ...
 
 
 class GeneratorBuilder(Protocol):
-    """Raises a TitanError where it cannot sample from an engine that is cut in such a way."""
+    """Builds the generator; raises a TitanError if it cannot sample from an engine with this layout."""
 
     def __call__(self, config: Any, *, engine: Any, tokenizer: Tokenizer) -> Generator: ...
 
 
 class Reward(Protocol):
-    """A number for one completion; higher is better.
+    """Rates one completion with a number; higher is better.
 
-    It may raise, take too long, or return what is no number: this counts as failed. What its rewards are
-    multiplied by is said by its config, see `titancli.registry.defaults`.
+    A reward that raises, takes too long, or returns something else than a number counts as failed. Its
+    weight is in its config, see `titancli.registry.defaults`.
     """
 
     def __call__(self, prompt: Prompt, completion: Completion) -> float: ...
