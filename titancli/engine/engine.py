@@ -89,11 +89,12 @@ Metrics = dict[str, Any]
 
 @dataclass(eq=False)
 class Engine:
-    """A sharded model, its optimizer, and what can be done with them.
+    """A sharded model, its optimizer, and the verbs that work on them.
 
-    Made by `build`, `frozen` or `of`; `close` it, or use it as a context manager. An engine without an
-    optimizer is frozen: it computes, saves, loads and hands on weights, and cannot be trained. Batches are
-    this data-parallel rank's: ranks of tp, cp and pp give the same one (see `titancli.Batch`).
+    Created by `build`, `frozen` or `of`; `close` it, or use it as a context manager. An engine without an
+    optimizer is frozen: it can compute, save, load and send weights, but cannot be trained. Batches are
+    those of this data-parallel rank: the ranks of tp, cp and pp must pass the same ones (see
+    `titancli.Batch`).
     """
 
     parts: list[Any]
@@ -168,24 +169,26 @@ class Engine:
         device: torch.device | str | None = None,
         frozen: bool = False,
     ) -> Engine:
-        """The engine of a recipe, with initial weights or those that it names.
+        """Build the engine of a recipe, with new initial weights or those that the recipe names.
 
-        It runs in the process group that is initialised; else in one of the ranks that torchrun has started;
-        else in one of this process alone. A group that was made here ends with the last engine that is
-        closed. Of the recipe it takes what concerns model, layout and optimisation, and of a group that was
-        made here the time limits of `comm`; data, loggers, loop, launcher and `env` are a run's.
+        It runs in the process group that is initialized; else in one of the ranks that torchrun has started;
+        else in one of this process alone. A group that was created here is destroyed with the last engine
+        that is closed. It uses the parts of the recipe that concern model, layout and optimization, and in a
+        group created here also the time limits of `comm`; data, loggers, loop, launcher and `env` belong to
+        a run.
 
         Args:
             recipe: a path, a bundled name such as `"llama3_debug"`; a run folder (its newest good
                 checkpoint) or a checkpoint, for the recipe and the weights; or a Recipe. (A Recipe with
-                `checkpoint.initial_load_model_only = false` is built with initial values: `load` it.)
+                `checkpoint.initial_load_model_only = false` is built with new initial values: `load` the
+                checkpoint.)
             overrides: as on the command line: `["optimizer.lr=1e-4", "mesh.tp=2"]`.
-            device: None: this rank's GPU, or the CPU where there is none.
-            frozen: without an optimizer.
+            device: None: this rank's GPU, or the CPU if there is none.
+            frozen: build it without an optimizer.
 
         Raises:
-            RecipeError: everything that is wrong with the recipe, or does not fit the ranks.
-            EnvironmentProblem: weights are missing or damaged, or the ranks cannot meet.
+            RecipeError: everything that is wrong with the recipe or does not fit the ranks.
+            EnvironmentProblem: weights are missing or damaged, or the ranks cannot connect.
             TitanError: the weights do not fit the model.
         """
         chosen = process_group.join(device, recipes.JOIN_SECONDS)
@@ -205,7 +208,7 @@ class Engine:
         *,
         device: torch.device | str | None = None,
     ) -> Engine:
-        """The same without an optimizer, forward only: a reference model, a scorer."""
+        """Build the engine without an optimizer, for forward passes only: a reference model or a scorer."""
         return cls.build(recipe, overrides, device=device, frozen=True)
 
     @classmethod
@@ -217,18 +220,18 @@ class Engine:
         frozen: bool = False,
         **parts: Unpack[recipes.Parts],
     ) -> Engine:
-        """The engine of a model's config and what else is given.
+        """Build an engine from a model's config and other parts.
 
         `Engine.of(Llama3(dim=256, n_layers=4, ...), optimizer=AdamW(lr=1e-3), mesh=Mesh(tp=2))`. Parts are
         configs of components (`optimizer`, `loss`, `converters`, `parallelize`) and sections of a recipe
-        (`training`, `lr_scheduler`, `mesh`, …; `titancli.recipe.schema`), and `weights`, a path. What is left
-        out is as in a recipe, but for three things: without `lr_scheduler` the learning rate is constant,
-        without `activation_checkpoint` nothing is recomputed, and on a CPU `training.mixed_precision_param`
-        is float32.
+        (`training`, `lr_scheduler`, `mesh`, …; `titancli.recipe.schema`), and `weights`, a path. Everything
+        else has the defaults of a recipe, with three exceptions: without `lr_scheduler` the learning rate is
+        constant, without `activation_checkpoint` nothing is recomputed, and on a CPU
+        `training.mixed_precision_param` is float32.
 
         Raises:
-            UsageError: a part that there is not, or of another kind.
-            TitanError: as `build`.
+            UsageError: a part that does not exist or is of another kind.
+            TitanError: as for `build`.
         """
         chosen = process_group.join(device, recipes.JOIN_SECONDS)
         try:
@@ -293,15 +296,14 @@ class Engine:
         )
 
     def ready(self, verb: str, mends: MendedBy | None = None) -> None:
-        """See to it that a verb can be called.
+        """Check that a verb can be called.
 
         Args:
             mends: what the verb does for an engine that is unusable, if anything.
 
         Raises:
             TitanError: the engine is closed, in the middle of `sampling` or another verb, or unusable; its
-                ranks have lost each other; or a script has put other parameters into the model, or had more
-                of them require gradients.
+                ranks have lost contact; or a script has replaced or unfrozen parameters of the model.
         """
         self._usable(verb, mends)
         refuse_modes(verb, self.device)
@@ -340,25 +342,25 @@ class Engine:
     # --------------------------------------------------------------------------------------- parameters
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Parameters by the names of the plain model on one device."""
+        """Return the parameters by their names in the plain model on one device."""
         return [named for part in self.parts for named in part.named_parameters()]
 
     def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Those of them that the optimizer moves."""
+        """Return the parameters that the optimizer trains."""
         return [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
 
     def plain_parameters(self) -> list[tuple[str, Tensor]]:
-        """See `titancli.engine.weights.plain_parameters`."""
+        """Return the plain model's parameters; see `titancli.engine.weights.plain_parameters`."""
         return plain_parameters(self.parts, self.converters)
 
     @property
     def adapters(self) -> Any:
-        """The converter whose parameters are no part of the plain model, if there is one."""
+        """The converter whose parameters are not part of the plain model, or None."""
         return adapters_of(self.converters)
 
     @contextmanager
     def as_base(self) -> Iterator[None]:
-        """The model without its adapters; only to compute with."""
+        """Disable the adapters of the model inside the block; only for computing."""
         if self.adapters is None:
             raise TitanError("as_base: this engine has no adapters (such as those of the converter lora)")
         with self.adapters.disabled(self.parts):
@@ -368,12 +370,12 @@ class Engine:
 
     @alone
     def forward(self, batch: Given, *, return_logits: bool = False) -> Tensor:
-        """log p(targets), [B, S] fp32 in nats, 0 where there is no target; no gradients, no dropout.
+        """Return log p(targets), [B, S] fp32 in nats, 0 where there is no target; without gradients or
+        dropout.
 
-        With `return_logits` the model's raw output, [B, S, V] in the dtype it computes in, for which the
-        batch needs no targets; whole on every rank, which takes as much memory as it says.
-
-        The same on all tp, cp and pp ranks.
+        With `return_logits`, return the model's raw output, [B, S, V] in the compute dtype, for which the
+        batch needs no targets; whole on every rank, which takes the corresponding memory. The result is the
+        same on all tp, cp and pp ranks.
 
         Raises:
             TitanError: the batch lacks tokens or targets, or their shapes or dtypes are wrong.
@@ -390,13 +392,13 @@ class Engine:
 
     @alone
     def evaluate(self, batches: Given | Sequence[Given], loss: Any = None) -> Metrics:
-        """The loss over all ranks and batches, without gradients and without dropout.
+        """Compute the loss over all ranks and batches, without gradients and dropout.
 
         Args:
             loss: as in `forward_backward`.
 
         Returns:
-            `loss`, the average; `weight`, what it was divided by; and what the loss reports, divided too.
+            `loss`, the average; `weight`, its divisor; and the metrics of the loss, also divided.
         """
         self.ready("evaluate")
         call, sums = self.call("evaluate"), dict[str, Any]()
@@ -415,13 +417,13 @@ class Engine:
 
     @contextmanager
     def sampling(self) -> Iterator[Any]:
-        """The very module under training, to sample from: parameters gathered once, blocks uncompiled.
+        """Gather the module under training, to sample from it, with uncompiled blocks.
 
             with engine.sampling() as model:
                 titancli.rl.decode.decode(model, prompts, rows, ...)
 
-        Inside, ranks need not keep step, and the engine's verbs are refused; afterwards everything is as it
-        was, training bit for bit. A gathered model is a copy of all weights in the compute dtype.
+        Inside, ranks do not have to stay in step, and the engine's verbs are rejected; afterwards training
+        continues bit for bit. A gathered model is a copy of all weights in the compute dtype.
 
         Raises:
             TitanError: with mesh.tp, cp, pp or ep above 1, or a model without `new_cache`.
@@ -442,25 +444,27 @@ class Engine:
 
     @alone
     def forward_backward(self, batches: Given | Sequence[Given], loss: Any = None) -> Metrics:
-        """Add the gradients of the loss's sum over one batch, or several as micro-batches of one reduction.
+        """Add the gradients of the loss over one batch, or over several batches as micro-batches of one
+        reduction.
 
-        It may be called any number of times before `optim_step`, which divides once by the weight of all of
-        them; so calls, ranks and accumulation do not change the step. Random numbers of a step follow from
-        the seed, the step and the data-parallel rank; the process's own generators stay as they are.
+        It may be called any number of times before `optim_step`, which divides once by the total weight; so
+        the distribution over calls, ranks and micro-batches does not change the step. Random numbers of a
+        step follow from the seed, the step and the data-parallel rank; the generators of the process are not
+        changed.
 
         Args:
-            loss: the config of a loss component; an object or a function called with (out, batch), which
-                returns a LossResult. `out` is log p(targets), [B, S] fp32, or with an attribute
-                `output = "model"` the logits [B, S, V]. None: the recipe's.
+            loss: the config of a loss component, or an object or a function called with (out, batch) that
+                returns a LossResult. `out` is log p(targets), [B, S] fp32, or with an attribute `output =
+                "model"` the logits [B, S, V]. None: the loss of the recipe.
 
         Returns:
-            `loss` (the average over all ranks), `loss_max` (the worst rank's), `tokens` (input tokens over
-            all ranks), and what the loss reports, each divided by the weight.
+            `loss` (the average over all ranks), `loss_max` (of the worst rank), `tokens` (input tokens over
+                all ranks), and the metrics of the loss, each divided by the weight.
 
         Raises:
-            TitanError: the engine is frozen or closed; the batch lacks something; the loss made something
-                else than a LossResult, or one without gradient. Whatever a loss raises comes through; the
-                gradients of the step so far are then forgotten.
+            TitanError: the engine is frozen or closed; the batch lacks something; the loss returned
+                something other than a LossResult, or one without gradient. Errors of the loss are passed on;
+                the gradients of the step so far are then discarded.
         """
         self.ready("forward_backward")
         optimizer = self._trained("forward_backward")
@@ -492,25 +496,26 @@ class Engine:
 
     @alone
     def optim_step(self, lr: float | None = None) -> Metrics:
-        """Divide the gradients by the loss's total weight, clip, step, and advance the schedule.
+        """Divide the gradients by the total weight of the loss, clip them, step, and advance the
+        schedule.
 
-        Where the guard finds the step's numbers wrong, weights and the optimizer's state stay as they are;
-        all else goes on as after any other step.
+        If the guard rejects the numbers of the step, weights and optimizer state stay unchanged; everything
+        else continues as after any other step.
 
         Args:
-            lr: the learning rate of this step, in place of the recipe's peak times its schedule (None).
-                Groups whose own peak is another (AdamW beside Muon) keep their ratio to it.
+            lr: the learning rate of this step, instead of the recipe's peak times its schedule (None).
+                Parameter groups with another peak (AdamW beside Muon) keep their ratio to it.
 
         Returns:
             `grad_norm` (before clipping), `lr`, `version` (see `Status`) and, with a guard, `skipped_steps`
-            of the run so far.
+                of the run so far.
 
         Raises:
-            TitanError: no gradients have been made since the last step, or the engine is frozen or closed; or
-                the learning rate is no finite number of 0 or more. In a script also after the step, where it
-                was the last of `stability.max_skips` in a row that were skipped (on a GPU two steps later, on
-                all ranks alike); the weights are those before them, and as many may be skipped again.
-                Whatever else raises in the middle comes through; the engine is then unusable until `load`.
+            TitanError: there are no gradients since the last step, the engine is frozen or closed, or the
+                learning rate is not a finite number of at least 0. In a script also after the last of
+                `stability.max_skips` skipped steps in a row (on a GPU two steps later, on all ranks alike);
+                the weights are those before the skipped steps, and as many may be skipped again. Any other
+                error in the middle is passed on; the engine is then unusable until `load`.
         """
         self.ready("optim_step")
         optimizer = self._trained("optim_step")
@@ -562,7 +567,7 @@ class Engine:
 
     @alone
     def clear_gradients(self) -> None:
-        """Forget what `forward_backward` has added since the last step.
+        """Discard the gradients added by `forward_backward` since the last step.
 
         Raises:
             TitanError: the engine is frozen or closed.
@@ -581,12 +586,13 @@ class Engine:
     # ------------------------------------------------------------------------------------- checkpoints
 
     def save_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything a resume needs: tensors by name (the live ones, sharded), and counters as plain JSON."""
+        """Return everything that a resume needs: tensors by name (the live ones, sharded), and counters
+        as plain JSON."""
         self.ready("save_state")
         return self.live_state()
 
     def live_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The same, of an engine that may be unusable: to load into."""
+        """Return the state of an engine that may be unusable, to load into it."""
         tensors = self._live_tensors(optimizer=True)
         more: dict[str, Any] = {"guard": self.guard.state()} if self.guard else {}
         if self.adapters is not None:
@@ -603,18 +609,18 @@ class Engine:
 
     @alone
     def save(self, folder: str | Path, *, lock_text: str = "", run_id: str = "") -> None:
-        """Write a checkpoint of this engine, whole or not at all: safetensors and JSON. Collective.
+        """Save a checkpoint of this engine, complete or not at all: safetensors and JSON. Collective.
 
-        Accumulated gradients are not part of it. An older checkpoint of that name is replaced.
+        Accumulated gradients are not part of it. An older checkpoint with the same name is replaced.
 
         Args:
-            folder: its name; a last part such as `step-100` says its step.
-            lock_text: the resolved recipe, kept beside it (`titancli.recipe.lock_text`).
-            run_id: whose checkpoint it is; one of another id is never replaced.
+            folder: the path; a last part such as `step-100` gives the step.
+            lock_text: the resolved recipe to store with it (`titancli.recipe.lock_text`).
+            run_id: the run that owns the checkpoint; one of another run is never replaced.
 
         Raises:
-            EnvironmentProblem: the disk is full or cannot be written, on any rank; or the folder is another
-                run's.
+            EnvironmentProblem: the disk is full or not writable, on any rank; or the folder belongs to
+                another run.
         """
         self.ready("save")
         call = self.call("save")
@@ -641,22 +647,23 @@ class Engine:
         verify: Verify = "full",
         exclude: Exclusion = NOTHING,
     ) -> dict[str, Any]:
-        """Continue from a checkpoint made on any layout; with optimizer=False take its weights alone.
+        """Load a checkpoint of any layout; with optimizer=False only its weights.
 
-        Gradients that were accumulated are forgotten. Collective. Where it raises after it has begun to
-        replace anything, the engine is unusable until a `load` succeeds.
+        Accumulated gradients are discarded. Collective. If it raises after it has started to replace
+        anything, the engine is unusable until a `load` succeeds.
 
         Args:
-            folder: a checkpoint, or a run, of which it takes the newest good one.
+            folder: a checkpoint, or a run (its newest good checkpoint).
             optimizer: None: True, or False for a frozen engine.
 
         Returns:
-            The checkpoint's state, for what the engine does not own (the data position).
+            The state in the checkpoint that the engine does not own (the position in the data).
 
         Raises:
-            EnvironmentProblem: it is no checkpoint, is damaged, or lacks the optimizer's state where wanted.
-            TitanError: it is of another model, or `exclude` names what it does not hold; or the engine is
-                frozen and the optimizer's state is wanted.
+            EnvironmentProblem: it is not a checkpoint, is damaged, or lacks the optimizer's state if that is
+                needed.
+            TitanError: it belongs to another model, or `exclude` matches nothing in it; or the engine is
+                frozen and the optimizer's state was requested.
         """
         wanted = self.optimizer is not None if optimizer is None else optimizer
         everything = wanted or self.optimizer is None
@@ -705,14 +712,15 @@ class Engine:
     # ----------------------------------------------------------------------------------------- weights
 
     def weights(self) -> Iterator[NamedTensor]:
-        """Hugging Face names and whole tensors, one at a time; the tensor on rank 0, None elsewhere. Adapters
-        are merged into their base.
+        """Yield Hugging Face names and whole tensors, one at a time: the tensor on rank 0, None on other
+        ranks. Adapters are merged into their base.
 
-        They have the dtype of the parameters (`training.dtype`, fp32 unless said) and lie on the engine's
-        device; one is good until the next is asked for. Collective: every rank must run it to its end.
+        Tensors have the dtype of the parameters (`training.dtype`, fp32 by default) and are on the engine's
+        device; a tensor is valid until the next one is requested. Collective: every rank must iterate to the
+        end.
 
         Raises:
-            TitanError: the model's component declares no Hugging Face form.
+            TitanError: the model has no Hugging Face form.
         """
         self.ready("weights")
         call = self.call("weights")
@@ -732,18 +740,19 @@ class Engine:
                 yield hf_name, value if dist.get_rank() == 0 else None
 
     def push_weights(self, target: Target) -> int:
-        """Hand all weights to something that samples, scores or stores them. Collective.
+        """Send all weights to a target that samples from them, scores with them or stores them.
+        Collective.
 
         Args:
-            target: has `load_weights(iterator)`, or is called with each `(name, tensor)`; on rank 0 alone, in
-                the order and the form of `weights()`. It must copy what it keeps.
+            target: an object with `load_weights(iterator)`, or a function called with each `(name, tensor)`;
+                only on rank 0, in the order and form of `weights()`. It must copy what it keeps.
 
         Returns:
-            The version that the target has now (see `Status`).
+            The version that the target now has (see `Status`).
 
         Raises:
-            TitanError: as `weights`; or the target raised on rank 0, told on every rank (on rank 0 it is the
-                target's own error).
+            TitanError: as for `weights`; or the target raised on rank 0, which is reported on every rank (on
+                rank 0 as the target's own error).
         """
         self.ready("push_weights")
         call = self.call("push_weights")
@@ -755,17 +764,18 @@ class Engine:
 
     @alone
     def load_weights(self, weights: Iterable[NamedTensor] | None) -> None:
-        """Take weights under Hugging Face names, such as another engine's `weights()`. Collective.
+        """Load weights under Hugging Face names, such as another engine's `weights()`. Collective.
 
-        Rank 0's tensors are taken, cast to the parameters' dtype and cut for every rank, one at a time; what
-        other ranks give is run through to keep pace, and may be None. The optimizer's state stays, and
-        accumulated gradients are forgotten. What Hugging Face has no name for (a balancing bias) stays.
+        The tensors of rank 0 are cast to the dtype of the parameters and sharded for every rank, one at a
+        time; the iterators of other ranks are only advanced in step, and may be None. The optimizer's state
+        is kept, and accumulated gradients are discarded. Weights without a Hugging Face name (a balancing
+        bias) are kept.
 
         Raises:
-            TitanError: a name is unknown, missing or comes twice, or a shape is wrong: all are reported, on
-                every rank, at the end. Weights that fit have been taken by then, and the engine is unusable
-                until weights are loaded again. Or the model declares no Hugging Face form, or has adapters
-                (which `weights` merges).
+            TitanError: names are unknown, missing or duplicate, or shapes are wrong: all are reported, on
+                every rank, at the end. Weights that fit have been loaded by then, and the engine is unusable
+                until weights are loaded again. Or the model has no Hugging Face form, or has adapters (which
+                `weights` merges).
         """
         self.ready("load_weights", mends="weights")
         if self.adapters is not None:
@@ -802,8 +812,8 @@ class Engine:
     # --------------------------------------------------------------------------------------------- end
 
     def close(self) -> None:
-        """Free the model and the optimizer, and end the process group if `Engine.build` made it and no other
-        engine uses it. A second call does nothing; any other verb is refused from now on."""
+        """Free the model and the optimizer, and destroy the process group if `Engine.build` created it
+        and no other engine uses it. A second call does nothing; any other verb is rejected from then on."""
         if self.busy == CLOSED:
             return
         self.busy = CLOSED
