@@ -33,9 +33,14 @@ def provenance(plugin_files: list[Path]) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of Python, of what matters for results, and of every distribution that brings a plugin."""
-    found = {"python": platform.python_version()}
+    return {"python": platform.python_version(), **package_versions(PACKAGES)}
+
+
+def package_versions(names: tuple[str, ...] = ("titancli", "torch")) -> dict[str, str]:
+    """Versions of these packages, and of every distribution that brings a plugin."""
+    found = {}
     plugins = {point.dist.name for point in metadata.entry_points(group="titancli") if point.dist is not None}
-    for name in (*PACKAGES, *sorted(plugins - set(PACKAGES))):
+    for name in (*names, *sorted(plugins - set(names))):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -170,6 +170,16 @@ def test_uploads_follow_the_folder_and_keep_as_many_of_this_run(tmp_path: Path, 
     assert _objects(f"{url}/step-6") == {p.name: p.read_bytes() for p in (folder / "step-6").iterdir()}
 
 
+def test_what_an_upload_that_was_cut_off_left_is_deleted_with_the_next(tmp_path: Path, url: str) -> None:
+    _put(url, "step-2/rank-00000.safetensors", b"half")
+    _put(url, "notes/step-2.txt", b"a user's own")
+    _saved(tmp_path, 4)
+    _uploads(tmp_path, url, keep=0).finish()
+    assert {name for name in _objects(url) if "rank-" not in name} >= {"notes/step-2.txt"}
+    assert not [name for name in _objects(url) if name.startswith("step-2")]
+    assert [path.name for path in steps(at(url))] == ["step-4"]
+
+
 def test_a_run_that_went_back_keeps_what_it_does_now(tmp_path: Path, url: str) -> None:
     _saved(tmp_path / "before", 2, 4, 6)
     upload(tmp_path / "before/step-6", at(url) / "step-6")

@@ -18,6 +18,7 @@ from titancli.checkpoint import (
 )
 from titancli.checkpoint.exclude import Exclusion
 from titancli.checkpoint.format.manifest import hidden_prefix, remove
+from titancli.engine.optimizer_state import optimizer_tensors
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
 
 
@@ -144,6 +145,16 @@ def test_what_is_no_tensor_is_refused(tmp_path: Path):
     with pytest.raises(TitanError, match="'counter' is not a tensor"):
         save_checkpoint(tmp_path / "step-1", {"counter": 3}, {}, lock_text="", run_id=RUN)  # type: ignore[dict-item]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_an_optimizer_keeps_and_no_checkpoint_can_hold_is_named():
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    optimizer.state[weight] = {"momentum_buffer": torch.ones(2), "averaged": None}
+    assert list(optimizer_tensors(optimizer, [("w", weight)])) == ["optimizer.w.momentum_buffer"]
+    optimizer.state[weight]["seen"] = 3
+    with pytest.raises(TitanError, match=r"SGD keeps optimizer\.w\.seen, of type int"):
+        optimizer_tensors(optimizer, [("w", weight)])
 
 
 @pytest.mark.parametrize("state", [{"x": torch.ones(1)}, {"x": float("nan")}, {"x": {1, 2}}])

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from tests.ranks import Ranks
+from tests.run import pool
 from tests.run.conftest import Finished, furnish, train_here
 from titancli.checkpoint.format import files
 from titancli.errors import EnvironmentProblem
+from titancli.provenance import package_versions
+from titancli.run import worker
 from titancli.run.worker import Place, Rank
 from titancli.runs import RunFolder
 
@@ -185,3 +192,31 @@ def test_checkpoints_that_appear_after_a_start_at_step_0_are_neither_replaced_no
     assert done.code == 5, done.err
     assert "were not there when the run started at step 0 (step-2, step-4)" in done.err
     assert {path: path.stat().st_ino for path in (run / "checkpoints").iterdir()} == before
+
+
+def test_a_restart_with_rank_0_on_another_node_keeps_the_run_id(run: Path, tmp_path: Path) -> None:
+    folder, before = RunFolder(run), RunFolder(run).record()
+    theirs = tmp_path / "recipe.lock.toml"
+    shutil.copy(folder.recipe_lock, theirs)
+    for attempts in (1, 2):
+        record = {**before, "run_id": "theirs", "attempts": before["attempts"] * attempts}
+        theirs.with_name("run.json").write_text(json.dumps(record))
+        with ExitStack() as stack:
+            Rank(folder, Place(restart=1), stack)._prepare(theirs, theirs.read_text())
+        assert folder.record() == (before if attempts == 1 else record)
+
+
+def other_versions(folder: Path, port: int) -> Any:
+    worker.package_versions = lambda: {"torch": f"2.1{dist.get_rank()}"}
+    try:
+        return pool.run_rank(folder, None, [], port)
+    finally:
+        worker.package_versions = package_versions
+
+
+@pytest.mark.ranks
+def test_ranks_with_other_versions_do_not_start(ranks: Ranks, run: Path) -> None:
+    for error in ranks(2, other_versions, run, pool.free_port()):
+        assert isinstance(error, EnvironmentProblem)
+        assert "the ranks were started with different versions" in error.message
+        assert "torch 2.10" in error.message and "torch 2.11" in error.message

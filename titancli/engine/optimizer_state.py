@@ -22,14 +22,26 @@ if TYPE_CHECKING:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> dict[str, Tensor]:
-    """`optimizer.<parameter>.<key>` for every tensor of the optimizer's state."""
+    """`optimizer.<parameter>.<key>` for every tensor of the optimizer's state.
+
+    Raises:
+        TitanError: the state holds something else, which a checkpoint would lose.
+    """
     initialise_state(optimizer)
-    return {
+    found = {
         f"optimizer.{name}.{key}": value
         for name, parameter in named_parameters
         for key, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor)
+        if value is not None
     }
+    for name, value in found.items():
+        if not isinstance(value, Tensor):
+            raise TitanError(
+                f"{type(optimizer).__name__} keeps {name}, of type {type(value).__name__}: a checkpoint "
+                "stores tensors only, and a resumed run would lose it",
+                hint="let the optimizer keep its state in tensors (a number: torch.tensor(0.0))",
+            )
+    return found
 
 
 @torch.no_grad()

@@ -32,6 +32,7 @@ from titancli.process import (
     quiet,
     tell_where_stopped,
 )
+from titancli.provenance import package_versions
 from titancli.runs import RECORD_NAME, RunFolder, timestamp
 from titancli.signals import ASKED_TO_STOP, Stop
 
@@ -179,14 +180,19 @@ class Rank:
         )
         self._stack.push(leave_process_group)
         process_group.require_same("resolved recipes", digest, socket.gethostname())
+        installed = ", ".join(f"{name} {version}" for name, version in package_versions().items())
+        process_group.require_same("versions", installed, socket.gethostname())
         return device
 
     def _prepare(self, lock_file: Path, lock_text: str) -> None:
         """On several nodes rank 0 makes the run folder, and holds it until the run is over."""
         self.folder.make()
         self._stack.callback(self.folder.hold().release)
+        record = json.loads(lock_file.with_name(RECORD_NAME).read_text(encoding="utf-8"))
+        if len(self.folder.record().get("attempts", [])) >= len(record["attempts"]):
+            return  # after a restart: rank 0 may be on another node, whose command has made up another run_id
         self.folder.write_recipe_lock(lock_text)
-        self.folder.write_record(json.loads(lock_file.with_name(RECORD_NAME).read_text(encoding="utf-8")))
+        self.folder.write_record(record)
 
     def _continue_from(self, checkpoint: Path | None, verify: Verify) -> Path | None:
         """Ranks that were started anew go on from the newest checkpoint that the ranks before them wrote.

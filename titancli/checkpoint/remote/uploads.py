@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from titancli.checkpoint.format.disk import size_text
-from titancli.checkpoint.format.manifest import Manifest, steps
+from titancli.checkpoint.format.manifest import STEP_NAME, Manifest, is_checkpoint, steps
 from titancli.checkpoint.remote.store import RemotePath
 from titancli.checkpoint.remote.transfer import upload
 from titancli.errors import TitanError
@@ -80,6 +80,7 @@ class Uploads:
             try:
                 while (path := self._missing()) is not None:
                     self._upload(path)
+                self._sweep()
                 self._purge()
                 self._error = None
             except Exception as error:  # of whatever kind: training goes on
@@ -109,6 +110,12 @@ class Uploads:
         size = sum(file.stat().st_size for file in path.iterdir()) if path.exists() else 0
         seconds = time.perf_counter() - began
         logger.info("uploaded %s to %s: %s in %.1f s", path.name, self._place, size_text(size), seconds)
+
+    def _sweep(self) -> None:
+        """Delete what uploads that were cut off have left: what is to be there has its manifest by now."""
+        for path in list(self._place.iterdir()):
+            if STEP_NAME.match(path.name) and not is_checkpoint(path):
+                cast(RemotePath, path).delete()
 
     def _purge(self) -> None:
         if not self._keep:
