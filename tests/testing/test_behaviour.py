@@ -116,14 +116,14 @@ class Shaped(Needy):
         (Sums, ""),
         (Shaped, ""),
         (Averages, "[accumulation] two micro-batches do not add up to one batch: "),
-        (Noisy, "[backward] called a second time with the same numbers it gives others"),
-        (Named, "[metrics] it reports 'weight', which is the engine's own name"),
-        (Spaced, "[metrics] it reports 'of the best': a metric's name is"),
+        (Noisy, "[backward] a second call with the same arguments returns different numbers"),
+        (Named, "[metrics] it reports 'weight', a name that the engine uses"),
+        (Spaced, "[metrics] it reports 'of the best': the name of a metric may contain"),
         (Sometimes, "[metrics] it reports "),
-        (Filler, "[nothing left] of rows without a target it gives weight that is not 0"),
-        (OtherWeights, "[chunks] token_weights are not what the loss is made of: "),
-        (Blind, "[backward] its sum does not depend on what the model gives"),
-        (Needy, "it needs 'moods' in its batches, which the kit does not know: write needs = "),
+        (Filler, "[nothing left] for rows without a target, weight is not 0"),
+        (OtherWeights, "[chunks] token_weights do not reproduce the loss: "),
+        (Blind, "[backward] its sum does not depend on the output of the model"),
+        (Needy, "it needs 'moods' in its batches, which the kit does not know: declare needs = "),
     ],
 )
 def test_a_loss(faults: Faults, loss: Any, fault: str) -> None:
@@ -238,14 +238,17 @@ class Tuples(Counting):
     ("dataset", "fault"),
     [
         (Counting, ""),
-        (Aliased, "[position] a state changes after it was handed out"),
-        (Aliased, "[prefetch] read ahead, the state that goes with a batch is a later one"),
-        (Forgetful, "[position] a fresh dataset in the state after a batch goes on with another batch"),
-        (OwnRows, "[ranks] two ranks together have other rows than one: tokens has other values"),
-        (Drawn, "[again] batch 0 is another when it is built again: tokens has other values"),
+        (Aliased, "[position] a state changed after it was returned"),
+        (Aliased, "[prefetch] when it is read ahead, the state of a batch is a later one"),
+        (Forgetful, "[position] a new dataset with the state after a batch continues with a different batch"),
+        (
+            OwnRows,
+            "[ranks] two ranks together have different rows than one rank: tokens has different values",
+        ),
+        (Drawn, "[again] batch 0 differs in a second instance: tokens has different values"),
         (Short, "[batches] it ends after 1 batches of 4 rows of 16"),
-        (Large, "[batches] tokens holds 10000, which is no id of the tokenizer"),
-        (Narrow, "[batches] tokens are torch.int32, and must be int64"),
+        (Large, "[batches] tokens holds 10000, which is not an id of the tokenizer"),
+        (Narrow, "[batches] tokens are torch.int32, but must be int64"),
         (Tuples, "a state must be plain JSON"),
     ],
 )
@@ -273,17 +276,17 @@ BYTES = build(ByteTokenizer())
     [
         ({}, ""),
         ({"vocab_size": 200}, "ids are integers below vocab_size, 200"),
-        ({"eos_id": ord("e")}, "gives eos_id: a text would end in the middle"),
+        ({"eos_id": ord("e")}, "contains eos_id: a text would end in the middle"),
         ({"encode": lambda text: [7, *BYTES.encode(text)]}, "[ids] encode('') gives [7]"),
         ({"decode": lambda ids: BYTES.decode(ids) + "!"}, "[round trip] "),
-        ({"encode_batch": lambda texts: [[1]] * len(texts)}, "[batches] encode_batch makes another thing of"),
+        ({"encode_batch": lambda texts: [[1]] * len(texts)}, "[batches] encode_batch and encode differ for"),
         (
             {"chat_with_mask": lambda messages, first=0: (BYTES.chat(messages), [True] * 99)},
-            "[chat] chat_with_mask gives other ids than chat, or a mask of another length",
+            "[chat] chat_with_mask returns different ids than chat, or a mask of a different length",
         ),
         (
             {"chat_with_mask": lambda messages, first=0: BYTES.chat_with_mask(messages)},
-            "[chat] chat_with_mask(first=3) must choose the last answer alone",
+            "[chat] chat_with_mask(first=3) must select only the last answer",
         ),
     ],
 )
@@ -337,8 +340,8 @@ def built_optimizer(config: KitOptimizer, *, named_parameters: list[Any], model_
 @pytest.mark.parametrize(
     ("kind", "fault"),
     [
-        ("hidden", "[resume] a step after a resume is another: "),
-        ("own rate", "[moves] a step at a learning rate of 0 moves weights"),
+        ("hidden", "[resume] a step after a resume is different: "),
+        ("own rate", "[moves] a step with a learning rate of 0 changes weights"),
         (
             "few",
             "[moves] forward_backward: tok_embeddings.weight requires a gradient",
@@ -420,10 +423,10 @@ class KitConverter:
         ("drops", ""),
         (
             "own generator",
-            "[recomputation] with activation_checkpoint.mode = 'full' the gradients are others",
+            "[recomputation] with activation_checkpoint.mode = 'full' the gradients differ",
         ),
-        ("renamed", "[names] parameters lose their names: layers.0.feed_forward.w2.weight"),
-        ("copies", "[plain] what is written into plain("),
+        ("renamed", "[names] parameters lost their names: layers.0.feed_forward.w2.weight"),
+        ("copies", "[plain] a change of plain("),
     ],
 )
 def test_a_converter(faults: Faults, fault: str, said: str) -> None:
@@ -447,8 +450,8 @@ def test_dropout_whose_draws_are_lost_when_blocks_run_again_is_found(
     assert faults("converter", KitConversion(fault="drops"), KitConverter, skip=only) == ""
     monkeypatch.setattr(activation_checkpoint, "checkpoint", without)
     said = faults("converter", KitConversion(fault="drops"), KitConverter, skip=only)
-    assert "mode = 'full' the gradients are others than without" in said
-    assert "mode = 'selective' the gradients are others than without" in said
+    assert "mode = 'full' the gradients differ from those without" in said
+    assert "mode = 'selective' the gradients differ from those without" in said
 
 
 # --------------------------------------------------------------------------------------------------- models
@@ -484,7 +487,7 @@ def built_model(config: KitModel, *, seq_len: int) -> Any:
     [
         ("", ""),
         ("sees all", "[documents] documents of one row see each other"),
-        ("draws", "[initial values] initial values are others when they are drawn again"),
+        ("draws", "[initial values] a second initialization gives different values"),
     ],
 )
 def test_a_model(faults: Faults, fault: str, said: str) -> None:

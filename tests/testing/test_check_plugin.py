@@ -70,14 +70,14 @@ def test_a_good_plugin_passes(check) -> None:
         ("from titancli import", "sum(range(10**7))\nfrom titancli import", "to load, more than 0.02 s"),
         ('    """A loss that is as it should be."""\n', "", "loss/fair: it has no docstring"),
         ('    """How much it counts."""\n', "", "loss/fair: the field weight has no docstring"),
-        ("weight: float = 1.0", "weight: complex = 1.0", "cannot be made"),
-        ("weight: float = 1.0", "weight: list[float] = (1.0,)", "comes back from TOML as"),
-        ("weight: float = 1.0", "weight: float | str = 1e400", "cannot be made"),
+        ("weight: float = 1.0", "weight: complex = 1.0", "cannot be created"),
+        ("weight: float = 1.0", "weight: list[float] = (1.0,)", "becomes"),
+        ("weight: float = 1.0", "weight: float | str = 1e400", "cannot be created"),
         ("checked_plugin:Loss", "checked_plugin:Lost", "has no attribute 'Lost'"),
         ("checked_plugin:Loss", "no_such_module:Loss", "No module named 'no_such_module'"),
         ("def __init__(self, config):", "def __init__(self, config, scale):", "called as build(config)"),
         ("self.weight = config.weight", "self.weight = config.wait", "it cannot be built: "),
-        ('output = "logprobs"', "", "what it builds has no output; see Loss"),
+        ('output = "logprobs"', "", "the result has no output; see Loss"),
         ("def __call__(self, out, batch):", "def __call__(self, out):", "called as __call__(out, batch)"),
         ("return [Fair]", "return [Fair, 3]", "titan_components returned 3"),
     ],
@@ -103,7 +103,7 @@ def test_a_component_that_needs_values_is_built_with_those_that_are_given(check)
     assert check(code) == ""
     assert check(code, configs={"loss/fair": {"weight": 2.0}}) == ""
     assert "ZeroDivisionError" in check(code, configs={"loss/fair": {"weight": 0.0}})
-    assert "cannot be made" in check(code, configs={"loss/fair": {"weight": "much"}})
+    assert "cannot be created" in check(code, configs={"loss/fair": {"weight": "much"}})
 
 
 def test_a_recipe_that_is_not_valid_is_a_fault(check, tmp_path: Path) -> None:
@@ -122,5 +122,5 @@ def test_a_recipe_that_is_not_valid_is_a_fault(check, tmp_path: Path) -> None:
 
 
 def test_a_plugin_that_is_not_installed_is_told() -> None:
-    with pytest.raises(PluginError, match="not installed, or its entry point has another name"):
+    with pytest.raises(PluginError, match="not installed, or its entry point has a different name"):
         check_plugin("titan-nowhere")

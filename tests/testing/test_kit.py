@@ -78,7 +78,7 @@ def test_a_name_that_cannot_be_is_refused(tmp_path: Path, name: str) -> None:
 def test_what_is_there_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
-    with pytest.raises(EnvironmentProblem, match="is there already"):
+    with pytest.raises(EnvironmentProblem, match="already exists"):
         new_plugin("titan-mine", "loss", tmp_path / "mine")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
 

@@ -63,7 +63,7 @@ def file(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("fails", "said"),
     [
-        (False, "it computes something else than one rank does: "),
+        (False, "its result differs from that of one rank: "),
         pytest.param(True, "ArithmeticError: on rank 1", marks=pytest.mark.slow),
     ],
 )
@@ -92,5 +92,5 @@ def test_ranks_that_cannot_start_are_a_fault(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_check_that_there_is_not_cannot_be_left_out(file: Path) -> None:
     skip = {"model/ranked": ["spelling", *checks_of("model")]}
-    with pytest.raises(PluginError, match="there is no check spelling of a model; there are size, initial"):
+    with pytest.raises(PluginError, match="unknown check spelling of a model; the checks are size, initial"):
         check_plugin("ranked_plugin", file=file, configs={"model/ranked": SIZES}, skip=skip, seconds=30.0)

@@ -100,7 +100,7 @@ def _faults(name: str, trial: Trial, file: str | Path | None, seconds: float) ->
         return
     for what in ("configs", "examples", "skip"):
         for key in getattr(trial, what).keys() - set(status.components):
-            yield f"{what}: it offers no {key}"
+            yield f"{what}: it does not provide {key}"
     for label, cls in _components(status):
         yield from (f"{label}: {fault}" for fault in _component(label, cls, trial))
     yield from _on_two_ranks(file)
@@ -127,17 +127,17 @@ def _module(name: str, file: str | Path | None, seconds: float) -> Iterator[str]
     command = [sys.executable, "-c", PROBE, name, ",".join(HEAVY), *files]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode != 0:
-        yield f"it cannot be looked at: {done.stderr.strip().splitlines()[-1:]}"
+        yield f"it cannot be inspected: {done.stderr.strip().splitlines()[-1:]}"
         return
     found = json.loads(done.stdout.splitlines()[-1])
     status = found["status"]
     if status is None or status["state"] == "missing":
-        yield "it is not installed, or its entry point has another name"
+        yield "it is not installed, or its entry point has a different name"
         return
     if status["state"] != "ok":
         yield f"it is {status['state']}: {status['error']}"
     if found["heavy"]:
-        yield f"its module imports {', '.join(found['heavy'])}; leave that to the modules that targets name"
+        yield f"its module imports {', '.join(found['heavy'])}; import it only in the modules of targets"
     if status["seconds"] > seconds:
         yield f"its module takes {status['seconds']:.2f} s of CPU time to load, more than {seconds} s"
 
@@ -159,7 +159,7 @@ def _component(label: str, cls: type, trial: Trial) -> Iterator[str]:
         if config is not None:
             yield from _round_trip(config)
     except (TitanError, ValueError) as error:
-        yield f"its config cannot be made: {error}"
+        yield f"its config cannot be created: {error}"
         return
     info = component_info(cls)
     try:
@@ -190,7 +190,7 @@ def _built(label: str, config: Any, target: Callable[..., Any], trial: Trial) ->
     skip = frozenset(trial.skip.get(label, ()))
     if unknown := skip - checks_of(kind).keys():
         known = ", ".join(checks_of(kind)) or "none"
-        yield f"skip: there is no check {', '.join(unknown)} of a {kind}; there are {known}"
+        yield f"skip: unknown check {', '.join(unknown)} of a {kind}; the checks are {known}"
     if not faults:
         example = trial.examples.get(label)
         subject = Subject(label, kind, config, target, folder / "tried", example, trial.seq_len)
@@ -227,7 +227,7 @@ def _round_trip(config: Any) -> Iterator[str]:
     read = tomli.loads(tomli_w.dumps({"table": data}))["table"]
     again = bind(type(config), {k: v for k, v in read.items() if k != "type"}, current())
     if again != config:
-        yield f"{config} comes back from TOML as {again}"
+        yield f"{config} becomes {again} after a round trip through TOML"
 
 
 # ---------------------------------------------------------------------------------------------- recipes

@@ -84,10 +84,10 @@ def built_faults(
         return
     if kind == "optimizer":
         if not isinstance(built, torch.optim.Optimizer):
-            yield f"it builds {built!r}, which is no torch.optim.Optimizer"
+            yield f"it builds {built!r}, which is not a torch.optim.Optimizer"
         return
     if kind == "model" and not isinstance(built, torch.nn.Module):
-        yield f"it builds {built!r}, which is no torch.nn.Module"
+        yield f"it builds {built!r}, which is not a torch.nn.Module"
     protocol = returned(kind)
     if protocol is not None:
         yield from _member_faults(protocol, built, OPTIONAL.get(kind, set()))
@@ -132,11 +132,11 @@ def _methods(protocol: type | None) -> dict[str, Callable[..., Any]]:
 def _member_faults(protocol: type, built: Any, optional: set[str]) -> Iterator[str]:
     methods = _methods(protocol)
     if optional >= methods.keys() and not any(hasattr(built, name) for name in methods):
-        yield f"what it builds has none of {', '.join(methods)}"
+        yield f"the result has none of {', '.join(methods)}"
     for name in (*getattr(protocol, "__annotations__", {}), *methods):
         if not hasattr(built, name):
             if name not in optional:
-                yield f"what it builds has no {name}; see {protocol.__name__} in titancli.protocols"
+                yield f"the result has no {name}; see {protocol.__name__} in titancli.protocols"
         elif name in methods:
             yield from _method_faults(name, methods[name], getattr(built, name))
 
@@ -148,6 +148,6 @@ def _method_faults(name: str, wanted: Callable[..., Any], method: Any) -> Iterat
         inspect.signature(method).bind(*(None for p in parameters if p.name not in by_name), **by_name)
     except TypeError as error:
         words = ", ".join(parameter.name for parameter in parameters)
-        yield f"{name} of what it builds cannot be called as {name}({words}): {error}"
+        yield f"{name} of the result cannot be called as {name}({words}): {error}"
     except ValueError:  # written in C, without a signature
         return

@@ -33,11 +33,11 @@ def new_plugin(name: str, kind: str, folder: Path) -> list[Path]:
     """
     if kind not in KINDS_WITH_TEMPLATE:
         raise UsageError(
-            f"there is no template for a {kind}", hint=f"there are: {', '.join(KINDS_WITH_TEMPLATE)}"
+            f"there is no template for a {kind}", hint=f"available: {', '.join(KINDS_WITH_TEMPLATE)}"
         )
     words = _words(name, kind)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise EnvironmentProblem(f"{folder} is there already", hint="take another name, or --dir FOLDER")
+        raise EnvironmentProblem(f"{folder} already exists", hint="use another name, or --dir FOLDER")
     package = folder / words["package"]
     files = {
         folder / "pyproject.toml": _template("pyproject.toml.txt"),
@@ -60,18 +60,18 @@ def _words(name: str, kind: str) -> dict[str, str]:
     package = name.replace("-", "_")
     if not re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", name) or keyword.iskeyword(package):
         raise UsageError(
-            f"{name!r} cannot be the name of a plugin",
-            hint="lower-case letters, digits and -, as in titan-lab",
+            f"{name!r} is not a valid plugin name",
+            hint="use lower-case letters, digits and -, as in titan-lab",
         )
     if package == "titan" or package == "titancli":
-        raise UsageError(f"{name!r} is titan's own name", hint="for example titan-lab")
+        raise UsageError(f"{name!r} is the name of titan itself", hint="for example titan-lab")
     if find_spec(package) is not None:
         raise UsageError(
             f"{name!r} would hide the installed package {package!r}", hint="take another name: titan-lab"
         )
     component = package.removeprefix("titan_")
     if component[0].isdigit() or keyword.iskeyword(component):
-        raise UsageError(f"{component!r} cannot be the name of a component", hint="for example titan-lab")
+        raise UsageError(f"{component!r} is not a valid component name", hint="for example titan-lab")
     slot = f"loop.{kind}" if kind in OF_GRPO else kind
     array = f"{slot}s='[{{type = \"{component}\"}}]'"
     helpers = "check_plugin, run_cli" if kind in OF_GRPO else "check_plugin, recipe, run_cli"

@@ -99,5 +99,5 @@ def first_difference(one: dict[str, Tensor], other: dict[str, Tensor], tolerance
             return f"{name} is {list(a.shape)} and {list(b.shape)}"
         distance = float((a - b).norm() / a.norm().clamp(min=1e-30)) if a.norm() or b.norm() else 0.0
         if not distance <= worst:  # a NaN too
-            worst, where = distance, f"{name} differs by {distance:.1e} of its size"
+            worst, where = distance, f"{name} differs by {distance:.1e} relative to its size"
     return where

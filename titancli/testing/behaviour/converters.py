@@ -56,11 +56,11 @@ def names(subject: Subject) -> Iterator[str]:
         with engine_of(**parts(subject)) as engine:
             after = {name: tuple(p.shape) for name, p in engine.named_parameters()}
     if gone := before.keys() - after.keys():
-        yield f"parameters lose their names: {', '.join(sorted(gone))}; change layers in place"
+        yield f"parameters lost their names: {', '.join(sorted(gone))}; change layers in place"
     if other := [name for name in before.keys() & after.keys() if before[name] != after[name]]:
-        yield f"parameters change their shapes: {', '.join(sorted(other))}"
+        yield f"parameters changed their shapes: {', '.join(sorted(other))}"
     if new := sorted(name for name in after.keys() - before.keys() if not owns(name)):
-        yield f"it adds {', '.join(new)}, and owns(name) does not say that they are its own"
+        yield f"it adds {', '.join(new)}, but owns(name) does not claim them"
 
 
 def recomputation(subject: Subject) -> Iterator[str]:
@@ -75,9 +75,9 @@ def recomputation(subject: Subject) -> Iterator[str]:
     for mode in RECOMPUTED:
         if difference := first_difference(found["none"], found[mode], 1e-5):
             yield (
-                f"with activation_checkpoint.mode = {mode!r} the gradients are others than without: "
-                f"{difference}. What runs again must compute the same: what it draws comes from torch's own "
-                "generators, and it writes no state in forward"
+                f"with activation_checkpoint.mode = {mode!r} the gradients differ from those without: "
+                f"{difference}. Recomputation must give the same result: use torch's generators for "
+                f"random numbers, and do not change state in forward"
             )
 
 
@@ -88,7 +88,7 @@ def again(subject: Subject) -> Iterator[str]:
         with engine_of(**parts(subject)) as engine:
             found.append(gradients(engine, batch_of()))
     if difference := first_difference(found[0], found[1], 0.0):
-        yield f"the same step has other gradients when it is made again: {difference}"
+        yield f"repeating the same step gives different gradients: {difference}"
 
 
 def plain(subject: Subject) -> Iterator[str]:
@@ -104,7 +104,10 @@ def plain(subject: Subject) -> Iterator[str]:
                 if type(inner) not in (torch.Tensor, torch.nn.Parameter):
                     yield f"plain({name!r}) is a {type(inner).__name__}, not a plain tensor"
                 elif tuple(found.shape) != tuple(parameter.shape):
-                    yield f"plain({name!r}) is {list(found.shape)}, and the parameter {list(parameter.shape)}"
+                    yield (
+                        f"plain({name!r}) is {list(found.shape)}, but the parameter is "
+                        f"{list(parameter.shape)}"
+                    )
                 else:
                     yield from _same_memory(converter, name, parameter, inner)
     finally:
@@ -114,7 +117,7 @@ def plain(subject: Subject) -> Iterator[str]:
 def _same_memory(converter: Any, name: str, parameter: Any, inner: torch.Tensor) -> Iterator[str]:
     inner.fill_(3.0)
     if not (whole(converter.plain(name, parameter.detach())) == 3.0).all():
-        yield f"what is written into plain({name!r}) is not in the parameter: a load would be lost"
+        yield f"a change of plain({name!r}) does not change the parameter, so a load would have no effect"
 
 
 def saved(subject: Subject) -> Iterator[str]:
@@ -126,12 +129,12 @@ def saved(subject: Subject) -> Iterator[str]:
         fresh = engine_of(**parts(subject))
         fresh.load(subject.folder / "step-1")
         if found := first_difference(weights(engine), weights(fresh), 0.0):
-            yield f"weights come back from a checkpoint as others: {found}"
+            yield f"weights are different after loading a checkpoint: {found}"
         one, other = gradients(engine, batch_of(seed=1)), gradients(fresh, batch_of(seed=1))
         if found := first_difference(one, other, 0.0):
             yield (
-                f"after a resume the gradients are others: {found}. What depends on the weights is made anew "
-                "in after_step"
+                f"after a resume the gradients are different: {found}. Recompute everything that "
+                f"depends on the weights in after_step"
             )
     finally:
         engine.close()
@@ -171,7 +174,7 @@ def same_answer(subject: Subject) -> Iterator[str]:
     one, other = engine_of(), engine_of(**parts(subject))
     try:
         if found := first_difference(gradients(one, batch_of()), gradients(other, batch_of()), 1e-5):
-            yield f"the gradients are others than those of the model itself: {found}"
+            yield f"the gradients differ from those of the model itself: {found}"
     finally:
         one.close()
         other.close()

@@ -44,7 +44,7 @@ def difference(one: Batch, other: Batch) -> str | None:
         if one[name].shape != other[name].shape:
             return f"{name} is {list(one[name].shape)} and {list(other[name].shape)}"
         if not torch.equal(one[name], other[name]):
-            return f"{name} has other values"
+            return f"{name} has different values"
     return None
 
 
@@ -52,7 +52,7 @@ def _two(subject: Subject) -> list[Batch]:
     found = list(islice(made(subject), 2))
     for batch in found:
         if not isinstance(batch, Batch):
-            raise TypeError(f"it gave a {type(batch).__name__}, not a titancli.Batch")
+            raise TypeError(f"it returned a {type(batch).__name__}, not a titancli.Batch")
     return found
 
 
@@ -61,31 +61,31 @@ def batches(subject: Subject) -> Iterator[str]:
     found = _two(subject)
     if len(found) < 2:
         yield (
-            f"it ends after {len(found)} batches of {ROWS} rows of {subject.seq_len}, and two are needed to "
-            "check it: give values with more data in configs"
+            f"it ends after {len(found)} batches of {ROWS} rows of {subject.seq_len}, but two are "
+            f"needed for the checks: use values with more data in configs"
         )
         return
     shapes = [{name: (list(t.shape), t.dtype) for name, t in batch.items()} for batch in found]
     if shapes[0] != shapes[1]:
-        yield f"two batches have different shapes: {shapes[0]} and {shapes[1]}; fill the last one up"
+        yield f"two batches have different shapes: {shapes[0]} and {shapes[1]}; pad the last one"
     first = found[0]
     if first.rows != ROWS:
-        yield f"a batch has {first.rows} rows, and it was built for rows={ROWS}"
+        yield f"a batch has {first.rows} rows, but it was built with rows={ROWS}"
     if wrong := [name for name, tensor in first.items() if tensor.device.type != "cpu"]:
-        yield f"{', '.join(wrong)} is not on the CPU: the loader brings batches to the device"
+        yield f"{', '.join(wrong)} is not on the CPU: the loader moves batches to the device"
     for name in {"tokens", "targets"} & set(first):
         yield from _ids(subject, name, first[name])
 
 
 def _ids(subject: Subject, name: str, ids: torch.Tensor) -> Iterator[str]:
     if ids.dtype != torch.int64:
-        yield f"{name} are {ids.dtype}, and must be int64"
+        yield f"{name} are {ids.dtype}, but must be int64"
     vocabulary = build(ByteTokenizer()).vocab_size if needs_tokenizer(subject.config) else None
     legal = (ids >= 0) | ((ids == IGNORE) & torch.tensor(name == "targets"))
     if vocabulary is not None:
         legal &= ids < vocabulary
     if not legal.all():
-        yield f"{name} holds {int(ids[~legal][0])}, which is no id of the tokenizer"
+        yield f"{name} holds {int(ids[~legal][0])}, which is not an id of the tokenizer"
 
 
 def again(subject: Subject) -> Iterator[str]:
@@ -93,8 +93,8 @@ def again(subject: Subject) -> Iterator[str]:
     for number, (one, other) in enumerate(zip(_two(subject), _two(subject), strict=True)):
         if found := difference(one, other):
             yield (
-                f"batch {number} is another when it is built again: {found}; whatever is drawn must follow "
-                "from seed, epoch and the row's number"
+                f"batch {number} differs in a second instance: {found}; random numbers must follow from "
+                f"seed, epoch and row number"
             )
 
 
@@ -109,23 +109,23 @@ def position(subject: Subject) -> Iterator[str]:
     second = next(rows)
     dataset.state_dict()
     if _plain(state) != kept:
-        yield "a state changes after it was handed out, when the next batch is made: return a copy"
+        yield "a state changed after it was returned, when the next batch was read: return a copy"
     if kept == begin:
-        yield "the state does not change when a batch is read"
+        yield "the state did not change when a batch was read"
         return
     for what, at, wanted in (("a batch", kept, second), ("nothing", begin, first)):
         fresh = made(subject, state=at)
         if found := difference(wanted, next(iter(fresh))):
-            yield f"a fresh dataset in the state after {what} goes on with another batch: {found}"
+            yield f"a new dataset with the state after {what} continues with a different batch: {found}"
         if _plain(made(subject, state=at).state_dict()) != at:
-            yield f"a state that was loaded (after {what}) is not the state that is handed out then"
+            yield f"after loading a state (after {what}), state_dict() returns a different one"
 
 
 def _plain(state: Any) -> Any:
     """The state as JSON brings it back."""
     found = json.loads(json.dumps(state, allow_nan=False))
     if found != state:
-        raise TypeError(f"a state must be plain JSON, and comes back as another: {state} as {found}")
+        raise TypeError(f"a state must be plain JSON, but {state} becomes {found} in JSON")
     return found
 
 
@@ -144,9 +144,9 @@ def prefetched(subject: Subject) -> Iterator[str]:
         loader.close()
     for (batch, state), (other, its) in zip(wanted, read, strict=True):
         if found := difference(batch, other):
-            yield f"read ahead it gives another batch: {found}"
+            yield f"when it is read ahead, it returns a different batch: {found}"
         if _plain(its) != state:
-            yield "read ahead, the state that goes with a batch is a later one: it must be a copy"
+            yield "when it is read ahead, the state of a batch is a later one: it must be a copy"
             return
 
 
@@ -158,18 +158,20 @@ def ranks(subject: Subject) -> Iterator[str]:
     two = [made(subject, dp_rank=rank, dp_size=2) for rank in range(2)]
     parts = [next(iter(dataset)) for dataset in two]
     if found := difference(one, _joined(parts)):
-        yield f"two ranks together have other rows than one: {found}; rank 0 has the first half"
+        yield (
+            f"two ranks together have different rows than one rank: {found}; rank 0 must have the first half"
+        )
     states = [_plain(dataset.state_dict()) for dataset in two]
     if states[0] != states[1] or states[0] != state:
         yield (
             "the state depends on the ranks: one has "
-            f"{state}, two have {states[0]} and {states[1]}; count rows of all ranks together"
+            f"{state}, two have {states[0]} and {states[1]}; count the rows of all ranks together"
         )
         return
     wanted = next(iter(alone))
     resumed = [next(iter(made(subject, dp_rank=rank, dp_size=2, state=state))) for rank in range(2)]
     if found := difference(wanted, _joined(resumed)):
-        yield f"two ranks do not go on where one stopped: {found}"
+        yield f"two ranks do not continue where one rank stopped: {found}"
 
 
 def _joined(parts: list[Batch]) -> Batch:

@@ -41,8 +41,8 @@ def example(subject: Subject, rows: int = 4) -> Example:
     for name in sorted({*needs, "weights"} - batch.keys()):
         if name not in KNOWN and name not in shapes:
             raise TitanError(
-                f"it needs {name!r} in its batches, which the kit does not know: write "
-                f'needs = {{{name!r}: "BS"}}, or "B", or give '
+                f"it needs {name!r} in its batches, which the kit does not know: declare "
+                f'needs = {{{name!r}: "BS"}}, or "B", or pass '
                 f'examples={{"{subject.label}": rows -> Example(batch, out=...)}}'
             )
         shape, low, high = KNOWN.get(name, (shapes.get(name), 0.1, 1.0))
@@ -88,11 +88,11 @@ def backward(subject: Subject) -> Iterator[str]:
     if not gradient.isfinite().all():
         yield "the gradient is not finite"
     elif not gradient.any():
-        yield "its sum does not depend on what the model gives: the gradient is zero everywhere"
+        yield "its sum does not depend on the output of the model: the gradient is zero everywhere"
     if result.weight <= 0:
-        yield f"its weight is {float(result.weight)}, and everything is divided by it"
+        yield f"its weight is {float(result.weight)}, but everything is divided by it"
     if first_difference(numbers, _numbers(called(loss, given.out, given.batch)[0]), 0.0):
-        yield "called a second time with the same numbers it gives others"
+        yield "a second call with the same arguments returns different numbers"
 
 
 def metrics(subject: Subject) -> Iterator[str]:
@@ -102,17 +102,17 @@ def metrics(subject: Subject) -> Iterator[str]:
     names = list(loss(given.out, given.batch).metrics)
     for name in names:
         if name in RESERVED:
-            yield f"it reports {name!r}, which is the engine's own name: take another"
+            yield f"it reports {name!r}, a name that the engine uses: choose another name"
         elif not re.fullmatch(r"[A-Za-z_][\w./-]*", name):
-            yield f"it reports {name!r}: a metric's name is letters, digits, _, ., / and -"
+            yield f"it reports {name!r}: the name of a metric may contain letters, digits, _, ., / and -"
     pieces = given.batch.split(given.batch.unit)
     outs = given.out.split(given.batch.unit)
     for out, piece in zip(outs, pieces, strict=True):
         others = set(loss(out, piece).metrics)
         if others != set(names):
             yield (
-                f"it reports {', '.join(sorted(others))} of some rows and {', '.join(sorted(names))} of all "
-                "of them: ranks and micro-batches must agree on the names"
+                f"it reports {', '.join(sorted(others))} for some rows and {', '.join(sorted(names))} "
+                f"for all of them: the names must be the same for all ranks and micro-batches"
             )
             return
 
@@ -134,8 +134,8 @@ def accumulation(subject: Subject) -> Iterator[str]:
     wanted = _numbers(result)
     if found := first_difference(wanted, added, TOLERANCE):
         yield (
-            f"two micro-batches do not add up to one batch: {found}. A loss returns sums, and its weight "
-            "says what they are divided by; the engine divides once"
+            f"two micro-batches do not add up to one batch: {found}. A loss must return sums, with "
+            f"their divisor as the weight; the engine divides once"
         )
     if found := first_difference(
         {"the gradient": gradient}, {"the gradient": torch.cat([g for _, g in parts])}, TOLERANCE
@@ -153,7 +153,7 @@ def nothing_left(subject: Subject) -> Iterator[str]:
     out = torch.zeros_like(given.out) if loss.output == "logprobs" else given.out
     result, gradient = called(loss, out, Batch({**given.batch, "targets": targets}, unit=given.batch.unit))
     if wrong := [name for name, value in _numbers(result).items() if value != 0]:
-        yield f"of rows without a target it gives {', '.join(wrong)} that is not 0"
+        yield f"for rows without a target, {', '.join(wrong)} is not 0"
     if not gradient.isfinite().all() or (loss.output == "model" and gradient.any()):
         yield "rows without a target have a gradient"
 
@@ -176,8 +176,8 @@ def chunks(subject: Subject) -> Iterator[str]:
     )
     if found:
         yield (
-            f"token_weights are not what the loss is made of: {found}. A loss that is not −Σ w·log p must "
-            "not have them"
+            f"token_weights do not reproduce the loss: {found}. A loss that is not −Σ w·log p must not "
+            f"have them"
         )
 
 

@@ -34,7 +34,7 @@ def example(subject: Subject, seed: int = 0) -> Example:
         model = subject.target(subject.config, seq_len=LENGTH)
     if "tokens" not in model.inputs:
         raise TitanError(
-            f"it takes {', '.join(model.inputs)}, and the kit knows tokens only: give "
+            f"it takes {', '.join(model.inputs)}, but the kit only knows tokens: pass "
             f'examples={{"{subject.label}": rows -> Example(batch, loss=...)}}'
         )
     vocabulary = with_defaults(ModelConfigDefaults, subject.config).vocab_size or model.output.weight.shape[0]
@@ -45,8 +45,8 @@ def size(subject: Subject) -> Iterator[str]:
     """It is small enough to be tried."""
     if (count := _parameters(subject)) > LARGEST:
         yield (
-            f"with these values it has {count:.1e} parameters, too many to be tried on a CPU: give small "
-            f'ones, configs={{"{subject.label}": {{...}}}}'
+            f"with these values it has {count:.1e} parameters, too many for a check on a CPU: pass small "
+            f'sizes, configs={{"{subject.label}": {{...}}}}'
         )
 
 
@@ -69,11 +69,11 @@ def initial_values(subject: Subject) -> Iterator[str]:
             engine.close()
     if difference := first_difference(found[0], found[1], 0.0):
         yield (
-            f"initial values are others when they are drawn again: {difference}. init_weights fills every "
-            "parameter, each from generator_for(its name)"
+            f"a second initialization gives different values: {difference}. init_weights must fill "
+            f"every parameter, each from generator_for(its name)"
         )
     if wrong := [name for name, value in found[0].items() if not value.isfinite().all()]:
-        yield f"init_weights leaves {', '.join(wrong)} not finite, or not filled"
+        yield f"after init_weights, {', '.join(wrong)} is not finite or not filled"
 
 
 def recomputation(subject: Subject) -> Iterator[str]:
@@ -91,12 +91,12 @@ def recomputation(subject: Subject) -> Iterator[str]:
         finally:
             engine.close()
     if missing := [name for name in trained if name not in found["none"]]:
-        yield f"{', '.join(missing)} has no gradient: it takes no part in forward"
+        yield f"{', '.join(missing)} has no gradient: forward does not use it"
     if difference := first_difference(found["none"], halves, 1e-4):
         yield f"two micro-batches do not give the gradients of one batch: {difference}"
     for mode in ("full", "selective"):
         if difference := first_difference(found["none"], found[mode], 1e-5):
-            yield f"with activation_checkpoint.mode = {mode!r} the gradients are others: {difference}"
+            yield f"with activation_checkpoint.mode = {mode!r} the gradients are different: {difference}"
 
 
 def documents(subject: Subject) -> Iterator[str]:
@@ -122,7 +122,7 @@ def documents(subject: Subject) -> Iterator[str]:
     finally:
         engine.close()
     if found := first_difference({"log p": torch.cat(apart, 1)}, {"log p": together}, 1e-4):
-        yield f"documents of one row see each other, though document_ids are among its inputs: {found}"
+        yield f"documents of one row see each other, although document_ids are among its inputs: {found}"
 
 
 def layouts(subject: Subject) -> Iterator[str]:

@@ -18,14 +18,17 @@ def moves(subject: Subject) -> Iterator[str]:
         begin = weights(engine)
         step(engine, batch_of(), lr=0.0)
         if first_difference(begin, weights(engine), 0.0):
-            yield "a step at a learning rate of 0 moves weights: it must heed the `lr` of its param_groups"
+            yield "a step with a learning rate of 0 changes weights: it must use the `lr` of its param_groups"
         step(engine, batch_of(seed=1))
         after = weights(engine)
         if wrong := [name for name, value in after.items() if not value.isfinite().all()]:
-            yield f"a step makes {', '.join(wrong)} something that is not finite"
+            yield f"after a step, {', '.join(wrong)} is not finite"
         still = [name for name, value in after.items() if torch.equal(value, begin[name])]
         if still:
-            yield f"a step leaves {', '.join(still)} as it was: every parameter that it is given is trained"
+            yield (
+                f"a step does not change {', '.join(still)}: every parameter passed to the optimizer "
+                f"must be trained"
+            )
     finally:
         engine.close()
 
@@ -42,8 +45,8 @@ def resume(subject: Subject) -> Iterator[str]:
         step(fresh, batch_of(seed=1))
         if found := first_difference(weights(engine), weights(fresh), 0.0):
             yield (
-                f"a step after a resume is another: {found}. All that it remembers must be tensors in "
-                "optimizer.state[parameter]"
+                f"a step after a resume is different: {found}. The whole state must be tensors in "
+                f"optimizer.state[parameter]"
             )
     finally:
         engine.close()

@@ -91,7 +91,7 @@ def run_jobs(jobs: list[Job], files: list[Path]) -> Iterator[str]:
             for process in ranks:
                 process.wait(SECONDS)
         except subprocess.TimeoutExpired:
-            yield f"two ranks gave no answer in {SECONDS} s: {_last_words(folder)}"
+            yield f"two ranks did not respond within {SECONDS} s: {_last_words(folder)}"
             return
         finally:
             for process in ranks:
@@ -105,7 +105,7 @@ def run_jobs(jobs: list[Job], files: list[Path]) -> Iterator[str]:
 
 def _last_words(folder: Path) -> str:
     logs = [(folder / f"rank-{rank}.log").read_text().strip() for rank in range(WORLD)]
-    return "\n".join(log[-2000:] for log in logs if log) or "they said nothing"
+    return "\n".join(log[-2000:] for log in logs if log) or "they printed nothing"
 
 
 def _write(jobs: list[Job], files: list[Path], folder: Path) -> None:
@@ -186,7 +186,7 @@ def main(folder: Path) -> None:
             found = sorted((one["fault"] for one in both if one["fault"]), key=_secondhand)
             faults += [f"{job['label']}: [{job['check']}] {layout}: {fault}" for fault in found[:1]]
             if any(one["raised"] for one in both):
-                faults.append(f"{job['label']}: [{job['check']}] nothing after {layout} was tried")
+                faults.append(f"{job['label']}: [{job['check']}] the layouts after {layout} were not checked")
                 _finish(folder, rank, faults)
                 return
     _finish(folder, rank, faults)
@@ -237,11 +237,11 @@ def _compared(folder: Path, number: int, job: dict[str, Any], mesh: dict[str, in
             fresh.load(saved)
             step(fresh, batches[1])
             if difference := first_difference(found, weights(fresh), 0.0):
-                return f"a step after a resume is another: {difference}"
+                return f"a step after a resume is different: {difference}"
         if missing := [name for name in found if name not in reference]:
-            return f"parameters have other names: {', '.join(missing)}"
+            return f"parameters have different names: {', '.join(missing)}"
         if difference := first_difference({n: reference[n] for n in found}, found, job["tolerance"]):
-            return f"it computes something else than one rank does: {difference}"
+            return f"its result differs from that of one rank: {difference}"
     return None
 
 

@@ -24,15 +24,15 @@ def ids(subject: Subject) -> Iterator[str]:
     tokenizer = subject.target(subject.config)
     size, end = tokenizer.vocab_size, tokenizer.eos_id
     if not 0 <= end < size:
-        yield f"eos_id is {end}, and vocab_size {size}"
+        yield f"eos_id is {end}, but vocab_size is {size}"
     for text in TEXTS:
         found = tokenizer.encode(text)
         if wrong := [i for i in found if type(i) is not int or not 0 <= i < size]:
             yield f"encode({text!r}) gives {wrong[0]!r}: ids are integers below vocab_size, {size}"
         if end in found:
-            yield f"encode({text!r}) gives eos_id: a text would end in the middle"
+            yield f"encode({text!r}) contains eos_id: a text would end in the middle"
     if tokenizer.encode(""):
-        yield f"encode('') gives {tokenizer.encode('')}: no special tokens are added"
+        yield f"encode('') gives {tokenizer.encode('')}: it must not add special tokens"
 
 
 def round_trip(subject: Subject) -> Iterator[str]:
@@ -48,7 +48,7 @@ def round_trip(subject: Subject) -> Iterator[str]:
             yield f"{once!r} comes back as {twice!r}"
     found = tokenizer.encode("The end.")
     if tokenizer.decode([*found, tokenizer.eos_id]) != tokenizer.decode(found):
-        yield "decode leaves a trace of the end marker"
+        yield "decode does not remove the end marker"
 
 
 def many(subject: Subject) -> Iterator[str]:
@@ -62,7 +62,7 @@ def many(subject: Subject) -> Iterator[str]:
         found = [[int(i) for i in row] for row in encode(TEXTS)]
         for text, one, other in zip(TEXTS, wanted, found, strict=True):
             if one != other:
-                yield f"{name} makes another thing of {text!r} than encode: {other} and {one}"
+                yield f"{name} and encode differ for {text!r}: {other} and {one}"
                 break
 
 
@@ -72,9 +72,9 @@ def again(subject: Subject) -> Iterator[str]:
 
     one, other = subject.target(subject.config), subject.target(subject.config)
     if tokenizer_identity(one) != tokenizer_identity(other):
-        yield "its fingerprint is another when it is built again: a resume would be refused"
+        yield "a second instance has a different fingerprint: a resume would be rejected"
     if [one.encode(text) for text in TEXTS] != [other.encode(text) for text in TEXTS]:
-        yield "it gives other ids when it is built again"
+        yield "a second instance returns different ids"
 
 
 def chat(subject: Subject) -> Iterator[str]:
@@ -85,7 +85,7 @@ def chat(subject: Subject) -> Iterator[str]:
     except TitanError:
         return
     if wrong := [i for i in found if not 0 <= i < tokenizer.vocab_size]:
-        yield f"chat gives {wrong[0]}, and vocab_size is {tokenizer.vocab_size}"
+        yield f"chat gives {wrong[0]}, but vocab_size is {tokenizer.vocab_size}"
     prompt = tokenizer.chat(TALK[:3], add_generation_prompt=True)
     if with_defaults(TokenizerDefaults, tokenizer).chat_with_mask is not None:
         yield from _mask(tokenizer, found, prompt)
@@ -94,13 +94,13 @@ def chat(subject: Subject) -> Iterator[str]:
 def _mask(tokenizer: Any, found: list[int], prompt: list[int]) -> Iterator[str]:
     masked, mask = tokenizer.chat_with_mask(TALK)
     if list(masked) != list(found) or len(mask) != len(found):
-        yield "chat_with_mask gives other ids than chat, or a mask of another length"
+        yield "chat_with_mask returns different ids than chat, or a mask of a different length"
         return
     last, only = tokenizer.chat_with_mask(TALK, first=3)
     if any(only[: len(prompt)]) or not any(only[len(prompt) :]) or list(last) != list(found):
-        yield "chat_with_mask(first=3) must choose the last answer alone, behind the prompt to generate it"
+        yield "chat_with_mask(first=3) must select only the last answer, after the prompt to generate it"
     if not any(mask[: len(prompt)]):
-        yield "chat_with_mask chooses nothing of the first answer"
+        yield "chat_with_mask selects nothing of the first answer"
 
 
 CHECKS: dict[str, dict[str, Check]] = {
