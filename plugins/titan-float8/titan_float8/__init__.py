@@ -7,6 +7,7 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Literal
 
 from titancli import component, hookimpl
+from titancli.registry.defaults import ModelConfigDefaults, with_defaults
 
 if TYPE_CHECKING:
     from titancli import Recipe
@@ -35,7 +36,7 @@ class Float8Linear:
     no float8 (CPUs, and GPUs before compute capability 8.9)."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        width = getattr(recipe.model, "dim", None)
+        width = with_defaults(ModelConfigDefaults, recipe.model).dim
         if isinstance(width, int) and width % 16:
             yield (
                 "",

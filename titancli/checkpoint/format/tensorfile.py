@@ -69,11 +69,11 @@ class TensorFileWriter:
         TitanError: two entries of one key, or the bytes written are not those announced.
     """
 
-    def __init__(self, path: Path, entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> None:
+    def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
         self._path = path
         self._sizes = iter([entry.nbytes for entry in entries])
         self._pieces: list[Pieces] = []
-        header = _header(path, entries, metadata)
+        header = _header(path, entries)
         self._file = HashedWriter(path)
         try:
             self._file.write(header)
@@ -124,8 +124,8 @@ class TensorFileWriter:
         self._file.close()
 
 
-def _header(path: Path, entries: Sequence[Entry], metadata: dict[str, str] | None) -> bytes:
-    table: dict[str, Any] = {"__metadata__": metadata or {"format": "pt"}}
+def _header(path: Path, entries: Sequence[Entry]) -> bytes:
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for entry in entries:
         if entry.key in table:
