@@ -29,7 +29,7 @@ def at(second: float) -> str:
 
 
 def event(kind: str, second: float = 0.0, **fields: Any) -> dict[str, Any]:
-    return {"v": 1, "event": kind, "time": at(second), **fields}
+    return {"version": 1, "event": kind, "time": at(second), **fields}
 
 
 def began(second: float = 0.0, step: int = 0, attempt: int = 1) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from tests.cli.conftest import Titan
 from tests.cli.run_folders import LOCK, attempt, began, ended, event, make, step
 from titancli.errors import EnvironmentProblem
 from titancli.observe import summary
-from titancli.observe.events import BLOCK, backwards, read_events
+from titancli.observe.events import BLOCK, backwards, can_be_shown, read_events
 from titancli.observe.summary import summarize
 from titancli.runs import RunFolder
 
@@ -187,13 +187,13 @@ def test_the_event_log_says_how_a_run_without_a_record_ended(runs: Path) -> None
 def test_lines_that_cannot_be_shown_are_passed_over(tmp_path: Path) -> None:
     good = json.dumps(step(5, 5, 1.25)).encode()
     bad = [
-        b'{"v": 1, "event": "step", "time"',
+        b'{"version": 1, "event": "step", "time"',
         b"\x00\x00\xff",
         b"[1]",
-        json.dumps(step(9, 9) | {"v": 2}).encode(),
+        json.dumps(step(9, 9) | {"version": 2}).encode(),
         json.dumps(step(9, 9, "high")).encode(),
         json.dumps(event("step", 9, step="9", steps=100, metrics={})).encode(),
-        b'{"v": 1, "event": "step", "ti',  # being written
+        b'{"version": 1, "event": "step", "ti',  # being written
     ]
     run = summarize(make(tmp_path / "r", b"\n".join([good, *bad]), [attempt()]))
     assert (run.step, run.metrics["loss"], run.problems) == (5, 1.25, [])
@@ -409,3 +409,9 @@ def test_a_run_is_completed_from_the_runs_folder(runs: Path, monkeypatch: pytest
     (other,) = RunName().shell_complete(context, click.Argument(["run"]), "elsewhere/")
     assert (other.value, other.type) == ("elsewhere/", "dir")
     assert os.getcwd() == str(runs.parent)
+
+
+def test_events_from_before_the_version_had_its_name_are_read() -> None:
+    event = {"event": "checkpoint", "time": "2026-01-31T12:00:00Z", "step": 1, "path": "p"}
+    assert can_be_shown({"v": 1, **event}) and can_be_shown({"version": 1, **event})
+    assert not can_be_shown({"v": 2, **event}) and not can_be_shown(event)

@@ -169,7 +169,7 @@ def can_be_shown(event: dict[str, Any]) -> bool:
 
     Another version of titan, or a disk that failed, may have left others.
     """
-    if event.get("v") != EVENTS_FORMAT:
+    if event.get("version", event.get("v")) != EVENTS_FORMAT:  # `v` in files of before 0.1.0
         return False
     needed = NEEDED.get(str(event["event"]), {})
     if not all(isinstance(event.get(name), kind) for name, kind in needed.items()):
