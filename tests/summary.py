@@ -1,9 +1,10 @@
-"""A pytest plugin: in place of dots, a line for each room of the tests when its last test has ended; failures
-are named at once; and at the end what the run has proven (`tests/proven.py`).
+"""A pytest plugin: instead of dots, print a line for each test package when its last test has ended,
+failures immediately, and at the end what the run has verified (`tests/proven.py`).
 
-Under `-v` and `-q` pytest's own output stays. The table `tests/durations.json`, seconds and tests by file, is
-how long a run takes, and orders it: first what needs no torch, then the rooms with the longest files, so that
-workers end together. `pytest --record-durations` writes into it what it runs.
+With `-v` and `-q` the output is that of pytest. The table `tests/durations.json`, seconds and number of
+tests by file, tells how long a run takes and determines its order: first the tests without torch, then the
+packages with the longest files, so that workers end together. `pytest --record-durations` updates it with
+the tests that it runs.
 """
 
 from __future__ import annotations
@@ -22,41 +23,41 @@ from tests.proven import Fact, lines_of, tables_of
 
 DURATIONS = Path(__file__).with_name("durations.json")
 FIRST = ("tests", "tests/recipe", "tests/migrate", "tests/registry", "tests/cli")
-"""What most mistakes show in, and needs no torch."""
+"""The packages that reveal most mistakes and need no torch."""
 ROOMS = {
     "tests": "architecture: imports run downward, configs import no torch",
-    "tests/recipe": "TOML in; whatever is wrong is told with line, column and what to write",
-    "tests/registry": "components and plugins: found, told apart, and none harms another",
-    "tests/cli": "the command: what it prints, its JSON, its exit codes, its cost",
+    "tests/recipe": "TOML in; every error is reported with line, column and a fix",
+    "tests/registry": "components and plugins: found, distinguished, and isolated from each other",
+    "tests/cli": "the command line: output, JSON, exit codes, start-up time",
     "tests/run": "whole runs: signals, kills, restarts, resumes, ranks that die or hang",
-    "tests/ranks": "every layout gives the answer of one rank; errors leave no trace",
-    "tests/engine": "the verbs against a loop of plain torch, and whatever is refused",
+    "tests/ranks": "every layout gives the result of one rank; errors leave no trace",
+    "tests/engine": "the verbs compared to a plain torch loop, and everything that is rejected",
     "tests/parallel": "tensor, context, expert and pipeline parallelism, compile, offload",
-    "tests/checkpoint": "saved on one layout, loaded on any other; damage is found and named",
-    "tests/faults": "the matrix of faults names the tests that prove each",
-    "tests/converters": "LoRA: the base untouched, the same adapters on every layout",
-    "tests/data": "each row once, from any place, on any number of ranks",
-    "tests/distributed": "collectives, and what they say of a rank that is late or gone",
+    "tests/checkpoint": "saved on one layout, loaded on any other; damage is detected and named",
+    "tests/faults": "the fault matrix names the tests for each fault",
+    "tests/converters": "LoRA: the base unchanged, the same adapters on every layout",
+    "tests/data": "each row once, from any position, on any number of ranks",
+    "tests/distributed": "collectives, and their errors if a rank is late or gone",
     "tests/docs": "every command and snippet of README and docs is run",
-    "tests/generate": "sampling, caches and chat beside transformers' own",
+    "tests/generate": "sampling, caches and chat compared to transformers",
     "tests/loops": "SFT, DPO and GRPO as whole runs",
-    "tests/losses": "losses against NumPy and finite differences",
-    "tests/migrate": "torchtitan's job files: each field kept, or named as lost",
-    "tests/models": "families of models against transformers and their published sizes",
+    "tests/losses": "losses compared to NumPy and finite differences",
+    "tests/migrate": "torchtitan's job configs: each field converted, or reported",
+    "tests/models": "model families compared to transformers and their published sizes",
     "tests/observe": "metrics, the event log, the live panel",
-    "tests/optimizers": "AdamW against torch's, rounding, the schedule",
-    "tests/packaging": "wheels, editable installs, and plugins of others",
-    "tests/planning": "memory, traffic and arithmetic that are computed are those of a run",
-    "tests/real": "a real pretrained model, there and back",
-    "tests/rl": "policy gradients, rewards, and the generator beside the trainer",
-    "tests/testing": "the kit for authors of plugins finds what is wrong, and nothing else",
-    "plugins/titan-float8": "float8: one answer on any layout, plain checkpoints",
-    "plugins/titan-flux": "Flux: images, on every layout that it can have",
-    "plugins/titan-muon": "Muon: torch's own on one device, the same on many",
+    "tests/optimizers": "AdamW compared to torch's, rounding, the schedule",
+    "tests/packaging": "wheels, editable installs, and third-party plugins",
+    "tests/planning": "computed memory, traffic and arithmetic match those of a run",
+    "tests/real": "a real pretrained model, imported and exported",
+    "tests/rl": "policy gradients, rewards, and the generator compared to the trainer",
+    "tests/testing": "the test kit for plugin authors finds all faults, and nothing else",
+    "plugins/titan-float8": "float8: the same result on any layout, plain checkpoints",
+    "plugins/titan-flux": "Flux: images, on every supported layout",
+    "plugins/titan-muon": "Muon: equal to torch's on one device, the same on many",
 }
-"""What each proves."""
+"""What each package verifies."""
 QUIET_FOR = 30.0
-"""Seconds after which a line says how far the run is, where no room has ended meanwhile."""
+"""Seconds after which a progress line is printed if no package has ended."""
 
 
 def file_of(nodeid: str) -> str:

@@ -1,4 +1,4 @@
-"""The house's rules that a machine can check: imports run downward, and the menu is torch-free."""
+"""Check the architecture: imports run downward, and component configs are torch-free."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_no_file_imports_itself_by_way_of_others():
     assert not found, "\n".join(" <-> ".join(circle) for circle in found)
 
 
-MENUS = [
+CONFIGS = [
     "titancli",
     "titancli.builtin",
     "titancli.recipe",
@@ -132,9 +132,9 @@ MENUS = [
 HEAVY = {"torch", "transformers", "datasets", "numpy", "rich", "pydantic", "safetensors", "tokenizers"}
 
 
-def test_the_menu_imports_nothing_heavy():
+def test_configs_import_nothing_heavy():
     code = (
-        f"import sys, {', '.join(MENUS)}\n"
+        f"import sys, {', '.join(CONFIGS)}\n"
         "titancli.builtin.titan_components()\n"
         f"print(sorted({HEAVY!r} & set(sys.modules)))"
     )

@@ -1,13 +1,15 @@
-"""Processes without the seconds that importing torch takes: what tests start is forked from one that has.
+"""Start processes without the cost of importing torch: what tests start is forked from a server that has
+imported it.
 
-`Warm().install()` has `subprocess` hand over what starts this interpreter with `titan`, `-m MODULE` or a
-script: a server that has imported torch and titan forks, and the child goes on exactly as the command would,
-with its own arguments, environment, folder, files, session and signals. A child does the same with what it
-starts in turn, torchrun and its ranks, so a run on four ranks costs no import at all.
+`Warm().install()` makes `subprocess` hand over every command that starts this interpreter with `titan`, `-m
+MODULE` or a script: a server that has imported torch and titan forks, and the child continues exactly as the
+command would, with its own arguments, environment, folder, files, session and signals. A child does the same
+for the processes that it starts, such as torchrun and its ranks, so a run on four ranks costs no import at
+all.
 
-Whatever the interpreter settles before the first line of a program (its flags, `PYTHON*`, the libraries' own
-variables that are read at import) cannot be settled afterwards: such a command is started in earnest, and
-so is all that a test marked `cold` starts.
+Everything that the interpreter determines before the first line of a program (its flags, `PYTHON*`,
+variables that libraries read at import) cannot be changed afterwards: such a command is started normally,
+and so is everything that a test marked `cold` starts.
 """
 
 from __future__ import annotations
@@ -57,9 +59,9 @@ LIBRARIES = (
     "rich.console",
 )
 AT_IMPORT = ("PYTHON", "OMP_", "MKL_", "KMP_", "LD_", "HF_", "TRANSFORMERS_", "TORCH_LOGS", "TORCHINDUCTOR_")
-"""Beginnings of variables that are read before a program's first line, or when a library is imported."""
+"""Prefixes of variables that are read before the first line of a program, or when a library is imported."""
 HEEDED = {"PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED"}
-"""Those of them that a fork heeds all the same."""
+"""The variables among them that also take effect in a forked process."""
 USUAL = {
     **dict.fromkeys(("executable", "preexec_fn", "startupinfo", "gid", "gids", "uid"), None),
     **dict.fromkeys(("umask", "process_group"), -1),
@@ -68,28 +70,28 @@ USUAL = {
     "shell": False,
     "restore_signals": True,
 }
-"""What is asked for otherwise, an interpreter of its own does."""
+"""With any other option, an interpreter is started normally."""
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 EXECUTABLE = sys.executable  # which a test may replace
 ROOM = " " * 8192
-"""On the server's command line and in its environment, for those of what it forks."""
+"""Space reserved on the server's command line and in its environment, for those of the programs it forks."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """One program to be."""
+    """A program to run."""
 
     words: list[str]
-    """What follows the interpreter's name."""
+    """The arguments after the name of the interpreter."""
     folder: str
     environment: dict[str, str]
     session: bool
     fds: list[tuple[int, int]]
-    """(number it is to have, number it has)."""
+    """Pairs of file descriptors: the number in the child, and the current number."""
 
 
 def as_start(options: Mapping[str, Any]) -> Start | None:
-    """What `subprocess` was asked for, or None where only an interpreter of its own will do."""
+    """The program that `subprocess` was asked to start, or None if it needs its own interpreter."""
     args = options["args"]
     words = [args] if isinstance(args, (str, bytes, os.PathLike)) else [os.fspath(word) for word in args]
     if sys.platform != "linux" or not all(isinstance(word, str) for word in words):
@@ -125,7 +127,7 @@ def as_start(options: Mapping[str, Any]) -> Start | None:
 
 
 def become(start: Start) -> None:
-    """Go on as another program; to be called in a forked child, and never to return."""
+    """Continue as another program; called in a forked child, and never returns."""
     gc.freeze()  # what the parent has, and its files, must outlive this process: their numbers are taken anew
     code = 1
     try:
@@ -177,7 +179,7 @@ def _take_files(fds: Sequence[tuple[int, int]]) -> None:
 
 
 def _be_known_as(words: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Be found in /proc under one's own command line and environment."""
+    """Make the process appear in /proc with its own command line and environment."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     # arg_start, arg_end, env_start and env_end: fields 48 to 51 of proc(5), the first two of which are gone
     places = [int(field) for field in fields[45:49]]
@@ -188,14 +190,14 @@ def _be_known_as(words: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 def _take_path(path: str) -> None:
-    """Search the folders of a PYTHONPATH that the parent had not, before the installed ones."""
+    """Search the folders of PYTHONPATH that the parent did not have, before the installed ones."""
     before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     given = [os.path.abspath(folder) for folder in path.split(os.pathsep) if folder]
     sys.path[1:] = given + [folder for folder in sys.path[1:] if folder not in {*before, *given}]
 
 
 def _look_first_in(folder: str) -> None:
-    """Take the program's folder, or nothing under PYTHONSAFEPATH, for the parent's own."""
+    """Replace the parent's first search path by the program's folder, or remove it under PYTHONSAFEPATH."""
     sys.path[:1] = [] if os.environ.get("PYTHONSAFEPATH") else [folder]
 
 
@@ -246,7 +248,7 @@ def _fork_here(start: Start) -> int | None:
 
 
 class Forks:
-    """`subprocess`, which starts by a fork what it can."""
+    """Replace `subprocess` so that it forks where possible."""
 
     _in_earnest = subprocess.Popen._execute_child  # type: ignore[attr-defined]
     _names = tuple(signature(_in_earnest).parameters)
@@ -274,7 +276,8 @@ class Forks:
 
 
 class Warm(Forks):
-    """The server's end in the process of the tests: what it forks becomes a child of this process."""
+    """The client of the server in the test process: what the server forks becomes a child of this
+    process."""
 
     def __init__(self) -> None:
         super().__init__(self._ask)
@@ -323,7 +326,7 @@ class Warm(Forks):
 
 
 def serve(number: int) -> None:
-    """Fork what is asked for until the tests' end of the socket closes."""
+    """Fork requested programs until the test process closes its end of the socket."""
     import importlib
 
     import titancli
@@ -352,8 +355,8 @@ def serve(number: int) -> None:
 
 
 def _fork_away(start: Start) -> int:
-    """Fork a program whose parent is not this process: it falls to the tests', as the nearest that takes
-    orphans, and they wait for it as for any child."""
+    """Fork a program whose parent is not this process: the test process, as the nearest subreaper, adopts
+    it and waits for it as for any child."""
     ours, theirs = os.pipe()
     middle = os.fork()
     if middle == 0:
