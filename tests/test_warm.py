@@ -107,6 +107,29 @@ def test_what_it_starts_is_forked_too(way: str, tmp_path: Path) -> None:
     assert done.stdout == f"{way == 'forked'} 5\n"
 
 
+IN_THE_MIDDLE = """
+import atexit, subprocess, sys, tempfile
+from pathlib import Path
+atexit.register(print, "at the end")
+with tempfile.TemporaryDirectory() as folder:
+    print("before")
+    done = subprocess.run([sys.executable, sys.argv[1]], stdout=subprocess.PIPE, text=True)
+    print(repr(done.stdout), Path(folder).is_dir())
+"""
+
+
+def test_what_is_started_in_the_middle_of_a_program_ends_nothing_of_it(way: str, tmp_path: Path) -> None:
+    """Its temporary folders stay, and what it has printed and registered is its own."""
+    (tmp_path / "other.py").write_text(
+        "import tempfile; other = tempfile.TemporaryDirectory(); print('other')"
+    )
+    (tmp_path / "program.py").write_text(IN_THE_MIDDLE)
+    command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "other.py")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == "before\n'other\\n' True\nat the end\n", done.stderr
+    assert done.returncode == 0
+
+
 IN_A_THREAD = """
 import subprocess, sys
 from concurrent.futures import ThreadPoolExecutor

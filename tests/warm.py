@@ -31,6 +31,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
@@ -130,6 +131,7 @@ def become(start: Start) -> None:
     """Continue as another program; called in a forked child, and never returns."""
     gc.freeze()  # what the parent has, and its files, must outlive this process: their numbers are taken anew
     code = 1
+    _forget_the_end_of_the_parent()
     try:
         if start.session:
             os.setsid()
@@ -155,7 +157,40 @@ def become(start: Start) -> None:
         os._exit(code)
 
 
+_registered: list[Callable[..., Any]] = []
+"""What this program has registered with atexit."""
+_imported: set[Any] | None = None
+"""Finalizers of the libraries that were there before this program."""
+_register = atexit.register
+
+
+def _forget_the_end_of_the_parent() -> None:
+    """Leave to the parent what it does when it ends: its temporary folders are still in use."""
+    global _imported
+    finalizers: dict[Any, Any] = weakref.finalize._registry  # type: ignore[attr-defined]
+    for function in _registered:
+        atexit.unregister(function)
+        if function == weakref.finalize._exitfunc:  # type: ignore[attr-defined]
+            weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    if _imported is None:
+        _imported = set(finalizers)
+    for finalizer in set(finalizers) - _imported:
+        del finalizers[finalizer]
+    _registered.clear()
+
+    def register(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        _registered.append(function)
+        return _register(function, *args, **kwargs)
+
+    atexit.register = register  # type: ignore[assignment]
+
+
+_before: list[Any] = []
+"""The parent's streams, kept until this process ends: what they still hold is the parent's to write."""
+
+
 def _take_files(fds: Sequence[tuple[int, int]]) -> None:
+    _before.extend((sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__))
     high = {to: os.dup(fd) for to, fd in fds}
     taken = max([*high, *high.values(), 2]) + 1
     high = {to: _above(fd, taken) for to, fd in high.items()}
