@@ -57,6 +57,9 @@ def test_a_document_has_the_keys_that_are_told(
     if name in ("runs", "run", "removed-runs"):
         folder = make(tmp_path / "RUN", [began(), step(5, 5)], [attempt(ended("failed", 5))])
         (folder / "logs" / "rank-0.log").touch()
+    if name == "comparison":
+        make(tmp_path / "RUN", [began(), step(5, 5)])
+        make(tmp_path / "OTHER", [began(), step(5, 6)], [], lock="[training]\nsteps = 7\n")
     main(shlex.split(command))
     document = json.loads(capsys.readouterr().out)
     assert (document.pop("schema"), document.pop("version")) == (f"titan.{name}", 1)

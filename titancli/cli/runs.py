@@ -1,4 +1,4 @@
-"""`titan runs list|show|rm`: which runs there are, how they are doing, and what they were."""
+"""`titan runs list|show|compare|rm`: which runs there are, how they are doing, and what they were."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ STYLES = {"running": "bold green", "failed": "red", "died": "red", "unknown": "y
 FAILED = ("failed", "died")
 
 
-@click.group("runs", short_help="List, show and remove runs.")
+@click.group("runs", short_help="List, show, compare and remove runs.")
 def command() -> None:
-    """List, show and remove runs.
+    """List, show, compare and remove runs.
 
     RUN is a run folder. A run is `running` while a process holds its folder; `died` means that it was killed
     before it could record an outcome, and `unknown` that this cannot be seen from this machine.
@@ -80,6 +80,39 @@ def show(run: Path, as_json: bool) -> None:
     if rows:
         print()
         table(("attempt", "started", "ended", "outcome", "step", "ranks", "from"), rows)
+
+
+@command.command("compare", short_help="Compare runs: recipes, environments, metrics.")
+@click.argument("runs", metavar="RUN RUN...", nargs=-1, required=True, type=RUN)
+@click.option(
+    "--by",
+    type=click.Choice(["step", "tokens", "seconds"]),
+    default="step",
+    show_default=True,
+    help="Where to compare metrics: at equal steps, tokens, or seconds of training.",
+)
+@click.option(
+    "--metric", "names", metavar="NAME", multiple=True, help="Compare this metric; may be repeated."
+)
+@click.option(
+    "-n", "count", type=click.IntRange(1), default=10, show_default=True, help="Places to compare at."
+)
+@JSON
+def compare(runs: tuple[Path, ...], by: str, names: tuple[str, ...], count: int, as_json: bool) -> None:
+    """Compare runs: the keys of their recipes that differ, their environments, and their metrics.
+
+    Metrics are those that each run logged last at or before that place.  [default: loss, val_loss]
+    """
+    from titancli.cli.comparison import document, print_comparison
+    from titancli.observe.summary import summarize
+
+    if len(runs) < 2:
+        raise UsageError("compare takes two runs or more", hint="titan runs compare RUN RUN...")
+    found = document([summarize(RunFolder.open(run).path) for run in runs], names, count)
+    if as_json:
+        print_json("comparison", found)
+    else:
+        print_comparison(found, by)
 
 
 @command.command("rm", short_help="Remove runs, after a question.")

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titancli.errors import RecipeError
 from titancli.provenance import file_hash, versions
 from titancli.registry import plugin_files
 from titancli.run.prepare import Change, changes
 from titancli.runs import RunFolder
+
+if TYPE_CHECKING:
+    from titancli.observe.summary import Summary
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,25 @@ def read_side(reference: str, overrides: Sequence[str] = (), *, unset: Sequence[
 def differences(one: Side, other: Side) -> tuple[list[Change], list[Change]]:
     """Keys of the recipe, and software, that differ."""
     return changes(one.data, other.data), changes(one.software, other.software)
+
+
+def side_of(run: Summary) -> Side:
+    """Return a run's side as `read_side` does; of a run without a good record, without software.
+
+    Raises:
+        RecipeError: its lock file is not TOML.
+    """
+    newest = run.attempts[-1] if run.attempts else {}
+    return Side(_locked(RunFolder(run.path)), _software(newest.get("versions") or {}, newest))
+
+
+def spread(tables: Sequence[dict[str, Any]]) -> list[tuple[str, list[Any]]]:
+    """Return the keys in which several tables differ, each with its value in every one of them."""
+    found: dict[str, list[Any]] = {}
+    for number, table in enumerate(tables[1:], 1):
+        for change in changes(tables[0], table):
+            found.setdefault(change.key, [change.before] * len(tables))[number] = change.after
+    return list(found.items())
 
 
 def _locked(folder: RunFolder) -> dict[str, Any]:
