@@ -162,7 +162,7 @@ def test_a_link_is_listed_once_and_what_is_no_run_not_at_all(
             '{"format": 1, "attempts": [{"outcome": {"metrics": {"loss": "high"}}}]}',
             "an outcome that is none",
         ),
-        ('{"format": 1, "created": 3}', "no text"),
+        ('{"format": 1, "created": 3}', "not a string"),
         (None, "there is no run.json"),
     ],
 )

@@ -57,7 +57,7 @@ def test_what_is_not_for_a_recipe_is_refused(problem, name: str) -> None:
 
 def test_what_a_recipe_may_not_set_is_given_on_the_command_line(problem) -> None:
     found = problem(f'{BASE}\n[env]\nCXX = "x"\n')
-    assert found.message.startswith("a recipe may not set CXX")
+    assert found.message.startswith("a recipe cannot set CXX")
     assert "titan train … --env CXX=…" in found.hint
     assert "did you mean 'NCCL_DEBUG'?" in problem(f'{BASE}\n[env]\nNCLL_DEBUG = "x"\n').hint
 

@@ -212,7 +212,7 @@ def test_a_run_folder_stands_for_its_lock_file(named, write) -> None:
             "recipe titan/llama3_8.toml does not exist",
             "did you mean 'llama3_8b.toml'?",
         ),
-        ("./titan", "titan is a folder without a recipe.lock.toml", "name a recipe file or a run folder"),
+        ("./titan", "titan is a folder without a recipe.lock.toml", "give a recipe file or a run folder"),
         ("a\0b.toml", "does not exist", ""),
     ],
 )

@@ -121,7 +121,7 @@ def test_a_folder_that_says_too_little_or_too_much_is_refused_at_its_line(
 def test_a_folder_that_is_not_there_is_the_one_problem(here: Path, overrides: tuple[str, ...]) -> None:
     [problem] = wrong(*overrides)  # not also: the recipe has no [model]
     assert f"{Path('folder/config.json')} does not exist" in problem.message
-    assert "relative to where the command is run" in (problem.hint or "")
+    assert "relative paths start at the current folder" in (problem.hint or "")
     assert problem.location is not None
     assert problem.location.source == 'weights = "./folder"'
 

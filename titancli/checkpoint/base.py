@@ -69,7 +69,7 @@ def require_base(told: dict[str, Any], folder: Path, base: dict[str, str] | None
         base = base_of(path)
     if base["digest"] != told["base"]["digest"]:
         raise EnvironmentProblem(
-            f"{folder} holds adapters of the base {path} (digest {told['base']['digest'][:12]}), and "
+            f"{folder} holds adapters of the base {path} (digest {told['base']['digest'][:12]}), but "
             f"{base['path']} is a different one (digest {base['digest'][:12]})",
             hint="use exactly the base that the adapters were trained on",
         )

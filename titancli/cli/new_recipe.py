@@ -55,7 +55,7 @@ def command(file: Path, base: str | None, full: bool, hf: Path | None, job: Path
             hint="titan new-recipe FILE --from RECIPE, or titan new-recipe FILE --from-hf FOLDER",
         )
     if full and base is None:
-        raise UsageError("--full goes with --from")
+        raise UsageError("--full needs --from")
     if file.suffix != ".toml":
         raise UsageError(f"{file}: the file name of a recipe must end in .toml")
     if file.exists():

@@ -129,7 +129,7 @@ def rm(runs: tuple[Path, ...], failed: bool, yes: bool, as_json: bool) -> None:
     from titancli.observe.summary import runs_in, summarize
 
     if bool(runs) == failed:
-        raise UsageError("name the runs to remove, or use --failed")
+        raise UsageError("give the runs to remove, or use --failed")
     if failed:
         there, unreadable = runs_in(runs_root()) if runs_root().exists() else ([], [])
         for line in unreadable:
@@ -156,7 +156,7 @@ def rm(runs: tuple[Path, ...], failed: bool, yes: bool, as_json: bool) -> None:
 
 def _removable(path: Path) -> Path:
     if path.is_symlink():
-        raise EnvironmentProblem(f"{path} is a link", hint=f"name the run itself: {os.path.realpath(path)}")
+        raise EnvironmentProblem(f"{path} is a link", hint=f"give the run itself: {os.path.realpath(path)}")
     return RunFolder.open(path).path
 
 
@@ -213,7 +213,7 @@ def _remove(folder: RunFolder) -> None:
     except OSError as error:
         raise EnvironmentProblem(
             f"{error.filename or folder.path} cannot be removed: {error.strerror}",
-            hint=f"what is left of the run lies in {folder.path}",
+            hint=f"the remaining files of the run are in {folder.path}",
         ) from error
     finally:
         hold.release()

@@ -199,7 +199,7 @@ def _environment(variables: tuple[str, ...]) -> dict[str, str]:
     for variable in variables:
         name, equals, value = variable.partition("=")
         if not equals:
-            raise UsageError(f"--env {variable}: there is no =", hint="write --env NAME=VALUE")
+            raise UsageError(f"--env {variable}: '=' is missing", hint="write --env NAME=VALUE")
         if wrong := wrong_variable(name, value):
             raise UsageError(f"--env {name}: {wrong[0]}", hint=wrong[1])
         env[name] = value

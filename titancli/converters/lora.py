@@ -124,7 +124,9 @@ class Adapters:
         for name in chosen:
             AdaptedLinear.adapt(model.get_submodule(name), self._config.rank, self.scale)
         trained = sum(parameter.numel() for parameter in model.parameters()) - whole
-        logger.info("lora: %d layers, %s parameters beside %s", len(chosen), f"{trained:,}", f"{whole:,}")
+        logger.info(
+            "lora: %d layers, %s parameters in addition to %s", len(chosen), f"{trained:,}", f"{whole:,}"
+        )
 
     def after_step(self, model: nn.Module) -> None:
         """Nothing follows from the weights."""

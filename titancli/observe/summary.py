@@ -176,7 +176,7 @@ def _checked(record: Any) -> dict[str, Any]:
         if not isinstance(outcome, dict) or not are_metrics(outcome.get("metrics") or {}):
             raise EnvironmentProblem("run.json has an outcome that is none")
     if not all(isinstance(record.get(name, ""), str) for name in ("name", "created")):
-        raise EnvironmentProblem("run.json has a name or a date that is no text")
+        raise EnvironmentProblem("run.json has a name or a date that is not a string")
     return record
 
 

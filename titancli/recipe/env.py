@@ -85,7 +85,7 @@ def _not_allowed(name: str) -> tuple[str, str] | None:
     near = nearest_name(name, ALLOWED)
     hint = f"did you mean {near!r}? Otherwise give" if near else "give"
     message = (
-        f"a recipe may not set {name}: it is not on the list of variables that cannot choose code or files"
+        f"a recipe cannot set {name}: it is not on the list of variables that cannot select code or files"
     )
     return message, f"{hint} it on the command line: titan train … --env {name}=…"
 

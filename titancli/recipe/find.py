@@ -37,7 +37,7 @@ def beside(node: Node) -> str:
         return text
     source = node.origin.source
     if node.origin.kind != "file" or source is None:
-        hint = "name a path; relative ones start at the current folder"
+        hint = "give a path; relative paths start at the current folder"
         raise RecipeError(f"{text!r}: {BESIDE} stands for the folder of a recipe file", hint=hint)
     return os.path.join(os.path.dirname(os.path.abspath(source.path)), text.removeprefix(BESIDE).lstrip("/"))
 
@@ -79,7 +79,7 @@ def find_recipe(reference: str | Path, *, registry: Registry | None = None) -> P
 
 def _existing(path: Path) -> Path:
     if os.path.isdir(path):
-        raise _no_recipe(f"{path} is a folder without a {LOCK_NAME}", "name a recipe file or a run folder")
+        raise _no_recipe(f"{path} is a folder without a {LOCK_NAME}", "give a recipe file or a run folder")
     try:
         missing = not path.exists()
     except (OSError, ValueError):  # reading it will say what is wrong

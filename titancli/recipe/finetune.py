@@ -85,7 +85,7 @@ def _config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_bytes())
         config["model_type"]
     except FileNotFoundError as error:
-        raise EnvironmentProblem(f"{path} does not exist", hint="name a Hugging Face folder") from error
+        raise EnvironmentProblem(f"{path} does not exist", hint="give a Hugging Face folder") from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise EnvironmentProblem(f"{path} is damaged, or names no model_type: {error}") from error
     return config

@@ -341,7 +341,7 @@ def _model_table(weights: str, registry: Registry) -> dict[str, Any]:
         far = f"{weights} is not a folder on this machine"
         raise EnvironmentProblem(
             far if url_of(Path(weights)) else f"{path} does not exist",
-            hint="name a Hugging Face folder (paths are relative to where the command is run), "
+            hint="give a Hugging Face folder (relative paths start at the current folder), "
             "or add [model] with a type",
         )
     try:

@@ -67,7 +67,7 @@ def _words(name: str, kind: str) -> dict[str, str]:
         raise UsageError(f"{name!r} is the name of titan itself", hint="for example titan-lab")
     if find_spec(package) is not None:
         raise UsageError(
-            f"{name!r} would hide the installed package {package!r}", hint="take another name: titan-lab"
+            f"{name!r} would hide the installed package {package!r}", hint="use another name: titan-lab"
         )
     component = package.removeprefix("titan_")
     if component[0].isdigit() or keyword.iskeyword(component):

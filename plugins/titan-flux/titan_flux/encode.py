@@ -70,7 +70,7 @@ def command(
         )
     pairs = pairs_of(images)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise EnvironmentProblem(f"{out} exists", hint="name a new folder, or remove it")
+        raise EnvironmentProblem(f"{out} exists", hint="use a new folder, or remove it")
     if empty is not None and (empty.exists() or empty.resolve().is_relative_to(out.resolve())):
         raise UsageError(f"--empty {empty}: it exists, or lies among the shards", hint="name another file")
     encoder = Encoder(model, text_length, DTYPES[dtype])

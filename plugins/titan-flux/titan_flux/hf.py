@@ -106,7 +106,7 @@ class FluxHF:
         other = [name for name, value in FIXED.items() if getattr(self.config, name) != value]
         if other:
             told = " and ".join(f"{name} {FIXED[name]}" for name in other)
-            raise TitanError(f"diffusers' {self.model_type} has {told} alone, and this model another")
+            raise TitanError(f"diffusers' {self.model_type} requires {told}, which this model does not have")
         return {
             "_class_name": self.model_type,
             "patch_size": 1,
