@@ -83,7 +83,7 @@ def test_a_pace_is_the_mean_of_the_steps_that_are_done(monkeypatch: pytest.Monke
 
 
 def test_what_is_no_number_is_refused() -> None:
-    with pytest.raises(TitanError, match=r"one number, not a tensor of \[2\]"):
+    with pytest.raises(TitanError, match=r"one number, not a tensor of shape \[2\]"):
         report("x", torch.zeros(2))
     with pytest.raises(TitanError, match="reduce is 'mean', 'max' or 'sum'"):
         report("x", 1.0, reduce="min")  # type: ignore[arg-type]

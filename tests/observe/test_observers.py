@@ -222,4 +222,4 @@ def test_a_rank_that_stays_slow_is_named_once_in_words(
         assert caplog.messages == []
         for step in range(6, 11):
             watching.step_end(step, {})
-    assert caplog.messages == ["rank 1 is slower than the others: by 900 ms a step"]
+    assert caplog.messages == ["rank 1 is slower than the others by 900 ms per step"]
