@@ -99,7 +99,7 @@ def test_the_recipe_of_a_job_script_may_change_but_not_its_model_or_data(train: 
     done = train(*line, *moved, "--allow-drift")
     assert done.code == 0, done.err
     assert "changed: dataset.paths" in done.err
-    assert "begun anew" not in done.err  # the same bytes in another place
+    assert "starts from the beginning" not in done.err  # the same bytes in another place
 
 
 def test_other_data_are_begun_anew_where_drift_is_allowed(train: Train, here: Path) -> None:
