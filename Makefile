@@ -44,7 +44,7 @@ lint: .venv/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The layouts and the front door on each torch and each Python: tests/versions.sh says which.
+# What a version may change, on each torch and each Python: tests/versions.sh says what.
 test-versions:
 	tests/versions.sh
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The layouts and the front door on each torch that titan takes, and on each Python at hand: `make test-versions`.
+# What a version may change, on each torch that titan takes and on each Python at hand: `make test-versions`.
 #
 #   TORCHES="2.11.0 2.12.0"   these, on the first Python; the others get the one of constraints.txt
 #   PYTHONS="python3.12 …"    these; else python3 and what is called python3.11 and on
@@ -7,6 +7,7 @@
 #
 # Each pair has an environment of its own in .venvs/ (of CUDA wheels, 5 GB each; a PIP_EXTRA_INDEX_URL may name an
 # index of smaller ones), made once, and a log beside it. Ends with a table, and with 1 where one has failed.
+# An older torch takes about 10 minutes of CPU, another Python about 5.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE
@@ -14,15 +15,19 @@ unset PYTHONDONTWRITEBYTECODE
 pinned=$(sed -n 's/^torch==//p' constraints.txt)
 read -ra torches <<<"${TORCHES:-2.11.0 2.12.0 $pinned}"
 read -ra pythons <<<"${PYTHONS:-python3 python3.11 python3.12 python3.13 python3.14}"
-read -ra tests <<<"${TESTS:-tests/recipe tests/migrate tests/cli tests/losses tests/optimizers tests/engine/test_library.py \
-    tests/run/test_train.py tests/run/test_pipeline.py tests/run/test_layouts.py tests/docs/test_snippets.py \
-    tests/checkpoint/test_relayout.py tests/distributed tests/parallel tests/ranks}"
+# What either may change: the commands, runs, and what is compiled.
+common="tests/cli tests/losses tests/optimizers tests/engine/test_library.py tests/run/test_train.py \
+    tests/run/test_pipeline.py tests/run/test_layouts.py tests/docs/test_snippets.py"
+of_torch="$common tests/recipe/test_schedules_of_torch.py tests/checkpoint/test_relayout.py \
+    tests/distributed tests/parallel tests/ranks"
+of_python="$common tests/recipe tests/migrate tests/registry tests/parallel/test_compile.py"
 
 # installed PYTHON FOLDER TORCH: with the versions of constraints.txt beside that torch; made anew when they change.
 installed() {
     local pip=("$2/bin/python" -m pip install --quiet --disable-pip-version-check -c "$2/constraints.txt")
     local state
-    state=$(cat constraints.txt pyproject.toml plugins/*/pyproject.toml | sha256sum)
+    state=$(cat constraints.txt pyproject.toml plugins/*/pyproject.toml |
+        sed -E '/^\[+tool\.(ruff|mypy|pytest)/,/^$/d' | sha256sum)  # their settings install nothing
     [[ "$(cat "$2/.installed" 2>/dev/null)" == "$state" ]] && return
     rm -rf "$2" && "$1" -m venv "$2" && grep -v '^torch==' constraints.txt >"$2/constraints.txt" &&
         "${pip[@]}" "torch==$3" numpy &&
@@ -39,6 +44,9 @@ for python in "${pythons[@]}"; do
     seen+="$version "
     for torch in "${torches[@]}"; do
         name=python-$version-torch-$torch
+        # Layouts on the torch of constraints.txt are what `make test` runs.
+        if [[ "$torch" == "$pinned" ]]; then default=$of_python; else default=$of_torch; fi
+        read -ra tests <<<"${TESTS:-$default}"
         echo "== Python $version, torch $torch (.venvs/$name.log)"
         mkdir -p .venvs
         if installed "$python" ".venvs/$name" "$torch" >".venvs/$name.log" 2>&1; then
