@@ -24,7 +24,7 @@ from titancli.registry.component import build as build_component
 
 @pytest.mark.parametrize("field", ["cpu_offload", "async_tp"])
 def test_a_plan_that_needs_a_gpu_says_so_without_one(field: str) -> None:
-    with pytest.raises(RecipeError, match=rf"parallelize.{field} = true: .*, and this is a cpu"):
+    with pytest.raises(RecipeError, match=rf"parallelize.{field} = true: .*, but this is a cpu"):
         build(
             Decoder(**{field: True}),
             mesh=None,
