@@ -51,7 +51,11 @@ def test_greedy_equals_transformers(variant: str) -> None:
     ("prompts", "row", "words"),
     [
         ([[]], Row(0, 0, 1), "prompt 0 is empty"),
-        ([[1], [2, 10**6]], Row(0, 0, 1), "prompt 1 contains the token id 1000000, but the model's vocab_size"),
+        (
+            [[1], [2, 10**6]],
+            Row(0, 0, 1),
+            "prompt 1 contains the token id 1000000, but the model's vocab_size",
+        ),
         ([[-1]], Row(0, 0, 1), "token id -1"),
         ([[1]], Row(1, 0, 1), "continues prompt 1 of 1"),
         ([[1]], Row(0, 0, 0), "by 0 tokens"),
