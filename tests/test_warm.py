@@ -147,6 +147,23 @@ def test_what_it_starts_in_a_thread_ends_as_it_should(tmp_path: Path) -> None:
     assert (done.stdout.split(), done.stderr, done.returncode) == (["other", "0"], "", 0)
 
 
+def test_an_answer_that_nobody_waited_for_is_not_the_next_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a test's time limit comes while a process is started."""
+    asked = warm.Warm._asked
+
+    def interrupted(*given: Any) -> int:
+        asked(*given)
+        raise TimeoutError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(warm.Warm, "_asked", staticmethod(interrupted))
+        with pytest.raises(TimeoutError):
+            subprocess.run(program(tmp_path, "raise SystemExit(3)"))
+    assert subprocess.run(program(tmp_path, "raise SystemExit(4)")).returncode == 4
+
+
 def test_two_at_once_and_a_signal_to_one(tmp_path: Path) -> None:
     command = program(tmp_path, "print('up', flush=True); import time; time.sleep(60)")
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
