@@ -75,6 +75,27 @@ def test_that_the_biases_stay_is_said(tmp_path: Path, caplog: pytest.LogCaptureF
         assert caplog.text.count("model.moe.load_balance_coeff is treated as 0") == 1
 
 
+def test_of_a_run_that_goes_on_its_own_checkpoint_says_whether_they_stay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = recipe(Layout(config=EIGHT))
+    with Engine.build(given) as engine:
+        engine.save(tmp_path / "plain")
+        assert moved(engine)
+        engine.save(tmp_path / "balanced")
+    for own, said in {"plain": 1, "balanced": 0}.items():
+        caplog.clear()
+        with (
+            caplog.at_level(logging.WARNING, "titancli"),
+            Engine.build(replace(given, weights=tmp_path / "gone"), checkpoint=tmp_path / own) as engine,
+        ):
+            assert "load_balance_coeff" not in caplog.text
+            engine.load(tmp_path / own)
+            assert caplog.text.count("load_balance_coeff is taken as 0") == said
+            assert caplog.text.count("load_balance_coeff") == said
+            assert moved(engine) is (own == "balanced")
+
+
 def test_balancing_can_be_switched_off() -> None:
     off = replace(EIGHT, moe=replace(EIGHT.moe, load_balance_coeff=0.0))
     with Engine.build(recipe(Layout(config=off))) as engine:

@@ -120,6 +120,46 @@ def test_a_run_begins_with_weights_by_url(
     assert f"file://{here}/nothing is not a titan checkpoint" in missing.err
 
 
+def test_a_run_that_began_with_weights_by_url_goes_on_elsewhere_without_them(
+    train: Train, here: Path, s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters alone still take their base from there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
+    remote = f"checkpoint.remote={s3}"
+    assert train("tiny.toml", "--run-dir", "base", remote, "training.steps=2").code == 0
+    weights = f"weights={s3}/base/step-2"
+    lora = 'converters=[{type="lora", rank=2}]'
+    lines = {
+        name: ("tiny.toml", "--run-dir", f"runs/{name}", weights, "lr_scheduler.total_steps=4", *more)
+        for name, more in {"whole": (), "adapters": (lora,)}.items()
+    }
+    for name, line in lines.items():
+        done = train(*line, "training.steps=4", "--run-dir", f"once/{name}")
+        assert done.code == 0, done.err
+        done = train(*line, "training.steps=2", remote)
+        assert done.code == 0, done.err
+    shutil.rmtree(here / "runs")
+    shutil.rmtree(here / "cache")
+
+    done = train(*lines["adapters"], "training.steps=3", "--resume", remote)
+    assert done.code == 0, done.err
+    assert f"taking {s3}/base/step-2" in done.err
+    assert losses(here / "runs/adapters") == {3: losses(here / "once/adapters")[3]}
+    shutil.rmtree(here / "cache")
+    at(f"{s3}/base/step-2/manifest.json").unlink()
+    done = train(*lines["adapters"], "training.steps=4", "--resume", remote)
+    assert done.code == 5 and "Traceback" not in done.err
+    assert "base/step-2 is not a titan checkpoint" in done.err
+    assert "but step-3 holds adapters, and these weights are their base" in done.err
+
+    dry = train(*lines["whole"], "training.steps=4", "--resume", remote, "--dry-run", "--json")
+    assert json.loads(dry.out)["plan"]["missing"] == []
+    done = train(*lines["whole"], "training.steps=4", "--resume", remote)
+    assert done.code == 0, done.err
+    assert "base/step-2" not in done.err
+    assert losses(here / "runs/whole") == {step: losses(here / "once/whole")[step] for step in (3, 4)}
+
+
 def test_another_run_of_the_same_name_is_refused(train: Train, here: Path) -> None:
     remote = f"checkpoint.remote=file://{here}/store"
     assert train("tiny.toml", "--run-dir", "r", remote, "training.steps=2").code == 0

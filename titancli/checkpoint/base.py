@@ -10,7 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from titancli.checkpoint.format.manifest import Manifest, Verify, is_checkpoint, read_manifest
+from titancli.checkpoint.format.manifest import Verify, adapters_of, is_checkpoint, read_manifest
 from titancli.checkpoint.format.tensors import Tensors
 from titancli.checkpoint.hf.folder import read_hf
 from titancli.checkpoint.hf.which import hf_form, parameter_shapes
@@ -40,13 +40,6 @@ def base_of(folder: Path) -> dict[str, str]:
             f"cannot read the weights {error.filename}: {error.strerror}", hint="make the file readable"
         ) from error
     return {"path": str(folder), "digest": digest}
-
-
-def adapters_of(manifest: Manifest) -> dict[str, Any] | None:
-    """What a checkpoint of adapters tells of them and of their base; None of any other."""
-    engine = manifest.state.get("engine")
-    found = engine.get("adapters") if isinstance(engine, dict) else None
-    return found if isinstance(found, dict) else None
 
 
 def require_base(told: dict[str, Any], folder: Path, base: dict[str, str] | None = None) -> Path:

@@ -44,6 +44,12 @@ class Exclusion:
             if pattern in PARTS or "." in pattern
         )
 
+    @property
+    def may_have_weights(self) -> bool:
+        """Whether tensors of the model may be among what is left out; a pattern such as `*.weight` may."""
+        others = PARTS.keys() - {"model"}
+        return any(pattern.partition(".")[0] not in others for pattern in self.patterns)
+
     def check(self, names: Iterable[str]) -> None:
         """See to it that each pattern means something.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import xxhash
 
 from titancli.checkpoint.exclude import Exclusion
+from titancli.checkpoint.format.manifest import adapters_of, read_manifest
 from titancli.recipe.find import url_of
 
 if TYPE_CHECKING:
@@ -86,3 +87,20 @@ def start_from(recipe: Recipe, checkpoint: Path | None = None) -> StartFrom:
     if recipe.weights is None:
         return NOTHING
     return StartFrom("weights" if section.initial_load_model_only else "state", recipe.weights, exclude)
+
+
+def lacks_weights(recipe: Recipe, checkpoint: Path) -> str | None:
+    """Return why a run that goes on from its own checkpoint still reads the weights that it began with, as
+    the end of a sentence; None: the checkpoint holds all that it takes of them.
+
+    Raises:
+        EnvironmentProblem: it is no checkpoint, or damaged.
+    """
+    start = start_from(recipe)
+    if start.kind != "weights":  # what is left out of it gets initial values, as it did when the run began
+        return None
+    if adapters_of(read_manifest(checkpoint)) is not None:
+        return f"{checkpoint.name} holds adapters, and these weights are their base"
+    if start_from(recipe, checkpoint).exclusion.may_have_weights:
+        return f"checkpoint.exclude_from_loading leaves out weights of {checkpoint.name}"
+    return None

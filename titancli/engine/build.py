@@ -6,6 +6,7 @@ In order: mesh, model on meta, converters, the parallelize plan, materialise (in
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from titancli.checkpoint.format.manifest import is_checkpoint
 from titancli.checkpoint.hf.kept import kept_of
 from titancli.checkpoint.hf.likeness import refuse_other_model
-from titancli.checkpoint.start_from import StartFrom, start_from
+from titancli.checkpoint.start_from import StartFrom, lacks_weights, start_from
 from titancli.data.values import Limits
 from titancli.distributed.local import RowCut
 from titancli.distributed.mesh import Mesh
@@ -31,7 +32,7 @@ from titancli.engine.pipelined import PipelinedModel
 from titancli.engine.rng import generator_for
 from titancli.engine.runners import Runner, WholeModel
 from titancli.engine.skip_step import Guard
-from titancli.engine.status import EngineSettings
+from titancli.engine.status import EngineSettings, Unusable
 from titancli.engine.weights import Known, adapters_of, all_known, base_parameters, told_adapters
 from titancli.errors import EnvironmentProblem, Problem, RecipeError, TitanError
 from titancli.layout.degrees import Degrees
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
 
 E = TypeVar("E")
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class MixedPrecision:
@@ -68,6 +71,7 @@ def build_engine(
     *,
     device: torch.device,
     frozen: bool,
+    checkpoint: Path | None = None,
     fill: Callable[[list[Any]], None] | None = None,
 ) -> E:
     """Make a `titancli.Engine`; see its `build`.
@@ -76,6 +80,7 @@ def build_engine(
 
     Args:
         made: the engine's class, called with all that it is made of.
+        checkpoint: as for `Engine.build`.
         fill: takes the place of `materialise`: a dry run gives the parts no memory.
     """
     training = recipe.training
@@ -95,11 +100,17 @@ def build_engine(
     hf = component_info(recipe.model).hf
     hf_form = load_target(hf)(recipe.model) if hf else None
     start, first = start_from(recipe), FirstWeights()
+    # What the run's own checkpoint holds would be read and initialised in vain.
+    awaited = (
+        checkpoint
+        if checkpoint is not None and start.kind == "weights" and lacks_weights(recipe, checkpoint) is None
+        else None
+    )
     if fill is not None:
         fill(parts)
     else:
-        materialise(parts, converters, device, recipe.training.seed, start)
-        if start.kind == "weights":
+        materialise(parts, converters, device, recipe.training.seed, start, initialised=awaited is None)
+        if start.kind == "weights" and awaited is None:
             tensors = base_parameters(parts, converters)
             known = all_known(tensors.items(), parts, mesh, placement)
             first = load_weights(recipe, start, hf_form, tensors, known, adapters_of(converters))
@@ -112,7 +123,8 @@ def build_engine(
         if recipe.stability.skip_nonfinite or recipe.stability.sigma > 0:
             guard = Guard(recipe.stability, device)
         if fill is None and begins_unbalanced(hf_form, recipe, start):
-            unbalanced, holds_biases = True, hold_biases(parts, device, False)
+            # Of a checkpoint that is still to be loaded, `Engine.load` says it.
+            unbalanced, holds_biases = True, awaited is None and hold_biases(parts, device, False)
     return made(
         parts=parts,
         runner=runner,
@@ -130,6 +142,7 @@ def build_engine(
         config=plain_config(recipe, degrees, device, count),
         begins_unbalanced=unbalanced,
         holds_biases=holds_biases,
+        unusable=None if awaited is None else Unusable(f"{awaited} is not loaded yet", "weights"),
         **first._asdict(),
     )
 
@@ -310,17 +323,24 @@ class FirstWeights(NamedTuple):
 
 
 def materialise(
-    parts: list[Any], converters: Sequence[Converter], device: torch.device, seed: int, start: StartFrom
+    parts: list[Any],
+    converters: Sequence[Converter],
+    device: torch.device,
+    seed: int,
+    start: StartFrom,
+    *,
+    initialised: bool = True,
 ) -> None:
     """Give the meta model memory, and initial values where it does not begin with weights alone.
 
-    Weights that come along with all other state are read with it, see `titancli.run.session`.
+    Weights that come along with all other state are read with it, see `titancli.run.session`. With
+    `initialised` false all of them come from a checkpoint of the run itself.
     """
     adapters = adapters_of(converters)
     for part in parts:
         home = with_defaults(ModelDefaults, part).parameter_device or device
         allocate(part, home, device)
-        if start.kind != "weights" or start.exclude:
+        if initialised and (start.kind != "weights" or start.exclude):
             part.init_weights(generator_for(seed, home))
         if adapters is not None:
             adapters.initialise(part, generator_for(seed, home))
@@ -366,6 +386,8 @@ def load_weights(
     from titancli.checkpoint.base import base_of, require_base
 
     folder = start.folder
+    if not folder.exists():  # a run whose start needed none of it, and whose reference does
+        start.fetch(logger.info)
     told = told_adapters(adapters, folder)
     base = folder if told is None else require_base(told, folder)
     _load_base(recipe, replace(start, source=base), form, tensors, known)

@@ -168,6 +168,7 @@ class Engine:
         *,
         device: torch.device | str | None = None,
         frozen: bool = False,
+        checkpoint: Path | None = None,
     ) -> Engine:
         """Build the engine of a recipe, with new initial weights or those that the recipe names.
 
@@ -185,6 +186,8 @@ class Engine:
             overrides: as on the command line: `["optimizer.lr=1e-4", "mesh.tp=2"]`.
             device: None: this rank's GPU, or the CPU if there is none.
             frozen: build it without an optimizer.
+            checkpoint: of a run of this recipe, to be loaded next: what it contains is not read from
+                `weights` first, and until it is loaded the engine is unusable.
 
         Raises:
             RecipeError: everything that is wrong with the recipe or does not fit the ranks.
@@ -193,7 +196,9 @@ class Engine:
         """
         chosen = process_group.join(device, recipes.JOIN_SECONDS)
         try:
-            engine, found = cls._built(lambda: recipes.recipe_from(recipe, overrides), chosen, frozen)
+            engine, found = cls._built(
+                lambda: recipes.recipe_from(recipe, overrides), chosen, frozen, checkpoint
+            )
             if found is not recipe and not frozen:
                 engine._take_over(found)
             return engine
@@ -244,20 +249,24 @@ class Engine:
 
     @classmethod
     def _built(
-        cls, recipe_here: Callable[[], Recipe], device: torch.device, frozen: bool
+        cls,
+        recipe_here: Callable[[], Recipe],
+        device: torch.device,
+        frozen: bool,
+        checkpoint: Path | None = None,
     ) -> tuple[Engine, Recipe]:
         """The engine, and its recipe as it was read here: all ranks must have read the same."""
         call = recipes.call()
         with call.shared():
             found = recipe_here()
         with call.agreed():
-            recipes.compare(call, found, frozen)
+            recipes.compare(call, found, frozen, checkpoint)
         recipe = recipes.weights_alone(found) if frozen else found
         with ExitStack() as ends, call.shared():
             if recipe.debug.deterministic:
                 ends.enter_context(determinism(recipe.debug.deterministic))
             recipes.limit(recipe.comm)
-            engine = build_engine(cls, recipe, device=device, frozen=frozen)
+            engine = build_engine(cls, recipe, device=device, frozen=frozen, checkpoint=checkpoint)
             process_group.enlist(engine)
             ends.callback(process_group.leave, engine)
             if engine.adapters_from is not None:
@@ -668,7 +677,9 @@ class Engine:
         wanted = self.optimizer is not None if optimizer is None else optimizer
         everything = wanted or self.optimizer is None
         mends: MendedBy | None = "load" if everything else "weights"
-        self.ready("load" if everything else "load(optimizer=False)", None if exclude.patterns else mends)
+        if exclude.patterns:
+            mends = None if exclude.may_have_weights else "weights"
+        self.ready("load" if everything else "load(optimizer=False)", mends)
         if wanted:
             self._trained("load(optimizer=True)")
         before, call = self.version, self.call("load")

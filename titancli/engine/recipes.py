@@ -234,9 +234,10 @@ def call() -> Call:
     return Call(together(), "Engine.build")
 
 
-def compare(building: Call, recipe: Recipe, frozen: bool) -> None:
+def compare(building: Call, recipe: Recipe, frozen: bool, checkpoint: Path | None) -> None:
     """Say what this rank builds, field by field."""
     building.given("frozen" if frozen else "trainable")
+    building.given(f"with checkpoint = {checkpoint and checkpoint.name}")
     for name in BUILT:
         section = getattr(recipe, name)
         building.given(f"with {name} = {type(section).__name__}")

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titancli.checkpoint import base as bases
+from titancli.checkpoint.format.manifest import adapters_of as told_by
 from titancli.checkpoint.format.manifest import is_checkpoint, read_manifest
 from titancli.checkpoint.hf.folder import put
 from titancli.checkpoint.load import name_lists
@@ -144,7 +145,7 @@ def told_adapters(
         TitanError: they are others than the engine's, or it has none.
         EnvironmentProblem: they were trained on another base.
     """
-    told = bases.adapters_of(read_manifest(folder)) if is_checkpoint(folder) else None
+    told = told_by(read_manifest(folder)) if is_checkpoint(folder) else None
     if told is None:
         return None
     if adapters is None:

@@ -68,6 +68,10 @@ class DPO:
         if validation is not None and not with_defaults(DatasetConfigDefaults, validation).gives_pairs:
             yield "validation", 'dpo is evaluated on pairs: set type = "preference"'
 
+    def needs_reference(self, recipe: Recipe) -> bool:
+        read = (data for data in (recipe.dataset, self.validation) if data is not None)
+        return not all(with_defaults(DatasetConfigDefaults, data).reference_logps for data in read)
+
 
 @component("loop", "grpo", target="titancli.loops.grpo:build")
 class Grpo:
@@ -136,6 +140,9 @@ class Grpo:
         for name, value in wholes.items():
             if value % self.updates:
                 yield "updates", f"{name} = {value} is not a multiple of it"
+
+    def needs_reference(self, recipe: Recipe) -> bool:
+        return bool(with_defaults(LossConfigDefaults, recipe.loss).kl_coef)
 
 
 def _check_evaluation(validation: Any, batches: int | None) -> Iterator[tuple[str, str]]:

@@ -115,6 +115,8 @@ class DatasetConfigDefaults:
     """Whether two rows after one another are a pair."""
     repeat: bool = False
     """Whether it begins again at its end."""
+    reference_logps: bool = False
+    """Whether batches have the log-probabilities of a reference."""
     document_mask: bool = False
     """Whether batches have `document_ids`."""
 
@@ -150,6 +152,10 @@ class LoopConfigDefaults:
     """The task of its evaluations; None: it has none."""
     eval_freq: int = 0
     """Steps between two evaluations; 0: none."""
+
+    def needs_reference(self, recipe: Any) -> bool:
+        """Whether it compares with the model that the run began with, to the run's end."""
+        return False
 
 
 class GeneratorConfigDefaults:

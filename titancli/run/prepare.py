@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from titancli.checkpoint import read_manifest
 from titancli.checkpoint.format.manifest import last_serial, none_usable
-from titancli.checkpoint.start_from import start_from
+from titancli.checkpoint.start_from import lacks_weights, start_from
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
 from titancli.provenance import file_hash, provenance
+from titancli.registry.component import component_info
+from titancli.registry.defaults import LoopConfigDefaults, with_defaults
 from titancli.run import remote
 from titancli.run.fit import check_weights
 from titancli.run.inputs import how_to_get, missing_inputs
@@ -24,7 +26,7 @@ from titancli.runs import RunFolder, timestamp
 if TYPE_CHECKING:
     from titancli.launch import LaunchRequest
     from titancli.recipe import Loaded
-    from titancli.recipe.schema import Checkpoint
+    from titancli.recipe.schema import Checkpoint, Recipe
 
 GUARDED = ("model", "tokenizer", "dataset")
 """Sections that a resumed run may not change: its weights and its position would mean something else."""
@@ -122,11 +124,11 @@ def make_plan(request: Request) -> Plan:
     return _begin(request, run_dir)
 
 
-def _begin(request: Request, run_dir: Path | None) -> Plan:
+def _begin(request: Request, run_dir: Path | None, checkpoint: Path | None = None) -> Plan:
     from titancli.recipe import load_recipe, lock_text
 
     loaded = load_recipe(request.reference, request.overrides, unset=request.unset)
-    missing = require_inputs(loaded, weights=True, dry_run=request.dry_run, say=request.say)
+    missing = require_inputs(loaded, checkpoint, dry_run=request.dry_run, say=request.say)
     folder = RunFolder.choose(loaded.recipe.name, run_dir)
     if not request.dry_run:
         remote.see_to(folder, loaded.recipe.checkpoint, new=not request.resume)
@@ -153,7 +155,7 @@ def _from_afar(request: Request, run_dir: Path) -> Plan | None:
         if found is None:
             _refuse_unusable(run_dir, notes, section)
             return None
-        plan = _begin(request, run_dir)
+        plan = _begin(request, run_dir, found)
         return replace(plan, checkpoint=found, start_step=_step_of(found), notes=notes)
     if not remote.take_run(run_dir, section, rejected=notes.append, say=request.say):
         _refuse_unusable(run_dir, notes, section)
@@ -191,7 +193,7 @@ def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
     start_step = _step_of(checkpoint) if checkpoint is not None else 0
     if not request.dry_run:
         remote.see_to(folder, section, new=False)
-    missing = require_inputs(loaded, weights=checkpoint is None, dry_run=request.dry_run, say=request.say)
+    missing = require_inputs(loaded, checkpoint, dry_run=request.dry_run, say=request.say)
     return Plan(
         folder=folder,
         loaded=loaded,
@@ -274,11 +276,19 @@ def _refuse_unusable(run: Path, notes: list[str], section: Checkpoint) -> None:
 
 
 def require_inputs(
-    loaded: Loaded, *, weights: bool, dry_run: bool = False, say: Callable[[str], None] = lambda line: None
+    loaded: Loaded,
+    checkpoint: Path | None = None,
+    *,
+    dry_run: bool = False,
+    say: Callable[[str], None] = lambda line: None,
 ) -> list[str]:
     """Refuse a recipe whose `weights`, or what a component reads, is a path to nothing, or another model's.
 
     Weights that are a URL are taken first, but not for a dry run.
+
+    Args:
+        checkpoint: of the run itself, which it goes on from; weights that it has no more need of are not
+            looked at.
 
     Returns:
         What is missing, a line each; anything only in a dry run.
@@ -289,11 +299,17 @@ def require_inputs(
     """
     recipe, start = loaded.recipe, start_from(loaded.recipe)
     missing = missing_inputs(recipe)
-    wanted = weights and start.kind != "nothing" and not (dry_run and start.is_remote)
+    why = None if checkpoint is None else _still_needed(recipe, checkpoint)
+    needed = start.kind != "nothing" and (checkpoint is None or why is not None)
+    wanted = needed and not (dry_run and start.is_remote)
     if wanted:
-        start.fetch(say)
+        because = f", but {why}" if why else ""
+        try:
+            start.fetch(say)
+        except TitanError as error:
+            raise type(error)(f"{error.message}{because}", hint=error.hint) from error
         if not start.folder.exists():
-            missing.append(f"weights: {start.folder} does not exist")
+            missing.append(f"weights: {start.folder} does not exist{because}")
     if missing and not dry_run:
         raise EnvironmentProblem("\n".join(missing), hint=how_to_get(missing, recipe))
     if wanted and start.folder.exists():
@@ -301,6 +317,16 @@ def require_inputs(
             read_manifest(start.folder)  # nothing but a checkpoint has more than weights
         check_weights(loaded)
     return missing
+
+
+def _still_needed(recipe: Recipe, checkpoint: Path) -> str | None:
+    """Why a run that goes on from its own checkpoint needs what it began with; None: it does not."""
+    # A dry run has only seen it in an object store.
+    if checkpoint.is_dir() and (why := lacks_weights(recipe, checkpoint)):
+        return why
+    if with_defaults(LoopConfigDefaults, recipe.loop).needs_reference(recipe):
+        return f"the loop {component_info(recipe.loop).name} compares with the model that the run began with"
+    return None
 
 
 # ------------------------------------------------------------------------------------------------ drift

@@ -68,7 +68,7 @@ def run(
     check_vocabulary(recipe, tokenizer)
     if (first := start_from(recipe, checkpoint)).kind == "weights":
         logger.info("loading weights from %s", first.source)
-    engine = Engine.build(recipe, device=device)
+    engine = Engine.build(recipe, device=device, checkpoint=checkpoint)
     data = _data(recipe, tokenizer, engine, checkpoint, allow_drift)
     observers = observers_for(engine)
     this = Run(

@@ -144,6 +144,13 @@ def _check(manifest: Manifest) -> None:
         raise ValueError(f"the row of {bad[0]!r}")
 
 
+def adapters_of(manifest: Manifest) -> dict[str, Any] | None:
+    """What a checkpoint of adapters tells of them and of their base; None of any other."""
+    engine = manifest.state.get("engine")
+    found = engine.get("adapters") if isinstance(engine, dict) else None
+    return found if isinstance(found, dict) else None
+
+
 def faults(
     folder: Path, manifest: Manifest, *, verify: Verify = "full", only: Iterable[str] | None = None
 ) -> list[str]:

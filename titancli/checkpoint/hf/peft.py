@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titancli.checkpoint.base import adapters_of, open_base, require_base
+from titancli.checkpoint.base import open_base, require_base
 from titancli.checkpoint.format.disk import write_file
-from titancli.checkpoint.format.manifest import is_checkpoint
+from titancli.checkpoint.format.manifest import adapters_of, is_checkpoint
 from titancli.checkpoint.format.newfolder import new_folder, refuse_used
 from titancli.checkpoint.format.stream import Job, Progress, no_progress, write_files
 from titancli.checkpoint.format.tensorfile import Entry
