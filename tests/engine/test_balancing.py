@@ -91,7 +91,7 @@ def test_of_a_run_that_goes_on_its_own_checkpoint_says_whether_they_stay(
         ):
             assert "load_balance_coeff" not in caplog.text
             engine.load(tmp_path / own)
-            assert caplog.text.count("load_balance_coeff is taken as 0") == said
+            assert caplog.text.count("load_balance_coeff is treated as 0") == said
             assert caplog.text.count("load_balance_coeff") == said
             assert moved(engine) is (own == "balanced")
 
