@@ -86,7 +86,9 @@ def held(recipe: Recipe) -> tuple[int, int, int, int]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", rows(RECIPES, slow=("hsdp-2x2", "fsdp-2 x tp-2", "pp-2", "ep-2 x fsdp-2")))
+@pytest.mark.parametrize(
+    "name", rows(RECIPES, slow=("hsdp-2x2", "fsdp-2 x tp-2", "pp-2", "ep-2 x fsdp-2", "cp-2", "cp-2, ring"))
+)
 def test_every_rank_has_what_a_real_one_has(ranks, name):
     """The first and the last, which differ in every coordinate; all others are between them."""
     world, recipe = RECIPES[name]

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.engine.cases import wholes
+from tests.rows import rows
 from titancli import Batch, Engine, TitanError
 from titancli.distributed.local import local
 from titancli.losses import (
@@ -459,7 +460,9 @@ def test_a_step_does_not_depend_on(change: str, loss: str, **case: Any) -> None:
     check(loss=loss, change=change, **case)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    "loss", rows(LOSSES, slow=[loss for loss in LOSSES if loss not in ("sft", "grpo", "dpo")])
+)
 @settings(QUICK, max_examples=3)
 @given(change=st.sampled_from(sorted(CHANGES)), **cases)
 def test_the_step_of_a_loss_does_not_depend_on_how_it_is_given(loss: str, change: str, **case: Any) -> None:

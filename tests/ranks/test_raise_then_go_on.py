@@ -8,6 +8,7 @@ import pytest
 from tests.parallel.dropout_cases import Dropping
 from tests.ranks import raising
 from tests.ranks.layouts import BY_OP, EIGHT, FULL_AC, Case, case
+from tests.rows import rows
 
 pytestmark = pytest.mark.ranks
 
@@ -79,7 +80,7 @@ def test_a_pipeline_that_raises_without_gradients_is_unusable(ranks, tmp_path, v
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("by_hand", rows([False, True], slow=(True,)))
 def test_nothing_is_left_of_a_first_forward_that_raised(ranks, world, by_hand):
     """`by_hand`: as on a torch whose FSDP2 has no `reset_iter_state`."""
     assert ranks(world, raising.first_of_all, world, by_hand) == [[]] * world

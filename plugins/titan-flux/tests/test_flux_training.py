@@ -38,7 +38,7 @@ def alone(ranks) -> dict:
     return ranks(1, flux_cases.trained, WHOLE)[0]
 
 
-SISTERS = ("HSDP2x2, never freed", "FSDP2, accumulated", "FSDP2", "FSDP2, compiled")
+SISTERS = ("HSDP2x2, never freed", "FSDP2, accumulated", "FSDP4, recomputed", "FSDP2, compiled")
 """What the others prove as well, each a part of it."""
 
 
