@@ -18,11 +18,11 @@ def said(*overrides: str, recipe: str = "llama3_debug", world: int = 1, start_st
 def test_tokens_are_those_of_all_ranks_and_of_what_is_left() -> None:
     assert said(world=2, start_step=40) == [
         "model:     llama3, random weights",
-        "data:      python_stdlib, 4,096 tokens a step, 245,760 in the 60 steps to do",
+        "data:      python_stdlib, 4,096 tokens per step, 245,760 in 60 steps",
         "saves:     every 50 steps and at the end, the last 2 are kept",
     ]
     accumulated = said("training.global_batch_size=32")
-    assert "8,192 tokens a step" in accumulated[1]
+    assert "8,192 tokens per step" in accumulated[1]
 
 
 def test_weights_and_what_is_evaluated_are_named(tmp_path: Path) -> None:

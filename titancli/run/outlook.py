@@ -28,8 +28,8 @@ def outlook(plan: Plan, world: int) -> Iterator[str]:
     if recipe.dataset is not None:
         tokens = rows * recipe.training.seq_len
         yield (
-            f"data:      {component_info(recipe.dataset).name}, {tokens:,} tokens a step, "
-            f"{tokens * left:,} in the {left:,} steps to do"
+            f"data:      {component_info(recipe.dataset).name}, {tokens:,} tokens per step, "
+            f"{tokens * left:,} in {left:,} steps"
         )
     yield f"saves:     {_saves(recipe)}{_evaluates(recipe)}"
 
