@@ -11,12 +11,17 @@ from collections.abc import Iterator
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.ranks import Ranks
 from tests.warm import Warm
 
 pytest_plugins = ["tests.summary"]
 WARM, POOL = Warm(), Ranks()
+
+# On a busy machine an example takes as long as it takes.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 def heed_ctrl_c() -> None:

@@ -83,7 +83,7 @@ def test_a_lock_file_begins_with_what_it_is(load) -> None:
 FLOATS = st.floats(min_value=0, max_value=1e300, allow_nan=False, allow_infinity=False)
 
 
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     text=st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=20),
     lr=FLOATS,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import tomli
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titancli.recipe.toml import KeyPath, dotted, match_key, scan
@@ -135,10 +135,7 @@ def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
-MANY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-@settings(MANY, max_examples=150)
+@settings(max_examples=150)
 @given(four_documents())
 def test_every_key_and_value_of_600_documents_is_found_where_it_stands(texts: list[str]) -> None:
     for text in texts:
@@ -147,7 +144,7 @@ def test_every_key_and_value_of_600_documents_is_found_where_it_stands(texts: li
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(MANY, max_examples=5_000)
+@settings(max_examples=5_000)
 @given(four_documents())
 def test_every_key_and_value_of_20000_documents_is_found_where_it_stands(texts: list[str]) -> None:
     for text in texts:
