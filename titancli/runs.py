@@ -31,6 +31,8 @@ from titancli.errors import EnvironmentProblem
 
 LOCK_NAME = "recipe.lock.toml"
 RECORD_NAME = "run.json"
+STEP_NAME = re.compile(r"step-(\d{1,18})\Z")
+"""The folder of a checkpoint, in `checkpoints`."""
 RECORD_FORMAT = 1
 
 logger = logging.getLogger(__name__)

@@ -157,10 +157,10 @@ def test_a_link_is_listed_once_and_what_is_no_run_not_at_all(
         ("[]", "format None"),
         ('{"format": 7, "attempts": []}', "format 7"),
         ('{"format": 1, "attempts": {}}', "no list of attempts"),
-        ('{"format": 1, "attempts": [{"outcome": "good"}]}', "an outcome that is none"),
+        ('{"format": 1, "attempts": [{"outcome": "good"}]}', "an invalid outcome"),
         (
             '{"format": 1, "attempts": [{"outcome": {"metrics": {"loss": "high"}}}]}',
-            "an outcome that is none",
+            "an invalid outcome",
         ),
         ('{"format": 1, "created": 3}', "not a string"),
         (None, "there is no run.json"),

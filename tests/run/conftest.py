@@ -77,6 +77,16 @@ def train_here(*arguments: str) -> int:
         registry.configure()
 
 
+def trained(folder: Path, *arguments: str) -> None:
+    """Train `tiny.toml` in a new folder, and come back; for fixtures that several tests take copies of."""
+    before = Path.cwd()
+    os.chdir(furnish(folder))
+    try:
+        assert train_here("tiny.toml", *arguments) == 0
+    finally:
+        os.chdir(before)
+
+
 def on_pool(ranks: Ranks, count: int) -> tuple[str, ...]:
     """What makes a run take ranks that stand already."""
     pool.pool = ranks

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.run.conftest import Finished, furnish, train_here
+from tests.run.conftest import Finished, trained
 from titancli.checkpoint import read_manifest
 from titancli.checkpoint.format.manifest import manifest_bytes
 from titancli.models.llama3.model import LlamaHF
@@ -105,12 +105,8 @@ def test_a_forged_state_is_refused_in_words(train: Train, checkpoint: Path, stat
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, before = furnish(tmp_path_factory.mktemp("saved")), Path.cwd()
-    os.chdir(folder)
-    try:
-        assert train_here("tiny.toml", "--run-dir", "r", "training.steps=1") == 0
-    finally:
-        os.chdir(before)
+    folder = tmp_path_factory.mktemp("saved")
+    trained(folder, "--run-dir", "r", "training.steps=1")
     return folder / "r/checkpoints/step-1"
 
 

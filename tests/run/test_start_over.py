@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests.ranks import Ranks
 from tests.run import pool
-from tests.run.conftest import Finished, furnish, train_here
+from tests.run.conftest import Finished, trained
 from titancli.checkpoint.format import files
 from titancli.errors import EnvironmentProblem
 from titancli.provenance import package_versions
@@ -30,12 +30,8 @@ AGAIN = ("tiny.toml", "--run-dir", "r", "--resume", "training.steps=5")
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, before = furnish(tmp_path_factory.mktemp("saved")), Path.cwd()
-    os.chdir(folder)
-    try:
-        assert train_here("tiny.toml", "--run-dir", "saved", "training.steps=4") == 0
-    finally:
-        os.chdir(before)
+    folder = tmp_path_factory.mktemp("saved")
+    trained(folder, "--run-dir", "saved", "training.steps=4")
     return folder / "saved"
 
 

@@ -89,7 +89,7 @@ def start_from(recipe: Recipe, checkpoint: Path | None = None) -> StartFrom:
     return StartFrom("weights" if section.initial_load_model_only else "state", recipe.weights, exclude)
 
 
-def lacks_weights(recipe: Recipe, checkpoint: Path) -> str | None:
+def still_needs_weights(recipe: Recipe, checkpoint: Path) -> str | None:
     """Return why a run that goes on from its own checkpoint still reads the weights that it began with, as
     the end of a sentence; None: the checkpoint holds all that it takes of them.
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from titancli.checkpoint.format.manifest import is_checkpoint
 from titancli.checkpoint.hf.kept import kept_of
 from titancli.checkpoint.hf.likeness import refuse_other_model
-from titancli.checkpoint.start_from import StartFrom, lacks_weights, start_from
+from titancli.checkpoint.start_from import StartFrom, start_from, still_needs_weights
 from titancli.data.values import Limits
 from titancli.distributed.local import RowCut
 from titancli.distributed.mesh import Mesh
@@ -101,11 +101,9 @@ def build_engine(
     hf_form = load_target(hf)(recipe.model) if hf else None
     start, first = start_from(recipe), FirstWeights()
     # What the run's own checkpoint holds would be read and initialised in vain.
-    awaited = (
-        checkpoint
-        if checkpoint is not None and start.kind == "weights" and lacks_weights(recipe, checkpoint) is None
-        else None
-    )
+    awaited = checkpoint if start.kind == "weights" else None
+    if awaited is not None and still_needs_weights(recipe, awaited) is not None:
+        awaited = None
     if fill is not None:
         fill(parts)
     else:

@@ -167,5 +167,5 @@ FIGURES: dict[str, tuple[str, str | Callable[[float], str]]] = {
 """The metrics that people are shown, in the order of the status line."""
 COUNTS = ("reward_failed", "skipped_steps")
 """Not shown while they are 0."""
-ALWAYS = "eta_seconds"
+ALWAYS = ("eta_seconds",)
 """Shown before they are known."""

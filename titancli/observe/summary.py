@@ -6,7 +6,6 @@ read is named in `Summary.problems`, and never taken for something else.
 
 from __future__ import annotations
 
-import re
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from typing import Any
 from titancli.errors import EnvironmentProblem
 from titancli.observe.console import numbers
 from titancli.observe.events import are_metrics, backwards
-from titancli.runs import RECORD_FORMAT, RunFolder
+from titancli.runs import RECORD_FORMAT, STEP_NAME, RunFolder
 
 ENDS = ("finished", "data_ended", "stopped", "interrupted", "failed")
 """How a run can say that it ended. Beside these its state is one of:
@@ -67,7 +66,7 @@ class Summary:
     def checkpoints(self) -> list[int]:
         """The steps that have a checkpoint here, by its name."""
         try:
-            found = [re.fullmatch(r"step-(\d{1,18})", p.name) for p in (self.path / "checkpoints").iterdir()]
+            found = [STEP_NAME.match(entry.name) for entry in RunFolder(self.path).checkpoints.iterdir()]
         except OSError:
             return []
         return sorted(int(match[1]) for match in found if match)
@@ -167,14 +166,16 @@ def _checked(record: Any) -> dict[str, Any]:
         return {}
     if not isinstance(record, dict) or record.get("format") != RECORD_FORMAT:
         form = record.get("format") if isinstance(record, dict) else None
-        raise EnvironmentProblem(f"run.json is of format {form!r}, and this titan reads {RECORD_FORMAT}")
+        raise EnvironmentProblem(
+            f"run.json has format {form!r}, but this version of titan reads format {RECORD_FORMAT}"
+        )
     attempts = record.get("attempts", [])
     if not isinstance(attempts, list) or not all(isinstance(attempt, dict) for attempt in attempts):
         raise EnvironmentProblem("run.json has no list of attempts")
     for attempt in attempts:
         outcome = attempt.get("outcome") or {}
         if not isinstance(outcome, dict) or not are_metrics(outcome.get("metrics") or {}):
-            raise EnvironmentProblem("run.json has an outcome that is none")
+            raise EnvironmentProblem("run.json has an invalid outcome")
     if not all(isinstance(record.get(name, ""), str) for name in ("name", "created")):
         raise EnvironmentProblem("run.json has a name or a date that is not a string")
     return record

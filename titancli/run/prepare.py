@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from titancli.checkpoint import read_manifest
 from titancli.checkpoint.format.manifest import last_serial, none_usable
-from titancli.checkpoint.start_from import lacks_weights, start_from
+from titancli.checkpoint.start_from import start_from, still_needs_weights
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
 from titancli.provenance import file_hash, provenance
 from titancli.registry.component import component_info
@@ -322,7 +322,7 @@ def require_inputs(
 def _still_needed(recipe: Recipe, checkpoint: Path) -> str | None:
     """Why a run that goes on from its own checkpoint needs what it began with; None: it does not."""
     # A dry run has only seen it in an object store.
-    if checkpoint.is_dir() and (why := lacks_weights(recipe, checkpoint)):
+    if checkpoint.is_dir() and (why := still_needs_weights(recipe, checkpoint)):
         return why
     if with_defaults(LoopConfigDefaults, recipe.loop).needs_reference(recipe):
         return f"the loop {component_info(recipe.loop).name} compares with the model that the run began with"

@@ -22,13 +22,13 @@ import xxhash
 from titancli.checkpoint.format.files import file_size, patiently, read_file
 from titancli.checkpoint.format.hashed import Digest, file_digest
 from titancli.errors import EnvironmentProblem, TitanError
+from titancli.runs import STEP_NAME
 
 MANIFEST = "manifest.json"
 LOCK = "recipe.lock.toml"
 FORMAT = 1
 LIMIT = 1 << 28
 """Bytes of a manifest: far more than one of 10,000 files has."""
-STEP_NAME = re.compile(r"step-(\d{1,18})\Z")
 REPLACED_NAME = re.compile(r"\.step-(\d{1,18})\.old-[0-9a-f]{8}\Z")
 
 Verify = Literal["full", "size", "off"]
