@@ -32,7 +32,7 @@ FLOORS = [
     {"engine"},
     {"generate"},
     {"loops"},
-    {"run.worker", "run.session", "run.exports"},
+    {"run.worker", "run.data", "run.exports"},
     {"launchers"},
     {"run"},
     {"doctor", "migrate"},

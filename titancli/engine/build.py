@@ -331,7 +331,7 @@ def materialise(
 ) -> None:
     """Give the meta model memory, and initial values where it does not begin with weights alone.
 
-    Weights that come along with all other state are read with it, see `titancli.run.session`. With
+    Weights that come along with all other state are read with it, see `titancli.run.data`. With
     `initialised` false all of them come from a checkpoint of the run itself.
     """
     adapters = adapters_of(converters)

@@ -21,6 +21,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,23 @@ class LogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._log.write("log", level=record.levelname.lower(), message=self.format(record))
+
+
+@contextmanager
+def logs_as_events(log: EventLog) -> Iterator[None]:
+    """Make events of what titan's own loggers say inside the block, from level INFO on."""
+    titan = logging.getLogger("titancli")
+    handler = LogHandler(log)
+    titan.addHandler(handler)
+    propagate, titan.propagate = titan.propagate, False
+    level = titan.level
+    titan.setLevel(min(level or logging.INFO, logging.INFO))
+    try:
+        yield
+    finally:
+        titan.removeHandler(handler)
+        titan.propagate = propagate
+        titan.setLevel(level)
 
 
 class Tail:

@@ -39,13 +39,18 @@ def peak_flops(name: str) -> float | None:
     return None
 
 
-def device_peak(device: torch.device) -> float | None:
-    """`peak_flops` of a device of this process; None for a CPU."""
+def device_name(device: torch.device) -> str:
+    """Return the name of a device of this process, as its maker has it."""
     if device.type != "cuda":
-        return None
+        return "CPU"
     import torch
 
-    return peak_flops(torch.cuda.get_device_name(device))
+    return torch.cuda.get_device_name(device)
+
+
+def device_peak(device: torch.device) -> float | None:
+    """`peak_flops` of a device of this process; None for a CPU."""
+    return peak_flops(device_name(device)) if device.type == "cuda" else None
 
 
 # ------------------------------------------------------------------------------- what a plan is made for

@@ -1,11 +1,13 @@
 """What each rank runs: a resolved recipe in, an outcome out.
 
 `python -m titancli.run.worker RUN_DIR` is one rank of several, started by a launcher; `main` runs the only
-rank inside the command. Nothing at the top imports torch, so that signals are handled from the first moment.
+rank inside the command. `Rank.run` meets the other ranks, and `Rank.train` builds what the recipe names and
+runs its loop. Nothing at the top imports torch, so that signals are handled from the first moment.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import logging
@@ -14,15 +16,17 @@ import socket
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titancli.errors import EXIT_FAILED, EXIT_OK
+from titancli.checkpoint.start_from import start_from
+from titancli.errors import EXIT_FAILED, EXIT_OK, TitanError
 from titancli.launch import rank_options
 from titancli.observe import failures
-from titancli.observe.events import EventLog, EventLogger, Listener, LogHandler, plain
+from titancli.observe.events import EventLog, EventLogger, Listener, logs_as_events, plain
 from titancli.process import (
     Place,
     determinism,
@@ -33,14 +37,20 @@ from titancli.process import (
     tell_where_stopped,
 )
 from titancli.provenance import package_versions
+from titancli.registry.component import build
 from titancli.runs import RECORD_NAME, RunFolder, timestamp
 from titancli.signals import ASKED_TO_STOP, Stop
 
 if TYPE_CHECKING:
     import torch
 
+    from titancli.checkpoint import Checkpointer
     from titancli.checkpoint.format.manifest import Verify
+    from titancli.checkpoint.remote.uploads import Uploads
+    from titancli.engine import Engine
+    from titancli.loops.run import Run
     from titancli.observe.observers import Observers
+    from titancli.recipe import Loaded
     from titancli.recipe.schema import Recipe
 
 logger = logging.getLogger("titancli.run.worker")  # its __name__ may be __main__
@@ -56,7 +66,7 @@ def main(
     stop: Stop | None = None,
     listeners: tuple[Listener, ...] = (),
 ) -> dict[str, Any]:
-    """Run one rank to its end and return the outcome (see `titancli.run.session.run`).
+    """Run one rank to its end and return the outcome (see `Rank.train`).
 
     Without `lock_file` the run folder is ready and held by the caller. With it rank 0 makes the folder, from
     that file and the `run.json` beside it. `listeners` are handed rank 0's events.
@@ -81,6 +91,28 @@ def main(
             if failures.is_communication(error):
                 rank.dump_flight_recorder()
             raise
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the ranks have agreed on before anything is built."""
+
+    loaded: Loaded
+    lock_text: str
+    record: dict[str, Any]
+    """`run.json`."""
+    checkpoint: Path | None
+    """The one to continue from; None starts at step 0."""
+    device: torch.device
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.loaded.recipe
+
+    @property
+    def run_id(self) -> str:
+        run_id: str = self.record["run_id"]
+        return run_id
 
 
 class Rank:
@@ -122,33 +154,47 @@ class Rank:
         # Asked of rank 0: on a shared disk the others may not see yet what it wrote.
         record = process_group.on_rank_zero(self.folder.record)
         loggers = self._loggers(recipe, listeners)
-
-        def observers_for(engine: Any) -> Observers:
-            start = str(checkpoint) if checkpoint else None
-            known = {**record, "attempt": len(record["attempts"]), "checkpoint": start, "recipe": loaded.data}
-            self._observers = self._observe(engine, recipe, device, loggers, known)
-            return self._observers
-
-        from titancli.run import session
-
-        outcome = session.run(
-            recipe,
-            run_folder=self.folder.path,
-            lock_text=lock_text,
-            run_id=record["run_id"],
-            checkpoint=checkpoint,
-            observers_for=observers_for,
-            stop=stop,
-            device=device,
-            on_first_step=lambda: process_group.tighten_timeouts(recipe.comm.train_timeout_seconds),
-            allow_drift=record["attempts"][-1].get("allow_drift", False),
-        )
+        outcome = self.train(Start(loaded, lock_text, record, checkpoint, device), loggers, stop)
         if self._observers is not None:
             self._observers.run_end(outcome)
             outcome = {**outcome, "metrics": self._observers.latest}
         if self.is_main:
             self.folder.update_attempt(outcome=plain(outcome), ended=timestamp())
         return outcome
+
+    def train(self, start: Start, loggers: list[Any], stop: Stop) -> dict[str, Any]:
+        """Build what the recipe names, in the process group that is initialised, and run its loop.
+
+        Returns:
+            `{"why", "signal", "step", "checkpoint"}`; why is finished, stopped, interrupted or data_ended.
+
+        Raises:
+            TitanError: something that the recipe names is missing or does not fit.
+        """
+        from titancli.engine import Engine
+        from titancli.run.data import check_vocabulary, open_data
+
+        recipe = start.recipe
+        tokenizer = None if recipe.tokenizer is None else build(recipe.tokenizer)
+        check_vocabulary(recipe, tokenizer)
+        if (first := start_from(recipe, start.checkpoint)).kind == "weights":
+            logger.info("loading weights from %s", first.source)
+        engine = Engine.build(recipe, device=start.device, checkpoint=start.checkpoint)
+        allow_drift = start.record["attempts"][-1].get("allow_drift", False)
+        data = open_data(recipe, tokenizer, engine, start.checkpoint, allow_drift=allow_drift)
+        observers = self._observers = self._observe(start, engine, loggers)
+        run = self._run_of(start, engine, tokenizer, stop)
+        uploads = self._uploads(start)
+        if recipe.checkpoint.enable:
+            run.checkpoints = self._checkpointer(start, engine, run, observers, uploads)
+        loop = build(recipe.loop, engine=engine, data=data, tokenizer=tokenizer, observers=observers, run=run)
+        if recipe.checkpoint.create_seed_checkpoint:
+            loop = partial(run.save_seed, engine, data)
+        with closing(data), _garbage_between_steps(), _settled(uploads):
+            loop()
+            self._leave_behind(recipe, engine, run)
+        name = f"checkpoints/step-{run.saved_step}" if run.saved_step is not None else None
+        return {"why": run.why, "signal": run.signal, "step": engine.step, "checkpoint": name}
 
     def record_leaving(self) -> None:
         """Write the outcome of a run that the user would not wait for."""
@@ -222,13 +268,11 @@ class Rank:
 
     def _loggers(self, recipe: Recipe, listeners: tuple[Listener, ...]) -> list[Any]:
         """Built before the engine, so that a package that is missing is said at once."""
-        from titancli.registry.component import build
-
         own: list[Any] = []
         if self.is_main:
             events = EventLog(self.folder.events, listeners)
             self._stack.callback(events.close)
-            self._stack.enter_context(_logs_as_events(events))
+            self._stack.enter_context(logs_as_events(events))
             if self.place.restart:
                 logger.warning("a rank failed; all ranks were restarted (restart %d)", self.place.restart)
             own = [EventLogger(events, recipe.training.steps)]
@@ -236,28 +280,29 @@ class Rank:
             build(config, run_folder=self.folder.path, is_main=self.is_main) for config in recipe.loggers
         ]
 
-    def _observe(
-        self, engine: Any, recipe: Recipe, device: torch.device, loggers: list[Any], known: dict[str, Any]
-    ) -> Observers:
+    def _observe(self, start: Start, engine: Engine, loggers: list[Any]) -> Observers:
         from titancli.observe.observers import Observers
-        from titancli.observe.peaks import device_peak
+        from titancli.observe.peaks import device_name, device_peak
 
+        recipe, attempts = start.recipe, start.record["attempts"]
+        checkpoint = str(start.checkpoint) if start.checkpoint else None
         found = {
             "world": self.place.world,
             "mesh": asdict(engine.mesh.degrees),
-            "device": _device_name(device),
+            "device": device_name(start.device),
             "restarts": self.place.restart,
         }
         if self.is_main:
-            self.folder.update_attempt(**found, checkpoint=known["checkpoint"])
+            self.folder.update_attempt(**found, checkpoint=checkpoint)
+        known = {"attempt": len(attempts), "checkpoint": checkpoint, "recipe": start.loaded.data}
         # The peaks are bf16's; a run that computes in fp32 has no utilisation of them.
-        peak = device_peak(device) if recipe.training.mixed_precision_param == "bfloat16" else None
+        peak = device_peak(start.device) if recipe.training.mixed_precision_param == "bfloat16" else None
         observers = Observers(
             loggers,
-            device=device,
+            device=start.device,
             log_freq=recipe.metrics.log_freq,
             total_steps=recipe.training.steps,
-            info={**known, **found},
+            info={**start.record, **known, **found},
             world=self.place.world,
             flops_per_token=engine.flops_per_token,
             peak_flops=peak,
@@ -265,29 +310,99 @@ class Rank:
         observers.run_start({"step": engine.step})
         return observers
 
+    def _run_of(self, start: Start, engine: Engine, tokenizer: Any, stop: Stop) -> Run:
+        from titancli.distributed import process_group
+        from titancli.engine import Engine
+        from titancli.loops.run import Run
+        from titancli.run.data import open_dataset
 
-def _device_name(device: torch.device) -> str:
-    if device.type != "cuda":
-        return "CPU"
-    import torch
+        recipe = start.recipe
+        return Run(
+            steps=recipe.training.steps,
+            stop=stop,
+            gc_freq=recipe.training.gc_freq,
+            save_or_stop=recipe.checkpoint.on_error == "stop",
+            guard=engine.guard,
+            on_first_step=lambda: process_group.tighten_timeouts(recipe.comm.train_timeout_seconds),
+            open_dataset=partial(open_dataset, recipe, tokenizer, engine),
+            reference=partial(Engine.frozen, recipe, device=start.device),
+            batch_shape=(recipe.training.local_batch_size, recipe.training.seq_len),
+            folder=self.folder.path,
+            saved_step=engine.step if start.checkpoint is not None else None,
+        )
 
-    return torch.cuda.get_device_name(device)
+    def _uploads(self, start: Start) -> Uploads | None:
+        """Rank 0's, where the recipe has an object store for checkpoints."""
+        section = start.recipe.checkpoint
+        if section.remote is None or not self.is_main:
+            return None
+        from titancli.checkpoint.remote.transfer import run_place
+        from titancli.checkpoint.remote.uploads import Uploads
+
+        place = run_place(section.remote, self.folder.path)
+        return Uploads(self.folder.checkpoints, place, start.run_id, section.keep_latest_k)
+
+    def _checkpointer(
+        self, start: Start, engine: Engine, run: Run, observers: Observers, uploads: Uploads | None
+    ) -> Checkpointer:
+        from titancli.checkpoint import Checkpointer
+
+        def saved(step: int, path: Path) -> None:
+            run.saved(step)
+            observers.checkpoint_saved(step, path)
+
+        return Checkpointer(
+            self.folder.checkpoints,
+            start.recipe.checkpoint,
+            lock_text=start.lock_text,
+            run_id=start.run_id,
+            mesh=asdict(engine.mesh.degrees),
+            kept=engine.kept,
+            on_saved=saved,
+            uploads=uploads,
+            from_zero=start.checkpoint is None,
+        )
+
+    def _leave_behind(self, recipe: Recipe, engine: Engine, run: Run) -> None:
+        """Write the exports of a run that has come to its end, and finish its uploads."""
+        from titancli.run.exports import export
+
+        if run.checkpoints is None:
+            return
+        ended = run.why in ("finished", "data_ended")
+        if ended and engine.step:
+            export(recipe.checkpoint, engine, run.checkpoints, self.folder.path)
+        run.checkpoints.finish_uploads(must=ended)
 
 
 @contextmanager
-def _logs_as_events(events: EventLog) -> Iterator[None]:
-    titan = logging.getLogger("titancli")
-    handler = LogHandler(events)
-    titan.addHandler(handler)
-    propagate, titan.propagate = titan.propagate, False
-    level = titan.level
-    titan.setLevel(min(level or logging.INFO, logging.INFO))
+def _settled(uploads: Uploads | None) -> Iterator[None]:
+    """What was saved is to get to the object store, even where the run fails."""
+    try:
+        yield
+    except TitanError:
+        if uploads is not None:
+            uploads.settle()
+        raise
+
+
+@contextmanager
+def _garbage_between_steps() -> Iterator[None]:
+    """What stands now stays; garbage is collected by `Run`, at times that are the same on all ranks.
+
+    What whoever called this has frozen stays frozen: there is no way to thaw the rest alone.
+    """
+    ours = gc.get_freeze_count() == 0
+    gc.collect()
+    if ours:
+        gc.freeze()
+    gc.disable()
     try:
         yield
     finally:
-        titan.removeHandler(handler)
-        titan.propagate = propagate
-        titan.setLevel(level)
+        gc.enable()
+        if ours:
+            gc.unfreeze()
 
 
 # ------------------------------------------------------------------------------------ one of several

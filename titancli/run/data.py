@@ -1,0 +1,105 @@
+"""The data of a run: the recipe's dataset, or the prompts of its task, at the position of a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titancli.checkpoint.start_from import start_from
+from titancli.data.loader import Loader
+from titancli.errors import EnvironmentProblem, TitanError
+from titancli.registry.component import build
+from titancli.registry.defaults import ModelConfigDefaults, with_defaults
+from titancli.rl.prompts import PromptSource
+
+if TYPE_CHECKING:
+    from titancli.engine import Engine
+    from titancli.protocols import Dataset
+    from titancli.recipe.schema import Recipe
+
+Source = Loader | PromptSource
+
+logger = logging.getLogger(__name__)
+
+
+def check_vocabulary(recipe: Recipe, tokenizer: Any) -> None:
+    """Check that the model has an embedding for each id of the tokenizer.
+
+    Raises:
+        EnvironmentProblem: the tokenizer has more ids than the model's `vocab_size`.
+    """
+    rows = with_defaults(ModelConfigDefaults, recipe.model).vocab_size
+    if rows is not None and tokenizer is not None and tokenizer.vocab_size > rows:
+        raise EnvironmentProblem(
+            f"the tokenizer has {tokenizer.vocab_size:,} ids, but the model's vocab_size is only {rows:,}",
+            hint=f"use the model's own tokenizer, or set model.vocab_size={tokenizer.vocab_size}",
+        )
+
+
+def open_data(
+    recipe: Recipe, tokenizer: Any, engine: Engine, checkpoint: Path | None, *, allow_drift: bool
+) -> Source:
+    """Open what the loop takes its data from.
+
+    Where there is a checkpoint to continue from, load it: into the engine, and its position into the data.
+
+    Args:
+        allow_drift: start the data from the beginning if they are not those of the checkpoint.
+
+    Raises:
+        TitanError: the checkpoint has no position in the data, or one in other data.
+    """
+    again = partial(_source, recipe, tokenizer, engine)
+    data, start = again(), start_from(recipe, checkpoint)
+    if start.kind != "state":
+        return data
+    exclude = start.exclusion
+    logger.info("loading %s", start.folder)
+    state = engine.load(start.folder, verify=recipe.checkpoint.verify, exclude=exclude)
+    if exclude.has("data"):
+        return data
+    return _continued(data, state.get("data"), again if allow_drift else None)
+
+
+def open_dataset(recipe: Recipe, tokenizer: Any, engine: Engine, config: Any) -> Dataset:
+    """Build a dataset, in rows of the recipe's size, for this data-parallel rank."""
+    return build(
+        config,
+        tokenizer=tokenizer,
+        seq_len=recipe.training.seq_len,
+        rows=recipe.training.local_batch_size,
+        dp_rank=engine.mesh.dp_rank,
+        dp_size=engine.mesh.degrees.dp,
+        seed=recipe.training.seed,
+    )
+
+
+def _source(recipe: Recipe, tokenizer: Any, engine: Engine) -> Source:
+    if recipe.dataset is not None:
+        return Loader(
+            open_dataset(recipe, tokenizer, engine, recipe.dataset),
+            device=engine.device,
+            vocab_size=with_defaults(ModelConfigDefaults, recipe.model).vocab_size,
+        )
+    task = build(recipe.loop.task, seed=recipe.training.seed)
+    return PromptSource(task, tokenizer, longest=recipe.training.seq_len)
+
+
+def _continued(data: Source, state: Any, again: Callable[[], Source] | None) -> Source:
+    """The data at the position of a checkpoint; or what `again` opens, if the position is in other data."""
+    if not isinstance(state, dict):
+        raise EnvironmentProblem(
+            "the checkpoint has no position in the data",
+            hint='checkpoint.exclude_from_loading=["data"] starts the data from the beginning',
+        )
+    try:
+        data.load_state(state)
+    except TitanError as error:
+        if again is None:
+            raise
+        logger.warning("the data starts from the beginning: %s", error.message)
+        return again()
+    return data
