@@ -165,7 +165,7 @@ def test_config_with_origins_writes_every_kind_of_value(titan: Titan, tmp_path: 
     (tmp_path / "odd.toml").write_text(
         'extends = "titan:llama3_debug"\nname = "odd"\n'
         'description = "a # in \\"quotes\\" = and \\n a line"\n'
-        '[[loggers]]\ntype = "tensorboard"\n[[loggers]]\ntype = "tensorboard"\n'
+        '[[loggers]]\ntype = "tensorboard"\n[[loggers]]\ntype = "csv"\n'
         '[optimizer]\nno_decay = ["*norm.weight", "tok_embeddings.weight"]\n'
     )
     plain, told = titan("config", "./odd.toml"), titan("config", "./odd.toml", "--origin")

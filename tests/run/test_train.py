@@ -264,13 +264,6 @@ def test_a_resume_says_which_plugin_file_is_missing_or_changed(train: Train, her
     assert "faulty.py has changed since" in done.err
 
 
-def test_tensorboard_files_lie_in_the_run_folder(train: Train, here: Path) -> None:
-    pytest.importorskip("tensorboard")
-    done = train("tiny.toml", "--run-dir", "r", 'loggers=[{type="tensorboard"}]', "training.steps=2")
-    assert done.code == 0, done.err
-    assert list((here / "r/tb").glob("events.out.tfevents*"))
-
-
 def test_data_that_ends_is_an_end_in_good_order(train: Train, here: Path) -> None:
     (here / "text.txt").write_text("short " * 40)
     done = train("tiny.toml", "--run-dir", "r", "training.steps=100", "dataset.repeat=false")

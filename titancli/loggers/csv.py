@@ -1,0 +1,84 @@
+"""Metrics as one table in a CSV file."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from titancli.errors import EnvironmentProblem
+from titancli.loggers import CSV
+from titancli.runs import timestamp
+
+FIRST = ["step", "time"]
+
+
+class CsvLogger:
+    """Appends a row for each logged step.
+
+    The table is written anew when a metric appears that has no column yet, and when a run starts or resumes:
+    then rows after that step are dropped, as is a last line that is not whole.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._columns: list[str] = []
+
+    def run_start(self, info: dict[str, Any]) -> None:
+        """
+        Raises:
+            EnvironmentProblem: the file is not such a table.
+        """
+        self._rewrite(FIRST, up_to=int(info.get("step") or 0))
+
+    def step_end(self, step: int, metrics: dict[str, float]) -> None:
+        row = {"step": step, "time": timestamp(), **metrics}
+        if not self._columns or not row.keys() <= set(self._columns):
+            self._rewrite([*FIRST, *metrics], up_to=step - 1)
+        self._append([row.get(name, "") for name in self._columns])
+
+    def _rewrite(self, columns: Sequence[str], up_to: int) -> None:
+        """Write the table with the columns it has and these; readers see the old one or the new."""
+        temporary = self._path.with_name(f".{self._path.name}.new")
+        try:
+            with (
+                open(self._path, "a+", newline="", encoding="utf-8", errors="replace") as old,
+                open(temporary, "w", newline="", encoding="utf-8") as new,
+            ):
+                old.seek(0)
+                rows = csv.reader(old)
+                header = next(rows, [])
+                if header and header[: len(FIRST)] != FIRST:
+                    raise EnvironmentProblem(f"{self._path} is not a table of metrics: it is left as it is")
+                self._columns = list(dict.fromkeys([*header, *columns]))
+                writer = csv.writer(new, lineterminator="\n")
+                writer.writerow(self._columns)
+                for row in rows:
+                    if len(row) == len(header) and row[0].isdecimal() and int(row[0]) <= up_to:
+                        writer.writerow([*row, *[""] * (len(self._columns) - len(row))])
+            os.replace(temporary, self._path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _append(self, row: Sequence[Any]) -> None:
+        """Append a whole row or, on a full disk, nothing."""
+        line = io.StringIO()
+        csv.writer(line, lineterminator="\n").writerow(row)
+        data = line.getvalue().encode()
+        with open(self._path, "ab", buffering=0) as file:
+            end = file.tell()
+            try:
+                if file.write(data) != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+            except OSError:
+                file.truncate(end)
+                raise
+
+
+def build(config: CSV, *, run_folder: Path, is_main: bool) -> Any:
+    """Return a CsvLogger on rank 0; elsewhere a logger without methods."""
+    return CsvLogger(run_folder / config.file) if is_main else object()
