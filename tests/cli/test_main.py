@@ -120,12 +120,9 @@ def test_common_options_are_split_off() -> None:
     ],
 )
 def test_an_exception_becomes_words_and_an_exit_code(
-    capsys: pytest.CaptureFixture[str], raised: BaseException, code: int, words: str
+    capsys: pytest.CaptureFixture[str], raised: Exception | KeyboardInterrupt, code: int, words: str
 ) -> None:
-    def run() -> int:
-        raise raised
-
-    assert failures.guard(run, traceback=False) == code
+    assert failures.report(raised) == code
     assert capsys.readouterr() == ("", words)
 
 
@@ -181,9 +178,7 @@ def test_a_stdout_that_takes_nothing_is_told_without_a_traceback(redirect: str, 
 
 
 def test_a_terminal_without_unicode_gets_escapes() -> None:
-    script = (
-        "from titancli.cli import failures; failures.guard(lambda: print('\\u2026') or 0, traceback=False)"
-    )
+    script = "from titancli.cli.output import prepare_stdout; prepare_stdout(); print('\\u2026')"
     done = subprocess.run(
         [sys.executable, "-c", script], env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True
     )

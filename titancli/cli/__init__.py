@@ -1,7 +1,8 @@
 """The command line: one click command a file, words in and words out, no logic.
 
 `main` is the script `titan`. It takes out the options that stand before or after any command, and is the
-one place where an error becomes a message and an exit code. Nothing imported here imports torch.
+one place where an error becomes a message and an exit code (`titancli.cli.failures`). Nothing imported here
+imports torch.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from titancli.cli.common import Common, split_common
-from titancli.cli.failures import guard
-from titancli.cli.output import be_quiet
+from titancli.cli.failures import report
+from titancli.cli.output import be_quiet, prepare_stdout
 
 VERBOSE = "titan -v"
 """The name of the handler that writes the log to stderr."""
@@ -22,9 +23,15 @@ VERBOSE = "titan -v"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `titan` with these arguments (default: the process's) and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # These flags are looked up by hand: they must work for an error in the other options too.
-    as_json = {"--json", "--format=json"} & {*arguments} or ("--format", "json") in pairwise(arguments)
-    return guard(lambda: _run(arguments), traceback="--traceback" in arguments, as_json=bool(as_json))
+    prepare_stdout()
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+        return code
+    except (Exception, KeyboardInterrupt) as error:
+        # These flags are looked up by hand: they must work for an error in the other options too.
+        as_json = {"--json", "--format=json"} & {*arguments} or ("--format", "json") in pairwise(arguments)
+        return report(error, traceback="--traceback" in arguments, as_json=bool(as_json))
 
 
 def _run(arguments: list[str]) -> int:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback as tracebacks
-from collections.abc import Callable
 
 import click
 
@@ -33,39 +31,32 @@ KINDS = {
 """The code of the one problem of an error that is no RecipeError, by exit code."""
 
 
-def guard(run: Callable[[], int], *, traceback: bool, as_json: bool = False) -> int:
-    """Run and return the exit code; whatever is raised is reported in words.
+def report(error: Exception | KeyboardInterrupt, *, traceback: bool = False, as_json: bool = False) -> int:
+    """Report in words what a command raised, and return the exit code.
 
-    `traceback`: print tracebacks as well. `as_json`: print an error to stdout too, as a document on one line.
+    Args:
+        traceback: whether to print tracebacks as well.
+        as_json: whether to print an error to stdout too, as a document on one line.
     """
-    if sys.stdout is None:  # the caller closed it
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process lives
-    if hasattr(sys.stdout, "reconfigure"):  # a terminal of another encoding gets \\u escapes, not an error
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        code = run()
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:
+    if isinstance(error, BrokenPipeError):
         drop(sys.stdout)
         return EXIT_FAILED
-    except (click.Abort, KeyboardInterrupt):
+    if isinstance(error, (click.Abort, KeyboardInterrupt)):
         return EXIT_INTERRUPTED
-    except Exception as error:
-        if traceback and not isinstance(error, click.ClickException):
-            tracebacks.print_exception(error)
-        code = tell(error, traceback=traceback)
-        if as_json:
-            print_json("error", {"exit_code": int(code), "problems": _problems(error, code)}, one_line=True)
-        if isinstance(error, OSError):  # it may be stdout that is full
-            drop(sys.stdout)
-        return code
+    if traceback and not isinstance(error, click.ClickException):
+        tracebacks.print_exception(error)
+    code = print_error(error, traceback=traceback)
+    if as_json:
+        print_json("error", {"exit_code": int(code), "problems": _problems(error, code)}, one_line=True)
+    if isinstance(error, OSError):  # it may be stdout that is full
+        drop(sys.stdout)
+    return code
 
 
-def tell(error: Exception, *, traceback: bool = False) -> int:
+def print_error(error: Exception, *, traceback: bool = False) -> int:
     """Print what went wrong and return the exit code that stands for it."""
     if isinstance(error, click.ClickException):
-        _tell_click(error)
+        _print_click_error(error)
         return error.exit_code
     if isinstance(error, RecipeError):
         from titancli.recipe import render_problems
@@ -97,7 +88,7 @@ def _problems(error: Exception, code: int) -> list[dict[str, str | int | None]]:
     return problems_data([Problem(KINDS.get(ExitCode(code), "failed"), message, hint=hint)])
 
 
-def _tell_click(error: click.ClickException) -> None:
+def _print_click_error(error: click.ClickException) -> None:
     context = getattr(error, "ctx", None)
     message = error.format_message()
     if context is None or message == context.get_help():  # without any argument the help is the message

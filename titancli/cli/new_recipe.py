@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from titancli.cli.completion import RecipeOrOverride
-from titancli.cli.failures import tell
+from titancli.cli.failures import print_error
 from titancli.cli.output import note
 from titancli.errors import EXIT_OK, EnvironmentProblem, TitanError, UsageError
 from titancli.recipe import find_recipe, load_recipe
@@ -105,7 +105,7 @@ def _translate(file: Path, job: Path) -> int:
         load_recipe(file)
     except TitanError as error:
         note(f"{file} is not valid yet:")
-        return tell(error)
+        return print_error(error)
     note(f"next:  titan train {_path(file)} --dry-run")
     return EXIT_OK
 

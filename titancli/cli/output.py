@@ -17,6 +17,14 @@ from titancli.signals import say
 _quiet = False
 
 
+def prepare_stdout() -> None:
+    """Make stdout take whatever is printed, even if it is closed or cannot encode a character."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process lives
+    if hasattr(sys.stdout, "reconfigure"):  # a terminal of another encoding gets \\u escapes, not an error
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def colored(stream: TextIO) -> bool:
     """Whether to colour: as NO_COLOR (https://no-color.org) or FORCE_COLOR says, else on a terminal."""
     if os.environ.get("NO_COLOR"):

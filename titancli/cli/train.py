@@ -99,21 +99,11 @@ def command(
     """
     from titancli.launch import LaunchRequest
     from titancli.recipe.check import remarks
-    from titancli.run.outlook import outlook
     from titancli.run.prepare import Request, make_plan
-    from titancli.run.start import count_processes, start
+    from titancli.run.start import count_processes
 
     recipe, overrides = _one_recipe(arguments)
-    if nnodes > 1 and ((run_dir is None and not resume) or rdzv is None):
-        raise UsageError(
-            f"--nnodes {nnodes} needs --run-dir and --rdzv",
-            hint="give a folder on storage that all nodes share, and --rdzv HOST:PORT, the same on "
-            "every node",
-        )
-    if allow_drift and not resume:
-        raise UsageError("--allow-drift needs --resume")
-    if from_scratch and (not resume or step is not None):
-        raise UsageError("--from-scratch needs --resume, without --step")
+    _check_flags(run_dir, resume, step, allow_drift, from_scratch, nnodes, rdzv)
     env = _environment(variables)
     files = list(common.plugin_files)
     plan = make_plan(
@@ -143,6 +133,53 @@ def command(
         note(f"changed: {change}")
     if plan.finished:
         return _say_finished(plan)
+    return _run(plan, request, nproc, env)
+
+
+def _one_recipe(arguments: tuple[str, ...]) -> tuple[str, list[str]]:
+    recipes, overrides = split_overrides(arguments)
+    if len(recipes) == 1:
+        return recipes[0], overrides
+    raise UsageError(
+        f"train takes one recipe, not {' and '.join(recipes)}" if recipes else "train needs a recipe",
+        hint="titan train RECIPE [KEY=VALUE]...; `titan list-recipes` lists the recipes",
+    )
+
+
+def _check_flags(
+    run_dir: Path | None,
+    resume: bool,
+    step: int | None,
+    allow_drift: bool,
+    from_scratch: bool,
+    nnodes: int,
+    rdzv: str | None,
+) -> None:
+    """
+    Raises:
+        UsageError: flags that do not go together, or that need another one.
+    """
+    if nnodes > 1 and ((run_dir is None and not resume) or rdzv is None):
+        raise UsageError(
+            f"--nnodes {nnodes} needs --run-dir and --rdzv",
+            hint="give a folder on storage that all nodes share, and --rdzv HOST:PORT, the same on "
+            "every node",
+        )
+    if allow_drift and not resume:
+        raise UsageError("--allow-drift needs --resume")
+    if from_scratch and (not resume or step is not None):
+        raise UsageError("--from-scratch needs --resume, without --step")
+
+
+def _run(plan: Plan, request: LaunchRequest, nproc: int | str | None, env: dict[str, str]) -> int:
+    """Start the run, wait for its end, and say what to do next.
+
+    Args:
+        nproc, env: as on the command line, for the lines that say so.
+    """
+    from titancli.run.outlook import outlook
+    from titancli.run.start import start
+
     folders: list[RunFolder] = []
 
     def announce(folder: RunFolder) -> None:
@@ -157,16 +194,6 @@ def command(
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     _say_next(folders[0], plan.loaded.recipe, nproc, env, request)
     return code
-
-
-def _one_recipe(arguments: tuple[str, ...]) -> tuple[str, list[str]]:
-    recipes, overrides = split_overrides(arguments)
-    if len(recipes) == 1:
-        return recipes[0], overrides
-    raise UsageError(
-        f"train takes one recipe, not {' and '.join(recipes)}" if recipes else "train needs a recipe",
-        hint="titan train RECIPE [KEY=VALUE]...; `titan list-recipes` lists the recipes",
-    )
 
 
 def _show(plan: Plan, request: LaunchRequest) -> int:

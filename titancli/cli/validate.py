@@ -10,7 +10,7 @@ import click
 from titancli.checkpoint.start_from import start_from
 from titancli.cli.common import split_overrides
 from titancli.cli.completion import RecipeOrOverride
-from titancli.cli.failures import tell
+from titancli.cli.failures import print_error
 from titancli.cli.group import note_broken
 from titancli.cli.output import note, print_json
 from titancli.errors import Problem, RecipeError, TitanError, UsageError
@@ -79,6 +79,6 @@ def _failed(reference: str, error: TitanError, format_: Format) -> dict[str, Any
         print(render_problems(problems, format="github"))
     elif format_ == "text":
         sys.stdout.flush()  # so that ok lines and problems stay in order where both go to one place
-        tell(error)
+        print_error(error)
         note(f"{reference}: {len(problems)} problem{'' if len(problems) == 1 else 's'}\n")
     return {"recipe": reference, "ok": False, "problems": problems_data(problems)}

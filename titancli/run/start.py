@@ -18,7 +18,7 @@ from typing import Any
 from titancli.errors import EnvironmentProblem
 from titancli.launch import LaunchRequest
 from titancli.launchers.devices import visible_gpus
-from titancli.registry.component import build
+from titancli.registry.component import component_info, load_target
 from titancli.run.fit import check_devices, check_world
 from titancli.run.prepare import Plan, new_attempt, new_record
 from titancli.runs import LOCK_NAME, RECORD_NAME, RunFolder
@@ -60,13 +60,14 @@ def _launch(
     plan: Plan, record: dict[str, Any], request: LaunchRequest, announce: Callable[[RunFolder], None]
 ) -> int:
     launcher = plan.loaded.recipe.launcher
+    launch = load_target(component_info(launcher).target)
     if request.nnodes > 1:
         announce(plan.folder)
         with tempfile.TemporaryDirectory(prefix="titan-") as own:
             lock_file = Path(own) / LOCK_NAME
             lock_file.write_text(plan.lock_text, encoding="utf-8")
             Path(own, RECORD_NAME).write_text(json.dumps(record), encoding="utf-8")
-            return build(launcher, **replace(request, lock_file=lock_file).keywords())
+            return launch(launcher, **replace(request, lock_file=lock_file).keywords())
     folder = make_folder(plan)
     announce(folder)
     hold = folder.hold()
@@ -74,7 +75,7 @@ def _launch(
         folder.write_recipe_lock(plan.lock_text)
         folder.write_record(record)
         ready = replace(request, run_folder=folder.path, lock_file=folder.recipe_lock)
-        return build(launcher, **ready.keywords())
+        return launch(launcher, **ready.keywords())
     finally:
         hold.release()
 
