@@ -11,14 +11,16 @@ import os
 import signal
 import socket
 import sys
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from titancli.runs import timestamp
+from titancli.signals import drop, say
 
 
 @dataclass(frozen=True)
@@ -71,15 +73,138 @@ def determinism(wanted: bool) -> Iterator[None]:
         torch.backends.cudnn.benchmark = benchmark
 
 
+def rank_log(logs: Path, rank: int) -> Path:
+    """Return the file that has the output of a rank."""
+    return logs / f"rank-{rank}.log"
+
+
 def log_into(path: Path, who: str) -> None:
     """Send stdout and stderr of this process, and of the libraries in it, to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    descriptor = _appending(path)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
     faulthandler.enable()  # where a crash in native code came from
-    print(f"--- {timestamp()} {who} on {socket.gethostname()}", flush=True)
+    print(_first_line(who), flush=True)
+
+
+@contextmanager
+def copy_into(path: Path, who: str) -> Iterator[OutputLog]:
+    """Copy what this process prints through `sys.stdout` and `sys.stderr` to a file as well.
+
+    What native code writes to file descriptors 1 and 2 is not copied. At the end the streams are put back.
+    """
+    log = OutputLog(path)
+    log.write(f"{_first_line(who)}\n")
+    before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
+    tees = {name: Tee(stream, log) for name, stream in before.items() if stream is not None}
+    for name, tee in tees.items():
+        setattr(sys, name, tee)
+    try:
+        yield log
+    finally:
+        log.close()
+        for name, tee in tees.items():
+            if getattr(sys, name) is tee:  # else another stands there, and writes through this one
+                setattr(sys, name, tee.below())
+
+
+class OutputLog:
+    """A file that output is appended to, unbuffered, from any thread.
+
+    One that cannot be written (a full disk) is reported once, and the run continues.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+        self._mutex = threading.Lock()
+        self._healthy = True
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = _appending(path)
+        except OSError as error:
+            self._report(error)
+
+    def write(self, text: str) -> int:
+        data = text.encode("utf-8", "backslashreplace")
+        try:
+            with self._mutex:
+                while data and self._descriptor is not None:
+                    data = data[os.write(self._descriptor, data) :]
+        except OSError as error:  # reported without the mutex: the report is written here as well
+            self._report(error)
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+    def isatty(self) -> bool:
+        return False
+
+    @property
+    def closed(self) -> bool:
+        return self._descriptor is None
+
+    def close(self) -> None:
+        """Write no more; a `Tee` that somebody still holds prints on."""
+        with self._mutex:
+            descriptor, self._descriptor = self._descriptor, None
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _report(self, error: OSError) -> None:
+        if self._healthy:
+            self._healthy = False
+            say(f"warning: cannot write {self._path} ({error.strerror}); the run continues without it")
+
+
+class Tee:
+    """Stands for `sys.stdout` or `sys.stderr` and copies what is written to a log.
+
+    A terminal that has gone away, or a reader that has, does not end what prints: the log has it all.
+    """
+
+    def __init__(self, stream: TextIO, log: OutputLog) -> None:
+        self.stream = stream
+        self.log = log
+
+    def write(self, text: str) -> int:
+        self.log.write(text)
+        try:
+            self.stream.write(text)
+        except OSError:
+            drop(self.stream)
+        return len(text)
+
+    def below(self) -> TextIO:
+        """Return the stream that it stands for; not one whose run has ended."""
+        stream = self.stream
+        while isinstance(stream, Tee) and stream.log.closed:
+            stream = stream.stream
+        return stream
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        try:
+            self.stream.flush()
+        except OSError:
+            drop(self.stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def _appending(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+
+
+def _first_line(who: str) -> str:
+    return f"--- {timestamp()} {who} on {socket.gethostname()}"
 
 
 def tell_where_stopped() -> None:

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,7 @@ from titancli.observe import failures
 from titancli.observe.console import Console, JsonLines
 from titancli.observe.events import EventLog, Listener, Tail
 from titancli.observe.panel import Panel, watcher_for
+from titancli.process import copy_into, rank_log
 from titancli.runs import RunFolder, timestamp
 from titancli.signals import heeded, say
 
@@ -67,19 +69,11 @@ def exit_code(outcome: dict[str, Any]) -> int:
 
 
 def _in_place(request: LaunchRequest) -> int:
-    from titancli.run import worker
-
     began = timestamp()
     with _watcher(request) as watcher:
         try:
-            outcome = worker.main(
-                request.run_folder,
-                checkpoint=request.checkpoint,
-                plugin_files=request.plugin_files,
-                listeners=(watcher,),
-            )
+            outcome = _only_rank(request, watcher)
         except BaseException as error:
-            watcher.close()
             failure = failures.cause(failures.read(request.folder.logs, since=began), [], [])
             done = failure.step - 1 if failure and failure.step else None
             if isinstance(error, KeyboardInterrupt):
@@ -90,6 +84,25 @@ def _in_place(request: LaunchRequest) -> int:
                 raise
             return _say_failure(failure, request, [])
     return exit_code(outcome)
+
+
+def _only_rank(request: LaunchRequest, watcher: Panel | Console | JsonLines) -> dict[str, Any]:
+    """Run the only rank and return its outcome; its output is also in the log that it would have as one of
+    several."""
+    from titancli.run import worker
+
+    with copy_into(rank_log(request.folder.logs, 0), "rank 0 of 1") as log:
+        try:
+            return worker.main(
+                request.run_folder,
+                checkpoint=request.checkpoint,
+                plugin_files=request.plugin_files,
+                listeners=(watcher, Console(log)),
+            )
+        except BaseException:
+            watcher.close()  # the panel may stand in front of the streams
+            log.write(traceback.format_exc())
+            raise
 
 
 @contextmanager
@@ -325,9 +338,7 @@ def _say_failure(failure: failures.Failure | None, request: LaunchRequest, silen
         last = "".join(f"  {line}\n" for line in _last_lines(log))
         say(f"error: the ranks could not be started\n{last}log: {log}")
         return EXIT_FAILED
-    # The only rank of a run has no log of its own: what it printed, the user has seen.
-    log = logs / f"rank-{failure.rank}.log" if request.world > 1 else failures.error_file(logs, failure.rank)
-    say(f"error: {failures.block(failure, log, silent)}")
+    say(f"error: {failures.block(failure, rank_log(logs, failure.rank), silent)}")
     return failure.exit_code
 
 

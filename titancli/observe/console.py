@@ -12,13 +12,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from titancli.process import OutputLog
+
 UNKNOWN = "—"
 
 
 class Console:
     """Draws events on a text stream; if `quiet`, warnings alone."""
 
-    def __init__(self, stream: TextIO, *, live: bool | None = None, quiet: bool = False) -> None:
+    def __init__(self, stream: TextIO | OutputLog, *, live: bool | None = None, quiet: bool = False) -> None:
         self._stream = stream
         self._quiet = quiet
         self._live = stream.isatty() if live is None else live

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -30,6 +31,7 @@ from titancli.observe.console import (
     status_line,
     value,
 )
+from titancli.process import Tee
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -213,10 +215,16 @@ class Above:
         self._partial = ""
 
     def write(self, text: str) -> int:
+        if isinstance(self.stream, Tee):  # what goes above the panel does not pass through the stream
+            self.stream.log.write(text)
         *whole, self._partial = (self._partial + text).split("\n")
         if whole:
             self._panel.above("\n".join(whole) + "\n")
         return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
 
     def finish(self) -> None:
         """Print what has no end of line yet."""

@@ -26,6 +26,7 @@ from titancli.checkpoint.start_from import start_from
 from titancli.errors import EXIT_FAILED, EXIT_OK, TitanError
 from titancli.launch import rank_options
 from titancli.observe import failures
+from titancli.observe.console import Console
 from titancli.observe.events import EventLog, EventLogger, Listener, logs_as_events, plain
 from titancli.process import (
     Place,
@@ -34,6 +35,7 @@ from titancli.process import (
     leave_process_group,
     log_into,
     quiet,
+    rank_log,
     tell_where_stopped,
 )
 from titancli.provenance import package_versions
@@ -415,11 +417,11 @@ def run_rank(arguments: Sequence[str] | None = None) -> int:
     with Stop(os.environ.get(ASKED_TO_STOP)).listening() as stop:
         die_with_parent()
         folder = RunFolder(options["run_dir"].absolute())
-        log_into(folder.logs / f"rank-{place.rank}.log", f"rank {place.rank} of {place.world}")
+        log_into(rank_log(folder.logs, place.rank), f"rank {place.rank} of {place.world}")
         tell_where_stopped()
         failures.error_file(folder.logs, place.rank).unlink(missing_ok=True)
         try:
-            main(**options, place=place, stop=stop)
+            main(**options, place=place, stop=stop, listeners=(Console(sys.stdout, live=False),))
         except BaseException:
             traceback.print_exc()
             sys.stdout.flush()
