@@ -23,6 +23,7 @@ _WHERE = {
     "Batch": "titancli.data.batch",
     "LossResult": "titancli.losses.result",
     "report": "titancli.observe.metrics",
+    "phase": "titancli.observe.phases",
     "Engine": "titancli.engine",
 }
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from titancli.errors import TitanError as TitanError
     from titancli.losses.result import LossResult as LossResult
     from titancli.observe.metrics import report as report
+    from titancli.observe.phases import phase as phase
     from titancli.recipe import load_recipe as load_recipe
     from titancli.recipe.schema import Recipe as Recipe
     from titancli.registry.command import Command as Command

@@ -24,3 +24,17 @@ def test_a_rank_that_is_50_ms_slower_is_named_in_the_metrics(
     assert statistics.mode(metrics["slow_rank"] for metrics in steps[1:]) == 1
     late = statistics.median(metrics["slow_rank_seconds"] for metrics in steps[1:])
     assert 0.04 < late < 0.2
+    for metrics in steps[1:]:  # all of a step's time is in some phase, and the other rank has waited in one
+        seconds = {name: metrics[name] for name in metrics if name.startswith("time/")}
+        assert sum(seconds.values()) == pytest.approx(metrics["step_seconds"], rel=0.05, abs=0.005)
+    assert statistics.median(metrics["time/forward"] for metrics in steps[1:]) > 0.02
+
+
+def test_under_a_pipeline_forward_and_backward_are_one_phase(
+    train_on: Callable[..., Finished], here: Path
+) -> None:
+    done = train_on(2, "tiny.toml", "mesh.pp=2", "training.steps=2", "--run-dir", "r")
+    assert done.code == 0, done.err
+    [_, last] = [e["metrics"] for e in read_events(here / "r/events.jsonl") if e["event"] == "step"]
+    assert last["time/forward_backward"] > 0.5 * last["step_seconds"]
+    assert not {"time/forward", "time/backward"} & set(last)

@@ -24,6 +24,7 @@ import xxhash
 from titancli.distributed import process_group
 from titancli.errors import RankFailure, TitanError
 from titancli.observe.failures import is_communication
+from titancli.observe.phases import phase
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -264,7 +265,8 @@ class Call:
         ranks = self._ranks
         alike, rows = _digest([self.verb, *self._alike]), _digest(self._same_rows)
         try:
-            table = ranks.gather([alike, rows, self.tokens, int(failure is not None)])
+            with phase("wait"):
+                table = ranks.gather([alike, rows, self.tokens, int(failure is not None)])
             same = len({row[0] for row in table}) == 1 and self._same_where_shared(table)
             if not same or any(row[3] for row in table):
                 words = f"{type(failure).__name__}: {_first_line(failure)}" if failure else None

@@ -67,6 +67,7 @@ from titancli.engine.weights import (
     whole_tensors,
 )
 from titancli.errors import TitanError
+from titancli.observe.phases import phase
 from titancli.parallel.aborted import forget_iteration
 from titancli.parallel.fsdp import reshard
 from titancli.process import determinism
@@ -413,7 +414,7 @@ class Engine:
         call, sums = self.call("evaluate"), dict[str, Any]()
         with call.agreed():
             loss, own, poison = self._taken(call, batches, loss)
-        with self._no_gradients("evaluate"), call.shared():
+        with phase("evaluation"), self._no_gradients("evaluate"), call.shared():
             for batch in own:
                 result = checked(self.runner.forward(batch.to(self.device), loss), loss)
                 numbers = {"loss": result.sum, "weight": result.weight, **result.metrics}
@@ -556,12 +557,13 @@ class Engine:
     def _step(self, optimizer: torch.optim.Optimizer, accumulated: Accumulated) -> Tensor:
         """Everything that `optim_step` does to the engine; the gradients' norm before clipping."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = divide_and_clip(parameters, accumulated.weight, self.settings.max_norm, self.mesh.pp_group)
         wrong = None
-        if self.guard is not None:
-            average = quotient(accumulated.loss, accumulated.weight)
-            wrong = self.guard.judge(self.step + 1, norm, average, steady=accumulated.steady)
-        with accumulated.stream.drawn():
+        with phase("clip"):
+            norm = divide_and_clip(parameters, accumulated.weight, self.settings.max_norm, self.mesh.pp_group)
+            if self.guard is not None:
+                average = quotient(accumulated.loss, accumulated.weight)
+                wrong = self.guard.judge(self.step + 1, norm, average, steady=accumulated.steady)
+        with phase("optimizer"), accumulated.stream.drawn():
             if wrong is None:
                 optimizer.step()
             else:

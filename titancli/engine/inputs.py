@@ -28,7 +28,7 @@ RESERVED = frozenset(
         *("data_wait", "data_wait_share", "slow_rank", "slow_rank_seconds"),
     )
 )
-"""What the engine and a run report themselves: no loss has a metric of that name."""
+"""What the engine and a run report themselves, beside `time/...`: no loss has a metric of that name."""
 
 
 # ---------------------------------------------------------------------------------------------- batches

@@ -24,6 +24,7 @@ from titancli.engine.runners import Sums, add_up, inputs_of
 from titancli.errors import TitanError
 from titancli.layout.stages import StageError, check_microbatches
 from titancli.losses.result import LossResult
+from titancli.observe.phases import phase
 
 if TYPE_CHECKING:
     from titancli.distributed.local import RowCut
@@ -126,7 +127,7 @@ class PipelinedModel:
         schedule = self._schedule(whole.rows // rows, self._hidden(whole, rows))
         self._loss, self._unit, self._sums = loss, whole.unit, {}
         tensors = dict(whole)
-        with self._load.of_call():
+        with self._load.of_call(), phase("forward_backward"):
             if self._load:
                 self._load.count_beforehand(batches, loss, self.forward)
             self.exchanging = True  # and so it stays where something raises

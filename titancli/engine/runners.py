@@ -15,6 +15,7 @@ from torch import Tensor
 
 from titancli.engine.inputs import checked
 from titancli.observe.pace import pace
+from titancli.observe.phases import phase
 
 if TYPE_CHECKING:
     from titancli.data.batch import Batch
@@ -63,11 +64,12 @@ class WholeModel:
                 self._load.count_beforehand(batches, loss, self.forward)
             for number, batch in enumerate(batches, start=1):
                 self._reduce_after(last=number == len(batches))
-                with self._load.counted() if len(batches) == 1 else nullcontext():
+                with phase("forward"), self._load.counted() if len(batches) == 1 else nullcontext():
                     result = checked(self.forward(batch, loss), loss)
                 if number == 1:
                     pace.mark(device)
-                result.sum.backward()
+                with phase("backward"):
+                    result.sum.backward()
                 add_up(sums, result)
         return sums
 

@@ -18,6 +18,7 @@ from titancli.loops.grpo_steps import (
     check_fits,
     sample,
 )
+from titancli.observe.phases import phase
 from titancli.registry.component import build as build_component
 from titancli.rl.rollouts import Recorder
 from titancli.rl.scoring import Scorer
@@ -73,9 +74,11 @@ def grpo(
         step = engine.step
         clock.start()
         asked = data.take(config.prompts)
-        sampled = sample(generator, engine, asked, step, config.samples, run.batch_shape[1])
+        with phase("sample"):
+            sampled = sample(generator, engine, asked, step, config.samples, run.batch_shape[1])
         clock.lap("sample_seconds")
-        rollouts = Rollouts(sampled, scorer.score(sampled.pairs), config)
+        with phase("reward"):
+            rollouts = Rollouts(sampled, scorer.score(sampled.pairs), config)
         rollouts.advantages = advantage(rollouts.rewards, rollouts.counted)
         measured = rollouts.metrics(engine, scorer.names)
         failures.count(rollouts, step + 1)

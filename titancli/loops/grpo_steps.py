@@ -16,6 +16,7 @@ from titancli.data.batch import Batch
 from titancli.engine.rng import derive
 from titancli.errors import RecipeError, TitanError
 from titancli.loops.reference import Reference
+from titancli.observe.phases import phase
 from titancli.protocols import LossDefaults
 from titancli.registry.component import build
 from titancli.registry.defaults import with_defaults
@@ -336,6 +337,10 @@ class Evaluation:
 
     def __call__(self) -> tuple[dict[str, float], float]:
         """`eval_reward` and `eval_solved` over all ranks, and the seconds that it took. Collective."""
+        with phase("evaluation"):
+            return self._evaluated()
+
+    def _evaluated(self) -> tuple[dict[str, float], float]:
         began = time.perf_counter()
         seeds = [[0] for _ in self._asked]
         sampled = _continued(self._generator, self._asked, seeds, self._seq_len, greedy=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from titancli.errors import TitanError
+from titancli.observe.phases import phase
 
 if TYPE_CHECKING:
     from titancli.data.batch import Batch
@@ -43,6 +44,10 @@ class Validation:
 
     def __call__(self) -> tuple[dict[str, Any], float]:
         """`val_loss`, and what the loss reports as `val_…`; and the seconds that it took. Collective."""
+        with phase("evaluation"):
+            return self._evaluated()
+
+    def _evaluated(self) -> tuple[dict[str, Any], float]:
         began = time.perf_counter()
         self._data.load_state_dict(self._start)
         batches = itertools.islice(self._data, self._config.eval_batches)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from titancli.errors import TitanError
+from titancli.observe.phases import phase
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +25,10 @@ class Reference:
 
     def log_probs(self, batch: Batch) -> Tensor:
         """log p(targets), [B, S] fp32; see `Engine.forward`. Collective."""
+        with phase("reference"):
+            return self._log_probs(batch)
+
+    def _log_probs(self, batch: Batch) -> Tensor:
         if self._engine.begins_as_base:
             with self._engine.as_base():
                 return self._engine.forward(batch)

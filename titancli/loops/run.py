@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from titancli.errors import EnvironmentProblem
+from titancli.observe.phases import phase
 
 if TYPE_CHECKING:
     from titancli.checkpoint import Checkpointer
@@ -109,7 +110,8 @@ class Run:
     def take(self, data: Source, count: int) -> list[Batch]:
         """The micro-batches of one step; fewer, or none, at the end of the data. As many on every rank."""
         began = time.perf_counter()
-        batches = list(itertools.islice(data, count))
+        with phase("data"):
+            batches = list(itertools.islice(data, count))
         self.data_wait = time.perf_counter() - began
         if not batches:
             self.why = "data_ended"
@@ -172,7 +174,8 @@ class Run:
         """Wait for the save that is under way, and tell of it if it failed."""
         try:
             if self.checkpoints is not None:
-                self.checkpoints.wait()
+                with phase("save"):
+                    self.checkpoints.wait()
         except EnvironmentProblem as error:
             if self.save_or_stop:
                 raise
@@ -180,8 +183,9 @@ class Run:
 
     def _save(self, engine: Engine, data: Placed) -> None:
         if self.checkpoints is not None:
-            tensors, counters = engine.save_state()
-            self.checkpoints.save(engine.step, tensors, {"engine": counters, "data": data.state})
+            with phase("save"):
+                tensors, counters = engine.save_state()
+                self.checkpoints.save(engine.step, tensors, {"engine": counters, "data": data.state})
 
     def _agree(self) -> tuple[str | None, bool, bool]:
         """The signal that some rank got, and whether some rank knows of a save that failed, or of too many
@@ -193,7 +197,8 @@ class Run:
             return requested, failed, too_many
         number = _SIGNALS.index(requested) if requested in _SIGNALS else 0
         numbers = torch.tensor([number, int(failed), int(too_many)])
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        with phase("wait"):
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         agreed = numbers.tolist()
         return _SIGNALS[agreed[0]], bool(agreed[1]), bool(agreed[2])
 

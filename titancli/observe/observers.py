@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from titancli.observe.memory import memory_gib
 from titancli.observe.metrics import PACE, Reading, collector, reduce_over_ranks
 from titancli.observe.pace import NOTICEABLE, pace
+from titancli.observe.phases import OTHER, PREFIX, phases
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +68,7 @@ class Observers:
         """Seconds, and steps, of the last readings."""
         self._read_at = time.perf_counter()
         self._evaluated: Mapping[str, Tensor | float] = {}
+        self._evaluation_seconds = 0.0
         self._first = True
         self._ended = False
         self._slow: float | None = None
@@ -80,6 +82,7 @@ class Observers:
         """The first step is about to begin. `info` adds to what the constructor was given."""
         collector.drain()
         pace.drain()
+        phases.start(self._device)
         merged = {**self._info, **info}
         self.step = int(merged.get("step") or 0)
         self._read_at = time.perf_counter()
@@ -107,6 +110,7 @@ class Observers:
         """The step under way was followed by an evaluation: its numbers are told with the step's, and its
         time counts for none."""
         self._evaluated = metrics
+        self._evaluation_seconds += seconds
         self._read_at += seconds
 
     def checkpoint_saved(self, step: int, path: Path) -> None:
@@ -120,12 +124,14 @@ class Observers:
         self._ended = True
         if self._unread is not None:
             self._read(self.step)
+        phases.stop()
         self._tell("run_end", {**outcome, "metrics": {**self.latest, **(outcome.get("metrics") or {})}})
 
     def _read(self, step: int) -> None:
         readings = collector.drain()
         values = {name: value for name, value in (self._unread or {}).items() if name not in SUMMED}
         self._unread, self._evaluated = None, {}
+        phases.mark()  # the device has passed it once the metrics are here
         metrics = self._to_host(values, readings)
         now = time.perf_counter()
         if (own := pace.drain()) is not None:
@@ -134,12 +140,23 @@ class Observers:
         elapsed, steps = now - self._read_at, self._steps_since
         if "data_wait" in self._summed:
             readings["data_wait_share"] = Reading("max", min(1.0, self._summed["data_wait"] / elapsed))
+        readings |= self._times(elapsed + self._evaluation_seconds, steps)
         metrics |= self._speed(step, elapsed, steps)
         metrics |= reduce_over_ranks(readings)
         self._watch(metrics)
         self._read_at, self._steps_since, self._summed, self._first = now, 0, {}, False
+        self._evaluation_seconds = 0.0
         self.latest = metrics
         self._tell("step_end", step, metrics)
+
+    def _times(self, elapsed: float, steps: int) -> dict[str, Reading]:
+        """Seconds of a step by phase, the mean over the ranks, which add up to `elapsed` over the steps."""
+        seconds = phases.drain()
+        if seconds:
+            seconds[OTHER] = max(0.0, elapsed - sum(seconds.values()))
+        share = 1 / (max(steps, 1) * self._world)
+        # Sums, not means: a rank that was not in a phase counts as 0.
+        return {f"{PREFIX}{name}": Reading("sum", value * share) for name, value in seconds.items()}
 
     def _watch(self, metrics: dict[str, float]) -> None:
         """Name a rank that the others wait for."""

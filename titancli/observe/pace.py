@@ -8,9 +8,10 @@ loss of the first micro-batch is known. Both places are marked without waiting f
 from __future__ import annotations
 
 import statistics
-import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
+
+from titancli.observe.phases import elapsed, stamp
 
 if TYPE_CHECKING:
     import torch
@@ -30,35 +31,19 @@ class Pace:
 
     def begin(self, device: torch.device) -> None:
         """A step begins."""
-        self._began = _stamp(device)
+        self._began = stamp(device)
 
     def mark(self, device: torch.device) -> None:
         """The loss of its first micro-batch is known."""
         if self._began is not None:
-            self._times.append((self._began, _stamp(device)))
+            self._times.append((self._began, stamp(device)))
             self._began = None
 
     def drain(self) -> float | None:
         """Seconds from one to the other, the mean of the steps that are done; None: there are none."""
         times, self._times = self._times, deque(maxlen=KEPT)
-        known = [seconds for began, ended in times if (seconds := _seconds(began, ended)) is not None]
+        known = [seconds for began, ended in times if (seconds := elapsed(began, ended)) is not None]
         return statistics.fmean(known) if known else None
-
-
-def _stamp(device: torch.device) -> Any:
-    if device.type != "cuda":
-        return time.perf_counter()
-    import torch
-
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _seconds(began: Any, ended: Any) -> float | None:
-    if isinstance(ended, float):
-        return ended - began
-    return began.elapsed_time(ended) / 1000 if ended.query() else None
 
 
 def slowest(seconds: dict[int, float]) -> dict[str, float]:
