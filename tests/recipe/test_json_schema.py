@@ -25,14 +25,17 @@ Mistakes = Callable[[str], list[Any]]
 
 
 def validator(registry: Registry) -> Any:
-    schema = json.loads(json.dumps(recipe_schema(registry)))
-    jsonschema.Draft202012Validator.check_schema(schema)
-    return jsonschema.Draft202012Validator(schema)
+    return jsonschema.Draft202012Validator(json.loads(json.dumps(recipe_schema(registry))))
 
 
 @pytest.fixture(scope="module")
 def installed() -> Any:
     return validator(current())
+
+
+def test_it_is_a_json_schema(registry: Registry, installed: Any) -> None:
+    for one in (installed, validator(registry)):
+        one.check_schema(one.schema)
 
 
 @pytest.fixture

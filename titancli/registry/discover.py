@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from titancli.errors import EnvironmentProblem, UsageError, nearest_name
+from titancli.provenance import entry_points
 from titancli.registry.lookup import Registry
 from titancli.registry.plugins import BUILTIN, GROUP, LEFT_OUT, Plugin
 from titancli.version import __version__
@@ -54,7 +55,7 @@ def load_plugins(*, files: Iterable[Path] = (), blocked: Iterable[str] = (), che
 
 def _installed() -> dict[str, Plugin]:
     by_name: dict[str, list[metadata.EntryPoint]] = {}
-    for entry in metadata.entry_points(group=GROUP):
+    for entry in entry_points():
         by_name.setdefault(entry.name, []).append(entry)
     return {name: _from_entries(name, by_name[name]) for name in sorted(by_name)}
 
