@@ -54,7 +54,7 @@ def test_a_document_has_the_keys_that_are_told(
         save(tmp_path / "RUN" / "checkpoints" / "step-500")
     if name == "rollouts":
         write_rollouts(tmp_path / "RUN")
-    if name in ("runs", "run", "removed-runs"):
+    if name in ("runs", "run", "removed-runs", "logs"):
         folder = make(tmp_path / "RUN", [began(), step(5, 5)], [attempt(ended("failed", 5))])
         (folder / "logs" / "rank-0.log").touch()
     if name == "comparison":

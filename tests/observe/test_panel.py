@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections import deque
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from titancli.observe.console import Console
 from titancli.observe.panel import Panel, sparkline, watcher_for
+from titancli.runs import timestamp
 
 COLUMNS, LINES = 80, 24
 
@@ -82,7 +84,14 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titancli.observe.panel.SECONDS", 0.0)
 
 
-START = {"event": "run_start", "device": "CPU", "world": 2, "mesh": {"dp_shard": 2}, "checkpoint": None}
+START = {
+    "event": "run_start",
+    "step": 0,
+    "device": "CPU",
+    "world": 2,
+    "mesh": {"dp_shard": 2},
+    "checkpoint": None,
+}
 
 
 def step(number: int, **metrics: Any) -> dict[str, Any]:
@@ -108,7 +117,7 @@ def test_the_panel_shows_everything(often: None) -> None:
     panel(START)
     for number in range(1, 51):
         panel(full(number))
-    panel({"event": "checkpoint", "step": 50, "path": "/runs/x/checkpoints/step-50"})
+    panel({"event": "checkpoint", "step": 50, "path": "/runs/x/checkpoints/step-50", "time": timestamp()})
     first, blank, top, progress, loss, rate, bottom = terminal.screen
     assert first == "training on CPU, 2 ranks (dp_shard 2)"
     assert blank == ""
@@ -118,6 +127,27 @@ def test_the_panel_shows_everything(often: None) -> None:
     assert re.fullmatch(r"│ loss 4\.0000  █[█▇▆▅▄▃▂▁]+▁ +grad norm 0\.872 +lr 3\.00e-04 │", loss)
     assert re.fullmatch(r"│ 21\.3k tokens/s +MFU 41\.2% +1\.2 GiB │", rate)
     assert bottom.endswith("─  saved step-50, 0:00 ago  ─╯")
+
+
+def test_the_age_of_a_checkpoint_is_that_of_its_event(often: None) -> None:
+    terminal = Terminal()
+    panel = Panel(terminal)
+    hour_ago = (datetime.now(UTC) - timedelta(hours=1, seconds=2)).isoformat()
+    for time, words in ((hour_ago, "saved step-1, 1:00:02 ago"), ("no time", "saved step-1  ─╯")):
+        panel({"event": "checkpoint", "step": 1, "path": "/runs/x/checkpoints/step-1", "time": time})
+        panel(step(1, loss=1.0))
+        assert words in terminal.screen[-1]
+
+
+def test_a_replay_draws_once_and_drops_what_a_restart_made_void() -> None:
+    terminal = Terminal()
+    panel = Panel(terminal)
+    again = {**START, "step": 2}
+    panel.replay([START, full(1), full(2), step(3, loss=9.0), {"event": "run_end"}, again, step(3, loss=2.0)])
+    assert terminal.raw.count("╭") == 1
+    assert terminal.screen[:2] == ["training on CPU, 2 ranks (dp_shard 2)"] * 2
+    assert "loss 2.0000  ██▁ " in terminal.screen[5]
+    panel.close()
 
 
 def test_steps_that_were_skipped_are_counted_in_the_title(often: None) -> None:

@@ -28,7 +28,7 @@ COMMANDS = [
     Entry("Run", "generate", "generate", "Generate text with a trained model."),
     Entry("Run", "plan", "plan", "Estimate memory, traffic and speed on N devices."),
     Entry("Run", "convert-checkpoint", "convert", "Convert a checkpoint to a Hugging Face folder, or back."),
-    Entry("Runs", "runs", "runs", "List, show, compare and remove runs."),
+    Entry("Runs", "runs", "runs", "List, show, watch, compare and remove runs."),
     Entry("Runs", "checkpoint", "checkpoint", "List, show and verify checkpoints."),
     Entry("Runs", "rollouts", "rollouts", "Show the rollouts of a run, with rewards and advantages."),
     Entry("Recipes", "validate", "validate", "Check recipes without running them."),

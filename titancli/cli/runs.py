@@ -1,4 +1,4 @@
-"""`titan runs list|show|compare|rm`: which runs there are, how they are doing, and what they were."""
+"""`titan runs …`: which runs there are, how they are doing, and what they were."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ STYLES = {"running": "bold green", "failed": "red", "died": "red", "unknown": "y
 FAILED = ("failed", "died")
 
 
-@click.group("runs", short_help="List, show, compare and remove runs.")
+@click.group("runs", short_help="List, show, watch, compare and remove runs.")
 def command() -> None:
-    """List, show, compare and remove runs.
+    """List, show, watch, compare and remove runs.
 
     RUN is a run folder. A run is `running` while a process holds its folder; `died` means that it was killed
     before it could record an outcome, and `unknown` that this cannot be seen from this machine.
@@ -113,6 +113,49 @@ def compare(runs: tuple[Path, ...], by: str, names: tuple[str, ...], count: int,
         print_json("comparison", found)
     else:
         print_comparison(found, by)
+
+
+@command.command("logs", short_help="Print the logs of a run's ranks.")
+@click.argument("run", type=RUN)
+@click.option("-f", "--follow", is_flag=True, help="Print what is added, until the run ends.")
+@click.option(
+    "--rank", type=click.IntRange(0), metavar="N", help="The rank whose log is printed.  [default: 0]"
+)
+@click.option(
+    "--all", "every", is_flag=True, help="Print all logs of the run, each line after its log's name."
+)
+@click.option("--lines", "count", type=click.IntRange(0), metavar="N", help="Only the last N lines of each.")
+@JSON
+def logs(run: Path, follow: bool, rank: int | None, every: bool, count: int | None, as_json: bool) -> None:
+    """Print the log of a rank of RUN: what it printed to stdout and stderr.
+
+    Rank 0's also has the lines of the event log. With -f, an ended run ends the command, and its outcome is
+    printed to stderr.
+    """
+    from titancli.cli.following import follow_logs, print_logs
+
+    if every and rank is not None:
+        raise UsageError("--all and --rank exclude each other")
+    if follow and as_json:
+        raise UsageError("-f and --json exclude each other", hint="events as JSON: titan runs watch --json")
+    path, one = RunFolder.open(run).path, None if every else rank or 0
+    if follow:
+        follow_logs(path, one, count)
+    else:
+        print_logs(path, one, count, as_json=as_json)
+
+
+@command.command("watch", short_help="Watch a run: the live panel.")
+@click.argument("run", type=RUN)
+@click.option("--json", "as_json", is_flag=True, help="Print events as JSON Lines to stdout.")
+def watch(run: Path, as_json: bool) -> None:
+    """Show RUN as the command that runs it does, from its event log, until it ends; then its outcome.
+
+    RUN may run on another machine that shares the disk. At a terminal this is the panel, else plain lines.
+    """
+    from titancli.cli import following
+
+    following.watch(RunFolder.open(run).path, as_json=as_json)
 
 
 @command.command("rm", short_help="Remove runs, after a question.")
@@ -257,14 +300,14 @@ def _row(run: Summary) -> tuple[str, ...]:
 
 def _print_facts(run: Summary, logs: list[str]) -> None:
     from titancli.observe.console import COUNTS, FIGURES, figure
+    from titancli.observe.summary import state_line
 
     environment = _environment(run)
-    step = "" if run.step is None else f" at step {_step(run)}"
     git = environment["git"]
     shown = [name for name in FIGURES if run.metrics.get(name) is not None and name != "eta_seconds"]
     shown = [name for name in shown if run.metrics[name] or name not in COUNTS]
     facts = {
-        "state": f"{_words(run.state)}{step}{f': {run.error}' if run.error else ''}",
+        "state": state_line(run),
         "recipe": run.recipe,
         "started": f"{_when(run.created)}, {_age(run)} ago" if run.created else None,
         "latest": ", ".join(figure(run.metrics, name) for name in shown),

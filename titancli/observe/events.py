@@ -37,6 +37,8 @@ NEEDED: dict[str, dict[str, type]] = {
     "run_end": {"why": str, "time": str},
 }
 """By event, the fields without which it cannot be shown."""
+OPTIONAL: dict[str, dict[str, type]] = {"run_start": {"world": int, "mesh": dict, "checkpoint": str}}
+"""By event, the fields that may be absent or null."""
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 BLOCK = 64 * 1024
 """Bytes that are read at once from the end of a file."""
@@ -187,12 +189,19 @@ def can_be_shown(event: dict[str, Any]) -> bool:
 
     Another version of titan, or a disk that failed, may have left others.
     """
-    if event.get("version", event.get("v")) != EVENTS_FORMAT:  # `v` in files of before 0.1.0
+    if format_of(event) != str(EVENTS_FORMAT):
         return False
-    needed = NEEDED.get(str(event["event"]), {})
+    needed, optional = (fields.get(str(event["event"]), {}) for fields in (NEEDED, OPTIONAL))
     if not all(isinstance(event.get(name), kind) for name, kind in needed.items()):
         return False
+    if not all(isinstance(event.get(name), (kind, type(None))) for name, kind in optional.items()):
+        return False
     return event["event"] != "step" or are_metrics(event["metrics"])
+
+
+def format_of(event: dict[str, Any]) -> str:
+    """Return the format that an event says it has."""
+    return str(event.get("version", event.get("v")))  # `v` in files of before 0.1.0
 
 
 def are_metrics(value: Any) -> bool:

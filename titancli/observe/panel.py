@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -31,6 +31,7 @@ from titancli.observe.console import (
     status_line,
     value,
 )
+from titancli.observe.summary import seconds_since
 from titancli.process import Tee
 
 if TYPE_CHECKING:
@@ -67,8 +68,11 @@ class Panel:
         self._stream = stream
         self._title = "training"
         self._step: dict[str, Any] | None = None
-        self._losses: deque[float] = deque(maxlen=512)
-        self._saved: tuple[str, float] | None = None
+        self._losses: deque[tuple[int, float]] = deque(maxlen=512)
+        """With their steps."""
+        self._saved: tuple[str, str] | None = None
+        """A checkpoint's name, and when it was saved."""
+        self._replaying = False
         self._drawn_at = float("-inf")
         self._standing = False
         self._mutex = threading.RLock()
@@ -79,20 +83,34 @@ class Panel:
         with self._mutex:
             if kind == "run_start":
                 self._title = start_line(event)
+                # After a restart from an earlier checkpoint, what came after it is void.
+                while self._losses and self._losses[-1][0] > event["step"]:
+                    self._losses.pop()
                 self.above(f"{self._title}\n")
             elif kind == "step":
                 self._step = event
                 if (loss := numbers(event).get("loss")) is not None:
-                    self._losses.append(loss)
+                    self._losses.append((event["step"], loss))
                 if time.monotonic() - self._drawn_at >= SECONDS:
                     self._draw()
             elif kind == "checkpoint":
-                self._saved = Path(event["path"]).name, time.monotonic()
+                self._saved = Path(event["path"]).name, event["time"]
                 self._draw()
             elif kind == "log":
                 self.above(f"{log_line(event)}\n")
-            elif kind == "run_end":
+            elif kind == "run_end" and not self._replaying:
                 self.close()
+
+    def replay(self, events: Iterable[dict[str, Any]]) -> None:
+        """Take in what has happened already, and draw once."""
+        with self._mutex:
+            self._replaying = True
+            try:
+                for event in events:
+                    self(event)
+            finally:
+                self._replaying = False
+            self._draw()
 
     def above(self, text: str) -> None:
         """Print whole lines above the panel."""
@@ -117,7 +135,7 @@ class Panel:
     # ---------------------------------------------------------------------------------------- drawing
 
     def _draw(self) -> None:
-        if self._step is None:
+        if self._step is None or self._replaying:
             return
         if not self._standing:
             self._take_streams()
@@ -169,7 +187,7 @@ class Panel:
             "loss ",
             (value(metrics, "loss"), "bold cyan"),
             "  ",
-            (sparkline(self._losses, width - 54), "cyan"),
+            (sparkline([loss for _, loss in self._losses], width - 54), "cyan"),
         )
         table = Table.grid(padding=(0, 3), expand=True)
         table.add_column(no_wrap=True)
@@ -196,7 +214,8 @@ class Panel:
         if self._saved is None:
             return "no checkpoint yet"
         name, when = self._saved
-        return f"saved {name}, {duration(time.monotonic() - when)} ago"
+        age = seconds_since(when)
+        return f"saved {name}" + ("" if age is None else f", {duration(age)} ago")
 
     def _write(self, text: str) -> None:
         try:
@@ -236,7 +255,7 @@ class Above:
         return getattr(self.stream, name)
 
 
-def sparkline(values: deque[float], width: int) -> str:
+def sparkline(values: Sequence[float], width: int) -> str:
     """Values as blocks of eight heights, at most `width` of them, each the mean of its share; `×` for NaN."""
     if not values or width < 1:
         return ""

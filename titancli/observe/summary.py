@@ -126,6 +126,12 @@ def summarize(path: Path) -> Summary:
     )
 
 
+def state_line(run: Summary) -> str:
+    """E.g. `failed at step 3/100: ValueError: no rows`."""
+    step = "" if run.step is None else f" at step {run.step}" + (f"/{run.steps}" if run.steps else "")
+    return f"{run.state.replace('_', ' ')}{step}{f': {run.error}' if run.error else ''}"
+
+
 @dataclass
 class _Last:
     """What the end of an event log says."""
