@@ -61,7 +61,7 @@ PARTS = {
     "parallelism.context_parallel_rotate_method": '`parallelize.context_parallel`; `"alltoall"` is `"ring"`',
     "compile.components": "`compile.components`; default only `model`",
     "metrics.enable_tensorboard": '`[[loggers]]` with `type = "tensorboard"`',
-    "metrics.enable_wandb": '`[[loggers]]` with `type = "wandb"`, if a plugin provides it',
+    "metrics.enable_wandb": '`[[loggers]]` with `type = "wandb"` (plugin titan-wandb)',
     "quantize.linear.float8": '`[[converters]]` with `type = "float8_linear"` (plugin titan-float8)',
     "quantize": "`[[converters]]`, if a plugin provides it",
 }

@@ -54,6 +54,8 @@ ROOMS = {
     "plugins/titan-float8": "float8: the same result on any layout, plain checkpoints",
     "plugins/titan-flux": "Flux: images, on every supported layout",
     "plugins/titan-muon": "Muon: equal to torch's on one device, the same on many",
+    "plugins/titan-trackio": "Trackio: its database holds each row once, also after a resume",
+    "plugins/titan-wandb": "Weights & Biases, offline: each row once, also after a resume",
 }
 """What each package verifies."""
 QUIET_FOR = 30.0
