@@ -47,7 +47,6 @@ from titancli.engine.status import (
     Turn,
     Unusable,
     Watched,
-    alone,
     refuse_modes,
 )
 from titancli.engine.weights import (
@@ -327,6 +326,13 @@ class Engine:
         if self.unusable is not None and not self.unusable.mended_by_this(mends):
             raise self.unusable.error(verb)
 
+    @contextmanager
+    def _verb(self, name: str, mends: MendedBy | None = None) -> Iterator[Call]:
+        """Run a verb inside the block: one at a time, of all threads, and on every rank; see `ready`."""
+        with self.turn.of(name):
+            self.ready(name, mends)
+            yield self.call(name)
+
     def call(self, verb: str) -> Call:
         """A verb that is about to begin, and that every rank calls."""
         return Call(self.ranks, verb, self.number, self.mesh.degrees)
@@ -378,7 +384,6 @@ class Engine:
 
     # ----------------------------------------------------------------------------------------- forward
 
-    @alone
     def forward(self, batch: Given, *, return_logits: bool = False) -> Tensor:
         """Return log p(targets), [B, S] fp32 in nats, 0 where there is no target; without gradients or
         dropout.
@@ -390,17 +395,16 @@ class Engine:
         Raises:
             TitanError: the batch lacks tokens or targets, or their shapes or dtypes are wrong.
         """
-        self.ready("forward")
-        call, loss = self.call("forward"), Logits() if return_logits else LogProbs()
-        with call.agreed():
-            (own,), poison = self._looked_at([batch], loss)
-            call.given_batches([own])
-            call.given(f"with return_logits={return_logits}")
-        with self._no_gradients("forward"), call.shared():
-            out: Tensor = self.runner.forward(own.to(self.device), loss)
-        return out if poison is None else out + poison.to(out.dtype)
+        with self._verb("forward") as call:
+            loss = Logits() if return_logits else LogProbs()
+            with call.agreed():
+                (own,), poison = self._looked_at([batch], loss)
+                call.given_batches([own])
+                call.given(f"with return_logits={return_logits}")
+            with self._no_gradients("forward"), call.shared():
+                out: Tensor = self.runner.forward(own.to(self.device), loss)
+            return out if poison is None else out + poison.to(out.dtype)
 
-    @alone
     def evaluate(self, batches: Given | Sequence[Given], loss: Any = None) -> Metrics:
         """Compute the loss over all ranks and batches, without gradients and dropout.
 
@@ -410,20 +414,20 @@ class Engine:
         Returns:
             `loss`, the average; `weight`, its divisor; and the metrics of the loss, also divided.
         """
-        self.ready("evaluate")
-        call, sums = self.call("evaluate"), dict[str, Any]()
-        with call.agreed():
-            loss, own, poison = self._taken(call, batches, loss)
-        with phase("evaluation"), self._no_gradients("evaluate"), call.shared():
-            for batch in own:
-                result = checked(self.runner.forward(batch.to(self.device), loss), loss)
-                numbers = {"loss": result.sum, "weight": result.weight, **result.metrics}
-                for name, value in numbers.items():
-                    sums[name] = sums.get(name, 0.0) + value.float()
-            totals = summed(marked(call.in_order(sums), poison), self.mesh.dp_group)
-        weight = totals.pop("weight")
-        averages = {name: quotient(value, weight) for name, value in totals.items()}
-        return {**averages, "weight": weight}
+        with self._verb("evaluate") as call:
+            sums: dict[str, Any] = {}
+            with call.agreed():
+                loss, own, poison = self._taken(call, batches, loss)
+            with phase("evaluation"), self._no_gradients("evaluate"), call.shared():
+                for batch in own:
+                    result = checked(self.runner.forward(batch.to(self.device), loss), loss)
+                    numbers = {"loss": result.sum, "weight": result.weight, **result.metrics}
+                    for name, value in numbers.items():
+                        sums[name] = sums.get(name, 0.0) + value.float()
+                totals = summed(marked(call.in_order(sums), poison), self.mesh.dp_group)
+            weight = totals.pop("weight")
+            averages = {name: quotient(value, weight) for name, value in totals.items()}
+            return {**averages, "weight": weight}
 
     @contextmanager
     def sampling(self) -> Iterator[Any]:
@@ -452,7 +456,6 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------- training
 
-    @alone
     def forward_backward(self, batches: Given | Sequence[Given], loss: Any = None) -> Metrics:
         """Add the gradients of the loss over one batch, or over several batches as micro-batches of one
         reduction.
@@ -476,35 +479,35 @@ class Engine:
                 something other than a LossResult, or one without gradient. Errors of the loss are passed on;
                 the gradients of the step so far are then discarded.
         """
-        self.ready("forward_backward")
-        optimizer = self._trained("forward_backward")
-        call = self.call("forward_backward")
-        with call.agreed():
-            if not torch.is_grad_enabled():
-                raise TitanError("forward_backward under torch.no_grad()", hint="call it outside that block")
-            loss, own, poison = self._taken(call, batches, loss)
-            placed = [batch.to(self.device) for batch in own]
-        accumulated = self._accumulated
-        if accumulated is None:
-            optimizer.zero_grad(set_to_none=True)
-            stream = Stream(self.device, self.settings.seed, self.step, self.mesh.dp_rank)
-            nothing = torch.zeros((), dtype=torch.float32, device=self.device)
-            accumulated = self._accumulated = Accumulated(stream, nothing, nothing)
-        accumulated.steady = accumulated.steady and with_defaults(LossDefaults, loss).steady
-        # Some micro-batches' gradients may be there by then, and nobody knows which.
-        with self._aborted("forward_backward", forget=True), accumulated.stream.drawn(), call.shared():
-            sums = marked(call.in_order(self.runner.forward_backward(placed, loss)), poison)
-            worst = largest(quotient(sums["loss"], sums["weight"]), self.mesh.dp_group)
-            totals = summed(sums, self.mesh.dp_group)
-            weight = totals.pop("weight")
-            accumulated.weight = accumulated.weight + weight
-            accumulated.loss = accumulated.loss + totals["loss"]
-            averages = {name: quotient(value, weight) for name, value in totals.items()}
-        accumulated.tokens += call.all_tokens
-        accumulated.batches += len(placed)
-        return {**averages, "loss_max": worst, "tokens": call.all_tokens}
+        with self._verb("forward_backward") as call:
+            optimizer = self._trained("forward_backward")
+            with call.agreed():
+                if not torch.is_grad_enabled():
+                    raise TitanError(
+                        "forward_backward under torch.no_grad()", hint="call it outside that block"
+                    )
+                loss, own, poison = self._taken(call, batches, loss)
+                placed = [batch.to(self.device) for batch in own]
+            accumulated = self._accumulated
+            if accumulated is None:
+                optimizer.zero_grad(set_to_none=True)
+                stream = Stream(self.device, self.settings.seed, self.step, self.mesh.dp_rank)
+                nothing = torch.zeros((), dtype=torch.float32, device=self.device)
+                accumulated = self._accumulated = Accumulated(stream, nothing, nothing)
+            accumulated.steady = accumulated.steady and with_defaults(LossDefaults, loss).steady
+            # Some micro-batches' gradients may be there by then, and nobody knows which.
+            with self._aborted("forward_backward", forget=True), accumulated.stream.drawn(), call.shared():
+                sums = marked(call.in_order(self.runner.forward_backward(placed, loss)), poison)
+                worst = largest(quotient(sums["loss"], sums["weight"]), self.mesh.dp_group)
+                totals = summed(sums, self.mesh.dp_group)
+                weight = totals.pop("weight")
+                accumulated.weight = accumulated.weight + weight
+                accumulated.loss = accumulated.loss + totals["loss"]
+                averages = {name: quotient(value, weight) for name, value in totals.items()}
+            accumulated.tokens += call.all_tokens
+            accumulated.batches += len(placed)
+            return {**averages, "loss_max": worst, "tokens": call.all_tokens}
 
-    @alone
     def optim_step(self, lr: float | None = None) -> Metrics:
         """Divide the gradients by the total weight of the loss, clip them, step, and advance the
         schedule.
@@ -527,32 +530,31 @@ class Engine:
                 the weights are those before the skipped steps, and as many may be skipped again. Any other
                 error in the middle is passed on; the engine is then unusable until `load`.
         """
-        self.ready("optim_step")
-        optimizer = self._trained("optim_step")
-        call = self.call("optim_step")
-        with call.agreed():
-            accumulated = self._accumulated
-            if accumulated is None:
-                raise TitanError("optim_step without gradients", hint="call forward_backward first")
-            trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            if trained and all(parameter.grad is None for parameter in trained):
-                raise TitanError(
-                    "optim_step: the gradients of forward_backward were removed from the parameters",
-                    hint="call engine.clear_gradients() to start over; optim_step clears gradients itself",
-                )
-            rate = set_rates(optimizer, lr, self.settings.lr_factor(self.step))
-            call.given("with the recipe's rate" if lr is None else f"with lr={rate!r}")
-        try:
-            with call.shared():
-                norm = self._step(optimizer, accumulated)
-        except BaseException:
-            self.spoil("optim_step raised an error after it had started")
-            raise
-        told = {"grad_norm": norm, "lr": rate, "version": self.version}
-        if self.guard is None:
-            return told
-        self.guard.check()
-        return told | {"skipped_steps": self.guard.skipped}
+        with self._verb("optim_step") as call:
+            optimizer = self._trained("optim_step")
+            with call.agreed():
+                accumulated = self._accumulated
+                if accumulated is None:
+                    raise TitanError("optim_step without gradients", hint="call forward_backward first")
+                trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                if trained and all(parameter.grad is None for parameter in trained):
+                    raise TitanError(
+                        "optim_step: the gradients of forward_backward were removed from the parameters",
+                        hint="call engine.clear_gradients() to start over; optim_step clears them itself",
+                    )
+                rate = set_rates(optimizer, lr, self.settings.lr_factor(self.step))
+                call.given("with the recipe's rate" if lr is None else f"with lr={rate!r}")
+            try:
+                with call.shared():
+                    norm = self._step(optimizer, accumulated)
+            except BaseException:
+                self.spoil("optim_step raised an error after it had started")
+                raise
+            told = {"grad_norm": norm, "lr": rate, "version": self.version}
+            if self.guard is None:
+                return told
+            self.guard.check()
+            return told | {"skipped_steps": self.guard.skipped}
 
     def _step(self, optimizer: torch.optim.Optimizer, accumulated: Accumulated) -> Tensor:
         """Everything that `optim_step` does to the engine; the gradients' norm before clipping."""
@@ -576,16 +578,15 @@ class Engine:
         self._forget_gradients()
         return norm
 
-    @alone
     def clear_gradients(self) -> None:
         """Discard the gradients added by `forward_backward` since the last step.
 
         Raises:
             TitanError: the engine is frozen or closed.
         """
-        self.ready("clear_gradients")
-        self._trained("clear_gradients")
-        self._forget_gradients()
+        with self._verb("clear_gradients"):
+            self._trained("clear_gradients")
+            self._forget_gradients()
 
     def _forget_gradients(self) -> None:
         if self.optimizer is not None:
@@ -618,7 +619,6 @@ class Engine:
             tensors |= optimizer_tensors(self.optimizer, self.named_parameters())
         return tensors
 
-    @alone
     def save(self, folder: str | Path, *, lock_text: str = "", run_id: str = "") -> None:
         """Save a checkpoint of this engine, complete or not at all: safetensors and JSON. Collective.
 
@@ -633,23 +633,21 @@ class Engine:
             EnvironmentProblem: the disk is full or not writable, on any rank; or the folder belongs to
                 another run.
         """
-        self.ready("save")
-        call = self.call("save")
-        with call.agreed():
-            tensors, state = self.save_state()
-            call.given(f"as {Path(folder).name}")
-        with call.shared():
-            save_checkpoint(
-                Path(folder),
-                tensors,
-                {"engine": state},
-                lock_text=lock_text,
-                run_id=run_id,
-                mesh=asdict(self.mesh.degrees),
-                kept=self.kept,
-            )
+        with self._verb("save") as call:
+            with call.agreed():
+                tensors, state = self.save_state()
+                call.given(f"as {Path(folder).name}")
+            with call.shared():
+                save_checkpoint(
+                    Path(folder),
+                    tensors,
+                    {"engine": state},
+                    lock_text=lock_text,
+                    run_id=run_id,
+                    mesh=asdict(self.mesh.degrees),
+                    kept=self.kept,
+                )
 
-    @alone
     def load(
         self,
         folder: str | Path,
@@ -681,21 +679,22 @@ class Engine:
         mends: MendedBy | None = "load" if everything else "weights"
         if exclude.patterns:
             mends = None if exclude.may_have_weights else "weights"
-        self.ready("load" if everything else "load(optimizer=False)", mends)
-        if wanted:
-            self._trained("load(optimizer=True)")
-        before, call = self.version, self.call("load")
-        with call.agreed():
-            call.given(f"of {Path(folder).name}, {'the whole state' if wanted else 'only its weights'}")
-        with call.shared():
-            state = self._load_state(
-                recipes.checkpoint_of(Path(folder)), optimizer=wanted, verify=verify, exclude=exclude
-            )
-        if self.begins_unbalanced:
-            self.holds_biases = hold_biases(self.parts, self.device, self.holds_biases)
-        self._has_new_weights(max(self.version, before + 1))
-        self.unusable = None
-        return state
+        with self.turn.of("load"):
+            self.ready("load" if everything else "load(optimizer=False)", mends)
+            if wanted:
+                self._trained("load(optimizer=True)")
+            before, call = self.version, self.call("load")
+            with call.agreed():
+                call.given(f"of {Path(folder).name}, {'the whole state' if wanted else 'only its weights'}")
+            with call.shared():
+                state = self._load_state(
+                    recipes.checkpoint_of(Path(folder)), optimizer=wanted, verify=verify, exclude=exclude
+                )
+            if self.begins_unbalanced:
+                self.holds_biases = hold_biases(self.parts, self.device, self.holds_biases)
+            self._has_new_weights(max(self.version, before + 1))
+            self.unusable = None
+            return state
 
     def _load_state(
         self, folder: Path, *, optimizer: bool, verify: Verify, exclude: Exclusion
@@ -775,7 +774,6 @@ class Engine:
             push(self.weights(), target)
         return self.version
 
-    @alone
     def load_weights(self, weights: Iterable[NamedTensor] | None) -> None:
         """Load weights under Hugging Face names, such as another engine's `weights()`. Collective.
 
@@ -790,29 +788,28 @@ class Engine:
                 until weights are loaded again. Or the model has no Hugging Face form, or has adapters (which
                 `weights` merges).
         """
-        self.ready("load_weights", mends="weights")
-        if self.adapters is not None:
-            raise TitanError(
-                "load_weights: this engine has adapters in addition to its base and cannot load whole "
-                "weights",
-                hint="build an engine without adapters, or load a checkpoint of adapters",
-            )
-        before, call = self.version, self.call("load_weights")
-        with call.agreed():
-            form = self._form()
-        with call.shared():
-            shapes = {
-                one.name: one.shape for one in self._all_known(base_parameters(self.parts, self.converters))
-            }
+        with self._verb("load_weights", mends="weights") as call:
+            if self.adapters is not None:
+                raise TitanError(
+                    "load_weights: this engine has adapters in addition to its base and cannot load whole "
+                    "weights",
+                    hint="build an engine without adapters, or load a checkpoint of adapters",
+                )
+            before = self.version
+            with call.agreed():
+                form = self._form()
+            with call.shared():
+                own = base_parameters(self.parts, self.converters)
+                shapes = {one.name: one.shape for one in self._all_known(own)}
 
-            def begin() -> None:
-                self.spoil("load_weights failed after it had started", "weights")
+                def begin() -> None:
+                    self.spoil("load_weights failed after it had started", "weights")
 
-            intake = Intake(dict(self.plain_parameters()), shapes, form, begin)
-            take_weights(intake, weights, self.device)
-        self._has_new_weights(before + 1)
-        weights_changed(self.parts, self.converters)
-        self.unusable = None
+                intake = Intake(dict(self.plain_parameters()), shapes, form, begin)
+                take_weights(intake, weights, self.device)
+            self._has_new_weights(before + 1)
+            weights_changed(self.parts, self.converters)
+            self.unusable = None
 
     def _all_known(self, tensors: dict[str, Tensor]) -> list[Known]:
         return all_known(tensors.items(), self.parts, self.mesh, self.placement)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
 from threading import Lock
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -104,7 +103,10 @@ COMPUTING = frozenset(("forward", "evaluate", "forward_backward", "optim_step"))
 
 
 class Turn:
-    """Which verb of an engine is running: one at a time, of all threads."""
+    """Which verb of an engine is running: one at a time, of all threads.
+
+    Two threads that both have just asked whether one is running would otherwise step through the same shards.
+    """
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -138,29 +140,6 @@ class Turn:
             f"{verb}: the engine is in the middle of {self._verb or 'another verb'}",
             hint="call it earlier, and pass what a loss needs in the batch",
         )
-
-
-class TakesTurns(Protocol):
-    """What has verbs."""
-
-    turn: Turn
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-E = TypeVar("E", bound=TakesTurns)
-
-
-def alone(verb: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
-    """Have a verb take a turn, and be refused while another one has it: two threads that both have just asked
-    whether one does would otherwise step through the same shards."""
-
-    @wraps(verb)
-    def in_turn(engine: E, *args: P.args, **kwargs: P.kwargs) -> R:
-        with engine.turn.of(verb.__name__):
-            return verb(engine, *args, **kwargs)
-
-    return in_turn
 
 
 def refuse_modes(verb: str, device: torch.device) -> None:
