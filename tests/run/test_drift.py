@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from titancli.run.prepare import changes
+from titancli.run.drift import changes
 
 
 def test_equal_recipes_do_not_drift() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from titancli.errors import RecipeError
 from titancli.provenance import file_hash, versions
 from titancli.registry import plugin_files
-from titancli.run.prepare import Change, changes
+from titancli.run.drift import Change, changes
 from titancli.runs import RunFolder
 
 if TYPE_CHECKING:

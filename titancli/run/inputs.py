@@ -1,17 +1,26 @@
-"""The files and folders that a recipe's components read, found by the types of their fields. Torch-free."""
+"""The files that a run reads: its weights, and what its components name in their fields. Torch-free."""
 
 from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from titancli.checkpoint import read_manifest
+from titancli.checkpoint.start_from import start_from, still_needs_weights
+from titancli.errors import EnvironmentProblem, TitanError
 from titancli.recipe.assets import Assets
 from titancli.recipe.find import url_of
 from titancli.recipe.schema import Recipe
 from titancli.registry.component import component_info, configs, is_config
+from titancli.registry.defaults import LoopConfigDefaults, with_defaults
 from titancli.registry.fields import fields_of
+from titancli.run.fit import check_weights
+
+if TYPE_CHECKING:
+    from titancli.recipe import Loaded
 
 WRITERS = ("logger", "launcher")
 """Kinds of components whose paths are written."""
@@ -27,6 +36,60 @@ def missing_inputs(recipe: Recipe) -> list[str]:
         for key, value in _inputs(recipe)
         if not (os.path.exists(value) or (glob.has_magic(value) and _matches(value)))
     ]
+
+
+def require_inputs(
+    loaded: Loaded,
+    checkpoint: Path | None = None,
+    *,
+    dry_run: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> list[str]:
+    """Check that the weights and the files of a recipe exist, and that the weights are its model's.
+
+    Weights at a URL are downloaded first, except in a dry run.
+
+    Args:
+        checkpoint: the run's own, which it continues from; weights that it then does not need are not
+            checked.
+
+    Returns:
+        What is missing, a line each; always empty except in a dry run.
+
+    Raises:
+        EnvironmentProblem: files are missing; all of them are listed.
+        RecipeError: the weights belong to another model.
+    """
+    recipe, start = loaded.recipe, start_from(loaded.recipe)
+    missing = missing_inputs(recipe)
+    why = None if checkpoint is None else _still_needed(recipe, checkpoint)
+    needed = start.kind != "nothing" and (checkpoint is None or why is not None)
+    wanted = needed and not (dry_run and start.is_remote)
+    if wanted:
+        because = f", but {why}" if why else ""
+        try:
+            start.fetch(say)
+        except TitanError as error:
+            raise type(error)(f"{error.message}{because}", hint=error.hint) from error
+        if not start.folder.exists():
+            missing.append(f"weights: {start.folder} does not exist{because}")
+    if missing and not dry_run:
+        raise EnvironmentProblem("\n".join(missing), hint=how_to_get(missing, recipe))
+    if wanted and start.folder.exists():
+        if start.kind == "state":
+            read_manifest(start.folder)  # nothing but a checkpoint has more than weights
+        check_weights(loaded)
+    return missing
+
+
+def _still_needed(recipe: Recipe, checkpoint: Path) -> str | None:
+    """Why a run that goes on from its own checkpoint needs what it began with; None: it does not."""
+    # A dry run has only seen it in an object store.
+    if checkpoint.is_dir() and (why := still_needs_weights(recipe, checkpoint)):
+        return why
+    if with_defaults(LoopConfigDefaults, recipe.loop).needs_reference(recipe):
+        return f"the loop {component_info(recipe.loop).name} compares with the model that the run began with"
+    return None
 
 
 def how_to_get(missing: list[str], recipe: Recipe) -> str:

@@ -5,47 +5,23 @@ Everything that can be known to be wrong is said here, before a process is start
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titancli.checkpoint import read_manifest
-from titancli.checkpoint.format.manifest import last_serial, none_usable
-from titancli.checkpoint.start_from import start_from, still_needs_weights
+from titancli.checkpoint.format.manifest import none_usable
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
-from titancli.provenance import file_hash, provenance
-from titancli.registry.component import component_info
-from titancli.registry.defaults import LoopConfigDefaults, with_defaults
+from titancli.provenance import file_hash
 from titancli.run import remote
-from titancli.run.fit import check_weights
-from titancli.run.inputs import how_to_get, missing_inputs
-from titancli.runs import RunFolder, timestamp
+from titancli.run.drift import Change, changes, sections
+from titancli.run.inputs import require_inputs
+from titancli.runs import RunFolder
 
 if TYPE_CHECKING:
-    from titancli.launch import LaunchRequest
     from titancli.recipe import Loaded
-    from titancli.recipe.schema import Checkpoint, Recipe
-
-GUARDED = ("model", "tokenizer", "dataset")
-"""Sections that a resumed run may not change: its weights and its position would mean something else."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """A key whose value in the recipe is not what the run had before."""
-
-    key: str
-    before: Any
-    after: Any
-
-    @property
-    def guarded(self) -> bool:
-        return self.key.split(".")[0] in GUARDED
-
-    def __str__(self) -> str:
-        return f"{self.key}: {_shown(self.before)} -> {_shown(self.after)}"
+    from titancli.recipe.schema import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -62,7 +38,7 @@ class Request:
     from_scratch: bool = False
     plugin_files: Sequence[Path] = ()
     dry_run: bool = False
-    """Nothing will be started: files that the recipe names and are not there are told, not refused."""
+    """Nothing will be started: missing files are listed instead of raising an error."""
     say: Callable[[str], None] = lambda line: None
     """Is told what takes long before it begins."""
 
@@ -185,7 +161,7 @@ def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
     if refused and not request.allow_drift:
         listed = "\n".join(f"  {change}" for change in refused)
         raise EnvironmentProblem(
-            f"{folder.path} was started with a different {' and '.join(_sections(refused))}:\n{listed}",
+            f"{folder.path} was started with a different {' and '.join(sections(refused))}:\n{listed}",
             hint="start a new run, or resume anyway with --allow-drift",
         )
     section = loaded.recipe.checkpoint
@@ -275,93 +251,6 @@ def _refuse_unusable(run: Path, notes: list[str], section: Checkpoint) -> None:
     raise none_usable(run, notes, hint=hint)
 
 
-def require_inputs(
-    loaded: Loaded,
-    checkpoint: Path | None = None,
-    *,
-    dry_run: bool = False,
-    say: Callable[[str], None] = lambda line: None,
-) -> list[str]:
-    """Refuse a recipe whose `weights`, or what a component reads, is a path to nothing, or another model's.
-
-    Weights that are a URL are taken first, but not for a dry run.
-
-    Args:
-        checkpoint: of the run itself, which it goes on from; weights that it has no more need of are not
-            looked at.
-
-    Returns:
-        What is missing, a line each; anything only in a dry run.
-
-    Raises:
-        EnvironmentProblem: names every one of them.
-        RecipeError: the weights were made by another model.
-    """
-    recipe, start = loaded.recipe, start_from(loaded.recipe)
-    missing = missing_inputs(recipe)
-    why = None if checkpoint is None else _still_needed(recipe, checkpoint)
-    needed = start.kind != "nothing" and (checkpoint is None or why is not None)
-    wanted = needed and not (dry_run and start.is_remote)
-    if wanted:
-        because = f", but {why}" if why else ""
-        try:
-            start.fetch(say)
-        except TitanError as error:
-            raise type(error)(f"{error.message}{because}", hint=error.hint) from error
-        if not start.folder.exists():
-            missing.append(f"weights: {start.folder} does not exist{because}")
-    if missing and not dry_run:
-        raise EnvironmentProblem("\n".join(missing), hint=how_to_get(missing, recipe))
-    if wanted and start.folder.exists():
-        if start.kind == "state":
-            read_manifest(start.folder)  # nothing but a checkpoint has more than weights
-        check_weights(loaded)
-    return missing
-
-
-def _still_needed(recipe: Recipe, checkpoint: Path) -> str | None:
-    """Why a run that goes on from its own checkpoint needs what it began with; None: it does not."""
-    # A dry run has only seen it in an object store.
-    if checkpoint.is_dir() and (why := still_needs_weights(recipe, checkpoint)):
-        return why
-    if with_defaults(LoopConfigDefaults, recipe.loop).needs_reference(recipe):
-        return f"the loop {component_info(recipe.loop).name} compares with the model that the run began with"
-    return None
-
-
-# ------------------------------------------------------------------------------------------------ drift
-
-
-def changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
-    """The leaves in which two resolved recipes differ, by dotted key; None stands for: not there."""
-    old, new = dict(_leaves(before)), dict(_leaves(after))
-    # An empty table or array is no leaf where the other recipe has something in it.
-    for one, other in ((old, new), (new, old)):
-        for key in [key for key, value in one.items() if value in ([], {})]:
-            if any(name.startswith(f"{key}.") for name in other):
-                del one[key]
-    keys = [*old, *(key for key in new if key not in old)]
-    return [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
-
-
-def _leaves(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        items = value.items()
-    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        items = {str(number): item for number, item in enumerate(value)}.items()
-    else:
-        return [(prefix, value)]
-    return [leaf for key, item in items for leaf in _leaves(item, f"{prefix}.{key}" if prefix else str(key))]
-
-
-def _sections(changed: list[Change]) -> list[str]:
-    return sorted({change.key.split(".")[0] for change in changed}, key=GUARDED.index)
-
-
-def _shown(value: Any) -> str:
-    return "(not set)" if value is None else repr(value) if isinstance(value, str) else str(value)
-
-
 # ---------------------------------------------------------------------------------------------- plugins
 
 
@@ -389,41 +278,3 @@ def _with_missing_plugins(error: TitanError, folder: RunFolder, given: Sequence[
     return PluginError(
         f"{folder.path} was started with {flags}; without it: {error.message}", hint=f"add {flags}"
     )
-
-
-# ---------------------------------------------------------------------------------------------- records
-
-
-def new_record(plan: Plan, attempt: dict[str, Any]) -> dict[str, Any]:
-    """`run.json` with a further attempt."""
-    record = {} if plan.new else plan.folder.record()
-    record.setdefault("format", 1)
-    # A run that came from an object store without its record is the one that wrote its checkpoint.
-    before = read_manifest(plan.checkpoint).run_id if plan.checkpoint else None
-    record.setdefault("run_id", before or uuid.uuid4().hex)
-    record.setdefault("name", plan.loaded.recipe.name)
-    record.setdefault("created", timestamp())
-    record.setdefault("attempts", []).append(attempt)
-    return record
-
-
-def new_attempt(plan: Plan, request: LaunchRequest) -> dict[str, Any]:
-    """What is known of an attempt before it starts.
-
-    `serial` is that of the newest checkpoint: those above it will be this attempt's own.
-    """
-    return {
-        "started": timestamp(),
-        **provenance(request.plugin_files),
-        "recipe": str(plan.loaded.path),
-        "origins": {
-            key: str(origin) for key, origin in plan.loaded.origins.items() if origin.kind != "default"
-        },
-        "drift": [str(change) for change in plan.drift],
-        "allow_drift": plan.allow_drift,
-        "from_scratch": plan.from_scratch,
-        "serial": 0 if plan.from_scratch else last_serial(plan.folder.checkpoints),
-        "checkpoint": str(plan.checkpoint) if plan.checkpoint else None,
-        **request.recorded(),
-        "outcome": None,
-    }

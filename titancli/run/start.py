@@ -20,7 +20,8 @@ from titancli.launch import LaunchRequest
 from titancli.launchers.devices import visible_gpus
 from titancli.registry.component import component_info, load_target
 from titancli.run.fit import check_devices, check_world
-from titancli.run.prepare import Plan, new_attempt, new_record
+from titancli.run.prepare import Plan
+from titancli.run.record import new_attempt, new_record
 from titancli.runs import LOCK_NAME, RECORD_NAME, RunFolder
 
 

@@ -1,0 +1,50 @@
+"""`run.json`: what it says of a run and of an attempt before it starts. Torch-free."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from titancli.checkpoint import read_manifest
+from titancli.checkpoint.format.manifest import last_serial
+from titancli.provenance import provenance
+from titancli.runs import timestamp
+
+if TYPE_CHECKING:
+    from titancli.launch import LaunchRequest
+    from titancli.run.prepare import Plan
+
+
+def new_record(plan: Plan, attempt: dict[str, Any]) -> dict[str, Any]:
+    """`run.json` with a further attempt."""
+    record = {} if plan.new else plan.folder.record()
+    record.setdefault("format", 1)
+    # A run that came from an object store without its record is the one that wrote its checkpoint.
+    before = read_manifest(plan.checkpoint).run_id if plan.checkpoint else None
+    record.setdefault("run_id", before or uuid.uuid4().hex)
+    record.setdefault("name", plan.loaded.recipe.name)
+    record.setdefault("created", timestamp())
+    record.setdefault("attempts", []).append(attempt)
+    return record
+
+
+def new_attempt(plan: Plan, request: LaunchRequest) -> dict[str, Any]:
+    """What is known of an attempt before it starts.
+
+    `serial` is that of the newest checkpoint: those above it will be this attempt's own.
+    """
+    return {
+        "started": timestamp(),
+        **provenance(request.plugin_files),
+        "recipe": str(plan.loaded.path),
+        "origins": {
+            key: str(origin) for key, origin in plan.loaded.origins.items() if origin.kind != "default"
+        },
+        "drift": [str(change) for change in plan.drift],
+        "allow_drift": plan.allow_drift,
+        "from_scratch": plan.from_scratch,
+        "serial": 0 if plan.from_scratch else last_serial(plan.folder.checkpoints),
+        "checkpoint": str(plan.checkpoint) if plan.checkpoint else None,
+        **request.recorded(),
+        "outcome": None,
+    }
