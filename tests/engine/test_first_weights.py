@@ -12,7 +12,7 @@ import pytest
 from tests.engine.cases import Layout, recipe
 from titancli.checkpoint.hf.likeness import refuse_other_model
 from titancli.checkpoint.start_from import start_from
-from titancli.engine.build import load_weights
+from titancli.engine.first_weights import load_weights
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
 from titancli.models.llama3.model import LlamaHF
 

@@ -21,7 +21,7 @@ from tests.models.hf_configs import CONFIGS, LLAMA, config
 from titancli.checkpoint import export_hf, read_hf
 from titancli.data.batch import Batch
 from titancli.engine import Engine
-from titancli.engine.build import allocate
+from titancli.engine.first_weights import allocate
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.losses import CrossEntropy
 from titancli.models import HFCausalLM

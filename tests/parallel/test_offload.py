@@ -13,7 +13,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from tests.engine import cases
 from tests.engine.cases import Layout, recipe
-from titancli.engine.build import MixedPrecision, allocate
+from titancli.engine.build import MixedPrecision
+from titancli.engine.first_weights import allocate
 from titancli.errors import RecipeError
 from titancli.parallel import Decoder, fsdp
 from titancli.parallel.decoder import build

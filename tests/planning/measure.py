@@ -14,9 +14,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titancli.data.batch import Batch
 from titancli.distributed.mesh import forget_meshes
-from titancli.engine.build import allocate, build_engine
+from titancli.engine.build import build_engine
 from titancli.engine.dry_run import local
 from titancli.engine.engine import Engine
+from titancli.engine.first_weights import allocate
 from titancli.models.blocks.moe import moe_layers
 from titancli.observe.peaks import DEVICES
 from titancli.planning.estimate import Estimate, estimate, shape_of

@@ -6,35 +6,29 @@ In order: mesh, model on meta, converters, the parallelize plan, materialise (in
 from __future__ import annotations
 
 import json
-import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from titancli.checkpoint.format.manifest import is_checkpoint
-from titancli.checkpoint.hf.kept import kept_of
-from titancli.checkpoint.hf.likeness import refuse_other_model
-from titancli.checkpoint.start_from import StartFrom, start_from, still_needs_weights
+from titancli.checkpoint.start_from import start_from
 from titancli.data.values import Limits
 from titancli.distributed.local import RowCut
 from titancli.distributed.mesh import Mesh
 from titancli.distributed.process_group import groups_wait_as_the_default_one
 from titancli.engine.experts import ExpertLoad, begins_unbalanced, hold_biases
+from titancli.engine.first_weights import FirstWeights, awaited_checkpoint, first_weights
 from titancli.engine.optimizer_state import keep_peaks
 from titancli.engine.pipelined import PipelinedModel
-from titancli.engine.rng import generator_for
 from titancli.engine.runners import Runner, WholeModel
 from titancli.engine.skip_step import Guard
 from titancli.engine.status import EngineSettings, Unusable
-from titancli.engine.weights import Known, adapters_of, all_known, base_parameters, told_adapters
-from titancli.errors import EnvironmentProblem, Problem, RecipeError, TitanError
+from titancli.errors import Problem, RecipeError, TitanError
 from titancli.layout.degrees import Degrees
 from titancli.models.blocks.kernels import prefer_fast_kernels
 from titancli.models.blocks.moe import moe_layers
@@ -49,12 +43,7 @@ from titancli.recipe.toml import dotted
 from titancli.registry.component import build, component_info, load_target
 from titancli.registry.defaults import ModelConfigDefaults, OptimizerConfigDefaults, with_defaults
 
-if TYPE_CHECKING:
-    from titancli.protocols import Converter, HFForm
-
 E = TypeVar("E")
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,7 +70,7 @@ def build_engine(
     Args:
         made: the engine's class, called with all that it is made of.
         checkpoint: as for `Engine.build`.
-        fill: takes the place of `materialise`: a dry run gives the parts no memory.
+        fill: takes the place of `first_weights`: a dry run gives the parts no memory.
     """
     training = recipe.training
     degrees = recipe.degrees(dist.get_world_size())
@@ -99,28 +88,16 @@ def build_engine(
     loss = build(recipe.loss)
     hf = component_info(recipe.model).hf
     hf_form = load_target(hf)(recipe.model) if hf else None
-    start, first = start_from(recipe), FirstWeights()
-    # What the run's own checkpoint holds would be read and initialised in vain.
-    awaited = checkpoint if start.kind == "weights" else None
-    if awaited is not None and still_needs_weights(recipe, awaited) is not None:
-        awaited = None
+    first, awaited = FirstWeights(), awaited_checkpoint(recipe, checkpoint)
     if fill is not None:
         fill(parts)
     else:
-        materialise(parts, converters, device, recipe.training.seed, start, initialised=awaited is None)
-        if start.kind == "weights" and awaited is None:
-            tensors = base_parameters(parts, converters)
-            known = all_known(tensors.items(), parts, mesh, placement)
-            first = load_weights(recipe, start, hf_form, tensors, known, adapters_of(converters))
+        first = first_weights(recipe, parts, converters, device, mesh, placement, hf_form, awaited)
     optimizer = guard = None
     unbalanced = holds_biases = False
     if not frozen:
-        trained = [named for part in parts for named in part.named_parameters() if named[1].requires_grad]
-        optimizer = optimizer_of(recipe, trained, names)
-        keep_peaks(optimizer, with_defaults(OptimizerConfigDefaults, recipe.optimizer).lr)
-        if recipe.stability.skip_nonfinite or recipe.stability.sigma > 0:
-            guard = Guard(recipe.stability, device)
-        if fill is None and begins_unbalanced(hf_form, recipe, start):
+        optimizer, guard = trainer_of(recipe, parts, names, device)
+        if fill is None and begins_unbalanced(hf_form, recipe, start_from(recipe)):
             # Of a checkpoint that is still to be loaded, `Engine.load` says it.
             unbalanced, holds_biases = True, awaited is None and hold_biases(parts, device, False)
     return made(
@@ -176,6 +153,21 @@ def parallelized(
     for part in parts:
         prefer_fast_kernels(part, device, kinds.param, recipe.training.seq_len)
     return parts, placement
+
+
+def trainer_of(
+    recipe: Recipe, parts: list[Any], model_names: list[str], device: torch.device
+) -> tuple[torch.optim.Optimizer, Guard | None]:
+    """The optimizer of this rank's parts, and what decides which steps are applied, if anything does.
+
+    Args:
+        model_names: as for `optimizer_of`.
+    """
+    trained = [named for part in parts for named in part.named_parameters() if named[1].requires_grad]
+    optimizer = optimizer_of(recipe, trained, model_names)
+    keep_peaks(optimizer, with_defaults(OptimizerConfigDefaults, recipe.optimizer).lr)
+    guarded = recipe.stability.skip_nonfinite or recipe.stability.sigma > 0
+    return optimizer, Guard(recipe.stability, device) if guarded else None
 
 
 def optimizer_of(
@@ -309,121 +301,3 @@ def limits_of(recipe: Recipe, degrees: Degrees, row_cut: RowCut | None) -> Limit
         positions=with_defaults(ModelConfigDefaults, recipe.model).max_seq_len or longest,
         multiple=math.lcm(between_stages, 1 if row_cut is None else row_cut.pieces),
     )
-
-
-class FirstWeights(NamedTuple):
-    """Which weights a model begins with: see the fields of `titancli.Engine`."""
-
-    kept: Mapping[str, bytes] = MappingProxyType({})
-    base: dict[str, str] | None = None
-    begins_as_base: bool = False
-    adapters_from: Path | None = None
-
-
-def materialise(
-    parts: list[Any],
-    converters: Sequence[Converter],
-    device: torch.device,
-    seed: int,
-    start: StartFrom,
-    *,
-    initialised: bool = True,
-) -> None:
-    """Give the meta model memory, and initial values where it does not begin with weights alone.
-
-    Weights that come along with all other state are read with it, see `titancli.run.data`. With
-    `initialised` false all of them come from a checkpoint of the run itself.
-    """
-    adapters = adapters_of(converters)
-    for part in parts:
-        home = with_defaults(ModelDefaults, part).parameter_device or device
-        allocate(part, home, device)
-        if initialised and (start.kind != "weights" or start.exclude):
-            part.init_weights(generator_for(seed, home))
-        if adapters is not None:
-            adapters.initialise(part, generator_for(seed, home))
-
-
-def allocate(model: nn.Module, device: torch.device, buffers: torch.device | None = None) -> None:
-    """Give the meta parameters memory, and the buffers theirs, on the same device where none is given.
-
-    `to_empty` alone would turn a tied weight into two.
-    """
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            places.setdefault(id(parameter), []).append((module, name))
-    model.to_empty(device=device)
-    for (first, name), *others in places.values():
-        for module, other in others:
-            setattr(module, other, getattr(first, name))
-    for module in model.modules() if buffers is not None and buffers != device else ():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(buffers))  # a model may have given them values
-
-
-def load_weights(
-    recipe: Recipe,
-    start: StartFrom,
-    form: HFForm | None,
-    tensors: dict[str, Tensor],
-    known: Iterable[Known],
-    adapters: Any,
-) -> FirstWeights:
-    """Take the first weights from a titan checkpoint or a Hugging Face folder; of a checkpoint of adapters
-    their base's.
-
-    Args:
-        tensors: this rank's part of the plain model.
-        known: of the whole plain model.
-
-    Raises:
-        EnvironmentProblem: the folder is missing, is neither, or holds another model's weights.
-        RecipeError: the model has no Hugging Face form.
-    """
-    from titancli.checkpoint.base import base_of, require_base
-
-    folder = start.folder
-    if not folder.exists():  # a run whose start needed none of it, and whose reference does
-        start.fetch(logger.info)
-    told = told_adapters(adapters, folder)
-    base = folder if told is None else require_base(told, folder)
-    _load_base(recipe, replace(start, source=base), form, tensors, known)
-    first = FirstWeights(kept=kept_of(base), adapters_from=None if told is None else folder)
-    if adapters is None:
-        return first
-    return first._replace(base=base_of(base), begins_as_base=told is None)
-
-
-def _load_base(
-    recipe: Recipe, start: StartFrom, form: HFForm | None, tensors: dict[str, Tensor], known: Iterable[Known]
-) -> None:
-    """Fill the plain model's parameters."""
-    from titancli.checkpoint import load_checkpoint
-    from titancli.checkpoint.hf.folder import load_hf_weights
-
-    folder = start.folder
-    if is_checkpoint(folder):
-        refuse_other_model(recipe, folder)
-        filled = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        load_checkpoint(folder, filled, verify=recipe.checkpoint.verify, exclude=start.exclusion)
-        return
-    if not (folder / "config.json").is_file():
-        raise EnvironmentProblem(
-            f"weights: {folder} is neither a Hugging Face folder (config.json and *.safetensors) "
-            "nor a checkpoint (manifest.json)",
-            hint="give a folder such as ./Llama-3.1-8B or RUN/checkpoints/step-N",
-        )
-    if start.exclude:
-        raise RecipeError(
-            f"checkpoint.exclude_from_loading: a Hugging Face folder such as {folder} is always loaded "
-            f"as a whole",
-            hint="convert it to a checkpoint first: titan convert-checkpoint FOLDER OUT --to titan",
-        )
-    if form is None:
-        raise RecipeError(
-            f"weights: the model cannot be read from a Hugging Face folder, such as {folder}",
-            hint="give a checkpoint: RUN/checkpoints/step-N",
-        )
-    refuse_other_model(recipe, folder)
-    load_hf_weights(folder, form, tensors, shapes={one.name: one.shape for one in known})

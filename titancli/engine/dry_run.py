@@ -35,8 +35,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from titancli.data.batch import Batch
 from titancli.distributed.mesh import forget_meshes
 from titancli.engine import meter
-from titancli.engine.build import allocate, build_engine
+from titancli.engine.build import build_engine
 from titancli.engine.engine import Engine
+from titancli.engine.first_weights import allocate
 from titancli.engine.meter import Meter
 from titancli.engine.optimizer_state import initialise_state
 from titancli.engine.pipelined import PipelinedModel

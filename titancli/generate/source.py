@@ -22,7 +22,7 @@ from titancli.checkpoint.hf.which import (
     parameter_shapes,
     recipe_of,
 )
-from titancli.engine.build import allocate
+from titancli.engine.first_weights import allocate
 from titancli.errors import EnvironmentProblem, PluginError, UsageError
 from titancli.models.blocks.state import named_state
 from titancli.protocols import ModelDefaults, Tokenizer, TokenizerDefaults

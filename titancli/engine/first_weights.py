@@ -1,0 +1,183 @@
+"""What a new engine's weights are: initial values, or those of a checkpoint or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from titancli.checkpoint.format.manifest import is_checkpoint
+from titancli.checkpoint.hf.kept import kept_of
+from titancli.checkpoint.hf.likeness import refuse_other_model
+from titancli.checkpoint.start_from import StartFrom, start_from, still_needs_weights
+from titancli.engine.rng import generator_for
+from titancli.engine.weights import Known, adapters_of, all_known, base_parameters, told_adapters
+from titancli.errors import EnvironmentProblem, RecipeError
+from titancli.protocols import ModelDefaults
+from titancli.recipe.schema import Recipe
+from titancli.registry.defaults import with_defaults
+
+if TYPE_CHECKING:
+    from titancli.distributed.mesh import Mesh
+    from titancli.parallel.pipeline import Placement
+    from titancli.protocols import Converter, HFForm
+
+logger = logging.getLogger(__name__)
+
+
+class FirstWeights(NamedTuple):
+    """Which weights a model begins with: see the fields of `titancli.Engine`."""
+
+    kept: Mapping[str, bytes] = MappingProxyType({})
+    base: dict[str, str] | None = None
+    begins_as_base: bool = False
+    adapters_from: Path | None = None
+
+
+def awaited_checkpoint(recipe: Recipe, checkpoint: Path | None) -> Path | None:
+    """Return the run's own checkpoint if the weights that the recipe names are not needed because of it.
+
+    They would be read, or initialised, only to be replaced by it.
+    """
+    if checkpoint is None or start_from(recipe).kind != "weights":
+        return None
+    return checkpoint if still_needs_weights(recipe, checkpoint) is None else None
+
+
+def first_weights(
+    recipe: Recipe,
+    parts: list[Any],
+    converters: Sequence[Converter],
+    device: torch.device,
+    mesh: Mesh,
+    placement: Placement | None,
+    form: HFForm | None,
+    awaited: Path | None,
+) -> FirstWeights:
+    """Give the parts memory and their first weights.
+
+    Args:
+        awaited: see `awaited_checkpoint`; then the values are left for it to fill in.
+    """
+    start = start_from(recipe)
+    materialise(parts, converters, device, recipe.training.seed, start, initialised=awaited is None)
+    if start.kind != "weights" or awaited is not None:
+        return FirstWeights()
+    tensors = base_parameters(parts, converters)
+    known = all_known(tensors.items(), parts, mesh, placement)
+    return load_weights(recipe, start, form, tensors, known, adapters_of(converters))
+
+
+def materialise(
+    parts: list[Any],
+    converters: Sequence[Converter],
+    device: torch.device,
+    seed: int,
+    start: StartFrom,
+    *,
+    initialised: bool = True,
+) -> None:
+    """Give the meta model memory, and initial values where it does not begin with weights alone.
+
+    Weights that come along with all other state are read with it, see `titancli.run.data`. With
+    `initialised` false all of them come from a checkpoint of the run itself.
+    """
+    adapters = adapters_of(converters)
+    for part in parts:
+        home = with_defaults(ModelDefaults, part).parameter_device or device
+        allocate(part, home, device)
+        if initialised and (start.kind != "weights" or start.exclude):
+            part.init_weights(generator_for(seed, home))
+        if adapters is not None:
+            adapters.initialise(part, generator_for(seed, home))
+
+
+def allocate(model: nn.Module, device: torch.device, buffers: torch.device | None = None) -> None:
+    """Give the meta parameters memory, and the buffers theirs, on the same device where none is given.
+
+    `to_empty` alone would turn a tied weight into two.
+    """
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((module, name))
+    model.to_empty(device=device)
+    for (first, name), *others in places.values():
+        for module, other in others:
+            setattr(module, other, getattr(first, name))
+    for module in model.modules() if buffers is not None and buffers != device else ():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(buffers))  # a model may have given them values
+
+
+def load_weights(
+    recipe: Recipe,
+    start: StartFrom,
+    form: HFForm | None,
+    tensors: dict[str, Tensor],
+    known: Iterable[Known],
+    adapters: Any,
+) -> FirstWeights:
+    """Take the first weights from a titan checkpoint or a Hugging Face folder; of a checkpoint of adapters
+    their base's.
+
+    Args:
+        tensors: this rank's part of the plain model.
+        known: of the whole plain model.
+
+    Raises:
+        EnvironmentProblem: the folder is missing, is neither, or holds another model's weights.
+        RecipeError: the model has no Hugging Face form.
+    """
+    from titancli.checkpoint.base import base_of, require_base
+
+    folder = start.folder
+    if not folder.exists():  # a run whose start needed none of it, and whose reference does
+        start.fetch(logger.info)
+    told = told_adapters(adapters, folder)
+    base = folder if told is None else require_base(told, folder)
+    _load_base(recipe, replace(start, source=base), form, tensors, known)
+    first = FirstWeights(kept=kept_of(base), adapters_from=None if told is None else folder)
+    if adapters is None:
+        return first
+    return first._replace(base=base_of(base), begins_as_base=told is None)
+
+
+def _load_base(
+    recipe: Recipe, start: StartFrom, form: HFForm | None, tensors: dict[str, Tensor], known: Iterable[Known]
+) -> None:
+    """Fill the plain model's parameters."""
+    from titancli.checkpoint import load_checkpoint
+    from titancli.checkpoint.hf.folder import load_hf_weights
+
+    folder = start.folder
+    if is_checkpoint(folder):
+        refuse_other_model(recipe, folder)
+        filled = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        load_checkpoint(folder, filled, verify=recipe.checkpoint.verify, exclude=start.exclusion)
+        return
+    if not (folder / "config.json").is_file():
+        raise EnvironmentProblem(
+            f"weights: {folder} is neither a Hugging Face folder (config.json and *.safetensors) "
+            "nor a checkpoint (manifest.json)",
+            hint="give a folder such as ./Llama-3.1-8B or RUN/checkpoints/step-N",
+        )
+    if start.exclude:
+        raise RecipeError(
+            f"checkpoint.exclude_from_loading: a Hugging Face folder such as {folder} is always loaded "
+            f"as a whole",
+            hint="convert it to a checkpoint first: titan convert-checkpoint FOLDER OUT --to titan",
+        )
+    if form is None:
+        raise RecipeError(
+            f"weights: the model cannot be read from a Hugging Face folder, such as {folder}",
+            hint="give a checkpoint: RUN/checkpoints/step-N",
+        )
+    refuse_other_model(recipe, folder)
+    load_hf_weights(folder, form, tensors, shapes={one.name: one.shape for one in known})
