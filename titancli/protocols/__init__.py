@@ -1,0 +1,72 @@
+"""Define what the builder of each kind is called with, and what it must return.
+
+Every builder is called as `build(config, **runtime)`, where `runtime` are the keyword arguments of the
+kind's Protocol; it gets nothing else from the recipe. Required members are in the Protocols; optional
+members are declared in classes of defaults, which `titancli.registry.defaults.with_defaults` reads.
+
+Import the names from here. The files: `model`, `hf` (its Hugging Face form), `data`, `transforms`
+(converters, parallelize), `training` (losses, optimizers), `run` (loops, launchers, loggers), `rl`.
+"""
+
+from titancli.protocols.data import Dataset, DatasetBuilder, Tokenizer, TokenizerBuilder, TokenizerDefaults
+from titancli.protocols.hf import HFBuilder, HFBuilderDefaults, HFForm, HFFormDefaults
+from titancli.protocols.model import Cache, Model, ModelBuilder, ModelConfig, ModelDefaults, ModuleDefaults
+from titancli.protocols.rl import (
+    Advantage,
+    AdvantageBuilder,
+    Generator,
+    GeneratorBuilder,
+    Reward,
+    RewardBuilder,
+    Task,
+    TaskBuilder,
+)
+from titancli.protocols.run import LauncherBuilder, Logger, LoggerBuilder, LoopBuilder
+from titancli.protocols.training import Loss, LossBuilder, LossDefaults, OptimizerBuilder, OptimizerConfig
+from titancli.protocols.transforms import (
+    Converter,
+    ConverterBuilder,
+    ConverterDefaults,
+    ParallelizeBuilder,
+    Precision,
+)
+
+__all__ = [
+    "Advantage",
+    "AdvantageBuilder",
+    "Cache",
+    "Converter",
+    "ConverterBuilder",
+    "ConverterDefaults",
+    "Dataset",
+    "DatasetBuilder",
+    "Generator",
+    "GeneratorBuilder",
+    "HFBuilder",
+    "HFBuilderDefaults",
+    "HFForm",
+    "HFFormDefaults",
+    "LauncherBuilder",
+    "Logger",
+    "LoggerBuilder",
+    "LoopBuilder",
+    "Loss",
+    "LossBuilder",
+    "LossDefaults",
+    "Model",
+    "ModelBuilder",
+    "ModelConfig",
+    "ModelDefaults",
+    "ModuleDefaults",
+    "OptimizerBuilder",
+    "OptimizerConfig",
+    "ParallelizeBuilder",
+    "Precision",
+    "Reward",
+    "RewardBuilder",
+    "Task",
+    "TaskBuilder",
+    "Tokenizer",
+    "TokenizerBuilder",
+    "TokenizerDefaults",
+]

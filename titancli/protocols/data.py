@@ -1,0 +1,105 @@
+"""Tokenizers and datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from titancli.data.batch import Batch
+
+
+class Tokenizer(Protocol):
+    """Converts text to ids and back.
+
+    Optional members are in `TokenizerDefaults`. A conversation that a chat template rejects raises
+    `titancli.data.chat_template.ChatRefused`.
+    """
+
+    vocab_size: int
+    """Ids are below this."""
+    eos_id: int
+    """The id that ends a document."""
+    files: Mapping[str, str | Path]
+    """Files to copy into an export: name to source path; may be empty."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return ids, without added special tokens."""
+        ...
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+    def chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]:
+        """Return the ids of a conversation, using the tokenizer's own chat template; raises a TitanError
+        if it has none.
+
+        Args:
+            add_generation_prompt: whether to append the prompt for an answer of the assistant.
+        """
+        ...
+
+
+class TokenizerDefaults:
+    """Optional members of a tokenizer, with their defaults."""
+
+    bos_id: int | None = None
+    adds_bos: bool = False
+    """Whether a text to continue starts with BOS."""
+    fingerprint: str | None = None
+    """A text that changes when the ids change; None: derived from its class, vocabulary size, end marker
+    and files."""
+    chat_fingerprint: str | None = None
+    """The same for the ids of `chat`."""
+    chat_with_mask: Callable[..., tuple[list[int], list[bool]]] | None = None
+    """Needed to train on assistant messages: `chat_with_mask(messages, *, first=0) -> (ids, mask)`, the
+    ids of `chat`, and which of them belong to assistant turns among `messages[first:]`, including the end
+    marker. With an additional argument `trailing_newline: bool = False` it can include the line break
+    that the template adds after the marker."""
+
+    def encode_arrays(self, texts: list[str]) -> list[np.ndarray] | None:
+        """Return the result of `encode_batch` as arrays; None: only `encode_batch` is available."""
+        return None
+
+
+class TokenizerBuilder(Protocol):
+    def __call__(self, config: Any) -> Tokenizer: ...
+
+
+class Dataset(Protocol):
+    """A finite or infinite stream of this rank's batches, on the CPU, all of the same shape."""
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last batch that was returned: plain JSON, independent of dp_rank
+        and dp_size."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a position, whatever the dp_size when it was saved.
+
+        Raises:
+            TitanError: the data is not the data that the state was saved on.
+        """
+
+
+class DatasetBuilder(Protocol):
+    def __call__(
+        self,
+        config: Any,
+        *,
+        tokenizer: Tokenizer | None,
+        seq_len: int,
+        rows: int,
+        dp_rank: int,
+        dp_size: int,
+        seed: int,
+    ) -> Dataset:
+        """Build the dataset; `tokenizer` is None only for a config with `needs_tokenizer = False`, whose
+        recipes have no [tokenizer]; see `titancli.registry.defaults`."""
+        ...

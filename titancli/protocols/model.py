@@ -1,0 +1,145 @@
+"""What a model must have, and what its builder is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from titancli.distributed.local import RowCut
+    from titancli.models.shape import Decoder
+
+
+class Model(Protocol):
+    """An `nn.Module` that declares how it can be split; the `decoder` plan applies it.
+
+    `forward(**inputs)` returns the raw output; with `batch=` and `loss=` it returns what `output(hidden,
+    batch, loss)` returns, a LossResult, computed inside the output module.
+
+    With pipeline parallelism a rank has stages of the model: copies in which the children of other stages
+    are None and `layers` holds the blocks of the stage. Forward must skip children that are None. A stage
+    other than the first gets the hidden states of the previous stage, [B, S, dim] (`dim` of the config), in
+    place of the first of `inputs`, and always `positions`; a stage other than the last gets no loss and
+    returns its hidden states. All parameters must be in children, none in the model itself.
+
+    With context parallelism a plan replaces the method `core_attention(q, k, v, mask, causal=True)` of each
+    attention by one that calls the original method with whole keys and values, or with whole rows of some
+    heads; it also sets `row_cut` on the model and on its output.
+
+    Optional members of a model are in `ModelDefaults`, those of its modules in `ModuleDefaults`.
+    """
+
+    inputs: tuple[str, ...]
+    """The tensors of a batch that forward takes, e.g. `("tokens", "positions", "document_ids")`."""
+    sequence_dim: Mapping[str, int]
+    """The dimension along the sequence, for each input that context parallelism may shard: every rank
+    then computes its own part of a row. Must contain `positions`, because a part does not start at 0, but
+    not `document_ids`: the mask is built from those of the whole row, since attention sees the keys of
+    every part."""
+    layers: nn.ModuleDict
+    """The blocks, keyed by absolute index: `"0"`, `"1"`, …"""
+    output: nn.Module
+    tensor_plan: Mapping[str, Literal["column", "row", "vocab", "norm", "replicate", "expert"]]
+    """Maps patterns of parameter names (fnmatch) to how they are sharded under tensor parallelism;
+    "expert" means sharded over mesh.ep instead."""
+    experts: Mapping[str, nn.Module]
+    """The `titancli.models.blocks.moe.Experts` in this part of the model, by name; empty for a dense
+    model. Expert parallelism distributes them over ranks, and each is a separate FSDP2 group."""
+
+    def init_weights(self, generator_for: Callable[[str], torch.Generator]) -> None:
+        """Initialize every parameter in place, each from `generator_for(name)`; values are drawn for the
+        whole parameter and then sharded."""
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Return the floating-point operations of forward and backward for one token of a row of seq_len."""
+        ...
+
+
+class ModelDefaults:
+    """Optional members of a model, with their defaults."""
+
+    token_inputs: tuple[str, ...] = ("tokens",)
+    """The inputs that make up a row, one after the other, each along its `sequence_dim`: their lengths
+    are counted as tokens."""
+    parameter_device: torch.device | None = None
+    """Set by a parallelize plan whose parameters are on another device than the computation; None: the
+    same device."""
+    row_cut: RowCut | None = None
+    """Set by a parallelize plan: how rows are sharded over the ranks of mesh.cp."""
+    config: Any = None
+    """The config that the model was built from."""
+    new_cache: Callable[..., Cache] | None = None
+    """For a model that can generate: `new_cache(length, padding=None)`, for rows of at most `length`
+    tokens, where the first `padding` ([B] int64) tokens of each row do not count. `forward(tokens,
+    cache=cache)` appends tokens to the cache and returns the logits of the last one, [B, 1, V]."""
+
+    def token_counts(self) -> dict[str, Tensor]:
+        """Return how many tokens each expert has trained on here since the last step, by layer; for a
+        model with state that depends on these counts and not on gradients. It keeps that state in
+        persistent buffers."""
+        return {}
+
+    def forget_token_counts(self) -> None:
+        """Reset the token counts."""
+
+    def after_step(self, counts: dict[str, Tensor]) -> None:
+        """Update the state after each optimizer step, with the counts summed over all ranks that had
+        different tokens."""
+
+
+class ModuleDefaults:
+    """Optional members of the modules of a model, with their defaults."""
+
+    core_attention: Callable[..., Tensor] | None = None
+    """For an attention: `core_attention(q, k, v, mask, causal=True)`, which context parallelism replaces."""
+    reach: Any = None
+    """For an attention: how far back a token sees, a `titancli.models.blocks.reach.Reach`; None: to the
+    start of the row."""
+    is_plain_softmax: bool = False
+    """For an attention: whether `core_attention` is plain softmax attention, which a ring can compute."""
+    loss_backend: str | None = None
+    """For an output: set by a parallelize plan, the backend that compiles its loss; None: the loss is
+    eager."""
+    takes_local_parameters: bool = False
+    """Whether `forward` itself computes with this rank's shards of the parameters."""
+    tensor_parallel: Callable[..., None] | None = None
+    """`tensor_parallel(group, style)`: makes `forward` compute with this rank's shards of the parameters,
+    where `weight` is sharded in `style`."""
+
+    def parts(self) -> list[tuple[nn.Module, str]]:
+        """Return the methods of a block, by module and name, that can each be compiled as a whole."""
+        return [(cast("nn.Module", self), "forward")]
+
+    def tensor_plan(self, style: str | None) -> Mapping[str, str]:
+        """Return how parameters added by a converter are sharded if the weight of the module is sharded
+        in `style`."""
+        return {}
+
+
+class Cache(Protocol):
+    """The state that a model keeps of previous tokens, for rows that grow together."""
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows ([N] int64), in this order; a row may occur more than once."""
+
+
+class ModelConfig(Protocol):
+    """What `titan plan` needs from a model's config, without torch. Optional: a model without it is not
+    estimated.
+
+    Other optional members of such a config are in `titancli.registry.defaults`.
+    """
+
+    def shape(self) -> Decoder:
+        """Return the sizes: every parameter of the module by name and shape, with its style in
+        `tensor_plan`."""
+        ...
+
+
+class ModelBuilder(Protocol):
+    def __call__(self, config: Any, *, seq_len: int) -> Model:
+        """Build the module on the current device (usually meta), without initial values."""
+        ...

@@ -1,0 +1,93 @@
+"""Slots of loops that learn from samples: tasks, generators, rewards, advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from titancli.protocols.data import Tokenizer
+    from titancli.rl.samples import Completion, Prompt
+
+
+class Task(Protocol):
+    """Provides prompts by number: a number always gives the same prompt, on every rank and after a
+    resume."""
+
+    identity: Mapping[str, Any]
+    """Small plain JSON that is equal only if the prompts are. A resume compares it."""
+
+    def prompt(self, number: int) -> Prompt:
+        """Return the prompt with this number, 0, 1, … without end."""
+        ...
+
+
+class TaskBuilder(Protocol):
+    def __call__(self, config: Any, *, seed: int) -> Task: ...
+
+
+class Generator(Protocol):
+    """Generates completions with the weights of an engine.
+
+    A generator with its own copy of the weights (a vLLM server) gets them in `update` from
+    `engine.weights()`: Hugging Face names and whole tensors, one at a time, on rank 0.
+    """
+
+    def update(self, version: int) -> None:
+        """Take over new weights; called on every rank before samples of weights that it has not seen are
+        needed. `version` counts optimizer steps."""
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        *,
+        greedy: bool = False,
+    ) -> list[list[Completion]]:
+        """Continue this rank's prompts (token ids), each once for each of its seeds. Collective.
+
+        The sample for a seed must depend only on the prompt and the weights, not on other samples.
+
+        Args:
+            limits: the maximum number of new tokens for each prompt.
+            greedy: always use the most probable token; log-probabilities are still those of the model.
+        """
+        ...
+
+
+class GeneratorBuilder(Protocol):
+    """Builds the generator; raises a TitanError if it cannot sample from an engine with this layout."""
+
+    def __call__(self, config: Any, *, engine: Any, tokenizer: Tokenizer) -> Generator: ...
+
+
+class Reward(Protocol):
+    """Rates one completion with a number; higher is better.
+
+    A reward that raises, takes too long, or returns something else than a number counts as failed. Its
+    weight is in its config, see `titancli.registry.defaults`.
+    """
+
+    def __call__(self, prompt: Prompt, completion: Completion) -> float: ...
+
+
+class RewardBuilder(Protocol):
+    def __call__(self, config: Any) -> Reward: ...
+
+
+class Advantage(Protocol):
+    def __call__(self, rewards: Tensor, counted: Tensor) -> Tensor:
+        """Advantages, [G, N] float64, of the N samples of each of G prompts; 0 for those that do not count.
+
+        Args:
+            rewards: [G, N] float64.
+            counted: [G, N] bool.
+        """
+        ...
+
+
+class AdvantageBuilder(Protocol):
+    def __call__(self, config: Any) -> Advantage: ...

@@ -1,0 +1,57 @@
+"""What runs a recipe and reports on it: loops, launchers, loggers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Logger(Protocol):
+    """Receives the metrics and events of a run, on rank 0 or on every rank (see `is_main`). All methods
+    are optional.
+
+    A logger that raises is reported once and not called again; it never ends a run.
+    """
+
+    def run_start(self, info: dict[str, Any]) -> None:
+        """Start of a run; `info` has the contents of `run.json`, plus `recipe` (the resolved data)."""
+
+    def step_end(self, step: int, metrics: dict[str, float]) -> None:
+        """Metrics of a step: every `metrics.log_freq` steps, and after the first and the last step."""
+
+    def checkpoint_saved(self, step: int, path: Path) -> None: ...
+
+    def run_end(self, outcome: dict[str, Any]) -> None: ...
+
+
+class LoggerBuilder(Protocol):
+    def __call__(self, config: Any, *, run_folder: Path, is_main: bool) -> Logger: ...
+
+
+class LauncherBuilder(Protocol):
+    """Starts the workers, waits, and returns the exit code of the command. Must not import torch."""
+
+    def __call__(
+        self,
+        config: Any,
+        *,
+        run_folder: Path,
+        lock_file: Path,
+        checkpoint: Path | None,
+        plugin_files: list[Path],
+        nproc: int,
+        nnodes: int,
+        rdzv: str | None,
+        json_events: bool,
+        traceback: bool,
+    ) -> int: ...
+
+
+class LoopBuilder(Protocol):
+    """Builds the training program; `run` has what a loop needs to know about its run: see
+    `titancli.loops.run.Run`."""
+
+    def __call__(
+        self, config: Any, *, engine: Any, data: Any, tokenizer: Any, observers: Any, run: Any
+    ) -> Callable[[], None]: ...

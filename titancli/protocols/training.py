@@ -1,0 +1,78 @@
+"""Losses and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from titancli.data.batch import Batch
+    from titancli.losses.result import LossResult
+
+
+class Loss(Protocol):
+    """Computes a sum and the weight to divide it by; see `titancli.losses.result`.
+
+    Optional members are in `LossDefaults`.
+    """
+
+    output: Literal["logprobs", "model"]
+    """The first argument of the loss: log p(targets) [B, S] fp32, or the model's raw output (logits)."""
+
+    def __call__(self, out: Tensor, batch: Batch) -> LossResult: ...
+
+
+class LossDefaults:
+    """Optional members of a loss, with their defaults."""
+
+    needs: Sequence[str] | Mapping[str, Literal["B", "BS"]] = ()
+    """What the batch must contain in addition to the model's inputs and targets; as a mapping, with its
+    shape: one number for each row or for each token. Checked before anything is computed."""
+    entropy: bool = False
+    """Whether it needs `batch["entropy"]`: [B, S] fp32 without gradient, the entropy of the model's
+    distribution at each position in nats, 0 where there is no target."""
+    steady: bool = True
+    """False for a loss without a stable level, such as that of a policy: its jumps and those of its
+    gradient norm do not count as spikes, and the guard ([stability]) skips steps only if they are not
+    finite."""
+
+    def check_batch(self, batch: Batch) -> None:
+        """Check a batch before anything is computed; raises a TitanError if it cannot be used."""
+
+    def token_weights(self, batch: Batch) -> Tensor | None:
+        """Return the weights w [B, S] if the loss is −Σ w·log p, else None. The gradients are then
+        computed in forward, in chunks, and the loss is called with log-probs without gradient, for its
+        weight and metrics."""
+        return None
+
+
+class LossBuilder(Protocol):
+    def __call__(self, config: Any) -> Loss: ...
+
+
+class OptimizerConfig(Protocol):
+    """What `titan plan` needs from an optimizer's config, without torch. Optional: otherwise two fp32
+    numbers are assumed.
+
+    Other optional members of such a config are in `titancli.registry.defaults`.
+    """
+
+    rounds_stochastically: ClassVar[bool]
+    """Whether weights and state in bfloat16 are rounded stochastically, so that small updates are not
+    lost."""
+
+    def state_bytes(self, stored: int) -> float:
+        """Return the bytes of state for each element of a parameter that is stored in `stored` bytes."""
+        ...
+
+
+class OptimizerBuilder(Protocol):
+    def __call__(
+        self, config: Any, *, named_parameters: list[tuple[str, nn.Parameter]], model_names: Sequence[str]
+    ) -> torch.optim.Optimizer:
+        """Build the optimizer; `named_parameters` are those of this rank (with a pipeline, of its
+        stages), `model_names` the names of all parameters, to check patterns against."""
+        ...
