@@ -124,6 +124,46 @@ def _is_locked(path: Path, kind: int) -> bool | None:
     return False
 
 
+def _locked(path: Path, kind: int, what: str) -> IO[str]:
+    """An open file that is locked, and says by whom; `what` it stands for is named where it is taken.
+
+    Raises:
+        EnvironmentProblem: it is, or it cannot be written.
+    """
+    try:
+        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - held until the process ends
+    except OSError as error:
+        raise EnvironmentProblem(f"cannot write {path}: {error.strerror}") from error
+    try:
+        _take_lock(file, kind)
+    except OSError as error:
+        if error.errno in TAKEN:
+            file.seek(0)
+            holders = file.read().strip().splitlines() or ["another process"]
+            file.close()
+            raise EnvironmentProblem(
+                f"{what} is in use by {holders[-1]}",
+                hint="wait for that process or stop it, or start a new run in another folder",
+            ) from error
+        logger.warning(
+            "%s cannot be locked (%s): another run could write to it at the same time", path, error
+        )
+    if kind == fcntl.LOCK_EX:
+        file.truncate(0)
+    file.write(f"process {os.getpid()} on host {socket.gethostname()}\n")
+    file.flush()
+    return file
+
+
+def hold_file(path: Path, what: str) -> Hold:
+    """Hold a lock file alone; `what` it stands for is named where somebody else holds it.
+
+    Raises:
+        EnvironmentProblem: somebody else does, or it cannot be written.
+    """
+    return Hold(_locked(path, fcntl.LOCK_EX, what))
+
+
 class Hold:
     """A run folder held by this process, until `release` or the process's end."""
 
@@ -290,30 +330,7 @@ class RunFolder:
 
     def _lock(self, name: str, kind: int) -> IO[str]:
         """An open file that is locked, and says by whom."""
-        path = self.path / name
-        try:
-            file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - held until the process ends
-        except OSError as error:
-            raise EnvironmentProblem(f"cannot write {path}: {error.strerror}") from error
-        try:
-            _take_lock(file, kind)
-        except OSError as error:
-            if error.errno in TAKEN:
-                file.seek(0)
-                holders = file.read().strip().splitlines() or ["another process"]
-                file.close()
-                raise EnvironmentProblem(
-                    f"the run folder {self.path} is in use by {holders[-1]}",
-                    hint="wait for that process or stop it, or start a new run in another folder",
-                ) from error
-            logger.warning(
-                "%s cannot be locked (%s): another run could write to it at the same time", path, error
-            )
-        if kind == fcntl.LOCK_EX:
-            file.truncate(0)
-        file.write(f"process {os.getpid()} on host {socket.gethostname()}\n")
-        file.flush()
-        return file
+        return _locked(self.path / name, kind, f"the run folder {self.path}")
 
     # ------------------------------------------------------------------------------------- recipe.lock.toml
 

@@ -33,6 +33,10 @@ DOCUMENTS = {
     "config": (["config", "llama3_debug", "--json", "--origin"], "titan.config"),
     "validate": (["validate", "llama3_debug", "--format", "json"], "titan.validation"),
     "train": (["train", "llama3_debug", "--dry-run", "--json"], "titan.plan"),
+    "sweep": (
+        ["sweep", "llama3_debug", "--set", "optimizer.lr=1e-3,3e-3", "--dry-run", "--json"],
+        "titan.sweep",
+    ),
     "plan": (["plan", "llama3_debug", "--json"], "titan.estimate"),
     "doctor": (["doctor", "--json"], "titan.doctor"),
 }

@@ -12,9 +12,14 @@ NVIDIA = Path("/proc/driver/nvidia/gpus")
 
 def visible_gpus() -> int:
     """GPUs that a process started now would see."""
+    return len(visible_gpu_names())
+
+
+def visible_gpu_names() -> list[str]:
+    """Return the same as CUDA_VISIBLE_DEVICES names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return _installed()
+        return [str(number) for number in range(_installed())]
     names = []
     for name in (part.strip() for part in visible.split(",")):
         if not name or name == "-1" or name in names:  # CUDA sees none from the first bad name on
@@ -22,7 +27,7 @@ def visible_gpus() -> int:
         names.append(name)
     # A machine without GPUs stays one, whatever the variable says; MIG names are no index.
     installed = _installed()
-    return len([n for n in names if not n.isdecimal() or int(n) < installed]) if installed else 0
+    return [n for n in names if not n.isdecimal() or int(n) < installed] if installed else []
 
 
 def _installed() -> int:

@@ -53,7 +53,7 @@ def start(plan: Plan, request: LaunchRequest, *, announce: Callable[[RunFolder],
     check_devices(plan.loaded, visible_gpus())
     check_world(plan.loaded, request.world)
     record = new_record(plan, new_attempt(plan, request))
-    with _environment(request.env):
+    with environment(request.env):
         return _launch(plan, record, request, announce)
 
 
@@ -82,8 +82,8 @@ def _launch(
 
 
 @contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """The recipe's `[env]`, for this process and all that it starts; whatever launcher starts them."""
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables of this process, and so of all that it starts, whatever launcher does."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
