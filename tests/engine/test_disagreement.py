@@ -17,7 +17,7 @@ from tests.engine import cases
 from tests.engine.cases import Layout, small
 from titancli import Batch, Engine, LossResult, TitanError
 from titancli.distributed import process_group
-from titancli.engine.agreement import together
+from titancli.engine.ranks import rank_group
 from titancli.errors import RankFailure
 
 pytestmark = pytest.mark.ranks
@@ -328,7 +328,7 @@ def without_the_cpu(store: str) -> tuple[list[list[int]], float]:
     dist.init_process_group("cuda:gloo", **place)
     limit = process_group.present_timeout()
     assert limit is not None
-    return together().gather([rank, 5]), limit.total_seconds()
+    return rank_group().gather([rank, 5]), limit.total_seconds()
 
 
 def test_ranks_agree_in_a_group_that_takes_no_tensors_on_the_cpu(ranks, tmp_path) -> None:

@@ -19,7 +19,7 @@ from titancli.checkpoint.hf.likeness import refuse_other_model
 from titancli.checkpoint.start_from import start_from
 from titancli.distributed import process_group
 from titancli.engine import recipes
-from titancli.engine.agreement import Call, Together, together
+from titancli.engine.agreement import Call
 from titancli.engine.build import build_engine
 from titancli.engine.experts import hold_biases, move_biases
 from titancli.engine.grad_clip import divide_and_clip
@@ -35,6 +35,7 @@ from titancli.engine.inputs import (
     tokens_of,
 )
 from titancli.engine.optimizer_state import counters_of, optimizer_tensors, set_rates
+from titancli.engine.ranks import RankGroup, rank_group
 from titancli.engine.rng import Stream
 from titancli.engine.runners import Runner, largest, marked, quotient, summed
 from titancli.engine.sampling import gathered, not_training, refuse_layout
@@ -136,7 +137,7 @@ class Engine:
     """Whether the biases that would balance experts stay at zero."""
     busy: str | None = None
     """Why no verb can be called now, if so."""
-    ranks: Together = field(default_factory=together, repr=False)
+    ranks: RankGroup = field(default_factory=rank_group, repr=False)
     """Those of the process group that this engine was built in."""
     number: int = field(init=False)
     """Which of the group's engines it is, the same on every rank."""

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from titancli.checkpoint.format.manifest import LOCK, is_checkpoint, newest_good
 from titancli.checkpoint.start_from import start_from
 from titancli.distributed import process_group
-from titancli.engine.agreement import Call, together
+from titancli.engine.agreement import Call
+from titancli.engine.ranks import rank_group
 from titancli.errors import EnvironmentProblem, UsageError
 from titancli.recipe import load_recipe
 from titancli.recipe.bind import absolute
@@ -230,8 +231,8 @@ def call() -> Call:
     Raises:
         TitanError: the ranks have lost each other.
     """
-    together().require("Engine.build")
-    return Call(together(), "Engine.build")
+    rank_group().require("Engine.build")
+    return Call(rank_group(), "Engine.build")
 
 
 def compare(building: Call, recipe: Recipe, frozen: bool, checkpoint: Path | None) -> None:
@@ -249,4 +250,4 @@ def compare(building: Call, recipe: Recipe, frozen: bool, checkpoint: Path | Non
 def limit(section: Comm) -> None:
     """Have ranks wait for each other as long as a recipe says, in a group that was made here."""
     if process_group.made_here():
-        together().wait_for_the_first_verb(section.init_timeout_seconds, section.train_timeout_seconds)
+        rank_group().wait_for_the_first_verb(section.init_timeout_seconds, section.train_timeout_seconds)

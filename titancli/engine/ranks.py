@@ -1,0 +1,237 @@
+"""The ranks of a process group as its engines see them: what they exchange on the CPU, and who has failed.
+
+What raises in the middle of a verb is written to the store of the process group, where it can be read
+without the others' help. Ranks that all raised by themselves, at the same place in every group, go on as if
+nothing had been sent. Else their collectives do not fit each other any more: the group is lost, and every
+engine in it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from titancli.distributed import process_group
+from titancli.errors import RankFailure, TitanError
+from titancli.observe.failures import is_communication
+
+PATIENCE = 1.0
+"""Seconds that a rank which has failed waits for the others' failures, beside the time that the verb has
+taken here: they began it together."""
+ECHO_PATIENCE = 2.0
+"""Seconds that a rank which has lost the others waits for word of the cause."""
+NEW_GROUP = "close the engines of the process group, and restart the ranks"
+
+
+class Report(NamedTuple):
+    """How a verb ended on a rank that failed."""
+
+    own: bool
+    """It raised by itself; else it has lost the others."""
+    words: str
+    places: dict[str, int]
+    """Of each group of this rank, how many collectives were begun in it."""
+
+
+class RankGroup:
+    """The ranks of a process group, as its engines see them."""
+
+    def __init__(self) -> None:
+        group: Any = dist.group.WORLD if dist.is_initialized() else None
+        self.group = weakref.ref(group) if group is not None else lambda: None
+        self.world = dist.get_world_size() if group is not None else 1
+        self.rank = dist.get_rank() if group is not None else 0
+        self.active = self.world > 1 and dist.get_backend() != "fake"
+        self.lost: str | None = None
+        """Why no verb of any engine in this group can be called any more, if so."""
+        self._engines = 0
+        self._failures = 0
+        """That all ranks shared, and went on from."""
+        self._later: int | None = None
+        self._gloo: dist.ProcessGroup | None = None
+        self._verbs = 0
+
+    def enlist(self) -> int:
+        """The number of a new engine: the same on every rank, which build them in the same order."""
+        self._engines += 1
+        return self._engines
+
+    def require(self, verb: str) -> None:
+        """
+        Raises:
+            TitanError: the group is lost.
+        """
+        if self.lost is not None:
+            raise TitanError(
+                f"{verb}: the engine is unusable, like every other engine of this process group: {self.lost}",
+                hint=NEW_GROUP,
+            )
+
+    # ------------------------------------------------------------------------------------- time limits
+
+    def wait_for_the_first_verb(self, seconds: int, then: int) -> None:
+        """Set the time limit of all collectives: another one once a verb is done, since until then ranks
+        compile and load at different speeds."""
+        if self.active:
+            process_group.set_timeouts(seconds)
+            self._later, self._verbs = then, 0
+
+    def model_runs(self) -> None:
+        """A verb that runs the model is about to begin on all ranks."""
+        self._verbs += 1
+        if self._later is not None and self._verbs > 1:
+            seconds, self._later = self._later, None
+            process_group.tighten_timeouts(seconds)
+
+    @property
+    def _limit(self) -> float:
+        limit = process_group.present_timeout()
+        return limit.total_seconds() if limit else PATIENCE
+
+    # --------------------------------------------------------------------------------------- exchanges
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Numbers below 2**63 of every rank, by rank."""
+        table = torch.zeros(self.world, len(numbers), dtype=torch.int64)
+        table[self.rank] = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(table, group=self._for_the_cpu())
+        return table.tolist()
+
+    def _for_the_cpu(self) -> dist.ProcessGroup | None:
+        """The default group, or all its ranks in another one where it takes no tensors on the CPU."""
+        world: Any = dist.group.WORLD
+        if self._gloo is None and torch.device("cpu") not in world._device_types:
+            self._gloo = dist.new_group(backend="gloo", timeout=process_group.present_timeout())
+        return self._gloo
+
+    def fails(self, verb: str, error: BaseException, seconds: float) -> None:
+        """Let the others know of an error in the middle of a verb, and find out whether they shared it.
+
+        Args:
+            seconds: how long the verb has taken here.
+
+        Raises:
+            RankFailure: the error is the echo of another rank's.
+        """
+        if _is_echo(error):
+            raise self.echo(verb, error) from error
+        words = f"{type(error).__name__}: {first_line(error)}"
+        self._publish(Report(True, words, _places()))
+        reports: dict[int, Report] = {}
+        if isinstance(error, Exception):  # nobody waits after Ctrl-C
+            reports = self._reports(min(self._limit, PATIENCE + seconds))
+        shared = len(reports) == self.world and all(report.own for report in reports.values())
+        if shared and _same_places(reports.values()):
+            self._failures += 1
+        else:
+            self.lost = f"rank {self.rank} failed in {verb}: {words}"
+
+    def echo(self, verb: str, error: BaseException) -> RankFailure:
+        """The error of a rank that has lost the others: the cause, where one of them has told it."""
+        self._publish(Report(False, first_line(error), {}))
+
+        def known(reports: dict[int, Report]) -> bool:
+            return any(report.own for report in reports.values())
+
+        reports = self._reports(min(self._limit, ECHO_PATIENCE), known)
+        causes = {rank: report.words for rank, report in reports.items() if report.own}
+        silent = [rank for rank in range(self.world) if rank not in reports]
+        if causes:
+            rank, words = next(iter(causes.items()))
+            self.lost = f"rank {rank} failed in {verb}: {words}"
+        elif silent:
+            self.lost = f"{name_ranks(silent)} did not call {verb} within {self._limit:g} s"
+        else:
+            self.lost = f"the ranks lost contact in {verb}: {first_line(error)}"
+        return RankFailure(self.lost, hint=NEW_GROUP)
+
+    def _publish(self, report: Report) -> None:
+        try:
+            self._store().set(self._key(self.rank), json.dumps(report))
+        except RuntimeError:  # where it was served is gone, and so are the ranks that would read it
+            return
+
+    def _reports(
+        self, seconds: float, enough: Callable[[dict[int, Report]], bool] = lambda reports: False
+    ) -> dict[int, Report]:
+        """The reports that there are by rank, after all are there, or `enough`, or after so many seconds."""
+        found: dict[int, Report] = {}
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                store = self._store()
+                for rank in range(self.world):
+                    if rank not in found and store.check([self._key(rank)]):
+                        found[rank] = Report(*json.loads(store.get(self._key(rank))))
+            except RuntimeError:
+                return found
+            if len(found) == self.world or enough(found) or time.monotonic() >= until:
+                return dict(sorted(found.items()))
+            time.sleep(0.02)
+
+    def _key(self, rank: int) -> str:
+        return f"failure-{self._failures}-of-rank-{rank}"
+
+    def _store(self) -> Any:
+        from torch.distributed import distributed_c10d
+
+        return dist.PrefixStore("titan", distributed_c10d._get_default_store())
+
+
+_present: RankGroup | None = None
+
+
+def rank_group() -> RankGroup:
+    """The ranks of the process group that is initialised; of this process alone where none is."""
+    global _present
+    group: Any = dist.group.WORLD if dist.is_initialized() else None
+    if _present is None or _present.group() is not group:
+        _present = RankGroup()
+    return _present
+
+
+# ------------------------------------------------------------------------------------------------ helpers
+
+
+def _is_echo(error: BaseException | None) -> bool:
+    """Whether an error, or what it was raised from, is about the connection to other ranks."""
+    while error is not None:
+        if is_communication(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _places() -> dict[str, int]:
+    from torch.distributed import distributed_c10d
+
+    groups: list[Any] = list(distributed_c10d._world.pg_map)
+    return {group.group_name: group._get_sequence_number_for_group() for group in groups}
+
+
+def _same_places(reports: Iterable[Report]) -> bool:
+    """Whether in each group all ranks have begun as many collectives."""
+    found: dict[str, set[int]] = {}
+    for report in reports:
+        for group, number in report.places.items():
+            found.setdefault(group, set()).add(number)
+    return all(len(numbers) == 1 for numbers in found.values())
+
+
+def first_line(error: BaseException | None) -> str:
+    """Return the first line of an error's message."""
+    text = error.message if isinstance(error, TitanError) else str(error)
+    return text.strip().partition("\n")[0]
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return `rank 0` or `ranks 0, 1`: at most eight of them."""
+    listed = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"
