@@ -72,12 +72,17 @@ def test_runs_begin_at_the_reference_learn_and_go_on_bitwise(
     here: Path,  # noqa: F811
     ranks: Ranks,
 ) -> None:
-    done = train(*SMALL, "--run-dir", "whole", "loop.eval_freq=4", *HELD_OUT)
+    done = train(*SMALL, "--run-dir", "whole", "validation.freq=4", *HELD_OUT)
     assert done.code == 0, done.err
     whole = losses(here / "whole")
     assert whole[1] == pytest.approx(math.log(2), abs=1e-6) and whole[4] != whole[1]
-    last = [e["metrics"] for e in read_events(here / "whole/events.jsonl") if e["event"] == "step"][-1]
-    assert {"val_loss", "val_reward_accuracy", "reward_margin", "reward_chosen"} <= last.keys()
+    events = read_events(here / "whole/events.jsonl")
+    last = [e["metrics"] for e in events if e["event"] == "step"][-1]
+    assert {"reward_margin", "reward_chosen"} <= last.keys()
+    first, *_, last = [e["metrics"] for e in events if e["event"] == "validation"]
+    assert first["validation/pairs/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    names = {f"validation/pairs/{name}" for name in ("loss", "reward_accuracy", "reward_margin")}
+    assert names <= last.keys() and "validation/pairs/perplexity" not in last
     assert train(*SMALL, "--run-dir", "parts", "training.steps=2").code == 0
     done = train("parts", "--resume", "training.steps=4")
     assert done.code == 0, done.err
@@ -101,8 +106,8 @@ def test_runs_begin_at_the_reference_learn_and_go_on_bitwise(
 
 
 HELD_OUT = (
-    'loop.validation={type="preference", path="titan:sums_pairs", repeat=false}',
-    "loop.eval_batches=2",
+    'validation.datasets.pairs={type="preference", path="titan:sums_pairs"}',
+    "validation.steps=2",
 )
 BUNDLED = Path(__file__).parents[2] / "titancli/data/bundled/sums_pairs.jsonl"
 
@@ -121,6 +126,8 @@ def test_what_does_not_give_or_take_pairs_is_refused(train: Callable[..., Finish
     assert done.code == 3
     assert 'the loss sft cannot be trained on pairs: set loss = "dpo"' in done.err
     assert 'dpo needs pairs: set [dataset] type = "preference"' in done.err
+    done = train(*SMALL, 'validation.datasets.x={type="chat", path="titan:sums"}')
+    assert done.code == 3 and "validation.datasets.x: dpo is evaluated on pairs: set type" in done.err
     done = train(*SMALL, "training.local_batch_size=3")
     assert done.code == 3 and "use an even training.local_batch_size" in done.err
     done = train(*SMALL, "mesh.pp=2", "--nproc", "2")

@@ -80,7 +80,7 @@ def test_the_loss_weighs_targets_as_the_batch_says() -> None:
 
 
 SMALL = (
-    *("sft_debug", "--run-dir", "r", "training.steps=5", "loop.eval_freq=2", "metrics.log_freq=100"),
+    *("sft_debug", "--run-dir", "r", "training.steps=5", "validation.freq=2", "metrics.log_freq=100"),
     *("model.dim=32", "model.n_layers=1", "model.hidden_dim=64", "training.seq_len=128"),
     *("checkpoint.interval=5", "lr_scheduler.warmup_steps=1"),
 )
@@ -93,13 +93,15 @@ def test_a_run_tells_the_loss_on_held_out_data_as_the_engine_finds_it(
 ) -> None:
     done = train(*SMALL)
     assert done.code == 0, done.err
-    steps = {e["step"]: e["metrics"] for e in read_events(here / "r/events.jsonl") if e["event"] == "step"}
-    assert {step for step, metrics in steps.items() if "val_loss" in metrics} == {2, 4, 5}
-    for metrics in (steps[2], steps[4], steps[5]):
-        assert metrics["val_perplexity"] == pytest.approx(math.exp(metrics["val_loss"]), rel=1e-5)
-        assert f"val loss {metrics['val_loss']:.4f}  perplexity {metrics['val_perplexity']:.3f}" in done.err
+    events = [e for e in read_events(here / "r/events.jsonl") if e["event"] == "validation"]
+    losses = {e["step"]: e["metrics"]["validation/held_out/loss"] for e in events}
+    assert list(losses) == [0, 2, 4, 5]
+    for event in events:
+        loss, perplexity = (event["metrics"][f"validation/held_out/{n}"] for n in ("loss", "perplexity"))
+        assert perplexity == pytest.approx(math.exp(loss), rel=1e-5)
+        assert f"held_out loss {loss:.4f}, perplexity {perplexity:.3f}" in done.err
     [found] = ranks(1, evaluated, here / "r")
-    assert found == pytest.approx(steps[5]["val_loss"], rel=1e-5)
+    assert found == pytest.approx(losses[5], rel=1e-5)
 
 
 def evaluated(run: Path) -> float:
@@ -113,9 +115,9 @@ def evaluated(run: Path) -> float:
 
 
 def test_an_evaluation_that_would_never_end_is_refused(train: Callable[..., Finished]) -> None:  # noqa: F811
-    done = train("sft_debug", "loop.validation.repeat=true")
+    done = train("sft_debug", "validation.datasets.held_out.repeat=true")
     assert done.code == 3
-    assert "an evaluation would never end: set it to false, or set eval_batches" in done.err
+    assert "an evaluation would never end: set it to false, or set validation.steps" in done.err
 
 
 def test_what_cannot_keep_conversations_apart_is_refused(train: Callable[..., Finished]) -> None:  # noqa: F811

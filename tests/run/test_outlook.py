@@ -28,7 +28,7 @@ def test_tokens_are_those_of_all_ranks_and_of_what_is_left() -> None:
 def test_weights_and_what_is_evaluated_are_named(tmp_path: Path) -> None:
     lines = said(f"weights={tmp_path}", "checkpoint.enable=false", recipe="sft_debug")
     assert lines[0] == f"model:     llama3, weights from {tmp_path}"
-    assert lines[2] == "saves:     nothing; evaluates chat every 20"
+    assert lines[2] == "saves:     nothing; evaluates held_out every 20"
 
 
 def test_a_loop_with_prompts_of_its_own_has_no_data_line() -> None:

@@ -168,7 +168,7 @@ def test_an_earlier_checkpoint_can_be_taken(train: Train, here: Path) -> None:
         (("tiny.toml", 'dataset.paths=["gone.txt"]'), 5, "gone.txt does not exist"),
         (("tiny.toml", 'dataset.paths=["gone*.txt"]'), 5, "no file matches "),
         (("tiny.toml", "dataset.type=hf", "dataset.path=./gone"), 5, "dataset.path: "),
-        (("sft_debug", "loop.validation.path=gone.jsonl"), 5, "loop.validation.path: "),
+        (("sft_debug", "loop.validation.path=gone.jsonl"), 5, "validation.datasets.held_out.path: "),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_starts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from titancli.observe.summary import Summary
 
 ENVIRONMENT = ("host", "platform", "device", "world", "mesh", "git")
-USUAL = ("loss", "val_loss")
+USUAL = re.compile(r"loss|val_loss|validation/.*/loss")
 WIDEST = 40
 """Characters of a value of a recipe; `--json` has them all."""
 
@@ -39,7 +40,7 @@ def document(runs: Sequence[Summary], names: Sequence[str], count: int) -> dict[
             near = nearest_name(name, logged)
             hint = f"did you mean {near!r}?" if near else f"logged are: {', '.join(logged) or 'no metrics'}"
             raise UsageError(f"no run has logged a metric {name!r}", hint=hint)
-    shown = list(dict.fromkeys(names)) or [name for name in USUAL if name in logged]
+    shown = list(dict.fromkeys(names)) or [name for name in logged if USUAL.fullmatch(name)]
     newest = [run.attempts[-1] if run.attempts else {} for run in runs]
     environments = [
         {**{name: attempt.get(name) for name in ENVIRONMENT}, **side.software}

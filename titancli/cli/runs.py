@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 RUN = RunName()
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 STYLES = {"running": "bold green", "failed": "red", "died": "red", "unknown": "yellow"}
+LOOK_BACK = 200
+"""Events before the last step in which an evaluation is looked for."""
 FAILED = ("failed", "died")
 
 
@@ -69,7 +71,7 @@ def show(run: Path, as_json: bool) -> None:
     """Show RUN: state, metrics, attempts, checkpoints, versions."""
     from titancli.observe.summary import summarize
 
-    found = summarize(RunFolder.open(run).path)
+    found = summarize(RunFolder.open(run).path, look_back=LOOK_BACK)
     logs = sorted(path.name for path in (found.path / "logs").glob("*.log"))
     if as_json:
         more = {"attempts": [_attempt(attempt) for attempt in found.attempts], "logs": logs}
@@ -101,7 +103,8 @@ def show(run: Path, as_json: bool) -> None:
 def compare(runs: tuple[Path, ...], by: str, names: tuple[str, ...], count: int, as_json: bool) -> None:
     """Compare runs: the keys of their recipes that differ, their environments, and their metrics.
 
-    Metrics are those that each run logged last at or before that place.  [default: loss, val_loss]
+    Metrics are those that each run logged last at or before that place.  [default: loss, and that
+    of each dataset of [validation]]
     """
     from titancli.cli.comparison import document, print_comparison
     from titancli.observe.summary import summarize
@@ -299,7 +302,7 @@ def _row(run: Summary) -> tuple[str, ...]:
 
 
 def _print_facts(run: Summary, logs: list[str]) -> None:
-    from titancli.observe.console import COUNTS, FIGURES, figure
+    from titancli.observe.console import COUNTS, FIGURES, figure, validation_figures
     from titancli.observe.summary import state_line
 
     environment = _environment(run)
@@ -311,6 +314,7 @@ def _print_facts(run: Summary, logs: list[str]) -> None:
         "recipe": run.recipe,
         "started": f"{_when(run.created)}, {_age(run)} ago" if run.created else None,
         "latest": ", ".join(figure(run.metrics, name) for name in shown),
+        "evaluated": "; ".join(validation_figures(run.metrics)),
         "saved": ", ".join(f"step-{step}" for step in run.checkpoints[-5:]) or "no checkpoint",
         "device": f"{environment['world']} × {environment['device']}" if environment["device"] else None,
         "host": run.host,

@@ -18,6 +18,7 @@ from titancli.recipe import load_recipe, render_problems
 from titancli.recipe.check import remarks
 from titancli.recipe.problems import problems_data
 from titancli.run.fit import check_weights, import_components
+from titancli.run.inputs import missing_inputs
 
 Format = Literal["text", "json", "github"]
 
@@ -59,7 +60,7 @@ def command(arguments: tuple[str, ...], unset: tuple[str, ...], strict: bool, fo
             documents.append({"recipe": reference, "name": loaded.recipe.name, "ok": True, "problems": []})
             if format_ == "text":
                 print(f"ok: {reference}")
-            for line in remarks(loaded.recipe):
+            for line in [*remarks(loaded.recipe), *missing_inputs(loaded.recipe)]:
                 note(f"note: {reference}: {line}")
     if format_ == "json":
         print_json("validation", {"ok": code == 0, "recipes": documents})

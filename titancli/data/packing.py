@@ -58,6 +58,8 @@ class PackedDataset:
         self._before = dp_rank * rows * seq_len
         self._after = (dp_size - dp_rank - 1) * rows * seq_len
         self._repeat = repeat
+        self.pads = False
+        """Whether less text than one row makes a row, filled up; for evaluation."""
         self._document_mask = document_mask
         self._identity = {**source.identity, "tokenizer": tokenizer_identity(tokenizer)}
         self._consumed = 0
@@ -68,11 +70,11 @@ class PackedDataset:
         """Batches from the present position on.
 
         Raises:
-            RecipeError: without `repeat`, there is less text than one row.
+            RecipeError: without `repeat`, there is less text than one row, and rows are not to be filled up.
             EnvironmentProblem: the data cannot be read, or holds no text at all.
         """
         available = self._stream.available(self._seq_len + 1)
-        if self._consumed == 0 and available <= self._seq_len:
+        if self._consumed == 0 and available <= self._seq_len and not self.pads:
             raise RecipeError(
                 f"{self._source.label} has {available} tokens in total, but one row of training.seq_len "
                 f"= {self._seq_len} needs {self._seq_len + 1}",

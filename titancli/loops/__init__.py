@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Gt, MinLen
 
@@ -27,19 +27,9 @@ class Pretrain:
     """Next-token training on a stream of batches."""
 
 
-@component("loop", "sft", target="titancli.loops.sft:build")
+@component("loop", "sft", target="titancli.loops.pretrain:build")
 class SFT:
-    """Supervised fine-tuning: pretrain's training loop, with evaluation on held-out data."""
-
-    validation: Annotated[Component, Slot("dataset")] | None = None
-    """Dataset for evaluation, with `repeat = false`; None: no evaluation."""
-    eval_freq: Annotated[int, Gt(0)] = 100
-    """Steps between two evaluations; there is always one after the last step."""
-    eval_batches: Annotated[int, Gt(0)] | None = None
-    """Batches per evaluation on each data-parallel rank, from the start of the data; None: all."""
-
-    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        yield from _check_evaluation(self.validation, self.eval_batches)
+    """Supervised fine-tuning: the same program as pretrain, for the loss sft."""
 
 
 @component("loop", "dpo", target="titancli.loops.dpo:build")
@@ -50,26 +40,18 @@ class DPO:
     log-probabilities stored in the dataset (`dataset.reference_logps`).
     """
 
-    validation: Annotated[Component, Slot("dataset")] | None = None
-    """Dataset of pairs for evaluation, with `repeat = false`; None: no evaluation."""
-    eval_freq: Annotated[int, Gt(0)] = 100
-    """Steps between two evaluations; there is always one after the last step."""
-    eval_batches: Annotated[int, Gt(0)] | None = None
-    """Batches per evaluation on each data-parallel rank, from the start of the data; None: all."""
-
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        yield from _check_evaluation(self.validation, self.eval_batches)
         if not with_defaults(LossConfigDefaults, recipe.loss).learns_from_pairs:
             name = component_info(recipe.loss).name
             yield "", f'the loss {name} cannot be trained on pairs: set loss = "dpo"'
         if not with_defaults(DatasetConfigDefaults, recipe.dataset).gives_pairs:
             yield "", 'dpo needs pairs: set [dataset] type = "preference"'
-        validation = self.validation
-        if validation is not None and not with_defaults(DatasetConfigDefaults, validation).gives_pairs:
-            yield "validation", 'dpo is evaluated on pairs: set type = "preference"'
+        for name, held_out in recipe.validation.datasets.items():
+            if not with_defaults(DatasetConfigDefaults, held_out).gives_pairs:
+                yield "", f'validation.datasets.{name}: dpo is evaluated on pairs: set type = "preference"'
 
     def needs_reference(self, recipe: Recipe) -> bool:
-        read = (data for data in (recipe.dataset, self.validation) if data is not None)
+        read = (recipe.dataset, *recipe.validation.datasets.values())
         return not all(with_defaults(DatasetConfigDefaults, data).reference_logps for data in read)
 
 
@@ -143,11 +125,6 @@ class Grpo:
 
     def needs_reference(self, recipe: Recipe) -> bool:
         return bool(with_defaults(LossConfigDefaults, recipe.loss).kl_coef)
-
-
-def _check_evaluation(validation: Any, batches: int | None) -> Iterator[tuple[str, str]]:
-    if with_defaults(DatasetConfigDefaults, validation).repeat and batches is None:
-        yield "validation.repeat", "an evaluation would never end: set it to false, or set eval_batches"
 
 
 COMPONENTS: list[type] = [Pretrain, SFT, DPO, Grpo]

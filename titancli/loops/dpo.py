@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from titancli.data.batch import Batch
-from titancli.loops.held_out import Validation
 from titancli.loops.reference import Reference
 
 if TYPE_CHECKING:
@@ -24,27 +23,19 @@ def build(
     config: DPO, *, engine: Engine, data: Loader, tokenizer: Any, observers: Observers, run: Run
 ) -> Callable[[], None]:
     reference = Referenced(engine, run)
-    validation = Validation(config, engine, run, reference) if config.validation is not None else None
-    return partial(dpo, engine, data, observers, run, reference, validation)
+    if run.validation is not None:
+        run.validation.prepare = reference
+    return partial(dpo, engine, data, observers, run, reference)
 
 
-def dpo(
-    engine: Engine,
-    data: Loader,
-    observers: Observers,
-    run: Run,
-    reference: Referenced,
-    validation: Validation | None,
-) -> None:
-    """Train until the last step, the end of the data, or a signal; evaluate and save on the way."""
+def dpo(engine: Engine, data: Loader, observers: Observers, run: Run, reference: Referenced) -> None:
+    """Train until the last step, the end of the data, or a signal; save on the way and at the end."""
     while run.goes_on(engine.step):
         batches = [reference(batch) for batch in run.take(data, engine.settings.accumulation)]
         if not batches:
             break
         metrics = engine.forward_backward(batches)
         metrics |= engine.optim_step() | {"data_wait": run.data_wait}
-        if validation is not None and validation.due(engine.step):
-            observers.evaluated(*validation())
         observers.step_end(engine.step, metrics)
         run.step_done(engine.step)
         if run.checkpoint_due(engine.step):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from titancli.data.batch import Batch
     from titancli.engine import Engine
     from titancli.errors import TitanError
+    from titancli.loops.validation import Validation
     from titancli.protocols import Dataset
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,8 @@ class Run:
     """Whether a checkpoint that cannot be written ends the run."""
     guard: Watch | None = None
     """Asked before each step whether too many were skipped."""
+    validation: Validation | None = None
+    """Evaluates between steps and at the end; None: nothing is evaluated."""
     on_first_step: Callable[[], None] = lambda: None
     """Called once, after the first step of this process."""
     open_dataset: Callable[[Any], Dataset] | None = None
@@ -89,23 +92,37 @@ class Run:
     saved_step: int | None = None
     """The step of the newest checkpoint."""
     _steps_here: int = field(default=0, repr=False)
+    _stopped_at: float | None = field(default=None, repr=False)
 
     def goes_on(self, step: int) -> bool:
-        """Whether there is another step to do. All ranks agree on a signal that any of them got.
+        """Whether there is another step to do. All ranks agree on a signal that any of them got. If there is
+        one, and `[validation]` is due, it is evaluated here first.
 
         Raises:
             EnvironmentProblem: a checkpoint could not be written, and the recipe wants that to end the run.
         """
+        if self._is_to_stop() or step >= self.steps:
+            return False
+        if self.validation is not None and self.validation.between(step, self._asked_to_stop):
+            return not self._is_to_stop()  # an evaluation takes its time
+        return True
+
+    def _asked_to_stop(self) -> bool:
+        return self.stop.requested is not None
+
+    def _is_to_stop(self) -> bool:
+        """Whether a signal, or what went wrong, ends the run before the next step. Collective."""
         self.signal, failed, too_many = self._agree()
         if failed:  # on some rank; the others' threads are about to hear of it
             self._settle()
         if too_many:
             self.why = "skipped"
-            return False
+            return True
         if self.signal is not None:
             self.why = "interrupted" if self.signal == "SIGINT" else "stopped"
-            return False
-        return step < self.steps
+            self._stopped_at = time.monotonic()
+            return True
+        return False
 
     def take(self, data: Source, count: int) -> list[Batch]:
         """The micro-batches of one step; fewer, or none, at the end of the data. As many on every rank."""
@@ -153,7 +170,7 @@ class Run:
             self.checkpoints.wait()
 
     def finish(self, engine: Engine, data: Placed) -> None:
-        """Save the last step, if it has not been, and wait until it is on the disk.
+        """Save the last step, if it has not been, and wait until it is on the disk; then evaluate it.
 
         Raises:
             EnvironmentProblem: it cannot be saved.
@@ -165,6 +182,8 @@ class Run:
             self.checkpoints.wait()
         if self.guard is not None and self.why == "skipped":
             raise self.guard.verdict(f"checkpoints/step-{self.saved_step}" if self.checkpoints else None)
+        if self.validation is not None and self._steps_here and self.why != "skipped":
+            self.validation.at_end(engine.step, self._asked_to_stop, stopped_at=self._stopped_at)
 
     def saved(self, step: int) -> None:
         """A checkpoint is complete."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-_VALIDATION = "the loops sft and dpo have [loop.validation]; pretrain has none in this version of titan"
 _LATER = "this version of titan has no [{}] section"
 _FAULT = "titan has no TorchFT; `--resume` and the launcher's max_restarts restart a run"
 _LOADER = "data is read by one thread of each rank"
@@ -297,13 +296,13 @@ OTHERS = [
     ),
 ]
 VALIDATION = [
-    carried("validation.enable", bool, False, why=_VALIDATION),
-    told("validation.dataset", str, "c4_validation", _VALIDATION),
-    told("validation.dataset_path", str, None, _VALIDATION),
-    carried("validation.local_batch_size", int, 8, why=_VALIDATION),
-    carried("validation.seq_len", int, 2048, why=_VALIDATION),
-    carried("validation.freq", int, 10, why=_VALIDATION),
-    carried("validation.steps", int, -1, why=_VALIDATION),
+    part("validation.enable", bool, False),
+    part("validation.dataset", str, "c4_validation"),
+    part("validation.dataset_path", str, None),
+    part("validation.local_batch_size", int, 8),
+    part("validation.seq_len", int, 2048),
+    part("validation.freq", int, 10),
+    part("validation.steps", int, -1),
     *_loader("validation.dataloader"),
 ]
 DEBUG = [

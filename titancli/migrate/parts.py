@@ -99,25 +99,45 @@ def tokenizer(job: Job, registry: Registry) -> None:
 
 
 def dataset(job: Job, registry: Registry) -> None:
-    name, path = job.value("training.dataset"), job.value("training.dataset_path")
+    job.recipe["dataset"] = _dataset(job, registry, "training") | job.recipe.get("dataset", {})
+
+
+def validation(job: Job, registry: Registry) -> None:
+    if not job.value("validation.enable"):
+        _lose_section(job, "validation", "no effect: validation.enable is false")
+        return
+    held_out = _dataset(job, registry, "validation")
+    if job.value("validation.seq_len") == job.value("training.seq_len"):
+        job.take("validation.seq_len")
+    else:
+        job.lose("validation.seq_len", "rows of held-out data are as long as training.seq_len")
+    for name in ("freq", "steps", "local_batch_size"):
+        value, field = job.value(f"validation.{name}"), f"validation.{name}"
+        if value > 0:  # steps = -1: all of it, as in titan where it is left out
+            job.put(field, value, field)
+        job.take(field)
+    job.put("validation.datasets", {"validation": held_out}, "validation.enable")
+
+
+def _dataset(job: Job, registry: Registry, section: str) -> dict[str, Any]:
+    """The table of the dataset that a section names."""
+    key = f"{section}.dataset"
+    name, path = job.value(key), job.value(f"{key}_path")
     table = dict(DATASETS.get(name, {"type": name}))
     if name not in DATASETS and _installed(registry, "dataset", name) is None:
         if path is None:
-            job.lose("training.dataset", IMAGES.get(name, NO_DATASET).format(name))
+            job.lose(key, IMAGES.get(name, NO_DATASET).format(name))
         else:
             table = {"type": "hf"}
-            job.change(
-                "training.dataset", "is read as a Hugging Face dataset; dataset.text names its text column"
-            )
+            job.change(key, "is read as a Hugging Face dataset; dataset.text names its text column")
     if path is not None and table["type"] == "hf":
         table.pop("name", None)
         table["path"] = path if path.startswith(("/", "./", "../", "~")) else f"./{path}"
-        job.take("training.dataset_path")
+        job.take(f"{key}_path")
     elif path is not None:
-        job.lose("training.dataset_path", f"the dataset {table['type']!r} defines its own keys")
-    job.take("training.dataset")
-    table |= job.recipe.get("dataset", {})
-    job.recipe["dataset"] = table
+        job.lose(f"{key}_path", f"the dataset {table['type']!r} defines its own keys")
+    job.take(key)
+    return table
 
 
 def optimizer(job: Job, registry: Registry) -> None:
@@ -377,6 +397,7 @@ PARTS: list[Callable[[Job, Any], None]] = [
     model,
     tokenizer,
     dataset,
+    validation,
     converters,
     optimizer,
     schedule,

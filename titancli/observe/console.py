@@ -34,6 +34,8 @@ class Console:
             self._show_step(event)
         elif kind == "run_start":
             self._line(start_line(event))
+        elif kind == "validation":
+            self._line(validation_line(event))
         elif kind == "checkpoint":
             self._line(f"saved {Path(event['path']).name}")
         elif kind == "log":
@@ -112,6 +114,21 @@ def status_line(event: dict[str, Any], width: int | None = None) -> str:
         if width is not None and len("  ".join(parts.values())) > width:
             parts.pop(name, None)
     return "  ".join(parts.values())[:width]
+
+
+def validation_line(event: dict[str, Any]) -> str:
+    """E.g. `validation at step 100: books loss 2.3412, perplexity 10.394`."""
+    return f"validation at step {event['step']}: {'; '.join(validation_figures(numbers(event)))}"
+
+
+def validation_figures(metrics: Mapping[str, float | None]) -> list[str]:
+    """Return what metrics say of each dataset of `[validation]`: `books loss 2.3412, perplexity 10.394`."""
+    sets: dict[str, list[str]] = {}
+    for name, number in metrics.items():
+        if (parts := name.split("/", 2))[0] == "validation" and len(parts) == 3 and number is not None:
+            form = ".4f" if parts[2] == "loss" else ".3f" if parts[2] == "perplexity" else ".4g"
+            sets.setdefault(parts[1], []).append(f"{parts[2].replace('_', ' ')} {number:{form}}")
+    return [f"{name} {', '.join(figures)}" for name, figures in sets.items()]
 
 
 def numbers(event: dict[str, Any]) -> dict[str, float | None]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from titancli.observe.console import numbers
 from titancli.observe.events import can_be_shown, read_events
@@ -38,6 +39,8 @@ def curve(path: Path) -> list[Point]:
     step, seconds, then = 0.0, 0.0, None
     for event in filter(can_be_shown, read_events(path)):
         kind = event["event"]
+        if kind == "validation":
+            points = _with_validation(points, event, tokens)
         if kind not in ("run_start", "step"):
             continue
         now = _seconds(event["time"])
@@ -59,6 +62,14 @@ def curve(path: Path) -> list[Point]:
             points.append(Point(step, tokens, seconds, metrics))
         then = now
     return points
+
+
+def _with_validation(points: list[Point], event: dict[str, Any], tokens: float | None) -> list[Point]:
+    """The points with what was evaluated after a step."""
+    last = points[-1] if points else Point(0, 0.0, 0.0, {})
+    if points and last.step == event["step"]:
+        return [*points[:-1], replace(last, metrics=last.metrics | numbers(event))]
+    return [*points, Point(event["step"], tokens, last.seconds, numbers(event))]
 
 
 def equal_places(curves: Sequence[Sequence[Point]], axis: str, count: int) -> list[float]:

@@ -6,6 +6,7 @@ Every line has `version` (the format), `event`, `time` (UTC) and what the event 
 |---|---|
 | run_start | attempt, step, steps, world, mesh, device, checkpoint (null: from the start) |
 | step | step, steps, metrics |
+| validation | step, seconds, metrics |
 | checkpoint | step, path |
 | log | level, message |
 | run_end | why, signal, step, checkpoint, metrics; error, where it failed |
@@ -32,6 +33,7 @@ EVENTS_FORMAT = 1
 NEEDED: dict[str, dict[str, type]] = {
     "run_start": {"step": int, "time": str},
     "step": {"step": int, "steps": int, "metrics": dict, "time": str},
+    "validation": {"step": int, "metrics": dict, "time": str},
     "checkpoint": {"step": int, "path": str, "time": str},
     "log": {"level": str, "message": str, "time": str},
     "run_end": {"why": str, "time": str},
@@ -101,6 +103,9 @@ class EventLogger:
 
     def step_end(self, step: int, metrics: dict[str, float]) -> None:
         self._log.write("step", step=step, steps=self._steps, metrics=metrics)
+
+    def validated(self, step: int, metrics: dict[str, float], seconds: float) -> None:
+        self._log.write("validation", step=step, seconds=seconds, metrics=metrics)
 
     def checkpoint_saved(self, step: int, path: Path) -> None:
         self._log.write("checkpoint", step=step, path=str(path))
@@ -196,7 +201,7 @@ def can_be_shown(event: dict[str, Any]) -> bool:
         return False
     if not all(isinstance(event.get(name), (kind, type(None))) for name, kind in optional.items()):
         return False
-    return event["event"] != "step" or are_metrics(event["metrics"])
+    return event["event"] not in ("step", "validation") or are_metrics(event["metrics"])
 
 
 def format_of(event: dict[str, Any]) -> str:

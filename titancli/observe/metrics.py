@@ -7,7 +7,8 @@ device, and over all ranks when the run reads its metrics.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -38,6 +39,17 @@ class Collector:
     def __init__(self) -> None:
         self._readings: dict[str, Reading] = {}
         self._mutex = threading.Lock()
+        self._thread = threading.local()
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Leave out what this thread reports: an evaluation must not be taken for training."""
+        before = getattr(self._thread, "muted", False)
+        self._thread.muted = True
+        try:
+            yield
+        finally:
+            self._thread.muted = before
 
     def add(self, name: str, value: Tensor | float, reduce: Reduce) -> None:
         if reduce not in ("mean", "max", "sum"):
@@ -47,6 +59,8 @@ class Collector:
             raise TitanError(
                 f"report({name!r}): a metric must be one number, not a tensor of shape {list(detached.shape)}"
             )
+        if getattr(self._thread, "muted", False):
+            return
         with self._mutex:
             self._fold(name, detached, reduce)
 

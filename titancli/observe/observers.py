@@ -69,6 +69,7 @@ class Observers:
         self._read_at = time.perf_counter()
         self._evaluated: Mapping[str, Tensor | float] = {}
         self._evaluation_seconds = 0.0
+        self._validated: dict[str, float] = {}
         self._first = True
         self._ended = False
         self._slow: float | None = None
@@ -110,6 +111,22 @@ class Observers:
         """The step under way was followed by an evaluation: its numbers are told with the step's, and its
         time counts for none."""
         self._evaluated = metrics
+        self.pause(seconds)
+
+    def validated(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
+        """An evaluation between two steps has ended; its time counts for none of them. A logger without a
+        method for it is told as of a step."""
+        self.pause(seconds)
+        self._validated = dict(metrics)
+        self.latest = {**self.latest, **metrics}
+        for one in list(self._loggers):
+            if hasattr(one, "validated"):
+                self._tell_one(one, "validated", step, dict(metrics), seconds)
+            else:
+                self._tell_one(one, "step_end", step, dict(metrics))
+
+    def pause(self, seconds: float) -> None:
+        """Count so much of the time since the last reading for no step."""
         self._evaluation_seconds += seconds
         self._read_at += seconds
 
@@ -146,7 +163,7 @@ class Observers:
         self._watch(metrics)
         self._read_at, self._steps_since, self._summed, self._first = now, 0, {}, False
         self._evaluation_seconds = 0.0
-        self.latest = metrics
+        self.latest = {**metrics, **self._validated}
         self._tell("step_end", step, metrics)
 
     def _times(self, elapsed: float, steps: int) -> dict[str, Reading]:
@@ -204,18 +221,21 @@ class Observers:
 
     def _tell(self, method: str, *arguments: Any) -> None:
         for one in list(self._loggers):
-            call = getattr(one, method, None)
-            if call is None:
-                continue
-            try:
-                call(*arguments)
-            except Exception as error:
-                self._loggers.remove(one)
-                logger.warning(
-                    "logger %s failed in %s and is disabled: %s: %s",
-                    type(one).__qualname__,
-                    method,
-                    type(error).__name__,
-                    error,
-                    exc_info=logger.isEnabledFor(logging.DEBUG),
-                )
+            self._tell_one(one, method, *arguments)
+
+    def _tell_one(self, one: Any, method: str, *arguments: Any) -> None:
+        call = getattr(one, method, None)
+        if call is None:
+            return
+        try:
+            call(*arguments)
+        except Exception as error:
+            self._loggers.remove(one)
+            logger.warning(
+                "logger %s failed in %s and is disabled: %s: %s",
+                type(one).__qualname__,
+                method,
+                type(error).__name__,
+                error,
+                exc_info=logger.isEnabledFor(logging.DEBUG),
+            )

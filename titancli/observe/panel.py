@@ -29,6 +29,8 @@ from titancli.observe.console import (
     numbers,
     start_line,
     status_line,
+    validation_figures,
+    validation_line,
     value,
 )
 from titancli.observe.summary import seconds_since
@@ -73,6 +75,7 @@ class Panel:
         self._saved: tuple[str, str] | None = None
         """A checkpoint's name, and when it was saved."""
         self._replaying = False
+        self._validated: dict[str, Any] | None = None
         self._drawn_at = float("-inf")
         self._standing = False
         self._mutex = threading.RLock()
@@ -93,6 +96,9 @@ class Panel:
                     self._losses.append((event["step"], loss))
                 if time.monotonic() - self._drawn_at >= SECONDS:
                     self._draw()
+            elif kind == "validation":
+                self._validated = event
+                self.above(f"{validation_line(event)}\n")
             elif kind == "checkpoint":
                 self._saved = Path(event["path"]).name, event["time"]
                 self._draw()
@@ -200,6 +206,10 @@ class Panel:
         body = Table.grid(expand=True)
         body.add_row(progress)
         body.add_row(table)
+        if self._validated is not None:
+            at = f"(step {self._validated['step']:,})"
+            for words in validation_figures(numbers(self._validated)):
+                body.add_row(Text(f"validation {words} {at}", overflow="ellipsis", no_wrap=True))
         return Box(
             body,
             title=Text(f" step {step:,}/{steps:,}{skipped} "),

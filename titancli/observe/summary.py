@@ -6,6 +6,7 @@ read is named in `Summary.problems`, and never taken for something else.
 
 from __future__ import annotations
 
+import itertools
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -95,8 +96,12 @@ def runs_in(folder: Path) -> tuple[list[Summary], list[str]]:
     return sorted(found.values(), key=lambda run: (run.created or "", run.path.name)), unreadable
 
 
-def summarize(path: Path) -> Summary:
-    """Return what a run folder says, whatever state its files are in."""
+def summarize(path: Path, *, look_back: int = 0) -> Summary:
+    """Return what a run folder says, whatever state its files are in.
+
+    Args:
+        look_back: in how many events before the last step an evaluation is looked for.
+    """
     folder, problems = RunFolder(path), []
     record: dict[str, Any] = {}
     try:
@@ -108,7 +113,7 @@ def summarize(path: Path) -> Summary:
     attempts: list[dict[str, Any]] = record.get("attempts") or []
     newest = attempts[-1] if attempts else {}
     outcome = newest.get("outcome") or {}
-    last = _Last.of(backwards(folder.events))
+    last = _Last.of(backwards(folder.events), look_back)
     state, why = _state(folder, newest, outcome.get("why") or (last.why if not attempts else None))
     done, metrics = outcome.get("step"), outcome.get("metrics")
     return Summary(
@@ -143,10 +148,12 @@ class _Last:
     why: str | None = None
 
     @classmethod
-    def of(cls, events: Iterator[dict[str, Any]]) -> _Last:
+    def of(cls, events: Iterator[dict[str, Any]], look_back: int) -> _Last:
         """`events`: the last one first. No more are taken than are needed."""
         last = cls()
         for event in events:
+            if event["event"] == "validation":
+                last.metrics = numbers(event) | last.metrics
             kind, step = event["event"], event.get("step")
             last.time = last.time or event["time"]
             if kind in ("run_start", "run_end"):
@@ -157,8 +164,13 @@ class _Last:
                 last.steps = event["steps"]
             # After a resume from an earlier checkpoint the log goes back; what came after it is void.
             if kind == "step" and last.step is not None and event["step"] <= last.step:
-                last.metrics = numbers(event)
+                last.metrics = numbers(event) | last.metrics
                 break
+        if not any(name.startswith("validation/") for name in last.metrics):
+            for event in itertools.islice(events, look_back):
+                if event["event"] == "validation" and event["step"] <= (last.step or 0):
+                    last.metrics = last.metrics | numbers(event)
+                    break
         return last
 
 

@@ -20,6 +20,10 @@ class Logger(Protocol):
     def step_end(self, step: int, metrics: dict[str, float]) -> None:
         """Metrics of a step: every `metrics.log_freq` steps, and after the first and the last step."""
 
+    def validated(self, step: int, metrics: dict[str, float], seconds: float) -> None:
+        """Metrics of an evaluation of `[validation]`, `validation/NAME/loss` and so on, and how long it took.
+        A logger without this method gets these metrics by `step_end`."""
+
     def checkpoint_saved(self, step: int, path: Path) -> None: ...
 
     def run_end(self, outcome: dict[str, Any]) -> None: ...

@@ -159,7 +159,8 @@ def _belongs(key: str, table: KeyPath, resolved: Resolved) -> str | None:
         classes = [resolved.classes[(name,)]] if (name,) in resolved.classes else field.type.tables
         if (name,) != table and any(key in fields_of(cls) for cls in classes):
             homes.append(name)
-    return f"this key belongs in [{homes[0]}]" if len(homes) == 1 else None
+    unique = len(homes) == 1 or homes[:1] == ["training"]
+    return f"this key belongs in [{homes[0]}]" if unique else None
 
 
 def _missing_key(
@@ -339,6 +340,10 @@ MOVED = {
     "model.converters": "add a [[converters]] table for each",
     "training.dataset": "set type = … in [dataset]",
     "training.dataset_path": "set path = … in [dataset]",
+    "validation.enable": "name a dataset: [validation.datasets.NAME]",
+    "validation.dataset": "set type = … in [validation.datasets.NAME]",
+    "validation.dataset_path": "set path = … in [validation.datasets.NAME]",
+    "validation.seq_len": "rows are as long as training.seq_len",
     "debug.seed": "set seed = … in [training]",
     "parallelism": "the degrees are in [mesh]: pp, dp_replicate, dp_shard, cp, tp, ep",
     "quantize": "add a [[converters]] table",

@@ -18,7 +18,12 @@ from titancli.recipe.problems import Problems, did_you_mean, nearest_name
 from titancli.recipe.schema import Recipe, needs_dataset, needs_tokenizer
 from titancli.recipe.toml import KeyPath, Node, dotted, match_key
 from titancli.registry.component import component_info, configs, is_config
-from titancli.registry.defaults import ConfigDefaults, OptimizerConfigDefaults, with_defaults
+from titancli.registry.defaults import (
+    ConfigDefaults,
+    DatasetConfigDefaults,
+    OptimizerConfigDefaults,
+    with_defaults,
+)
 
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
@@ -63,7 +68,7 @@ def _core_checks(recipe: Recipe) -> Iterator[Finding]:
         yield ("name",), message, "use letters, digits, '_', '-' and '.', starting with a letter or digit"
     if recipe.assets is not None and not REPOSITORY.match(recipe.assets):
         yield ("assets",), f"{recipe.assets!r} is not the name of a repository", 'write "owner/name"'
-    if recipe.tokenizer is not None and not needs_tokenizer(recipe.dataset):
+    if recipe.tokenizer is not None and not any(map(needs_tokenizer, _datasets(recipe))):
         message = f"the dataset {component_info(recipe.dataset).name} does not use a tokenizer"
         yield ("tokenizer",), message, "remove [tokenizer]"
     if recipe.dataset is not None and not needs_dataset(recipe.loop):
@@ -73,7 +78,30 @@ def _core_checks(recipe: Recipe) -> Iterator[Finding]:
         yield ("dataset",), message, "remove [dataset]"
     yield from _activation_checkpoint(recipe)
     yield from _checkpoint(recipe)
+    yield from _validation(recipe)
     yield from check_layout(recipe)
+
+
+def _datasets(recipe: Recipe) -> list[Any]:
+    """The configs of all datasets; None is one that the loop does not use."""
+    return [recipe.dataset, *recipe.validation.datasets.values()]
+
+
+def _validation(recipe: Recipe) -> Iterator[Finding]:
+    section = recipe.validation
+    for name, dataset in section.datasets.items():
+        path = ("validation", "datasets", name)
+        own = with_defaults(DatasetConfigDefaults, dataset)
+        if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name, re.ASCII):
+            message = f"{name!r} cannot be the name of a metric and of a file"
+            hint = "use letters, digits, '_', '-' and '.', starting with a letter or digit"
+            yield path, message, hint
+        if own.repeat and section.steps is None:
+            message = "an evaluation would never end: set it to false, or set validation.steps"
+            yield (*path, "repeat"), message, None
+        if recipe.tokenizer is None and own.needs_tokenizer:
+            message = f"the dataset {component_info(dataset).name} needs a [tokenizer]"
+            yield path, message, "add [tokenizer] with a type"
 
 
 def _activation_checkpoint(recipe: Recipe) -> Iterator[Finding]:

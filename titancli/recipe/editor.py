@@ -225,6 +225,9 @@ def _value(type_: Type, data: Any, registry: Registry, key: str) -> Iterator[tup
     if isinstance(data, list) and (inner := type_.element(0)):
         for i, element in enumerate(data):
             yield from _value(inner, element, registry, f"{key}.{i}")
+    if isinstance(data, dict) and (inner := type_.element("")):
+        for name, element in data.items():
+            yield from _value(inner, element, registry, f"{key}.{name}")
     switches = ["true", "false"] if bool in type_.alternatives else []
     yield key, [*switches, *map(str, type_.choices)]
 

@@ -25,6 +25,8 @@ from titancli.registry.kinds import KINDS
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
 
+VALIDATION = ("validation", "datasets")
+
 
 @dataclasses.dataclass
 class Resolved:
@@ -127,6 +129,9 @@ class _Resolver:
         node = Node({**node.value, "type": Node(name, given.origin)}, node.origin)
         if "flavor" in node.value:
             node = self._with_flavor(cls, name, node, path)
+        if path[:2] == VALIDATION and "repeat" in fields_of(cls) and "repeat" not in node.value:
+            # Else an evaluation would never end.
+            node = Node({**node.value, "repeat": Node(False, DEFAULT)}, node.origin)
         return self.fields(cls, node, path)
 
     def _component(self, kind: str, node: Node, path: KeyPath) -> type | None:

@@ -174,6 +174,23 @@ class Stability:
 
 
 @section
+class Validation:
+    """Evaluation on held-out data: loss and perplexity of each dataset, in every loop."""
+
+    datasets: dict[str, Annotated[Component, Slot("dataset")]] = field(default_factory=dict)
+    """Datasets by name, as in `[validation.datasets.books]`: any of them, with `repeat = false` by default.
+    Metrics are called `validation/NAME/loss`; without a dataset, nothing is evaluated."""
+    freq: Annotated[int, Gt(0)] = 100
+    """Steps between two evaluations; there is always one after the last step."""
+    steps: Annotated[int, Gt(0)] | None = None
+    """Batches per evaluation of each dataset on each data-parallel rank, from its start; None: all."""
+    local_batch_size: Annotated[int, Gt(0)] | None = None
+    """Sequences per batch on each data-parallel rank; None: training.local_batch_size."""
+    at_start: bool = True
+    """Also evaluate before the first step."""
+
+
+@section
 class Metrics:
     """Logging of metrics."""
 
@@ -237,6 +254,7 @@ class Recipe:
     training: Training
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     stability: Stability = field(default_factory=Stability)
+    validation: Validation = field(default_factory=Validation)
     metrics: Metrics = field(default_factory=Metrics)
     comm: Comm = field(default_factory=Comm)
     debug: Debug = field(default_factory=Debug)

@@ -146,8 +146,6 @@ class ParallelizeConfigDefaults:
 class LoopConfigDefaults:
     """Of a loop's config."""
 
-    validation: Any = None
-    """The dataset of its evaluations; None: it has none."""
     eval_task: Any = None
     """The task of its evaluations; None: it has none."""
     eval_freq: int = 0

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 from titancli.checkpoint.start_from import start_from
 from titancli.data.loader import Loader
 from titancli.errors import EnvironmentProblem, TitanError
+from titancli.loops.validation import Validation
+from titancli.losses.cross_entropy import CrossEntropy
 from titancli.registry.component import build
-from titancli.registry.defaults import ModelConfigDefaults, with_defaults
+from titancli.registry.defaults import LossConfigDefaults, ModelConfigDefaults, with_defaults
 from titancli.rl.prompts import PromptSource
 
 if TYPE_CHECKING:
     from titancli.engine import Engine
+    from titancli.observe.observers import Observers
     from titancli.protocols import Dataset
     from titancli.recipe.schema import Recipe
 
@@ -64,13 +67,33 @@ def open_data(
     return _continued(data, state.get("data"), again if allow_drift else None)
 
 
-def open_dataset(recipe: Recipe, tokenizer: Any, engine: Engine, config: Any) -> Dataset:
-    """Build a dataset, in rows of the recipe's size, for this data-parallel rank."""
+def open_validation(
+    recipe: Recipe, tokenizer: Any, engine: Engine, observers: Observers
+) -> Validation | None:
+    """Build what evaluates between steps; None without `[validation.datasets]`.
+
+    The loss is the recipe's, or cross-entropy if that one needs samples and their advantages.
+    """
+    section = recipe.validation
+    if not section.datasets:
+        return None
+    datasets = {
+        name: open_dataset(recipe, tokenizer, engine, config, rows=section.local_batch_size)
+        for name, config in section.datasets.items()
+    }
+    of_samples = with_defaults(LossConfigDefaults, recipe.loss).learns_from_samples
+    return Validation(section, datasets, engine, observers, loss=CrossEntropy() if of_samples else None)
+
+
+def open_dataset(
+    recipe: Recipe, tokenizer: Any, engine: Engine, config: Any, *, rows: int | None = None
+) -> Dataset:
+    """Build a dataset for this data-parallel rank; `rows` of a batch, None: those of the recipe."""
     return build(
         config,
         tokenizer=tokenizer,
         seq_len=recipe.training.seq_len,
-        rows=recipe.training.local_batch_size,
+        rows=rows or recipe.training.local_batch_size,
         dp_rank=engine.mesh.dp_rank,
         dp_size=engine.mesh.degrees.dp,
         seed=recipe.training.seed,

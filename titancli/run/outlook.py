@@ -50,8 +50,8 @@ def _saves(recipe: Recipe) -> str:
 
 
 def _evaluates(recipe: Recipe) -> str:
-    loop = with_defaults(LoopConfigDefaults, recipe.loop)
-    held_out = loop.validation or loop.eval_task
-    if held_out is None or not loop.eval_freq:
-        return ""
-    return f"; evaluates {component_info(held_out).name} every {loop.eval_freq:,}"
+    section, loop = recipe.validation, with_defaults(LoopConfigDefaults, recipe.loop)
+    found = [f"{' and '.join(section.datasets)} every {section.freq:,}"] if section.datasets else []
+    if loop.eval_task is not None and loop.eval_freq:
+        found.append(f"{component_info(loop.eval_task).name} every {loop.eval_freq:,}")
+    return f"; evaluates {' and '.join(found)}" if found else ""

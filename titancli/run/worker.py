@@ -174,7 +174,7 @@ class Rank:
             TitanError: something that the recipe names is missing or does not fit.
         """
         from titancli.engine import Engine
-        from titancli.run.data import check_vocabulary, open_data
+        from titancli.run.data import check_vocabulary, open_data, open_validation
 
         recipe = start.recipe
         tokenizer = None if recipe.tokenizer is None else build(recipe.tokenizer)
@@ -186,6 +186,7 @@ class Rank:
         data = open_data(recipe, tokenizer, engine, start.checkpoint, allow_drift=allow_drift)
         observers = self._observers = self._observe(start, engine, loggers)
         run = self._run_of(start, engine, tokenizer, stop)
+        run.validation = open_validation(recipe, tokenizer, engine, observers)
         uploads = self._uploads(start)
         if recipe.checkpoint.enable:
             run.checkpoints = self._checkpointer(start, engine, run, observers, uploads)

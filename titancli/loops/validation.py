@@ -1,0 +1,245 @@
+"""Evaluation on held-out data, between the steps of any loop: nothing of what is trained is touched."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from titancli.data.batch import IGNORE, Batch
+from titancli.data.packing import PackedDataset
+from titancli.distributed import process_group
+from titancli.errors import EnvironmentProblem, TitanError
+from titancli.observe.metrics import collector
+from titancli.observe.phases import phase
+from titancli.protocols import LossDefaults
+from titancli.registry.defaults import with_defaults
+
+if TYPE_CHECKING:
+    from titancli.engine import Engine
+    from titancli.observe.observers import Observers
+    from titancli.protocols import Dataset
+    from titancli.recipe.schema import Validation as Section
+
+logger = logging.getLogger(__name__)
+
+AT_ONCE = 8
+"""Batches that one call evaluates."""
+STOP_SECONDS = 15.0
+"""How long after a signal an evaluation may end: what starts jobs kills them 30 s after it, by default."""
+
+
+class UnreadableData(EnvironmentProblem):
+    """A dataset cannot be evaluated; nothing was computed that other ranks wait for."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One dataset's."""
+
+    metrics: dict[str, float]
+    """`loss`, `perplexity` where the loss is one of log-probabilities, and what the loss reports."""
+    weight: float
+    """What the loss was divided by, over all ranks: target tokens, or pairs."""
+
+
+class Validation:
+    """When to evaluate, and the loss of each dataset of `[validation]`, the same batches each time."""
+
+    def __init__(
+        self,
+        section: Section,
+        datasets: Mapping[str, Dataset],
+        engine: Engine,
+        observers: Observers,
+        *,
+        loss: Any = None,
+    ) -> None:
+        """`loss`: as in `Engine.evaluate`."""
+        self._section, self._engine, self._observers, self._loss = section, engine, observers, loss
+        self._evaluate = {name: Evaluation(name, data, engine, loss) for name, data in datasets.items()}
+        self._reached: int | None = None
+        self._evaluated: int | None = None
+        self._seconds: float | None = None
+        """Of the last evaluation."""
+
+    @property
+    def prepare(self) -> Callable[[Batch], Batch]:
+        """What makes of a batch what the loss needs. Collective."""
+        return next(iter(self._evaluate.values())).prepare
+
+    @prepare.setter
+    def prepare(self, function: Callable[[Batch], Batch]) -> None:
+        for evaluation in self._evaluate.values():
+            evaluation.prepare = function
+
+    def between(self, step: int, asked_to_stop: Callable[[], bool]) -> bool:
+        """Evaluate before the step after this one, if it is time; whether it was. Collective."""
+        before, self._reached = self._reached, step
+        if before is None:
+            due = step == 0 and self._section.at_start
+        else:
+            due = step // self._section.freq > before // self._section.freq
+        if due:
+            self._run(step, asked_to_stop)
+        return due
+
+    def at_end(self, step: int, asked_to_stop: Callable[[], bool], *, stopped_at: float | None) -> None:
+        """Evaluate the last step, which is saved. Collective.
+
+        Args:
+            stopped_at: when a signal was heeded, by `time.monotonic`: then there is little time. Or None.
+        """
+        if step == self._evaluated:
+            return
+        if stopped_at is None:
+            self._run(step, asked_to_stop)
+            return
+        passed = time.monotonic() - stopped_at
+        left = STOP_SECONDS - max(process_group.all_gather(passed))
+        if self._seconds is None or self._seconds > left:
+            took = "" if self._seconds is None else f", which took {self._seconds:.0f} s before"
+            logger.info("stopped: no evaluation of step %d%s", step, took)
+            return
+        deadline = time.monotonic() + left
+        self._run(step, lambda: time.monotonic() > deadline)
+
+    def _run(self, step: int, cancelled: Callable[[], bool]) -> None:
+        with phase("evaluation"):
+            self._run_timed(step, cancelled)
+
+    def _run_timed(self, step: int, cancelled: Callable[[], bool]) -> None:
+        began = time.perf_counter()
+        metrics: dict[str, float] = {}
+        for name, evaluation in self._evaluate.items():
+            try:
+                found = evaluation(self._section.steps, cancelled)
+            except UnreadableData as error:
+                if self._seconds is None:  # the first time: a mistake, and not much is lost
+                    raise
+                logger.warning("step %d was not evaluated, training continues: %s", step, error.message)
+                continue
+            if found is None:
+                logger.info("stopped: the evaluation of step %d was abandoned", step)
+                self._observers.pause(time.perf_counter() - began)
+                return
+            metrics |= {f"validation/{name}/{key}": value for key, value in found.metrics.items()}
+        seconds = time.perf_counter() - began
+        self._evaluated, self._seconds = step, max(process_group.all_gather(seconds))
+        self._observers.validated(step, metrics, seconds)
+
+
+class Evaluation:
+    """One dataset, and the loss on all of it or on its beginning: each row counts once on every layout."""
+
+    def __init__(self, name: str, data: Dataset, engine: Engine, loss: Any = None) -> None:
+        if isinstance(data, PackedDataset):
+            data.pads = True
+        self._name, self._data, self._engine, self._loss = name, data, engine, loss
+        self._start = data.state_dict()
+        self.prepare: Callable[[Batch], Batch] = lambda batch: batch
+
+    def __call__(self, steps: int | None, cancelled: Callable[[], bool] = lambda: False) -> Result | None:
+        """Evaluate the first `steps` batches, or all. Collective; ranks may have different numbers of them.
+
+        Args:
+            cancelled: asked every few batches; where it is true on some rank, the evaluation ends with None.
+
+        Raises:
+            UnreadableData: on every rank, where the data cannot be read on one of them, or have no targets.
+        """
+        totals: dict[str, Any] = {}
+        perplexity = False
+        with collector.muted():
+            batches = self._batches(steps)
+            while some := self._next(batches, cancelled):
+                if None in some:
+                    return None
+                prepared = [self.prepare(batch) for batch in some if batch is not None]
+                perplexity = perplexity or self._is_of_log_probabilities(prepared[0])
+                found = self._engine.evaluate(prepared, self._loss)
+                weight = found.pop("weight").double()
+                sums = {name: value.double() * weight for name, value in found.items()} | {"weight": weight}
+                totals = {name: totals.get(name, 0.0) + value for name, value in sums.items()}
+        numbers = torch.stack(list(totals.values())).tolist() if totals else []
+        values = dict(zip(totals, numbers, strict=True))
+        weight = values.pop("weight", 0.0)
+        if not weight:
+            raise UnreadableData(f"{self._label} has nothing to predict", hint="use a dataset with more text")
+        metrics = {name: value / weight for name, value in values.items()}
+        if perplexity:
+            metrics = {"loss": metrics.pop("loss"), "perplexity": _exp(values["loss"] / weight), **metrics}
+        return Result(metrics, weight)
+
+    @property
+    def _label(self) -> str:
+        return f"validation.datasets.{self._name}"
+
+    def _is_of_log_probabilities(self, batch: Batch) -> bool:
+        loss = self._engine.loss if self._loss is None else self._loss
+        return with_defaults(LossDefaults, loss).token_weights(batch) is not None
+
+    def _batches(self, steps: int | None) -> Iterator[Batch]:
+        self._data.load_state_dict(self._start)
+        yield from itertools.islice(self._data, steps)
+
+    def _next(self, batches: Iterator[Batch], cancelled: Callable[[], bool]) -> list[Batch | None]:
+        """The next batches, as many on every rank; none at the end on all of them, and None if cancelled.
+
+        A rank whose data have ended passes batches without targets.
+        """
+        mine: list[Batch] = []
+        wrong: str | None = None
+        try:
+            mine = list(itertools.islice(batches, AT_ONCE))
+        except Exception as error:
+            # Told to the other ranks first: they wait for this one.
+            wrong, cause = str(error) or type(error).__name__, error
+        described = _described(mine[-1]) if mine else None
+        everywhere = process_group.all_gather((len(mine), described, wrong, cancelled()))
+        if told := next((wrong for _, _, wrong, _ in everywhere if wrong), None):
+            hint = cause.hint if wrong and isinstance(cause, TitanError) else None
+            raise UnreadableData(f"{self._label}: {told}", hint=hint) from (cause if wrong else None)
+        if any(ends for *_, ends in everywhere):
+            return [None]
+        most, like = max(
+            ((count, described) for count, described, _, _ in everywhere), key=lambda one: one[0]
+        )
+        if len(mine) < most and (like is None or "targets" not in like.tensors):
+            raise UnreadableData(
+                f"{self._label} ends earlier on some ranks, and its batches have no targets to leave out",
+                hint="use a dataset that gives every rank the same number of batches",
+            )
+        return [*mine, *(like.without_targets() for _ in range(most - len(mine)) if like is not None)]
+
+
+@dataclass(frozen=True)
+class Described:
+    """The shape of a batch."""
+
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    unit: int
+
+    def without_targets(self) -> Batch:
+        made = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in self.tensors.items()}
+        made["targets"].fill_(IGNORE)
+        if "positions" in made:
+            made["positions"] += torch.arange(made["positions"].shape[1])
+        return Batch(made, unit=self.unit)
+
+
+def _described(batch: Batch) -> Described:
+    return Described({name: (tuple(t.shape), t.dtype) for name, t in batch.items()}, batch.unit)
+
+
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
