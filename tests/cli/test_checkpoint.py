@@ -9,7 +9,6 @@ import pytest
 
 from tests.checkpoint.tensors import save
 from tests.cli.conftest import Titan
-from tests.cli.test_completion import completed
 from tests.cli.test_torch_free import HEAVY, probe
 
 
@@ -148,11 +147,6 @@ def test_none_of_them_imports_torch(run: Path, verb: str) -> None:
     found = probe(run.parent, "checkpoint", verb, "run")
     assert found["code"] == 0
     assert not HEAVY & set(found["seen"])
-
-
-def test_a_shell_completes_the_verbs_and_the_flags(tmp_path: Path) -> None:
-    assert completed(tmp_path, "titan checkpoint ") == ["list", "show", "verify"]
-    assert "--layout" in completed(tmp_path, "titan checkpoint show RUN --")
 
 
 def test_urls_are_looked_at_like_folders(titan: Titan, run: Path) -> None:
