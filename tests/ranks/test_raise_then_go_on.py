@@ -21,13 +21,14 @@ LAYOUTS: dict[str, Case] = {
         converters=[Dropping()],
     ),
     "FSDP2, unsharded": case(2, dp_shard=2, micro_batches=2, accumulate="unsharded"),
-    "EP2 of TP2": case(2, config=EIGHT, tp=2, ep=2, micro_batches=2),
+    "EP2 of TP2": case(2, config=EIGHT, tp=2, ep=2),
     "PP2": case(2, pp=2, activation_checkpoint=FULL_AC),
 }
 SLOW: dict[str, Case] = {
     "one rank": case(1, micro_batches=2),
     "DDP2": case(2, dp_replicate=2, micro_batches=2),
     "TP2": case(2, tp=2, micro_batches=2),
+    "EP2 of TP2, two micro-batches": case(2, config=EIGHT, tp=2, ep=2, micro_batches=2),
     "EP2": case(2, config=EIGHT, dp_shard=2, ep=2, micro_batches=2),
     "CP2": case(2, cp=2, micro_batches=2),
     "FSDP2, always reshard": case(2, dp_shard=2, reshard="always", micro_batches=2),
