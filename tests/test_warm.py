@@ -147,6 +147,7 @@ def test_what_it_starts_in_a_thread_ends_as_it_should(tmp_path: Path) -> None:
     assert (done.stdout.split(), done.stderr, done.returncode) == (["other", "0"], "", 0)
 
 
+@pytest.mark.slow  # a server of its own
 def test_an_answer_that_nobody_waited_for_is_not_the_next_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

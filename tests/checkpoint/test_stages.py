@@ -112,7 +112,7 @@ def load_each(layout: Layout, folders: list[Path]) -> list[tuple[set[str], list[
     return found
 
 
-@pytest.mark.parametrize("after", rows(LAYOUTS, slow=("PP2, V", "PP2xFSDP2", "FSDP2", "PP4")))
+@pytest.mark.parametrize("after", rows(LAYOUTS, slow=("PP2, V", "PP2xFSDP2", "FSDP2", "PP4", "PP2xTP2")))
 def test_every_layout_goes_on_from_every_other(
     ranks: Any, checkpoints: dict[str, tuple[Path, Tensor]], after: str
 ) -> None:

@@ -215,7 +215,7 @@ BIASED_LAYOUTS = {
     "odd, FSDP2": (2, Layout({"dp_shard": 2}, config=ODD)),
 }
 THREE = LoRA(rank=3, alpha=5.0)
-SLOW = ("qwen2, TP2", "odd")
+SLOW = ("qwen2, TP2", "odd", "llama, TP2")
 """Of llama on TP2 more layers have biases, in both ways of cutting; and odd is on FSDP2 what it is alone."""
 
 

@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from tests.engine.cases import MODEL
+from tests.rows import rows
 from titancli.engine.meter import Meter
 from titancli.models import Llama3
 from titancli.models.llama3.model import build
@@ -54,7 +55,7 @@ def test_a_number_read_from_a_fake_tensor_is_one():
         assert torch.tensor(7).item() == 7
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("mode", rows(["none", "full", "selective"], slow=("none", "full")))
 def test_the_peak_is_that_of_torchs_own_tracker(mode):
     """A step on fake tensors, in which `torch.distributed._tools.MemTracker` is exact."""
     peaks = []

@@ -115,7 +115,8 @@ def one_rank(ranks):
 
 
 SLOW = {
-    *("compiled, AC full, ulysses", "compiled, AC full, ring", "documents, compiled"),
+    *(f"compiled, AC full, {how}" for how in ("allgather", "ulysses", "ring")),
+    *("documents, compiled", "CP4, ulysses"),
     *("CP2xTP2, full logits", "PP2xCP2, documents", "CP2xTP2, ring", "CP2xDDP2"),
     *("AC by op, allgather", "AC by op, ulysses", "CP4, documents", "CP2xTP2, log-probs", "PP2xCP2"),
 }

@@ -101,7 +101,7 @@ def forwarded(layout: Layout, rows: int = ROWS) -> tuple[Tensor, dict[str, Tenso
     [
         *((2, pp(schedule=name)) for name in SCHEDULES),
         (4, pp(4)),
-        (4, pp(mesh={"dp_shard": 2}, schedule="Interleaved1F1B")),
+        pytest.param(4, pp(mesh={"dp_shard": 2}, schedule="Interleaved1F1B"), marks=pytest.mark.slow),
         (4, pp(mesh={"tp": 2}, schedule="DualPipeV")),
         (4, pp(mesh={"cp": 2})),
         (2, pp(pipeline={"microbatch_size": 4})),

@@ -36,7 +36,11 @@ TRACKED: dict[str, tuple[int, tuple[str, ...]]] = {
 @pytest.mark.parametrize(
     "case",
     rows(
-        TRACKED, slow=("fp32", "bf16, every second", "foreach", "shared by 8, parameters only", "tp 2, fp32")
+        TRACKED,
+        slow=[
+            *("fp32", "bf16, every second", "foreach", "shared by 8, parameters only", "tp 2, fp32"),
+            *("bf16 parameters and moments", "bf16, many words"),
+        ],
     ),
 )
 def test_the_peak_is_within_three_percent_of_the_trackers(case: str) -> None:
@@ -156,7 +160,7 @@ LATENT: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("case", rows(LATENT, slow=("bf16, by op",)))
+@pytest.mark.parametrize("case", rows(LATENT, slow=("bf16, by op", "cp 2")))
 def test_a_family_with_latents_and_with_values_narrower_than_keys(case: str) -> None:
     world, overrides = LATENT[case]
     found = load_recipe("deepseek_v3_debug", overrides).recipe

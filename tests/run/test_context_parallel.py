@@ -19,6 +19,7 @@ EXACT = (
 TWO = ("--nproc", "2")
 
 
+@pytest.mark.slow  # parallel/test_context.py has it of an engine
 def test_a_run_on_parts_of_rows_goes_on_with_whole_rows(command: Callable[..., Command], here: Path) -> None:
     whole = command("tiny.toml", *EXACT, "training.steps=4", "--run-dir", "whole").wait()
     assert whole.code == 0, whole.err

@@ -123,6 +123,7 @@ def test_a_run_begins_with_weights_by_url(
     assert f"file://{here}/nothing is not a titan checkpoint" in missing.err
 
 
+@pytest.mark.slow  # test_resume_without_weights.py has a folder
 def test_a_run_that_began_with_weights_by_url_goes_on_elsewhere_without_them(
     train: Train, here: Path, s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,7 +41,7 @@ def pid_of_rank(run: Path, rank: int) -> int:
     [
         ("mid-step", ()),
         pytest.param("mid-save", (), marks=pytest.mark.slow),  # test_kills.py kills one rank in such a save
-        ("mid-save", ("checkpoint.async_mode=async",)),
+        pytest.param("mid-save", ("checkpoint.async_mode=async",), marks=pytest.mark.slow),
     ],
     ids=["mid-step", "mid-save", "mid-save, async"],
 )

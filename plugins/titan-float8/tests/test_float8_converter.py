@@ -275,6 +275,7 @@ def test_plain_shares_memory():
     assert converter.plain("norm.weight", other) is other
 
 
+@pytest.mark.slow  # imports torch and torchao anew
 def test_torchao_is_imported_without_its_noise():
     code = "import titan_float8.linear, logging; logging.getLogger('torchao').warning('a real one')"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

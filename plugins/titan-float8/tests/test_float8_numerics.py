@@ -91,7 +91,10 @@ def test_it_trains_and_stays_close_to_bf16(ranks, name):
 
 @pytest.mark.parametrize(
     ("name", "emulate"),
-    rows([("tensorwise", False), ("rowwise", True), ("gather", True)], slow=[("gather", True)]),
+    rows(
+        [("tensorwise", False), ("rowwise", True), ("gather", True)],
+        slow=[("gather", True), ("rowwise", True)],
+    ),
 )
 def test_compiled_blocks_give_the_same_gradients(ranks, name, emulate):
     fields = {**RECIPES[name], "emulate": emulate}

@@ -184,6 +184,7 @@ def test_a_checkpoint_loads_bit_for_bit(ranks, tmp_path, fields):
         assert all(torch.equal(written[name], read[name]) for name in written)
 
 
+@pytest.mark.slow  # test_float8_checkpoints.py has it without tensor parallel
 def test_a_resumed_run_is_bitwise_the_one_that_went_on(ranks, tmp_path):
     layout = Layout(FSDP2_TP2)
     for straight, resumed in ranks(4, float8_cases.resume, layout, PRECOMPUTE, str(tmp_path / "step-2")):
@@ -200,7 +201,13 @@ def test_weights_have_their_hugging_face_names_and_values(ranks):
 # ------------------------------------------------------------------------------------------- pipeline
 
 
-@pytest.mark.parametrize("skip", [["output"], ["output", "layers.1.*"]], ids=["all", "none in one stage"])
+@pytest.mark.parametrize(
+    "skip",
+    [
+        pytest.param(["output"], id="all"),
+        pytest.param(["output", "layers.1.*"], id="none in one stage", marks=SLOW),
+    ],
+)
 def test_pipeline_stages_give_the_gradients_of_one_rank(ranks, skip):
     """A stage may have nothing to convert, and no scale to make beforehand."""
     fields = {**PRECOMPUTE, "skip": skip}
