@@ -41,6 +41,7 @@ ROOMS = {
     "tests/docs": "every command and snippet of README and docs is run",
     "tests/generate": "sampling, caches and chat compared to transformers",
     "tests/loops": "SFT, DPO and GRPO as whole runs",
+    "tests/loggers": "tables and TensorBoard: each step once, also after a resume",
     "tests/losses": "losses compared to NumPy and finite differences",
     "tests/migrate": "torchtitan's job configs: each field converted, or reported",
     "tests/models": "model families compared to transformers and their published sizes",
