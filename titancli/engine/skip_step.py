@@ -1,4 +1,4 @@
-"""Numbers gone wrong: which steps are not applied, decided on the device.
+"""Skipped steps: which steps are not applied, decided on the device.
 
 A step is judged by two numbers that all ranks share, its gradient norm and its loss. It is skipped where one
 of them is not finite, or lies above what the last steps lead to expect: their mean plus `sigma` standard

@@ -48,8 +48,8 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class LocalPath:
-    """Marks a text that is a path on this machine where it is absolute, and a name (on the Hub) otherwise:
-    `Annotated[str, LocalPath()]`. A run is refused if it does not exist, as for a field of type `Path`."""
+    """Mark a string that is a path on this machine if it is absolute, and a name (on the Hub) otherwise:
+    `Annotated[str, LocalPath()]`. A run needs the path to exist, as for a field of type `Path`."""
 
 
 @dataclasses.dataclass(frozen=True)
