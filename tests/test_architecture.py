@@ -35,7 +35,7 @@ FLOORS = [
     {"run.worker", "run.data", "run.exports"},
     {"launchers"},
     {"run"},
-    {"doctor", "migrate"},
+    {"doctor", "migrate", "report"},
     {"cli", "testing"},
     {"builtin", "__init__", "__main__"},
 ]

@@ -13,7 +13,7 @@ import pytest
 
 import titancli
 from tests.checkpoint.tensors import save
-from tests.cli.run_folders import attempt, began, ended, make, step
+from tests.cli.run_folders import attempt, began, ended, event, make, step
 from titancli.cli import main
 from titancli.errors import ExitCode
 from titancli.observe import events
@@ -57,8 +57,12 @@ def test_a_document_has_the_keys_that_are_told(
     if name in ("runs", "run", "removed-runs", "logs"):
         folder = make(tmp_path / "RUN", [began(), step(5, 5)], [attempt(ended("failed", 5))])
         (folder / "logs" / "rank-0.log").touch()
-    if name == "comparison":
-        make(tmp_path / "RUN", [began(), step(5, 5)])
+    if name in ("comparison", "report"):
+        told_of = [
+            event("checkpoint", 5, step=5, path="step-5"),
+            event("log", 5, level="warning", message="x"),
+        ]
+        make(tmp_path / "RUN", [began(), step(5, 5), *told_of])
         make(tmp_path / "OTHER", [began(), step(5, 6)], [], lock="[training]\nsteps = 7\n")
     main(shlex.split(command))
     document = json.loads(capsys.readouterr().out)

@@ -30,6 +30,7 @@ COMMANDS = [
     Entry("Run", "convert-checkpoint", "convert", "Convert a checkpoint to a Hugging Face folder, or back."),
     Entry("Runs", "runs", "runs", "List, show, watch, compare and remove runs."),
     Entry("Runs", "sweep", "sweep", "Train every combination of some values."),
+    Entry("Runs", "report", "run_report", "Write a report of runs as one HTML page."),
     Entry("Runs", "checkpoint", "checkpoint", "List, show and verify checkpoints."),
     Entry("Runs", "rollouts", "rollouts", "Show the rollouts of a run, with rewards and advantages."),
     Entry("Recipes", "validate", "validate", "Check recipes without running them."),

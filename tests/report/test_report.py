@@ -1,0 +1,269 @@
+"""`titan report`: logs of every kind, read once; the page, the text and the numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.cli.conftest import Titan, titan  # noqa: F401 - a fixture
+from tests.cli.run_folders import LOCK, at, attempt, began, ended, event, make, step
+from titancli.observe.summary import summarize
+from titancli.report import view
+from titancli.report.history import History, read
+from titancli.report.times import CAUSES
+
+END = ended("finished", 4)
+
+
+def history(folder: Path, *arguments: Any, **options: Any) -> History:
+    run = make(folder, *arguments, **options)
+    (found,) = view.open_runs([summarize(run)])
+    return found.history
+
+
+def phases(**seconds: float) -> dict[str, float]:
+    return {f"time/{name}": value for name, value in seconds.items()}
+
+
+def saved(number: int, second: float) -> dict[str, Any]:
+    return event("checkpoint", second, step=number, path=f"step-{number}")
+
+
+def test_phases_of_a_step_and_the_rest_add_up_to_its_time(tmp_path: Path) -> None:
+    events = [
+        began(3),
+        step(1, 5, **phases(data=0.5, forward=0.5, backward=0.5, clip=0.1, optimizer=0.2, other=0.2)),
+        step(3, 9, **phases(data=1.0, forward=0.5, backward=0.25, other=0.25)),  # of two steps
+        saved(3, 9.5),
+        event("run_end", 9.75, why="finished"),
+    ]
+    times = history(tmp_path / "r", events, [attempt(END, ended=at(10))]).times
+    assert dict(times.ordered()) == pytest.approx(
+        {
+            "start": 3,
+            "data": 2.5,
+            "forward": 1.5,
+            "backward": 1.0,
+            "optimizer": 0.3,
+            "save": 0.5,
+            "other": 0.2 + 0.5 + 0.25 + 0.25,
+        }
+    )
+    assert times.wall == pytest.approx(10)
+
+
+def test_steps_done_again_are_shown_once_and_lost_once(tmp_path: Path) -> None:
+    each = phases(forward=1.0)
+    events = [
+        *(began(1), step(1, 2, 5.0, **each), step(2, 3, 4.0, **each), saved(2, 3.5)),
+        *(step(3, 5, 3.0, **phases(forward=1.0, save=0.5)), step(4, 6, 9.0, **each)),
+        *(began(20, step=2, attempt=2), step(3, 21, 3.5, **each), step(4, 22, 2.5, **each)),
+        event("run_end", 22, why="finished"),
+    ]
+    attempts = [attempt(), attempt(END, started=at(18), ended=at(22))]
+    found = history(tmp_path / "r", events, attempts)
+    assert list(found.step) == [1, 2, 3, 4] and found.series("loss", "step")[1].tolist() == [5, 4, 3.5, 2.5]
+    assert (found.repeated, found.resumed) == (2, [2])
+    assert dict(found.times.ordered()) == pytest.approx(
+        {"start": 1, "forward": 4, "save": 0.5, "restart": 2, "lost": 2.5, "not_running": 12}
+    )
+
+
+def test_a_resume_in_the_middle_of_a_logged_stretch_keeps_its_share(tmp_path: Path) -> None:
+    events = [
+        began(0),
+        step(10, 10, **phases(forward=1.0)),
+        began(15, step=4),
+        step(10, 21, **phases(forward=1.0)),
+    ]
+    times = dict(history(tmp_path / "r", events, []).times.ordered())
+    assert times == pytest.approx({"forward": 4 + 6, "lost": 6, "restart": 5})
+
+
+def test_a_stall_is_what_is_in_no_phase_and_far_from_usual(tmp_path: Path) -> None:
+    usual = phases(forward=0.9, other=0.1)
+    rows = [step(n, n, **usual) for n in range(1, 20)]
+    stalled = step(20, 22.0, **phases(forward=0.9, other=2.1))
+    times = dict(history(tmp_path / "r", [began(0), *rows, stalled], []).times.ordered())
+    assert times == pytest.approx({"forward": 18, "other": 2, "stall": 2.0})
+
+
+def test_a_log_without_phases_says_what_it_can(tmp_path: Path) -> None:
+    rows = [step(n, n, data_wait_share=0.25) for n in (1, 2, 3)]
+    evaluated = step(4, 9, data_wait_share=0.25, val_loss=2.0)  # its step took one second of six
+    times = dict(history(tmp_path / "r", [began(0), *rows, evaluated], []).times.ordered())
+    assert times == pytest.approx({"data": 1.0, "training": 3.0, "evaluation": 5.0})
+
+
+def test_a_failed_start_and_a_failed_step_are_charged_too(tmp_path: Path) -> None:
+    failed = attempt(ended("failed", None), ended=at(4))
+    events = [
+        *(event("run_end", 4, why="failed", step=None), began(12, attempt=2), step(1, 13)),
+        event("run_end", 15, why="failed", step=1, error="ValueError"),
+    ]
+    attempts = [failed, attempt(ended("failed", 1), started=at(10), ended=at(15))]
+    times = history(tmp_path / "r", events, attempts).times
+    assert dict(times.ordered()) == pytest.approx(
+        {"start": 4, "not_running": 6, "restart": 2, "training": 1, "lost": 2}
+    )
+
+
+def test_a_validation_between_two_logged_steps_is_a_point_of_its_own(tmp_path: Path) -> None:
+    def validated(number: int, second: float, loss: float) -> dict[str, Any]:
+        return event("validation", second, step=number, seconds=2.0, metrics={"validation/books/loss": loss})
+
+    events = [
+        *(began(0), validated(0, 2, 4.0), step(4, 6, **phases(forward=1.0, evaluation=0.5))),
+        *(validated(6, 10, 3.0), step(8, 12, **phases(forward=1.0, evaluation=0.5)), validated(8, 14, 2.0)),
+        *(saved(8, 15), event("run_end", 15, why="finished")),
+    ]
+    found = history(tmp_path / "r", events, [])
+    assert [list(one) for one in found.series("validation/books/loss", "step")] == [[0, 6, 8], [4, 3, 2]]
+    assert [list(one) for one in found.series("loss", "step")] == [[4, 8], [2, 2]]
+    assert dict(found.times.ordered()) == pytest.approx({"forward": 8, "evaluation": 6, "save": 1})
+
+
+def test_a_damaged_log_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    lines = [began(1), step(1, 2, "NaN"), step(2, 3, "Infinity"), step(3, 4, 2.0, new=1.0)]
+    text = "".join(f"{json.dumps(one)}\n" for one in lines)
+    data = ("no json\n[]\n{}\n" + text + '{"version": 1, "event": "st').encode()
+    found = history(tmp_path / "r", data)
+    assert list(found.step) == [1, 2, 3]
+    (run,) = view.open_runs([summarize(tmp_path / "r")])
+    one = view.curve(run, 0, "loss", "step")
+    assert (one.x, one.y, one.odd) == ([3.0], [2.0], [1.0, 2.0])
+    assert view.curve(run, 0, "new", "tokens").x == [30.0]
+    assert view.best(found) == {"loss": {"value": 2.0, "step": 3.0}}
+
+
+@pytest.mark.parametrize("events", [b"", [began(0)]], ids=["no event", "no step"])
+def test_a_run_without_a_step_has_a_report(events: Any, tmp_path: Path, titan: Titan) -> None:  # noqa: F811
+    make(tmp_path / "r", events, [])
+    for how in ("--text", "--json", "--by=tokens"):
+        done = titan("report", tmp_path / "r", how)
+        assert done.code == 0, done.err
+    assert "No step has been logged." in Path("report.html").read_text()
+
+
+def test_thinning_keeps_every_extreme(tmp_path: Path) -> None:
+    found = History()
+    losses = np.sin(np.arange(5000) / 300) + 3
+    losses[1234], losses[2345] = 50.0, -7.0
+    found.columns["loss"] = column = view.History().columns.setdefault("loss", _column(losses))
+    assert column.values[1234] == 50.0
+    found.step.extend(range(1, 5001))
+    one = view.curve(view.Run("r", None, found, None), 0, "loss", "step", 100)  # type: ignore[arg-type]
+    assert len(one.x) == 100 and max(one.high) == 50.0 and min(one.low) == -7.0
+    assert sum(one.y) / 100 == pytest.approx(losses.mean())
+    assert all(low <= y <= high for low, y, high in zip(one.low, one.y, one.high, strict=True))
+
+
+def _column(values: Any) -> Any:
+    from titancli.report.history import Column
+
+    column = Column()
+    column.rows.extend(range(len(values)))
+    column.values.extend(values)
+    return column
+
+
+# -------------------------------------------------------------------------------------------- the page
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Path, Path]:
+    """Two runs with evil names; one was resumed, the other still has no outcome."""
+    events = [
+        *(began(1), *(step(n, n + 1, 5 - n, val_loss=1.0, **phases(forward=0.5)) for n in range(1, 5))),
+        *(saved(4, 5.5), event("log", 5.6, level="warning", message="<script>alert(1)</script>")),
+        event("run_end", 6, why="finished", step=4),
+    ]
+    a = make(tmp_path / "a<b>&", events, [attempt(END, ended=at(6))])
+    other = [began(1), step(1, 2, "NaN"), step(2, 3, 1.0)]
+    b = make(tmp_path / "b", other, [attempt()], lock=LOCK.replace("0.001", "0.5"))
+    return a, b
+
+
+def test_the_page_is_whole_valid_and_loads_nothing(two: tuple[Path, Path], titan: Titan) -> None:  # noqa: F811
+    import html5lib
+
+    pytest.importorskip("matplotlib")
+    done = titan("report", *two, "-o", "page.html")
+    assert (done.code, done.out) == (0, "page.html\n"), done.err
+    text = Path("page.html").read_text()
+    assert len(text) < 200_000 and "<script>alert" not in text
+    parser = html5lib.HTMLParser(strict=True, namespaceHTMLElements=False)
+    tree = parser.parse(text)
+    for element in tree.iter():
+        for name, value in element.attrib.items():
+            if str(name).endswith(("href", "src")):
+                assert value.startswith(("#", "data:")), (element.tag, name, value)
+    assert "url(" not in text and "@import" not in text
+    words = " ".join(tree.itertext())
+    for expected in (
+        "a<b>&",
+        "optimizer.lr",
+        "0.001",
+        "0.5",
+        "finished",
+        "died",
+        "Loss",
+        "val_loss",
+        "removed",
+    ):
+        assert expected in words
+    data = json.loads(tree.find(".//script[@id='data']").text)
+    assert data["c0"]["runs"][0][1:] == [[1, 2, 3, 4], [4, 3, 2, 1]]
+    for cause in ("forward", "start"):
+        assert CAUSES[cause] in words
+
+
+def test_a_file_that_is_no_report_is_not_written_over(two: tuple[Path, Path], titan: Titan) -> None:  # noqa: F811
+    Path("page.html").write_text("<p>mine</p>")
+    done = titan("report", two[0], "-o", "page.html")
+    assert done.code == 5 and "is not a report of titan" in done.err
+    assert Path("page.html").read_text() == "<p>mine</p>"
+    assert titan("report", two[0]).code == titan("report", two[0]).code == 0
+    assert titan("report", two[0], "-o", "none/page.html").code == 5
+    assert titan("report", two[0], "--text", "--json").code == 2
+    assert titan("report", "nothing").code == 5
+
+
+def test_without_the_extra_the_error_says_what_to_install(
+    two: tuple[Path, Path],
+    titan: Titan,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # type: ignore[arg-type]
+    done = titan("report", *two)
+    assert done.code == 5 and "pip install 'titancli[report]'" in done.err
+    assert titan("report", *two, "--text").code == titan("report", *two, "--json").code == 0
+
+
+def test_text_draws_the_curves_of_all_runs(two: tuple[Path, Path], titan: Titan) -> None:  # noqa: F811
+    done = titan("report", *two, "--text")
+    lines = done.out.splitlines()
+    assert lines[0].startswith("a<b>&  finished, step 4/") and "loss by step" in lines
+    assert any(line.startswith("4 │") and set(line[3:]) - {" "} for line in lines)
+    assert "forward" in done.out and "\x1b" not in done.out
+
+
+def test_the_numbers_add_up(two: tuple[Path, Path], titan: Titan) -> None:  # noqa: F811
+    found = json.loads(titan("report", *two, "--json").out)
+    for run in found["runs"]:
+        assert math.fsum(one["seconds"] for one in run["times"]) == pytest.approx(run["wall_seconds"])
+    assert found["recipe"] == [{"key": "optimizer.lr", "values": [0.001, 0.5]}]
+    assert found["runs"][0]["warnings"][0]["message"] == "<script>alert(1)</script>"
+    assert [one["run"] for one in found["curves"] if one["metric"] == "loss"] == [0, 1]
+
+
+def test_a_file_that_is_not_there_is_an_empty_history(tmp_path: Path) -> None:
+    assert list(read(tmp_path / "events.jsonl").step) == []

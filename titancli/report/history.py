@@ -1,0 +1,334 @@
+"""A run's event log, read once from beginning to end: its metrics as columns, and where its time went.
+
+A log may have a million steps, so numbers are kept in arrays, and lines are not kept at all.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titancli.observe.console import numbers
+from titancli.observe.events import can_be_shown, parse
+from titancli.report.times import Interval, Times
+
+MESSAGES = 20
+"""Warnings and errors that are kept: the last ones."""
+ORDERLY = ("finished", "data_ended", "stopped", "interrupted")
+NAN = float("nan")
+
+
+@dataclass
+class Column:
+    """One metric: in which rows it stands, and its values."""
+
+    rows: array[int] = field(default_factory=lambda: array("q"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+    def truncate(self, rows: int) -> None:
+        end = bisect_left(self.rows, rows)
+        del self.rows[end:], self.values[end:]
+
+    def at(self, row: int) -> float:
+        """The value of a row; NaN where it has none."""
+        place = bisect_left(self.rows, row)
+        return self.values[place] if place < len(self.rows) and self.rows[place] == row else NAN
+
+
+class History:
+    """The steps that were logged, without those that a later attempt did again."""
+
+    def __init__(self) -> None:
+        self.step = array("d")
+        """By row; so are the next two."""
+        self.tokens = array("d")
+        """Trained on up to here, over all ranks; NaN where the run does not say."""
+        self.seconds = array("d")
+        """In training up to here, with evaluations and saves."""
+        self.columns: dict[str, Column] = {}
+        self.checkpoints: dict[int, float] = {}
+        """By step, when it was complete (seconds since 1970)."""
+        self.resumed: list[int] = []
+        """Steps from which a further attempt, or the ranks after a restart, went on."""
+        self.repeated = 0
+        """Steps that were done again."""
+        self.messages: deque[tuple[str, str, str]] = deque(maxlen=MESSAGES)
+        """Warnings and errors: time, level, text."""
+        self.times = Times()
+        self._intervals: list[Interval] = []
+        self.done = 0.0
+        """The step up to which intervals go."""
+
+    def axis(self, name: str) -> np.ndarray:
+        """One of `step`, `tokens`, `seconds`, by row."""
+        return np.asarray(getattr(self, name))
+
+    def series(self, name: str, by: str) -> tuple[np.ndarray, np.ndarray]:
+        """A metric: places on the axis `by`, and values; both empty where it was not logged."""
+        column = self.columns.get(name, Column())
+        return self.axis(by)[np.asarray(column.rows, dtype=np.int64)], np.asarray(column.values)
+
+    def last(self, name: str) -> float | None:
+        """A metric's last value."""
+        column = self.columns.get(name)
+        return column.values[-1] if column and column.values else None
+
+    # ---------------------------------------------------------------------------------------- reading
+
+    def add_row(self, step: int, metrics: Mapping[str, float | None], interval: Interval) -> None:
+        row, before = len(self.step), self.step[-1] if self.step else 0.0
+        rate, each = metrics.get("tokens_per_second"), metrics.get("step_seconds")
+        trained = NAN if rate is None or each is None else rate * each * (step - before)
+        self.tokens.append((self.tokens[-1] if self.tokens else 0.0) + trained)
+        self.seconds.append((self.seconds[-1] if self.seconds else 0.0) + interval.wall)
+        self.step.append(step)
+        self._intervals.append(interval)
+        self.done = step
+        self.add_metrics(row, metrics)
+
+    def add_validation(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """What was evaluated after a step, which may not have been logged itself."""
+        if not self.step or self.step[-1] < step:
+            self.step.append(step)
+            self.tokens.append(self.tokens[-1] if self.tokens else 0.0)
+            self.seconds.append(self.seconds[-1] if self.seconds else 0.0)
+            self._intervals.append(Interval(0.0, 1.0))
+        self.add_metrics(len(self.step) - 1, metrics)
+
+    def add_metrics(self, row: int, metrics: Mapping[str, float | None]) -> None:
+        for name, value in metrics.items():
+            column = self.columns.get(name)
+            if column is None:
+                column = self.columns[name] = Column()
+            if value is not None and (not column.rows or column.rows[-1] < row):
+                column.rows.append(row)
+                column.values.append(value)
+
+    def go_back(self, step: int) -> None:
+        """An attempt begins after a step: what was done after it is void, and its time lost."""
+        keep = bisect_right(self.step, step)
+        if keep < len(self.step):
+            self.repeated += int(self.step[-1]) - step
+            for row in range(keep, len(self.step)):
+                interval = self._intervals[row]
+                began = self.step[row] - interval.steps  # the first of them may have begun before that step
+                kept = max(0.0, step - began) / interval.steps
+                self.times.lose(interval, self._phases_of(row), kept)
+        for values in (self.step, self.tokens, self.seconds, self._intervals):
+            del values[keep:]
+        for column in self.columns.values():
+            column.truncate(keep)
+        for saved in [saved for saved in self.checkpoints if saved > step]:
+            del self.checkpoints[saved]
+        self.done = float(step)
+
+    def _phases_of(self, row: int) -> dict[str, float]:
+        found = {
+            name: column.at(row)
+            for name, column in self.columns.items()
+            if name.startswith("time/") or name in ("data_wait_share", "step_seconds")
+        }
+        return {name: value for name, value in found.items() if value == value}
+
+    def settle(self) -> None:
+        """Charge the time of the rows that stay."""
+        rows = len(self._intervals)
+        phases = {}
+        for name, column in self.columns.items():
+            if name.startswith("time/") or name in ("data_wait_share", "step_seconds"):
+                dense = np.zeros(rows)
+                dense[np.asarray(column.rows, dtype=np.int64)] = np.nan_to_num(
+                    np.asarray(column.values), nan=0.0, posinf=0.0, neginf=0.0
+                )
+                phases[name] = dense
+        self.times.keep(self._intervals, phases)
+        self._intervals = []
+
+
+def read(
+    path: Path,
+    attempts: Sequence[Mapping[str, Any]] = (),
+    *,
+    until: float | None = None,
+    async_saves: bool = False,
+) -> History:
+    """Return what a run's event log says; of one that is damaged, what can be read.
+
+    Args:
+        attempts: as in run.json: when each was started, and ended.
+        until: of a run that is going on, now (seconds since 1970).
+        async_saves: the recipe's checkpoints are written while training goes on.
+    """
+    reader = _Reader(History(), attempts, async_saves)
+    for event in _events(path):
+        reader.take(event)
+    reader.finish(until)
+    reader.history.settle()
+    return reader.history
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        with open(path, "rb") as file:
+            for line in file:
+                yield from filter(can_be_shown, parse(line))
+    except OSError:
+        return
+
+
+class _Reader:
+    """Walks along the events. Each moment between the first start and the end is charged once: `_charge`
+    moves `_cursor`, and rows get what lies between it and them."""
+
+    def __init__(self, history: History, attempts: Sequence[Mapping[str, Any]], async_saves: bool) -> None:
+        self.history = history
+        self._attempts = attempts
+        self._async_saves = async_saves
+        self._number = 0
+        """The attempt under way, from 1; 0 before the first."""
+        self._cursor: float | None = None
+        self._saved_at: float | None = None
+        """Since the last row: when a checkpoint of its step was complete."""
+        self._evaluated = 0.0
+        """Since the last row: seconds of evaluations."""
+        self._first = True
+        """Whether the next row is the first of an attempt."""
+        self._in_start = False
+
+    def take(self, event: dict[str, Any]) -> None:
+        now = seconds_of(event["time"])
+        kind = event["event"]
+        if now is None:
+            return
+        if kind != "run_start":  # an attempt may say something, or fail, before its first step
+            while (started := self._started(self._number)) is not None and started <= now:
+                self._begin(self._number + 1, None)
+        if kind == "run_start":
+            self._start(event, now)
+        elif kind == "step":
+            self._step(event, now)
+        elif kind == "validation":
+            self._evaluated += event.get("seconds") or 0.0
+            self.history.add_validation(event["step"], numbers(event))
+        elif kind == "checkpoint":
+            self.history.checkpoints[event["step"]] = now
+            if self.history.step and event["step"] == self.history.step[-1] and not self._async_saves:
+                self._saved_at = now
+        elif kind == "log" and event["level"] not in ("info", "debug"):
+            self.history.messages.append((event["time"], event["level"], event["message"]))
+        elif kind == "run_end":
+            self._end(now, event["why"])
+
+    def _start(self, event: dict[str, Any], now: float) -> None:
+        number = event.get("attempt")
+        number = number if isinstance(number, int) else self._number
+        if number != self._number or self._in_start or not self._number:
+            self._begin(number, now)
+        else:  # the launcher has restarted the ranks
+            self._charge("restart", now)
+        if self.history.step or self._number > 1 or event["step"]:
+            self.history.resumed.append(event["step"])
+        self.history.go_back(event["step"])
+        self._saved_at, self._evaluated, self._first = None, 0.0, True
+
+    def _begin(self, number: int, now: float | None) -> None:
+        """The attempts up to this one begin; all but the last ended before their first step."""
+        for each in range(self._number + 1, number + 1):
+            started, ended = self._started(each - 1), self._ended(each - 2)
+            if self._cursor is not None and ended is not None:
+                self._leave(ended)
+            elif self._saved_at is not None:  # the last that is known of one that was killed
+                self._charge("save", self._saved_at)
+            self._saved_at, self._evaluated = None, 0.0
+            if started is not None:
+                if self._cursor is None:
+                    self._cursor = started
+                self._charge("not_running", started)
+            self._number = each
+            self._in_start = True
+        if now is not None:
+            self._number = max(number, 1)
+            self._cursor = now if self._cursor is None else self._cursor
+            self._charge("start" if self._number <= 1 else "restart", now)
+            self._in_start = False
+
+    def _step(self, event: dict[str, Any], now: float) -> None:
+        history = self.history
+        if event["step"] <= history.done:  # a log without the start between the two
+            history.go_back(event["step"] - 1)
+        self._in_start = False
+        cursor = self._cursor if self._cursor is not None else now
+        save = max(0.0, min(self._saved_at, now) - cursor) if self._saved_at is not None else 0.0
+        interval = Interval(
+            wall=max(0.0, now - cursor),
+            steps=max(1.0, event["step"] - history.done),
+            save=save,
+            evaluation=self._evaluated,
+            first=self._first,
+        )
+        self._first = False
+        history.add_row(event["step"], numbers(event), interval)
+        self._cursor, self._saved_at, self._evaluated = max(now, cursor), None, 0.0
+
+    def _end(self, now: float, why: str) -> None:
+        if self._in_start:
+            self._charge("start" if self._number <= 1 else "restart", now)
+            self._in_start = False
+            return
+        if self._saved_at is not None:
+            evaluated = min(self._evaluated, max(0.0, self._saved_at - (self._cursor or 0.0)))
+            self._charge("evaluation", (self._cursor or 0.0) + evaluated)
+            self._charge("save", self._saved_at)
+        elif self._evaluated:
+            self._charge("evaluation", min(now, (self._cursor or 0.0) + self._evaluated))
+        self._saved_at, self._evaluated = None, 0.0
+        self._charge("other" if why in ORDERLY else "lost", now)
+
+    def _leave(self, ended: float) -> None:
+        """The attempt before has ended, without a last word in the log."""
+        outcome = (self._attempts[self._number - 1].get("outcome") or {}) if self._number else {}
+        self._end(ended, outcome.get("why") or "died")
+
+    def finish(self, until: float | None) -> None:
+        """All events are read."""
+        if len(self._attempts) > self._number:
+            self._begin(len(self._attempts), None)
+        ended = self._ended(len(self._attempts) - 1)
+        if until is None and ended is not None:
+            self._leave(ended)
+        elif until is not None and self._cursor is not None:
+            self._end(until, "finished")
+        elif self._saved_at is not None:
+            self._end(self._saved_at, "died")
+
+    def _charge(self, cause: str, until: float) -> None:
+        if self._cursor is not None and until > self._cursor:
+            self.history.times.add(cause, until - self._cursor)
+            self._cursor = until
+
+    def _started(self, index: int) -> float | None:
+        return self._time(index, "started")
+
+    def _ended(self, index: int) -> float | None:
+        return self._time(index, "ended")
+
+    def _time(self, index: int, name: str) -> float | None:
+        if 0 <= index < len(self._attempts):
+            return seconds_of(self._attempts[index].get(name))
+        return None
+
+
+def seconds_of(time: Any) -> float | None:
+    """A timestamp of run.json or events.jsonl as seconds since 1970; None if it is none."""
+    try:
+        return datetime.fromisoformat(time).timestamp()
+    except (TypeError, ValueError):
+        return None

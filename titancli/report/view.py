@@ -1,0 +1,201 @@
+"""What a report says of its runs, as plain data: `titan report --json`, and what the page is made of."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from titancli.observe.events import plain
+from titancli.observe.summary import Summary
+from titancli.report.history import History, read
+from titancli.run.compare import Side, side_of, spread
+from titancli.runs import RunFolder
+
+ENVIRONMENT = ("host", "platform", "device", "world", "mesh", "git")
+CURVES = {
+    "loss": "Loss",
+    "grad_norm": "Gradient norm",
+    "lr": "Learning rate",
+    "tokens_per_second": "Tokens per second",
+    "mfu": "Model FLOPs utilization",
+    "memory_gib": "Memory, GiB",
+    "skipped_steps": "Skipped steps",
+    "step_seconds": "Seconds per step",
+}
+"""The curves that every report has, if they were logged, in this order."""
+HIDDEN = ("eta_seconds", "version", "slow_rank", "slow_rank_seconds", "data_wait_share", "loss_max")
+POINTS = 300
+"""Of a curve: what has more is drawn as the mean, the minimum and the maximum of as many parts."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a report."""
+
+    name: str
+    summary: Summary
+    history: History
+    side: Side
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric of one run, thinned out: `low` and `high` are the extremes of what each point stands for."""
+
+    run: int
+    x: list[float]
+    y: list[float]
+    low: list[float]
+    high: list[float]
+    odd: list[float]
+    """Places where it was NaN or infinite."""
+
+
+def open_runs(summaries: Sequence[Summary]) -> list[Run]:
+    """Read the event logs of runs. Names are those of folders, with as much of the path as tells them apart.
+
+    Raises:
+        RecipeError: a lock file is not TOML.
+    """
+    names = _names([summary.path.absolute().parts for summary in summaries])
+    runs = []
+    for name, summary in zip(names, summaries, strict=True):
+        side = side_of(summary)
+        mode = (side.data.get("checkpoint") or {}).get("async_mode", "disabled")
+        history = read(
+            RunFolder(summary.path).events,
+            summary.attempts,
+            until=time.time() if summary.state == "running" else None,
+            async_saves=mode != "disabled",
+        )
+        runs.append(Run(name, summary, history, side))
+    return runs
+
+
+def _names(paths: Sequence[tuple[str, ...]]) -> list[str]:
+    for length in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(parts[-length:]) for parts in paths]
+        if len(set(names)) == len(names):
+            return names
+    return names
+
+
+def metrics_of(runs: Sequence[Run]) -> list[str]:
+    """The metrics to draw: those of `CURVES`, then validation, then all others by name."""
+    logged = {name for run in runs for name, column in run.history.columns.items() if column.values}
+    first = [name for name in CURVES if name in logged and _worth(runs, name)]
+    rest = sorted(name for name in logged if name not in (*CURVES, *HIDDEN) and not name.startswith("time/"))
+    return first + sorted(rest, key=lambda name: not name.startswith(("val_", "validation/")))
+
+
+def _worth(runs: Sequence[Run], name: str) -> bool:
+    """A count that stays 0 draws nothing."""
+    return name != "skipped_steps" or any(any(run.history.columns[name].values) for run in runs)
+
+
+def curve(run: Run, number: int, name: str, by: str, points: int = POINTS) -> Curve:
+    """Return one metric along an axis (`step`, `tokens`, `seconds`), thinned out to about so many points."""
+    x, y = run.history.series(name, by)
+    x, y = x[np.isfinite(x)], y[np.isfinite(x)]
+    finite = np.isfinite(y)
+    odd = x[~finite]
+    x, y = x[finite], y[finite]
+    if len(x) > 2 * points:
+        edges = np.linspace(0, len(x), points + 1).astype(int)[:-1]
+        counts = np.diff(np.append(edges, len(x)))
+        low, high = np.minimum.reduceat(y, edges), np.maximum.reduceat(y, edges)
+        x, y = np.add.reduceat(x, edges) / counts, np.add.reduceat(y, edges) / counts
+    else:
+        low = high = y
+    if len(odd) > points:
+        odd = odd[np.linspace(0, len(odd) - 1, points).astype(int)]
+    return Curve(number, x.tolist(), y.tolist(), low.tolist(), high.tolist(), odd.tolist())
+
+
+def environment(run: Run) -> dict[str, Any]:
+    """Machine and versions of the newest attempt."""
+    newest = run.summary.attempts[-1] if run.summary.attempts else {}
+    return {**{name: newest.get(name) for name in ENVIRONMENT}, **run.side.software}
+
+
+def document(runs: Sequence[Run], by: str) -> dict[str, Any]:
+    """Return the report as plain JSON."""
+    found = {
+        "runs": [_run(run) for run in runs],
+        "recipe": [{"key": key, "values": values} for key, values in spread([run.side.data for run in runs])],
+        "environment": [
+            {"key": key, "values": values} for key, values in spread([environment(run) for run in runs])
+        ],
+        "by": by,
+        "curves": [
+            {
+                "metric": name,
+                "run": number,
+                **{key: getattr(one, key) for key in ("x", "y", "low", "high", "odd")},
+            }
+            for name in metrics_of(runs)
+            for number, run in enumerate(runs)
+            if (one := curve(run, number, name, by)).x or one.odd
+        ],
+    }
+    return plain(found)
+
+
+def _run(run: Run) -> dict[str, Any]:
+    summary, history = run.summary, run.history
+    return {
+        "name": run.name,
+        "path": str(summary.path.absolute()),
+        "state": summary.state,
+        "recipe": summary.recipe,
+        "step": summary.step,
+        "steps": summary.steps,
+        "metrics": summary.metrics,
+        "best": best(history),
+        "tokens": None if math.isnan(tokens := trained(history)) else tokens,
+        "wall_seconds": history.times.wall,
+        "times": [{"cause": cause, "seconds": seconds} for cause, seconds in history.times.ordered()],
+        "repeated_steps": history.repeated,
+        "resumed_from": history.resumed,
+        "checkpoints": checkpoints(run),
+        "warnings": [
+            {"time": when, "level": level, "message": text} for when, level, text in history.messages
+        ],
+        "error": summary.error,
+        "problems": summary.problems,
+    }
+
+
+def trained(history: History) -> float:
+    """Tokens that were trained on; NaN where the run does not say."""
+    return history.tokens[-1] if history.tokens else 0.0
+
+
+def best(history: History) -> dict[str, dict[str, float]]:
+    """The lowest finite value of each loss, and its step."""
+    found = {}
+    for name in history.columns:
+        if (
+            name == "loss"
+            or name == "val_loss"
+            or (name.startswith("validation/") and name.endswith("/loss"))
+        ):
+            steps, values = history.series(name, "step")
+            finite = np.isfinite(values)
+            if finite.any():
+                place = int(np.argmin(values[finite]))
+                found[name] = {"value": float(values[finite][place]), "step": float(steps[finite][place])}
+    return found
+
+
+def checkpoints(run: Run) -> list[dict[str, Any]]:
+    """Steps that were saved: when (seconds since 1970; None where the log does not say), and whether the
+    folder is still there."""
+    here = set(run.summary.checkpoints)
+    steps = sorted(here | set(run.history.checkpoints))
+    return [{"step": step, "time": run.history.checkpoints.get(step), "kept": step in here} for step in steps]
