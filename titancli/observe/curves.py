@@ -40,7 +40,7 @@ def curve(path: Path) -> list[Point]:
     for event in filter(can_be_shown, read_events(path)):
         kind = event["event"]
         if kind == "validation":
-            points = _with_validation(points, event, tokens)
+            _add_validation(points, event, tokens)
         if kind not in ("run_start", "step"):
             continue
         now = _seconds(event["time"])
@@ -64,12 +64,13 @@ def curve(path: Path) -> list[Point]:
     return points
 
 
-def _with_validation(points: list[Point], event: dict[str, Any], tokens: float | None) -> list[Point]:
-    """The points with what was evaluated after a step."""
+def _add_validation(points: list[Point], event: dict[str, Any], tokens: float | None) -> None:
+    """Add to the points what was evaluated after a step."""
     last = points[-1] if points else Point(0, 0.0, 0.0, {})
     if points and last.step == event["step"]:
-        return [*points[:-1], replace(last, metrics=last.metrics | numbers(event))]
-    return [*points, Point(event["step"], tokens, last.seconds, numbers(event))]
+        points[-1] = replace(last, metrics=last.metrics | numbers(event))
+    else:
+        points.append(Point(event["step"], tokens, last.seconds, numbers(event)))
 
 
 def equal_places(curves: Sequence[Sequence[Point]], axis: str, count: int) -> list[float]:
