@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 class LoRA:
     """LoRA: low-rank adapters of linear layers (arXiv 2106.09685). Only the adapters are trained and saved.
 
-    The base, which `weights` names, stays as it is; it comes with no checkpoint, which tells its path and
-    digest.
+    The base (`weights`) is frozen. Checkpoints do not contain it, but record its path and digest.
     """
 
     rank: Annotated[int, Gt(0)] = 8

@@ -11,7 +11,7 @@ from titancli.registry.component import component
 
 @component("launcher", "local", target="titancli.launchers.local:launch")
 class Local:
-    """Run on this machine, or on several machines, with the same command started on each."""
+    """Run on this machine, or on several machines on which the same command is started."""
 
     nproc: Annotated[int, Gt(0)] | Literal["auto"] = "auto"
     """Processes per machine; auto: one per visible GPU, or one if there is none."""

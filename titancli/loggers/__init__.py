@@ -22,7 +22,7 @@ class CSV:
     """A CSV file in the run folder: step, time (UTC), and a column for each metric."""
 
     file: str = "metrics.csv"
-    """Its name."""
+    """Name of the file."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if "/" in self.file or not self.file.removesuffix(".csv") or not self.file.endswith(".csv"):

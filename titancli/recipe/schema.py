@@ -81,10 +81,12 @@ class Compile:
     """torch.compile, block by block."""
 
     enable: bool = False
+    """Compile each block of the model."""
     components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model"])
     """`"model"`: each block; `"loss"`: the loss on one chunk of logits, which makes it slower on a CPU (in
     fp32 by 10 to 30 %)."""
     backend: str = "inductor"
+    """Backend of torch.compile."""
 
 
 @section
@@ -99,6 +101,7 @@ class LRScheduler:
     """Fraction of the steps used for decay, starting after warm-up at the earliest; None: all steps after
     warm-up."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay."""
     min_lr_factor: Annotated[float, Ge(0), Le(1)] = 0.0
     """Final learning rate as a fraction of the peak."""
 
@@ -118,6 +121,7 @@ class Checkpoint:
     """Checkpoints of a run, saved in its folder `checkpoints/`."""
 
     enable: bool = True
+    """Save checkpoints."""
     interval: Annotated[int, Gt(0)] = 500
     """Steps between checkpoints; the last step is always saved."""
     keep_latest_k: Annotated[int, Ge(0)] = 10
@@ -212,6 +216,8 @@ class Comm:
 
 @section
 class Debug:
+    """Settings for reproducible runs and for measurements."""
+
     deterministic: bool = False
     """Use deterministic algorithms only; required for bitwise identical resumption on a GPU."""
     moe_force_load_balance: bool = False

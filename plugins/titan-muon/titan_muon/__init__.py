@@ -24,7 +24,7 @@ class Muon:
     """
 
     lr: Annotated[float, Ge(0)] = 0.02
-    """Peak learning rate of the matrices; about the one of AdamW with adjust_lr = "match_rms_adamw"."""
+    """Peak learning rate of the matrices; about that of AdamW with adjust_lr = "match_rms_adamw"."""
     momentum: Annotated[float, Ge(0), Lt(1)] = 0.95
     """Decay rate of the momentum."""
     nesterov: bool = True

@@ -56,7 +56,7 @@ class HFCausalLM:
 
     config: Annotated[Path | dict[str, Any], FolderOrTable()]
     """A folder with config.json; or the keys of such a file as a table, where "null" stands for null; or a
-    table whose `type` is the folder, with the keys that are to be otherwise."""
+    table whose `type` is the folder, plus the keys to override."""
 
     mesh_degrees = ("dp_replicate", "dp_shard", "tp")
 
@@ -151,7 +151,7 @@ class HFCausalLM:
 
     @property
     def hidden_dim(self) -> int | None:
-        """Width inside the feed-forward block."""
+        """Hidden dimension of the feed-forward block."""
         return first(self.values, "intermediate_size")
 
     @property

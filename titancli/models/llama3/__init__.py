@@ -14,16 +14,16 @@ from titancli.registry.component import component, section
 
 @section
 class RopeScaling:
-    """Llama 3.1's stretching of rotary frequencies beyond the original context."""
+    """RoPE scaling of Llama 3.1, for sequences beyond the original context length."""
 
     factor: Annotated[float, Gt(0)] = 8.0
-    """Low frequencies are divided by this."""
+    """Factor by which low frequencies are divided."""
     low_freq_factor: Annotated[float, Gt(0)] = 1.0
-    """Wavelengths above original_max_position / this are stretched whole."""
+    """Wavelengths above original_max_position / this are scaled by the whole factor."""
     high_freq_factor: Annotated[float, Gt(0)] = 4.0
-    """Wavelengths below original_max_position / this stay."""
+    """Wavelengths below original_max_position / this are left unchanged."""
     original_max_position: Annotated[int, Gt(0)] = 8192
-    """Context of the first pretraining, in tokens."""
+    """Original context length, in tokens."""
 
 
 _LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 8192}
@@ -37,7 +37,7 @@ class Llama3(DecoderConfig):
     """Llama 3, 3.1 and 3.2: dense decoder, grouped-query attention, RoPE, SwiGLU."""
 
     hidden_dim: Annotated[int, Gt(0)]
-    """Width inside the feed-forward block."""
+    """Hidden dimension of the feed-forward block."""
     max_seq_len: Annotated[int, Gt(0)] = 131072
     rope_theta: Annotated[float, Gt(0)] = 500000.0
     rope_scaling: RopeScaling | None = None

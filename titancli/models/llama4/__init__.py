@@ -89,7 +89,7 @@ class Llama4(DecoderConfig):
     qk_norm: bool = False
     """Apply RMS norm without weights to queries and keys after RoPE, in the blocks that have RoPE."""
     attn_temperature: AttnTemperature | None = None
-    """Attention temperature of blocks without RoPE, by position; None: none."""
+    """Attention temperature of blocks without RoPE, by position; None: no temperature."""
     max_seq_len: Annotated[int, Gt(0)] = 1048576
     rope_theta: Annotated[float, Gt(0)] = 500000.0
     rope_scaling: RopeScaling | None = None
