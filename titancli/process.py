@@ -44,6 +44,7 @@ def quiet() -> None:
     """Keep the noise of libraries out of the way of what a run has to say; set before they are imported."""
     for name, value in {
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "KINETO_LOG_LEVEL": "99",
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",

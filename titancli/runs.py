@@ -6,6 +6,7 @@
     run.lock            held while a command works in the folder; says which host and process
     ranks.lock          held by each rank, which may outlive a command that was killed
     rollouts/           of a run that learns from samples: what these were
+    profile_traces/  memory_snapshot/
     logs/  checkpoints/
 
 Commands look at run folders, so nothing here imports torch.
@@ -23,6 +24,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
@@ -33,6 +35,8 @@ LOCK_NAME = "recipe.lock.toml"
 RECORD_NAME = "run.json"
 STEP_NAME = re.compile(r"step-(\d{1,18})\Z")
 """The folder of a checkpoint, in `checkpoints`."""
+PROFILE_REQUEST = "profile.request"
+"""What `titan profile` asks a run under way for."""
 RECORD_FORMAT = 1
 
 logger = logging.getLogger(__name__)
@@ -300,6 +304,8 @@ class RunFolder:
         except EnvironmentProblem:
             hold.release()
             raise
+        with suppress(OSError):  # nobody is at work, so nobody waits for an answer
+            (self.path / PROFILE_REQUEST).unlink()
         return hold
 
     def join(self) -> Hold:

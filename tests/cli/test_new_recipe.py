@@ -127,10 +127,10 @@ def test_a_schema_that_lies_beside_the_file_is_named_in_it(titan: Titan) -> None
 
 
 def test_a_torchtitan_job_becomes_a_recipe_and_an_account(titan: Titan) -> None:
-    Path("job.toml").write_text(jobs.LLAMA3_8B)
+    Path("job.toml").write_text("[fault_tolerance]\nenable = true\n" + jobs.LLAMA3_8B)
     done = titan("new-recipe", "exp.toml", "--from-torchtitan", "job.toml")
     assert done.code == 0
-    assert done.out.startswith("job.toml:6: not carried over: profiling.enable_profiling = true: ")
+    assert done.out.startswith("job.toml:2: not carried over: fault_tolerance.enable = true: ")
     assert "fields carried over" in done.err
     assert titan("validate", "exp.toml").code == 0
     assert config(titan, "exp.toml")["training"]["seq_len"] == 8192

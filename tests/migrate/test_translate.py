@@ -71,11 +71,11 @@ def test_a_job_of_llama3_8b_becomes_a_recipe(told: Told, load: Callable[..., Loa
     assert recipe.checkpoint.enable and recipe.checkpoint.async_mode == "async"
     assert recipe.compile.enable and recipe.activation_checkpoint.selective_ac_option == "op"
     assert [type(logger).__name__ for logger in recipe.loggers] == ["TensorBoard"]
-    found, _ = told(jobs.LLAMA3_8B)
+    assert recipe.profiling.enable_profiling and recipe.profiling.profile_freq == 100
+    found, _ = told("[fault_tolerance]\nenable = true\n" + jobs.LLAMA3_8B)
     lines = found.lines("job.toml")
-    profiling = next(line for line in lines if "profiling.enable_profiling" in line)
-    number = jobs.LLAMA3_8B.splitlines().index("enable_profiling = true") + 1
-    assert profiling.startswith(f"job.toml:{number}: not carried over: profiling.enable_profiling = true: ")
+    lost = next(line for line in lines if "fault_tolerance.enable" in line)
+    assert lost.startswith("job.toml:2: not carried over: fault_tolerance.enable = true: ")
     assert all(f"# {line}\n" in found.text for line in lines)
     assert "checkpoint.folder" in names(found.idle) and recipe.compile.components == ["model", "loss"]
 

@@ -29,6 +29,7 @@ COMMANDS = [
     Entry("Run", "plan", "plan", "Estimate memory, traffic and speed on N devices."),
     Entry("Run", "convert-checkpoint", "convert", "Convert a checkpoint to a Hugging Face folder, or back."),
     Entry("Runs", "runs", "runs", "List, show, watch, compare and remove runs."),
+    Entry("Runs", "profile", "profile", "Record traces of the next steps of a running run."),
     Entry("Runs", "sweep", "sweep", "Train every combination of some values."),
     Entry("Runs", "report", "run_report", "Write a report of runs as one HTML page."),
     Entry("Runs", "checkpoint", "checkpoint", "List, show and verify checkpoints."),

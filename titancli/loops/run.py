@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from titancli.engine import Engine
     from titancli.errors import TitanError
     from titancli.loops.validation import Validation
+    from titancli.observe.profiler import Profiler
     from titancli.protocols import Dataset
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,8 @@ class Run:
     """Rows of a micro-batch of one data-parallel rank, and tokens of a row."""
     folder: Path | None = None
     """The run folder, for what the loop itself writes there."""
+    profiler: Profiler | None = None
+    """Told of each step."""
     why: str = "finished"
     """How it ended: finished, stopped, interrupted, data_ended or skipped (too many steps in a row)."""
     signal: str | None = None
@@ -93,6 +96,8 @@ class Run:
     """The step of the newest checkpoint."""
     _steps_here: int = field(default=0, repr=False)
     _stopped_at: float | None = field(default=None, repr=False)
+    _wish: int = field(default=0, repr=False)
+    """What the profiler is asked for; see `Profiler.before_step`."""
 
     def goes_on(self, step: int) -> bool:
         """Whether there is another step to do. All ranks agree on a signal that any of them got. If there is
@@ -103,8 +108,12 @@ class Run:
         """
         if self._is_to_stop() or step >= self.steps:
             return False
-        if self.validation is not None and self.validation.between(step, self._asked_to_stop):
-            return not self._is_to_stop()  # an evaluation takes its time
+        # An evaluation takes its time.
+        evaluated = self.validation is not None and self.validation.between(step, self._asked_to_stop)
+        if evaluated and self._is_to_stop():
+            return False
+        if self.profiler is not None:
+            self.profiler.before_step(step, self._wish)
         return True
 
     def _asked_to_stop(self) -> bool:
@@ -112,7 +121,7 @@ class Run:
 
     def _is_to_stop(self) -> bool:
         """Whether a signal, or what went wrong, ends the run before the next step. Collective."""
-        self.signal, failed, too_many = self._agree()
+        self.signal, failed, too_many, self._wish = self._agree()
         if failed:  # on some rank; the others' threads are about to hear of it
             self._settle()
         if too_many:
@@ -136,6 +145,8 @@ class Run:
 
     def step_done(self, step: int) -> None:
         """Housekeeping between steps: garbage is collected here and nowhere else."""
+        if self.profiler is not None:
+            self.profiler.after_step(step)
         self._steps_here += 1
         if self._steps_here == 1:
             self.on_first_step()
@@ -206,20 +217,21 @@ class Run:
                 tensors, counters = engine.save_state()
                 self.checkpoints.save(engine.step, tensors, {"engine": counters, "data": data.state})
 
-    def _agree(self) -> tuple[str | None, bool, bool]:
-        """The signal that some rank got, and whether some rank knows of a save that failed, or of too many
-        steps that were skipped."""
+    def _agree(self) -> tuple[str | None, bool, bool, int]:
+        """The signal that some rank got; whether some rank knows of a save that failed, or of too many steps
+        that were skipped; and what the profiler is asked for."""
         requested = self.stop.requested
         failed = self.checkpoints is not None and self.checkpoints.failed
         too_many = self.guard is not None and self.guard.too_many()
+        asked = 0 if self.profiler is None else self.profiler.asked()
         if dist.get_world_size() == 1:
-            return requested, failed, too_many
+            return requested, failed, too_many, asked
         number = _SIGNALS.index(requested) if requested in _SIGNALS else 0
-        numbers = torch.tensor([number, int(failed), int(too_many)])
+        numbers = torch.tensor([number, int(failed), int(too_many), asked])
         with phase("wait"):
             dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         agreed = numbers.tolist()
-        return _SIGNALS[agreed[0]], bool(agreed[1]), bool(agreed[2])
+        return _SIGNALS[agreed[0]], bool(agreed[1]), bool(agreed[2]), agreed[3]
 
 
 # The order is the precedence when ranks got different ones.

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-_LATER = "this version of titan has no [{}] section"
 _FAULT = "titan has no TorchFT; `--resume` and the launcher's max_restarts restart a run"
 _LOADER = "data is read by one thread of each rank"
 
@@ -69,7 +68,7 @@ def _profiling() -> list[Field]:
         ("enable_memory_snapshot", bool, False),
         ("save_memory_snapshot_folder", str, "memory_snapshot"),
     ]
-    return [carried(f"profiling.{name}", t, d, why=_LATER.format("profiling")) for name, t, d in rows]
+    return [carried(f"profiling.{name}", t, d) for name, t, d in rows]
 
 
 JOB = [

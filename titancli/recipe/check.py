@@ -79,6 +79,7 @@ def _core_checks(recipe: Recipe) -> Iterator[Finding]:
     yield from _activation_checkpoint(recipe)
     yield from _checkpoint(recipe)
     yield from _validation(recipe)
+    yield from _profiling(recipe)
     yield from check_layout(recipe)
 
 
@@ -155,6 +156,25 @@ def _checkpoint(recipe: Recipe) -> Iterator[Finding]:
             yield ("checkpoint", "model_differs"), message, hint
 
 
+def _profiling(recipe: Recipe) -> Iterator[Finding]:
+    section = recipe.profiling
+    for name in ("save_traces_folder", "save_memory_snapshot_folder"):
+        folder = getattr(section, name)
+        if not re.fullmatch(r"[A-Za-z0-9_][\w-]*", folder, re.ASCII) or folder in TAKEN:
+            message = f"{folder!r} cannot be the name of a folder in the run folder"
+            yield ("profiling", name), message, f"use a name that is not {', '.join(TAKEN)}"
+    if section.save_traces_folder == section.save_memory_snapshot_folder:
+        yield (
+            ("profiling", "save_memory_snapshot_folder"),
+            "this is the folder of the traces",
+            "use another one",
+        )
+    needed = section.profiler_warmup + section.profiler_active
+    if section.enable_profiling and needed > section.profile_freq:
+        message = f"profiler_warmup + profiler_active = {needed} steps do not fit into {section.profile_freq}"
+        yield ("profiling", "profile_freq"), message, f"use {needed} or more"
+
+
 def _remote(url: str) -> tuple[str, str] | None:
     """What is wrong with `checkpoint.remote`, and what to write; credentials are not shown."""
     if re.match(r"\w+://[^/]*@", url):
@@ -206,6 +226,8 @@ def _add(
 # ------------------------------------------------------------------------------------ what a checkpoint holds
 
 
+TAKEN = ("checkpoints", "exports", "logs", "rollouts")
+"""Folders of a run that hold something else."""
 PARTS = {
     "model": "the weights",
     "optimizer": "the optimizer's moments and step counts",

@@ -203,6 +203,29 @@ class Metrics:
 
 
 @section
+class Profiling:
+    """Traces of torch's profiler, and memory snapshots, on a schedule. `titan profile RUN` records traces of
+    a run under way without it."""
+
+    enable_profiling: bool = False
+    """Record traces."""
+    save_traces_folder: Annotated[str, "folder"] = "profile_traces"
+    """Folder of traces in the run folder: step-N/rank-M.json.gz."""
+    profile_freq: Annotated[int, Gt(0)] = 10
+    """Steps between two traces; each ends at a multiple of it. The same for memory snapshots."""
+    profiler_active: Annotated[int, Gt(0)] = 1
+    """Steps in a trace."""
+    profiler_warmup: Annotated[int, Ge(0)] = 3
+    """Steps before a trace in which the profiler runs, but does not record."""
+    enable_memory_snapshot: bool = False
+    """Take snapshots of the CUDA allocator, also when memory runs out."""
+    save_memory_snapshot_folder: Annotated[str, "folder"] = "memory_snapshot"
+    """Folder of memory snapshots in the run folder: step-N/rank-M.pickle."""
+    ranks: list[Annotated[int, Ge(0)]] = field(default_factory=list)
+    """Ranks that record; empty: all."""
+
+
+@section
 class Comm:
     """Timeouts of collectives, and the flight recorder."""
 
@@ -262,6 +285,7 @@ class Recipe:
     stability: Stability = field(default_factory=Stability)
     validation: Validation = field(default_factory=Validation)
     metrics: Metrics = field(default_factory=Metrics)
+    profiling: Profiling = field(default_factory=Profiling)
     comm: Comm = field(default_factory=Comm)
     debug: Debug = field(default_factory=Debug)
     loggers: list[Annotated[Component, Slot("logger")]] = field(default_factory=list)

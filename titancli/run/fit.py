@@ -31,6 +31,9 @@ def check_world(loaded: Loaded, world: int) -> tuple[Degrees, int]:
         raise _problem(loaded, "mesh", error.message, error.hint) from error
     known = on(recipe, degrees)
     found = [*check_layout(known), *component_checks(known)]
+    if beyond := [rank for rank in recipe.profiling.ranks if rank >= world]:
+        message = f"there is no rank {beyond[0]}: ranks are numbered from 0 to {world - 1}"
+        found.append((("profiling", "ranks"), message, None))
     if found:
         raise RecipeError(
             [p for path, words, hint in found for p in _problem(loaded, dotted(path), words, hint).problems]

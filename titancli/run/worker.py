@@ -174,6 +174,7 @@ class Rank:
             TitanError: something that the recipe names is missing or does not fit.
         """
         from titancli.engine import Engine
+        from titancli.observe.profiler import Profiler
         from titancli.run.data import check_vocabulary, open_data, open_validation
 
         recipe = start.recipe
@@ -193,7 +194,15 @@ class Rank:
         loop = build(recipe.loop, engine=engine, data=data, tokenizer=tokenizer, observers=observers, run=run)
         if recipe.checkpoint.create_seed_checkpoint:
             loop = partial(run.save_seed, engine, data)
-        with closing(data), _garbage_between_steps(), _settled(uploads):
+        run.profiler = Profiler(
+            recipe.profiling,
+            self.folder.path,
+            rank=self.place.rank,
+            world=self.place.world,
+            device=start.device,
+            total_steps=recipe.training.steps,
+        )
+        with closing(data), _garbage_between_steps(), _settled(uploads), run.profiler:
             loop()
             self._leave_behind(recipe, engine, run)
         name = f"checkpoints/step-{run.saved_step}" if run.saved_step is not None else None
