@@ -12,9 +12,11 @@ from tests.packaging.conftest import Environment, checked, run
 
 pytestmark = pytest.mark.e2e
 KINDS = (
-    *("model", "loss", "dataset", "tokenizer", "optimizer", "converter", "logger"),
-    *("loop", "task", "reward", "advantage"),
+    *("model", "loss", "dataset", "tokenizer", "optimizer", "converter", "logger", "parallelize"),
+    *("launcher", "loop", "task", "generator", "reward", "advantage"),
 )
+SEVERAL = ("launcher", "generator")
+"""Those of one more plugin, which has all of them."""
 
 
 @pytest.fixture(
@@ -34,7 +36,9 @@ def made(titan_wheel: Path, tmp_path_factory: pytest.TempPathFactory, kinds: tup
     for kind in kinds:
         done = environment.titan("new-plugin", f"titan-new-{kind}", "--kind", kind)
         assert done.returncode == 0, done.stderr
-    folders = [environment.cwd / f"titan-new-{kind}" for kind in kinds]
+    flags = [word for kind in SEVERAL for word in ("--kind", kind)]
+    assert environment.titan("new-plugin", "titan-several", *flags).returncode == 0
+    folders = [environment.cwd / "titan-several", *(environment.cwd / f"titan-new-{kind}" for kind in kinds)]
     environment.install(*folders, build_isolation=False)
     return environment
 
@@ -43,10 +47,12 @@ def test_each_shows_in_list_components(made: Environment, kinds: tuple[str, ...]
     done = made.titan("list-components", "--json")
     listed = {(row["kind"], row["name"]) for row in json.loads(done.stdout)["components"]}
     assert {(kind, f"titan-new-{kind}/new_{kind}") for kind in kinds} <= listed
+    assert {(kind, "titan-several/several") for kind in SEVERAL} <= listed
 
 
 def test_each_passes_its_own_tests(made: Environment, kinds: tuple[str, ...]) -> None:
-    folders = [made.cwd / f"titan-new-{kind}" / "tests" for kind in kinds]
+    folders = [made.cwd / "titan-several" / "tests"]
+    folders += [made.cwd / f"titan-new-{kind}" / "tests" for kind in kinds]
     done = run(made.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *folders, cwd=made.cwd)
     assert done.returncode == 0, done.stdout[-6000:]
     assert "passed" in done.stdout and "skipped" not in done.stdout
@@ -56,14 +62,6 @@ def test_each_is_clean_python(made: Environment, kinds: tuple[str, ...]) -> None
     folders = [made.cwd / f"titan-new-{kind}" for kind in kinds]
     ruff = ("-m", "ruff", "check", "--isolated", "--select", "E,F,W,B,UP", "--line-length", "120")
     checked(made.python, *ruff, *folders, cwd=made.cwd)
-
-
-def test_a_kind_without_a_template_has_its_protocol_printed(made: Environment) -> None:
-    done = made.titan("new-plugin", "titan-new-launcher", "--kind", "launcher")
-    assert done.returncode == 0, done.stderr
-    assert "class LauncherBuilder(Protocol)" in done.stdout
-    assert "Starts the workers" in done.stdout
-    assert not (made.cwd / "titan-new-launcher").exists()
 
 
 def test_what_its_readme_says_to_type_is_right(made: Environment, kinds: tuple[str, ...]) -> None:

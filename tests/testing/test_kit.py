@@ -13,8 +13,7 @@ from titancli.errors import EnvironmentProblem, UsageError
 from titancli.recipe import load_recipe
 from titancli.registry.kinds import KINDS
 from titancli.testing import recipe, run_cli
-from titancli.testing.protocols import told
-from titancli.testing.scaffold import KINDS_WITH_TEMPLATE, new_plugin
+from titancli.testing.scaffold import new_plugin
 
 
 def test_a_command_runs_where_it_is_told_to(tmp_path: Path) -> None:
@@ -52,18 +51,37 @@ def test_nothing_is_loaded_into_pytest() -> None:
     assert not [p for p in metadata.entry_points(group="pytest11") if p.value.startswith("titancli")]
 
 
-def test_there_are_eleven_templates() -> None:
-    people_write = {
-        *("model", "loss", "dataset", "tokenizer", "optimizer", "converter", "logger"),
-        *("loop", "task", "reward", "advantage"),
-    }
-    assert set(KINDS_WITH_TEMPLATE) == people_write
+def test_every_kind_has_a_template(tmp_path: Path) -> None:
+    for kind in KINDS:
+        files = new_plugin(f"titan-new-{kind}", [kind], tmp_path / kind)
+        assert tmp_path / kind / f"titan_new_{kind}" / f"{kind}.py" in files
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_kinds_protocol_can_be_printed(kind: str) -> None:
-    text = told(kind)
-    assert f"class {kind.capitalize()}Builder(Protocol)" in text and KINDS[kind].summary in text
+def test_a_plugin_of_every_kind_has_a_folder_for_each(tmp_path: Path) -> None:
+    """Whose components are all registered, in recipes by the same name."""
+    kinds = [word for kind in KINDS for word in ("--kind", kind)]
+    done = run_cli("new-plugin", "titan-every", *kinds, cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    folder = tmp_path / "titan-every"
+    assert {path.name for path in (folder / "titan_every").iterdir() if path.is_dir()} == set(KINDS)
+    assert len(list((folder / "tests").iterdir())) == len(KINDS) + 1
+    code = (
+        "from titan_every import titan_components\n"
+        "from titancli.registry.component import component_info, load_target\n"
+        "infos = [component_info(one) for one in titan_components()]\n"
+        "import sys; assert 'torch' not in sys.modules\n"
+        "print(*sorted(f'{info.kind}/{info.name}' for info in infos if load_target(info.target)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    assert found.stdout.split() == sorted(f"{kind}/every" for kind in KINDS), found.stderr
+    readme = (folder / "README.md").read_text()
+    assert readme.count("titan train") == len(KINDS) and "A model, a tokenizer" in readme
+
+
+def test_a_kind_that_is_given_twice_is_refused(tmp_path: Path) -> None:
+    done = run_cli("new-plugin", "titan-lab", "--kind", "loss", "--kind", "loss", cwd=tmp_path)
+    assert done.code == 2 and "--kind loss is given twice" in done.stderr
+    assert not (tmp_path / "titan-lab").exists()
 
 
 @pytest.mark.parametrize(
@@ -71,7 +89,7 @@ def test_a_kinds_protocol_can_be_printed(kind: str) -> None:
 )
 def test_a_name_that_cannot_be_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError):
-        new_plugin(name, "loss", tmp_path / "new")
+        new_plugin(name, ["loss"], tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
@@ -79,7 +97,7 @@ def test_what_is_there_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     with pytest.raises(EnvironmentProblem, match="already exists"):
-        new_plugin("titan-mine", "loss", tmp_path / "mine")
+        new_plugin("titan-mine", ["loss"], tmp_path / "mine")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
 
 
@@ -87,5 +105,5 @@ def test_what_is_there_is_left_alone(tmp_path: Path) -> None:
 def test_a_plugin_does_not_hide_an_installed_package(tmp_path: Path, name: str) -> None:
     pytest.importorskip(name, reason="a plugin that need not be installed")
     with pytest.raises(UsageError, match="would hide the installed package"):
-        new_plugin(name, "loss", tmp_path / "new")
+        new_plugin(name, ["loss"], tmp_path / "new")
     assert not (tmp_path / "new").exists()

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from titancli import protocols
-from titancli.registry.kinds import KINDS
 from titancli.registry.plugins import own_traceback
 
-OPTIONAL = {"logger": {"run_start", "step_end", "checkpoint_saved", "run_end"}}
+OPTIONAL = {"logger": {"run_start", "step_end", "validated", "checkpoint_saved", "run_end"}}
 """Members of Protocols that a component may be without."""
 BUILT = (
     "model",
@@ -43,13 +42,6 @@ def returned(kind: str) -> type | None:
 def defaults(kind: str) -> type | None:
     """What else may be a member of what a kind's target returns, e.g. `LossDefaults`, if anything."""
     return getattr(protocols, f"{kind.capitalize()}Defaults", None)
-
-
-def told(kind: str) -> str:
-    """A kind's Protocols as they stand in the source."""
-    protocols = [found for found in (returned(kind), defaults(kind), builder(kind)) if found is not None]
-    head = f"{kind}: {KINDS[kind].summary}"
-    return "\n\n".join([head, *(inspect.getsource(protocol).rstrip() for protocol in protocols)])
 
 
 def target_faults(kind: str, target: Any) -> Iterator[str]:

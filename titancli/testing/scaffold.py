@@ -4,59 +4,103 @@ from __future__ import annotations
 
 import keyword
 import re
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 
 from titancli.errors import EnvironmentProblem, UsageError
-from titancli.registry.kinds import KINDS
 from titancli.version import __version__
 
 TEMPLATES = Path(__file__).parent / "templates"
-KINDS_WITH_TEMPLATE = tuple(kind for kind in KINDS if (TEMPLATES / f"{kind}.config.txt").is_file())
 MANY = ("converter", "logger", "reward")
 """Kinds that a recipe holds lists of: their slot is `[[converters]]`."""
-OF_GRPO = ("task", "reward", "advantage")
+OF_GRPO = ("task", "generator", "reward", "advantage")
 """Kinds whose slot is one of the loop grpo."""
+STANDARD = {
+    "loop": ("json",),
+    "parallelize": ("json",),
+    "launcher": ("fcntl", "threading"),
+}
+"""What the tests of a kind import, beside pathlib."""
+WITH_PYTEST = ("launcher", "parallelize")
+"""Kinds whose tests import pytest."""
+HOOK = "\n\n@hookimpl\ndef titan_components() -> list[type]:\n    return [${class_}]\n"
+SOUND = """
+def test_the_plugin_is_sound() -> None:
+    check_plugin("${name}")
+
+"""
 
 
-def new_plugin(name: str, kind: str, folder: Path) -> list[Path]:
-    """Write the package `name` with one component of a kind, and return its files.
+def new_plugin(name: str, kinds: Sequence[str], folder: Path) -> list[Path]:
+    """Write the package `name` with one component of each kind, and return its files.
+
+    One of a single kind has its config in the package itself; one of several has a folder for each.
 
     Args:
-        name: of the distribution and of the plugin, e.g. `titan-lab`; the component is then `lab`.
+        name: of the distribution and of the plugin, e.g. `titan-lab`; its components are then `lab`.
         folder: the package's own; it must not exist, or be empty.
 
     Raises:
-        UsageError: the name cannot be one, or there is no template for the kind.
+        UsageError: the name cannot be one, or a kind is given twice.
         EnvironmentProblem: the folder is not empty.
     """
-    if kind not in KINDS_WITH_TEMPLATE:
-        raise UsageError(
-            f"there is no template for a {kind}", hint=f"available: {', '.join(KINDS_WITH_TEMPLATE)}"
-        )
-    words = _words(name, kind)
+    if twice := [kind for number, kind in enumerate(kinds) if kind in kinds[:number]]:
+        raise UsageError(f"--kind {twice[0]} is given twice", hint="a new plugin has one of each kind")
+    words = _words(name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise EnvironmentProblem(f"{folder} already exists", hint="use another name, or --dir FOLDER")
-    package = folder / words["package"]
+    package, several = folder / words["package"], len(kinds) > 1
+    of_kinds = {kind: words | _words_of(kind, words, several=several) for kind in kinds}
     files = {
-        folder / "pyproject.toml": _template("pyproject.toml.txt"),
-        folder / "README.md": _template("README.md.txt"),
-        package / "__init__.py": _template(f"{kind}.config.txt"),
-        package / f"{kind}.py": _template(f"{kind}.code.txt"),
-        package / "py.typed": Template(""),
-        folder / "tests" / f"test_{words['component']}.py": Template(
-            _template("test.txt").template + _template(f"{kind}.test.txt").template
-        ),
+        folder / "pyproject.toml": _template("pyproject.toml.txt", words | _about(of_kinds)),
+        folder / "README.md": _template("README.md.txt", words | _about(of_kinds)),
+        package / "py.typed": "",
     }
-    for path, template in files.items():
+    for kind, own in of_kinds.items():
+        room, test = (package / kind, kind) if several else (package, words["component"])
+        files[room / "__init__.py"] = _template(f"{kind}.config.txt", own)
+        files[room / f"{kind}.py"] = _template(f"{kind}.code.txt", own)
+        tests = _template("test.txt", own) + _template(f"{kind}.test.txt", own)
+        files[folder / "tests" / f"test_{test}.py"] = tests
+        if several:  # the hook is the package's
+            hook = Template(HOOK).substitute(own)
+            config = files[room / "__init__.py"].removesuffix(hook)
+            files[room / "__init__.py"] = config.replace("import component, hookimpl", "import component")
+    if several:
+        files[package / "__init__.py"] = _package(of_kinds)
+        imports = "from __future__ import annotations\n\nfrom titancli.testing import check_plugin\n\n"
+        files[folder / "tests" / "test_plugin.py"] = (
+            f'"""The plugin keeps to titan\'s rules."""\n\n{imports}'
+            f"{Template(SOUND).substitute(words).rstrip()}\n"
+        )
+    for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(template.substitute(words), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     return list(files)
 
 
-def _words(name: str, kind: str) -> dict[str, str]:
-    """What the templates leave open."""
+def _package(of_kinds: dict[str, dict[str, str]]) -> str:
+    """The `__init__.py` of a plugin of several kinds."""
+    kinds = sorted(of_kinds)
+    names = {kind: f"{own['class_']}{kind.capitalize()}" for kind, own in of_kinds.items()}
+    imports = "".join(f"from .{kind} import {of_kinds[kind]['class_']} as {names[kind]}\n" for kind in kinds)
+    listed = "".join(f"        {names[kind]},\n" for kind in kinds)
+    return (
+        '"""Each folder has a component: its config, which imports no torch, and its code."""\n\n'
+        f"from __future__ import annotations\n\nfrom titancli import hookimpl\n\n{imports}\n\n"
+        "@hookimpl\ndef titan_components() -> list[type]:\n"
+        f"    return [\n{listed}    ]\n"
+    )
+
+
+def _words(name: str) -> dict[str, str]:
+    """What the templates leave open, whatever the kind.
+
+    Raises:
+        UsageError: the name cannot be one.
+    """
     package = name.replace("-", "_")
     if not re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", name) or keyword.iskeyword(package):
         raise UsageError(
@@ -72,21 +116,52 @@ def _words(name: str, kind: str) -> dict[str, str]:
     component = package.removeprefix("titan_")
     if component[0].isdigit() or keyword.iskeyword(component):
         raise UsageError(f"{component!r} is not a valid component name", hint="for example titan-lab")
-    slot = f"loop.{kind}" if kind in OF_GRPO else kind
-    array = f"{slot}s='[{{type = \"{component}\"}}]'"
-    helpers = "check_plugin, run_cli" if kind in OF_GRPO else "check_plugin, recipe, run_cli"
-    standard = "import json\nfrom pathlib import Path" if kind == "loop" else "from pathlib import Path"
     return {
         "name": name,
         "package": package,
         "component": component,
         "class_": "".join(part.capitalize() for part in component.split("_")),
-        "kind": kind,
         "titan": ".".join(__version__.split(".")[:2]),
+    }
+
+
+def _words_of(kind: str, words: dict[str, str], *, several: bool) -> dict[str, str]:
+    """What the templates of a kind leave open."""
+    name, component = words["name"], words["component"]
+    slot = f"loop.{kind}" if kind in OF_GRPO else kind
+    array = f"{slot}s='[{{type = \"{component}\"}}]'"
+    helpers = [*([] if several else ["check_plugin"]), *([] if kind in OF_GRPO else ["recipe"]), "run_cli"]
+    standard = "".join(f"import {module}\n" for module in STANDARD.get(kind, ()))
+    standard += "from pathlib import Path\n\n" + ("import pytest\n" if kind in WITH_PYTEST else "")
+    return {
+        "kind": kind,
+        "package": f"{words['package']}.{kind}" if several else words["package"],
         "base": "grpo_digit" if kind in OF_GRPO else "llama3_debug",
         "use": array if kind in MANY else f"{slot}={component}",
-        "imports": f"\n{standard}\n\nfrom titancli.testing import {helpers}\n",
+        "imports": f"\n{standard}from titancli.testing import {', '.join(helpers)}\n",
+        "sound": "" if several else Template(SOUND).substitute(words),
         "trains": _trains(name, kind, component),
+    }
+
+
+def _about(of_kinds: dict[str, dict[str, str]]) -> dict[str, str]:
+    """What README.md and pyproject.toml say of all kinds."""
+    nouns = [{"parallelize": "parallelize plan"}.get(kind, kind) for kind in of_kinds]
+    told = [f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}" for noun in nouns]
+    what = told[0] if len(told) == 1 else f"{', '.join(told[:-1])} and {told[-1]}"
+    rooms = [(own["package"].replace(".", "/"), kind) for kind, own in of_kinds.items()]
+    return {
+        "what": what[0].upper() + what[1:],
+        "labels": ", ".join(f"`{kind}/{own['component']}`" for kind, own in of_kinds.items()),
+        "commands": "\n".join(
+            f"titan show {kind}/{own['component']}\ntitan train {own['base']} {own['use']}"
+            for kind, own in of_kinds.items()
+        ),
+        "files": "\n".join(
+            f"`{room}/__init__.py` has the config: what a recipe can say. It imports no torch.\n"
+            f"`{room}/{kind}.py` has the code: what a run does. It is imported when a run needs it."
+            for room, kind in rooms
+        ),
     }
 
 
@@ -95,8 +170,9 @@ def _trains(name: str, kind: str, component: str) -> str:
     if kind in OF_GRPO:
         full = f"{name}/{component}"
         use = f'loop.rewards=[{{type="{full}"}}]' if kind == "reward" else f"loop.{kind}={full}"
+        quote = "'" if kind == "reward" else '"'
         return (
-            f"    use = {use!r}\n"
+            f"    use = {quote}{use}{quote}\n"
             '    small = ("training.steps=1", "loop.eval_freq=0", "loop.samples=4", use)\n'
             '    done = run_cli("train", "grpo_digit", *small, cwd=tmp_path)'
         )
@@ -107,5 +183,5 @@ def _trains(name: str, kind: str, component: str) -> str:
     )
 
 
-def _template(name: str) -> Template:
-    return Template((TEMPLATES / name).read_text(encoding="utf-8"))
+def _template(name: str, words: dict[str, str]) -> str:
+    return Template((TEMPLATES / name).read_text(encoding="utf-8")).substitute(words)
