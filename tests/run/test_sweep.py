@@ -96,6 +96,10 @@ def test_runs_are_named_by_their_values_and_no_two_alike() -> None:
 # ------------------------------------------------------------------------------------------------ whole
 
 
+def no_plots() -> None:
+    raise EnvironmentProblem("not installed")
+
+
 def test_a_sweep_trains_every_combination_and_the_second_time_nothing(
     sweep: Sweep, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,10 +115,12 @@ def test_a_sweep_trains_every_combination_and_the_second_time_nothing(
     assert (here / "s/lr=0.003/logs/rank-0.log").is_file()
     assert "lr = 0.003" in (here / "s/lr=0.003/recipe.lock.toml").read_text()
     assert "finished at step 2" in (here / "s/logs/lr=0.001.log").read_text()
+    assert "report:   s/report.html" in done.err and "lr=0.003" in (here / "s/report.html").read_text()
 
     monkeypatch.setattr(jobs_module.Jobs, "_start", lambda self, job: pytest.fail(f"{job.name} is started"))
+    monkeypatch.setattr("titancli.report.plots.require", no_plots)
     again = sweep(*arguments)
-    assert again.code == 0
+    assert again.code == 0 and "there is no report: not installed" in again.err
     rows = [line.split() for line in again.out.splitlines()]
     assert rows[0] == ["run", "state", "step", "loss", "tokens/s"]
     assert rows[2][:3] == ["lr=0.003", "finished", "2/2"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import signal
 import sys
@@ -16,12 +17,14 @@ from titancli.cli.common import Common, split_overrides
 from titancli.cli.completion import RecipeOrOverride
 from titancli.cli.output import note, print_json, printable, short_path, table
 from titancli.cli.train import NumberOrAuto
-from titancli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
-from titancli.runs import RunFolder, runs_root
+from titancli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TitanError, UsageError
+from titancli.runs import RunFolder, runs_root, write_atomically
 
 if TYPE_CHECKING:
     from titancli.run.sweep import Job
 
+VALIDATION = re.compile(r"val_loss|validation/.*/loss")
+"""Of several datasets the first by name counts."""
 STYLES = {"finished": "green", "failed": "red", "died": "red"}
 
 
@@ -109,6 +112,7 @@ def command(
     finally:
         hold.release()
     results = _print(planned, runner.codes, as_json=as_json)
+    _report(folder, [job.folder.path for job in planned if RunFolder.is_run(job.folder.path)])
     return _exit_code(results, runner.received)
 
 
@@ -154,13 +158,25 @@ def _print(
             row.append(value({"loss": result["best_val_loss"]}, "loss"))
         rows.append([*row, value(result, "tokens_per_second")])
     table(header, rows if sys.stdout.isatty() else [header, *rows], styles=STYLES)
-    if not dry_run:
-        runs = " ".join(
-            shlex.quote(short_path(job.folder.path)) for job in jobs if RunFolder.is_run(job.folder.path)
-        )
-        if runs and len(jobs) > 1:
-            note(f"compare:  titan runs compare {runs}")
     return results
+
+
+def _report(folder: Path, runs: Sequence[Path]) -> None:
+    """Write the report of a sweep's runs, and say what else shows them together."""
+    if not runs:
+        return
+    from titancli.observe.summary import summarize
+    from titancli.report import page, plots, view
+
+    if len(runs) > 1:
+        note(f"compare:  titan runs compare {' '.join(shlex.quote(short_path(run)) for run in runs)}")
+    try:
+        plots.require()
+        html = page.html(view.open_runs([summarize(run) for run in runs]), "step")
+        write_atomically(folder / "report.html", html)
+        note(f"report:   {short_path(folder / 'report.html')}")
+    except TitanError as error:
+        note(f"there is no report: {error}")
 
 
 def _result(job: Job, code: int | None) -> dict[str, Any]:
@@ -180,7 +196,7 @@ def _result(job: Job, code: int | None) -> dict[str, Any]:
         (name, number)
         for point in curve(job.folder.events)
         for name, number in point.metrics.items()
-        if name.startswith("val_loss") and number is not None and math.isfinite(number)
+        if VALIDATION.fullmatch(name) and number is not None and math.isfinite(number)
     ]
     first = min((name for name, _ in losses), default=None)
     untold = failed and run.state not in ("failed", "died")
