@@ -32,6 +32,7 @@ COMMANDS = [
     Entry("Runs", "profile", "profile", "Record traces of the next steps of a running run."),
     Entry("Runs", "sweep", "sweep", "Train every combination of some values."),
     Entry("Runs", "report", "run_report", "Write a report of runs as one HTML page."),
+    Entry("Runs", "eval", "evaluate", "Evaluate a trained model: loss, perplexity, bits per byte."),
     Entry("Runs", "checkpoint", "checkpoint", "List, show and verify checkpoints."),
     Entry("Runs", "rollouts", "rollouts", "Show the rollouts of a run, with rewards and advantages."),
     Entry("Recipes", "validate", "validate", "Check recipes without running them."),

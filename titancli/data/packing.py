@@ -112,6 +112,10 @@ class PackedDataset:
     def _open(self, at: Position) -> TokenStream:
         return TokenStream(self._source, self._tokenizer, repeat=self._repeat, at=at)
 
+    def text_bytes(self) -> int:
+        """Return the length of all text in UTF-8; reads it once."""
+        return sum(len(piece.text.encode()) for piece in self._source.read(0, None))
+
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch, the same on every rank.
 

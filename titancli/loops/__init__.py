@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import field
-from typing import TYPE_CHECKING, Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, MinLen
 
@@ -127,4 +128,23 @@ class Grpo:
         return bool(with_defaults(LossConfigDefaults, recipe.loss).kl_coef)
 
 
-COMPONENTS: list[type] = [Pretrain, SFT, DPO, Grpo]
+@component("loop", "evaluate", target="titancli.loops.evaluate:build")
+class Evaluate:
+    """Evaluation of `[validation]` alone, once, without an optimizer: what `titan eval` runs."""
+
+    trains: ClassVar[bool] = False
+
+    checkpoint: Path | None = None
+    """Checkpoint to evaluate; None: the weights that the recipe starts from."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        if not recipe.validation.datasets:
+            yield "", "there is nothing to evaluate: add [validation.datasets.NAME]"
+
+    def needs_reference(self, recipe: Recipe) -> bool:
+        pairs = with_defaults(LossConfigDefaults, recipe.loss).learns_from_pairs
+        read = recipe.validation.datasets.values()
+        return pairs and not all(with_defaults(DatasetConfigDefaults, data).reference_logps for data in read)
+
+
+COMPONENTS: list[type] = [Pretrain, SFT, DPO, Grpo, Evaluate]

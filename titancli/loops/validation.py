@@ -68,6 +68,7 @@ class Validation:
         self._evaluated: int | None = None
         self._seconds: float | None = None
         """Of the last evaluation."""
+        self._counts = False
 
     @property
     def prepare(self) -> Callable[[Batch], Batch]:
@@ -110,6 +111,11 @@ class Validation:
         deadline = time.monotonic() + left
         self._run(step, lambda: time.monotonic() > deadline)
 
+    def alone(self, step: int) -> None:
+        """Evaluate, with the number of tokens and, where the text is known, its bytes. Collective."""
+        self._counts = True
+        self._run(step, lambda: False)
+
     def _run(self, step: int, cancelled: Callable[[], bool]) -> None:
         with phase("evaluation"):
             self._run_timed(step, cancelled)
@@ -129,7 +135,8 @@ class Validation:
                 logger.info("stopped: the evaluation of step %d was abandoned", step)
                 self._observers.pause(time.perf_counter() - began)
                 return
-            metrics |= {f"validation/{name}/{key}": value for key, value in found.metrics.items()}
+            counts = evaluation.counts(found, self._section.steps) if self._counts else {}
+            metrics |= {f"validation/{name}/{key}": value for key, value in (found.metrics | counts).items()}
         seconds = time.perf_counter() - began
         self._evaluated, self._seconds = step, max(process_group.all_gather(seconds))
         self._observers.validated(step, metrics, seconds)
@@ -176,6 +183,18 @@ class Evaluation:
         if perplexity:
             metrics = {"loss": metrics.pop("loss"), "perplexity": _exp(values["loss"] / weight), **metrics}
         return Result(metrics, weight)
+
+    def counts(self, found: Result, steps: int | None) -> dict[str, float]:
+        """Return `tokens`, and of text that was read to its end `bytes` (UTF-8) and `bits_per_byte`."""
+        if "perplexity" not in found.metrics:
+            return {}
+        counts = {"tokens": found.weight}
+        if steps is None and isinstance(self._data, PackedDataset):
+            with collector.muted():
+                size = process_group.on_rank_zero(self._data.text_bytes)
+            bits = found.metrics["loss"] * found.weight / math.log(2)
+            counts |= {"bits_per_byte": bits / size, "bytes": float(size)}
+        return counts
 
     @property
     def _label(self) -> str:

@@ -16,7 +16,7 @@ from titancli.recipe.find import url_of
 from titancli.recipe.merge import without
 from titancli.recipe.problems import Problems, did_you_mean, nearest, nearest_name
 from titancli.recipe.read import quoting, taken_as_text
-from titancli.recipe.resolve import Resolved
+from titancli.recipe.resolve import VALIDATION, Resolved
 from titancli.recipe.schema import Recipe, needs_dataset, needs_tokenizer, recipe_slots
 from titancli.recipe.toml import KeyPath, Node, dotted
 from titancli.registry.component import is_config
@@ -45,7 +45,7 @@ def bind_recipe(
     from titancli.registry.binding import bind
 
     wanted = {
-        "tokenizer": needs_tokenizer(resolved.classes.get(("dataset",))),
+        "tokenizer": any(map(needs_tokenizer, _datasets(resolved))),
         "dataset": needs_dataset(resolved.classes.get(("loop",))),
     }
     absent = [name for name, needed in wanted.items() if needed and name not in resolved.root.value]
@@ -68,6 +68,13 @@ def bind_recipe(
     _report(missing, resolved, registry, problems)
     problems.raise_any()
     return absolute(recipe), frozenset()
+
+
+def _datasets(resolved: Resolved) -> list[type | None]:
+    """The classes of the datasets that are read; None for the one that a recipe lacks."""
+    held_out = [cls for path, cls in resolved.classes.items() if path[:2] == VALIDATION and len(path) == 3]
+    needed = not held_out or needs_dataset(resolved.classes.get(("loop",)))
+    return [*([resolved.classes.get(("dataset",))] if needed else []), *held_out]
 
 
 def absolute(value: Any) -> Any:

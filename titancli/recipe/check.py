@@ -21,6 +21,7 @@ from titancli.registry.component import component_info, configs, is_config
 from titancli.registry.defaults import (
     ConfigDefaults,
     DatasetConfigDefaults,
+    LoopConfigDefaults,
     OptimizerConfigDefaults,
     with_defaults,
 )
@@ -72,9 +73,9 @@ def _core_checks(recipe: Recipe) -> Iterator[Finding]:
         message = f"the dataset {component_info(recipe.dataset).name} does not use a tokenizer"
         yield ("tokenizer",), message, "remove [tokenizer]"
     if recipe.dataset is not None and not needs_dataset(recipe.loop):
-        message = (
-            f"the loop {component_info(recipe.loop).name} gets its prompts from loop.task and uses no dataset"
-        )
+        trains = with_defaults(LoopConfigDefaults, recipe.loop).trains
+        instead = "gets its prompts from loop.task and" if trains else "evaluates [validation.datasets] and"
+        message = f"the loop {component_info(recipe.loop).name} {instead} uses no dataset"
         yield ("dataset",), message, "remove [dataset]"
     yield from _activation_checkpoint(recipe)
     yield from _checkpoint(recipe)
@@ -100,9 +101,6 @@ def _validation(recipe: Recipe) -> Iterator[Finding]:
         if own.repeat and section.steps is None:
             message = "an evaluation would never end: set it to false, or set validation.steps"
             yield (*path, "repeat"), message, None
-        if recipe.tokenizer is None and own.needs_tokenizer:
-            message = f"the dataset {component_info(dataset).name} needs a [tokenizer]"
-            yield path, message, "add [tokenizer] with a type"
 
 
 def _activation_checkpoint(recipe: Recipe) -> Iterator[Finding]:

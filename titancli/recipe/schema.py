@@ -16,7 +16,7 @@ from titancli.errors import RecipeError
 from titancli.layout.degrees import Degrees, Mesh
 from titancli.layout.stages import Pipeline
 from titancli.registry.component import section
-from titancli.registry.defaults import DatasetConfigDefaults, with_defaults
+from titancli.registry.defaults import DatasetConfigDefaults, LoopConfigDefaults, with_defaults
 from titancli.registry.fields import Component, Slot, fields_of
 
 BFLOAT16: Literal["bfloat16"] = str(b"bfloat16", "ascii")  # type: ignore[assignment]
@@ -329,5 +329,6 @@ def needs_tokenizer(dataset: Any) -> bool:
 
 
 def needs_dataset(loop: Any) -> bool:
-    """Return whether a loop's config, or its class, wants a dataset: all do that have no `task`."""
-    return "task" not in getattr(loop, "__dataclass_fields__", {})
+    """Return whether a loop's config, or its class, wants a dataset: all do that train and have no `task`."""
+    trains = with_defaults(LoopConfigDefaults, loop).trains
+    return trains and "task" not in getattr(loop, "__dataclass_fields__", {})

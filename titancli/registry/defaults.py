@@ -7,6 +7,7 @@ what components build stand in `titancli.protocols`, beside what is required.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -146,6 +147,10 @@ class ParallelizeConfigDefaults:
 class LoopConfigDefaults:
     """Of a loop's config."""
 
+    trains: ClassVar[bool] = True
+    """Whether it trains; if not, it gets a frozen engine and no data, and nothing is saved."""
+    checkpoint: Path | None = None
+    """Of a loop that does not train: the checkpoint that it loads; None: none."""
     eval_task: Any = None
     """The task of its evaluations; None: it has none."""
     eval_freq: int = 0

@@ -14,7 +14,12 @@ from titancli.errors import EnvironmentProblem, TitanError
 from titancli.loops.validation import Validation
 from titancli.losses.cross_entropy import CrossEntropy
 from titancli.registry.component import build
-from titancli.registry.defaults import LossConfigDefaults, ModelConfigDefaults, with_defaults
+from titancli.registry.defaults import (
+    LoopConfigDefaults,
+    LossConfigDefaults,
+    ModelConfigDefaults,
+    with_defaults,
+)
 from titancli.rl.prompts import PromptSource
 
 if TYPE_CHECKING:
@@ -44,8 +49,8 @@ def check_vocabulary(recipe: Recipe, tokenizer: Any) -> None:
 
 def open_data(
     recipe: Recipe, tokenizer: Any, engine: Engine, checkpoint: Path | None, *, allow_drift: bool
-) -> Source:
-    """Open what the loop takes its data from.
+) -> Source | None:
+    """Open what the loop takes its data from; None for one that does not train.
 
     Where there is a checkpoint to continue from, load it: into the engine, and its position into the data.
 
@@ -55,6 +60,8 @@ def open_data(
     Raises:
         TitanError: the checkpoint has no position in the data, or one in other data.
     """
+    if not with_defaults(LoopConfigDefaults, recipe.loop).trains:
+        return None
     again = partial(_source, recipe, tokenizer, engine)
     data, start = again(), start_from(recipe, checkpoint)
     if start.kind != "state":
@@ -77,10 +84,12 @@ def open_validation(
     section = recipe.validation
     if not section.datasets:
         return None
-    datasets = {
-        name: open_dataset(recipe, tokenizer, engine, config, rows=section.local_batch_size)
-        for name, config in section.datasets.items()
-    }
+    datasets = {}
+    for name, config in section.datasets.items():
+        try:
+            datasets[name] = open_dataset(recipe, tokenizer, engine, config, rows=section.local_batch_size)
+        except TitanError as error:
+            raise type(error)(f"validation.datasets.{name}: {error.message}", hint=error.hint) from error
     of_samples = with_defaults(LossConfigDefaults, recipe.loss).learns_from_samples
     return Validation(section, datasets, engine, observers, loss=CrossEntropy() if of_samples else None)
 

@@ -16,7 +16,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from titancli.process import (
 )
 from titancli.provenance import package_versions
 from titancli.registry.component import build
+from titancli.registry.defaults import LoopConfigDefaults, with_defaults
 from titancli.runs import RECORD_NAME, RunFolder, timestamp
 from titancli.signals import ASKED_TO_STOP, Stop
 
@@ -182,18 +183,20 @@ class Rank:
         check_vocabulary(recipe, tokenizer)
         if (first := start_from(recipe, start.checkpoint)).kind == "weights":
             logger.info("loading weights from %s", first.source)
-        engine = Engine.build(recipe, device=start.device, checkpoint=start.checkpoint)
+        loop = with_defaults(LoopConfigDefaults, recipe.loop)
+        checkpoint = start.checkpoint or loop.checkpoint
+        engine = Engine.build(recipe, device=start.device, checkpoint=checkpoint, frozen=not loop.trains)
         allow_drift = start.record["attempts"][-1].get("allow_drift", False)
         data = open_data(recipe, tokenizer, engine, start.checkpoint, allow_drift=allow_drift)
         observers = self._observers = self._observe(start, engine, loggers)
         run = self._run_of(start, engine, tokenizer, stop)
         run.validation = open_validation(recipe, tokenizer, engine, observers)
-        uploads = self._uploads(start)
-        if recipe.checkpoint.enable:
+        uploads = self._uploads(start) if loop.trains else None
+        if recipe.checkpoint.enable and loop.trains:
             run.checkpoints = self._checkpointer(start, engine, run, observers, uploads)
-        loop = build(recipe.loop, engine=engine, data=data, tokenizer=tokenizer, observers=observers, run=run)
-        if recipe.checkpoint.create_seed_checkpoint:
-            loop = partial(run.save_seed, engine, data)
+        go = build(recipe.loop, engine=engine, data=data, tokenizer=tokenizer, observers=observers, run=run)
+        if recipe.checkpoint.create_seed_checkpoint and data is not None:
+            go = partial(run.save_seed, engine, data)
         run.profiler = Profiler(
             recipe.profiling,
             self.folder.path,
@@ -202,8 +205,13 @@ class Rank:
             device=start.device,
             total_steps=recipe.training.steps,
         )
-        with closing(data), _garbage_between_steps(), _settled(uploads), run.profiler:
-            loop()
+        with (
+            closing(data) if data else nullcontext(),
+            _garbage_between_steps(),
+            _settled(uploads),
+            run.profiler,
+        ):
+            go()
             self._leave_behind(recipe, engine, run)
         name = f"checkpoints/step-{run.saved_step}" if run.saved_step is not None else None
         return {"why": run.why, "signal": run.signal, "step": engine.step, "checkpoint": name}

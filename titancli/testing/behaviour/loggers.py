@@ -26,6 +26,7 @@ def told(logger: Any, folder: Path, first: int) -> None:
     tell("run_start", {"id": "run", "recipe": {"name": "kit", "training": {"steps": 3}}})
     for step, metrics in enumerate(STEPS, first):
         tell("step_end", step, dict(metrics))
+    tell("validated", first + 1, {"validation/books/loss": 2.5}, 0.1)
     tell("checkpoint_saved", first + 2, folder / "checkpoints" / f"step-{first + 2}")
     tell("run_end", {"why": "done", "step": first + 2})
 

@@ -1,0 +1,42 @@
+"""Evaluation alone: the datasets of `[validation]`, once, on an engine without an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from titancli.checkpoint import read_manifest
+from titancli.loops.dpo import Referenced
+from titancli.protocols import LossDefaults
+from titancli.registry.defaults import with_defaults
+
+if TYPE_CHECKING:
+    from titancli.engine import Engine
+    from titancli.loops import Evaluate
+    from titancli.loops.run import Run
+    from titancli.observe.observers import Observers
+
+
+def build(
+    config: Evaluate, *, engine: Engine, data: None, tokenizer: Any, observers: Observers, run: Run
+) -> Callable[[], None]:
+    """Load the checkpoint, if there is one.
+
+    Raises:
+        EnvironmentProblem: it is damaged.
+    """
+    step = 0
+    if config.checkpoint is not None:
+        engine.load(config.checkpoint, optimizer=False)
+        step = read_manifest(config.checkpoint).step
+    return partial(evaluate, engine, run, step)
+
+
+def evaluate(engine: Engine, run: Run, step: int) -> None:
+    """Evaluate each dataset, and stop."""
+    if run.validation is None:
+        return
+    if "reference_row_logprobs" in with_defaults(LossDefaults, engine.loss).needs:
+        run.validation.prepare = Referenced(engine, run)
+    run.validation.alone(step)

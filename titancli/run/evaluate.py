@@ -1,0 +1,224 @@
+"""What `titan eval` is about to evaluate: a recipe of the loop `evaluate`, and its results. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from titancli.checkpoint.format.manifest import LOCK, is_checkpoint, newest_good, read_manifest
+from titancli.errors import EXIT_FAILED, EnvironmentProblem, UsageError
+from titancli.launch import LaunchRequest
+from titancli.launchers.devices import visible_gpus
+from titancli.recipe import Loaded, load_recipe, lock_text
+from titancli.recipe.find import LOCK_HEADER
+from titancli.run.inputs import require_inputs
+from titancli.run.prepare import Plan
+from titancli.run.start import count_processes, start
+from titancli.runs import RunFolder, timestamp, write_atomically
+from titancli.version import __version__
+
+LONGEST = 2048
+"""Tokens of a row with a Hugging Face folder, unless its context is shorter."""
+LEFT_OUT = ("dataset", "loop", "launcher", "loggers", "mesh", "profiling", "name")
+"""Sections of a run's recipe that do not matter: the result does not depend on the layout."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What is evaluated."""
+
+    recipe: dict[str, Any]
+    """Plain data: the checkpoint's resolved recipe, or what a Hugging Face folder says."""
+    checkpoint: Path | None
+    """None: a Hugging Face folder."""
+    name: str
+    """As people are told."""
+
+    @property
+    def run(self) -> Path | None:
+        """Return the run folder that the checkpoint lies in, if it lies in one."""
+        if self.checkpoint is None or self.checkpoint.parent.name != "checkpoints":
+            return None
+        folder = self.checkpoint.parent.parent
+        return folder if RunFolder.is_run(folder) else None
+
+    @property
+    def step(self) -> int | None:
+        return None if self.checkpoint is None else read_manifest(self.checkpoint).step
+
+
+def find_source(src: Path, step: int | None, say: Callable[[str], None]) -> Source:
+    """Find what SRC names: a run, a checkpoint, or a Hugging Face folder.
+
+    Args:
+        step: of a run, the checkpoint of this step; None: its newest good one.
+        say: is told of checkpoints that had to be passed over.
+
+    Raises:
+        EnvironmentProblem: it is none of these, or the run has no such checkpoint.
+        UsageError: a step of what is no run.
+    """
+    if RunFolder.is_run(src) and not is_checkpoint(src):
+        folder = RunFolder.open(src.absolute()).checkpoints
+        found = newest_good(folder, rejected=say) if step is None else folder / f"step-{step}"
+        if found is None or not is_checkpoint(found):
+            there = ", ".join(sorted(path.name for path in folder.glob("step-*")))
+            what = "good checkpoint" if step is None else f"checkpoint of step {step}"
+            raise EnvironmentProblem(f"{src} has no {what}", hint=f"there are: {there}" if there else None)
+        return Source(_recipe_of(found), found, f"step-{read_manifest(found).step} of {src}")
+    if step is not None:
+        raise UsageError(f"--step selects a checkpoint of a run, and {src} is none", hint="remove --step")
+    if is_checkpoint(src):
+        return Source(_recipe_of(src.absolute()), src.absolute(), str(src))
+    if not (src / "config.json").is_file():
+        what = "is not a run, a checkpoint or a Hugging Face folder" if src.exists() else "does not exist"
+        hint = "give RUN, RUN/checkpoints/step-N, or a folder with config.json and *.safetensors"
+        raise EnvironmentProblem(f"{src} {what}", hint=hint)
+    return Source(_recipe_of_hf(src.absolute()), None, str(src))
+
+
+def _recipe_of(checkpoint: Path) -> dict[str, Any]:
+    if not (checkpoint / LOCK).is_file():
+        raise EnvironmentProblem(f"the checkpoint {checkpoint} contains no recipe", hint="evaluate a run")
+    return load_recipe(checkpoint / LOCK).data
+
+
+def _recipe_of_hf(folder: Path) -> dict[str, Any]:
+    try:
+        longest = json.loads((folder / "config.json").read_bytes()).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise EnvironmentProblem(f"{folder / 'config.json'} is damaged: {error}") from error
+    length = min(LONGEST, longest) if isinstance(longest, int) and longest > 0 else LONGEST
+    dtype = "bfloat16" if visible_gpus() else "float32"
+    training = {"steps": 1, "seq_len": length, "local_batch_size": 1, "mixed_precision_param": dtype}
+    tokenizer = {"type": "hf", "path": str(folder)}
+    return {"recipe": 1, "weights": str(folder), "tokenizer": tokenizer, "training": training}
+
+
+def load(
+    source: Source, files: Sequence[Path], overrides: Sequence[str], say: Callable[[str], None]
+) -> Loaded:
+    """Return the recipe of an evaluation, checked.
+
+    Args:
+        files: to evaluate in place of the recipe's `[validation]`; none: that.
+        overrides: as on the command line.
+
+    Raises:
+        TitanError: there is nothing to evaluate, something is missing, or all that is wrong with the recipe.
+    """
+    import tomli_w
+
+    loop: dict[str, Any] = {"type": "titan/evaluate"}
+    if source.checkpoint is not None:
+        loop["checkpoint"] = str(source.checkpoint)
+    data = {key: value for key, value in source.recipe.items() if key not in LEFT_OUT}
+    data |= {"name": "eval", "loop": loop}
+    if files:
+        mask = source.recipe.get("dataset", {}).get("document_mask", False)
+        data["validation"] = {"datasets": _datasets(files, document_mask=mask)}
+    given = data.get("validation", {}).get("datasets")
+    if not given and not any(override.startswith("validation.datasets") for override in overrides):
+        raise UsageError(
+            "there is nothing to evaluate: the recipe has no [validation.datasets]",
+            hint="name a file: --data FILE",
+        )
+    with tempfile.TemporaryDirectory(prefix="titan-") as folder:
+        path = Path(folder) / "eval.toml"
+        # With a lock file's header: what a flavor has and is not said here is None.
+        path.write_text(f"{LOCK_HEADER}\n{tomli_w.dumps(data)}", encoding="utf-8")
+        loaded = load_recipe(path, overrides)
+    require_inputs(loaded, source.checkpoint, dry_run=False, say=say)
+    return loaded
+
+
+def _datasets(files: Sequence[Path], *, document_mask: bool) -> dict[str, Any]:
+    """A dataset for each file, under its name."""
+    found: dict[str, Any] = {}
+    for file in files:
+        kind = "jsonl" if file.suffix == ".jsonl" else "text_files"
+        stem = re.sub(r"[^\w.-]+", "-", file.stem, flags=re.ASCII).strip("-.") or "data"
+        name, number = stem, 1
+        while name in found:
+            name, number = f"{stem}-{number + 1}", number + 1
+        settings = {"paths": [str(file)], "shuffle": False, "document_mask": document_mask}
+        found[name] = {"type": kind, **settings}
+    return found
+
+
+def run(loaded: Loaded, nproc: int | str | None, plugin_files: Sequence[Path], *, traceback: bool) -> Results:
+    """Evaluate, on this machine. The scratch folder is left where it failed, for its logs.
+
+    Raises:
+        TitanError: the recipe does not fit the processes, or the evaluation failed.
+    """
+    folder = RunFolder(Path(tempfile.mkdtemp(prefix="titan-eval-")) / "run")
+    plan = Plan(folder=folder, loaded=loaded, lock_text=lock_text(loaded), new=True)
+    request = LaunchRequest(
+        run_folder=folder.path,
+        lock_file=folder.recipe_lock,
+        checkpoint=None,
+        plugin_files=list(plugin_files),
+        nproc=count_processes(plan, nproc),
+        nnodes=1,
+        rdzv=None,
+        json_events=False,
+        traceback=traceback,
+        env=dict(loaded.recipe.env),
+    )
+    titan = logging.getLogger("titancli")
+    level = titan.level
+    titan.setLevel(logging.WARNING)  # the console of a training run has nothing to say here
+    try:
+        code = start(plan, request, announce=lambda folder: None)
+    finally:
+        titan.setLevel(level)
+    outcome = folder.outcome()
+    if code or outcome is None:
+        return Results(code or EXIT_FAILED, {})
+    shutil.rmtree(folder.path.parent, ignore_errors=True)
+    sets: dict[str, dict[str, float]] = {name: {} for name in loaded.recipe.validation.datasets}
+    for key, value in outcome["metrics"].items():
+        if key.startswith("validation/"):
+            _, name, metric = key.split("/", 2)
+            sets[name][metric] = float(value)
+    return Results(code, sets)
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    code: int
+    """The command's exit code."""
+    sets: dict[str, dict[str, float]]
+    """Metrics of each dataset: `loss`, `perplexity`, `tokens`, `bits_per_byte`, `bytes`, …"""
+
+
+def keep(source: Source, name: str, document: dict[str, Any]) -> Path | None:
+    """Write results beside a run's checkpoint, as RUN/evaluations/step-N/NAME.json; None: it is no run's.
+
+    Raises:
+        EnvironmentProblem: the folder cannot be written.
+    """
+    if source.run is None:
+        return None
+    folder = source.run / "evaluations" / f"step-{source.step}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentProblem(f"cannot create {folder}: {error.strerror}") from error
+    facts = {
+        "schema": "titan.evaluation",
+        "version": 1,
+        "step": source.step,
+        "checkpoint": str(source.checkpoint),
+    }
+    facts |= {"created": timestamp(), "titan": __version__}
+    write_atomically(folder / f"{name}.json", json.dumps({**facts, **document}, indent=2) + "\n")
+    return folder / f"{name}.json"
