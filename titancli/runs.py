@@ -43,12 +43,12 @@ logger = logging.getLogger(__name__)
 
 
 def runs_root() -> Path:
-    """Where run folders go when nothing else is said: `runs`, or what TITAN_RUNS names."""
+    """Return the default parent of run folders: `runs`, or the value of TITAN_RUNS."""
     return Path(os.environ.get("TITAN_RUNS") or "runs").absolute()
 
 
 def timestamp() -> str:
-    """Now, in UTC: `2026-01-31T12:00:00.123456Z`."""
+    """Return the current time in UTC: `2026-01-31T12:00:00.123456Z`."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
@@ -200,7 +200,7 @@ class RunFolder:
 
     @classmethod
     def choose(cls, name: str, run_dir: Path | None = None) -> RunFolder:
-        """The folder of a new run, which is not made yet: `runs/NAME-20260131T120000Z`, or `run_dir`.
+        """Choose the folder of a new run, without creating it: `runs/NAME-20260131T120000Z`, or `run_dir`.
 
         Raises:
             EnvironmentProblem: `run_dir` exists and is not empty.
@@ -258,7 +258,7 @@ class RunFolder:
             ) from error
 
     def set_checkpoints_aside(self) -> Path:
-        """Rename `checkpoints` to `checkpoints.1`, or the next free number, and make an empty one.
+        """Rename `checkpoints` to `checkpoints.1`, or the next free number, and create an empty one.
 
         Raises:
             EnvironmentProblem: the folder cannot be written.
@@ -275,7 +275,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path | str) -> RunFolder:
-        """An existing run.
+        """Open an existing run.
 
         Raises:
             EnvironmentProblem: there is none.
@@ -355,7 +355,7 @@ class RunFolder:
     # --------------------------------------------------------------------------------------------- run.json
 
     def record(self) -> dict[str, Any]:
-        """What `run.json` says; empty where there is none.
+        """Return the contents of `run.json`; empty if there is none.
 
         Raises:
             EnvironmentProblem: it is not JSON.
@@ -377,6 +377,6 @@ class RunFolder:
         self.write_record(record)
 
     def outcome(self) -> dict[str, Any] | None:
-        """How the newest attempt ended; None while it runs, and after it died without a word."""
+        """Return how the newest attempt ended; None while it runs, and if it was killed."""
         attempts = self.record().get("attempts") or [{}]
         return attempts[-1].get("outcome")

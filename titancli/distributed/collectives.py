@@ -31,7 +31,7 @@ class Group:
 
 
 def gather(x: Tensor, dim: int, group: Group) -> Tensor:
-    """The pieces of all ranks, joined along `dim`; each rank goes on to compute something else with them.
+    """Gather the pieces of all ranks along `dim`, for ranks that then compute different things with them.
 
     Backward sums the gradients over the ranks and keeps this rank's piece (reduce-scatter).
     """
@@ -39,12 +39,12 @@ def gather(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
-    """The sum over all ranks, of which each keeps its piece along `dim`; backward gathers."""
+    """Sum over all ranks and keep this rank's piece along `dim`; backward gathers."""
     return _ReduceScatter.apply(x, dim, group.name, group.size)
 
 
 def gather_same(x: Tensor, dim: int, group: Group) -> Tensor:
-    """The pieces of all ranks, joined along `dim`; every rank goes on to compute the same with them.
+    """Gather the pieces of all ranks along `dim`, for ranks that then compute the same with them.
 
     Backward keeps this rank's piece of the gradient.
     """
@@ -52,20 +52,20 @@ def gather_same(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def sum_same(x: Tensor, group: Group) -> Tensor:
-    """The sum over all ranks, with which each computes the same; backward hands the gradient on as it is."""
+    """Sum over all ranks, which then compute the same with it; backward passes the gradient on unchanged."""
     return _SumSame.apply(x, group.name)
 
 
 def all_to_all(
     x: Tensor, group: Group, output_splits: list[int] | None = None, input_splits: list[int] | None = None
 ) -> Tensor:
-    """Rows for every rank against rows of every rank, along dim 0; even splits when none are given."""
+    """Exchange rows between all ranks along dim 0; in even splits if none are given."""
     even = [x.shape[0] // group.size] * group.size
     return _AllToAll.apply(x, output_splits or even, input_splits or even, group.name)
 
 
 def all_reduce(x: Tensor, op: str, group: Group) -> Tensor:
-    """The "sum" or "max" over all ranks, without gradient."""
+    """Return the "sum" or "max" over all ranks, without gradient."""
     return _wait(_ops.all_reduce(x.detach(), op, group.name))
 
 

@@ -21,7 +21,7 @@ SEQUENCE = 1
 
 
 def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter that may be cut, for computing on local tensors.
+    """Return this rank's shard of a parameter, for computing on local tensors.
 
     A whole parameter meets other tokens or other heads on each rank, so its gradient there is part of a sum.
     """
@@ -81,7 +81,7 @@ class RowCut:
         return [range(number * each, (number + 1) * each) for number in self.mine]
 
     def cut(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of whole rows.
+        """Return this rank's part of whole rows.
 
         Raises:
             TitanError: the rows cannot be cut into equal pieces.

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def choose_device(local_rank: int) -> torch.device:
-    """This rank's device: its own GPU where there are any, else the CPU.
+    """Return this rank's device: its own GPU if there are any, else the CPU.
 
     Raises:
         EnvironmentProblem: there are GPUs, but fewer than ranks on this machine.
@@ -139,7 +139,7 @@ def set_timeouts(seconds: float) -> None:
 
 
 def present_timeout() -> timedelta | None:
-    """The limit of collectives in the default group, of those on the CPU if it has any; None: no limit."""
+    """Return the timeout of collectives in the default group (on the CPU if it has those); None: none."""
     import torch
     import torch.distributed as dist
 
@@ -188,7 +188,7 @@ def wait(work: Any) -> None:
 
 
 def all_gather(value: T) -> list[T]:
-    """A small picklable value of every rank, by rank; over gloo."""
+    """Return a small picklable value of every rank, by rank; over gloo."""
     import torch.distributed as dist
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -301,13 +301,13 @@ def _check_device(device: torch.device | str | None) -> None:
 
 
 def enlist(engine: Any) -> None:
-    """The engine uses the process group; where that was made here, its last engine's `leave` ends it."""
+    """Record that an engine uses the process group. The last engine's `leave` ends a group created here."""
     if _made_here:
         _members.add(engine)
 
 
 def leave(engine: Any = None) -> None:
-    """The engine, if one was built, does not use the process group any more."""
+    """Record that the engine, if one was built, no longer uses the process group."""
     import torch.distributed as dist
 
     from titancli.distributed.mesh import forget_meshes

@@ -96,12 +96,12 @@ def start_line(event: dict[str, Any]) -> str:
 
 
 def log_line(event: dict[str, Any]) -> str:
-    """What titan has to say of a run; only what is more than a notice says how grave it is."""
+    """Format a log message, with its level if that is above INFO."""
     return event["message"] if event["level"] == "info" else f"{event['level']}: {event['message']}"
 
 
 def status_line(event: dict[str, Any], width: int | None = None) -> str:
-    """E.g. `step 120/1000  loss 3.2141  grad norm 0.872  lr 3.00e-04  21.3k tokens/s  ETA 0:42`.
+    """Format a step: `step 120/1000  loss 3.2141  grad norm 0.872  lr 3.00e-04  21.3k tokens/s  ETA 0:42`.
 
     What matters least is left out where it is longer than `width`.
     """
@@ -117,7 +117,7 @@ def status_line(event: dict[str, Any], width: int | None = None) -> str:
 
 
 def validation_line(event: dict[str, Any]) -> str:
-    """E.g. `validation at step 100: books loss 2.3412, perplexity 10.394`."""
+    """Format an evaluation: `validation at step 100: books loss 2.3412, perplexity 10.394`."""
     return f"validation at step {event['step']}: {'; '.join(validation_figures(numbers(event)))}"
 
 
@@ -132,17 +132,17 @@ def validation_figures(metrics: Mapping[str, float | None]) -> list[str]:
 
 
 def numbers(event: dict[str, Any]) -> dict[str, float | None]:
-    """The metrics of a step's event; NaN and Infinity come as text."""
+    """Return the metrics of a step's event as numbers; NaN and Infinity are stored as text."""
     return {name: None if value is None else float(value) for name, value in event["metrics"].items()}
 
 
 def figure(metrics: Mapping[str, float | None], name: str) -> str:
-    """A metric as people read it, `grad norm 0.872`; a dash stands for one that is not there."""
+    """Format a metric: `grad norm 0.872`; a missing one as a dash."""
     return FIGURES[name][0].format(value(metrics, name))
 
 
 def value(metrics: Mapping[str, float | None], name: str) -> str:
-    """The same without its name: `0.872`."""
+    """Format a metric's value: `0.872`."""
     number, form = metrics.get(name), FIGURES[name][1]
     if number is None:
         return UNKNOWN

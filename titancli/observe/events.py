@@ -150,7 +150,7 @@ class Tail:
         self._offset = path.stat().st_size if path.exists() and not from_start else 0
 
     def poll(self) -> Iterator[dict[str, Any]]:
-        """The events written since the last call; a line that is not whole yet is left for the next."""
+        """Yield the events written since the last call; an incomplete line is left for the next call."""
         try:
             with open(self._path, "rb") as file:
                 file.seek(self._offset)
@@ -163,12 +163,12 @@ class Tail:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """All events of a file; lines that a dying process left unfinished are passed over."""
+    """Return all events of a file; incomplete lines, left by a process that was killed, are skipped."""
     return list(parse(path.read_bytes())) if path.exists() else []
 
 
 def backwards(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of a file that can be shown, the last one first; only as much is read as is asked for.
+    """Yield the events of a file that can be shown, the last one first; reads only as much as is consumed.
 
     A file that is not there, or cannot be read, has none.
     """
@@ -227,7 +227,7 @@ def parse(data: bytes) -> Iterator[dict[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON can hold it."""
+    """Return a value as plain JSON."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):

@@ -77,7 +77,7 @@ def write(logs: Path, error: BaseException, *, rank: int, world: int, step: int 
 
 
 def read(logs: Path, *, since: str = "") -> list[Failure]:
-    """The reports that lie there and are not older than `since`, the oldest first."""
+    """Return the reports in a folder that are not older than `since`, the oldest first."""
     failures = []
     for path in logs.glob("rank-*.error.json"):
         try:
@@ -90,7 +90,7 @@ def read(logs: Path, *, since: str = "") -> list[Failure]:
 
 
 def killed(rank: int, world: int, number: int, step: int | None) -> Failure:
-    """The end of a rank that a signal killed, and that left no report."""
+    """Return the failure of a rank that was killed by a signal and left no report."""
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     return Failure(
         rank=rank,
@@ -109,7 +109,7 @@ def killed(rank: int, world: int, number: int, step: int | None) -> Failure:
 
 
 def cause(reports: list[Failure], kills: list[Failure], late_kills: list[Failure]) -> Failure | None:
-    """Which rank failed first.
+    """Return the failure of the rank that failed first.
 
     An error that is not about communication, else a rank that was killed, else the first error there is.
     `late_kills` came when others had failed already: the launcher's own, as a rule.
@@ -119,12 +119,12 @@ def cause(reports: list[Failure], kills: list[Failure], late_kills: list[Failure
 
 
 def silent(reports: list[Failure], world: int) -> list[int]:
-    """Ranks that left no report."""
+    """Return the ranks that left no report."""
     return sorted(set(range(world)) - {failure.rank for failure in reports})
 
 
 def block(failure: Failure, log: Path | None, silent: list[int] | None = None) -> str:
-    """What the user sees of a failure. Ranks that are `silent` left no report."""
+    """Format a failure for the user. Ranks that are `silent` left no report."""
     when = f"at step {failure.step}" if failure.step is not None else "before the first step"
     who = f"rank {failure.rank} of {failure.world} on {failure.host}" if failure.world > 1 else "the run"
     lines = [f"{who} failed {when}: {failure.message if failure.expected else failure.words}"]
@@ -147,7 +147,7 @@ def _others(silent: list[int], log: Path | None) -> str:
 
 
 def words(error: BaseException) -> str:
-    """An error in one line."""
+    """Return an error in one line."""
     message = error.message if isinstance(error, TitanError) else str(error)
     return _one_line(type(error).__name__, message, expected=isinstance(error, TitanError))
 

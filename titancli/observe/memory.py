@@ -12,7 +12,7 @@ GIB = 2**30
 
 
 def memory_gib(device: torch.device) -> float:
-    """Peak memory since the last call, in GiB: what CUDA's allocator reserved, else the resident set."""
+    """Return the peak memory since the last call, in GiB: reserved by CUDA, else the resident set."""
     if device.type == "cuda":
         import torch
 

@@ -81,7 +81,7 @@ class Collector:
         reading.count += 1
 
     def drain(self) -> dict[str, Reading]:
-        """Everything since the last call, by name."""
+        """Return everything reported since the last call, by name."""
         with self._mutex:
             readings, self._readings = self._readings, {}
         return readings
@@ -117,7 +117,7 @@ def report(name: str, value: Tensor | float, *, reduce: Reduce = "mean") -> None
 
 
 def reduce_over_ranks(readings: Mapping[str, Reading]) -> dict[str, float]:
-    """One number a name, over all ranks; a name that only some ranks reported counts those ranks only.
+    """Reduce each name to one number over all ranks; a name that only some ranks report counts only these.
 
     Values must be floats by now. A collective on the CPU, where a process group is up with several ranks;
     the result is the same on every rank.

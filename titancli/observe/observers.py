@@ -80,7 +80,7 @@ class Observers:
         """The metrics that were read last."""
 
     def run_start(self, info: Mapping[str, Any]) -> None:
-        """The first step is about to begin. `info` adds to what the constructor was given."""
+        """Announce the run, before its first step. `info` adds to what the constructor was given."""
         collector.drain()
         pace.drain()
         phases.start(self._device)
@@ -90,7 +90,7 @@ class Observers:
         self._tell("run_start", merged)
 
     def step_end(self, step: int, metrics: Mapping[str, Tensor | float]) -> None:
-        """A step is done. Values are global already; 0-dim tensors are not waited for unless they are due.
+        """Record a step. Values are global already; 0-dim tensors are read only if the step is logged.
 
         `tokens` (of this step, over all ranks) gives the throughput; `data_wait` (seconds this step waited
         for data) its share of the time.
@@ -131,11 +131,11 @@ class Observers:
         self._read_at += seconds
 
     def checkpoint_saved(self, step: int, path: Path) -> None:
-        """A checkpoint is complete. May be called from another thread than the rest."""
+        """Announce a complete checkpoint. May be called from another thread than the rest."""
         self._tell("checkpoint_saved", step, path)
 
     def run_end(self, outcome: dict[str, Any]) -> None:
-        """The run is over, in good order. A second call does nothing."""
+        """Announce the end of a run that did not fail. A second call does nothing."""
         if self._ended:
             return
         self._ended = True

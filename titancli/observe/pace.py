@@ -30,24 +30,24 @@ class Pace:
         self._times: deque[tuple[Any, Any]] = deque(maxlen=KEPT)
 
     def begin(self, device: torch.device) -> None:
-        """A step begins."""
+        """Record the start of a step."""
         self._began = stamp(device)
 
     def mark(self, device: torch.device) -> None:
-        """The loss of its first micro-batch is known."""
+        """Record that the first micro-batch of the step has its loss."""
         if self._began is not None:
             self._times.append((self._began, stamp(device)))
             self._began = None
 
     def drain(self) -> float | None:
-        """Seconds from one to the other, the mean of the steps that are done; None: there are none."""
+        """Return the seconds between the two, averaged over the finished steps; None if there are none."""
         times, self._times = self._times, deque(maxlen=KEPT)
         known = [seconds for began, ended in times if (seconds := elapsed(began, ended)) is not None]
         return statistics.fmean(known) if known else None
 
 
 def slowest(seconds: dict[int, float]) -> dict[str, float]:
-    """The metrics `slow_rank` and `slow_rank_seconds`: by how much it takes longer than the median rank."""
+    """Return the metrics `slow_rank` and `slow_rank_seconds`: its delay behind the median rank."""
     if len(seconds) < 2:
         return {}
     rank = max(seconds, key=lambda rank: seconds[rank])

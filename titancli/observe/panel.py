@@ -49,7 +49,7 @@ ERASE = "\r\x1b[J"
 
 
 def watcher_for(stream: TextIO) -> Panel | Console:
-    """What draws a run on `stream`: the panel on a terminal that can show it, else lines.
+    """Return what shows a run on `stream`: the panel on a terminal that can show it, else lines.
 
     Under `titan -q`, which sets the level of titan's logger to WARNING, it draws warnings alone.
     """

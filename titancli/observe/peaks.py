@@ -29,7 +29,7 @@ TFLOPS: tuple[tuple[str, float], ...] = (
 
 
 def peak_flops(name: str) -> float | None:
-    """Peak bf16 FLOP/s of a device by its name; None for a device that is not known.
+    """Return the peak bf16 FLOP/s of a device by its name; None for an unknown device.
 
     An unknown device has no utilisation: one measured against another device's peak is worth nothing.
     """
@@ -49,7 +49,7 @@ def device_name(device: torch.device) -> str:
 
 
 def device_peak(device: torch.device) -> float | None:
-    """`peak_flops` of a device of this process; None for a CPU."""
+    """Return the `peak_flops` of a device of this process; None for a CPU."""
     return peak_flops(device_name(device)) if device.type == "cuda" else None
 
 

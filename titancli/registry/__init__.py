@@ -27,7 +27,7 @@ def configure(*, files: Iterable[Path] = (), blocked: Iterable[str] = (), checks
 
 
 def current() -> Registry:
-    """The registry of this process.
+    """Return the registry of this process.
 
     Raises:
         UsageError: a plugin file is missing or has an unusable name, or a blocked name is not installed.
@@ -42,5 +42,5 @@ def current() -> Registry:
 
 
 def plugin_files() -> list[Path]:
-    """The files that `-p ./file.py` added, as absolute paths; a launcher hands them to its workers."""
+    """Return the absolute paths of files added by `-p ./file.py`; a launcher passes them to its workers."""
     return [Path(file).absolute() for file in _files]

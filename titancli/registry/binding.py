@@ -35,7 +35,7 @@ def bind(cls: type, data: Any, registry: Components) -> Any:
 
 @functools.cache
 def adapter(cls: type) -> TypeAdapter[Any]:
-    """The binder of one config class.
+    """Return the pydantic adapter of a config class.
 
     Raises:
         PluginError: an annotation of the class is nothing that can be bound.
@@ -50,7 +50,7 @@ def adapter(cls: type) -> TypeAdapter[Any]:
 
 
 def slot_schema(kind: str) -> CoreSchema:
-    """The schema of a slot: looks the component up in the registry that is being bound with, and binds it.
+    """Return the schema of a slot, which looks the component up in the current registry and binds it.
 
     The data comes resolved: `type` is a full name, and a flavor's values are filled in. None stands where
     resolving has already reported a mistake.

@@ -105,7 +105,7 @@ def is_config(value: Any) -> bool:
 
 
 def component_info(config: Any) -> ComponentInfo:
-    """The record of a config, or of its class."""
+    """Return what `@component` recorded about a config, or about its class."""
     return config.__component__
 
 

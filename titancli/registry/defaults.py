@@ -47,15 +47,15 @@ class ConfigDefaults:
     """Fields in which weights that are loaded may differ from the recipe."""
 
     def check(self, recipe: Any) -> Iterable[tuple[str, str]]:
-        """What is wrong with the recipe as a whole: a dotted key relative to the component or "", and why."""
+        """Return what is wrong with the recipe as a whole: keys relative to the component, or "", and why."""
         return ()
 
     def needs_gpu(self) -> Iterable[tuple[str, str]]:
-        """Fields that cannot be had without a GPU as they are set, and why."""
+        """Return the fields whose values need a GPU, and why."""
         return ()
 
     def explicit(self) -> Any:
-        """The same config, what follows from other fields written out."""
+        """Return the config with fields that follow from others filled in."""
         return self
 
     def try_out(self) -> None:
@@ -93,7 +93,7 @@ class ModelConfigDefaults:
     """The function of its Hugging Face form (`titancli.protocols.HFBuilder`), if that needs no torch."""
 
     def shape(self) -> Any:
-        """The sizes, a `titancli.models.shape.Decoder`; None: nothing is estimated."""
+        """Return the sizes, a `titancli.models.shape.Decoder`; None: the model is not estimated."""
         return None
 
 
@@ -132,7 +132,7 @@ class OptimizerConfigDefaults:
     state_dtype: str = "bfloat16"
 
     def state_bytes(self, stored: int) -> float | None:
-        """Bytes of state for each number of a parameter that is stored in `stored` bytes; None: not known."""
+        """Return the bytes of state per element of a parameter stored in `stored` bytes; None: not known."""
         return None
 
 

@@ -25,7 +25,7 @@ REQUIRES_TITAN = re.compile(rf"Requires-Dist: *{GROUP}(\[[^]]*\])? *\(?(?P<speci
 
 
 def load_plugins(*, files: Iterable[Path] = (), blocked: Iterable[str] = (), checks: bool = True) -> Registry:
-    """The registry of everything that is installed, and of `files`; without the names in `blocked`.
+    """Return the registry of everything that is installed, and of `files`, without the names in `blocked`.
 
     `checks`: whether it asks the plugins' `titan_checks`. The environment variable `TITAN_PLUGINS`, a
     comma-separated list, is an allow-list of installed plugins.

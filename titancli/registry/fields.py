@@ -98,7 +98,7 @@ class Type:
         return [arm for arm in self.alternatives if isinstance(arm, type) and dataclasses.is_dataclass(arm)]
 
     def element(self, key: str | int) -> Type | None:
-        """The type of one element of a list, tuple or dict; None for anything else."""
+        """Return the type of one element of a list, tuple or dict; None for anything else."""
         found = (_element(arm, key) for arm in self.alternatives)
         return next((Type(hint) for hint in found if hint is not None), None)
 
@@ -132,14 +132,14 @@ class Field:
 
 @functools.cache
 def fields_of(config: type) -> dict[str, Field]:
-    """The fields of a config class that a recipe can set, by name, in order."""
+    """Return the fields of a config class that a recipe can set, by name, in order."""
     hints = typing.get_type_hints(config, include_extras=True)
     settable = (field for field in dataclasses.fields(config) if field.init)
     return {field.name: Field(field.name, config, Type(hints[field.name]), field) for field in settable}
 
 
 def nested_fields(config: type) -> list[Field]:
-    """The same in a list, where the fields of a table inside follow it, as `table.field`."""
+    """Return `fields_of` as a list in which a table is followed by its own fields, as `table.field`."""
     found = []
     for field in fields_of(config).values():
         found.append(field)
@@ -150,12 +150,12 @@ def nested_fields(config: type) -> list[Field]:
 
 
 def required_fields(config: type) -> list[str]:
-    """The names of the fields without a default."""
+    """Return the names of the fields without a default."""
     return [field.name for field in fields_of(config).values() if field.required]
 
 
 def summary(config: type) -> str:
-    """The first line of a class's docstring; empty where it has none."""
+    """Return the first line of a class's docstring; empty if it has none."""
     doc = config.__dict__.get("__doc__") or ""
     if doc.startswith(f"{config.__name__}("):  # what dataclass writes where there is none
         return ""
@@ -163,7 +163,7 @@ def summary(config: type) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON can hold it."""
+    """Return a value as plain JSON."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, dict):

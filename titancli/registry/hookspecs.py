@@ -18,22 +18,22 @@ hookimpl = pluggy.HookimplMarker("titancli")
 
 @hookspec
 def titan_components() -> list[type]:  # type: ignore[empty-body]
-    """The component classes (made by `@component`) that this plugin offers."""
+    """Return the component classes (made by `@component`) that this plugin provides."""
 
 
 @hookspec
 def titan_recipes() -> Path:  # type: ignore[empty-body]
-    """A folder of `*.toml` recipes, named by their stems: `plugin:name`."""
+    """Return a folder of `*.toml` recipes, named by their stems: `plugin:name`."""
 
 
 @hookspec
 def titan_commands() -> list[Command | click.Command]:  # type: ignore[empty-body]
-    """Further commands of `titan`; a `titancli.Command` names a click command, imported when it runs."""
+    """Return commands for `titan`; a `titancli.Command` names a click command, imported when it runs."""
 
 
 @hookspec
 def titan_checks(recipe: Any) -> list[tuple[str, str]]:  # type: ignore[empty-body]
-    """What is wrong with a bound `titancli.Recipe` as a whole: `(dotted key, message)` pairs."""
+    """Return what is wrong with a bound `titancli.Recipe` as a whole: `(dotted key, message)` pairs."""
 
 
 __all__ = ["hookimpl", "hookspec"]

@@ -40,7 +40,7 @@ class Registry:
     # -------------------------------------------------------------------------------------- components
 
     def find(self, kind: str, name: str) -> type:
-        """The config class of a component by its bare name, or by its full name `plugin/name`.
+        """Return the config class of a component by its bare name, or by its full name `plugin/name`.
 
         Raises:
             PluginError: there is none, more than one plugin offers it, or the plugin that it names, or that
@@ -62,7 +62,7 @@ class Registry:
         return next(iter(found.values()))
 
     def full_name(self, config: type) -> str:
-        """`plugin/name` of a config class (or of a bound config).
+        """Return `plugin/name` of a config class (or of a bound config).
 
         Raises:
             PluginError: no plugin offers it.
@@ -79,11 +79,11 @@ class Registry:
         )
 
     def names(self, kind: str) -> list[str]:
-        """Full names of all components of a kind."""
+        """Return the full names of all components of a kind."""
         return [name for name, _ in self.components(kind)]
 
     def components(self, kind: str | None = None) -> list[tuple[str, type]]:
-        """Full name and config class of all components (of a kind), by kind and then by name."""
+        """Return full name and config class of all components (of a kind), by kind and then by name."""
         found = [
             (list(KINDS).index(of_kind), f"{plugin.name}/{name}", config)
             for plugin in self._loaded()
@@ -105,7 +105,7 @@ class Registry:
             plugin.check_targets()
 
     def recipe_folders(self) -> list[tuple[str, Path]]:
-        """The folders of recipes that plugins offer, with the plugin's name."""
+        """Return the recipe folders of plugins, each with the plugin's name."""
         folders = []
         for plugin in self._loaded():
             for folder in plugin.call("titan_recipes"):
@@ -116,7 +116,7 @@ class Registry:
         return folders
 
     def commands(self, reserved: Collection[str] = ()) -> list[tuple[str, Command | click.Command]]:
-        """The commands that plugins offer, with the plugin's name; none of them may have a reserved name."""
+        """Return the commands of plugins, each with the plugin's name; none may have a reserved name."""
         import click
 
         commands: list[tuple[str, Command | click.Command]] = []
@@ -133,7 +133,7 @@ class Registry:
         return commands
 
     def checks(self, recipe: Any) -> list[tuple[str, str]]:
-        """What the plugins' checks say is wrong with a recipe: `(dotted key, message)`.
+        """Return what the plugins' checks find wrong with a recipe: `(dotted key, message)`.
 
         Raises:
             PluginError: the check of a plugin that the recipe uses is broken.

@@ -79,7 +79,7 @@ class Plugin:
 
     @classmethod
     def of(cls, name: str, components: Sequence[type]) -> Plugin:
-        """A plugin that is nothing but these components."""
+        """Make a plugin that consists of these components."""
 
         class Offer:
             @staticmethod
@@ -91,13 +91,13 @@ class Plugin:
 
     @classmethod
     def unusable(cls, name: str, state: State, why: str) -> Plugin:
-        """A plugin that is known by name only, and why."""
+        """Make a plugin that is known by name only, and the reason."""
         plugin = cls(name, lambda: None)
         plugin.leave_out(state, why)
         return plugin
 
     def leave_out(self, state: State, why: str) -> None:
-        """Never load it."""
+        """Disable the plugin."""
         self.state, self.error = state, why
 
     def load(self) -> Plugin:
@@ -120,7 +120,7 @@ class Plugin:
         return {key: cls for key, cls in (self._components or {}).items() if key not in self._doubled}
 
     def call(self, hook: str, **arguments: Any) -> list[Any]:
-        """What the plugin's implementations of a hook return; empty where it has none or is broken."""
+        """Return what the plugin's implementations of a hook return; empty if it has none or is broken."""
         self._import()
         if self._hooks is None:
             return []
@@ -129,7 +129,7 @@ class Plugin:
         return []
 
     def call_list(self, hook: str, **arguments: Any) -> list[Any]:
-        """The same for a hook that returns a list: the elements."""
+        """Return the elements for a hook that returns a list; see `call`."""
         elements: list[Any] = []
         for result in self.call(hook, **arguments):
             if isinstance(result, (list, tuple)):
@@ -221,7 +221,7 @@ class Plugin:
 
 
 def own_traceback(error: BaseException) -> str:
-    """A traceback that begins where the plugin's code does."""
+    """Return a traceback that begins in the plugin's own code."""
     trace = error.__traceback__
     while trace is not None and _is_machinery(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def missing(target: str) -> str | None:
-    """Why `"module:callable"` cannot be loaded; None where nothing speaks against it.
+    """Return why `"module:callable"` cannot be loaded, without importing it; None if no reason is found.
 
     A module that computes its names (`__getattr__`, `import *`, no Python source) is trusted.
     """

@@ -30,17 +30,17 @@ BUILT = (
 
 
 def builder(kind: str) -> type:
-    """The Protocol of a kind's target, e.g. `LossBuilder`."""
+    """Return the Protocol of a kind's target, e.g. `LossBuilder`."""
     return getattr(protocols, f"{kind.capitalize()}Builder")
 
 
 def returned(kind: str) -> type | None:
-    """The Protocol of what a kind's target returns, e.g. `Loss`; None where it is a plain callable."""
+    """Return the Protocol of what a kind's target returns, e.g. `Loss`; None for a plain callable."""
     return getattr(protocols, kind.capitalize(), None)
 
 
 def defaults(kind: str) -> type | None:
-    """What else may be a member of what a kind's target returns, e.g. `LossDefaults`, if anything."""
+    """Return the class of optional members for what a kind's target returns, e.g. `LossDefaults`, if any."""
     return getattr(protocols, f"{kind.capitalize()}Defaults", None)
 
 

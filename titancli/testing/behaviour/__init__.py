@@ -65,7 +65,7 @@ Check = Callable[[Subject], Iterator[str]]
 
 
 def checks_of(kind: str) -> dict[str, Check]:
-    """A kind's checks by name."""
+    """Return the checks of a kind by name."""
     room = ROOMS.get(kind)
     if room is None:
         return {}
@@ -91,7 +91,7 @@ def behaviour_faults(subject: Subject, skip: frozenset[str]) -> Iterator[str]:
 
 
 def first_difference(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float) -> str | None:
-    """Which tensor of two sets differs most by ‖Δ‖ / ‖one‖, where that is above a tolerance; in words."""
+    """Describe which tensor of two sets differs most by ‖Δ‖ / ‖one‖; None if that is within the tolerance."""
     worst, where = tolerance, None
     for name in one.keys() & other.keys():
         a, b = one[name].double(), other[name].double()

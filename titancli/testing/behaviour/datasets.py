@@ -20,7 +20,7 @@ ROWS, SEED = 4, 7
 
 
 def made(subject: Subject, *, dp_rank: int = 0, dp_size: int = 1, state: Any = None) -> Any:
-    """A rank's dataset; all ranks together have ROWS rows."""
+    """Build a rank's dataset; all ranks together have ROWS rows."""
     tokenizer = build(ByteTokenizer()) if needs_tokenizer(subject.config) else None
     dataset = subject.target(
         subject.config,
@@ -37,7 +37,7 @@ def made(subject: Subject, *, dp_rank: int = 0, dp_size: int = 1, state: Any = N
 
 
 def difference(one: Batch, other: Batch) -> str | None:
-    """What two batches differ in, if anything."""
+    """Describe the first difference between two batches, if any."""
     if set(one) != set(other):
         return f"one has {', '.join(sorted(one))}, the other {', '.join(sorted(other))}"
     for name in one:
@@ -57,7 +57,7 @@ def _two(subject: Subject) -> list[Batch]:
 
 
 def batches(subject: Subject) -> Iterator[str]:
-    """Two batches of one shape, as the engine takes them."""
+    """Return two batches of the same shape, as the engine takes them."""
     found = _two(subject)
     if len(found) < 2:
         yield (

@@ -19,7 +19,7 @@ ROWS, LENGTH, VOCABULARY = 4, 16, 64
 
 
 def small_model() -> Llama3:
-    """A Llama 3 of two layers, of sizes that are multiples of 16 on two ranks as well."""
+    """Return a Llama 3 with two layers, whose sizes are multiples of 16 on two ranks as well."""
     return Llama3(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, hidden_dim=128, vocab_size=VOCABULARY)
 
 
@@ -34,7 +34,7 @@ def engine_of(
     mesh: dict[str, int] | None = None,
     weights: str | None = None,
 ) -> Engine:
-    """An engine in fp32 without a schedule or clipping; on one rank unless a mesh says otherwise."""
+    """Build an engine in fp32 without schedule or clipping; on one rank unless a mesh is given."""
     mesh = {"dp_shard": 1, **(mesh or {})}
     rows = ROWS // (mesh["dp_shard"] * mesh.get("dp_replicate", 1))
     return Engine.of(
@@ -61,7 +61,7 @@ def engine_of(
 
 
 def batch_of(vocabulary: int = VOCABULARY, seed: int = 0, rows: int = ROWS) -> Batch:
-    """Rows of random tokens, of which unevenly many are targets; the last row has none."""
+    """Return rows of random tokens with different numbers of targets; the last row has none."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, vocabulary, (rows, LENGTH + 1), generator=generator)
     targets = tokens[:, 1:].clone()
@@ -72,14 +72,14 @@ def batch_of(vocabulary: int = VOCABULARY, seed: int = 0, rows: int = ROWS) -> B
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor that may be sharded, as a plain one of its own. Collective."""
+    """Return a tensor that may be sharded as a plain copy. Collective."""
     from torch.distributed.tensor import DTensor
 
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().float().clone()
 
 
 def gradients(engine: Engine, *batches: Batch) -> dict[str, Tensor]:
-    """The gradients of the loss's sum over batches, of one call; the engine has none before and after."""
+    """Return the gradients of the loss's sum over batches, in one call. The engine keeps none."""
     engine.forward_backward(list(batches))
     found = {
         name: whole(parameter.grad)

@@ -30,7 +30,7 @@ TOLERANCE = 1e-5
 
 
 def example(subject: Subject, rows: int = 4) -> Example:
-    """The author's, or tokens with what the loss says that it needs."""
+    """Return the author's example, or random tokens with the inputs that the loss needs."""
     if subject.example is not None:
         return subject.example(rows)
     loss = subject.target(subject.config)
@@ -60,13 +60,13 @@ def example(subject: Subject, rows: int = 4) -> Example:
 
 
 def log_probs(logits: Tensor, targets: Tensor) -> Tensor:
-    """log p(targets), [B, S]; 0 where there is no target."""
+    """Return log p(targets), [B, S]; 0 where there is no target."""
     picked = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     return torch.where(targets == IGNORE, 0.0, picked)
 
 
 def called(loss: Any, out: Tensor, batch: Batch) -> tuple[LossResult, Tensor]:
-    """What the loss returns, and the gradient of its sum."""
+    """Return what the loss returns, and the gradient of its sum."""
     leaf = out.detach().clone().requires_grad_()
     result = checked(loss(leaf, batch), loss)
     (gradient,) = torch.autograd.grad(result.sum, leaf, allow_unused=True)

@@ -27,7 +27,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 
 def example(subject: Subject, seed: int = 0) -> Example:
-    """The author's, or tokens of the model's vocabulary."""
+    """Return the author's example, or random tokens of the model's vocabulary."""
     if subject.example is not None:
         return subject.example(ROWS)
     with torch.device("meta"):

@@ -57,7 +57,7 @@ def later(job: Job) -> None:
 
 
 def take_jobs() -> list[Job]:
-    """The jobs that were left behind, once."""
+    """Return the jobs that were left, and remove them."""
     found = list(_jobs)
     _jobs.clear()
     return found
