@@ -45,6 +45,15 @@ def test_a_column_that_comes_later_is_empty_before(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.csv"]
 
 
+def test_what_is_evaluated_after_a_step_stands_in_its_row(tmp_path: Path) -> None:
+    logger = logged(tmp_path, 0, {1: {"loss": 2.0}})
+    for step, loss in ((1, 0.5), (2, 0.25), (3, 0.125)):
+        logger.step_end(step, {"validation/a/loss": loss})
+        logger.step_end(step + 1, {"loss": 1.0})
+    found = [(row["step"], row["loss"], row["validation/a/loss"]) for row in table(tmp_path / "metrics.csv")]
+    assert found == [("1", "2.0", "0.5"), ("2", "1.0", "0.25"), ("3", "1.0", "0.125"), ("4", "1.0", "")]
+
+
 def test_a_resume_goes_on_in_the_same_table_after_its_step(tmp_path: Path) -> None:
     logged(tmp_path, 0, {step: {"loss": 1.0, "old": 2.0} for step in range(1, 5)})
     with open(tmp_path / "metrics.csv", "a") as file:

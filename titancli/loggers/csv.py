@@ -27,6 +27,10 @@ class CsvLogger:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._columns: list[str] = []
+        self._last: dict[str, Any] = {}
+        """The last row."""
+        self._end = 0
+        """Where it begins in the file."""
 
     def run_start(self, info: dict[str, Any]) -> None:
         """
@@ -37,9 +41,14 @@ class CsvLogger:
 
     def step_end(self, step: int, metrics: dict[str, float]) -> None:
         row = {"step": step, "time": timestamp(), **metrics}
+        again = self._last.get("step") == step  # an evaluation after a step that was logged
+        row = {**row, **self._last, **metrics} if again else row
         if not self._columns or not row.keys() <= set(self._columns):
             self._rewrite([*FIRST, *metrics], up_to=step - 1)
+        elif again:
+            os.truncate(self._path, self._end)
         self._append([row.get(name, "") for name in self._columns])
+        self._last = row
 
     def _rewrite(self, columns: Sequence[str], up_to: int) -> None:
         """Write the table with the columns it has and these; readers see the old one or the new."""
@@ -70,7 +79,7 @@ class CsvLogger:
         csv.writer(line, lineterminator="\n").writerow(row)
         data = line.getvalue().encode()
         with open(self._path, "ab", buffering=0) as file:
-            end = file.tell()
+            self._end = end = file.tell()
             try:
                 if file.write(data) != len(data):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
