@@ -13,6 +13,7 @@ from tests.engine.cases import Layout, my_batches, recipe
 from tests.ranks.layouts import EIGHT, LATENT
 from titancli.engine import Engine
 from titancli.models.blocks.moe import moe_layers
+from titancli.observe.metrics import collector
 
 pytestmark = pytest.mark.ranks
 
@@ -102,3 +103,19 @@ def test_balancing_can_be_switched_off() -> None:
         assert all(layer.expert_bias is None for layer in moe_layers(engine.model).values())
         engine.forward_backward(my_batches(engine))
         engine.optim_step()
+
+
+def test_the_load_of_the_busiest_expert_is_reported_for_each_layer() -> None:
+    """As many times the mean as the counts of all tokens say, also of a step without balancing."""
+    off = replace(EIGHT, moe=replace(EIGHT.moe, load_balance_coeff=0.0))
+    for config in (EIGHT, off):
+        with Engine.build(recipe(Layout(config=config))) as engine:
+            collector.drain()
+            engine.forward_backward(my_batches(engine))
+            counts = engine.model.token_counts()
+            expected = {name: float(count.max() / count.float().mean()) for name, count in counts.items()}
+            engine.optim_step()
+        found = {name: float(reading.value) for name, reading in collector.drain().items()}
+        assert found.pop("expert_load") == pytest.approx(max(expected.values()))
+        assert found == pytest.approx({f"expert_load/{name}": load for name, load in expected.items()})
+        assert len(found) > 1 and min(found.values()) > 1.0

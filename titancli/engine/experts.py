@@ -13,6 +13,7 @@ from torch import Tensor
 
 from titancli.engine.inputs import Logits, LogProbs
 from titancli.models.blocks.moe import moe_layers
+from titancli.observe.metrics import report
 from titancli.parallel.fsdp import reshard
 from titancli.protocols import HFFormDefaults, ModelDefaults
 from titancli.registry.defaults import with_defaults
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from titancli.checkpoint.start_from import StartFrom
     from titancli.data.batch import Batch
     from titancli.recipe.schema import Recipe
+
+TINY = torch.finfo(torch.float32).tiny
 
 
 class ExpertLoad:
@@ -137,9 +140,19 @@ def move_biases(
     total = torch.cat(list(counts.values()))
     for group in groups:
         dist.all_reduce(total, group=group)
+    sizes = [len(count) for count in counts.values()]
+    _report_load(dict(zip(counts, total.split(sizes), strict=True)))
     if wrong is not None:  # counts of nothing move nothing
         total = torch.where(wrong > 0, torch.zeros_like(total), total)
-    sums = dict(zip(counts, total.split([len(count) for count in counts.values()]), strict=True))
+    sums = dict(zip(counts, total.split(sizes), strict=True))
     for model in models:
         if names := model.token_counts():
             model.after_step({name: sums[name] for name in names})
+
+
+def _report_load(sums: dict[str, Tensor]) -> None:
+    """Report how much more than the mean the busiest expert had to do, in each layer and in the worst."""
+    loads = {name: count.max() / count.float().mean().clamp(min=TINY) for name, count in sums.items()}
+    for name, load in loads.items():
+        report(f"expert_load/{name}", load)
+    report("expert_load", torch.stack(list(loads.values())).max(), reduce="max")

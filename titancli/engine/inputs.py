@@ -25,10 +25,11 @@ RESERVED = frozenset(
     (
         *("loss", "weight", "loss_max", "tokens", "grad_norm", "lr", "version", "skipped_steps"),
         *("step", "step_seconds", "eta_seconds", "tokens_per_second", "mfu", "memory_gib"),
-        *("data_wait", "data_wait_share", "slow_rank", "slow_rank_seconds"),
+        *("expert_load", "data_wait", "data_wait_share", "slow_rank", "slow_rank_seconds"),
     )
 )
-"""What the engine and a run report themselves, beside `time/...`: no loss has a metric of that name."""
+"""What the engine and a run report themselves, beside `time/...` and `expert_load/...`: no loss has a metric
+of that name."""
 
 
 # ---------------------------------------------------------------------------------------------- batches

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 GIB = 2**30
 
@@ -36,3 +38,22 @@ def peak_resident_bytes() -> int:
     except (OSError, IndexError):  # not Linux, or a kernel without it
         return peak
     return peak
+
+
+def live_bytes(
+    parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer | None, device: torch.device
+) -> dict[str, int]:
+    """Return the bytes on this rank by what they are for: `parameters`, `optimizer` (its state) and, on a
+    GPU, the most that its allocator has had `allocated` and `reserved` since the last entry of metrics."""
+    import torch
+
+    def size(values: Iterable[Any]) -> int:
+        tensors = [getattr(value, "_local_tensor", value) for value in values]
+        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+
+    states = [] if optimizer is None else optimizer.state.values()
+    found = {"parameters": size(parameters), "optimizer": sum(size(state.values()) for state in states)}
+    if device.type == "cuda":
+        found["allocated"] = torch.cuda.max_memory_allocated(device)
+        found["reserved"] = torch.cuda.max_memory_reserved(device)
+    return found

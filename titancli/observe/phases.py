@@ -20,6 +20,8 @@ OTHER = "other"
 """What is in no phase: Python between the verbs, reading metrics, collecting garbage."""
 ALWAYS = ("data", "clip", "optimizer", "save", "evaluation")
 """Reported even where they took no time."""
+RAISED_IN = "titan_phase"
+"""The attribute of an exception that says which phase it was raised in, the innermost."""
 FOLD_AT = 256
 """Events of a GPU that are kept before those that have passed are read."""
 
@@ -125,6 +127,8 @@ class phase:
                 self._record = _recorded(self._name)
 
     def __exit__(self, *error: object) -> None:
+        if error[1] is not None and not hasattr(error[1], RAISED_IN):
+            setattr(error[1], RAISED_IN, self._name)
         if self._record is not None:
             self._record.__exit__(*error)
         if self._counted and phases.counting:

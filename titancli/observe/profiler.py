@@ -251,7 +251,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     found: BaseException | None = error
     while found is not None:
-        if isinstance(found, torch.OutOfMemoryError):
+        if isinstance(found, torch.OutOfMemoryError) or "DefaultCPUAllocator: " in str(found):
             return True
         found = found.__cause__
     return False

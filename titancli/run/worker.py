@@ -28,6 +28,8 @@ from titancli.launch import rank_options
 from titancli.observe import failures
 from titancli.observe.console import Console
 from titancli.observe.events import EventLog, EventLogger, Listener, logs_as_events, plain
+from titancli.observe.phases import RAISED_IN
+from titancli.observe.profiler import is_out_of_memory
 from titancli.process import (
     Place,
     determinism,
@@ -125,6 +127,7 @@ class Rank:
         self.folder, self.place = folder, place
         self._stack = stack
         self._observers: Observers | None = None
+        self._engine: Engine | None = None
 
     @property
     def is_main(self) -> bool:
@@ -157,7 +160,13 @@ class Rank:
         # Asked of rank 0: on a shared disk the others may not see yet what it wrote.
         record = process_group.on_rank_zero(self.folder.record)
         loggers = self._loggers(recipe, listeners)
-        outcome = self.train(Start(loaded, lock_text, record, checkpoint, device), loggers, stop)
+        start = Start(loaded, lock_text, record, checkpoint, device)
+        try:
+            outcome = self.train(start, loggers, stop)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise self._out_of_memory(error, start) from error
+            raise
         if self._observers is not None:
             self._observers.run_end(outcome)
             outcome = {**outcome, "metrics": self._observers.latest}
@@ -186,6 +195,7 @@ class Rank:
         loop = with_defaults(LoopConfigDefaults, recipe.loop)
         checkpoint = start.checkpoint or loop.checkpoint
         engine = Engine.build(recipe, device=start.device, checkpoint=checkpoint, frozen=not loop.trains)
+        self._engine = engine
         allow_drift = start.record["attempts"][-1].get("allow_drift", False)
         data = open_data(recipe, tokenizer, engine, start.checkpoint, allow_drift=allow_drift)
         observers = self._observers = self._observe(start, engine, loggers)
@@ -215,6 +225,26 @@ class Rank:
             self._leave_behind(recipe, engine, run)
         name = f"checkpoints/step-{run.saved_step}" if run.saved_step is not None else None
         return {"why": run.why, "signal": run.signal, "step": engine.step, "checkpoint": name}
+
+    def _out_of_memory(self, error: Exception, start: Start) -> TitanError:
+        """What was live, and what would make it fit."""
+        from titancli.observe.memory import live_bytes
+        from titancli.observe.peaks import device_name
+        from titancli.planning import out_of_memory
+
+        phase = getattr(error, RAISED_IN, None)
+        where = f"in step {self.current_step}" if self.current_step else "before the first step"
+        cause = str(error).partition(" GPU ")[0].partition("\n")[0]
+        message = f"out of memory {where}{f' ({phase})' if phase else ''}: {cause}"
+        recipe, degrees = start.recipe, start.recipe.degrees(self.place.world)
+        engine = self._engine
+        parameters = [] if engine is None else [tensor for _, tensor in engine.named_parameters()]
+        live = live_bytes(parameters, None if engine is None else engine.optimizer, start.device)
+        device = device_name(start.device)
+        more = out_of_memory.told(recipe, degrees, device, live)
+        change = out_of_memory.advice(recipe, degrees, device)
+        hint = "make training.local_batch_size or seq_len smaller" if change is None else f"add {change}"
+        return TitanError(f"{message}\n{more}" if more else message, hint=hint)
 
     def record_leaving(self) -> None:
         """Write the outcome of a run that the user would not wait for."""
