@@ -143,6 +143,7 @@ class Rank:
     ) -> dict[str, Any]:
         """See `main`."""
         from titancli.distributed import process_group
+        from titancli.distributed.shared_folder import require_shared
         from titancli.recipe import load_recipe
 
         source = lock_file or RunFolder.open(self.folder.path).recipe_lock
@@ -153,6 +154,7 @@ class Rank:
         device = self._join(recipe, hashlib.sha256(lock_text.encode()).hexdigest())
         if lock_file is not None:
             process_group.on_rank_zero(lambda: self._prepare(lock_file, lock_text))
+        require_shared(self.folder.logs, socket.gethostname(), first_of_node=self.place.local_rank == 0)
         self._stack.callback(self.folder.join().release)
         checkpoint = process_group.on_rank_zero(
             lambda: self._continue_from(checkpoint, recipe.checkpoint.verify)
