@@ -158,7 +158,7 @@ def test_thinning_keeps_every_extreme(tmp_path: Path) -> None:
     found.columns["loss"] = column = view.History().columns.setdefault("loss", _column(losses))
     assert column.values[1234] == 50.0
     found.step.extend(range(1, 5001))
-    one = view.curve(view.Run("r", None, found, None), 0, "loss", "step", 100)  # type: ignore[arg-type]
+    one = view.curve(view.Run("r", None, found, None, []), 0, "loss", "step", 100)  # type: ignore[arg-type]
     assert len(one.x) == 100 and max(one.high) == 50.0 and min(one.low) == -7.0
     assert sum(one.y) / 100 == pytest.approx(losses.mean())
     assert all(low <= y <= high for low, y, high in zip(one.low, one.y, one.high, strict=True))
@@ -186,6 +186,9 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
     ]
     a = make(tmp_path / "a<b>&", events, [attempt(END, ended=at(6))])
     other = [began(1), step(1, 2, "NaN"), step(2, 3, 1.0)]
+    for name, text in (("books", '{"step": 4, "metrics": {"perplexity": 7.25}}'), ("bad", "{")):
+        (a / "evaluations/step-4").mkdir(parents=True, exist_ok=True)
+        (a / f"evaluations/step-4/{name}.json").write_text(text)
     b = make(tmp_path / "b", other, [attempt()], lock=LOCK.replace("0.001", "0.5"))
     return a, b
 
@@ -216,6 +219,7 @@ def test_the_page_is_whole_valid_and_loads_nothing(two: tuple[Path, Path], titan
         "Loss",
         "val_loss",
         "removed",
+        "perplexity 7.25",
     ):
         assert expected in words
     data = json.loads(tree.find(".//script[@id='data']").text)
@@ -260,6 +264,8 @@ def test_the_numbers_add_up(two: tuple[Path, Path], titan: Titan) -> None:  # no
     found = json.loads(titan("report", *two, "--json").out)
     for run in found["runs"]:
         assert math.fsum(one["seconds"] for one in run["times"]) == pytest.approx(run["wall_seconds"])
+    assert found["runs"][0]["evaluations"] == [{"step": 4, "name": "books", "metrics": {"perplexity": 7.25}}]
+    assert "step-4/bad.json cannot be read" in found["runs"][0]["problems"][0]
     assert found["recipe"] == [{"key": "optimizer.lr", "values": [0.001, 0.5]}]
     assert found["runs"][0]["warnings"][0]["message"] == "<script>alert(1)</script>"
     assert [one["run"] for one in found["curves"] if one["metric"] == "loss"] == [0, 1]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from titancli.report.view import Run
 
 MARK = '<meta name="generator" content="titan report'
-TEXT = ("loss", "val_loss", "grad_norm", "lr", "tokens_per_second")
+TEXT = ("loss", "grad_norm", "lr", "tokens_per_second")
 """The curves that --text draws, and those of validation."""
 COLORS = ("36", "33", "32", "35", "34", "31")
 """Of runs, as a terminal has them."""
@@ -100,7 +100,7 @@ def _print(runs: Sequence[Run], by: str) -> None:
         error = f": {printable(summary.error)}" if summary.error else ""
         print(f"{name}  {summary.state.replace('_', ' ')}, {step}{error}")
     for name in view.metrics_of(runs):
-        if name not in TEXT and not (name.startswith("validation/") and name.endswith("/loss")):
+        if name not in TEXT and not view.is_validation_loss(name):
             continue
         curves = [view.curve(run, number, name, by, 2 * columns) for number, run in enumerate(runs)]
         if lines := text.chart(curves, width=columns, height=9 if name == "loss" else 6):

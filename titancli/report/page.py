@@ -49,6 +49,7 @@ def html(runs: Sequence[view.Run], by: str) -> str:
         environment=_environment(runs),
         checkpoints=[_checkpoints(run) for run in runs],
         attempts=[_attempts(run) for run in runs],
+        evaluations=[_evaluations(run) for run in runs],
         warnings=[
             [(_clock(when), level, text) for when, level, text in run.history.messages] for run in runs
         ],
@@ -77,7 +78,7 @@ def _chart(runs: Sequence[view.Run], name: str, by: str, number: int) -> dict[st
         "id": f"c{number}",
         "name": name,
         "title": view.CURVES.get(name) or name,
-        "main": name in view.CURVES or name.startswith(("val_loss", "validation/")),
+        "main": name in view.CURVES or view.is_validation_loss(name),
         "plots": plots,
         "odd": sum(len(one.odd) for one in curves),
         "last": [
@@ -244,6 +245,8 @@ def _shown(value: Any) -> str:
         return "—"
     if isinstance(value, dict) and value and all(isinstance(one, (int, str)) for one in value.values()):
         return ", ".join(f"{key} {one}" for key, one in value.items())
+    if isinstance(value, float):
+        return f"{value:.6g}"
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -255,6 +258,17 @@ def _checkpoints(run: view.Run) -> list[tuple[str, str, str]]:
             "" if one["kept"] else "removed",
         )
         for one in view.checkpoints(run)
+    ]
+
+
+def _evaluations(run: view.Run) -> list[tuple[str, str, str]]:
+    return [
+        (
+            f"{one['step']:,}",
+            one["name"],
+            ", ".join(f"{name.replace('_', ' ')} {_shown(value)}" for name, value in one["metrics"].items()),
+        )
+        for one in run.evaluations
     ]
 
 

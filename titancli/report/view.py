@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from titancli.observe.events import plain
+from titancli.observe.events import are_metrics, plain
 from titancli.observe.summary import Summary
 from titancli.report.history import History, read
 from titancli.run.compare import Side, side_of, spread
@@ -41,6 +42,8 @@ class Run:
     summary: Summary
     history: History
     side: Side
+    evaluations: list[dict[str, Any]]
+    """What lies beside its checkpoints: `step`, `name`, `metrics`."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def open_runs(summaries: Sequence[Summary]) -> list[Run]:
             until=time.time() if summary.state == "running" else None,
             async_saves=mode != "disabled",
         )
-        runs.append(Run(name, summary, history, side))
+        runs.append(Run(name, summary, history, side, evaluations(summary)))
     return runs
 
 
@@ -90,7 +93,12 @@ def metrics_of(runs: Sequence[Run]) -> list[str]:
     logged = {name for run in runs for name, column in run.history.columns.items() if column.values}
     first = [name for name in CURVES if name in logged and _worth(runs, name)]
     rest = sorted(name for name in logged if name not in (*CURVES, *HIDDEN) and not name.startswith("time/"))
-    return first + sorted(rest, key=lambda name: not name.startswith(("val_", "validation/")))
+    return first + sorted(rest, key=lambda name: not is_validation_loss(name))
+
+
+def is_validation_loss(name: str) -> bool:
+    """Return whether a metric is the loss of held-out data; `val_loss` in files of before 0.1.0."""
+    return name == "val_loss" or (name.startswith("validation/") and name.endswith("/loss"))
 
 
 def _worth(runs: Sequence[Run], name: str) -> bool:
@@ -163,6 +171,7 @@ def _run(run: Run) -> dict[str, Any]:
         "repeated_steps": history.repeated,
         "resumed_from": history.resumed,
         "checkpoints": checkpoints(run),
+        "evaluations": run.evaluations,
         "warnings": [
             {"time": when, "level": level, "message": text} for when, level, text in history.messages
         ],
@@ -191,6 +200,24 @@ def best(history: History) -> dict[str, dict[str, float]]:
                 place = int(np.argmin(values[finite]))
                 found[name] = {"value": float(values[finite][place]), "step": float(steps[finite][place])}
     return found
+
+
+def evaluations(summary: Summary) -> list[dict[str, Any]]:
+    """Return what `titan eval` has left in a run folder, by step; a file that cannot be read is named in the
+    summary's problems."""
+    found = []
+    for path in sorted((summary.path / "evaluations").glob("step-*/*.json")):
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            step, metrics = data["step"], data["metrics"]
+            if not (isinstance(step, int) and are_metrics(metrics)):
+                raise ValueError("it has no step or no metrics")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            where = path.relative_to(summary.path)
+            summary.problems.append(f"{where} cannot be read: {type(error).__name__}: {error}")
+        else:
+            found.append({"step": step, "name": path.stem, "metrics": metrics})
+    return sorted(found, key=lambda one: (one["step"], one["name"]))
 
 
 def checkpoints(run: Run) -> list[dict[str, Any]]:
