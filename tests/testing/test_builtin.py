@@ -71,6 +71,11 @@ def test_titan_itself_passes(configs: dict[str, dict[str, Any]]) -> None:
     check_plugin("titan", configs=configs, seq_len=48, seconds=30.0)
 
 
+def test_each_model_of_titans_has_small_sizes_here() -> None:
+    own = {name for name in registry.current().names("model") if name.startswith("titan/")}
+    assert own == {f"titan/{name}" for name in MODELS}
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "llama3")) for n in MODELS]
 )
