@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import time
+from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from titancli.errors import PluginError, RankFailure
 from titancli.observe import failures
@@ -67,7 +74,41 @@ def test_a_rank_that_the_launcher_killed_in_the_end_is_not_the_cause(tmp_path: P
 
 def test_reports_of_an_attempt_before_are_passed_over(tmp_path: Path) -> None:
     leave(tmp_path, ValueError("old"), 0)
-    assert failures.read(tmp_path, since="9999") == []
+    leave(tmp_path, ValueError("older"), 1)
+    before = failures.there(tmp_path)
+    assert failures.read(tmp_path, before=before) == []
+    leave(tmp_path, ValueError("new"), 1)
+    assert [found.message for found in failures.read(tmp_path, before=before)] == ["new"]
+
+
+def with_clock(path: Path, seconds: float, **changed: Any) -> None:
+    """As if the report's host had another clock; the disk's is as it is."""
+    report = json.loads(path.read_text())
+    report["time"] = (datetime.fromisoformat(report["time"]) + timedelta(seconds=seconds)).isoformat()
+    stat = path.stat()
+    path.write_text(json.dumps(report | changed))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+@pytest.mark.parametrize("skew", [-20.0, 20.0])
+def test_clocks_of_hosts_that_differ_do_not_change_the_cause(tmp_path: Path, skew: float) -> None:
+    """Nor do they hide a report: the host that failed may be behind the one that asks."""
+    before = failures.there(tmp_path)
+    leave(tmp_path, ValueError("bad row"), 1)
+    time.sleep(0.02)  # a tick of the disk's clock
+    leave(tmp_path, ValueError("a consequence"), 0)
+    with_clock(tmp_path / "rank-1.error.json", skew, host="elsewhere")
+    found = failures.cause(failures.read(tmp_path, before=before), [], [])
+    assert found is not None and (found.rank, found.host) == (1, "elsewhere")
+
+
+def test_the_earlier_step_comes_first_whatever_the_disk_says(tmp_path: Path) -> None:
+    leave(tmp_path, ValueError("a consequence"), 0)
+    leave(tmp_path, ValueError("bad row"), 1)
+    for step in (11, None):
+        with_clock(tmp_path / "rank-1.error.json", 60, step=step)
+        found = failures.cause(failures.read(tmp_path), [], [])
+        assert found is not None and found.rank == 1
 
 
 def test_the_block_names_rank_step_cause_and_log(tmp_path: Path) -> None:

@@ -71,7 +71,15 @@ def test_a_run_that_began_with_a_hugging_face_folder_goes_on_bitwise_without_it(
     assert train("without_model.toml", "--run-dir", "whole").code == 0
     assert train("without_model.toml", "--run-dir", "r", *HALF).code == 0
     shutil.copytree(here / "r", here / "again")
+    shutil.copytree(here / "r", here / "by_recipe")
     shutil.rmtree(here / "w")
+    job = ("without_model.toml", "--run-dir", "by_recipe", "--resume", "training.steps=4", "--dry-run")
+    done = train(*job)
+    assert done.code == 0 and "step-2" in done.out, done.err
+    for change in ("weights=other", "model.rope_theta=7.0"):  # another model's, or another model
+        done = train(*job, change)
+        assert done.code == (3 if change.startswith("weights") else 5), done.err
+    assert train("without_model.toml", "--run-dir", "new", "--resume").code == 3
     done = train("r", "--resume", "training.steps=4")
     assert done.code == 0, done.err
     assert losses(here / "r") == losses(here / "whole")

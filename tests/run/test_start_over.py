@@ -216,3 +216,18 @@ def test_ranks_with_other_versions_do_not_start(ranks: Ranks, run: Path) -> None
         assert isinstance(error, EnvironmentProblem)
         assert "the ranks were started with different versions" in error.message
         assert "torch 2.10" in error.message and "torch 2.11" in error.message
+
+
+def other_plugin_files(folder: Path, port: int) -> Any:
+    file = folder.parent / str(dist.get_rank()) / "of_a_node.py"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(f"VALUE = {dist.get_rank()}\n")
+    return pool.run_rank(folder, None, [file], port)
+
+
+@pytest.mark.ranks
+def test_ranks_with_other_plugin_files_do_not_start(ranks: Ranks, run: Path) -> None:
+    for error in ranks(2, other_plugin_files, run, pool.free_port()):
+        assert isinstance(error, EnvironmentProblem)
+        assert "the ranks were started with different plugin files" in error.message
+        assert error.message.count("of_a_node.py (SHA-256 ") == 2

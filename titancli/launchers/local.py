@@ -69,12 +69,12 @@ def exit_code(outcome: dict[str, Any]) -> int:
 
 
 def _in_place(request: LaunchRequest) -> int:
-    began = timestamp()
+    before = failures.there(request.folder.logs)
     with _watcher(request) as watcher:
         try:
             outcome = _only_rank(request, watcher)
         except BaseException as error:
-            failure = failures.cause(failures.read(request.folder.logs, since=began), [], [])
+            failure = failures.cause(failures.read(request.folder.logs, before=before), [], [])
             done = failure.step - 1 if failure and failure.step else None
             if isinstance(error, KeyboardInterrupt):
                 _record_outcome(request, watcher, "interrupted", signal.SIGINT, done)
@@ -152,13 +152,13 @@ def _under_torchrun(config: Local, request: LaunchRequest) -> int:
     command = torchrun_command(config, request)
     folder.logs.mkdir(parents=True, exist_ok=True)
     _ends_file(request).unlink(missing_ok=True)
-    began, tail = timestamp(), Tail(folder.events)
+    before, tail = failures.there(folder.logs), Tail(folder.events)
     with (
         _watcher(request) as watcher,
         open(_launcher_log(request), "a", encoding="utf-8") as log,
         _Signals() as signals,
     ):
-        log.write(f"--- {began} {' '.join(command)}\n")
+        log.write(f"--- {timestamp()} {' '.join(command)}\n")
         log.flush()
         agent = subprocess.Popen(
             command,
@@ -174,7 +174,7 @@ def _under_torchrun(config: Local, request: LaunchRequest) -> int:
             _end(agent)
         if agent.returncode < 0:
             _outlast(folder, signals)
-        return _result(request, watcher, agent.returncode, began, step, signals)
+        return _result(request, watcher, agent.returncode, before, step, signals)
 
 
 def _follow(
@@ -204,7 +204,7 @@ def _result(
     request: LaunchRequest,
     watcher: Listener,
     agent_code: int,
-    began: str,
+    before: failures.Reports,
     step: int | None,
     signals: _Signals,
 ) -> int:
@@ -216,7 +216,7 @@ def _result(
     if agent_code == EXIT_OK:  # rank 0 of another node wrote the outcome, and this node does not see it yet
         return EXIT_OK
     kills, late_kills = _killed_ranks(request, None if step is None else step + 1)
-    reports = failures.read(request.folder.logs, since=began)
+    reports = failures.read(request.folder.logs, before=before)
     if signals.ended(reports, kills + late_kills):
         interrupted = signals.received[0] == signal.SIGINT
         why = "interrupted" if interrupted else "stopped"

@@ -11,6 +11,8 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,6 +20,10 @@ from titancli.errors import EXIT_FAILED, RankFailure, TitanError
 from titancli.runs import timestamp, write_atomically
 
 PASSED_THROUGH = ("titancli/run/worker.py", "titancli/engine/status.py", "/torch/")
+
+
+Reports = Mapping[str, tuple[int, int]]
+"""Reports by the name of their file; see `there`."""
 
 
 @dataclass(frozen=True)
@@ -76,17 +82,37 @@ def write(logs: Path, error: BaseException, *, rank: int, world: int, step: int 
         print(f"cannot write the report of this error: {second}", file=sys.stderr)
 
 
-def read(logs: Path, *, since: str = "") -> list[Failure]:
-    """Return the reports in a folder that are not older than `since`, the oldest first."""
+def there(logs: Path) -> Reports:
+    """Return which reports lie there now, to tell those that come from now on; no clock is asked."""
+    found = {}
+    for path in logs.glob("rank-*.error.json"):
+        with suppress(OSError):  # its rank has just been started anew
+            found[path.name] = _identity(path)
+    return found
+
+
+def read(logs: Path, *, before: Reports | None = None) -> list[Failure]:
+    """The reports that lie there and did not lie there `before`, in the order in which they were made.
+
+    Ranks go from step to step together, so an earlier step comes first. In one step it is the time at which
+    the disk got a report that counts: the clocks of hosts may differ.
+    """
     failures = []
     for path in logs.glob("rank-*.error.json"):
         try:
+            identity = _identity(path)
             failure = Failure(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             continue  # half of one, from a disk that is full, or another version's
-        if failure.time >= since:
-            failures.append(failure)
-    return sorted(failures, key=lambda failure: failure.time)
+        if (before or {}).get(path.name) != identity:
+            failures.append((-1 if failure.step is None else failure.step, identity, failure))
+    return [failure for _, _, failure in sorted(failures, key=lambda found: found[:2])]
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """When the disk got a file, and which it is: each report is written as a new one."""
+    found = path.stat()
+    return found.st_mtime_ns, found.st_ino
 
 
 def killed(rank: int, world: int, number: int, step: int | None) -> Failure:

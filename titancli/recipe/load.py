@@ -49,6 +49,7 @@ def load_recipe(
     overrides: Sequence[str] = (),
     *,
     unset: Sequence[str] = (),
+    run: Path | None = None,
     registry: Registry | None = None,
 ) -> Loaded:
     """Load a recipe, or a lock file, and check all of it. Imports no torch and fetches nothing.
@@ -57,6 +58,7 @@ def load_recipe(
         reference: a path, a run folder, `name` or `plugin:name`; see `find_recipe`.
         overrides: `KEY=VALUE`, e.g. `training.steps=100`, `converters.0.recipe=tensorwise`, `optimizer=muon`.
         unset: keys to take away, e.g. `training.global_batch_size`.
+        run: a run folder of this recipe: where `weights` gave the model and are gone, its lock file does.
         registry: the components that there are; the process's own if left out.
 
     Raises:
@@ -74,7 +76,7 @@ def load_recipe(
     removed = read_unset(unset, problems)
     root, absent = _without_all(root, removed)
 
-    root, model_known = model_of_weights(root, registry, problems)
+    root, model_known = model_of_weights(root, registry, problems, read_tree(run) if run else None)
     all_there = check_requires(root, problems)
     resolved = resolve(root, registry, problems, removed)
     if not all_there:
@@ -292,20 +294,26 @@ OWN = ("recipe.lock.toml", "manifest.json")
 """What lies in a run folder, and in a checkpoint, of which the first says its model."""
 
 
-def model_of_weights(root: Node, registry: Registry, problems: Problems) -> tuple[Node, bool]:
+def model_of_weights(
+    root: Node, registry: Registry, problems: Problems, lock: Node | None = None
+) -> tuple[Node, bool]:
     """The tree with the `[model]` that the folder's config.json describes; keys that stand in `[model]` win.
 
     Unchanged where `[model]` has a type, or there are no `weights`. The file is read with the recipe, so that
-    a lock file, and each checkpoint, has the whole table. False, and a tree without `[model]`, where the
-    weights give none: why is reported here.
+    a lock file, and each checkpoint, has the whole table; `lock` is one that may stand for the file. False,
+    and a tree without `[model]`, where the weights give none: why is reported here.
     """
     weights, model = root.child("weights"), root.child("model")
     written = model is not None and (not isinstance(model.value, dict) or "type" in model.value)
     if written or weights is None or not isinstance(weights.value, str):
         return root, True
+    folder, at = os.path.expanduser(beside(weights)), weights.origin
     try:
-        folder = os.path.expanduser(beside(weights))
-        found = _model_table(folder, registry)
+        table = _locked_model(lock, folder)
+        if table is None:
+            found = _model_table(folder, registry)
+            origin = Origin("flavor", at.source, at.key, at.value, str(Path(folder) / CONFIG))
+            table = from_python(found, origin)
     except TitanError as error:
         message = f"there is no [model], and it cannot be read from the weights: {error.message}"
         assets = assets_of(root)
@@ -313,10 +321,16 @@ def model_of_weights(root: Node, registry: Registry, problems: Problems) -> tupl
         hint = f"download it: {assets.command}" if assets and missing else error.hint
         problems.add("check", message, weights.origin.location(), hint)
         return Node({key: node for key, node in root.value.items() if key != "model"}, root.origin), False
-    at = weights.origin
-    table = from_python(found, Origin("flavor", at.source, at.key, at.value, str(Path(folder) / CONFIG)))
     whole = table if model is None else merge(table, model, problems, ("model",))
     return Node({**root.value, "model": whole}, root.origin), True
+
+
+def _locked_model(lock: Node | None, weights: str) -> Node | None:
+    """The model of a lock file of the same weights, if these are gone."""
+    before = lock.child("weights") if lock is not None else None
+    if lock is None or before is None or (Path(weights) / CONFIG).exists():
+        return None
+    return lock.child("model") if before.value == os.path.abspath(weights) else None
 
 
 def readers_of(model_type: str, registry: Registry) -> dict[str, Any]:

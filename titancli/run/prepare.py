@@ -152,7 +152,7 @@ def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
     notes = _plugin_notes(folder, request.plugin_files)
     reference = folder.path if request.run_dir is None else request.reference
     try:
-        loaded = load_recipe(reference, request.overrides, unset=request.unset)
+        loaded = load_recipe(reference, request.overrides, unset=request.unset, run=folder.path)
         before = load_recipe(folder.path)
     except (PluginError, RecipeError) as error:
         raise _with_missing_plugins(error, folder, request.plugin_files) from error

@@ -40,7 +40,7 @@ from titancli.process import (
     rank_log,
     tell_where_stopped,
 )
-from titancli.provenance import package_versions
+from titancli.provenance import file_hash, package_versions
 from titancli.registry.component import build
 from titancli.registry.defaults import LoopConfigDefaults, with_defaults
 from titancli.runs import RECORD_NAME, RunFolder, timestamp
@@ -83,7 +83,7 @@ def main(
 
     quiet()
     with ExitStack() as stack:
-        rank = Rank(RunFolder(run_dir.absolute()), place or Place(), stack)
+        rank = Rank(RunFolder(run_dir.absolute()), place or Place(), stack, plugin_files)
         if stop is None:
             stop = stack.enter_context(Stop().listening(leave=rank.record_leaving))
         try:
@@ -123,8 +123,10 @@ class Start:
 class Rank:
     """One rank's way from a lock file to an outcome. What it opens is closed by the stack."""
 
-    def __init__(self, folder: RunFolder, place: Place, stack: ExitStack) -> None:
-        self.folder, self.place = folder, place
+    def __init__(
+        self, folder: RunFolder, place: Place, stack: ExitStack, plugin_files: Sequence[Path] = ()
+    ) -> None:
+        self.folder, self.place, self._plugin_files = folder, place, plugin_files
         self._stack = stack
         self._observers: Observers | None = None
         self._engine: Engine | None = None
@@ -280,6 +282,8 @@ class Rank:
         process_group.require_same("resolved recipes", digest, socket.gethostname())
         installed = ", ".join(f"{name} {version}" for name, version in package_versions().items())
         process_group.require_same("versions", installed, socket.gethostname())
+        files = ", ".join(f"{path.name} (SHA-256 {file_hash(path)[:12]})" for path in self._plugin_files)
+        process_group.require_same("plugin files", files or "none", socket.gethostname())
         return device
 
     def _prepare(self, lock_file: Path, lock_text: str) -> None:
