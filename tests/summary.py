@@ -50,6 +50,7 @@ ROOMS = {
     "tests/packaging": "wheels, editable installs, and third-party plugins",
     "tests/planning": "computed memory, traffic and arithmetic match those of a run",
     "tests/real": "a real pretrained model, imported and exported",
+    "tests/report": "reports of runs: where each second went, in a browser, in a terminal",
     "tests/rl": "policy gradients, rewards, and the generator compared to the trainer",
     "tests/testing": "the test kit for plugin authors finds all faults, and nothing else",
     "plugins/titan-float8": "float8: the same result on any layout, plain checkpoints",
