@@ -48,10 +48,11 @@ lint: .venv/.installed-dev
 test-versions:
 	tests/versions.sh
 
-# What docs/generate.py writes, and every page against the code.
+# What docs/generate.py writes, every page against the code, and the site in build/site.
 docs: .venv/.installed-dev
 	$(BIN)/python docs/generate.py
 	$(BIN)/python -m pytest tests/docs $(ARGS)
+	$(BIN)/python docs/site.py
 
 # Wheels and source distributions of titan and of each plugin, in dist/.
 wheels: .venv/.installed-dev

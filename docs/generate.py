@@ -1,18 +1,22 @@
 """Write the generated parts of docs/, about titan's own components and fields: `python docs/generate.py`.
 
-`components.md` is generated completely, from titan's own components; other plugins document themselves. In
-`coming-from-torchtitan.md` the table between the two marks is generated. A test compares both.
+`components.md` and `commands.md` are generated completely, from what titan itself has; other plugins document
+themselves. In `coming-from-torchtitan.md` the table between the two marks is generated. A test compares both.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
+
 from titancli import builtin
+from titancli.cli.group import COMMANDS
 from titancli.migrate.fields import FIELDS, Field
 from titancli.migrate.job import has_key
 from titancli.recipe.schema import Recipe, recipe_slots
@@ -32,6 +36,16 @@ All components that titan itself provides, with the type, default and meaning of
 NAME` prints the same for one component, including those of plugins; `titan list-components` lists what is
 installed.
 """
+COMMANDS_HEAD = """\
+# Commands
+
+<!-- Written by docs/generate.py: change the help texts, not this page. -->
+
+`titan COMMAND --help` prints the same. Before or after any command: `-p FILE.py` adds a plugin and
+`-p no:NAME` blocks one, `-v` and `-q` say more and less, `--color` is `auto`, `always` or `never`, and
+`--traceback` shows where an error was raised. Commands of plugins are not on this page.
+"""
+EXAMPLE = "<!-- not run: an example of the command's help -->"
 PARTS = {
     "model.name": "`model.type`",
     "model.flavor": "`model.flavor`; the attention mask is `dataset.document_mask`",
@@ -154,7 +168,52 @@ def torchtitan_page(text: str) -> str:
     return f"{before}{BEGIN}\n\n{torchtitan_table()}\n\n{END}{after}"
 
 
+def commands_page() -> str:
+    """docs/commands.md, from the help of each command."""
+    return "\n".join([COMMANDS_HEAD, *_commands()])
+
+
+def _commands() -> Iterator[str]:
+    section = ""
+    for entry in COMMANDS:
+        if entry.section != section:
+            section = entry.section
+            yield f"## {section}\n"
+        command = importlib.import_module(f"titancli.cli.{entry.module}").command
+        yield from _command(f"titan {entry.name}", command)
+
+
+def _command(name: str, command: click.Command) -> Iterator[str]:
+    arguments = [one for one in command.params if isinstance(one, click.Argument)]
+    options = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
+    yield f"### {name}\n"
+    if arguments:
+        shown = (f"`{one.make_metavar(click.Context(command))}`" for one in arguments)
+        yield f"Arguments: {', '.join(shown)}\n"
+    yield f"{_prose(command.help or '')}\n"
+    if options:
+        rows = [_option(command, one) for one in options]
+        yield "\n".join(["| option | meaning |", "|---|---|", *rows]) + "\n"
+    if isinstance(command, click.Group):
+        for other in command.commands.values():
+            yield from _command(f"{name} {other.name}", other)
+
+
+def _prose(help_text: str) -> str:
+    """Click's help as Markdown: a block that is not to be wrapped becomes one of code."""
+    paragraphs = inspect.cleandoc(help_text).replace("<", "&lt;").split("\n\n")
+    code = [p.removeprefix("\b\n") for p in paragraphs if p.startswith("\b\n")]
+    blocks = iter(f"{EXAMPLE}\n```sh\n{text.replace('&lt;', '<')}\n```" for text in code)
+    return "\n\n".join(next(blocks) if p.startswith("\b\n") else p for p in paragraphs)
+
+
+def _option(command: click.Command, option: click.Option) -> str:
+    names, words = option.get_help_record(click.Context(command)) or ("", "")
+    return f"| `{_cell(names)}` | {_cell(words).replace('<', '&lt;')} |"
+
+
 def main() -> None:
+    (DOCS / "commands.md").write_text(commands_page(), encoding="utf-8")
     (DOCS / "components.md").write_text(components_page(), encoding="utf-8")
     page = DOCS / "coming-from-torchtitan.md"
     page.write_text(torchtitan_page(page.read_text(encoding="utf-8")), encoding="utf-8")

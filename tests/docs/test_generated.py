@@ -29,6 +29,12 @@ def test_the_component_reference_is_current(generate: ModuleType) -> None:
     )
 
 
+def test_the_command_reference_is_current(generate: ModuleType) -> None:
+    assert (DOCS / "commands.md").read_text(encoding="utf-8") == generate.commands_page(), (
+        "run: python docs/generate.py"
+    )
+
+
 def test_the_torchtitan_table_is_current(generate: ModuleType) -> None:
     text = (DOCS / "coming-from-torchtitan.md").read_text(encoding="utf-8")
     assert text == generate.torchtitan_page(text), "run: python docs/generate.py"
