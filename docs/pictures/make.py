@@ -1,7 +1,7 @@
-"""Draw the pictures of the front page from a run: its panel (SVG) and its report (PNG, which needs chromium).
+"""Draw the pictures of the front page: the panel of a run (SVG), the report of all (PNG, which needs chromium).
 
 titan train llama3_debug training.seq_len=128 training.local_batch_size=4 metrics.log_freq=2 --run-dir RUN
-python docs/pictures/make.py RUN
+python docs/pictures/make.py RUN [OTHER]...
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from PIL import Image
 from rich.console import Console
 from rich.text import Text
 
@@ -40,22 +41,23 @@ def panel(run: Path, share: float = 0.6) -> str:
     return _FETCHED.sub("", console.export_svg(title="titan", unique_id="panel"))
 
 
-def report(run: Path, to: Path) -> None:
-    """Write the beginning of a run's report as PNG."""
+def report(runs: list[str], to: Path) -> None:
+    """Write the beginning of the report of runs as PNG, in few colors and therefore small."""
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder, "report.html")
-        if main(["report", str(run), "-o", str(page)]) != 0:
+        if main(["report", *runs, "-o", str(page)]) != 0:
             sys.exit("titan report failed")
         options = [
             "--headless",
             "--no-sandbox",
             "--disable-gpu",
             "--hide-scrollbars",
-            "--window-size=1000,1150",
+            "--window-size=1240,1400",
         ]
         subprocess.run([BROWSER, *options, f"--screenshot={to}", page.as_uri()], check=True)
+    Image.open(to).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(to, optimize=True)
 
 
 if __name__ == "__main__":
     (HERE / "panel.svg").write_text(panel(Path(sys.argv[1])), encoding="utf-8")
-    report(Path(sys.argv[1]), HERE / "report.png")
+    report(sys.argv[1:], HERE / "report.png")

@@ -255,7 +255,7 @@ def test_without_the_extra_the_error_says_what_to_install(
 def test_text_draws_the_curves_of_all_runs(two: tuple[Path, Path], titan: Titan) -> None:  # noqa: F811
     done = titan("report", *two, "--text")
     lines = done.out.splitlines()
-    assert lines[0].startswith("a<b>&  finished, step 4/") and "loss by step" in lines
+    assert lines[0].startswith("a<b>&  finished, step 4/") and "Loss by step" in lines
     assert any(line.startswith("4 │") and set(line[3:]) - {" "} for line in lines)
     assert "forward" in done.out and "\x1b" not in done.out
 

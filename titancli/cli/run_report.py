@@ -104,7 +104,7 @@ def _print(runs: Sequence[Run], by: str) -> None:
             continue
         curves = [view.curve(run, number, name, by, 2 * columns) for number, run in enumerate(runs)]
         if lines := text.chart(curves, width=columns, height=9 if name == "loss" else 6):
-            print(f"\n{name.replace('_', ' ')} by {by}")
+            print(f"\n{view.title(name)} by {by}")
             for line in lines:
                 print("".join(_colored(piece, run) for piece, run in line).rstrip())
     tables = [dict(run.history.times.ordered()) for run in runs]

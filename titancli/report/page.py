@@ -77,7 +77,7 @@ def _chart(runs: Sequence[view.Run], name: str, by: str, number: int) -> dict[st
     return {
         "id": f"c{number}",
         "name": name,
-        "title": view.CURVES.get(name) or name,
+        "title": view.title(name),
         "main": name in view.CURVES or view.is_validation_loss(name),
         "plots": plots,
         "odd": sum(len(one.odd) for one in curves),
@@ -143,9 +143,9 @@ def _facts(runs: Sequence[view.Run]) -> list[tuple[str, list[str]]]:
 
     add("Loss", [_number("loss", run.summary.metrics.get("loss")) for run in runs])
     bests = [view.best(run.history) for run in runs]
-    for name in dict.fromkeys(name for found in bests for name in found):
-        title = "Lowest loss" if name == "loss" else f"Lowest {name}"
-        add(title, [_best(name, found.get(name)) for found in bests])
+    for name in sorted({name for found in bests for name in found}, key=lambda name: (name != "loss", name)):
+        title = view.title(name)
+        add(f"Lowest {title[0].lower()}{title[1:]}", [_best(name, found.get(name)) for found in bests])
     tokens = [view.trained(run.history) for run in runs]
     add("Tokens", ["—" if math.isnan(one) or not one else short(one) for one in tokens])
     add("Tokens per second", [_typical(run, "tokens_per_second") for run in runs])

@@ -89,11 +89,21 @@ def _names(paths: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def metrics_of(runs: Sequence[Run]) -> list[str]:
-    """The metrics to draw: those of `CURVES`, then validation, then all others by name."""
+    """Return the metrics to draw: loss, validation losses, the others of `CURVES`, all others by name."""
     logged = {name for run in runs for name, column in run.history.columns.items() if column.values}
-    first = [name for name in CURVES if name in logged and _worth(runs, name)]
-    rest = sorted(name for name in logged if name not in (*CURVES, *HIDDEN) and not name.startswith("time/"))
-    return first + sorted(rest, key=lambda name: not is_validation_loss(name))
+    main = [name for name in CURVES if name in logged and _worth(runs, name)]
+    validation = sorted(filter(is_validation_loss, logged))
+    shown = (*CURVES, *HIDDEN, *validation)
+    rest = sorted(name for name in logged if name not in shown and not name.startswith("time/"))
+    return [*main[:1], *validation, *main[1:], *rest] if "loss" in main else [*validation, *main, *rest]
+
+
+def title(name: str) -> str:
+    """Return what a metric is called above its curve: `validation/books/loss` is "Validation loss, books"."""
+    parts = name.split("/", 2)
+    if parts[0] == "validation" and len(parts) == 3:
+        return f"Validation {parts[2].replace('_', ' ')}, {parts[1]}"
+    return CURVES.get(name, name)
 
 
 def is_validation_loss(name: str) -> bool:
@@ -189,11 +199,7 @@ def best(history: History) -> dict[str, dict[str, float]]:
     """The lowest finite value of each loss, and its step."""
     found = {}
     for name in history.columns:
-        if (
-            name == "loss"
-            or name == "val_loss"
-            or (name.startswith("validation/") and name.endswith("/loss"))
-        ):
+        if name == "loss" or is_validation_loss(name):
             steps, values = history.series(name, "step")
             finite = np.isfinite(values)
             if finite.any():
