@@ -1,4 +1,4 @@
-"""Draw the pictures of the front page: the panel of a run (SVG), the report of all (PNG, which needs chromium).
+"""Draw the pictures of the front page: a run's panel (SVG), the report of all runs (PNG, needs chromium).
 
 titan train llama3_debug training.seq_len=128 training.local_batch_size=4 metrics.log_freq=2 --run-dir RUN
 python docs/pictures/make.py RUN [OTHER]...
