@@ -32,7 +32,7 @@ FLOORS = [
     {"engine"},
     {"generate"},
     {"loops"},
-    {"run.worker", "run.data", "run.exports"},
+    {"run.worker", "run.data", "run.saving"},
     {"launchers"},
     {"run"},
     {"doctor", "migrate", "report"},

@@ -49,12 +49,11 @@ from titancli.signals import ASKED_TO_STOP, Stop
 if TYPE_CHECKING:
     import torch
 
-    from titancli.checkpoint import Checkpointer
     from titancli.checkpoint.format.manifest import Verify
-    from titancli.checkpoint.remote.uploads import Uploads
     from titancli.engine import Engine
     from titancli.loops.run import Run
     from titancli.observe.observers import Observers
+    from titancli.observe.profiler import Profiler
     from titancli.recipe import Loaded
     from titancli.recipe.schema import Recipe
 
@@ -188,7 +187,7 @@ class Rank:
             TitanError: something that the recipe names is missing or does not fit.
         """
         from titancli.engine import Engine
-        from titancli.observe.profiler import Profiler
+        from titancli.run import saving
         from titancli.run.data import check_vocabulary, open_data, open_validation
 
         recipe = start.recipe
@@ -205,28 +204,27 @@ class Rank:
         observers = self._observers = self._observe(start, engine, loggers)
         run = self._run_of(start, engine, tokenizer, stop)
         run.validation = open_validation(recipe, tokenizer, engine, observers)
-        uploads = self._uploads(start) if loop.trains else None
+        uploads = saving.open_uploads(recipe, self.folder, start.run_id) if loop.trains else None
         if recipe.checkpoint.enable and loop.trains:
-            run.checkpoints = self._checkpointer(start, engine, run, observers, uploads)
+            run.checkpoints = saving.open_checkpoints(
+                recipe,
+                self.folder,
+                engine,
+                run,
+                observers,
+                uploads,
+                lock_text=start.lock_text,
+                run_id=start.run_id,
+                from_zero=start.checkpoint is None,
+            )
         go = build(recipe.loop, engine=engine, data=data, tokenizer=tokenizer, observers=observers, run=run)
         if recipe.checkpoint.create_seed_checkpoint and data is not None:
             go = partial(run.save_seed, engine, data)
-        run.profiler = Profiler(
-            recipe.profiling,
-            self.folder.path,
-            rank=self.place.rank,
-            world=self.place.world,
-            device=start.device,
-            total_steps=recipe.training.steps,
-        )
-        with (
-            closing(data) if data else nullcontext(),
-            _garbage_between_steps(),
-            _settled(uploads),
-            run.profiler,
-        ):
+        run.profiler = self._profiler(start)
+        closed = closing(data) if data else nullcontext()
+        with closed, _garbage_between_steps(), saving.settled(uploads), run.profiler:
             go()
-            self._leave_behind(recipe, engine, run)
+            saving.leave_behind(recipe, engine, run, self.folder)
         name = f"checkpoints/step-{run.saved_step}" if run.saved_step is not None else None
         return {"why": run.why, "signal": run.signal, "step": engine.step, "checkpoint": name}
 
@@ -387,59 +385,17 @@ class Rank:
             saved_step=engine.step if start.checkpoint is not None else None,
         )
 
-    def _uploads(self, start: Start) -> Uploads | None:
-        """Rank 0's, where the recipe has an object store for checkpoints."""
-        section = start.recipe.checkpoint
-        if section.remote is None or not self.is_main:
-            return None
-        from titancli.checkpoint.remote.transfer import run_place
-        from titancli.checkpoint.remote.uploads import Uploads
+    def _profiler(self, start: Start) -> Profiler:
+        from titancli.observe.profiler import Profiler
 
-        place = run_place(section.remote, self.folder.path)
-        return Uploads(self.folder.checkpoints, place, start.run_id, section.keep_latest_k)
-
-    def _checkpointer(
-        self, start: Start, engine: Engine, run: Run, observers: Observers, uploads: Uploads | None
-    ) -> Checkpointer:
-        from titancli.checkpoint import Checkpointer
-
-        def saved(step: int, path: Path) -> None:
-            run.saved(step)
-            observers.checkpoint_saved(step, path)
-
-        return Checkpointer(
-            self.folder.checkpoints,
-            start.recipe.checkpoint,
-            lock_text=start.lock_text,
-            run_id=start.run_id,
-            mesh=asdict(engine.mesh.degrees),
-            kept=engine.kept,
-            on_saved=saved,
-            uploads=uploads,
-            from_zero=start.checkpoint is None,
+        return Profiler(
+            start.recipe.profiling,
+            self.folder.path,
+            rank=self.place.rank,
+            world=self.place.world,
+            device=start.device,
+            total_steps=start.recipe.training.steps,
         )
-
-    def _leave_behind(self, recipe: Recipe, engine: Engine, run: Run) -> None:
-        """Write the exports of a run that has come to its end, and finish its uploads."""
-        from titancli.run.exports import export
-
-        if run.checkpoints is None:
-            return
-        ended = run.why in ("finished", "data_ended")
-        if ended and engine.step:
-            export(recipe.checkpoint, engine, run.checkpoints, self.folder.path)
-        run.checkpoints.finish_uploads(must=ended)
-
-
-@contextmanager
-def _settled(uploads: Uploads | None) -> Iterator[None]:
-    """What was saved is to get to the object store, even where the run fails."""
-    try:
-        yield
-    except TitanError:
-        if uploads is not None:
-            uploads.settle()
-        raise
 
 
 @contextmanager

@@ -1,0 +1,129 @@
+"""What a run saves: its checkpoints, their copies in an object store, and at its end the weights alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from titancli.checkpoint import Checkpointer
+from titancli.errors import TitanError
+from titancli.runs import RunFolder
+
+if TYPE_CHECKING:
+    from titancli.checkpoint.remote.uploads import Uploads
+    from titancli.engine import Engine
+    from titancli.loops.run import Run
+    from titancli.observe.observers import Observers
+    from titancli.recipe.schema import Checkpoint, Recipe
+
+logger = logging.getLogger(__name__)
+
+
+def open_uploads(recipe: Recipe, folder: RunFolder, run_id: str) -> Uploads | None:
+    """Start what copies checkpoints to the recipe's object store; None without one, and except on rank 0."""
+    section = recipe.checkpoint
+    if section.remote is None or dist.get_rank() != 0:
+        return None
+    from titancli.checkpoint.remote.transfer import run_place
+    from titancli.checkpoint.remote.uploads import Uploads
+
+    place = run_place(section.remote, folder.path)
+    return Uploads(folder.checkpoints, place, run_id, section.keep_latest_k)
+
+
+def open_checkpoints(
+    recipe: Recipe,
+    folder: RunFolder,
+    engine: Engine,
+    run: Run,
+    observers: Observers,
+    uploads: Uploads | None,
+    *,
+    lock_text: str,
+    run_id: str,
+    from_zero: bool,
+) -> Checkpointer:
+    """Make what saves the run's checkpoints.
+
+    Args:
+        from_zero: whether the run starts at step 0.
+    """
+
+    def saved(step: int, path: Path) -> None:
+        run.saved(step)
+        observers.checkpoint_saved(step, path)
+
+    return Checkpointer(
+        folder.checkpoints,
+        recipe.checkpoint,
+        lock_text=lock_text,
+        run_id=run_id,
+        mesh=asdict(engine.mesh.degrees),
+        kept=engine.kept,
+        on_saved=saved,
+        uploads=uploads,
+        from_zero=from_zero,
+    )
+
+
+@contextmanager
+def settled(uploads: Uploads | None) -> Iterator[None]:
+    """Wait for uploads if the run fails inside the block: what was saved is to get to the object store."""
+    try:
+        yield
+    except TitanError:
+        if uploads is not None:
+            uploads.settle()
+        raise
+
+
+def leave_behind(recipe: Recipe, engine: Engine, run: Run, folder: RunFolder) -> None:
+    """Write the exports of a run that has come to its end, and finish its uploads."""
+    if run.checkpoints is None:
+        return
+    ended = run.why in ("finished", "data_ended")
+    if ended and engine.step:
+        export(recipe.checkpoint, engine, run.checkpoints, folder.path)
+    run.checkpoints.finish_uploads(must=ended)
+
+
+def export(section: Checkpoint, engine: Engine, checkpointer: Checkpointer, run_folder: Path) -> None:
+    """Write `exports/step-N`, a checkpoint without optimizer, and `exports/step-N-hf`, as asked. Collective.
+
+    The last checkpoint is on the disk already: whatever fails here loses nothing.
+
+    Raises:
+        EnvironmentProblem: the disk is full, or cannot be written.
+        TitanError: the model has no Hugging Face form.
+    """
+    name = f"step-{engine.step}"
+    if section.last_save_model_only:
+        dtype = getattr(torch, section.export_dtype)
+        tensors = {
+            f"model.{parameter}": tensor.to(dtype) if tensor.is_floating_point() else tensor
+            for parameter, tensor in engine.plain_parameters()
+        }
+        checkpointer.save_apart(run_folder / "exports" / name, tensors)
+        logger.info("weights only: exports/%s", name)
+    if section.last_save_in_hf:
+        checkpointer.on_main(lambda: _to_hf(section, run_folder, name))
+
+
+def _to_hf(section: Checkpoint, run_folder: Path, name: str) -> None:
+    from titancli.checkpoint.hf.convert import to_hf
+
+    target, number = run_folder / "exports" / f"{name}-hf", 1
+    while target.exists():  # of the same step on another way, which may be what somebody uses
+        number += 1
+        target = target.with_name(f"{name}-hf-{number}")
+    target.parent.mkdir(exist_ok=True)
+    source = run_folder / "checkpoints" / name
+    to_hf(source, target, dtype=section.export_dtype, say=logger.debug)
+    logger.info("Hugging Face folder: exports/%s", target.name)
