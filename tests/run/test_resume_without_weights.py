@@ -16,7 +16,7 @@ from tests.run.conftest import Finished, losses
 from titancli.checkpoint import read_manifest
 from titancli.checkpoint.exclude import Exclusion
 from titancli.cli import main
-from titancli.engine import Engine, build
+from titancli.engine import Engine, first_weights
 from titancli.errors import RecipeError, TitanError
 from titancli.recipe import load_recipe
 from titancli.registry.defaults import LoopConfigDefaults, with_defaults
@@ -207,7 +207,7 @@ def test_until_it_is_loaded_such_an_engine_is_unusable(
 ) -> None:
     own = here / "base/checkpoints/step-2"
     recipe = replace(load_recipe("tiny.toml").recipe, weights=here / "nothing")
-    monkeypatch.setattr(build, "load_weights", lambda *_: pytest.fail("read in vain"))
+    monkeypatch.setattr(first_weights, "load_weights", lambda *_: pytest.fail("read in vain"))
     with Engine.build(recipe, checkpoint=own) as engine:
         with pytest.raises(TitanError, match=r"weights: the engine is unusable: .*step-2 is not loaded yet"):
             list(engine.weights())

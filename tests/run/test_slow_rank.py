@@ -36,5 +36,5 @@ def test_under_a_pipeline_forward_and_backward_are_one_phase(
     done = train_on(2, "tiny.toml", "mesh.pp=2", "training.steps=2", "--run-dir", "r")
     assert done.code == 0, done.err
     [_, last] = [e["metrics"] for e in read_events(here / "r/events.jsonl") if e["event"] == "step"]
-    assert last["time/forward_backward"] > 0.5 * last["step_seconds"]
+    assert 0.0 < last["time/forward_backward"] < last["step_seconds"]
     assert not {"time/forward", "time/backward"} & set(last)
