@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Titan
+from titancli.cli import main
+from titancli.data.hub import Hosted
+from titancli.errors import EnvironmentProblem
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
@@ -158,3 +161,101 @@ def test_a_recipe_without_a_repository_says_what_to_write(titan: Titan) -> None:
 def test_assets_are_the_name_of_a_repository(titan: Titan) -> None:
     done = titan("validate", "llama3_debug", "assets=https://x.y/z/w")
     assert done.code == 3 and "is not the name of a repository" in done.err
+
+
+# ------------------------------------------------------------------------------- in the place of a folder
+
+
+TINY = """\
+extends = "titan:llama3_debug"
+name = "hosted"
+weights = "hf://lab/tiny"
+[model]
+dim = 32
+n_layers = 1
+[tokenizer]
+type = "hf"
+path = "hf://lab/tiny"
+[dataset]
+type = "text_files"
+paths = ["text.txt"]
+[training]
+steps = 1
+seq_len = 16
+local_batch_size = 1
+"""
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """A Hugging Face folder of a tiny model with a tokenizer, as its files."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("exported")
+    words = {chr(code): code for code in range(128)} | {"</s>": 128}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "text.txt").write_text("a text " * 400)
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        small = ("model.dim=32", "model.n_layers=1", "training.steps=1", "training.seq_len=16")
+        data = ("dataset=text_files", 'dataset.paths=["text.txt"]', "training.local_batch_size=1")
+        assert main(["train", "llama3_debug", "--run-dir", "r", *small, *data]) == 0
+        assert main(["convert-checkpoint", "r/checkpoints/step-1", "out", "--to", "hf"]) == 0
+    finally:
+        os.chdir(before)
+    files = {file.name: file.read_bytes() for file in (folder / "out").iterdir()}
+    return files | {
+        "tokenizer.json": (folder / "tokenizer.json").read_bytes(),
+        "tokenizer_config.json": b'{"eos_token": "</s>"}',
+    }
+
+
+def test_a_run_takes_tokenizer_and_weights_from_a_repository_and_goes_on_from_the_same_commit(
+    hub: str, exported: dict[str, bytes], titan: Titan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", hub)
+    template = f"{hub}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(f"{__name__}.FILES", exported)
+    Path("mine.toml").write_text(TINY)
+    Path("text.txt").write_text("a text " * 400)
+    assert titan("validate", "mine.toml").code == 0 and titan("train", "mine.toml", "--dry-run").code == 0
+    assert Hub.asked == []  # nothing is fetched to read a recipe
+
+    done = titan("train", "mine.toml", "--run-dir", "r")
+    assert done.code == 0, done.err
+    assert f"weights from hf://lab/tiny@{SHA}" in done.err
+    lock = Path("r/recipe.lock.toml").read_text()
+    assert lock.count(f'"hf://lab/tiny@{SHA}"') == 2
+    Hub.asked.clear()
+    monkeypatch.setattr(f"{__name__}.SHA", "f" * 40)  # the branch has moved meanwhile
+    again = titan("train", "mine.toml", "--run-dir", "r", "--resume", "training.steps=2")
+    assert again.code == 0, again.err
+    assert lock.count(SHA) == 0 and Hub.asked == []
+    assert Path("r/recipe.lock.toml").read_text().count('"hf://lab/tiny@0123456789abcdef') == 2
+
+
+def test_without_a_network_and_without_a_copy_the_error_is_the_line_that_downloads_it(
+    titan: Titan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    Path("mine.toml").write_text(TINY)
+    Path("text.txt").write_text("a text")
+    done = titan("train", "mine.toml", "--run-dir", "r")
+    assert done.code == 5 and "cannot download lab/tiny: " in done.err
+    assert "titan download lab/tiny --dir assets/tiny; then give that folder instead" in done.err
+    wrong = titan("train", "mine.toml", "weights=hf://tiny")
+    assert wrong.code == 5 and "write hf://OWNER/NAME, or hf://OWNER/NAME@REVISION" in wrong.err
+    assert not Path("r").exists()
+    with pytest.raises(EnvironmentProblem, match="hf://lab/tiny@v1 is not in the cache") as caught:
+        Hosted("lab/tiny", "v1").folder  # noqa: B018 - a worker's, on a machine that has not downloaded it
+    assert "titan download lab/tiny --revision v1 --dir assets/tiny" in str(caught.value.hint)

@@ -12,6 +12,7 @@ import xxhash
 
 from titancli.checkpoint.exclude import Exclusion
 from titancli.checkpoint.format.manifest import adapters_of, read_manifest
+from titancli.data.hub import Hosted
 from titancli.recipe.find import url_of
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class StartFrom:
             raise ValueError("what starts from nothing has no folder")
         if self._url is None:
             return self.source
+        if (hosted := Hosted.of(self.source)) is not None:
+            return hosted.folder
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan" / "weights"
         return root / xxhash.xxh3_64(self._url.encode()).hexdigest() / self.source.name
 
@@ -65,7 +68,10 @@ class StartFrom:
             EnvironmentProblem: there is none, it is damaged, or the disk is full.
             Unreachable: the store refuses, or does not answer.
         """
-        if self._url is not None:
+        if (hosted := Hosted.of(self.source)) is not None:
+            say(f"{hosted.url} is downloaded, unless it lies in the cache")
+            hosted.fetch(weights=True)
+        elif self._url is not None:
             from titancli.checkpoint.remote.transfer import take_unless_there
 
             take_unless_there(self._url, self.folder, say)

@@ -230,7 +230,7 @@ class HFTokenizer:
 
     path: Path
     """Folder with tokenizer.json; tokenizer_config.json in it defines the end marker and the chat
-    template."""
+    template. `"hf://OWNER/NAME"` is a repository of the Hugging Face Hub."""
     eos: str | None = None
     """Token that ends a document; None: as defined by the folder's files."""
 

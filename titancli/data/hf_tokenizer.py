@@ -18,7 +18,7 @@ import xxhash
 
 from titancli.data import HFTokenizer as Config
 from titancli.data.chat_template import ChatTemplate
-from titancli.data.hub import TOKENIZER_FILES
+from titancli.data.hub import TOKENIZER_FILES, local_folder
 from titancli.errors import EnvironmentProblem, RecipeError
 
 
@@ -181,4 +181,4 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def build(config: Config) -> HFTokenizer:
-    return HFTokenizer(config.path, eos=config.eos)
+    return HFTokenizer(local_folder(config.path), eos=config.eos)

@@ -6,9 +6,14 @@ What was downloaded is not downloaded again, and what was interrupted continues;
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from titancli.errors import EnvironmentProblem
+from titancli.recipe.assets import REPOSITORY
+from titancli.recipe.find import url_of
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -25,6 +30,8 @@ CONFIG = ("config.json", "generation_config.json")
 WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
 NOT_NEEDED = ("*/*", "consolidated*")
 """Folders (`original/`, `onnx/`), and weights in another layout beside those that transformers reads."""
+SCHEME = "hf://"
+_COMMIT = re.compile(r"[0-9a-f]{40}\Z")
 
 
 def download(repository: str, folder: Path, *, weights: bool, revision: str | None = None) -> list[Path]:
@@ -33,17 +40,25 @@ def download(repository: str, folder: Path, *, weights: bool, revision: str | No
     Raises:
         EnvironmentProblem: the repository cannot be reached or read, or lacks what was asked for.
     """
+    hint = "the same command continues the download; HF_ENDPOINT names a mirror"
+    _snapshot(repository, weights, revision, hint, local_dir=folder)
+    found = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
+    _require(repository, found, weights)
+    return found
+
+
+def _snapshot(repository: str, weights: bool, revision: str | None, hint: str, **where: Any) -> Path:
+    """The folder that the files are in, in the Hub's cache if nothing else is said."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
-    patterns = [*TOKENIZER_FILES, *CONFIG, *(WEIGHTS if weights else ())]
     try:
-        snapshot_download(
+        found: str = snapshot_download(
             repository,
             revision=revision,
-            local_dir=folder,
-            allow_patterns=patterns,
+            allow_patterns=[*TOKENIZER_FILES, *CONFIG, *(WEIGHTS if weights else ())],
             ignore_patterns=list(NOT_NEEDED),
+            **where,
         )
     except GatedRepoError as error:
         raise EnvironmentProblem(
@@ -57,13 +72,98 @@ def download(repository: str, folder: Path, *, weights: bool, revision: str | No
         ) from error
     except (HfHubHTTPError, OSError, ValueError) as error:
         first = str(error).strip().partition("\n")[0]
-        raise EnvironmentProblem(
-            f"cannot download {repository}: {first}",
-            hint="the same command continues the download; HF_ENDPOINT names a mirror",
-        ) from error
-    found = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
+        raise EnvironmentProblem(f"cannot download {repository}: {first}", hint=hint) from error
+    return Path(found)
+
+
+def _require(repository: str, found: list[Path], weights: bool) -> None:
     wanted = "safetensors" if weights else "json"
     if not any(path.suffix == f".{wanted}" for path in found):
         lacking = "weights in safetensors" if weights else "tokenizer"
         raise EnvironmentProblem(f"{repository} has no {lacking}")
-    return found
+
+
+# -------------------------------------------------------------------------------- in the place of a folder
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """A repository that a recipe names in the place of a folder: `hf://OWNER/NAME`, or with `@REVISION`."""
+
+    repository: str
+    revision: str | None = None
+    """A commit, a branch or a tag; None: the branch main."""
+
+    @classmethod
+    def of(cls, path: Path | None) -> Hosted | None:
+        """Return the repository that a path names; None where it is something else.
+
+        Raises:
+            EnvironmentProblem: it begins as one and is none.
+        """
+        url = None if path is None else url_of(path)
+        if url is None or not url.startswith(SCHEME):
+            return None
+        repository, at, revision = url.removeprefix(SCHEME).partition("@")
+        if not REPOSITORY.match(repository) or bool(at) != bool(revision):
+            raise EnvironmentProblem(
+                f"{url} is not a repository of the Hugging Face Hub",
+                hint=f"write {SCHEME}OWNER/NAME, or {SCHEME}OWNER/NAME@REVISION",
+            )
+        return cls(repository, revision or None)
+
+    @property
+    def url(self) -> str:
+        return f"{SCHEME}{self.repository}{f'@{self.revision}' if self.revision else ''}"
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the revision is a commit, so that the files are the same for ever."""
+        return self.revision is not None and _COMMIT.match(self.revision) is not None
+
+    @property
+    def folder(self) -> Path:
+        """Return where it lies in the Hub's cache on this machine; asks no network.
+
+        Raises:
+            EnvironmentProblem: it is not there.
+        """
+        from huggingface_hub import constants
+
+        root = Path(constants.HF_HUB_CACHE) / f"models--{self.repository.replace('/', '--')}"
+        commit = self.revision
+        if not self.is_pinned:
+            ref = root / "refs" / (self.revision or "main")
+            commit = ref.read_text().strip() if ref.is_file() else None
+        folder = root / "snapshots" / (commit or "none")
+        if commit is None or not folder.is_dir():
+            raise EnvironmentProblem(
+                f"{self.url} is not in the cache of this machine", hint=self._offline(weights=False)
+            )
+        return folder
+
+    def fetch(self, *, weights: bool) -> Hosted:
+        """Download what is not in the Hub's cache, and return it pinned to the commit that is there now.
+
+        Raises:
+            EnvironmentProblem: as for `download`; without a network, what is in the cache is taken.
+        """
+        folder = _snapshot(self.repository, weights, self.revision, self._offline(weights=weights))
+        _require(self.repository, list(folder.iterdir()), weights)
+        return replace(self, revision=folder.name)
+
+    def _offline(self, *, weights: bool) -> str:
+        name = self.repository.partition("/")[2]
+        flags = (" --weights" if weights else "") + (f" --revision {self.revision}" if self.revision else "")
+        line = f"titan download {self.repository}{flags} --dir assets/{name}"
+        return f"where there is a network: {line}; then give that folder instead of {self.url}"
+
+
+def local_folder(path: Path) -> Path:
+    """Return a folder as it is, and of a repository that is named in its place where it lies in the cache.
+
+    Raises:
+        EnvironmentProblem: it does not lie there.
+    """
+    hosted = Hosted.of(path)
+    return path if hosted is None else hosted.folder

@@ -257,8 +257,9 @@ class Recipe:
     """Prefix of the run folder's name."""
     description: str = ""
     weights: Path | None = None
-    """Initial weights: a Hugging Face folder, a titan checkpoint, or a checkpoint's URL. Without a [model]
-    section, the model is read from the Hugging Face folder."""
+    """Initial weights: a Hugging Face folder, a titan checkpoint, a checkpoint's URL, or a repository of the
+    Hugging Face Hub (`"hf://OWNER/NAME"`). Without a [model] section, the model is read from the Hugging Face
+    folder."""
     assets: str | None = None
     """Hugging Face repository (`"owner/name"`) of the tokenizer and of initial weights, which
     `titan download RECIPE` downloads to `tokenizer.path`."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from titancli.checkpoint import read_manifest
 from titancli.checkpoint.start_from import start_from, still_needs_weights
+from titancli.data.hub import SCHEME, Hosted
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.recipe.assets import Assets
 from titancli.recipe.find import url_of
@@ -47,7 +48,8 @@ def require_inputs(
 ) -> list[str]:
     """Check that the weights and the files of a recipe exist, and that the weights are its model's.
 
-    Weights at a URL are downloaded first, except in a dry run.
+    Weights at a URL, and what a repository holds that stands in the place of a folder, are downloaded first,
+    except in a dry run.
 
     Args:
         checkpoint: the run's own, which it continues from; weights that it then does not need are not
@@ -62,6 +64,8 @@ def require_inputs(
     """
     recipe, start = loaded.recipe, start_from(loaded.recipe)
     missing = missing_inputs(recipe)
+    if not dry_run and (hosted := Hosted.of(tokenizer_folder(recipe))) is not None:
+        hosted.fetch(weights=False)
     why = None if checkpoint is None else _still_needed(recipe, checkpoint)
     needed = start.kind != "nothing" and (checkpoint is None or why is not None)
     wanted = needed and not (dry_run and start.is_remote)
@@ -82,6 +86,12 @@ def require_inputs(
     return missing
 
 
+def tokenizer_folder(recipe: Recipe) -> Path | None:
+    """Return the folder of the recipe's tokenizer, or what it names in the place of one."""
+    path = getattr(recipe.tokenizer, "path", None)
+    return path if isinstance(path, Path) else None
+
+
 def _still_needed(recipe: Recipe, checkpoint: Path) -> str | None:
     """Why a run that goes on from its own checkpoint needs what it began with; None: it does not."""
     # A dry run has only seen it in an object store.
@@ -94,10 +104,11 @@ def _still_needed(recipe: Recipe, checkpoint: Path) -> str | None:
 
 def how_to_get(missing: list[str], recipe: Recipe) -> str:
     """Return what to do about missing inputs: a line that downloads them, if the recipe has `assets`."""
-    tokenizer = getattr(recipe.tokenizer, "path", None)
+    tokenizer = tokenizer_folder(recipe)
     lacks = any(line.startswith(("tokenizer.path:", "weights:")) for line in missing)
-    if recipe.assets is None or not isinstance(tokenizer, Path) or not lacks:
-        return "relative paths start at the current folder"
+    if recipe.assets is None or tokenizer is None or not lacks:
+        hub = f'; a repository of the Hugging Face Hub is written "{SCHEME}OWNER/NAME"' if lacks else ""
+        return f"relative paths start at the current folder{hub}"
     return f"download it: {Assets(recipe.assets, tokenizer, recipe.weights == tokenizer).command}"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titancli.checkpoint.start_from import start_from
+from titancli.recipe.find import url_of
 from titancli.recipe.schema import Recipe
 from titancli.registry.component import component_info
 from titancli.registry.defaults import LoopConfigDefaults, with_defaults
@@ -38,7 +39,9 @@ def _weights(recipe: Recipe, checkpoint: Path | None) -> str:
     start = start_from(recipe, checkpoint)
     if start.source is None:
         return "random weights"
-    return f"{'continued' if start.kind == 'state' else 'weights'} from {start.source}"
+    return (
+        f"{'continued' if start.kind == 'state' else 'weights'} from {url_of(start.source) or start.source}"
+    )
 
 
 def _saves(recipe: Recipe) -> str:

@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING
 
 from titancli.checkpoint import read_manifest
 from titancli.checkpoint.format.manifest import none_usable
+from titancli.data.hub import Hosted
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
 from titancli.provenance import file_hash
 from titancli.run import remote
 from titancli.run.drift import Change, changes, sections
-from titancli.run.inputs import require_inputs
+from titancli.run.inputs import require_inputs, tokenizer_folder
 from titancli.runs import RunFolder
 
 if TYPE_CHECKING:
     from titancli.recipe import Loaded
-    from titancli.recipe.schema import Checkpoint
+    from titancli.recipe.schema import Checkpoint, Recipe
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,8 @@ def _begin(request: Request, run_dir: Path | None, checkpoint: Path | None = Non
     from titancli.recipe import load_recipe, lock_text
 
     loaded = load_recipe(request.reference, request.overrides, unset=request.unset)
+    if pins := _pins(request, loaded.recipe):
+        loaded = load_recipe(request.reference, [*request.overrides, *pins], unset=request.unset)
     missing = require_inputs(loaded, checkpoint, dry_run=request.dry_run, say=request.say)
     folder = RunFolder.choose(loaded.recipe.name, run_dir)
     if not request.dry_run:
@@ -116,6 +119,25 @@ def _begin(request: Request, run_dir: Path | None, checkpoint: Path | None = Non
         named_by_titan=run_dir is None,
         missing=missing,
     )
+
+
+def _pins(request: Request, recipe: Recipe, before: Recipe | None = None) -> list[str]:
+    """Overrides that pin the repositories that a recipe names in the place of folders to a commit: that of
+    the run which is to be continued, else that of now. A dry run asks nobody."""
+    named = {"tokenizer.path": Hosted.of(tokenizer_folder(recipe)), "weights": Hosted.of(recipe.weights)}
+    known: dict[str, Hosted | None] = {}
+    if before is not None:
+        known = {"tokenizer.path": Hosted.of(tokenizer_folder(before)), "weights": Hosted.of(before.weights)}
+    overrides = []
+    for key, hosted in named.items():
+        if hosted is None or hosted.is_pinned or request.dry_run:
+            continue
+        pinned = known.get(key)
+        if pinned is None or pinned.repository != hosted.repository:
+            request.say(f"looking for {hosted.url}")
+            pinned = hosted.fetch(weights=key == "weights")
+        overrides.append(f'{key}="{pinned.url}"')
+    return overrides
 
 
 def _from_afar(request: Request, run_dir: Path) -> Plan | None:
@@ -154,6 +176,9 @@ def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
     try:
         loaded = load_recipe(reference, request.overrides, unset=request.unset, run=folder.path)
         before = load_recipe(folder.path)
+        if pins := _pins(request, loaded.recipe, before.recipe):
+            overrides = [*request.overrides, *pins]
+            loaded = load_recipe(reference, overrides, unset=request.unset, run=folder.path)
     except (PluginError, RecipeError) as error:
         raise _with_missing_plugins(error, folder, request.plugin_files) from error
     drift = changes(before.data, loaded.data)
