@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from tests.cli.conftest import Titan, titan  # noqa: F401 - a fixture
 from tests.cli.run_folders import LOCK, at, attempt, began, ended, event, make, step
 from titancli.observe.summary import summarize
 from titancli.report import view
-from titancli.report.history import History, read
+from titancli.report.history import History, read, seconds_of
 from titancli.report.times import CAUSES
+from titancli.runs import RunFolder
 
 END = ended("finished", 4)
 
@@ -127,6 +129,19 @@ def test_a_validation_between_two_logged_steps_is_a_point_of_its_own(tmp_path: P
     assert [list(one) for one in found.series("validation/books/loss", "step")] == [[0, 6, 8], [4, 3, 2]]
     assert [list(one) for one in found.series("loss", "step")] == [[4, 8], [2, 2]]
     assert dict(found.times.ordered()) == pytest.approx({"forward": 8, "evaluation": 6, "save": 1})
+
+
+def test_a_run_that_is_going_on_is_shown_up_to_now(tmp_path: Path) -> None:
+    run = make(tmp_path / "r", [began(1), step(1, 2, **phases(forward=1.0))], [attempt()])
+    hold = RunFolder(run).hold()
+    try:
+        (found,) = view.open_runs([summarize(run)])
+    finally:
+        hold.release()
+    assert found.summary.state == "running"
+    now = time.time() - seconds_of(at(0))
+    assert found.history.times.wall == pytest.approx(now, abs=5)
+    assert found.history.times.seconds["other"] == pytest.approx(now - 2, abs=5)
 
 
 def test_a_damaged_log_is_read_as_far_as_it_goes(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def html(runs: Sequence[view.Run], by: str) -> str:
         main=main,
         more=[chart for chart in charts if not chart["main"]],
         axis=AXES[by],
+        resumed=bool(_marks(runs, by)),
         margin=MARGIN,
         data=_script({chart["id"]: chart["data"] for chart in charts}),
         causes=_causes(runs),
