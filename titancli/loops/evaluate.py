@@ -21,15 +21,7 @@ if TYPE_CHECKING:
 def build(
     config: Evaluate, *, engine: Engine, data: None, tokenizer: Any, observers: Observers, run: Run
 ) -> Callable[[], None]:
-    """Load the checkpoint, if there is one.
-
-    Raises:
-        EnvironmentProblem: it is damaged.
-    """
-    step = 0
-    if config.checkpoint is not None:
-        engine.load(config.checkpoint, optimizer=False)
-        step = read_manifest(config.checkpoint).step
+    step = 0 if config.checkpoint is None else read_manifest(config.checkpoint).step
     return partial(evaluate, engine, run, step)
 
 

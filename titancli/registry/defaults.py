@@ -150,7 +150,7 @@ class LoopConfigDefaults:
     trains: ClassVar[bool] = True
     """Whether it trains; if not, it gets a frozen engine and no data, and nothing is saved."""
     checkpoint: Path | None = None
-    """Of a loop that does not train: the checkpoint that it loads; None: none."""
+    """Of a loop that does not train: the checkpoint that is loaded for it; None: none."""
     eval_task: Any = None
     """The task of its evaluations; None: it has none."""
     eval_freq: int = 0

@@ -60,7 +60,10 @@ def open_data(
     Raises:
         TitanError: the checkpoint has no position in the data, or one in other data.
     """
-    if not with_defaults(LoopConfigDefaults, recipe.loop).trains:
+    loop = with_defaults(LoopConfigDefaults, recipe.loop)
+    if not loop.trains:
+        if loop.checkpoint is not None:
+            engine.load(loop.checkpoint, optimizer=False, verify=recipe.checkpoint.verify)
         return None
     again = partial(_source, recipe, tokenizer, engine)
     data, start = again(), start_from(recipe, checkpoint)

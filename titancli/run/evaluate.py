@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from titancli.checkpoint.format.manifest import LOCK, is_checkpoint, newest_good, read_manifest
 from titancli.errors import EXIT_FAILED, EnvironmentProblem, UsageError
@@ -24,9 +24,10 @@ from titancli.run.start import count_processes, start
 from titancli.runs import RunFolder, timestamp, write_atomically
 from titancli.version import __version__
 
+T = TypeVar("T")
 LONGEST = 2048
 """Tokens of a row with a Hugging Face folder, unless its context is shorter."""
-LEFT_OUT = ("dataset", "loop", "launcher", "loggers", "mesh", "profiling", "name")
+LEFT_OUT = ("dataset", "loop", "launcher", "loggers", "mesh", "profiling", "validation", "name")
 """Sections of a run's recipe that do not matter: the result does not depend on the layout."""
 
 
@@ -112,24 +113,45 @@ def load(
         overrides: as on the command line.
 
     Raises:
-        TitanError: there is nothing to evaluate, something is missing, or all that is wrong with the recipe.
+        UsageError: there is nothing to evaluate.
+        TitanError: as for `recipe_of`.
     """
-    import tomli_w
-
-    loop: dict[str, Any] = {"type": "titan/evaluate"}
-    if source.checkpoint is not None:
-        loop["checkpoint"] = str(source.checkpoint)
-    data = {key: value for key, value in source.recipe.items() if key not in LEFT_OUT}
-    data |= {"name": "eval", "loop": loop}
+    section = source.recipe.get("validation", {})
     if files:
         mask = source.recipe.get("dataset", {}).get("document_mask", False)
-        data["validation"] = {"datasets": _datasets(files, document_mask=mask)}
-    given = data.get("validation", {}).get("datasets")
+        section = {"datasets": _datasets(files, document_mask=mask)}
+    given = section.get("datasets")
     if not given and not any(override.startswith("validation.datasets") for override in overrides):
         raise UsageError(
             "there is nothing to evaluate: the recipe has no [validation.datasets]",
             hint="name a file: --data FILE",
         )
+    return recipe_of(source, {"type": "titan/evaluate"}, overrides, say, validation=section)
+
+
+def recipe_of(
+    source: Source,
+    loop: dict[str, Any],
+    overrides: Sequence[str],
+    say: Callable[[str], None],
+    *,
+    validation: dict[str, Any] | None = None,
+) -> Loaded:
+    """Return the source's recipe with a loop that does not train, checked.
+
+    Args:
+        loop: `[loop]`, without its `checkpoint`.
+        validation: `[validation]`; None: none.
+
+    Raises:
+        TitanError: something is missing, or all that is wrong with the recipe.
+    """
+    import tomli_w
+
+    if source.checkpoint is not None:
+        loop = {**loop, "checkpoint": str(source.checkpoint)}
+    data = {key: value for key, value in source.recipe.items() if key not in LEFT_OUT}
+    data |= {"name": "eval", "loop": loop, "validation": validation or {}}
     with tempfile.TemporaryDirectory(prefix="titan-") as folder:
         path = Path(folder) / "eval.toml"
         # With a lock file's header: what a flavor has and is not said here is None.
@@ -154,7 +176,37 @@ def _datasets(files: Sequence[Path], *, document_mask: bool) -> dict[str, Any]:
 
 
 def run(loaded: Loaded, nproc: int | str | None, plugin_files: Sequence[Path], *, traceback: bool) -> Results:
-    """Evaluate, on this machine. The scratch folder is left where it failed, for its logs.
+    """Evaluate, on this machine.
+
+    Raises:
+        TitanError: as for `launch`.
+    """
+    code, outcome = launch(loaded, nproc, plugin_files, RunFolder.outcome, traceback=traceback)
+    if outcome is None:
+        return Results(code, {})
+    sets: dict[str, dict[str, float]] = {name: {} for name in loaded.recipe.validation.datasets}
+    for key, value in outcome["metrics"].items():
+        if key.startswith("validation/"):
+            _, name, metric = key.split("/", 2)
+            sets[name][metric] = float(value)
+    return Results(code, sets)
+
+
+def launch(
+    loaded: Loaded,
+    nproc: int | str | None,
+    plugin_files: Sequence[Path],
+    read: Callable[[RunFolder], T],
+    *,
+    traceback: bool,
+) -> tuple[int, T | None]:
+    """Run a loop that does not train, in a run folder that is removed at the end.
+
+    Args:
+        read: is called with that folder before it is removed; where the run failed, it is left, for its logs.
+
+    Returns:
+        The command's exit code, and what `read` returned, or None where it failed.
 
     Raises:
         TitanError: the recipe does not fit the processes, or the evaluation failed.
@@ -180,16 +232,11 @@ def run(loaded: Loaded, nproc: int | str | None, plugin_files: Sequence[Path], *
         code = start(plan, request, announce=lambda folder: None)
     finally:
         titan.setLevel(level)
-    outcome = folder.outcome()
-    if code or outcome is None:
-        return Results(code or EXIT_FAILED, {})
+    if code or folder.outcome() is None:
+        return code or EXIT_FAILED, None
+    found = read(folder)
     shutil.rmtree(folder.path.parent, ignore_errors=True)
-    sets: dict[str, dict[str, float]] = {name: {} for name in loaded.recipe.validation.datasets}
-    for key, value in outcome["metrics"].items():
-        if key.startswith("validation/"):
-            _, name, metric = key.split("/", 2)
-            sets[name][metric] = float(value)
-    return Results(code, sets)
+    return code, found
 
 
 @dataclasses.dataclass(frozen=True)
