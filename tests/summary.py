@@ -53,6 +53,7 @@ ROOMS = {
     "tests/report": "reports of runs: where each second went, in a browser, in a terminal",
     "tests/rl": "policy gradients, rewards, and the generator compared to the trainer",
     "tests/testing": "the test kit for plugin authors finds all faults, and nothing else",
+    "plugins/titan-eval": "lm-evaluation-harness: each answer is that on the exported checkpoint",
     "plugins/titan-float8": "float8: the same result on any layout, plain checkpoints",
     "plugins/titan-flux": "Flux: images, on every supported layout",
     "plugins/titan-muon": "Muon: equal to torch's on one device, the same on many",

@@ -1,4 +1,5 @@
-"""titan-wandb and titan-trackio are packages of their own; neither is imported where no recipe names it."""
+"""titan-wandb, titan-trackio and titan-eval are packages of their own; none is imported where no recipe
+names it."""
 
 from __future__ import annotations
 
@@ -14,9 +15,13 @@ pytestmark = pytest.mark.e2e
 
 def test_their_wheels_bring_the_components(titan_wheel: Path, tmp_path: Path) -> None:
     environment = Environment(tmp_path / "venv")
-    names = ("titan-wandb", "titan-trackio")
+    names = ("titan-wandb", "titan-trackio", "titan-eval")
     wheels = [wheel_of(CHECKOUT / "plugins" / name, tmp_path / name) for name in names]
     environment.install(titan_wheel, *wheels)
     found = {p["name"]: p for p in json.loads(environment.titan("plugins", "--json").stdout)["plugins"]}
-    assert [found[name]["components"] for name in names] == [["logger/wandb"], ["logger/trackio"]]
-    assert [(found[name]["state"], found[name]["torch"]) for name in names] == [("ok", False)] * 2
+    assert [found[name]["components"] for name in names] == [
+        ["logger/wandb"],
+        ["logger/trackio"],
+        ["loop/lm_eval"],
+    ]
+    assert [(found[name]["state"], found[name]["torch"]) for name in names] == [("ok", False)] * 3

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
-from titan_eval.lm import TitanLM
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.ranks import Ranks
 from tests.run.conftest import Finished, furnish, here, on_pool, train_here  # noqa: F401 - fixtures
+from titan_eval.lm import TitanLM
 from titancli import registry
 from titancli.cli import main
 from titancli.engine import Engine

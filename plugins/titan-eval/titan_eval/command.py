@@ -81,9 +81,9 @@ def command(
     code, found = launch(loaded, nproc, common.plugin_files, _read, traceback=common.traceback)
     if found is None:
         return code
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, metrics in _scores(found):
-        document = {
+        document: dict[str, Any] = {
             "name": f"lm_eval-{name}",
             "data": {"task": name, "num_fewshot": found["n-shot"].get(name), "limit": limit},
             "metrics": metrics,
