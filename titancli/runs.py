@@ -29,7 +29,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from titancli.errors import EnvironmentProblem
+from titancli.errors import EXIT_ENVIRONMENT, EnvironmentProblem, TitanError
 
 LOCK_NAME = "recipe.lock.toml"
 RECORD_NAME = "run.json"
@@ -176,6 +176,51 @@ class Hold:
 
     def release(self) -> None:
         self._file.close()
+
+
+class TakenOver(TitanError):
+    """Another attempt has begun in the run folder: this one must not write there any more. It ends the run,
+    whatever `checkpoint.on_error` says."""
+
+    exit_code = EXIT_ENVIRONMENT
+
+
+class ChangedMeanwhile(EnvironmentProblem):
+    """A run has gone on between the plan to resume it and the moment at which its folder was held."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        super().__init__(
+            f"another attempt has worked in {folder.path} meanwhile", hint="run the same command again"
+        )
+        self.folder = folder
+
+    def __reduce__(self):
+        return ChangedMeanwhile, (self.folder,)
+
+
+class Claim:
+    """An attempt's claim on its run folder, where locks alone may not keep two apart: a disk may not support
+    them, or not share them between hosts."""
+
+    def __init__(self, folder: RunFolder, token: str | None) -> None:
+        self._folder = folder
+        self.token = token
+        """The attempt's own, from run.json."""
+
+    def check(self) -> None:
+        """Read run.json again, before something gets its final name.
+
+        Raises:
+            TakenOver: another attempt has been recorded there since.
+            EnvironmentProblem: it cannot be read.
+        """
+        newest = (self._folder.record().get("attempts") or [{}])[-1]
+        if newest.get("token", self.token) != self.token:
+            raise TakenOver(
+                f"another attempt has begun in {self._folder.path}, on {newest.get('host')} at "
+                f"{newest.get('started')}: this one saves nothing more",
+                hint="start each run once; the file system there does not lock files between hosts",
+            )
 
 
 class RunFolder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from titancli.checkpoint.remote.uploads import Uploads
 from titancli.checkpoint.save import Draft, mesh_of, run_save
 from titancli.errors import TitanError
 from titancli.recipe.schema import Checkpoint
+from titancli.runs import Claim
 
 logger = logging.getLogger(__name__)
 
@@ -47,15 +48,18 @@ class Checkpointer:
         on_saved: Callable[[int, Path], None] = lambda step, path: None,
         uploads: Uploads | None = None,
         from_zero: bool = False,
+        claim: Claim | None = None,
+        spared: Collection[str] = (),
     ) -> None:
         """`mesh`: the degrees that manifests tell. `kept`: what each checkpoint has for an export, see
         `titancli.checkpoint.hf.kept`. `on_saved(step, path)` is called on every rank, in the
         caller's thread, when a save is complete. `uploads` is rank 0's, and is woken after each.
         `from_zero`: the run has started at step 0, and saves nothing beside checkpoints of its own that it
-        did not make here."""
+        did not make here. `claim`, `spared`: see `titancli.checkpoint.save.Draft`."""
         self._folder, self._section = folder, section
         self._lock_text, self._run_id, self._on_saved = lock_text, run_id, on_saved
         self._mesh, self._kept, self._uploads = mesh, kept or {}, uploads
+        self._claim, self._spared = claim, spared
         self._group: dist.ProcessGroup | None = None
         self._main = not several_ranks(None) or dist.get_rank() == 0
         self._staging = Staging(pinned=section.async_mode == "async_with_pinned_mem")
@@ -152,7 +156,16 @@ class Checkpointer:
 
     def _draft(self, path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Draft:
         degrees = mesh_of(tensors) if self._mesh is None else dict(self._mesh)
-        return Draft(path, dict(state), self._lock_text, self._run_id, degrees, kept=self._kept)
+        return Draft(
+            path,
+            dict(state),
+            self._lock_text,
+            self._run_id,
+            degrees,
+            kept=self._kept,
+            claim=self._claim,
+            spared=self._spared,
+        )
 
     def wait(self) -> None:
         """Wait for the save that is under way, if any.

@@ -7,8 +7,9 @@ import datetime
 import platform
 import secrets
 import shutil
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -42,7 +43,11 @@ from titancli.checkpoint.format.manifest import (
 from titancli.checkpoint.format.storage import SavePlannerOf, Writer, plan_of, several_ranks
 from titancli.checkpoint.hf.kept import PREFIX
 from titancli.errors import EnvironmentProblem, TitanError
+from titancli.runs import Claim
 from titancli.version import __version__
+
+ABANDONED = 3600.0
+"""Seconds after which an unfinished save of an attempt on another host counts as left behind."""
 
 # DCP says so at each save and load of a rank that is alone.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -102,6 +107,10 @@ class Draft:
     """Of the Hugging Face folder that the weights once came from; see `titancli.checkpoint.hf.kept`."""
     alongside: set[str] | None = None
     """The only checkpoints of this run that may lie beside it, by name; it becomes one of them. None: any."""
+    claim: Claim | None = None
+    """Asked before anything is deleted or gets its final name; None: nobody else writes here."""
+    spared: Collection[str] = ()
+    """Tokens of earlier attempts that may still be at work: what these are writing is left alone."""
     hidden: Path | None = field(default=None, init=False)
     """Where it lies until it is complete."""
     old: Path | None = field(default=None, init=False)
@@ -122,12 +131,15 @@ class Draft:
             )
         parent = self.folder.parent
         self._refuse_others(parent)
+        self._check_claim()
         try:
             parent.mkdir(parents=True, exist_ok=True)
             recover(parent)
             self._sweep()
             need(parent, needed)
-            hidden = parent / f"{hidden_prefix(self.folder.name, self.run_id)}{secrets.token_hex(4)}"
+            attempt = f"{self.claim.token[:8]}-" if self.claim and self.claim.token else ""
+            prefix = hidden_prefix(self.folder.name, self.run_id)
+            hidden = parent / f"{prefix}{attempt}{secrets.token_hex(4)}"
             hidden.mkdir()
         except OSError as error:
             raise self.explain(error, needed) from error
@@ -165,6 +177,7 @@ class Draft:
             # On a shared disk another rank's file may not be what it wrote; and older ones go after this.
             if found := faults(self.hidden, manifest, verify="size"):
                 raise EnvironmentProblem(f"{self.folder} differs from what was written: {'; '.join(found)}")
+            self._check_claim()
             self._rename(self.hidden)
         except OSError as error:
             raise self.explain(error, sum(digest.size for digest in files.values())) from error
@@ -192,11 +205,19 @@ class Draft:
         """Remove what interrupted saves of this run left behind, and replaced checkpoints."""
         for path in list(self.folder.parent.glob(".*")):
             name = path.name[1:].partition(".")[0]
-            mine = path.name.startswith(hidden_prefix(name, self.run_id))
+            prefix = hidden_prefix(name, self.run_id)
+            mine = path.name.startswith(prefix)
             if mine and path.is_dir() and not path.is_symlink():
+                attempt = path.name.removeprefix(prefix).partition("-")[0]
+                if any(token.startswith(attempt) for token in self.spared) and not _abandoned(path):
+                    continue
                 shutil.rmtree(path, ignore_errors=True)
             elif REPLACED_NAME.match(path.name) and _run_of(path) == self.run_id:
                 remove(path, self.run_id)
+
+    def _check_claim(self) -> None:
+        if self.claim is not None:
+            self.claim.check()
 
     def _rename(self, hidden: Path) -> None:
         with contextlib.suppress(OSError):
@@ -258,6 +279,15 @@ def raise_failure(error: CheckpointException, doing: str) -> NoReturn:
     if isinstance(cause, TitanError | KeyboardInterrupt):
         raise cause from None
     raise TitanError(f"{doing} failed on rank {rank}: {type(cause).__name__}: {cause}") from cause
+
+
+def _abandoned(folder: Path) -> bool:
+    """Whether nothing in an unfinished folder has changed for so long that nobody is writing it."""
+    try:
+        latest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    except OSError:  # somebody is just deleting it, or renaming
+        return False
+    return time.time() - latest > ABANDONED
 
 
 def _run_of(folder: Path) -> str | None:

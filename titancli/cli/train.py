@@ -101,32 +101,43 @@ def command(
     from titancli.recipe.check import remarks
     from titancli.run.prepare import Request, make_plan
     from titancli.run.start import count_processes
+    from titancli.runs import ChangedMeanwhile
 
     recipe, overrides = _one_recipe(arguments)
     _check_flags(run_dir, resume, step, allow_drift, from_scratch, nnodes, rdzv)
     env = _environment(variables)
     files = list(common.plugin_files)
-    plan = make_plan(
-        Request(
-            recipe, overrides, unset, run_dir, resume, step, allow_drift, from_scratch, files, dry_run, note
+    wanted = Request(
+        recipe, overrides, unset, run_dir, resume, step, allow_drift, from_scratch, files, dry_run, note
+    )
+
+    def train() -> int:
+        plan = make_plan(wanted)
+        request = LaunchRequest(
+            run_folder=plan.folder.path,
+            lock_file=plan.folder.recipe_lock,
+            checkpoint=plan.checkpoint,
+            plugin_files=files,
+            nproc=count_processes(plan, nproc, may_exceed=dry_run),
+            nnodes=nnodes,
+            rdzv=rdzv,
+            json_events=as_json,
+            traceback=common.traceback,
+            env={**plan.loaded.recipe.env, **env},
         )
-    )
-    request = LaunchRequest(
-        run_folder=plan.folder.path,
-        lock_file=plan.folder.recipe_lock,
-        checkpoint=plan.checkpoint,
-        plugin_files=files,
-        nproc=count_processes(plan, nproc, may_exceed=dry_run),
-        nnodes=nnodes,
-        rdzv=rdzv,
-        json_events=as_json,
-        traceback=common.traceback,
-        env={**plan.loaded.recipe.env, **env},
-    )
-    for line in remarks(plan.loaded.recipe):
-        note(f"note: {line}")
-    if dry_run:
-        return _show(plan, request)
+        for line in remarks(plan.loaded.recipe):
+            note(f"note: {line}")
+        return _show(plan, request) if dry_run else _train(plan, request, nproc, env)
+
+    try:
+        return train()
+    except ChangedMeanwhile as error:  # for one, the attempt before has just saved and ended
+        note(f"{error.message}: planning again")
+        return train()
+
+
+def _train(plan: Plan, request: LaunchRequest, nproc: int | str | None, env: dict[str, str]) -> int:
+    """Say what is noteworthy about the plan, and run it; see `_run`."""
     for line in plan.notes:
         note(line)
     for change in plan.drift:

@@ -35,7 +35,7 @@ from titancli.observe.console import Console, JsonLines
 from titancli.observe.events import EventLog, Listener, Tail
 from titancli.observe.panel import Panel, watcher_for
 from titancli.process import copy_into, rank_log
-from titancli.runs import RunFolder, timestamp
+from titancli.runs import RunFolder, TakenOver, timestamp
 from titancli.signals import heeded, say
 
 POLL_SECONDS = 0.1
@@ -74,6 +74,8 @@ def _in_place(request: LaunchRequest) -> int:
         try:
             outcome = _only_rank(request, watcher)
         except BaseException as error:
+            if isinstance(error, TakenOver):
+                raise  # the record, and the events, are another attempt's by now
             failure = failures.cause(failures.read(request.folder.logs, before=before), [], [])
             done = failure.step - 1 if failure and failure.step else None
             if isinstance(error, KeyboardInterrupt):
@@ -223,6 +225,8 @@ def _result(
         _record_outcome(request, watcher, why, signals.received[0], step)
         return EXIT_INTERRUPTED if interrupted else EXIT_STOPPED
     failure = failures.cause(reports, kills, late_kills)
+    if failure and failure.type == TakenOver.__name__:
+        return _say_failure(failure, request, [])  # the record, and the events, are another attempt's by now
     error = f"rank {failure.rank}: {failure.words}" if failure else "the ranks could not be started"
     _record_outcome(request, watcher, "failed", None, step, error)
     if lost and (outcome is not None or not reports):  # what fails after the outcome is an echo

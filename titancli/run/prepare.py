@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titancli.checkpoint import read_manifest
-from titancli.checkpoint.format.manifest import none_usable
+from titancli.checkpoint.format.manifest import last_serial, none_usable
 from titancli.data.hub import Hosted
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
 from titancli.provenance import file_hash
@@ -66,11 +66,18 @@ class Plan:
     """There are checkpoints, none can be used, and they are to be set aside."""
     missing: list[str] = field(default_factory=list)
     """Files that the recipe names and are not there (dry runs only), one line each."""
+    seen: tuple[int, int] | None = None
+    """What `history` said of the folder before anything was decided; None for a folder that titan names."""
 
     @property
     def finished(self) -> bool:
         """There is no step left to do."""
         return self.start_step >= self.loaded.recipe.training.steps
+
+
+def history(folder: RunFolder) -> tuple[int, int]:
+    """Return how many attempts a folder has had, and the serial of its newest checkpoint."""
+    return len(folder.record().get("attempts") or ()), last_serial(folder.checkpoints)
 
 
 def make_plan(request: Request) -> Plan:
@@ -118,6 +125,7 @@ def _begin(request: Request, run_dir: Path | None, checkpoint: Path | None = Non
         new=True,
         named_by_titan=run_dir is None,
         missing=missing,
+        seen=None if run_dir is None else history(folder),
     )
 
 
@@ -190,7 +198,10 @@ def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
             hint="start a new run, or resume anyway with --allow-drift",
         )
     section = loaded.recipe.checkpoint
+    attempts, serial = history(folder)
     checkpoint, more, from_scratch = _choose_checkpoint(folder, request, section, required=required)
+    if section.remote is not None:  # a checkpoint may have been taken from there
+        serial = last_serial(folder.checkpoints)
     start_step = _step_of(checkpoint) if checkpoint is not None else 0
     if not request.dry_run:
         remote.see_to(folder, section, new=False)
@@ -207,6 +218,7 @@ def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
         allow_drift=request.allow_drift,
         from_scratch=from_scratch,
         missing=missing,
+        seen=(attempts, serial),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +32,12 @@ def new_record(plan: Plan, attempt: dict[str, Any]) -> dict[str, Any]:
 def new_attempt(plan: Plan, request: LaunchRequest) -> dict[str, Any]:
     """What is known of an attempt before it starts.
 
-    `serial` is that of the newest checkpoint: those above it will be this attempt's own.
+    `serial` is that of the newest checkpoint: those above it will be this attempt's own. `token` is its own,
+    see `titancli.runs.Claim`.
     """
     return {
         "started": timestamp(),
+        "token": secrets.token_hex(8),
         **provenance(request.plugin_files),
         "recipe": str(plan.loaded.path),
         "origins": {

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from titancli.checkpoint import Checkpointer
 from titancli.errors import TitanError
-from titancli.runs import RunFolder
+from titancli.runs import Claim, RunFolder
 
 if TYPE_CHECKING:
     from titancli.checkpoint.remote.uploads import Uploads
@@ -47,12 +48,13 @@ def open_checkpoints(
     uploads: Uploads | None,
     *,
     lock_text: str,
-    run_id: str,
+    record: dict[str, Any],
     from_zero: bool,
 ) -> Checkpointer:
     """Make what saves the run's checkpoints.
 
     Args:
+        record: what run.json says at the start of this attempt.
         from_zero: whether the run starts at step 0.
     """
 
@@ -64,13 +66,27 @@ def open_checkpoints(
         folder.checkpoints,
         recipe.checkpoint,
         lock_text=lock_text,
-        run_id=run_id,
+        run_id=record["run_id"],
         mesh=asdict(engine.mesh.degrees),
         kept=engine.kept,
         on_saved=saved,
         uploads=uploads,
         from_zero=from_zero,
+        claim=Claim(folder, record["attempts"][-1].get("token")),
+        spared=perhaps_at_work(record),
     )
+
+
+def perhaps_at_work(record: dict[str, Any]) -> list[str]:
+    """Return the tokens of earlier attempts that nothing says have ended: on other hosts, whose locks may not
+    be seen here."""
+    *earlier, _ = record["attempts"]
+    here = socket.gethostname()
+    return [
+        attempt["token"]
+        for attempt in earlier
+        if "token" in attempt and not attempt.get("outcome") and attempt.get("host") != here
+    ]
 
 
 @contextmanager

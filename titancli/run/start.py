@@ -13,16 +13,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from titancli.errors import EnvironmentProblem
 from titancli.launch import LaunchRequest
 from titancli.launchers.devices import visible_gpus
 from titancli.registry.component import component_info, load_target
 from titancli.run.fit import check_devices, check_world
-from titancli.run.prepare import Plan
+from titancli.run.prepare import Plan, history
 from titancli.run.record import new_attempt, new_record
-from titancli.runs import LOCK_NAME, RECORD_NAME, RunFolder
+from titancli.runs import LOCK_NAME, RECORD_NAME, ChangedMeanwhile, RunFolder
 
 
 def count_processes(plan: Plan, wanted: int | str | None, *, may_exceed: bool = False) -> int:
@@ -47,19 +46,17 @@ def start(plan: Plan, request: LaunchRequest, *, announce: Callable[[RunFolder],
     """Run the plan to its end and return the command's exit code. `announce` is told the folder first.
 
     Raises:
+        ChangedMeanwhile: another attempt has worked in the folder since the plan was made.
         TitanError: the recipe does not fit the processes, the folder is in use or cannot be written, or the
             run failed for a reason that a user can put right.
     """
     check_devices(plan.loaded, visible_gpus())
     check_world(plan.loaded, request.world)
-    record = new_record(plan, new_attempt(plan, request))
     with environment(request.env):
-        return _launch(plan, record, request, announce)
+        return _launch(plan, request, announce)
 
 
-def _launch(
-    plan: Plan, record: dict[str, Any], request: LaunchRequest, announce: Callable[[RunFolder], None]
-) -> int:
+def _launch(plan: Plan, request: LaunchRequest, announce: Callable[[RunFolder], None]) -> int:
     launcher = plan.loaded.recipe.launcher
     launch = load_target(component_info(launcher).target)
     if request.nnodes > 1:
@@ -67,14 +64,17 @@ def _launch(
         with tempfile.TemporaryDirectory(prefix="titan-") as own:
             lock_file = Path(own) / LOCK_NAME
             lock_file.write_text(plan.lock_text, encoding="utf-8")
+            record = new_record(plan, new_attempt(plan, request))
             Path(own, RECORD_NAME).write_text(json.dumps(record), encoding="utf-8")
             return launch(launcher, **replace(request, lock_file=lock_file).keywords())
     folder = make_folder(plan)
-    announce(folder)
     hold = folder.hold()
     try:
+        if plan.seen not in (None, history(folder)):
+            raise ChangedMeanwhile(folder)
+        announce(folder)
         folder.write_recipe_lock(plan.lock_text)
-        folder.write_record(record)
+        folder.write_record(new_record(plan, new_attempt(plan, request)))
         ready = replace(request, run_folder=folder.path, lock_file=folder.recipe_lock)
         return launch(launcher, **ready.keywords())
     finally:

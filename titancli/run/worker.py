@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titancli.checkpoint.format.manifest import last_serial
 from titancli.checkpoint.start_from import start_from
 from titancli.errors import EXIT_FAILED, EXIT_OK, TitanError
 from titancli.launch import rank_options
@@ -43,7 +44,7 @@ from titancli.process import (
 from titancli.provenance import file_hash, package_versions
 from titancli.registry.component import build
 from titancli.registry.defaults import LoopConfigDefaults, with_defaults
-from titancli.runs import RECORD_NAME, RunFolder, timestamp
+from titancli.runs import RECORD_NAME, ChangedMeanwhile, RunFolder, timestamp
 from titancli.signals import ASKED_TO_STOP, Stop
 
 if TYPE_CHECKING:
@@ -214,7 +215,7 @@ class Rank:
                 observers,
                 uploads,
                 lock_text=start.lock_text,
-                run_id=start.run_id,
+                record=start.record,
                 from_zero=start.checkpoint is None,
             )
         go = build(recipe.loop, engine=engine, data=data, tokenizer=tokenizer, observers=observers, run=run)
@@ -291,6 +292,10 @@ class Rank:
         record = json.loads(lock_file.with_name(RECORD_NAME).read_text(encoding="utf-8"))
         if len(self.folder.record().get("attempts", [])) >= len(record["attempts"]):
             return  # after a restart: rank 0 may be on another node, whose command has made up another run_id
+        attempt = record["attempts"][-1]
+        planned = 0 if self.place.restart or attempt["from_scratch"] else attempt["serial"]
+        if planned and last_serial(self.folder.checkpoints) != planned:
+            raise ChangedMeanwhile(self.folder)
         self.folder.write_recipe_lock(lock_text)
         self.folder.write_record(record)
 
