@@ -116,8 +116,8 @@ def _speed(told: dict[str, Any]) -> list[str]:
         return [_row("speed", "not estimated: no data sheet is known for this device")]
     parts = {
         "arithmetic": one["arithmetic"],
-        "collectives in between": one["waiting"],
-        "collectives beside": one["beside"],
+        "exposed collectives": one["waiting"],
+        "overlapped collectives": one["beside"],
         "optimizer": one["optimizer"],
     }
     shares = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in parts.items() if seconds)
