@@ -243,6 +243,20 @@ def test_the_page_is_whole_valid_and_loads_nothing(two: tuple[Path, Path], titan
         assert CAUSES[cause] in words
 
 
+def test_many_runs_are_rows_of_one_table(tmp_path: Path, titan: Titan) -> None:  # noqa: F811
+    pytest.importorskip("matplotlib")
+    for number in range(10):
+        lock = LOCK.replace("0.001", f"0.{number + 1:03}")
+        make(tmp_path / f"lr-{number}", [began(0), step(1, 1), step(2, 2, 3 - number / 10)], lock=lock)
+    done = titan("report", *(tmp_path / f"lr-{number}" for number in range(10)))
+    assert done.code == 0, done.err
+    text = Path("report.html").read_text()
+    row = next(line for line in text.splitlines() if "lr-9</td>" in line)
+    assert "<td>0.010</td>" in row or "<td>0.01</td>" in row
+    assert "<td>2.1000</td>" in row and "finished" in row
+    assert text.count("stroke-dasharray") >= 2  # the ninth and the tenth
+
+
 def test_a_file_that_is_no_report_is_not_written_over(two: tuple[Path, Path], titan: Titan) -> None:  # noqa: F811
     Path("page.html").write_text("<p>mine</p>")
     done = titan("report", two[0], "-o", "page.html")

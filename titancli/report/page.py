@@ -12,7 +12,7 @@ from typing import Any
 from titancli.observe.console import FIGURES, duration, short
 from titancli.observe.console import value as formatted
 from titancli.report import view
-from titancli.report.plots import COLORS, MARGIN, label, plot
+from titancli.report.plots import COLORS, DASHES, MARGIN, label, plot
 from titancli.report.times import CAUSES
 from titancli.run.compare import spread
 from titancli.version import __version__
@@ -122,6 +122,7 @@ def _head(run: view.Run, number: int) -> dict[str, Any]:
     return {
         "name": run.name,
         "color": number % COLORS,
+        "dash": number // COLORS % len(DASHES),
         "state": summary.state,
         "state_text": summary.state.replace("_", " "),
         "recipe": summary.recipe,

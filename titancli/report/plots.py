@@ -13,7 +13,9 @@ from titancli.observe.console import short
 from titancli.report.view import Curve
 
 COLORS = 8
-"""Colors of runs; with more runs they come again."""
+"""Colors of runs; with more runs they come again, dashed and then dotted."""
+DASHES: Any = ("-", (0, (4, 2)), (0, (1, 1.5)))
+"""Of the first so many runs, the next, and the ones after."""
 TEXT, GRID, MARK, ODD = "#010203", "#010204", "#010205", "#010206"
 """Stand for CSS variables: `#0102xx` becomes `var(--pxx)`."""
 MARGIN = {"left": 46, "right": 10, "top": 10, "bottom": 22}
@@ -132,6 +134,7 @@ def _draw(axes: Any, one: Curve, dots: bool) -> None:
         one.y,
         color=color,
         linewidth=1.6,
+        linestyle=DASHES[one.run // COLORS % len(DASHES)],
         marker=marker,
         markersize=3.2,
         solid_joinstyle="round",
