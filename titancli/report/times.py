@@ -29,8 +29,6 @@ CAUSES = {
 }
 """In this order; what a component has named itself comes before `save`. `training` is of logs that have no
 phases."""
-WASTED = ("data", "wait", "save", "stall", "start", "restart", "lost", "other")
-"""Causes that a user would like to see small."""
 MERGED = {"clip": "optimizer"}
 STALL = 10.0
 """Times the usual that the rest of a step takes before it is called a stall…"""
