@@ -50,7 +50,7 @@ ROOMS = {
     "tests/packaging": "wheels, editable installs, and third-party plugins",
     "tests/planning": "computed memory, traffic and arithmetic match those of a run",
     "tests/real": "a real pretrained model, imported and exported",
-    "tests/report": "reports of runs: where each second went, in a browser, in a terminal",
+    "tests/reporting": "reports of runs: where each second went, in a browser, in a terminal",
     "tests/rl": "policy gradients, rewards, and the generator compared to the trainer",
     "tests/testing": "the test kit for plugin authors finds all faults, and nothing else",
     "plugins/titan-eval": "lm-evaluation-harness: each answer is that on the exported checkpoint",

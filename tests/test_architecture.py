@@ -35,7 +35,7 @@ FLOORS = [
     {"run.worker", "run.data", "run.saving"},
     {"launchers"},
     {"run"},
-    {"doctor", "migrate", "report"},
+    {"doctor", "migrate", "reporting"},
     {"cli", "testing"},
     {"builtin", "__init__", "__main__"},
 ]
@@ -101,6 +101,14 @@ def circles(imported: Mapping[str, set[str]]) -> list[list[str]]:
         if module not in index:
             visit(module)
     return found
+
+
+def test_no_module_hides_a_name_of_the_package():
+    """Once imported, `titancli/report/` would be `titancli.report`, in place of the function."""
+    import titancli
+
+    rooms = {module.split(".")[1] for module in FILES if module.count(".") == 1}
+    assert not rooms & set(titancli.__all__)
 
 
 def test_what_finds_circles_finds_them():

@@ -118,7 +118,7 @@ def test_a_sweep_trains_every_combination_and_the_second_time_nothing(
     assert "report:   s/report.html" in done.err and "lr=0.003" in (here / "s/report.html").read_text()
 
     monkeypatch.setattr(jobs_module.Jobs, "_start", lambda self, job: pytest.fail(f"{job.name} is started"))
-    monkeypatch.setattr("titancli.report.plots.require", no_plots)
+    monkeypatch.setattr("titancli.reporting.plots.require", no_plots)
     again = sweep(*arguments)
     assert again.code == 0 and "there is no report: not installed" in again.err
     rows = [line.split() for line in again.out.splitlines()]

@@ -17,7 +17,7 @@ from titancli.errors import EnvironmentProblem, UsageError
 from titancli.runs import RunFolder, write_atomically
 
 if TYPE_CHECKING:
-    from titancli.report.view import Run
+    from titancli.reporting.view import Run
 
 MARK = '<meta name="generator" content="titan report'
 TEXT = ("loss", "grad_norm", "lr", "tokens_per_second")
@@ -51,13 +51,13 @@ def command(runs: tuple[Path, ...], output: Path | None, by: str, text: bool, as
     `pip install 'titancli[report]'`; --text and --json do not.
     """
     from titancli.observe.summary import summarize
-    from titancli.report import view
+    from titancli.reporting import view
 
     if text + as_json + (output is not None) > 1:
         raise UsageError("--text, --json and -o exclude each other")
     paths = list(dict.fromkeys(RunFolder.open(run).path for run in runs))
     if not (text or as_json):
-        from titancli.report import plots
+        from titancli.reporting import plots
 
         plots.require()
         output = output or Path("report.html")
@@ -68,7 +68,7 @@ def command(runs: tuple[Path, ...], output: Path | None, by: str, text: bool, as
     elif output is None:
         _print(found, by)
     else:
-        from titancli.report import page
+        from titancli.reporting import page
 
         write_atomically(output, page.html(found, by))
         print(short_path(output.absolute()))
@@ -89,8 +89,8 @@ def _refuse_foreign(output: Path) -> None:
 
 def _print(runs: Sequence[Run], by: str) -> None:
     from titancli.observe.console import duration
-    from titancli.report import text, view
-    from titancli.report.times import CAUSES
+    from titancli.reporting import text, view
+    from titancli.reporting.times import CAUSES
 
     columns = min(shutil.get_terminal_size().columns, 100)
     for number, run in enumerate(runs):

@@ -166,7 +166,7 @@ def _report(folder: Path, runs: Sequence[Path]) -> None:
     if not runs:
         return
     from titancli.observe.summary import summarize
-    from titancli.report import page, plots, view
+    from titancli.reporting import page, plots, view
 
     if len(runs) > 1:
         note(f"compare:  titan runs compare {' '.join(shlex.quote(short_path(run)) for run in runs)}")

@@ -11,9 +11,9 @@ from typing import Any
 
 from titancli.observe.console import FIGURES, duration, short
 from titancli.observe.console import value as formatted
-from titancli.report import view
-from titancli.report.plots import COLORS, DASHES, MARGIN, label, plot
-from titancli.report.times import CAUSES
+from titancli.reporting import view
+from titancli.reporting.plots import COLORS, DASHES, MARGIN, label, plot
+from titancli.reporting.times import CAUSES
 from titancli.run.compare import spread
 from titancli.version import __version__
 

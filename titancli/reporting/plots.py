@@ -10,7 +10,7 @@ from typing import Any
 
 from titancli.errors import EnvironmentProblem
 from titancli.observe.console import short
-from titancli.report.view import Curve
+from titancli.reporting.view import Curve
 
 COLORS = 8
 """Colors of runs; with more runs they come again, dashed and then dotted."""

@@ -15,9 +15,9 @@ import pytest
 from tests.cli.conftest import Titan, titan  # noqa: F401 - a fixture
 from tests.cli.run_folders import LOCK, at, attempt, began, ended, event, make, step
 from titancli.observe.summary import summarize
-from titancli.report import view
-from titancli.report.history import History, read, seconds_of
-from titancli.report.times import CAUSES
+from titancli.reporting import view
+from titancli.reporting.history import History, read, seconds_of
+from titancli.reporting.times import CAUSES
 from titancli.runs import RunFolder
 
 END = ended("finished", 4)
@@ -180,7 +180,7 @@ def test_thinning_keeps_every_extreme(tmp_path: Path) -> None:
 
 
 def _column(values: Any) -> Any:
-    from titancli.report.history import Column
+    from titancli.reporting.history import Column
 
     column = Column()
     column.rows.extend(range(len(values)))

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.delays import SECONDS
+from tests.reporting.delays import SECONDS
 from tests.run.conftest import Command, command, here  # noqa: F401 - fixtures
 from titancli.observe.events import read_events
 from titancli.observe.summary import summarize
-from titancli.report import view
-from titancli.report.history import seconds_of
+from titancli.reporting import view
+from titancli.reporting.history import seconds_of
 
 pytestmark = pytest.mark.e2e
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from titancli.observe.console import numbers
 from titancli.observe.events import can_be_shown, parse
-from titancli.report.times import Interval, Times
+from titancli.reporting.times import Interval, Times
 
 MESSAGES = 20
 """Warnings and errors that are kept: the last ones."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from titancli.observe.events import are_metrics, plain
 from titancli.observe.summary import Summary
-from titancli.report.history import History, read
+from titancli.reporting.history import History, read
 from titancli.run.compare import Side, side_of, spread
 from titancli.runs import RunFolder
 
