@@ -126,6 +126,10 @@ def test_a_sweep_trains_every_combination_and_the_second_time_nothing(
     assert rows[2][:3] == ["lr=0.003", "finished", "2/2"]
     assert f"compare:  titan runs compare {'s/lr=0.001 s/lr=0.003'}" in again.err
 
+    extended = RunFolder(here / "s/lr=0.001")  # by hand, later
+    extended.write_recipe_lock(extended.recipe_lock.read_text().replace("steps = 2", "steps = 9", 1))
+    assert sweep(*arguments, "--dry-run").code == 0
+
     other = sweep(*arguments[:-1], "training.steps=3")
     assert other.code == 5 and "is a sweep of another recipe, also named tiny" in other.err
     assert "training.steps: 2 -> 3" in other.err

@@ -222,8 +222,10 @@ def _job(folder: Path, settings: tuple[Setting, ...], loaded: Loaded) -> Job:
     """
     name = name_of(settings)
     run, action = RunFolder(folder / name), "start"
+    recipe = folder / "recipes" / f"{name}.toml"
     if RunFolder.is_run(run.path):
-        drift = changes(load_recipe(run.path).data, loaded.data)
+        # Its own lock file may say more than the recipe did: a commit of a repository, a later end.
+        drift = changes(load_recipe(recipe if recipe.is_file() else run.path).data, loaded.data)
         if drift:
             raise EnvironmentProblem(
                 f"{run.path} is a run of another recipe:\n" + "\n".join(f"  {one}" for one in drift),
@@ -233,7 +235,6 @@ def _job(folder: Path, settings: tuple[Setting, ...], loaded: Loaded) -> Job:
         if state == "running":
             run.hold().release()  # says who holds it
         action = "skip" if state in DONE else "retry" if state == "failed" else "resume"
-    recipe = folder / "recipes" / f"{name}.toml"
     return Job(name, settings, run, recipe, lock_text(loaded), action)
 
 
