@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,7 +63,7 @@ def test_a_run_and_its_resume_are_one_run_with_recipe_and_environment(tmp_path: 
     assert config["recipe.lock.toml"].startswith("#") or "[model]" in config["recipe.lock.toml"]
 
 
-def test_two_at_once_do_not_mix(tmp_path: Path) -> None:
+def test_two_at_once_do_not_mix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loggers = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -71,11 +74,27 @@ def test_two_at_once_do_not_mix(tmp_path: Path) -> None:
             logger.step_end(step, {"loss": float(number)})
     for logger in loggers:
         logger.run_end({"why": "finished"})
+    assert capsys.readouterr().out == ""
     for number, name in enumerate("ab"):
         assert [(row["step"], row["loss"]) for row in rows("two", f"{name}-id{name}")] == [
             (1, number),
             (2, number),
         ]
+
+
+def test_a_run_that_fails_keeps_its_rows_and_says_nothing_on_stdout(tmp_path: Path) -> None:
+    code = (
+        "import pathlib; from titan_trackio import Trackio; from titan_trackio.logger import build\n"
+        "logger = build(Trackio(), run_folder=pathlib.Path.cwd(), is_main=True)\n"
+        "logger.run_start({'run_id': 'f', 'step': 0, 'recipe': {'name': 'failing'}})\n"
+        "logger.step_end(1, {'loss': 2.0}); raise SystemExit(1)"
+    )
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert [row["loss"] for row in rows("failing", f"{tmp_path.name}-f")] == [2.0]
 
 
 def test_it_writes_to_this_machine_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sqlite3
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import trackio
+from trackio import context_vars
 from trackio.sqlite_storage import SQLiteStorage
 
 from titancli import TitanError
@@ -56,11 +58,19 @@ class TrackioLogger:
                 resume="allow",
                 embed=False,
             )
+        # Trackio would finish the current run when another begins, and at exit, with words on stdout.
+        context_vars.current_run.set(None)
+        atexit.register(self._finish)
 
     def step_end(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
     def run_end(self, outcome: dict[str, Any]) -> None:
+        atexit.unregister(self._finish)
+        self._finish()
+
+    def _finish(self) -> None:
+        """Write what is not written yet; called at exit where the run has failed."""
         with redirect_stdout(sys.stderr):
             self._run.finish()
 
