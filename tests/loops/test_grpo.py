@@ -69,7 +69,12 @@ def learnt(run: str, step: int) -> tuple[str, dict[str, str]]:
 def test_a_resume_is_bitwise_what_was_sampled_included(train: Callable[..., Finished], tiny: Path) -> None:
     """With two updates on what was sampled, and a reference."""
     more = ("loop.updates=2", "optimizer.lr=1e-2")
-    assert train("grpo.toml", "--run-dir", "whole", *more).code == 0
+    (tiny / "held-out.txt").write_text("2+3=5\n" * 40)
+    held_out = ('validation.datasets.x={type="text_files", paths=["held-out.txt"]}', "validation.freq=4")
+    assert train("grpo.toml", "--run-dir", "whole", *more, *held_out).code == 0
+    events = [e for e in read_events(Path("whole", "events.jsonl")) if e["event"] == "validation"]
+    assert [e["step"] for e in events] == [0, 4, 6]  # by cross-entropy: these rows have no advantages
+    assert list(events[0]["metrics"]) == ["validation/x/loss", "validation/x/perplexity"]
     assert train("grpo.toml", "--run-dir", "cut", *more, "training.steps=2", "loop.eval_freq=0").code == 0
     assert train("cut", "--resume", "training.steps=6", "loop.eval_freq=4").code == 0
     assert learnt("whole", 6) == learnt("cut", 6)

@@ -50,6 +50,14 @@ def test_steps_that_were_skipped_are_counted() -> None:
     assert "skipped" not in status_line(step(10, loss=2.0, skipped_steps=0.0))
 
 
+def test_an_evaluation_has_a_line_of_its_own() -> None:
+    stream = io.StringIO()
+    console = Console(stream, live=False)
+    metrics = {"validation/pairs/loss": 0.5, "validation/pairs/reward_accuracy": 0.75}
+    console({"event": "validation", "step": 20, "seconds": 1.0, "metrics": metrics})
+    assert stream.getvalue() == "validation at step 20: pairs loss 0.5000, reward accuracy 0.75\n"
+
+
 def test_a_terminal_has_one_line_that_updates() -> None:
     stream = io.StringIO()
     console = Console(stream, live=True)

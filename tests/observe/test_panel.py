@@ -129,6 +129,28 @@ def test_the_panel_shows_everything(often: None) -> None:
     assert bottom.endswith("─  saved step-50, 0:00 ago  ─╯")
 
 
+def test_the_last_evaluation_stands_in_the_panel_and_each_above_it(often: None) -> None:
+    terminal = Terminal()
+    panel = Panel(terminal)
+    panel(START)
+    panel(full(1))
+    for number in (10, 20):
+        metrics = {"validation/books/loss": 2.0, "validation/books/perplexity": 7.389}
+        metrics["validation/code/loss"] = number / 10
+        panel({"event": "validation", "step": number, "seconds": 1.0, "metrics": metrics})
+    panel(full(21))
+    shown = terminal.screen
+    line = "books loss 2.0000, perplexity 7.389; code loss"
+    assert [f"validation at step 10: {line} 1.0000", f"validation at step 20: {line} 2.0000"] == [
+        row for row in shown if row.startswith("validation")
+    ]
+    inside = [row.strip("│ ") for row in shown if "│ validation" in row]
+    assert inside == [
+        "validation books loss 2.0000, perplexity 7.389 (step 20)",
+        "validation code loss 2.0000 (step 20)",
+    ]
+
+
 def test_the_age_of_a_checkpoint_is_that_of_its_event(often: None) -> None:
     terminal = Terminal()
     panel = Panel(terminal)
