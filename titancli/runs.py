@@ -38,6 +38,8 @@ STEP_NAME = re.compile(r"step-(\d{1,18})\Z")
 PROFILE_REQUEST = "profile.request"
 """What `titan profile` asks a run under way for."""
 RECORD_FORMAT = 1
+ATTEMPT = "TITAN_ATTEMPT"
+"""The environment variable with the token of the attempt, for the ranks of one machine."""
 
 logger = logging.getLogger(__name__)
 
@@ -206,6 +208,15 @@ class Claim:
         self._folder = folder
         self.token = token
         """The attempt's own, from run.json."""
+
+    @classmethod
+    def of(cls, folder: RunFolder, record: Mapping[str, Any]) -> Claim:
+        """Return the claim of the attempt that this process belongs to.
+
+        Ranks that are started anew find it in their environment: the newest in `record` may be another by
+        then. On several nodes nobody knows it before the ranks meet, and it is that of `record`.
+        """
+        return cls(folder, os.environ.get(ATTEMPT) or record["attempts"][-1].get("token"))
 
     def check(self) -> None:
         """Read run.json again, before something gets its final name.

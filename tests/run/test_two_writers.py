@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from titancli.checkpoint.save import ABANDONED, Draft
 from titancli.errors import EnvironmentProblem
 from titancli.run import start
 from titancli.run.saving import perhaps_at_work
+from titancli.run.worker import Place, Rank
 from titancli.runs import ChangedMeanwhile, Claim, RunFolder, TakenOver
 
 Train = Callable[..., Finished]
@@ -92,6 +94,21 @@ def test_a_claim_holds_until_another_attempt_is_recorded(tmp_path: Path) -> None
     folder.record_file.write_text("{half")
     with pytest.raises(EnvironmentProblem, match="cannot read"):
         Claim(folder, "mine").check()
+
+
+def test_ranks_that_are_started_anew_do_not_take_the_other_attempt_for_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_record({"attempts": [{"token": "mine"}]})
+    another_attempt(folder)
+    with ExitStack() as stack:
+        rank = Rank(folder, Place(restart=1), stack)
+        monkeypatch.setenv("TITAN_ATTEMPT", "")  # several nodes: the record says it
+        assert rank._own_record() == folder.record()
+        monkeypatch.setenv("TITAN_ATTEMPT", "mine")
+        with pytest.raises(TakenOver):
+            rank._own_record()
 
 
 def test_the_claim_is_asked_again_right_before_the_rename(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def open_checkpoints(
         on_saved=saved,
         uploads=uploads,
         from_zero=from_zero,
-        claim=Claim(folder, record["attempts"][-1].get("token")),
+        claim=Claim.of(folder, record),
         spared=perhaps_at_work(record),
     )
 

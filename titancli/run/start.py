@@ -21,7 +21,7 @@ from titancli.registry.component import component_info, load_target
 from titancli.run.fit import check_devices, check_world
 from titancli.run.prepare import Plan, history
 from titancli.run.record import new_attempt, new_record
-from titancli.runs import LOCK_NAME, RECORD_NAME, ChangedMeanwhile, RunFolder
+from titancli.runs import ATTEMPT, LOCK_NAME, RECORD_NAME, ChangedMeanwhile, RunFolder
 
 
 def count_processes(plan: Plan, wanted: int | str | None, *, may_exceed: bool = False) -> int:
@@ -66,7 +66,8 @@ def _launch(plan: Plan, request: LaunchRequest, announce: Callable[[RunFolder], 
             lock_file.write_text(plan.lock_text, encoding="utf-8")
             record = new_record(plan, new_attempt(plan, request))
             Path(own, RECORD_NAME).write_text(json.dumps(record), encoding="utf-8")
-            return launch(launcher, **replace(request, lock_file=lock_file).keywords())
+            with environment({ATTEMPT: ""}):  # not that of a run which this command is started in
+                return launch(launcher, **replace(request, lock_file=lock_file).keywords())
     folder = make_folder(plan)
     hold = folder.hold()
     try:
@@ -74,9 +75,11 @@ def _launch(plan: Plan, request: LaunchRequest, announce: Callable[[RunFolder], 
             raise ChangedMeanwhile(folder)
         announce(folder)
         folder.write_recipe_lock(plan.lock_text)
-        folder.write_record(new_record(plan, new_attempt(plan, request)))
+        attempt = new_attempt(plan, request)
+        folder.write_record(new_record(plan, attempt))
         ready = replace(request, run_folder=folder.path, lock_file=folder.recipe_lock)
-        return launch(launcher, **ready.keywords())
+        with environment({ATTEMPT: attempt["token"]}):
+            return launch(launcher, **ready.keywords())
     finally:
         hold.release()
 

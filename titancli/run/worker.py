@@ -44,7 +44,7 @@ from titancli.process import (
 from titancli.provenance import file_hash, package_versions
 from titancli.registry.component import build
 from titancli.registry.defaults import LoopConfigDefaults, with_defaults
-from titancli.runs import RECORD_NAME, ChangedMeanwhile, RunFolder, timestamp
+from titancli.runs import RECORD_NAME, ChangedMeanwhile, Claim, RunFolder, timestamp
 from titancli.signals import ASKED_TO_STOP, Stop
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class Rank:
             lambda: self._continue_from(checkpoint, recipe.checkpoint.verify)
         )
         # Asked of rank 0: on a shared disk the others may not see yet what it wrote.
-        record = process_group.on_rank_zero(self.folder.record)
+        record = process_group.on_rank_zero(self._own_record)
         loggers = self._loggers(recipe, listeners)
         start = Start(loaded, lock_text, record, checkpoint, device)
         try:
@@ -298,6 +298,12 @@ class Rank:
             raise ChangedMeanwhile(self.folder)
         self.folder.write_recipe_lock(lock_text)
         self.folder.write_record(record)
+
+    def _own_record(self) -> dict[str, Any]:
+        """What run.json says, as long as its newest attempt is this one."""
+        record = self.folder.record()
+        Claim.of(self.folder, record).check()
+        return record
 
     def _continue_from(self, checkpoint: Path | None, verify: Verify) -> Path | None:
         """Ranks that were started anew go on from the newest checkpoint that the ranks before them wrote.
