@@ -187,3 +187,20 @@ def test_a_corpus_may_be_moved_between_two_parts_of_a_run(corpus: Path) -> None:
     resumed = make(TextFiles(paths=[moved]))
     resumed.load_state_dict(state)
     assert same(next(iter(resumed)), expected)
+
+
+def test_the_tokens_of_an_epoch_are_counted_or_estimated_from_the_first_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the position stays; an empty document has no end marker."""
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text("ä" * (number + 50))
+    (tmp_path / "empty.txt").touch()
+    exact = sum(2 * (number + 50) + 1 for number in range(40))
+    small = make(TextFiles(paths=[tmp_path]))
+    before = small.state_dict()
+    assert small.epoch_tokens() == (exact, True)
+    assert small.state_dict() == before
+    monkeypatch.setattr("titancli.data.packing.SAMPLE", 500)
+    estimated, counted = small.epoch_tokens()
+    assert not counted and estimated == pytest.approx(exact, rel=0.02)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from titancli.data import PythonStdlib, TextFiles
 from titancli.data.packing import PackedDataset
-from titancli.data.source import Piece, document_order
+from titancli.data.source import Piece, Size, document_order
 from titancli.errors import EnvironmentProblem
 from titancli.fingerprint import fingerprint
 
@@ -47,6 +47,7 @@ class FileSource:
         self._shuffle = shuffle
         self._seed = seed
         self.identity = corpus_identity(label, files, shuffle=shuffle, seed=seed)
+        self.size = Size(self.identity["bytes"], "bytes")
 
     def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Piece]:
         """The epoch's pieces; a mark is a document's place in the order, and a byte in its file."""

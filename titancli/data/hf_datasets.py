@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from titancli.data import HFDataset, hub_keys
 from titancli.data.packing import PackedDataset
-from titancli.data.source import Piece, document_order
+from titancli.data.source import Piece, Size, document_order
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
 
 GROUP = 64
@@ -56,6 +56,7 @@ class IndexedSource:
             **at_revision(config),
         }
         self._dataset = dataset.select_columns([config.text])
+        self.size = Size(len(dataset), "documents")
 
     def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Piece]:
         """The epoch's documents; a mark is a document's place in the order."""

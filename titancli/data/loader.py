@@ -80,7 +80,7 @@ class Loader(Iterator[Batch]):
     ) -> None:
         """A negative token id or position ends the data with an error, and so does an id from `vocab_size`
         on; None: there is no such limit."""
-        self._dataset, self._limits = dataset, Limits(vocab_size)
+        self.dataset, self._limits = dataset, Limits(vocab_size)
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device(
@@ -118,8 +118,8 @@ class Loader(Iterator[Batch]):
             raise EnvironmentProblem(
                 f"the dataset has not returned a batch within {STOP_SECONDS:.0f} s", hint="restart the run"
             )
-        self._dataset.load_state_dict(state)
-        self._state = self._dataset.state_dict()
+        self.dataset.load_state_dict(state)
+        self._state = self.dataset.state_dict()
         self._thread = None
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class Loader(Iterator[Batch]):
         queue = _Queue(self._prefetch)
         thread = threading.Thread(
             target=_produce,
-            args=(self._dataset, self._device, queue, self._limits),
+            args=(self.dataset, self._device, queue, self._limits),
             name="titan-data",
             daemon=True,
         )

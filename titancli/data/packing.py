@@ -21,13 +21,15 @@ import torch
 import xxhash
 
 from titancli.data.batch import IGNORE, Batch
-from titancli.data.source import Source
+from titancli.data.source import Piece, Size, Source
 from titancli.data.stream import Position, TokenStream
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.protocols import Tokenizer, TokenizerDefaults
 from titancli.registry.defaults import with_defaults
 
 STATE_VERSION = 1
+SAMPLE = 1 << 18
+"""Characters from which the number of tokens of an epoch is estimated."""
 
 
 class PackedDataset:
@@ -111,6 +113,34 @@ class PackedDataset:
 
     def _open(self, at: Position) -> TokenStream:
         return TokenStream(self._source, self._tokenizer, repeat=self._repeat, at=at)
+
+    def epoch_tokens(self) -> tuple[int, bool] | None:
+        """Return how many tokens an epoch has, and whether they were counted, not estimated from the first of
+        them; None for a source that does not know its size. Reads little and leaves the position as it is."""
+        size: Size | None = getattr(self._source, "size", None)
+        if size is None:
+            return None
+        pieces: list[Piece] = []
+        characters = 0
+        for piece in self._source.read(0, None):
+            if characters > SAMPLE:
+                break
+            pieces.append(piece)
+            characters += len(piece.text)
+        else:
+            return self._count(pieces), True
+        ended = sum(piece.ends for piece in pieces)
+        seen = ended if size.unit == "documents" else sum(len(piece.text.encode()) for piece in pieces)
+        return round(self._count(pieces) * size.amount / max(seen, 1)), False
+
+    def _count(self, pieces: list[Piece]) -> int:
+        """Tokens, with the end marker of each document that has some."""
+        total, document = 0, 0
+        for piece, ids in zip(pieces, self._tokenizer.encode_batch([p.text for p in pieces]), strict=True):
+            document += len(ids)
+            total += len(ids) + (piece.ends and document > 0)
+            document = 0 if piece.ends else document
+        return total
 
     def text_bytes(self) -> int:
         """Return the length of all text in UTF-8; reads it once."""

@@ -7,7 +7,7 @@ for all datasets and lives in `stream.py` and `packing.py`; a source only reads 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,6 +22,14 @@ class Piece(NamedTuple):
     """The last piece of its document; the end marker follows it."""
     mark: dict[str, Any]
     """Plain JSON that `Source.read` takes to begin at this piece again, without reading what lies before."""
+
+
+class Size(NamedTuple):
+    """How much text an epoch of a source has. A source that knows it has it as the attribute `size`."""
+
+    amount: int
+    unit: Literal["bytes", "documents"]
+    """Bytes of text, in UTF-8."""
 
 
 class Source(Protocol):

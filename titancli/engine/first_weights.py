@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from titancli.checkpoint.format.manifest import is_checkpoint
@@ -24,11 +26,15 @@ from titancli.recipe.schema import Recipe
 from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
+    from titancli.checkpoint.format.stream import Progress
     from titancli.distributed.mesh import Mesh
     from titancli.parallel.pipeline import Placement
     from titancli.protocols import Converter, HFForm
 
 logger = logging.getLogger(__name__)
+
+PROGRESS_SECONDS = 5.0
+"""Between two lines of a load that takes long."""
 
 
 class FirstWeights(NamedTuple):
@@ -180,4 +186,18 @@ def _load_base(
             hint="give a checkpoint: RUN/checkpoints/step-N",
         )
     refuse_other_model(recipe, folder)
-    load_hf_weights(folder, form, tensors, shapes={one.name: one.shape for one in known})
+    shapes = {one.name: one.shape for one in known}
+    load_hf_weights(folder, form, tensors, shapes=shapes, progress=_seldom())
+
+
+def _seldom() -> Progress:
+    """Say now and then how much is loaded; what is quick is over before the first line."""
+    said = time.monotonic()
+
+    def tell(name: str, done: int, total: int) -> None:
+        nonlocal said
+        if time.monotonic() - said >= PROGRESS_SECONDS and dist.get_rank() == 0:
+            said = time.monotonic()
+            logger.info("loading weights: %d of %d tensors", done, total)
+
+    return tell

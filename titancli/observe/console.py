@@ -28,7 +28,7 @@ class Console:
 
     def __call__(self, event: dict[str, Any]) -> None:
         kind = event["event"]
-        if self._quiet and kind != "log":
+        if self._quiet and (kind != "log" or event["level"] in ("debug", "info")):
             return
         if kind == "step":
             self._show_step(event)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from titancli.checkpoint.start_from import start_from
 from titancli.data.loader import Loader
+from titancli.data.packing import PackedDataset
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.loops.validation import Validation
 from titancli.losses.cross_entropy import CrossEntropy
@@ -75,6 +76,25 @@ def open_data(
     if exclude.has("data"):
         return data
     return _continued(data, state.get("data"), again if allow_drift else None)
+
+
+def epochs(recipe: Recipe, data: Source | None, engine: Engine) -> str | None:
+    """Return how often the run goes through its data, in words; None where their size is not known."""
+    dataset = getattr(data, "dataset", None)
+    if not isinstance(dataset, PackedDataset):
+        return None
+    try:
+        found = dataset.epoch_tokens()
+    except TitanError:  # this is one rank: with the first batch it is said on every rank
+        return None
+    if found is None:
+        return None
+    tokens, counted = found
+    rows = recipe.training.local_batch_size * engine.settings.accumulation * engine.mesh.degrees.dp
+    total = recipe.training.steps * rows * recipe.training.seq_len
+    about = "" if counted else "about "
+    share = f"{total:,} tokens in all are {total / max(tokens, 1):.2g} epochs"
+    return f"data: {about}{tokens:,} tokens per epoch; {share}"
 
 
 def open_validation(

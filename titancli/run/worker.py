@@ -42,6 +42,7 @@ from titancli.process import (
     tell_where_stopped,
 )
 from titancli.provenance import file_hash, package_versions
+from titancli.recipe.find import url_of
 from titancli.registry.component import build
 from titancli.registry.defaults import LoopConfigDefaults, with_defaults
 from titancli.runs import RECORD_NAME, ChangedMeanwhile, Claim, RunFolder, timestamp
@@ -189,19 +190,21 @@ class Rank:
         """
         from titancli.engine import Engine
         from titancli.run import saving
-        from titancli.run.data import check_vocabulary, open_data, open_validation
+        from titancli.run.data import check_vocabulary, epochs, open_data, open_validation
 
         recipe = start.recipe
         tokenizer = None if recipe.tokenizer is None else build(recipe.tokenizer)
         check_vocabulary(recipe, tokenizer)
-        if (first := start_from(recipe, start.checkpoint)).kind == "weights":
-            logger.info("loading weights from %s", first.source)
+        if (first := start_from(recipe, start.checkpoint)).kind == "weights" and first.source is not None:
+            logger.info("loading weights from %s", url_of(first.source) or first.source)
         loop = with_defaults(LoopConfigDefaults, recipe.loop)
         checkpoint = start.checkpoint or loop.checkpoint
         engine = Engine.build(recipe, device=start.device, checkpoint=checkpoint, frozen=not loop.trains)
         self._engine = engine
         allow_drift = start.record["attempts"][-1].get("allow_drift", False)
         data = open_data(recipe, tokenizer, engine, start.checkpoint, allow_drift=allow_drift)
+        if self.is_main and (words := epochs(recipe, data, engine)) is not None:
+            logger.info(words)
         observers = self._observers = self._observe(start, engine, loggers)
         run = self._run_of(start, engine, tokenizer, stop)
         run.validation = open_validation(recipe, tokenizer, engine, observers)
