@@ -48,12 +48,12 @@ class Call:
         self._runs_the_model = False
 
     def given(self, what: str) -> None:
-        """The verb is called so on every rank: "with lr=0.1", for one."""
+        """Declare how the verb is called on every rank, such as "with lr=0.1"."""
         self._alike.append(what)
 
     def given_batches(self, batches: Sequence[Batch], tokens: int = 0) -> None:
-        """The verb is called with as many batches of the same names on every rank; with the same shapes and
-        the same tokens on the ranks of tp, cp and pp.
+        """Declare the batches: as many with the same names on every rank, and with the same shapes and tokens
+        on the ranks of tp, cp and pp.
 
         Args:
             tokens: in the batches, which `all_tokens` is the sum of, over all data-parallel ranks.
@@ -175,7 +175,7 @@ class Call:
             raise
 
     def in_order(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What a loss reports, in an order that is the same on every rank.
+        """Return what a loss reports, in an order that is the same on every rank.
 
         Raises:
             Disagreement: a rank has a name that another has not; on all ranks.
@@ -184,7 +184,7 @@ class Call:
         return {name: sums[name] for name in (*FIRST, *others)}
 
     def same_names(self, names: Sequence[str], what: str) -> list[str]:
-        """The names, sorted: the same on every rank.
+        """Return the names, sorted, after checking that they are the same on every rank.
 
         Raises:
             Disagreement: a rank has one that another has not; on all ranks.

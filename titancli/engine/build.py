@@ -123,7 +123,7 @@ def build_engine(
 
 
 def on_meta(recipe: Recipe) -> Any:
-    """The model in the dtype that it is trained in, without memory."""
+    """Build the model on the meta device, in the dtype that it is trained in."""
     with torch.device("meta"):
         model = build(recipe.model, seq_len=recipe.training.seq_len)
     model = model.to(getattr(torch, recipe.training.dtype))
@@ -136,7 +136,7 @@ def on_meta(recipe: Recipe) -> Any:
 def parallelized(
     model: Any, recipe: Recipe, mesh: Mesh, device: torch.device
 ) -> tuple[list[Any], Placement | None]:
-    """This rank's stages, or the whole model, under the recipe's plan; and where all stages are."""
+    """Apply the recipe's plan to the model or this rank's stages; return these, and where all stages are."""
     kinds = precision(recipe.training)
     parallelize = build(
         recipe.parallelize,
@@ -158,7 +158,7 @@ def parallelized(
 def trainer_of(
     recipe: Recipe, parts: list[Any], model_names: list[str], device: torch.device
 ) -> tuple[torch.optim.Optimizer, Guard | None]:
-    """The optimizer of this rank's parts, and what decides which steps are applied, if anything does.
+    """Build the optimizer of this rank's parts, and the guard that skips steps, if there is one.
 
     Args:
         model_names: as for `optimizer_of`.
@@ -173,7 +173,7 @@ def trainer_of(
 def optimizer_of(
     recipe: Recipe, trained: list[tuple[str, nn.Parameter]], model_names: list[str]
 ) -> torch.optim.Optimizer:
-    """The recipe's optimizer of what this rank has to train, which may be nothing under a pipeline.
+    """Build the recipe's optimizer for what this rank trains, which may be nothing under a pipeline.
 
     Args:
         model_names: of everything in the whole model that is trained.
@@ -193,7 +193,7 @@ def optimizer_of(
 
 
 def refuse_unfit(recipe: Recipe, degrees: Degrees) -> None:
-    """What a command says of a recipe before it starts a run, said to whoever builds an engine without one.
+    """Check a recipe against the ranks, as a command does before it starts a run.
 
     Some of it would fail in torch's words later, and some would spoil gradients in silence.
 
@@ -212,7 +212,7 @@ def refuse_unfit(recipe: Recipe, degrees: Degrees) -> None:
 def runner_of(
     recipe: Recipe, parts: list[Any], placement: Placement | None, mesh: Mesh, device: torch.device
 ) -> Runner:
-    """How batches go through the parts.
+    """Return the runner that passes batches through the parts.
 
     Raises:
         RecipeError: a pipeline must know the width of the model, and its config has no `dim`.
@@ -240,7 +240,7 @@ def runner_of(
 
 
 def row_cut_of(part: Any, degrees: Degrees) -> RowCut | None:
-    """How the plan cut rows over the ranks of mesh.cp.
+    """Return how the plan sharded rows over the ranks of mesh.cp.
 
     Raises:
         TitanError: it did not.
@@ -254,7 +254,7 @@ def row_cut_of(part: Any, degrees: Degrees) -> RowCut | None:
 
 
 def plain_config(recipe: Recipe, degrees: Degrees, device: torch.device, parameters: int) -> dict[str, Any]:
-    """What was built, as plain data: `Engine.config`."""
+    """Return what was built as plain data: `Engine.config`."""
     training = recipe.training
     return {
         "model": {
@@ -272,7 +272,7 @@ def plain_config(recipe: Recipe, degrees: Degrees, device: torch.device, paramet
 
 
 def precision(training: Training) -> MixedPrecision:
-    """The recipe's, as torch's dtypes."""
+    """Return the recipe's precision as torch's dtypes."""
     return MixedPrecision(
         param=getattr(torch, training.mixed_precision_param),
         reduce=getattr(torch, training.mixed_precision_reduce),
@@ -291,7 +291,7 @@ def _settings(recipe: Recipe, degrees: Degrees, row_cut: RowCut | None) -> Engin
 
 
 def limits_of(recipe: Recipe, degrees: Degrees, row_cut: RowCut | None) -> Limits:
-    """What a batch may hold: the model is built for rows of seq_len."""
+    """Return what a batch may contain: the model is built for rows of seq_len."""
     longest = recipe.training.seq_len
     # A stage that is not the first would wait for hidden states that the first one cannot cut.
     between_stages = degrees.cp * degrees.tp if degrees.pp > 1 else 1

@@ -84,7 +84,7 @@ class DryRun:
 
 
 def dry_run(recipe: Recipe, world: int, ranks: Sequence[int] | None = None) -> DryRun:
-    """One step of each of these ranks, one after the other; None: the first rank of every pipeline stage.
+    """Run a step of each of these ranks, one after the other; None: the first rank of every pipeline stage.
 
     Nothing is compiled, no weights are loaded, no data is read; of several micro-batches two are run, under a
     pipeline all. Numbers that code reads out of tensors are 1, and experts are dealt out in turn.
@@ -107,7 +107,7 @@ def dry_run(recipe: Recipe, world: int, ranks: Sequence[int] | None = None) -> D
 
 
 def on_a_cpu(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """The recipe without what needs a GPU, or minutes; and what that is."""
+    """Return the recipe without what needs a GPU or takes minutes, and what was left out."""
     left_out = []
     if recipe.compile.enable:
         budget = recipe.activation_checkpoint.mode == "memory_budget"
@@ -121,12 +121,12 @@ def on_a_cpu(recipe: Recipe) -> tuple[Recipe, list[str]]:
 
 
 def first_ranks(degrees: Degrees) -> list[int]:
-    """The first rank of each of the pipeline's: all others do the same as one of them, on other numbers."""
+    """Return the first rank of each pipeline stage: all others do the same as one of these."""
     return [stage * (degrees.world // degrees.pp) for stage in range(degrees.pp)]
 
 
 def place_of(degrees: Degrees, rank: int) -> dict[str, int]:
-    """Where a rank is along each degree of the mesh."""
+    """Return the coordinate of a rank along each degree of the mesh."""
     place: dict[str, int] = {}
     for name in ("tp", "cp", "dp_shard", "dp_replicate", "pp"):
         rank, place[name] = divmod(rank, getattr(degrees, name))
@@ -251,7 +251,7 @@ ELSEWHERE = (str(Path(torch.__file__).parent), str(Path(traceback.__file__).pare
 
 
 def blamed(error: Exception, recipe: Recipe, where: str) -> TitanError:
-    """The error to raise instead.
+    """Return the error to raise instead.
 
     Args:
         where: the rank in words.

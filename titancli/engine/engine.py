@@ -335,7 +335,7 @@ class Engine:
             yield self.call(name)
 
     def call(self, verb: str) -> Call:
-        """A verb that is about to begin, and that every rank calls."""
+        """Begin a verb that every rank calls."""
         return Call(self.ranks, verb, self.number, self.mesh.degrees)
 
     def spoil(self, why: str, mended_by: MendedBy = "load") -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 def total_norm(
     parameters: Iterable[nn.Parameter], device: torch.device, stages: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """The 2-norm of all gradients, fp32 scalar, the same on every rank.
+    """Return the 2-norm of all gradients, an fp32 scalar, the same on every rank.
 
     Squares are added up over the mesh dimensions that a gradient is cut along, each mesh for itself, and over
     `stages`, the ranks that have the other stages of a pipeline.

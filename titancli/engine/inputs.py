@@ -36,7 +36,7 @@ of that name."""
 
 
 def batches_of(given: Given | Sequence[Given]) -> list[Batch]:
-    """One batch or several.
+    """Return one batch or several as a list of batches.
 
     Raises:
         TitanError: there is none, or one is no batch.
@@ -48,7 +48,7 @@ def batches_of(given: Given | Sequence[Given]) -> list[Batch]:
 
 
 def batch_of(given: Given) -> Batch:
-    """A batch, or a plain mapping as one."""
+    """Return a batch, or a plain mapping as a batch."""
     if not isinstance(given, Mapping) or not given:
         raise TitanError(
             f"a batch must map names to tensors, but this is "
@@ -70,7 +70,7 @@ def batch_of(given: Given) -> Batch:
 def checked_batches(
     batches: Sequence[Batch], part: Any, loss: Any, limits: Limits, device: torch.device
 ) -> tuple[list[Batch], Tensor | None]:
-    """Batches with what the model and the loss take of them, looked at before anything is moved or exchanged.
+    """Check batches against the model and the loss, before anything is moved or exchanged.
 
     Returns:
         The batches where they are, and what to add to every number that is made of them: None where all was
@@ -95,7 +95,7 @@ def checked_batches(
 
 
 def with_integers(batch: Batch) -> Batch:
-    """Ids and positions as int64, whatever integers they are; document ids as int32 or int64.
+    """Convert ids and positions to int64, from any integer dtype; document ids to int32 or int64.
 
     Raises:
         TitanError: they are no integers.
@@ -114,7 +114,7 @@ def with_integers(batch: Batch) -> Batch:
 
 
 def check_batch(batch: Batch, part: Any, loss: Any, limits: Limits) -> None:
-    """See to it that a batch has what the model and the loss take, in the right shapes.
+    """Check that a batch has what the model and the loss take, in the right shapes.
 
     Raises:
         TitanError: it has not.
@@ -185,7 +185,7 @@ def _check_needs(batch: Batch, loss: Any) -> None:
 
 
 def tokens_of(model: Any, batch: Batch) -> int:
-    """How long the batch's rows are, in all: one after the other, the inputs that are the model's tokens."""
+    """Return the tokens of a batch: the total length of its rows, in the inputs that count as tokens."""
     names = with_defaults(ModelDefaults, model).token_inputs
     return sum(batch.rows * batch[name].shape[model.sequence_dim[name]] for name in names)
 
@@ -208,7 +208,7 @@ class FunctionLoss:
 
 
 def loss_of(given: Any) -> Any:
-    """A loss: one as it is, one built of a component's config, or a plain callable as one.
+    """Return a loss: one as it is, one built from a component's config, or a plain callable as one.
 
     Raises:
         TitanError: it is none of these.
@@ -232,7 +232,7 @@ def loss_of(given: Any) -> Any:
 
 
 def checked(made: Any, loss: Any) -> LossResult:
-    """What a loss made, its weight and metrics as tensors.
+    """Check what a loss returned, and return its weight and metrics as tensors.
 
     Raises:
         TitanError: it is no LossResult, or not of scalars, or has no gradient where one is needed.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> dict[str, Tensor]:
-    """`optimizer.<parameter>.<key>` for every tensor of the optimizer's state.
+    """Return every tensor of the optimizer's state as `optimizer.<parameter>.<key>`.
 
     Raises:
         TitanError: the state holds something else, which a checkpoint would lose.
@@ -90,7 +90,7 @@ class Counters(NamedTuple):
 def counters_of(
     state: dict[str, Any], folder: Path, guard: Guard | None, exclude: Exclusion
 ) -> Counters | None:
-    """The counters of a checkpoint's state, None where they are excluded; and give the guard its own.
+    """Return the counters in a checkpoint's state, None if they are excluded, and restore the guard.
 
     Raises:
         EnvironmentProblem: the state has none, or none that titan writes.

@@ -146,7 +146,7 @@ class PipelinedModel:
     def forward_backward_part(
         self, part: Any, received: tuple[Tensor, ...], tensors: dict[str, Tensor]
     ) -> Tensor:
-        """One micro-batch through one stage of a schedule: hidden states, or the sum of the loss."""
+        """Run a micro-batch through one stage of a schedule: return hidden states, or the sum of the loss."""
         made = self._run(part, Batch(tensors, unit=self._unit), self._loss, *received)
         if part.output is None:
             return made
@@ -268,7 +268,7 @@ class PipelinedModel:
         return torch.Size((rows, self._length(batch) // self._cut, self._width))
 
     def tell(self, value: Any) -> Any:
-        """The last stage's picklable value on every rank of the pipeline; over gloo."""
+        """Broadcast the last stage's picklable value to every rank of the pipeline, over gloo."""
         told = [value]
         dist.broadcast_object_list(
             told, group=self.group, group_src=self.placement.last, device=torch.device("cpu")

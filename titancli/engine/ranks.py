@@ -58,7 +58,7 @@ class RankGroup:
         self._verbs = 0
 
     def enlist(self) -> int:
-        """The number of a new engine: the same on every rank, which build them in the same order."""
+        """Return the number of a new engine: the same on every rank, since all build in the same order."""
         self._engines += 1
         return self._engines
 
@@ -83,7 +83,7 @@ class RankGroup:
             self._later, self._verbs = then, 0
 
     def model_runs(self) -> None:
-        """A verb that runs the model is about to begin on all ranks."""
+        """Note that a verb that runs the model is about to begin on all ranks."""
         self._verbs += 1
         if self._later is not None and self._verbs > 1:
             seconds, self._later = self._later, None
@@ -97,7 +97,7 @@ class RankGroup:
     # --------------------------------------------------------------------------------------- exchanges
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Numbers below 2**63 of every rank, by rank."""
+        """Return the numbers (below 2**63) of every rank, by rank."""
         table = torch.zeros(self.world, len(numbers), dtype=torch.int64)
         table[self.rank] = torch.tensor(numbers, dtype=torch.int64)
         dist.all_reduce(table, group=self._for_the_cpu())
@@ -133,7 +133,7 @@ class RankGroup:
             self.lost = f"rank {self.rank} failed in {verb}: {words}"
 
     def echo(self, verb: str, error: BaseException) -> RankFailure:
-        """The error of a rank that has lost the others: the cause, where one of them has told it."""
+        """Return the error of a rank that has lost the others: the cause, if one of them has reported it."""
         self._publish(Report(False, first_line(error), {}))
 
         def known(reports: dict[int, Report]) -> bool:
@@ -188,7 +188,7 @@ _present: RankGroup | None = None
 
 
 def rank_group() -> RankGroup:
-    """The ranks of the process group that is initialised; of this process alone where none is."""
+    """Return the ranks of the initialized process group; without one, this process alone."""
     global _present
     group: Any = dist.group.WORLD if dist.is_initialized() else None
     if _present is None or _present.group() is not group:

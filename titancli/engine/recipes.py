@@ -81,7 +81,7 @@ BUILT += ("optimizer", "loss", "lr_scheduler", "training", "stability", "comm")
 
 
 def recipe_from(recipe: Recipe | str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """A checked recipe; that of a run or of a checkpoint begins with its weights.
+    """Return a checked recipe; that of a run or of a checkpoint starts from its weights.
 
     Args:
         recipe: a path, a bundled name, a run folder (its newest good checkpoint), a checkpoint; or a Recipe,
@@ -124,13 +124,13 @@ def recipe_from(recipe: Recipe | str | Path, overrides: Sequence[str] = ()) -> R
 
 
 def weights_alone(recipe: Recipe) -> Recipe:
-    """The recipe, taking no more than the weights of the checkpoint that it names, all of them."""
+    """Return the recipe with only, and all, the weights of the checkpoint that it names."""
     checkpoint = dataclasses.replace(recipe.checkpoint, initial_load_model_only=True, exclude_from_loading=[])
     return dataclasses.replace(recipe, checkpoint=checkpoint)
 
 
 def checkpoint_of(folder: Path, *, verify: Verify = "full") -> Path:
-    """A checkpoint as it is; of a run the newest good one, as rank 0 sees it. Collective for a run.
+    """Return a checkpoint as it is; of a run the newest good one, as rank 0 sees it. Collective for a run.
 
     Raises:
         EnvironmentProblem: the run has none.
@@ -151,7 +151,7 @@ def checkpoint_of(folder: Path, *, verify: Verify = "full") -> Path:
 
 
 def recipe_of(model: Any, parts: Parts, device: torch.device) -> Recipe:
-    """A recipe out of parts. What is not given is as in a recipe, but for what a script does not expect: the
+    """Make a recipe from parts. Other values are the defaults, except what a script does not expect: the
     learning rate is constant, nothing is recomputed in backward, and on a CPU all is computed in float32.
 
     Raises:
@@ -226,7 +226,7 @@ def _check_kind(name: str, value: Any, kind: str) -> None:
 
 
 def call() -> Call:
-    """The building of an engine, which every rank takes part in.
+    """Begin the building of an engine, which every rank takes part in.
 
     Raises:
         TitanError: the ranks have lost each other.

@@ -14,12 +14,12 @@ from torch import Tensor
 
 
 def derive(*parts: object) -> int:
-    """A 63-bit seed from anything that prints."""
+    """Derive a 63-bit seed from anything that prints."""
     return xxhash.xxh64_intdigest("\0".join(map(str, parts)).encode()) >> 1
 
 
 def generator_for(seed: int, device: torch.device) -> Callable[[str], torch.Generator]:
-    """A generator for each parameter name."""
+    """Return a function that gives a generator for each parameter name."""
     return lambda name: torch.Generator(device).manual_seed(derive(seed, name))
 
 

@@ -34,8 +34,8 @@ class Runner(Protocol):
     """Whether messages may be under way that only another rank can take: not between two calls."""
 
     def forward(self, batch: Batch, loss: Any) -> Any:
-        """What the loss makes of the batch, on every rank that has a part of it; the caller has turned
-        gradients off."""
+        """Return the loss of the batch, on every rank that has a part of it; the caller has disabled
+        gradients."""
 
     def forward_backward(self, batches: Sequence[Batch], loss: Any) -> Sums:
         """Add the gradients of the loss's sum over all batches, reduced when the call ends."""
@@ -81,7 +81,7 @@ class WholeModel:
 
 
 def inputs_of(model: Any, batch: Batch, row_cut: RowCut | None) -> dict[str, Tensor]:
-    """What the model's forward takes of a batch; under context parallel this rank's part of the rows."""
+    """Return the inputs of the model in a batch; under context parallel this rank's part of the rows."""
     inputs = {name: batch[name] for name in model.inputs if name in batch}
     return inputs if row_cut is None else row_cut.inputs(inputs, model.sequence_dim)
 
@@ -97,19 +97,19 @@ def add_up(sums: Sums, result: LossResult) -> None:
 
 
 def marked(sums: dict[str, Tensor], poison: Tensor | None) -> dict[str, Tensor]:
-    """The numbers, NaN where what they are made of is (`poison`, see `given.checked_batches`)."""
+    """Return the numbers, NaN if their batches are invalid (`poison`, see `inputs.checked_batches`)."""
     return sums if poison is None else {name: value + poison for name, value in sums.items()}
 
 
 def summed(sums: dict[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    """Scalars of the same names, in the same order on every rank, added up by name. Collective."""
+    """Sum scalars over ranks by name; names and their order are the same on every rank. Collective."""
     total = torch.stack(list(sums.values()))
     dist.all_reduce(total, group=group)
     return dict(zip(sums, total.unbind(), strict=True))
 
 
 def largest(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The largest of the ranks' scalars; NaN where one of them is. Collective."""
+    """Return the largest of the ranks' scalars; NaN if one of them is. Collective."""
     # A maximum over NaN is whatever comes first.
     both = torch.stack((value.isnan().float(), value.nan_to_num(-torch.inf, torch.inf, -torch.inf)))
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
@@ -117,5 +117,5 @@ def largest(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def quotient(total: Tensor, weight: Tensor) -> Tensor:
-    """total / weight, and 0 where nothing was weighed; NaN where the weight is."""
+    """Return total / weight; 0 if the weight is 0, NaN if it is NaN."""
     return torch.where(weight <= 0, torch.zeros_like(total), total / weight)

@@ -59,7 +59,7 @@ class Guard:
 
     @torch.no_grad()
     def judge(self, step: int, norm: Tensor, loss: Tensor, *, steady: bool = True) -> Tensor:
-        """1.0 where a step must not be applied, else 0.0: fp32 scalar, the same on every rank. Collective.
+        """Return 1.0 if a step must be skipped, else 0.0: an fp32 scalar, the same on every rank. Collective.
 
         Args:
             steady: whether the loss is one that keeps to a level; another is judged by what is not finite
@@ -182,7 +182,7 @@ class Guard:
         return record[1] >= self._section.max_skips
 
     def verdict(self, saved: str | None, record: list[float] | None = None) -> TitanError:
-        """Why a run ends whose steps were skipped.
+        """Return the error that ends a run whose steps were skipped.
 
         Args:
             saved: its last checkpoint, such as "checkpoints/step-60".
@@ -201,7 +201,7 @@ class Guard:
         )
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs to judge as this one would: plain JSON, the same on every rank."""
+        """Return what a resumed run needs to decide as this one would: plain JSON, the same on every rank."""
         count = int(self._applied)
         total, in_a_row = self._record[:2].tolist()
         losses, norms = self._values[:, self._section.window - count :].tolist()
@@ -242,18 +242,18 @@ class Copy:
             self._numbers = numbers.detach()
 
     def read(self) -> list[float] | None:
-        """The numbers, or None as long as they are under way."""
+        """Return the numbers, or None while they are being copied."""
         return self._numbers.tolist() if self._done is None or self._done.query() else None
 
     def wait(self) -> list[float]:
-        """The numbers, however long it takes."""
+        """Wait for the numbers and return them."""
         if self._done is not None:
             self._done.synchronize()
         return self._numbers.tolist()
 
 
 def reason(record: list[float]) -> str:
-    """In words: what of the last skipped step was wrong."""
+    """Describe what was wrong with the last skipped step."""
     broken, numbers, limits = record[3:5], record[5:7], record[7:9]
     infinite = [name for name, is_broken in zip(NAMES, broken, strict=True) if is_broken]
     told = (
@@ -268,7 +268,7 @@ def reason(record: list[float]) -> str:
 
 
 def new_level(record: list[float]) -> str:
-    """In words: which numbers have risen, and how far."""
+    """Describe which numbers have risen, and by how much."""
     before, since = record[11:13], record[13:15]
     risen = (
         f"{name} is about {new:.4g} instead of {old:.4g}"

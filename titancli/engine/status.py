@@ -84,7 +84,7 @@ class Unusable:
     mended_by: MendedBy = "load"
 
     def error(self, verb: str) -> TitanError:
-        """What a verb raises that is called all the same."""
+        """Return the error of a verb that is called nevertheless."""
         return TitanError(f"{verb}: the engine is unusable: {self.why}", hint=_HINTS[self.mended_by])
 
     def mended_by_this(self, what: MendedBy | None) -> bool:

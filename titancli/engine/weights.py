@@ -39,12 +39,12 @@ class Known(NamedTuple):
 
 
 def adapters_of(converters: Iterable[Converter]) -> Any:
-    """The converter whose parameters are no part of the plain model, if there is one."""
+    """Return the converter whose parameters are not part of the plain model, if there is one."""
     return next((one for one in converters if with_defaults(ConverterDefaults, one).owns is not None), None)
 
 
 def plain_parameters(parts: Iterable[Any], converters: Sequence[Converter]) -> list[tuple[str, Tensor]]:
-    """Parameters by the names of the plain model on one device and what else is state, detached and without
+    """Return parameters and other state by their names in the plain model on one device, detached and without
     the converters' tensor classes: what is saved, and loaded into."""
     found = []
     for name, live in (named for part in parts for named in named_state(part)):
@@ -56,7 +56,7 @@ def plain_parameters(parts: Iterable[Any], converters: Sequence[Converter]) -> l
 
 
 def saved_parameters(parts: Iterable[Any], converters: Sequence[Converter]) -> list[tuple[str, Tensor]]:
-    """What a checkpoint holds of `plain_parameters`: all, or the adapters alone where there are some."""
+    """Return those of `plain_parameters` that a checkpoint contains: all, or only the adapters, if any."""
     adapters = adapters_of(converters)
     return [
         named for named in plain_parameters(parts, converters) if adapters is None or adapters.owns(named[0])
@@ -64,7 +64,7 @@ def saved_parameters(parts: Iterable[Any], converters: Sequence[Converter]) -> l
 
 
 def base_parameters(parts: Iterable[Any], converters: Sequence[Converter]) -> dict[str, Tensor]:
-    """Those of `plain_parameters` that the plain model has."""
+    """Return those of `plain_parameters` that the plain model has."""
     adapters = adapters_of(converters)
     return {n: t for n, t in plain_parameters(parts, converters) if adapters is None or not adapters.owns(n)}
 
@@ -82,7 +82,7 @@ def weights_changed(parts: Iterable[Any], converters: Iterable[Converter]) -> No
 def all_known(
     named: Iterable[tuple[str, Tensor]], parts: Sequence[Any], mesh: Mesh, placement: Placement | None
 ) -> list[Known]:
-    """What all ranks of the pipeline have, in the order of the stages. Collective.
+    """Return what all ranks of the pipeline have, in the order of the stages. Collective.
 
     Args:
         named: of this rank's stages, in their order.
@@ -105,7 +105,7 @@ def all_known(
 def whole_tensors(
     mine: dict[str, Tensor], known: Iterable[Known], mesh: Mesh, home: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of the whole model, whole, one at a time. Collective.
+    """Yield names and whole tensors of the whole model, one at a time. Collective.
 
     Away from rank 0 a tensor of another stage is on meta.
 
@@ -135,7 +135,7 @@ def whole_tensors(
 def told_adapters(
     adapters: Any, folder: Path, *, base: dict[str, str] | None = None
 ) -> dict[str, Any] | None:
-    """What a checkpoint tells of its adapters; None where it has none, or is no checkpoint.
+    """Return what a checkpoint says about its adapters; None if it has none, or is not a checkpoint.
 
     Args:
         adapters: the engine's, if it has any.
