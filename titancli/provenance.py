@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import getpass
 import hashlib
+import importlib.util
 import os
 import platform
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
+from titancli.errors import EnvironmentProblem
+
+LARGEST_SOURCE = 16 << 20
+"""Bytes of a patch or plugin file that a run folder keeps at most."""
 PACKAGES = ("titancli", "torch", "transformers", "datasets", "safetensors", "numpy", "pydantic")
 
 
@@ -27,6 +35,7 @@ def provenance(plugin_files: list[Path]) -> dict[str, Any]:
         "process": os.getpid(),
         "platform": platform.platform(),
         "versions": versions(),
+        "code": code_hashes(),
         "git": git_state(Path.cwd()),
         "plugin_files": [{"path": str(file), "sha256": file_hash(file)} for file in plugin_files],
     }
@@ -67,22 +76,102 @@ def _changed_at(folder: str) -> int | None:
         return None
 
 
+def code_hashes() -> dict[str, str]:
+    """Return by plugin a hash of the Python files of its package, `titan` being titancli itself.
+
+    Two installations of one version may have other code: editable ones. Nothing is imported.
+    """
+    tops = {point.name: point.value.partition(":")[0].partition(".")[0] for point in entry_points()}
+    found = {}
+    for name, top in sorted({**tops, "titan": "titancli"}.items()):
+        try:
+            spec = importlib.util.find_spec(top)
+            if spec is not None:
+                found[name] = _code_hash(spec.submodule_search_locations or [spec.origin or ""])
+        except (ImportError, OSError, ValueError):
+            continue  # a broken plugin, which is reported where it is needed
+    return found
+
+
+def _code_hash(places: Iterable[str]) -> str:
+    """Of packages' folders, or of a module's file."""
+    digest = xxhash.xxh3_128()
+    for place in map(Path, places):
+        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            digest.update(f"{os.path.relpath(file, place)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit, branch and whether there are changes; None outside a repository or without git."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
-
+    """Commit, branch, whether there are changes, and the hash of these (`uncommitted_patch`); None outside a
+    repository or without git."""
     try:
+        dirty = bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))
         return {
-            "commit": git("rev-parse", "HEAD"),
-            "branch": git("rev-parse", "--abbrev-ref", "HEAD"),
-            "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+            "commit": _git(folder, "rev-parse", "HEAD").decode().strip(),
+            "branch": _git(folder, "rev-parse", "--abbrev-ref", "HEAD").decode().strip(),
+            "dirty": dirty,
+            "patch_sha256": hashlib.sha256(uncommitted_patch(folder)).hexdigest() if dirty else None,
         }
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def uncommitted_patch(folder: Path) -> bytes:
+    """Return what `git apply` makes of the commit what lies in the repository around a folder, without files
+    that git does not track.
+
+    Raises:
+        OSError, subprocess.SubprocessError: there is no git, or no repository.
+    """
+    return _git(folder, "diff", "HEAD", "--binary", "--no-color", "--no-ext-diff")
+
+
+def _git(folder: Path, *arguments: str) -> bytes:
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, timeout=10, check=True).stdout
+
+
+def kept_source(sha256: str, name: str) -> str:
+    """Return the name under which a run folder keeps a source: a plugin file, or the uncommitted patch."""
+    return f"sources/{sha256[:12]}-{name}"
+
+
+PATCH_NAME = "uncommitted.patch"
+
+
+def keep_sources(run: Path, attempt: Mapping[str, Any]) -> None:
+    """Copy the plugin files and the uncommitted patch that an attempt records into its run folder.
+
+    What has changed since it was recorded is left out: a copy under its hash is always what was recorded.
+
+    Raises:
+        EnvironmentProblem: the disk is full.
+    """
+    wanted: list[tuple[str, str, Callable[[], bytes]]] = [
+        (entry["sha256"], Path(entry["path"]).name, Path(entry["path"]).read_bytes)
+        for entry in attempt["plugin_files"]
+    ]
+    git = attempt["git"] or {}
+    if git.get("patch_sha256"):
+        wanted.append(
+            (git["patch_sha256"], PATCH_NAME, lambda: uncommitted_patch(Path(attempt["directory"])))
+        )
+    for sha256, name, read in wanted:
+        path = run / kept_source(sha256, name)
+        try:
+            data = read()
+        except (OSError, subprocess.SubprocessError):
+            continue
+        if path.exists() or len(data) > LARGEST_SOURCE or hashlib.sha256(data).hexdigest() != sha256:
+            continue
+        try:
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(data)
+        except OSError as error:
+            raise EnvironmentProblem(
+                f"cannot write {path}: {error.strerror}", hint="free some space"
+            ) from error
 
 
 def file_hash(path: Path) -> str:

@@ -33,6 +33,7 @@ COMMANDS = [
     Entry("Runs", "sweep", "sweep", "Train every combination of some values."),
     Entry("Runs", "report", "run_report", "Write a report of runs as one HTML page."),
     Entry("Runs", "eval", "evaluate", "Evaluate a trained model: loss, perplexity, bits per byte."),
+    Entry("Runs", "reproduce", "reproduce", "Run a recorded run again and compare the numbers."),
     Entry("Runs", "checkpoint", "checkpoint", "List, show and verify checkpoints."),
     Entry("Runs", "rollouts", "rollouts", "Show the rollouts of a run, with rewards and advantages."),
     Entry("Recipes", "validate", "validate", "Check recipes without running them."),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,6 +130,34 @@ def open_dataset(
         dp_size=engine.mesh.degrees.dp,
         seed=recipe.training.seed,
     )
+
+
+def identity_of(position: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what tells the data of a position from others; None where the dataset does not say."""
+    found = position.get("data")
+    return dict(found) if isinstance(found, Mapping) else None
+
+
+def read_identity(recipe: Recipe) -> dict[str, Any] | None:
+    """Return `identity_of` the data that a run of a recipe would begin with, without an engine.
+
+    Raises:
+        TitanError: they cannot be read.
+    """
+    tokenizer = None if recipe.tokenizer is None else build(recipe.tokenizer)
+    if recipe.dataset is None:
+        task = build(recipe.loop.task, seed=recipe.training.seed)
+        return identity_of(PromptSource(task, tokenizer, longest=recipe.training.seq_len).state)
+    dataset = build(
+        recipe.dataset,
+        tokenizer=tokenizer,
+        seq_len=recipe.training.seq_len,
+        rows=recipe.training.local_batch_size,
+        dp_rank=0,
+        dp_size=1,
+        seed=recipe.training.seed,
+    )
+    return identity_of(dataset.state_dict())
 
 
 def _source(recipe: Recipe, tokenizer: Any, engine: Engine) -> Source:

@@ -17,6 +17,7 @@ from pathlib import Path
 from titancli.errors import EnvironmentProblem
 from titancli.launch import LaunchRequest
 from titancli.launchers.devices import visible_gpus
+from titancli.provenance import keep_sources
 from titancli.registry.component import component_info, load_target
 from titancli.run.fit import check_devices, check_world
 from titancli.run.prepare import Plan, history
@@ -77,6 +78,7 @@ def _launch(plan: Plan, request: LaunchRequest, announce: Callable[[RunFolder], 
         folder.write_recipe_lock(plan.lock_text)
         attempt = new_attempt(plan, request)
         folder.write_record(new_record(plan, attempt))
+        keep_sources(folder.path, attempt)
         ready = replace(request, run_folder=folder.path, lock_file=folder.recipe_lock)
         with environment({ATTEMPT: attempt["token"]}):
             return launch(launcher, **ready.keywords())

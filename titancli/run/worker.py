@@ -205,7 +205,7 @@ class Rank:
         data = open_data(recipe, tokenizer, engine, start.checkpoint, allow_drift=allow_drift)
         if self.is_main and (words := epochs(recipe, data, engine)) is not None:
             logger.info(words)
-        observers = self._observers = self._observe(start, engine, loggers)
+        observers = self._observers = self._observe(start, engine, loggers, data)
         run = self._run_of(start, engine, tokenizer, stop)
         run.validation = open_validation(recipe, tokenizer, engine, observers)
         uploads = saving.open_uploads(recipe, self.folder, start.run_id) if loop.trains else None
@@ -348,9 +348,11 @@ class Rank:
             build(config, run_folder=self.folder.path, is_main=self.is_main) for config in recipe.loggers
         ]
 
-    def _observe(self, start: Start, engine: Engine, loggers: list[Any]) -> Observers:
+    def _observe(self, start: Start, engine: Engine, loggers: list[Any], data: Any) -> Observers:
+        from titancli.observe.machine import machine
         from titancli.observe.observers import Observers
         from titancli.observe.peaks import device_name, device_peak
+        from titancli.run.data import identity_of
 
         recipe, attempts = start.recipe, start.record["attempts"]
         checkpoint = str(start.checkpoint) if start.checkpoint else None
@@ -361,7 +363,8 @@ class Rank:
             "restarts": self.place.restart,
         }
         if self.is_main:
-            self.folder.update_attempt(**found, checkpoint=checkpoint)
+            here = {"machine": machine(), "data": None if data is None else identity_of(data.state)}
+            self.folder.update_attempt(**found, checkpoint=checkpoint, **here)
         known = {"attempt": len(attempts), "checkpoint": checkpoint, "recipe": start.loaded.data}
         # The peaks are bf16's; a run that computes in fp32 has no utilisation of them.
         peak = device_peak(start.device) if recipe.training.mixed_precision_param == "bfloat16" else None
