@@ -67,7 +67,12 @@ def _script(data: Any) -> str:
 
 
 def _chart(runs: Sequence[view.Run], name: str, by: str, number: int) -> dict[str, Any]:
-    curves = [one for index, run in enumerate(runs) if (one := view.curve(run, index, name, by)).x or one.odd]
+    points = view.POINTS if name == "loss" else view.POINTS // 2
+    curves = [
+        one
+        for index, run in enumerate(runs)
+        if (one := view.curve(run, index, name, by, points)).x or one.odd
+    ]
     few = all(len(one.x) <= FEW for one in curves)
     marks = _marks(runs, by)
     sizes = (WIDE, NARROW) if name == "loss" else (NARROW,)
