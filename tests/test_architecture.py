@@ -35,7 +35,7 @@ FLOORS = [
     {"run.worker", "run.data", "run.saving"},
     {"launchers"},
     {"run"},
-    {"doctor", "migrate", "reporting"},
+    {"doctor", "migrate", "prove", "reporting"},
     {"cli", "testing"},
     {"builtin", "__init__", "__main__"},
 ]

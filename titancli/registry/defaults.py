@@ -96,6 +96,11 @@ class ModelConfigDefaults:
         """Return the sizes, a `titancli.models.shape.Decoder`; None: the model is not estimated."""
         return None
 
+    def small(self) -> Any:
+        """Return a config of the same kind with small sizes, for `titan prove`; None: they are made small by
+        the names that titan's own models give them."""
+        return None
+
 
 class LossConfigDefaults:
     """Of a loss's config."""

@@ -98,6 +98,12 @@ class HFCausalLM:
         }
         return HFCausalLM(config=encoded(kept))
 
+    def small(self) -> HFCausalLM:
+        """A copy for `titan prove`; see `titancli.models.hf_causal_lm.tiny`."""
+        from titancli.models.hf_causal_lm.tiny import tiny
+
+        return HFCausalLM(config=encoded(tiny(self.values)))
+
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         values = self.values
         wrong = list(faults(values))

@@ -1,0 +1,127 @@
+"""`titan prove`: whether a model computes on every layout what it computes on one process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from titancli.cli.common import Common, split_overrides
+from titancli.cli.completion import RecipeOrOverride
+from titancli.cli.output import note, print_json, table
+from titancli.errors import EXIT_FAILED, UsageError
+
+if TYPE_CHECKING:
+    from titancli.prove.proof import Progress, Proof
+
+
+@click.command("prove", short_help="Prove that every layout computes what one process does.")
+@click.argument(
+    "arguments", metavar="RECIPE [KEY=VALUE]...", nargs=-1, required=True, type=RecipeOrOverride()
+)
+@click.option(
+    "--ranks",
+    type=click.IntRange(1, 4),
+    default=4,
+    show_default=True,
+    help="Layouts of at most this many ranks, all on this machine.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.pass_obj
+def command(common: Common, arguments: tuple[str, ...], ranks: int, as_json: bool) -> int:
+    """Compare a small copy of a recipe on every layout with one process.
+
+    Two steps are computed on each legal layout of 2 to 4 ranks, and with accumulation, recomputation, compile
+    and a resume in the middle: loss, every gradient and every updated weight must be those of one process.
+    Whatever is wrong is named with its first wrong parameter and the technique that makes it wrong, and the
+    exit code is 1. Runs on the CPU and needs no data. docs/prove.md describes the method.
+    """
+    recipes, overrides = split_overrides(arguments)
+    if len(recipes) != 1:
+        raise UsageError(
+            "prove needs one recipe" if not recipes else f"prove takes one recipe, not {len(recipes)}"
+        )
+    from titancli.prove import proof as proofs
+    from titancli.recipe import load_recipe
+
+    loaded = load_recipe(recipes[0], overrides)
+    with _progress() as progress:
+        proof = proofs.prove(
+            loaded,
+            ranks=ranks,
+            plugin_files=common.plugin_files,
+            blocked=common.blocked,
+            progress=progress,
+        )
+    if as_json:
+        print_json("proof", _document(loaded.data["name"], proof))
+    else:
+        _print(proof)
+    return EXIT_FAILED if proof.wrong else 0
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """A bar, for people at a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, of, name: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("one process", total=None)
+        yield lambda done, of, name: bar.update(task, completed=done, total=of, description=name)
+
+
+def _document(name: str, proof: Proof) -> dict[str, Any]:
+    from titancli.prove.proof import sentence, title
+
+    return {
+        "name": name,
+        "ok": not proof.wrong,
+        "parameters": proof.parameters,
+        "seconds": proof.seconds,
+        "changed": {key: {"from": old, "to": new} for key, (old, new) in proof.small.changed.items()},
+        "left_out": proof.small.left_out,
+        "cases": proof.results,
+        "causes": [
+            {
+                "techniques": cause["techniques"],
+                "case": cause["name"],
+                "title": title(cause["techniques"]),
+                "message": sentence(cause),
+            }
+            for cause in proof.causes
+        ],
+    }
+
+
+def _print(proof: Proof) -> None:
+    from titancli.prove.proof import sentence, title
+
+    sizes = ", ".join(f"{key} {new}" for key, (_, new) in proof.small.changed.items())
+    note(f"small copy: {proof.parameters:,} parameters ({sizes or 'as it is'})")
+    for left_out in proof.small.left_out:
+        note(f"not covered: {left_out}")
+    rows = []
+    for result in proof.results:
+        figure = f"{result['worst']:.1e}" if result.get("worst") is not None else ""
+        about = sentence(result).splitlines()[0] if result["status"] != "right" else ""
+        rows.append([result["name"], str(result["ranks"]), result["status"], figure, about])
+    styles = {"right": "green", "wrong": "bold red", "failed": "bold red", "not supported": "dim"}
+    table(["layout", "ranks", "answer", "difference", ""], rows, styles=styles)
+    counts = {
+        status: sum(result["status"] == status for result in proof.results)
+        for status in ("right", "wrong", "failed", "not supported")
+    }
+    print()
+    for cause in proof.causes:
+        print(f"wrong: {title(cause['techniques'])}")
+        print(f"  {sentence(cause)}")
+    told = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    print(f"{len(proof.results)} layouts: {told}; {proof.seconds:.0f} s")

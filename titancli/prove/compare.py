@@ -1,0 +1,165 @@
+"""A case's results against those of one process: what is wrong, and where it begins."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titancli.prove.measure import STEPS, Results
+
+FLOOR, FACTOR, MEANINGLESS = 1e-5, 5.0, 0.3
+"""The least that is tolerated, ‖Δ‖ / ‖reference‖ per tensor; how many times what a nudge of the weights makes
+of a tensor; and from where on a nudge makes so much of it that it says nothing: it is zero but for rounding."""
+KINDS = ("loss", "gradient", "norm", "applied", "weight")
+"""In the order of a step. (`output` tells where a loss goes wrong, `routes` why.)"""
+
+
+@dataclass
+class Reference:
+    """One process, and how far rounding takes it."""
+
+    results: Results
+    tolerance: dict[str, float]
+    """By `STEP KIND NAME`; what says nothing is not there."""
+    noise: dict[str, float] = field(default_factory=dict)
+    """The largest of a kind."""
+
+
+def reference_of(plain: Results, nudged: Results) -> Reference:
+    """Make a reference of one process, and of the same one with weights changed as rounding might.
+
+    What rounding does to a tensor depends on the model, its converters and its optimizer (float8 rounds some
+    numbers the other way, Adam divides by small ones): it is measured and not guessed.
+    """
+    errors = {key: distance(nudged.tensors[key], value) for key, value in plain.tensors.items()}
+    noise = {
+        kind: max((e for key, e in errors.items() if kind_of(key) == kind and e < MEANINGLESS), default=0.0)
+        for kind in (*KINDS, "output")
+    }
+    tolerance = {
+        key: max(FLOOR, FACTOR * noise[kind_of(key)])
+        for key, error in errors.items()
+        if kind_of(key) in noise and error < MEANINGLESS
+    }
+    return Reference(plain, tolerance, noise)
+
+
+def kind_of(key: str) -> str:
+    return key.split(" ")[1]
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Return ‖Δ‖ / ‖expected‖; infinite where numbers are missing."""
+    if found.shape != expected.shape:
+        return math.inf
+    size, error = float(expected.double().norm()), float((found.double() - expected.double()).norm())
+    if error == 0:
+        return 0.0
+    return error / max(size, 1e-12) if math.isfinite(error) else math.inf
+
+
+def compared(found: Results, reference: Reference) -> dict[str, Any]:
+    """Return what is wrong as plain JSON: `status`, `worst`, `where`, and `fault` (None where it is right)."""
+    expected = reference.results.tensors
+    errors = {
+        key: distance(found.tensors[key], expected[key]) if key in found.tensors else math.inf
+        for key in reference.tolerance
+        if kind_of(key) in KINDS
+    }
+    wrong = {key for key, error in errors.items() if error > reference.tolerance[key]}
+    where = max(errors, key=lambda key: errors[key] / reference.tolerance[key])
+    told = {"worst": _finite(errors[where]), "where": where, "tolerance": reference.tolerance[where]}
+    if not wrong:
+        return {"status": "right", **told, "fault": None}
+    for step in range(STEPS):
+        for kind in KINDS:
+            here = {key for key in wrong if key.startswith(f"{step} {kind}")}
+            if here:
+                return {"status": "wrong", **told, "fault": _fault(step, kind, here, found, reference)}
+    raise RuntimeError(f"{wrong} are of no kind")
+
+
+def _fault(step: int, kind: str, wrong: set[str], found: Results, reference: Reference) -> dict[str, Any]:
+    """Where it begins: the first parameter in the order of forward, and the one that is computed first."""
+    order = reference.results.order
+    place = {name: number for number, name in enumerate(order)}
+    forward = kind == "loss"
+    output = _first_output(step, found, reference) if forward else None
+    key = f"{step} {kind}"
+    if forward:
+        gradients = [k for k in reference.tolerance if k.startswith(f"{step} gradient ")]
+        wrong = {
+            k
+            for k in gradients
+            if k in found.tensors
+            and distance(found.tensors[k], reference.results.tensors[k]) > reference.tolerance[k]
+        }
+        if output is not None:
+            inside = {k for k in wrong if _name(k).startswith(f"{output}.")}
+            wrong = inside or wrong
+    named = sorted((k for k in wrong if _name(k)), key=lambda k: (place.get(_name(k), len(place)), k))
+    first = named[0] if named else None
+    # Backward goes the other way: what is wrong in it spreads from the end to the beginning.
+    enters = named[-1] if named and kind == "gradient" else first
+    routes = sorted(
+        k
+        for k, value in reference.results.tensors.items()
+        if k.startswith(f"{step} routes") and k in found.tensors and not torch.equal(found.tensors[k], value)
+    )
+    shown = first or key
+    return {
+        "step": step + 1,
+        "kind": kind,
+        "parameter": None if first is None else _name(first),
+        "enters": None if enters is None else _name(enters),
+        "output": output,
+        "routes": [_name(k) for k in routes],
+        "wrong": len(named),
+        "of": sum(1 for k in reference.tolerance if k.startswith(f"{step} {_kind(shown)} ")),
+        "difference": _finite(distance(found.tensors[shown], reference.results.tensors[shown]))
+        if shown in found.tensors
+        else None,
+        "scale": _scale(enters or shown, found, reference),
+    }
+
+
+def _name(key: str) -> str:
+    return key.split(" ", 2)[2] if key.count(" ") > 1 else ""
+
+
+def _kind(key: str) -> str:
+    return kind_of(key)
+
+
+def _first_output(step: int, found: Results, reference: Reference) -> str | None:
+    """The first module on the way of the residual stream whose tokens differ, however they are spread."""
+    for key, expected in reference.results.tensors.items():
+        if not key.startswith(f"{step} output ") or key not in found.tensors or key not in reference.tolerance:
+            continue
+        values = found.tensors[key]
+        times, rest = divmod(len(values), len(expected))
+        if rest or not times:
+            continue
+        if distance(values[::times], expected) > max(reference.tolerance[key], 10 * FLOOR):
+            return _name(key)
+    return None
+
+
+def _scale(key: str, found: Results, reference: Reference) -> float | None:
+    """By what factor a tensor is too large, where that is all that is wrong with it."""
+    if key not in found.tensors:
+        return None
+    value, expected = found.tensors[key].double(), reference.results.tensors[key].double()
+    square = float((expected * expected).sum())
+    if value.shape != expected.shape or not square or not bool(value.isfinite().all()):
+        return None
+    factor = float((value * expected).sum()) / square
+    return factor if distance(value, factor * expected) < 1e-3 and abs(factor) > 1e-6 else None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

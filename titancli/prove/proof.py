@@ -1,0 +1,224 @@
+"""`prove`: a recipe's small copy on every layout, and what makes it wrong. Torch-free."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titancli.errors import RecipeError, TitanError
+from titancli.prove.cases import TITLES, Case, cases
+from titancli.prove.pool import SECONDS, Pool
+from titancli.prove.shrink import Small, largest_sizes, shrink
+from titancli.recipe import Loaded, load_recipe
+
+Progress = Callable[[int, int, str], None]
+"""Called with how many cases are done, of how many, and the one that comes next."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was compared."""
+
+    results: list[dict[str, Any]]
+    """Of each case: `name`, `ranks`, `techniques`, `status` (`right`, `wrong`, `failed`, `not supported`),
+    and what belongs to it."""
+    small: Small
+    parameters: int
+    """Of the small copy."""
+    seconds: float
+
+    @property
+    def wrong(self) -> list[dict[str, Any]]:
+        return [result for result in self.results if result["status"] in ("wrong", "failed")]
+
+    @property
+    def causes(self) -> list[dict[str, Any]]:
+        """Return the cases that no wrong one with fewer techniques explains, each with what it says."""
+        bad = self.wrong
+        found = [
+            one
+            for one in bad
+            if not any(set(other["techniques"]) < set(one["techniques"]) for other in bad if other is not one)
+        ]
+        first: dict[frozenset[str], dict[str, Any]] = {}
+        for one in found:  # the same techniques to other degrees
+            first.setdefault(frozenset(one["techniques"]), one)
+        return list(first.values())
+
+
+def prove(
+    loaded: Loaded,
+    *,
+    ranks: int,
+    plugin_files: Sequence[Path] = (),
+    blocked: Sequence[str] = (),
+    progress: Progress = lambda done, of, name: None,
+    seconds: float = SECONDS,
+) -> Proof:
+    """Compare a small copy of a recipe on every layout of at most so many ranks with one process.
+
+    Args:
+        plugin_files: plugins in single files, which the ranks load too.
+        blocked: plugins that are disabled.
+        seconds: how long the ranks may take for one case.
+
+    Raises:
+        RecipeError: the recipe cannot be made small, or does not run on one process; says which value stands
+            in the way.
+    """
+    began = time.perf_counter()
+    with (
+        tempfile.TemporaryDirectory(prefix="titan-prove-") as name,
+        Pool(Path(name), plugin_files, blocked, seconds) as pool,
+    ):
+        small = shrink(loaded, Path(name))
+        run = _Run(small, pool)
+        plain = run.reference(Case())
+        results = []
+        wanted = cases(small.recipe if not loaded.recipe.compile.enable else loaded.recipe, ranks)
+        for number, case in enumerate(wanted):
+            progress(number, len(wanted), case.name)
+            result = run.case(case, random=plain["random"])
+            results.append(
+                {"name": case.name, "ranks": case.ranks, "techniques": sorted(case.techniques), **result}
+            )
+        progress(len(wanted), len(wanted), "")
+    return Proof(results, small, plain["parameters"], time.perf_counter() - began)
+
+
+def _in_the_way(small: Small, answer: dict[str, Any]) -> RecipeError:
+    """The error of a copy that is no small one: which value it is."""
+    import tomli
+
+    data = tomli.loads(small.file.read_text(encoding="utf-8"))
+    sizes = ", ".join(f"{key} = {value}" for value, key in largest_sizes(data["model"])[:3])
+    return RecipeError(
+        f"the model cannot be made small: {answer['largest']} alone has {answer['numbers']:,} of "
+        f"{answer['parameters']:,} parameters; what stands in the way: {sizes or 'no size in [model]'}",
+        hint="override it (titan prove RECIPE model.KEY=64), or declare `small` in the model's config",
+    )
+
+
+class _Run:
+    """The ranks, and the references that they know."""
+
+    def __init__(self, small: Small, pool: Pool) -> None:
+        self.small, self.pool = small, pool
+        self._known: dict[str, dict[str, Any]] = {}
+
+    def reference(self, case: Case) -> dict[str, Any]:
+        """The answer about the one process that a case is compared with.
+
+        Raises:
+            RecipeError: it does not run.
+        """
+        job = self._plain(case)
+        if job["key"] not in self._known:
+            answer = self.pool.ask(1, job)
+            if answer["status"] == "large":
+                raise _in_the_way(self.small, answer)
+            if answer["status"] != "right":
+                raise RecipeError(
+                    f"the small copy does not run on one process: {answer['reason']}",
+                    hint="see `titan plan RECIPE --check`, or override the sizes: titan prove RECIPE "
+                    "model.KEY=VALUE",
+                )
+            self._known[job["key"]] = answer
+        return self._known[job["key"]] | {"job": {**job, "seed": self._known[job["key"]]["seed"]}}
+
+    def _plain(self, case: Case) -> dict[str, Any]:
+        # What rounds by the rows at hand (float8's scales) has as many micro-batches on one process as there
+        # are groups of rows in the case.
+        pieces = case.dp * case.micro_batches if self.small.recipe.converters else 1
+        overrides = [
+            f"training.local_batch_size={case.rows // pieces}",
+            f"training.global_batch_size={case.rows}",
+        ]
+        return self._job("reference", overrides, case.rows) | {"key": f"{case.rows} rows in {pieces}"}
+
+    def _job(self, do: str, overrides: list[str], rows: int) -> dict[str, Any]:
+        base = None if self.small.base is None else str(self.small.base)
+        return {
+            "do": do,
+            "file": str(self.small.file),
+            "base": base,
+            "overrides": overrides,
+            "rows": rows,
+        }
+
+    def case(self, case: Case, *, random: bool) -> dict[str, Any]:
+        """What came of one case."""
+        try:
+            load_recipe(self.small.file, case.overrides)
+        except RecipeError as error:
+            problem = error.problems[0]
+            return {"status": "not supported", "reason": problem.message}
+        except TitanError as error:
+            return {"status": "failed", "reason": error.message}
+        if random and (case.ranks > 1 or case.micro_batches > 1):
+            why = "the model draws random numbers in forward (dropout), which are others on each layout"
+            return {"status": "not supported", "reason": why}
+        reference = self.reference(case)
+        job = self._job("case", case.overrides, case.rows) | {
+            "seed": reference["seed"],
+            "resume": "resume" in case.more,
+            "reference": reference["job"],
+        }
+        answer = self.pool.ask(case.ranks, job)
+        if answer["status"] == "refused":
+            answer["status"] = "not supported"
+        return {key: value for key, value in answer.items() if key not in ("rank", "echo")}
+
+
+# -------------------------------------------------------------------------------------------------- in words
+
+
+def title(techniques: Sequence[str]) -> str:
+    """Return techniques in words."""
+    named = [TITLES[name] for name in TITLES if name in techniques]
+    return " with ".join(named) or "one process"
+
+
+def sentence(result: dict[str, Any]) -> str:
+    """Return what is wrong with a case, in words."""
+    if result["status"] == "failed":
+        return f"it fails: {result['reason']}"
+    if result["status"] == "not supported":
+        return f"not supported: {result['reason']}"
+    fault = result["fault"]
+    if fault is None:
+        return ""
+    what = {
+        "loss": "the loss is wrong",
+        "gradient": "its gradient is wrong",
+        "norm": "the gradient norm is wrong",
+        "applied": "its gradient is wrong after division and clipping",
+        "weight": "it is wrong after the optimizer step",
+    }[fault["kind"]]
+    step = f"step {fault['step']}"
+    words = []
+    if fault["kind"] == "loss":
+        words.append(f"{step}: {what}")
+        if fault["output"]:
+            words.append(f"the output of {fault['output']} is the first that differs")
+        if fault["parameter"]:
+            words.append(f"first wrong parameter {fault['parameter']}")
+    elif fault["parameter"]:
+        words.append(f"{fault['parameter']}: {what} ({step})")
+        if fault["enters"] != fault["parameter"]:
+            words.append(f"backward goes wrong at {fault['enters']}")
+    else:
+        words.append(f"{step}: {what}")
+    if fault["scale"] is not None and abs(fault["scale"] - 1) > 1e-4:
+        words.append(f"{fault['scale']:.4g} times what it should be")
+    elif fault["difference"] is not None:
+        words.append(f"off by {fault['difference']:.1e}")
+    if fault["routes"]:
+        words.append(f"tokens go to other experts in {fault['routes'][0]}")
+    if fault["wrong"] > 1:
+        words.append(f"{fault['wrong']} of {fault['of']} parameters")
+    return "; ".join(words)
