@@ -1,4 +1,4 @@
-"""What is compared with one process: layouts of up to four ranks, and what else may change a step. Torch-free."""
+"""What is compared with one process: layouts of two to four ranks, and more. Torch-free."""
 
 from __future__ import annotations
 

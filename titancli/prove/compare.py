@@ -12,8 +12,8 @@ from torch import Tensor
 from titancli.prove.measure import STEPS, Results
 
 FLOOR, FACTOR, MEANINGLESS = 1e-5, 5.0, 0.3
-"""The least that is tolerated, ‖Δ‖ / ‖reference‖ per tensor; how many times what a nudge of the weights makes
-of a tensor; and from where on a nudge makes so much of it that it says nothing: it is zero but for rounding."""
+"""The least that is tolerated, ‖Δ‖ / ‖reference‖ per tensor; how many times what a nudge of the weights
+makes of a tensor; and from where on a tensor says nothing after a nudge: it is zero but for rounding."""
 KINDS = ("loss", "gradient", "norm", "applied", "weight")
 """In the order of a step. (`output` tells where a loss goes wrong, `routes` why.)"""
 
@@ -63,7 +63,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 def compared(found: Results, reference: Reference) -> dict[str, Any]:
-    """Return what is wrong as plain JSON: `status`, `worst`, `where`, and `fault` (None where it is right)."""
+    """Return what is wrong as plain JSON: `status`, `worst`, `where`, and `fault` (None: nothing)."""
     expected = reference.results.tensors
     errors = {
         key: distance(found.tensors[key], expected[key]) if key in found.tensors else math.inf
@@ -87,8 +87,9 @@ def _fault(step: int, kind: str, wrong: set[str], found: Results, reference: Ref
     """Where it begins: the first parameter in the order of forward, and the one that is computed first."""
     order = reference.results.order
     place = {name: number for number, name in enumerate(order)}
-    forward = kind == "loss"
-    output = _first_output(step, found, reference) if forward else None
+    # A model that has learnt nothing may give nearly the right loss for the wrong reason.
+    output = _first_output(step, found, reference) if kind in ("loss", "gradient") else None
+    forward = kind == "loss" or output is not None
     key = f"{step} {kind}"
     if forward:
         gradients = [k for k in reference.tolerance if k.startswith(f"{step} gradient ")]
@@ -104,7 +105,7 @@ def _fault(step: int, kind: str, wrong: set[str], found: Results, reference: Ref
     named = sorted((k for k in wrong if _name(k)), key=lambda k: (place.get(_name(k), len(place)), k))
     first = named[0] if named else None
     # Backward goes the other way: what is wrong in it spreads from the end to the beginning.
-    enters = named[-1] if named and kind == "gradient" else first
+    enters = named[-1] if named and not forward and kind == "gradient" else first
     routes = sorted(
         k
         for k, value in reference.results.tensors.items()
@@ -113,7 +114,7 @@ def _fault(step: int, kind: str, wrong: set[str], found: Results, reference: Ref
     shown = first or key
     return {
         "step": step + 1,
-        "kind": kind,
+        "kind": "loss" if forward else kind,
         "parameter": None if first is None else _name(first),
         "enters": None if enters is None else _name(enters),
         "output": output,
@@ -138,13 +139,17 @@ def _kind(key: str) -> str:
 def _first_output(step: int, found: Results, reference: Reference) -> str | None:
     """The first module on the way of the residual stream whose tokens differ, however they are spread."""
     for key, expected in reference.results.tensors.items():
-        if not key.startswith(f"{step} output ") or key not in found.tensors or key not in reference.tolerance:
+        if (
+            not key.startswith(f"{step} output ")
+            or key not in found.tensors
+            or key not in reference.tolerance
+        ):
             continue
         values = found.tensors[key]
         times, rest = divmod(len(values), len(expected))
         if rest or not times:
             continue
-        if distance(values[::times], expected) > max(reference.tolerance[key], 10 * FLOOR):
+        if distance(values[::times], expected) > reference.tolerance[key]:
             return _name(key)
     return None
 

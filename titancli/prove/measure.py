@@ -46,7 +46,7 @@ class Results:
 
     tensors: dict[str, Tensor]
     """Kinds: `loss`, `norm`, `routes` (tokens of each expert), `gradient` (of the loss's sum), `applied` (as
-    the optimizer gets it), `weight`, and `output` (of a module: the norms of its tokens, sorted)."""
+    the optimizer gets it), `weight`, and `output` (of a module: one number of each of its tokens, sorted, however they are spread)."""
     order: list[str] = field(default_factory=list)
     """Parameters in the order in which forward comes to them; known on one process."""
     random: bool = False
@@ -64,7 +64,8 @@ def measure(recipe: Recipe, rows: int, *, saved: Path | None = None, nudge: floa
     Raises:
         Refusal: the engine cannot be built on this layout.
     """
-    watch, parts = Watch(), {}
+    watch = Watch()
+    parts: dict[str, Part] = {}
     tensors: dict[str, Tensor] = {}
     engine = _engine(recipe)
     try:
@@ -117,8 +118,8 @@ def _nudge(engine: Engine, size: float) -> None:
 
 
 def batches_of(recipe: Recipe, engine: Engine, rows: int) -> list[Batch]:
-    """All rows of each step: random tokens, unevenly many targets; for a model that takes something else, what
-    the recipe's dataset gives."""
+    """All rows of each step: random tokens, unevenly many targets; for a model that takes something else,
+    what the recipe's dataset gives."""
     if "tokens" in engine.parts[0].inputs:
         return [_tokens(recipe, engine, rows, step) for step in range(STEPS)]
     if not needs_dataset(recipe.loop) or needs_tokenizer(recipe.dataset):
@@ -219,7 +220,9 @@ class Watch:
 
     def _watch_forward(self, model: Any, step: int, ends: ExitStack) -> None:
         residual = {f"layers.{name}": layer for name, layer in model.layers.items()}
-        residual |= {name: child for name, child in model.named_children() if name not in ("layers", "output")}
+        residual |= {
+            name: child for name, child in model.named_children() if name not in ("layers", "output")
+        }
         for name, module in residual.items():
             hook = self._keeper(f"{step} output {name}")
             ends.callback(module.register_forward_hook(hook).remove)
@@ -248,7 +251,9 @@ class Watch:
             out = out[0] if isinstance(out, tuple) and out else out
             again = torch._C._current_graph_task_id() != -1  # recomputed in backward
             if isinstance(out, Tensor) and out.is_floating_point() and out.ndim > 1 and not again:
-                self.outputs.setdefault(key, []).append(out.detach().float().norm(dim=-1).flatten().numpy())
+                drawn = torch.Generator().manual_seed(0)
+                along = torch.randn(out.shape[-1], generator=drawn)  # a norm would not show a turn
+                self.outputs.setdefault(key, []).append((out.detach().float() @ along).flatten().numpy())
 
         return hook
 
@@ -274,7 +279,7 @@ def part(tensor: Tensor) -> Part:
 
 def _assembled(parts: dict[str, Part], outputs: dict[str, list[Any]]) -> dict[str, Tensor]:
     """Tensors made whole from the parts of all ranks, on rank 0. Replicas must be the same on every rank:
-    where they are not, the part that is furthest from rank 0's is taken, so that the comparison finds it."""
+    where they are not, there is NaN, so that the comparison finds it."""
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, (parts, outputs))
     if dist.get_rank() != 0:
@@ -286,17 +291,17 @@ def _assembled(parts: dict[str, Part], outputs: dict[str, list[Any]]) -> dict[st
             whole = found.setdefault(name, torch.full(shape, torch.nan))
             here = seen.setdefault(name, {})
             if str(place) in here and not np.array_equal(here[str(place)], values):
-                values = _odder(here[str(place)], values)
+                values = _agreed(here[str(place)], values)
             here[str(place)] = values
             whole[place] = torch.from_numpy(values)
-    norms: dict[str, list[Any]] = {}
+    tokens: dict[str, list[Any]] = {}
     for _, theirs in everyones:
         for name, pieces in theirs.items():
-            norms.setdefault(name, []).extend(pieces)
-    return found | {name: torch.from_numpy(np.sort(np.concatenate(p))) for name, p in norms.items()}
+            tokens.setdefault(name, []).extend(pieces)
+    return found | {name: torch.from_numpy(np.sort(np.concatenate(p))) for name, p in tokens.items()}
 
 
-def _odder(first: Any, other: Any) -> Any:
-    """Of two replicas that differ by more than rounding NaN, so that neither is taken for the answer."""
+def _agreed(first: Any, other: Any) -> Any:
+    """The first of two replicas; NaN where they differ by more than rounding."""
     apart = float(np.linalg.norm(first - other)) / max(float(np.linalg.norm(first)), 1e-30)
-    return np.full_like(first, np.nan) if not apart <= 1e-6 else first
+    return np.full_like(first, np.nan) if not apart <= 1e-5 else first

@@ -1,5 +1,5 @@
-"""Ranks for many cases: processes that start once, import torch once, and are started anew where one of them dies,
-hangs, or leaves the others in the middle of an exchange. Torch-free.
+"""Ranks for many cases: processes that start once, and import torch once. They are started anew where one of
+them dies, hangs, or leaves the others in the middle of an exchange. Torch-free.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class Pool:
         while waiting and not stuck:
             ready = wait(list(waiting), max(0.0, until - time.monotonic()))
             stuck = not ready
-            for pipe in ready:
-                rank = waiting.pop(pipe)  # type: ignore[arg-type]
+            for pipe in [pipe for pipe in waiting if pipe in ready]:
+                rank = waiting.pop(pipe)
                 try:
-                    answers[rank] = json.loads(pipe.recv_bytes()) | {"rank": rank}  # type: ignore[union-attr]
+                    answers[rank] = json.loads(pipe.recv_bytes()) | {"rank": rank}
                 except (EOFError, OSError):
                     answers[rank] = {"rank": rank, "status": "failed", "reason": self._end_of(rank)}
                 if answers[rank]["status"] != "right" and waiting:

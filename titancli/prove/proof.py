@@ -193,7 +193,7 @@ def sentence(result: dict[str, Any]) -> str:
     if fault is None:
         return ""
     what = {
-        "loss": "the loss is wrong",
+        "loss": "forward is wrong",
         "gradient": "its gradient is wrong",
         "norm": "the gradient norm is wrong",
         "applied": "its gradient is wrong after division and clipping",

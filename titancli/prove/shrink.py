@@ -1,8 +1,8 @@
 """A small copy of a recipe: the same components and kinds of layers, sizes that a CPU takes in its stride.
 
 Sizes are known by the names that titan's own models have; a model with others declares its small copy
-(`small`, see `titancli.registry.defaults.ModelConfigDefaults`). A change that the recipe's own checks refuse is
-not made. Torch-free.
+(`small`, see `titancli.registry.defaults.ModelConfigDefaults`). A change that the recipe's own checks refuse
+is not made. Torch-free.
 """
 
 from __future__ import annotations
@@ -81,10 +81,9 @@ def shrink(loaded: Loaded, folder: Path) -> Small:
     file = folder / "recipe.toml"
     for length in (LENGTH, 2 * LENGTH, 4 * LENGTH, 8 * LENGTH, loaded.recipe.training.seq_len):
         data["training"]["seq_len"] = min(length, loaded.recipe.training.seq_len)
-        if (recipe := _valid(data, file)) is not None:
+        if _valid(data, file) is not None:
             break
-    else:
-        _load(data, file)  # says what is wrong
+    recipe = _load(data, file)
     kinds = _kinds(recipe)
     for alternatives in _moves(loaded.recipe, recipe):
         for move in alternatives:

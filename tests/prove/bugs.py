@@ -1,0 +1,219 @@
+"""Faults as trainers have had them, put into titan on each rank of a layout: what `titan prove` must find."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from titancli.engine import Engine, grad_clip
+from titancli.engine import engine as engine_module
+from titancli.models.blocks.feed_forward import FeedForward
+from titancli.models.blocks.moe import MoE
+from titancli.models.blocks.reach import Reach
+from titancli.parallel import activation_checkpoint, tensor
+from titancli.prove.measure import Results, measure
+from titancli.recipe import load_recipe
+
+BUGS: dict[str, Callable[[], Any]] = {}
+
+
+def bug(function: Callable[[], Iterator[None]]) -> Callable[[], Iterator[None]]:
+    BUGS[function.__name__] = contextmanager(function)
+    return function
+
+
+def seeded(name: str | None, file: str, overrides: list[str], rows: int, saved: str | None = None) -> Results:
+    """What a rank computes in a case, with a fault or without."""
+    recipe = load_recipe(Path(file), overrides).recipe
+    place = Path(saved) / "step-1" if saved else None
+    if name is None:
+        return measure(recipe, rows, saved=place)
+    with BUGS[name]():
+        return measure(recipe, rows, saved=place)
+
+
+def nudged(file: str, overrides: list[str], rows: int) -> Results:
+    return measure(load_recipe(Path(file), overrides).recipe, rows, nudge=1e-6)
+
+
+def several() -> bool:
+    return dist.get_world_size() > 1
+
+
+def wrapped(owner: Any, name: str, make: Callable[..., Any]) -> Any:
+    """Have `make(original, *arguments)` called in place of a method or a function."""
+    original = getattr(owner, name)
+    return patch.object(owner, name, functools.wraps(original)(lambda *a, **k: make(original, *a, **k)))
+
+
+# -------------------------------------------------------------------------------------------- reductions
+
+
+@bug
+def missing_reduction() -> Iterator[None]:
+    """Norms under tensor parallel: their gradients are sums over a part of a row, and are not added."""
+
+    def forward(original: Any, self: nn.RMSNorm, x: Tensor) -> Tensor:
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        return torch.nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
+
+    with wrapped(tensor._RMSNorm, "forward", forward):
+        yield
+
+
+@bug
+def doubled_reduction() -> Iterator[None]:
+    """Gradients are added over the replicas by FSDP2, and once more."""
+    with wrapped(FSDPModule, "set_gradient_divide_factor", lambda original, self, _: original(self, 0.5)):
+        yield
+
+
+@bug
+def average_of_averages() -> Iterator[None]:
+    """FSDP2's own averaging is left on."""
+    with wrapped(FSDPModule, "set_gradient_divide_factor", lambda original, self, _: None):
+        yield
+
+
+@bug
+def one_gradient_twice() -> Iterator[None]:
+    """A hook of one parameter multiplies its gradient by the number of ranks."""
+
+    def build(original: Any, *given: Any, **more: Any) -> Engine:
+        engine: Engine = original(*given, **more)
+        for name, parameter in engine.named_parameters():
+            if name == "layers.1.attention.wk.weight" and several():
+                parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(dist.get_world_size()))
+        return engine
+
+    with wrapped(Engine, "build", build):
+        yield
+
+
+@bug
+def divided_again_by_micro_batches() -> Iterator[None]:
+    """The average over micro-batches of what is divided by all tokens already."""
+
+    def divide(original: Any, parameters: Any, weight: Tensor, *more: Any) -> Tensor:
+        return original(parameters, weight * 2, *more)
+
+    with wrapped(engine_module, "divide_and_clip", divide):
+        yield
+
+
+@bug
+def norm_of_a_shard() -> Iterator[None]:
+    """The norm for clipping adds up the squares of this rank alone."""
+
+    def norm(original: Any, parameters: Any, device: Any, stages: Any = None) -> Tensor:
+        gradients = [p.grad.to_local() for p in parameters if p.grad is not None]
+        return torch.stack([g.norm() for g in gradients]).norm()
+
+    with wrapped(grad_clip, "total_norm", norm):
+        yield
+
+
+# --------------------------------------------------------------------------------------- what is computed
+
+
+@bug
+def bias_on_each_rank() -> Iterator[None]:
+    """The bias of a row-parallel linear is added by every rank, before the sum."""
+
+    def prepare(original: Any, path: str, module: Any, *more: Any) -> None:
+        original(path, module, *more)
+        if hasattr(module, "_adds_bias"):
+            module._adds_bias = True
+
+    with wrapped(tensor, "_prepare", prepare):
+        yield
+
+
+@bug
+def window_off_by_one() -> Iterator[None]:
+    """Under context parallel each token sees the next one too."""
+
+    def mask(original: Any, self: Reach, queries: range, keys: range, device: Any) -> Tensor:
+        return original(self, range(queries.start + 1, queries.stop + 1), keys, device)
+
+    with wrapped(Reach, "mask", mask):
+        yield
+
+
+@bug
+def router_sees_local_tokens() -> Iterator[None]:
+    """Tokens are centred by the mean of those that this rank has, before the router scores them."""
+
+    def forward(original: Any, self: MoE, x: Tensor) -> Tensor:
+        keep = self.router.forward
+        mean = x.flatten(0, -2).mean(0)
+        with patch.object(self.router, "forward", lambda tokens, bias: keep(tokens - mean, bias)):
+            return original(self, x)
+
+    with wrapped(MoE, "forward", forward):
+        yield
+
+
+@bug
+def dropout_without_rng() -> Iterator[None]:
+    """What is run again in backward draws other numbers."""
+
+    def forward(original: Any, self: FeedForward, x: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(original(self, x), 0.5)
+
+    def checkpoint(original: Any, *given: Any, **more: Any) -> Any:
+        return original(*given, **more | {"preserve_rng_state": False})
+
+    with (
+        wrapped(FeedForward, "forward", forward),
+        wrapped(activation_checkpoint, "checkpoint", checkpoint),
+    ):
+        yield
+
+
+@bug
+def stale_weight() -> Iterator[None]:
+    """A weight that was gathered in the first step is used in the second."""
+
+    def forward(original: Any, self: FeedForward, x: Tensor) -> Tensor:
+        weight = self.w2.weight
+        if not hasattr(self, "kept"):
+            self.kept = weight.detach().clone()
+        with torch.no_grad():
+            weight.copy_(self.kept)
+        return original(self, x)
+
+    with wrapped(FeedForward, "forward", forward):
+        yield
+
+
+@bug
+def state_lost_at_resume() -> Iterator[None]:
+    """A resume loads the weights, and the optimizer begins anew."""
+    with wrapped(Engine, "load", lambda original, self, folder: original(self, folder, optimizer=False)):
+        yield
+
+
+@bug
+def replicas_begin_apart() -> Iterator[None]:
+    """Initial values depend on the rank."""
+
+    def build(original: Any, *given: Any, **more: Any) -> Engine:
+        engine: Engine = original(*given, **more)
+        weight = dict(engine.named_parameters())["layers.0.feed_forward.w1.weight"]
+        with torch.no_grad():
+            (weight.to_local() if isinstance(weight, DTensor) else weight).mul_(1 + dist.get_rank())
+        return engine
+
+    with wrapped(Engine, "build", build):
+        yield

@@ -1,0 +1,113 @@
+"""Seeded faults are found and named; what is right is not reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.prove import bugs
+from tests.rows import rows
+from titancli.prove.cases import Case
+from titancli.prove.compare import Reference, compared, reference_of
+from titancli.prove.proof import sentence
+from titancli.prove.shrink import shrink
+from titancli.recipe import load_recipe
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def plain(ranks, tmp_path_factory):
+    """`plain(recipe, case)`: the small copy's file, and one process to compare with.
+
+    Each is computed once. A fault of the model's own is there too.
+    """
+    files: dict[str, str] = {}
+    known: dict[str, Reference] = {}
+
+    def run(recipe: str, case: Case, bug: str | None = None) -> tuple[str, Reference]:
+        if bug is not None:
+            given = (run(recipe, case)[0], Case().overrides, case.rows)
+            one = ranks(1, bugs.seeded, bug, *given)[0]
+            return given[0], reference_of(one, one)
+        if recipe not in files:
+            folder = tmp_path_factory.mktemp(recipe)
+            files[recipe] = str(shrink(load_recipe(recipe), folder).file)
+            given = (files[recipe], Case().overrides, case.rows)
+            known[recipe] = reference_of(
+                ranks(1, bugs.seeded, None, *given)[0], ranks(1, bugs.nudged, *given)[0]
+            )
+        return files[recipe], known[recipe]
+
+    return run
+
+
+class Seed(NamedTuple):
+    """A fault, where it shows, and what must be said of it."""
+
+    case: Case
+    parameter: str | None
+    says: str
+    recipe: str = "llama3_debug"
+    of_model: bool = False
+    """Whether one process has what the fault needs as well: dropout."""
+
+
+def case(*more: str, **mesh: int) -> Case:
+    return Case(tuple(mesh.items()), more)
+
+
+SEEDS = {
+    "missing_reduction": Seed(case(tp=2), "layers.0.attention_norm.weight", "its gradient is wrong (step 1)"),
+    "doubled_reduction": Seed(case(dp_shard=2), "tok_embeddings.weight", "2 times what it should be"),
+    "average_of_averages": Seed(case(dp_replicate=2), "tok_embeddings.weight", "0.5 times what it should be"),
+    "one_gradient_twice": Seed(case(dp_shard=2), "layers.1.attention.wk.weight", "2 times what it should be"),
+    "divided_again_by_micro_batches": Seed(
+        case("accumulation"), None, "the gradient norm is wrong; 0.5 times"
+    ),
+    "norm_of_a_shard": Seed(case(dp_shard=2), None, "the gradient norm is wrong"),
+    "window_off_by_one": Seed(
+        case(cp=2), "layers.0.attention_norm.weight", "the output of layers.0 is the first that differs"
+    ),
+    "dropout_without_rng": Seed(
+        case("recompute full"), "tok_embeddings.weight", "its gradient is wrong", of_model=True
+    ),
+    "stale_weight": Seed(case(dp_shard=2), "layers.0.attention_norm.weight", "step 2: forward is wrong"),
+    "state_lost_at_resume": Seed(case("resume"), "tok_embeddings.weight", "wrong after the optimizer step"),
+    "replicas_begin_apart": Seed(case(dp_replicate=2), "layers.0.attention_norm.weight", "layers.0"),
+    "bias_on_each_rank": Seed(case(tp=2), "layers.0.attention.wo.bias", "gradient", "gpt_oss_debug"),
+    "router_sees_local_tokens": Seed(
+        case(dp_shard=2), "layers.0.attention_norm.weight", "layers.0", "qwen3_moe_debug"
+    ),
+}
+SLOW = SEEDS.keys() - {
+    *("missing_reduction", "one_gradient_twice", "divided_again_by_micro_batches", "window_off_by_one")
+}
+
+
+def test_each_fault_has_a_row():
+    assert SEEDS.keys() == bugs.BUGS.keys()
+
+
+def found(ranks: Any, plain: Any, seed: Seed, bug: str | None, folder: Path) -> dict[str, Any]:
+    file, reference = plain(seed.recipe, seed.case, bug if seed.of_model else None)
+    saved = str(folder) if "resume" in seed.case.more else None
+    given = (file, seed.case.overrides, seed.case.rows, saved)
+    return compared(ranks(seed.case.ranks, bugs.seeded, bug, *given)[0], reference)
+
+
+@pytest.mark.parametrize("name", rows(SEEDS, slow=SLOW))
+def test_a_seeded_fault_is_found_and_named(ranks, plain, tmp_path, name):
+    seed = SEEDS[name]
+    answer = found(ranks, plain, seed, name, tmp_path)
+    assert answer["status"] == "wrong"
+    assert answer["fault"]["parameter"] == seed.parameter, sentence(answer)
+    assert seed.says in sentence(answer)
+
+
+@pytest.mark.parametrize("layout", [case(tp=2), case("accumulation", dp_shard=2)], ids=lambda c: c.name)
+def test_what_is_right_is_not_reported(ranks, plain, tmp_path, layout):
+    answer = found(ranks, plain, Seed(layout, None, ""), None, tmp_path)
+    assert answer["status"] == "right" and answer["worst"] < 1e-5
