@@ -25,6 +25,7 @@ NAV: dict[str, dict[str, str]] = {
         "Reproduce a run": "docs/reproduce.md",
         "Evaluate": "docs/validation.md",
         "Find where the time goes": "docs/profiling.md",
+        "Prove a layout": "docs/prove.md",
         "Save, load and convert checkpoints": "docs/checkpoints.md",
         "Generate text": "docs/generate.md",
         "Post-train": "docs/post-training.md",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from tests.prove import bugs
 from tests.rows import rows
 from titancli.prove.cases import Case
 from titancli.prove.compare import Reference, compared, reference_of
+from titancli.prove.pool import Pool
 from titancli.prove.proof import sentence
 from titancli.prove.shrink import shrink
 from titancli.recipe import load_recipe
@@ -111,3 +113,17 @@ def test_a_seeded_fault_is_found_and_named(ranks, plain, tmp_path, name):
 def test_what_is_right_is_not_reported(ranks, plain, tmp_path, layout):
     answer = found(ranks, plain, Seed(layout, None, ""), None, tmp_path)
     assert answer["status"] == "right" and answer["worst"] < 1e-5
+
+
+def test_a_rank_that_dies_or_hangs_is_named_and_the_next_case_has_new_ranks(tmp_path):
+    small = shrink(load_recipe("llama3_debug"), tmp_path)
+    job = {"do": "reference", "file": str(small.file), "base": None, "overrides": [], "rows": 8, "key": ""}
+    with Pool(tmp_path, seconds=60) as pool:
+        assert pool.ask(1, job)["status"] == "right"
+        pool.processes[0].kill()
+        assert "rank 0 was killed by SIGKILL" in pool.ask(1, job)["reason"]
+        assert pool.ask(1, job)["status"] == "right"
+        pool.processes[0].send_signal(signal.SIGSTOP)
+        pool.seconds = 0.5
+        assert "rank 0 did not answer" in pool.ask(1, job)["reason"]
+        assert not pool.processes

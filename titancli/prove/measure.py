@@ -46,7 +46,7 @@ class Results:
 
     tensors: dict[str, Tensor]
     """Kinds: `loss`, `norm`, `routes` (tokens of each expert), `gradient` (of the loss's sum), `applied` (as
-    the optimizer gets it), `weight`, and `output` (of a module: one number of each of its tokens, sorted, however they are spread)."""
+    the optimizer gets it), `weight`, and `output` (of a module: a number for each token, sorted)."""
     order: list[str] = field(default_factory=list)
     """Parameters in the order in which forward comes to them; known on one process."""
     random: bool = False

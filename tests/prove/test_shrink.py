@@ -1,0 +1,55 @@
+"""Small copies: what becomes small, what stays divisible, and what is said; without ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from titancli.prove.cases import Case, cases
+from titancli.prove.proof import Proof, sentence, title
+from titancli.prove.shrink import Small, shrink
+from titancli.recipe import load_recipe
+
+FAMILIES = [
+    *("llama3_debug", "llama3_8b", "qwen3_debug", "qwen3_moe_debug", "gpt_oss_20b", "llama4_17bx16e"),
+    *("deepseek_v3_671b", "hf_causal_lm_debug", "dpo_debug", "sft_debug", "llama3_405b"),
+]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_family_becomes_small_with_all_kinds_of_layers(name: str, tmp_path: Path) -> None:
+    loaded = load_recipe(name)
+    small = shrink(loaded, tmp_path).recipe
+    assert small.training.mixed_precision_param == "float32" and not small.compile.enable
+    if (shape := getattr(loaded.recipe.model, "shape", None)) is not None:
+        before, after = (
+            {repr(block.feed_forward)[:20] for block in s.blocks} for s in (shape(), small.model.shape())
+        )
+        assert before == after
+        assert sum(p.size for b in small.model.shape().blocks for p in b.parameters) < 1_000_000
+    legal = [case for case in cases(small, 4) if case.degrees.get("tp", 1) > 1]
+    assert legal and load_recipe(shrink(loaded, tmp_path).file, legal[0].overrides)
+
+
+def test_cases_of_few_techniques_come_first_and_ep_only_with_experts(tmp_path: Path) -> None:
+    dense = cases(shrink(load_recipe("llama3_debug"), tmp_path).recipe, 4)
+    sparse = cases(shrink(load_recipe("qwen3_moe_debug"), tmp_path).recipe, 4)
+    assert not any("ep" in case.degrees for case in dense) and any("ep" in case.degrees for case in sparse)
+    assert [case.ranks for case in dense] == sorted(case.ranks for case in dense)
+    assert max(case.ranks for case in cases(load_recipe("llama3_debug").recipe, 2)) == 2
+    assert Case((("dp_shard", 2), ("ep", 2))).ranks == 2
+
+
+def result(status: str, *techniques: str) -> dict[str, object]:
+    return {"name": "+".join(techniques), "status": status, "techniques": list(techniques), "reason": "x"}
+
+
+def test_the_smallest_set_of_techniques_is_the_cause(tmp_path: Path) -> None:
+    results = [result("right", "dp_shard"), result("failed", "tp"), result("failed", "dp_shard", "tp")]
+    results += [result("failed", "cp", "pp"), result("not supported", "ep")]
+    small = Small(tmp_path, None, {}, [], None)  # type: ignore[arg-type]
+    causes = Proof(results, small, 0, 0.0).causes
+    assert [cause["techniques"] for cause in causes] == [["tp"], ["cp", "pp"]]
+    assert title(["tp"]) == "tensor parallel (mesh.tp)"
+    assert sentence(causes[0]) == "it fails: x" and sentence(results[-1]) == "not supported: x"
