@@ -48,12 +48,14 @@ def run_rank(folder: Path, checkpoint: Path | None, files: list[Path], port: int
     from titancli.distributed.mesh import forget_meshes
     from titancli.errors import TitanError
     from titancli.run.worker import Place, main
+    from titancli.runs import ATTEMPT
 
     place = Place(dist.get_rank(), dist.get_world_size(), dist.get_rank())
     dist.barrier()  # or the others may find nobody where they still connect to
     dist.destroy_process_group()  # the run makes its own
     forget_meshes()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.pop(ATTEMPT, None)  # of the run that these ranks were started in
     before = Path.cwd()
     os.chdir(folder.parent)
     try:
