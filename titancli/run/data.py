@@ -92,9 +92,8 @@ def epochs(recipe: Recipe, data: Source | None, engine: Engine) -> str | None:
     tokens, counted = found
     rows = recipe.training.local_batch_size * engine.settings.accumulation * engine.mesh.degrees.dp
     total = recipe.training.steps * rows * recipe.training.seq_len
-    about = "" if counted else "about "
-    share = f"{total:,} tokens in all are {total / max(tokens, 1):.2g} epochs"
-    return f"data: {about}{tokens:,} tokens per epoch; {share}"
+    size = f"{tokens:,}" if counted else f"about {float(f'{tokens:.2g}'):,.0f}"
+    return f"epochs:    {total / max(tokens, 1):.2g}, of {size} tokens each"
 
 
 def open_validation(
