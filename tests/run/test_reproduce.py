@@ -136,9 +136,9 @@ PLANTED: dict[str, tuple[Callable[[Reproduction], Reproduction], str, str]] = {
         "data, tokenizer: hf:1 -> byte",
     ),
     "another CPU's kernels": (
-        lambda run: doctored(run, **machine(run, cpu_kernels="AVX512")),
+        lambda run: doctored(run, **machine(run, cpu_kernels="AVX512+")),
         "cpu_kernels",
-        "instructions of the CPU's kernels: AVX512 -> ",
+        "instructions of the CPU's kernels: AVX512+ -> ",
     ),
     "another device": (
         lambda run: doctored(run, device="NVIDIA H100"),
@@ -243,6 +243,7 @@ def test_another_layout_is_within_its_envelope_or_not(run: Reproduction) -> None
     assert (far.result, far.step, far.because) == ("parts", 1, [])
     threads = compare(doctored(shifted(run, 3e-7), **machine(run, threads=64)), run)
     assert (threads.result, [one.kind for one in threads.because]) == ("within_envelope", ["threads"])
+    assert near.envelope["loss"] == pytest.approx(1e-5 * 4**0.5)
     # The same layout has no envelope.
     assert compare(shifted(run, 3e-7), run).result == "parts"
 
@@ -272,7 +273,7 @@ def test_a_smaller_batch_on_fewer_ranks_is_no_layout(run: Reproduction) -> None:
     two = doctored(run, world=2, mesh={**run.made_by["mesh"], "dp_shard": 2})
     [batch] = [one for one in differences(two, run) if one.effect == "results"]
     assert str(batch) == "rows of a global batch: 4 -> 2"
-    plan = reproduce.plan(two, world=4, overrides=["training.local_batch_size=1"], dry_run=True)
+    plan = reproduce.plan(two, nproc=4, overrides=["training.local_batch_size=1"], dry_run=True)
     assert plan.loaded.recipe.training.global_batch_size == 4
 
 
@@ -431,6 +432,29 @@ def test_a_run_of_several_nodes_wants_a_number_of_processes(run: Reproduction) -
     with pytest.raises(UsageError, match="2 nodes of 8 ranks"):
         reproduce.request(several, plan, None, [], traceback=False)
     assert reproduce.request(several, plan, 1, [], traceback=False).world == 1
+
+
+def test_what_a_resume_changed_is_known(finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "r"
+    shutil.copytree(finished / "r", run)
+    record = json.loads((run / "run.json").read_text())
+    [first] = record["attempts"]
+    second = {**deepcopy(first), "checkpoint": "/x/step-2", "drift": ["training.steps: 2 -> 4"]}
+    here = first["machine"]["cpu_kernels"]
+    first["machine"]["cpu_kernels"] = "AVX512+"
+    record["attempts"] = [{**first, "world": 8}, first, second]  # the first began anew, and counts no more
+    (run / "run.json").write_text(json.dumps(record))
+    verdict = compare(collect(run), parted(collect(finished / "r")))
+    assert [str(one) for one in verdict.because] == [
+        "up to step 2, training.steps: 2 -> 4",
+        "up to step 2, instructions of the CPU's kernels: AVX512+ -> " + here,
+    ]
+    assert verdict.result == "parts"
+
+
+def test_flags_that_do_nothing_are_refused(titan: Callable[..., Finished], finished: Path) -> None:
+    for flags in (["--check", "--steps", 2], ["--check", "--export", "x"], ["--compare", "x", "a.b=1"]):
+        assert titan("reproduce", finished / "r", *flags).code == 2
 
 
 def test_events_or_checkpoints_that_are_gone_are_named(finished: Path, tmp_path: Path) -> None:

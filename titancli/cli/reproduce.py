@@ -91,6 +91,8 @@ def command(
         raise UsageError("--check, --export, --extract and --compare exclude each other")
     if any(actions[1:]) and (overrides or steps or run_dir or nproc):
         raise UsageError("overrides, --steps, --run-dir and --nproc are for a reproduction that is started")
+    if only_check and (steps or run_dir):
+        raise UsageError("--check starts nothing: it takes no --steps and no --run-dir")
     run = find(references[0])
     for line in run.missing:
         note(f"note: {line}")
@@ -169,13 +171,12 @@ def _again(
     from titancli.runs import RunFolder
 
     last = reproduce.target(run, steps)
-    world = nproc if isinstance(nproc, int) else None
     plan = reproduce.plan(
         run,
         overrides=overrides,
         steps=last,
         run_dir=run_dir,
-        world=world,
+        nproc=nproc,
         plugin_files=common.plugin_files,
         say=note,
     )
@@ -274,7 +275,7 @@ def _lines(run: Reproduction, again: Reproduction, verdict: Verdict) -> Iterator
         "failed" in (run.run.get("state"), again.run.get("state"))
         or ends[0].split(":")[0] != ends[1].split(":")[0]
     ):
-        yield f"  the run {ends[0]}; the reproduction {ends[1]}"
+        yield f"  run: {ends[0]}; reproduction: {ends[1]}"
 
 
 def _end(run: Reproduction) -> str:

@@ -58,7 +58,7 @@ def plan(
     overrides: Sequence[str] = (),
     steps: int | None = None,
     run_dir: Path | None = None,
-    world: int | None = None,
+    nproc: int | str | None = None,
     plugin_files: Sequence[Path] = (),
     dry_run: bool = False,
     say: Callable[[str], None] = lambda line: None,
@@ -71,7 +71,7 @@ def plan(
     Args:
         overrides: further ones, `KEY=VALUE`: the data may lie elsewhere here.
         steps: the last one to do; the schedule stays that of the whole run.
-        world: ranks; None: as many as there were.
+        nproc: ranks, or `auto`: one a GPU; None: as many as there were.
 
     Raises:
         TitanError: the recipe, a plugin, or the data are not what they were, or not here.
@@ -82,6 +82,7 @@ def plan(
         length = recipe.get("lr_scheduler", {}).get("total_steps") or recipe["training"]["steps"]
         own += [f"training.steps={steps}", f"lr_scheduler.total_steps={length}"]
     training, mesh = recipe.get("training", {}), run.made_by.get("mesh")
+    world = (visible_gpus() or 1) if nproc == "auto" else nproc
     if mesh and world not in (None, run.made_by.get("world")) and "global_batch_size" not in training:
         rows = training["local_batch_size"] * mesh["dp_replicate"] * mesh["dp_shard"]
         own.append(f"training.global_batch_size={rows}")
@@ -222,8 +223,7 @@ def here(
         found["machine"]["threads"] = before["machine"].get("threads")  # as it would be started
     recipe = run.recipe
     try:
-        world = nproc if isinstance(nproc, int) else before.get("world")
-        made = plan(run, overrides=overrides, world=world, plugin_files=plugin_files, dry_run=True)
+        made = plan(run, overrides=overrides, nproc=nproc, plugin_files=plugin_files, dry_run=True)
         recipe = lock_text(made.loaded)
         problems += made.missing
         found["env"] = {**made.loaded.recipe.env, **environment(run)}
