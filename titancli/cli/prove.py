@@ -112,6 +112,7 @@ def _print(proof: Proof) -> None:
     for result in proof.results:
         figure = f"{result['worst']:.1e}" if result.get("worst") is not None else ""
         about = sentence(result).splitlines()[0] if result["status"] != "right" else ""
+        about = about.removeprefix("not supported: ")
         rows.append([result["name"], str(result["ranks"]), result["status"], figure, about])
     styles = {"right": "green", "wrong": "bold red", "failed": "bold red", "not supported": "dim"}
     table(["layout", "ranks", "answer", "difference", ""], rows, styles=styles)

@@ -114,7 +114,7 @@ def _fault(step: int, kind: str, wrong: set[str], found: Results, reference: Ref
     shown = first or key
     return {
         "step": step + 1,
-        "kind": "loss" if forward else kind,
+        "kind": kind if output is None else "forward",
         "parameter": None if first is None else _name(first),
         "enters": None if enters is None else _name(enters),
         "output": output,

@@ -193,7 +193,8 @@ def sentence(result: dict[str, Any]) -> str:
     if fault is None:
         return ""
     what = {
-        "loss": "forward is wrong",
+        "forward": "forward is wrong",
+        "loss": "the loss is wrong",
         "gradient": "its gradient is wrong",
         "norm": "the gradient norm is wrong",
         "applied": "its gradient is wrong after division and clipping",
@@ -201,10 +202,12 @@ def sentence(result: dict[str, Any]) -> str:
     }[fault["kind"]]
     step = f"step {fault['step']}"
     words = []
-    if fault["kind"] == "loss":
+    if fault["kind"] in ("loss", "forward"):
         words.append(f"{step}: {what}")
         if fault["output"]:
             words.append(f"the output of {fault['output']} is the first that differs")
+        elif not any("compile" in name for name in result["techniques"]):
+            words.append("the output of every block is right, so it is the loss, its weight or their sum")
         if fault["parameter"]:
             words.append(f"first wrong parameter {fault['parameter']}")
     elif fault["parameter"]:

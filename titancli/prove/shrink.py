@@ -19,7 +19,7 @@ from titancli.layout.stages import SCHEDULES
 from titancli.recipe import Loaded, load_recipe
 from titancli.recipe.find import LOCK_HEADER
 from titancli.recipe.load import resolved_data
-from titancli.recipe.schema import Recipe
+from titancli.recipe.schema import Recipe, needs_dataset, needs_tokenizer
 from titancli.recipe.toml import DEFAULT, Node
 from titancli.registry import current
 from titancli.registry.defaults import (
@@ -79,7 +79,10 @@ def shrink(loaded: Loaded, folder: Path) -> Small:
         base = folder / "base" / "step-0"
         data["weights"] = str(base)
     file = folder / "recipe.toml"
-    for length in (LENGTH, 2 * LENGTH, 4 * LENGTH, 8 * LENGTH, loaded.recipe.training.seq_len):
+    lengths = [LENGTH, 2 * LENGTH, 4 * LENGTH, 8 * LENGTH, loaded.recipe.training.seq_len]
+    if needs_dataset(loaded.recipe.loop) and not needs_tokenizer(loaded.recipe.dataset):
+        del lengths[:-1]  # its rows are no tokens, and as long as they are
+    for length in lengths:
         data["training"]["seq_len"] = min(length, loaded.recipe.training.seq_len)
         if _valid(data, file) is not None:
             break
