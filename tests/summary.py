@@ -49,6 +49,7 @@ ROOMS = {
     "tests/optimizers": "AdamW compared to torch's, rounding, the schedule",
     "tests/packaging": "wheels, editable installs, and third-party plugins",
     "tests/planning": "computed memory, traffic and arithmetic match those of a run",
+    "tests/prove": "titan prove finds and names seeded faults, and nothing in what is right",
     "tests/real": "a real pretrained model, imported and exported",
     "tests/reporting": "reports of runs: where each second went, in a browser, in a terminal",
     "tests/rl": "policy gradients, rewards, and the generator compared to the trainer",

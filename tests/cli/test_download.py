@@ -232,7 +232,7 @@ def test_a_run_takes_tokenizer_and_weights_from_a_repository_and_goes_on_from_th
     done = titan("train", "mine.toml", "--run-dir", "r")
     assert done.code == 0, done.err
     assert "loading weights: 2 of 12 tensors" in done.err
-    assert "epochs:    0.0057, of 2,801 tokens each" in done.err
+    assert "training on CPU, 1 rank, 0.0057 epochs of 2,801 tokens" in done.err
     assert f"weights from hf://lab/tiny@{SHA}" in done.err
     lock = Path("r/recipe.lock.toml").read_text()
     assert lock.count(f'"hf://lab/tiny@{SHA}"') == 2

@@ -92,7 +92,8 @@ def start_line(event: dict[str, Any]) -> str:
     world = event.get("world") or 1
     ranks = f"{world} rank{'s' if world != 1 else ''}"
     origin = f", from {Path(event['checkpoint']).name}" if event.get("checkpoint") else ""
-    return f"training on {event.get('device')}, {ranks}{mesh}{origin}"
+    epochs = f", {event['epochs']}" if event.get("epochs") else ""
+    return f"training on {event.get('device')}, {ranks}{mesh}{origin}{epochs}"
 
 
 def log_line(event: dict[str, Any]) -> str:

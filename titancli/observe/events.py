@@ -4,7 +4,7 @@ Every line has `version` (the format), `event`, `time` (UTC) and what the event 
 
 | event | fields |
 |---|---|
-| run_start | attempt, step, steps, world, mesh, device, checkpoint (null: from the start) |
+| run_start | attempt, step, steps, world, mesh, device, checkpoint and epochs (in words), which may be null |
 | step | step, steps, metrics |
 | validation | step, seconds, metrics |
 | checkpoint | step, path |
@@ -39,7 +39,9 @@ NEEDED: dict[str, dict[str, type]] = {
     "run_end": {"why": str, "time": str},
 }
 """By event, the fields without which it cannot be shown."""
-OPTIONAL: dict[str, dict[str, type]] = {"run_start": {"world": int, "mesh": dict, "checkpoint": str}}
+OPTIONAL: dict[str, dict[str, type]] = {
+    "run_start": {"world": int, "mesh": dict, "checkpoint": str, "epochs": str}
+}
 """By event, the fields that may be absent or null."""
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 BLOCK = 64 * 1024
@@ -98,7 +100,7 @@ class EventLogger:
         self._steps = steps
 
     def run_start(self, info: dict[str, Any]) -> None:
-        names = ("attempt", "step", "world", "mesh", "device", "checkpoint")
+        names = ("attempt", "step", "world", "mesh", "device", "checkpoint", "epochs")
         self._log.write("run_start", steps=self._steps, **{name: info.get(name) for name in names})
 
     def step_end(self, step: int, metrics: dict[str, float]) -> None:

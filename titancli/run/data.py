@@ -93,7 +93,7 @@ def epochs(recipe: Recipe, data: Source | None, engine: Engine) -> str | None:
     rows = recipe.training.local_batch_size * engine.settings.accumulation * engine.mesh.degrees.dp
     total = recipe.training.steps * rows * recipe.training.seq_len
     size = f"{tokens:,}" if counted else f"about {float(f'{tokens:.2g}'):,.0f}"
-    return f"epochs:    {total / max(tokens, 1):.2g}, of {size} tokens each"
+    return f"{total / max(tokens, 1):.2g} epochs of {size} tokens"
 
 
 def open_validation(

@@ -190,7 +190,7 @@ class Rank:
         """
         from titancli.engine import Engine
         from titancli.run import saving
-        from titancli.run.data import check_vocabulary, epochs, open_data, open_validation
+        from titancli.run.data import check_vocabulary, open_data, open_validation
 
         recipe = start.recipe
         tokenizer = None if recipe.tokenizer is None else build(recipe.tokenizer)
@@ -203,8 +203,6 @@ class Rank:
         self._engine = engine
         allow_drift = start.record["attempts"][-1].get("allow_drift", False)
         data = open_data(recipe, tokenizer, engine, start.checkpoint, allow_drift=allow_drift)
-        if self.is_main and (words := epochs(recipe, data, engine)) is not None:
-            logger.info(words)
         observers = self._observers = self._observe(start, engine, loggers, data)
         run = self._run_of(start, engine, tokenizer, stop)
         run.validation = open_validation(recipe, tokenizer, engine, observers)
@@ -352,7 +350,7 @@ class Rank:
         from titancli.observe.machine import machine
         from titancli.observe.observers import Observers
         from titancli.observe.peaks import device_name, device_peak
-        from titancli.run.data import identity_of
+        from titancli.run.data import epochs, identity_of
 
         recipe, attempts = start.recipe, start.record["attempts"]
         checkpoint = str(start.checkpoint) if start.checkpoint else None
@@ -365,6 +363,7 @@ class Rank:
         if self.is_main:
             here = {"machine": machine(), "data": None if data is None else identity_of(data.state)}
             self.folder.update_attempt(**found, checkpoint=checkpoint, **here)
+            found["epochs"] = epochs(recipe, data, engine)
         known = {"attempt": len(attempts), "checkpoint": checkpoint, "recipe": start.loaded.data}
         # The peaks are bf16's; a run that computes in fp32 has no utilisation of them.
         peak = device_peak(start.device) if recipe.training.mixed_precision_param == "bfloat16" else None
