@@ -167,7 +167,9 @@ def keep_sources(run: Path, attempt: Mapping[str, Any]) -> None:
             continue
         try:
             path.parent.mkdir(exist_ok=True)
-            path.write_bytes(data)
+            part = path.with_name(f".{path.name}.{os.getpid()}")
+            part.write_bytes(data)
+            os.replace(part, path)
         except OSError as error:
             raise EnvironmentProblem(
                 f"cannot write {path}: {error.strerror}", hint="free some space"

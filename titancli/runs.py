@@ -192,7 +192,7 @@ class ChangedMeanwhile(EnvironmentProblem):
 
     def __init__(self, folder: RunFolder) -> None:
         super().__init__(
-            f"another attempt has worked in {folder.path} meanwhile", hint="run the same command again"
+            f"another attempt has used {folder.path} in the meantime", hint="run the same command again"
         )
         self.folder = folder
 

@@ -231,6 +231,13 @@ def made(tmp_path: Path, rank: int = 1, **section: Any) -> Profiler:
     return Profiler(Profiling(ranks=[0], **section), tmp_path, **more)
 
 
+@pytest.mark.parametrize("steps", ["1e999", "99999999999999999999", '"many"'])
+def test_an_odd_request_ends_no_run(tmp_path: Path, steps: str) -> None:
+    (tmp_path / "profile.request").write_text(f'{{"id": "odd", "steps": {steps}}}')
+    wish = Requests(tmp_path).wish()
+    assert wish is None or int(wish) < 100
+
+
 def test_windows_end_at_multiples_and_a_request_waits_for_its_warmup(tmp_path: Path) -> None:
     scheduled = made(tmp_path, enable_profiling=True, profiler_active=2)
     assert steps_of(scheduled, 0, 30, {}) == [(9, 10), (19, 20), (29, 30)]

@@ -19,10 +19,12 @@ from tests.run import pool
 from tests.run.conftest import Finished, trained
 from titancli.checkpoint.format import files
 from titancli.errors import EnvironmentProblem
+from titancli.launch import LaunchRequest
+from titancli.launchers import local
 from titancli.provenance import package_versions
 from titancli.run import worker
 from titancli.run.worker import Place, Rank
-from titancli.runs import RunFolder
+from titancli.runs import ATTEMPT, ChangedMeanwhile, RunFolder
 
 Train = Callable[..., Finished]
 AGAIN = ("tiny.toml", "--run-dir", "r", "--resume", "training.steps=5")
@@ -200,6 +202,37 @@ def test_a_restart_with_rank_0_on_another_node_keeps_the_run_id(run: Path, tmp_p
         with ExitStack() as stack:
             Rank(folder, Place(restart=1), stack)._prepare(theirs, theirs.read_text())
         assert folder.record() == (before if attempts == 1 else record)
+
+
+def test_several_nodes_do_not_begin_where_another_attempt_has(run: Path, tmp_path: Path) -> None:
+    """Both were planned when there was none; no disk that all share has to lock files for that."""
+    folder, before = RunFolder(run), RunFolder(run).record()
+    theirs = tmp_path / "recipe.lock.toml"
+    shutil.copy(folder.recipe_lock, theirs)
+    theirs.with_name("run.json").write_text(json.dumps(before))
+    with ExitStack() as stack, pytest.raises(ChangedMeanwhile, match="run the same command again"):
+        Rank(folder, Place(restart=0), stack)._prepare(theirs, theirs.read_text())
+    assert folder.record() == before
+
+
+def test_a_launcher_records_no_outcome_of_another_attempt(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(run)
+    request = LaunchRequest(
+        run_folder=run,
+        lock_file=folder.recipe_lock,
+        checkpoint=None,
+        plugin_files=[],
+        nproc=1,
+        nnodes=1,
+        rdzv=None,
+        json_events=False,
+        traceback=False,
+    )
+    for token in ("another", folder.record()["attempts"][-1]["token"]):
+        folder.update_attempt(outcome=None)
+        monkeypatch.setenv(ATTEMPT, token)
+        local._record_outcome(request, lambda event: None, "failed", None, 2, "it fell over")
+        assert (folder.outcome() is None) == (token == "another")
 
 
 def other_versions(folder: Path, port: int) -> Any:

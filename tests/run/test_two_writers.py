@@ -171,7 +171,7 @@ def test_a_checkpoint_that_appears_between_the_plan_and_the_lock_is_used(
     monkeypatch.setattr(start, "make_folder", appears)
     done = train("tiny.toml", "--run-dir", "r", "--resume")
     assert done.code == 0, done.err
-    assert calls == [2, 4] and "another attempt has worked in" in done.err and "from step-4" in done.err
+    assert calls == [2, 4] and "another attempt has used" in done.err and "from step-4" in done.err
     assert done.err.count("\nrun folder: r\n") == 1
 
 

@@ -13,6 +13,7 @@ import xxhash
 from titancli.checkpoint.exclude import Exclusion
 from titancli.checkpoint.format.manifest import adapters_of, read_manifest
 from titancli.data.hub import Hosted
+from titancli.errors import EnvironmentProblem
 from titancli.recipe.find import url_of
 
 if TYPE_CHECKING:
@@ -39,6 +40,14 @@ class StartFrom:
     def is_remote(self) -> bool:
         """Whether `fetch` has to bring it to this machine."""
         return self._url is not None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether `folder` is on this machine."""
+        try:
+            return self.folder.exists()
+        except EnvironmentProblem:  # the Hub's cache does not have it
+            return False
 
     @property
     def folder(self) -> Path:
@@ -69,7 +78,7 @@ class StartFrom:
             Unreachable: the store refuses, or does not answer.
         """
         if (hosted := Hosted.of(self.source)) is not None:
-            say(f"{hosted.url} is downloaded, unless it lies in the cache")
+            say(f"downloading {hosted.url} (what is in the cache is not downloaded again)")
             hosted.fetch(weights=True)
         elif self._url is not None:
             from titancli.checkpoint.remote.transfer import take_unless_there

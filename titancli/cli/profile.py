@@ -18,7 +18,7 @@ OTHERS = 30.0
 
 @click.command("profile", short_help="Record traces of the next steps of a running run.")
 @click.argument("run", type=RunName())
-@click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Steps to record.")
+@click.option("--steps", type=click.IntRange(1, 20), default=3, show_default=True, help="Steps to record.")
 @click.option("--memory", is_flag=True, help="Also take a memory snapshot (CUDA).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(run: Path, steps: int, memory: bool, as_json: bool) -> None:

@@ -143,9 +143,9 @@ def load_weights(
     """
     from titancli.checkpoint.base import base_of, require_base
 
-    folder = start.folder
-    if not folder.exists():  # a run whose start needed none of it, and whose reference does
+    if not start.is_here:  # a run whose start needed none of it, and whose reference does
         start.fetch(logger.info)
+    folder = start.folder
     told = told_adapters(adapters, folder)
     base = folder if told is None else require_base(told, folder)
     _load_base(recipe, replace(start, source=base), form, tensors, known)

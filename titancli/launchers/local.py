@@ -35,7 +35,7 @@ from titancli.observe.console import Console, JsonLines
 from titancli.observe.events import EventLog, Listener, Tail
 from titancli.observe.panel import Panel, watcher_for
 from titancli.process import copy_into, rank_log
-from titancli.runs import RunFolder, TakenOver, timestamp
+from titancli.runs import ATTEMPT, RECORD_NAME, RunFolder, TakenOver, timestamp
 from titancli.signals import heeded, say
 
 POLL_SECONDS = 0.1
@@ -361,6 +361,15 @@ def _last_lines(log: Path) -> list[str]:
     return lines[begins + 1 :][-LAST_LINES:]
 
 
+def _token(request: LaunchRequest) -> str | None:
+    """That of the attempt which this command has planned."""
+    if own := os.environ.get(ATTEMPT):
+        return own
+    record: dict[str, Any] = json.loads(request.lock_file.with_name(RECORD_NAME).read_text(encoding="utf-8"))
+    token: str | None = record["attempts"][-1].get("token")
+    return token
+
+
 def _record_outcome(
     request: LaunchRequest,
     watcher: Listener,
@@ -372,6 +381,9 @@ def _record_outcome(
     """Write the outcome that no worker could write, and tell it as the run's last event."""
     folder = request.folder
     if not folder.record_file.exists() or folder.outcome() is not None:
+        return
+    newest = folder.record()["attempts"][-1]
+    if newest.get("token") != _token(request):  # another attempt's, or one that another node records
         return
     name = signal.Signals(number).name if number is not None else None
     outcome: dict[str, Any] = {"why": why, "signal": name, "step": step, "checkpoint": None, "metrics": {}}

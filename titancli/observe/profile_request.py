@@ -22,6 +22,9 @@ ANSWER = "profile.json"
 EVERY = 0.5
 """Seconds between two looks of rank 0 at the folder, which may lie on a slow disk."""
 
+MAX_STEPS = 20
+"""A rank that writes a longer trace is missed by the others, who wait for it in the next step."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -58,10 +61,10 @@ class Requests:
         try:
             asked = json.loads(self._file.read_text(encoding="utf-8"))
             self._id = str(asked["id"])
-            wish = Wish(max(1, int(asked["steps"])), bool(asked.get("memory")))
+            wish = Wish(min(max(1, int(asked["steps"])), MAX_STEPS), bool(asked.get("memory")))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             logger.warning("%s cannot be read and is ignored: %s", self._file, error)
             self._remove()
             return None

@@ -213,7 +213,7 @@ class Profiling:
     """Folder of traces in the run folder: step-N/rank-M.json.gz."""
     profile_freq: Annotated[int, Gt(0)] = 10
     """Steps between two traces; each ends at a multiple of it. The same for memory snapshots."""
-    profiler_active: Annotated[int, Gt(0)] = 1
+    profiler_active: Annotated[int, Gt(0), Le(20)] = 1
     """Steps in a trace."""
     profiler_warmup: Annotated[int, Ge(0)] = 3
     """Steps before a trace in which the profiler runs, but does not record."""

@@ -141,9 +141,12 @@ def _pins(request: Request, recipe: Recipe, before: Recipe | None = None) -> lis
         if hosted is None or hosted.is_pinned or request.dry_run:
             continue
         pinned = known.get(key)
-        if pinned is None or pinned.repository != hosted.repository:
-            request.say(f"looking for {hosted.url}")
+        anew = hosted.revision is not None and (request.allow_drift or request.from_scratch)
+        if pinned is None or pinned.repository != hosted.repository or anew:
+            request.say(f"looking up the commit of {hosted.url}")
             pinned = hosted.fetch(weights=key == "weights")
+        elif hosted.revision is not None:
+            request.say(f"{key}: the run keeps {pinned.url}; --allow-drift takes {hosted.url} as it is now")
         overrides.append(f'{key}="{pinned.url}"')
     return overrides
 

@@ -61,6 +61,9 @@ def _launch(plan: Plan, request: LaunchRequest, announce: Callable[[RunFolder], 
     launcher = plan.loaded.recipe.launcher
     launch = load_target(component_info(launcher).target)
     if request.nnodes > 1:
+        # Attempts alone: checkpoints may change while other nodes take them from a store.
+        if plan.seen is not None and plan.seen[0] != history(plan.folder)[0]:
+            raise ChangedMeanwhile(plan.folder)
         announce(plan.folder)
         with tempfile.TemporaryDirectory(prefix="titan-") as own:
             lock_file = Path(own) / LOCK_NAME

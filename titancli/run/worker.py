@@ -176,6 +176,7 @@ class Rank:
             self._observers.run_end(outcome)
             outcome = {**outcome, "metrics": self._observers.latest}
         if self.is_main:
+            Claim.of(self.folder, record).check()  # the newest attempt may be another's by now
             self.folder.update_attempt(outcome=plain(outcome), ended=timestamp())
         return outcome
 
@@ -292,6 +293,8 @@ class Rank:
         self._stack.callback(self.folder.hold().release)
         record = json.loads(lock_file.with_name(RECORD_NAME).read_text(encoding="utf-8"))
         if len(self.folder.record().get("attempts", [])) >= len(record["attempts"]):
+            if not self.place.restart:  # another one has begun since this was planned
+                raise ChangedMeanwhile(self.folder)
             return  # after a restart: rank 0 may be on another node, whose command has made up another run_id
         attempt = record["attempts"][-1]
         planned = 0 if self.place.restart or attempt["from_scratch"] else attempt["serial"]
