@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import resource
@@ -92,6 +93,22 @@ def test_the_tail_waits_for_a_file_that_is_not_there_yet(tmp_path: Path) -> None
     assert list(tail.poll()) == []
     EventLog(tmp_path / "events.jsonl").write("run_start")
     assert [event["event"] for event in tail.poll()] == ["run_start"]
+
+
+def test_the_tail_goes_on_after_a_disk_that_failed_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    tail = Tail(tmp_path / "events.jsonl")
+    log.write("log", level="info", message="one")
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("builtins.open", fails)
+        assert list(tail.poll()) == []
+    assert [event["message"] for event in tail.poll()] == ["one"]
 
 
 def test_warnings_of_titan_become_events(tmp_path: Path) -> None:

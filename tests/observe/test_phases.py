@@ -90,6 +90,20 @@ def test_a_phase_that_raises_ends_there(clock: list[float]) -> None:
     assert recorder.steps[1]["time/other"] == 2.0
 
 
+def test_a_clock_that_fails_after_an_error_hides_it_not(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As each call does on a device that is lost."""
+    phases.start(torch.device("cpu"))
+
+    def lost() -> None:
+        raise RuntimeError("device-side assert")
+
+    monkeypatch.setattr(phases, "leave", lost)
+    with pytest.raises(ValueError, match="first"), phase("forward"):
+        raise ValueError("first")
+
+
 def test_only_the_thread_of_the_run_is_counted(clock: list[float]) -> None:
     def elsewhere() -> None:
         with phase("upload"):

@@ -131,6 +131,22 @@ def test_a_validation_between_two_logged_steps_is_a_point_of_its_own(tmp_path: P
     assert dict(found.times.ordered()) == pytest.approx({"forward": 8, "evaluation": 6, "save": 1})
 
 
+def test_tokens_count_whatever_is_evaluated_between_logged_steps(tmp_path: Path) -> None:
+    def rated(number: int, second: float) -> dict[str, Any]:
+        return step(number, second, tokens_per_second=100.0, step_seconds=1.0)
+
+    between = event("validation", 15, step=15, seconds=1.0, metrics={"validation/books/loss": 3.0})
+    found = history(tmp_path / "r", [began(0), rated(10, 10), between, rated(20, 21)], [])
+    assert list(found.tokens) == [1000, 1000, 2000]
+
+
+def test_a_run_that_logged_nothing_is_no_end_of_a_report_of_several(tmp_path: Path) -> None:
+    good = make(tmp_path / "good", [began(0), step(1, 1, skipped_steps=0.0)], [])
+    failed = make(tmp_path / "failed", [event("run_end", 1, why="failed", error="odd")], [])
+    runs = view.open_runs([summarize(run) for run in (good, failed)])
+    assert "skipped_steps" not in view.metrics_of(runs)
+
+
 def test_a_run_that_is_going_on_is_shown_up_to_now(tmp_path: Path) -> None:
     run = make(tmp_path / "r", [began(1), step(1, 2, **phases(forward=1.0))], [attempt()])
     hold = RunFolder(run).hold()

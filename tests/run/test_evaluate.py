@@ -142,7 +142,7 @@ def test_what_it_cannot_evaluate_is_refused_by_name(
         ("nowhere",): (5, "nowhere does not exist"),
         (str(here),): (5, "is not a run, a checkpoint or a Hugging Face folder"),
         ("r", "--step", "3"): (5, "r has no checkpoint of step 3"),
-        ("r/checkpoints/step-2", "--step", "2"): (2, "--step selects a checkpoint of a run"),
+        ("r/checkpoints/step-2", "--step", "2"): (2, "--step needs a run, but"),
         ("r", "--data", "gone.txt"): (5, "validation.datasets.gone.paths: "),
         ("r", "r"): (2, "eval takes one run, checkpoint or folder, not r and r"),
         ("r", "--data", "held-out.txt", "mesh.tp=3"): (3, "mesh.tp"),

@@ -16,7 +16,8 @@ import pytest
 from tests.cli.conftest import Done
 from titancli import registry
 from titancli.cli import main
-from titancli.cli.sweep import _exit_code
+from titancli.cli.common import Common
+from titancli.cli.sweep import _command, _exit_code
 from titancli.errors import EnvironmentProblem, UsageError
 from titancli.run import jobs as jobs_module
 from titancli.run.jobs import Jobs, shares
@@ -242,6 +243,11 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jobs_module, "POLL_SECONDS", 0.01)
     return tmp_path
+
+
+def test_a_job_blocks_the_plugins_that_the_sweep_does(in_folder: Path) -> None:
+    command = _command(job(in_folder, "a", "resume"), None, Common(blocked=("titan-muon",)))
+    assert command[command.index("-p") + 1] == "no:titan-muon"
 
 
 def test_a_finished_job_is_not_started_and_one_that_had_failed_is_started_once(in_folder: Path) -> None:

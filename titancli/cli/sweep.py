@@ -17,7 +17,7 @@ from titancli.cli.common import Common, split_overrides
 from titancli.cli.completion import RecipeOrOverride
 from titancli.cli.output import note, print_json, printable, short_path, table
 from titancli.cli.train import NumberOrAuto
-from titancli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TitanError, UsageError
+from titancli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
 from titancli.runs import RunFolder, runs_root, write_atomically
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def command(
 def _command(job: Job, nproc: int | str | None, common: Common) -> list[str]:
     from titancli.run.jobs import titan
 
-    plugins = [*map(str, common.plugin_files), *common.blocked]
+    plugins = [*map(str, common.plugin_files), *(f"no:{name}" for name in common.blocked)]
     return titan(
         *("train", str(job.recipe), "--run-dir", str(job.folder.path), "--resume"),
         *(() if nproc is None else ("--nproc", str(nproc))),
@@ -175,8 +175,8 @@ def _report(folder: Path, runs: Sequence[Path]) -> None:
         html = page.html(view.open_runs([summarize(run) for run in runs]), "step")
         write_atomically(folder / "report.html", html)
         note(f"report:   {short_path(folder / 'report.html')}")
-    except TitanError as error:
-        note(f"there is no report: {error}")
+    except Exception as error:  # the runs are what counts: no report decides how a sweep ends
+        note(f"there is no report: {error or type(error).__name__}")
 
 
 def _result(job: Job, code: int | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +102,9 @@ def _only_rank(request: LaunchRequest, watcher: Panel | Console | JsonLines) -> 
                 listeners=(watcher, Console(log)),
             )
         except BaseException:
-            watcher.close()  # the panel may stand in front of the streams
             log.write(traceback.format_exc())
+            with suppress(OSError):  # whoever read what is printed may be gone
+                watcher.close()  # the panel may stand in front of the streams
             raise
 
 
@@ -198,7 +199,8 @@ def _follow(
         signals.hand_on(agent)
         time.sleep(POLL_SECONDS)
     if watched:
-        watcher.close()
+        with suppress(OSError):
+            watcher.close()
     return step
 
 

@@ -157,7 +157,7 @@ class Tail:
             with open(self._path, "rb") as file:
                 file.seek(self._offset)
                 data = file.read()
-        except FileNotFoundError:
+        except OSError:  # it is not there yet, or a network disk fails for a moment
             return
         whole = data.rfind(b"\n") + 1
         self._offset += whole

@@ -44,6 +44,8 @@ SECONDS = 0.25
 WIDTH = 100
 SMALLEST = (60, 9)
 """Columns and lines under which one status line takes the panel's place."""
+ROWS = 7
+"""Lines of a panel without what was evaluated, and the one below it."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 ERASE = "\r\x1b[J"
 
@@ -208,7 +210,8 @@ class Panel:
         body.add_row(table)
         if self._validated is not None:
             at = f"(step {self._validated['step']:,})"
-            for words in validation_figures(numbers(self._validated)):
+            room = max(0, shutil.get_terminal_size().lines - ROWS)
+            for words in validation_figures(numbers(self._validated))[:room]:
                 body.add_row(Text(f"validation {words} {at}", overflow="ellipsis", no_wrap=True))
         return Box(
             body,

@@ -132,7 +132,11 @@ class phase:
         if self._record is not None:
             self._record.__exit__(*error)
         if self._counted and phases.counting:
-            phases.leave()
+            try:
+                phases.leave()
+            except Exception:
+                if error[1] is None:  # else the device is lost, and what was raised first says why
+                    raise
 
 
 def _recorded(name: str) -> Any:

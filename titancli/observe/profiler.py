@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -198,7 +199,7 @@ class Profiler:
         )
 
     def _write(self, window: Window, recorder: Any) -> None:
-        if window.last < window.first:  # the run was stopped during the warm-up
+        if window.last < window.first or window.error:  # the run was stopped during the warm-up, or it failed
             return
         folder = self._trace_folder(window)
         folder.mkdir(parents=True, exist_ok=True)
@@ -215,7 +216,10 @@ class Profiler:
             action()
         except Exception as error:
             window.error = window.error or f"{type(error).__name__}: {error}".partition("\n")[0]
-            window.recorder, phases.traced = None, False
+            recorder, window.recorder, phases.traced = window.recorder, None, False
+            if recorder is not None:
+                with suppress(Exception):  # it failed already; what it records must not go on growing
+                    recorder.stop()
 
     # ------------------------------------------------------------------------------------------ snapshots
 

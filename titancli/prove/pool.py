@@ -50,6 +50,8 @@ class Pool:
 
         An answer has `status`; it is `failed` where a rank raised, died or hung.
         """
+        if any(process.poll() is not None for process in self.processes):
+            self.close()  # one died while it waited
         self._start(ranks)
         self._asked += 1
         job = {**job, "world": ranks, "store": str(self.folder / f"store-{self._asked}")}

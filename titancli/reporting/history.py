@@ -53,6 +53,8 @@ class History:
         """Trained on up to here, over all ranks; NaN where the run does not say."""
         self.seconds = array("d")
         """In training up to here, with evaluations and saves."""
+        self._counted = array("d")
+        """The step up to which `tokens` counts: an evaluation may have a row of its own."""
         self.columns: dict[str, Column] = {}
         self.checkpoints: dict[int, float] = {}
         """By step, when it was complete (seconds since 1970)."""
@@ -84,12 +86,13 @@ class History:
     # ---------------------------------------------------------------------------------------- reading
 
     def add_row(self, step: int, metrics: Mapping[str, float | None], interval: Interval) -> None:
-        row, before = len(self.step), self.step[-1] if self.step else 0.0
+        row, before = len(self.step), self._counted[-1] if self._counted else 0.0
         rate, each = metrics.get("tokens_per_second"), metrics.get("step_seconds")
         trained = NAN if rate is None or each is None else rate * each * (step - before)
         self.tokens.append((self.tokens[-1] if self.tokens else 0.0) + trained)
         self.seconds.append((self.seconds[-1] if self.seconds else 0.0) + interval.wall)
         self.step.append(step)
+        self._counted.append(step)
         self._intervals.append(interval)
         self.done = step
         self.add_metrics(row, metrics)
@@ -98,6 +101,7 @@ class History:
         """What was evaluated after a step, which may not have been logged itself."""
         if not self.step or self.step[-1] < step:
             self.step.append(step)
+            self._counted.append(self._counted[-1] if self._counted else 0.0)
             self.tokens.append(self.tokens[-1] if self.tokens else 0.0)
             self.seconds.append(self.seconds[-1] if self.seconds else 0.0)
             self._intervals.append(Interval(0.0, 1.0))
@@ -122,7 +126,7 @@ class History:
                 began = self.step[row] - interval.steps  # the first of them may have begun before that step
                 kept = max(0.0, step - began) / interval.steps
                 self.times.lose(interval, self._phases_of(row), kept)
-        for values in (self.step, self.tokens, self.seconds, self._intervals):
+        for values in (self.step, self.tokens, self.seconds, self._counted, self._intervals):
             del values[keep:]
         for column in self.columns.values():
             column.truncate(keep)

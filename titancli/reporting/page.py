@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -106,9 +107,9 @@ def _marks(runs: Sequence[view.Run], by: str) -> list[float]:
     if len(runs) > 1:
         return []
     history = runs[0].history
-    steps, places = list(history.step), history.axis(by)
+    steps, places = history.step, history.axis(by)
     return [
-        float(places[max(n for n, step in enumerate(steps) if step <= resumed)])
+        float(places[bisect_right(steps, resumed) - 1])
         for resumed in history.resumed
         if steps and steps[0] <= resumed
     ]

@@ -113,7 +113,7 @@ def is_validation_loss(name: str) -> bool:
 
 def _worth(runs: Sequence[Run], name: str) -> bool:
     """A count that stays 0 draws nothing."""
-    return name != "skipped_steps" or any(any(run.history.columns[name].values) for run in runs)
+    return name != "skipped_steps" or any(any(run.history.series(name, "step")[1]) for run in runs)
 
 
 def curve(run: Run, number: int, name: str, by: str, points: int = POINTS) -> Curve:

@@ -75,7 +75,7 @@ def find_source(src: Path, step: int | None, say: Callable[[str], None]) -> Sour
             raise EnvironmentProblem(f"{src} has no {what}", hint=f"there are: {there}" if there else None)
         return Source(_recipe_of(found), found, f"step-{read_manifest(found).step} of {src}")
     if step is not None:
-        raise UsageError(f"--step selects a checkpoint of a run, and {src} is none", hint="remove --step")
+        raise UsageError(f"--step needs a run, but {src} is not one", hint="remove --step")
     if is_checkpoint(src):
         return Source(_recipe_of(src.absolute()), src.absolute(), str(src))
     if not (src / "config.json").is_file():

@@ -170,7 +170,12 @@ class Rank:
             outcome = self.train(start, loggers, stop)
         except Exception as error:
             if is_out_of_memory(error):
-                raise self._out_of_memory(error, start) from error
+                try:
+                    told = self._out_of_memory(error, start)
+                except Exception:  # no advice is worth the error itself
+                    logger.debug("no advice on memory", exc_info=True)
+                    raise error from None
+                raise told from error
             raise
         if self._observers is not None:
             self._observers.run_end(outcome)

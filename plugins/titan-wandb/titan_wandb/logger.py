@@ -87,7 +87,7 @@ def last_step(events: Path) -> int:
                 event = json.loads(line)
             except ValueError:
                 continue  # its writer was killed
-            if isinstance(event, dict) and event.get("event") == "step":
+            if isinstance(event, dict) and event.get("event") in ("step", "validation"):
                 last = max(last, event["step"])
     return last
 
