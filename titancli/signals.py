@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 
 from titancli.errors import EXIT_INTERRUPTED
@@ -16,6 +17,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 """SIGHUP comes when the terminal of a run goes away, for one with a lost SSH session."""
 ASKED_TO_STOP = "TITAN_ASKED_TO_STOP"
 """The environment variable that names a signal to ranks that were started after it had come."""
+STOPPING = ContextVar("STOPPING", default="stopping after this step and saving a checkpoint")
+"""What the user is told that a signal does."""
 
 
 class Stop:
@@ -43,7 +46,7 @@ class Stop:
             self._interrupted = self._interrupted or name == "SIGINT"
             if leave and (self.requested is None or name == "SIGINT"):
                 again = "; press Ctrl-C again to exit now" if name == "SIGINT" else ""
-                _tell(f"{name}: stopping after this step and saving a checkpoint{again}")
+                _tell(f"{name}: {STOPPING.get()}{again}")
             self.requested = self.requested or name
 
         before = {number: signal.signal(number, handle) for number in heeded()}

@@ -277,6 +277,25 @@ def test_data_that_cannot_be_read_any_more_do_not_end_a_run(
     data.broken = False
     validation.between(3, lambda: False)
     assert [step for step, metrics in told.events if metrics] == [1, 3]
+    # A resumed run, or one without an evaluation at the start, has something to lose; `titan eval` has not.
+    data.broken = True
+    validation, told = schedule(engine, data, freq=4)
+    validation.between(3, lambda: False)
+    validation.between(4, lambda: False)
+    assert "step 4 was not evaluated, training continues: validation.datasets.x: a row" in caplog.text
+    with pytest.raises(TitanError, match="a row of 13 tokens"):
+        validation.alone(4, lambda: False)
+
+
+def test_no_rank_waits_for_another_to_measure_the_text(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("titancli.distributed.process_group.on_rank_zero", None)
+    data = held_out(tmp_path / "few.jsonl", '{"text": "äbc"}\n')
+    validation, told = schedule(engine, data)
+    assert validation.alone(0, lambda: False)
+    [(_, metrics)] = told.events
+    assert (metrics["validation/x/tokens"], metrics["validation/x/bytes"]) == (4, 4)
 
 
 # ------------------------------------------------------------------------------------------ whole runs

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from tests.ranks import Ranks
 from tests.run.conftest import Finished, here, on_pool, train  # noqa: F401 - fixtures
 from titancli import registry
 from titancli.cli import main
+from titancli.loops.validation import Evaluation, Result
 from titancli.observe.events import read_events
 
 SET = 'validation.datasets.held_out={type="text_files", paths=["held-out.txt"]}'
@@ -34,6 +39,12 @@ def evaluate(here: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Fin
     return run
 
 
+def temporary(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Let temporary folders be made in `tmp`."""
+    (here / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(here / "tmp"))
+
+
 def validated(run: Path) -> dict[int, dict[str, float]]:
     """What a run's own evaluations said, by step."""
     events = (e for e in read_events(run / "events.jsonl") if e["event"] == "validation")
@@ -47,7 +58,8 @@ def test_it_gives_what_validation_gave_at_that_step_on_any_layout(
     here: Path,  # noqa: F811
     ranks: Ranks,
 ) -> None:
-    assert train("tiny.toml", "--run-dir", "r", *SMALL).code == 0
+    # Two ranks of two rows each could not train with this batch.
+    assert train("tiny.toml", "--run-dir", "r", *SMALL, "training.global_batch_size=2").code == 0
     Path("text.txt").unlink()  # the data of training are not needed
     own = validated(here / "r")
     done = evaluate("r", "--json")
@@ -135,8 +147,10 @@ def test_what_it_cannot_evaluate_is_refused_by_name(
     train: Callable[..., Finished],  # noqa: F811
     evaluate: Callable[..., Finished],
     here: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert train("tiny.toml", "--run-dir", "r", "training.steps=2").code == 0
+    temporary(here, monkeypatch)
     cases: dict[tuple[str, ...], tuple[int, str]] = {
         ("r",): (2, "there is nothing to evaluate: the recipe has no [validation.datasets]"),
         ("nowhere",): (5, "nowhere does not exist"),
@@ -146,12 +160,45 @@ def test_what_it_cannot_evaluate_is_refused_by_name(
         ("r", "--data", "gone.txt"): (5, "validation.datasets.gone.paths: "),
         ("r", "r"): (2, "eval takes one run, checkpoint or folder, not r and r"),
         ("r", "--data", "held-out.txt", "mesh.tp=3"): (3, "mesh.tp"),
+        ("r", "--data", "held-out.txt", "training.global_batch_size=3"): (3, "training.global_batch_size"),
         ("r", "--data", "held-out.txt", "training.seq_len=x"): (3, "training.seq_len must be an integer"),
     }
     for arguments, (code, words) in cases.items():
         done = evaluate(*arguments)
         assert done.code == code and words in done.err, (arguments, done)
-    assert not (here / "r/evaluations").exists()
+    assert not (here / "r/evaluations").exists() and not list((here / "tmp").iterdir())
     (here / "empty.txt").write_text("")
     done = evaluate("r", "--data", "empty.txt")
     assert done.code == 5 and "validation.datasets.empty: " in done.err, done
+
+
+def test_a_signal_ends_it_without_results_and_numbers_that_are_not_finite_are_text(
+    train: Callable[..., Finished],  # noqa: F811
+    evaluate: Callable[..., Finished],
+    here: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert train("tiny.toml", "--run-dir", "r", *SMALL, "training.steps=2").code == 0
+    temporary(here, monkeypatch)
+    go = Evaluation.__call__
+    for name, code in {"SIGINT": 130, "SIGTERM": 75}.items():
+
+        def signalled(self: Evaluation, *arguments: Any, name: str = name) -> Any:
+            os.kill(os.getpid(), getattr(signal, name))
+            return go(self, *arguments)
+
+        monkeypatch.setattr(Evaluation, "__call__", signalled)
+        done = evaluate("r", "--json")
+        assert (done.code, done.out) == (code, "")
+        assert f"{name}: stopping the evaluation" in done.err and "saving" not in done.err
+        assert not (here / "r/evaluations").exists() and not list((here / "tmp").iterdir())
+
+    found = Result({"loss": math.nan, "perplexity": math.inf}, 3.0)
+    monkeypatch.setattr(Evaluation, "__call__", lambda *arguments: found)
+    done = evaluate("r", "--json")
+    assert done.code == 0, done.err
+    assert evaluate("r").out.startswith("held_out: loss nan, perplexity inf, tokens 3")
+    [row] = json.loads(done.out, parse_constant=pytest.fail)["evaluations"]
+    kept = (here / "r/evaluations/step-2/held_out.json").read_text()
+    assert json.loads(kept, parse_constant=pytest.fail)["metrics"] == row["metrics"]
+    assert (row["metrics"]["loss"], row["metrics"]["perplexity"]) == ("NaN", "Infinity")

@@ -274,6 +274,8 @@ def test_memory_that_runs_out_leaves_a_snapshot(tmp_path: Path, monkeypatch: pyt
         ("profiling.profile_freq=2", "profiler_warmup + profiler_active = 4 steps do not fit into 2"),
         ("profiling.save_traces_folder=../x", "'../x' cannot be the name of a folder in the run folder"),
         ("profiling.save_traces_folder=logs", "'logs' cannot be the name of a folder"),
+        ("profiling.save_traces_folder=evaluations", "'evaluations' cannot be the name of a folder"),
+        ("profiling.save_traces_folder=sources", "'sources' cannot be the name of a folder"),
         ("profiling.save_traces_folder=memory_snapshot", "this is the folder of the traces"),
         ("profiling.ranks=[0,1]", "there is no rank 1: ranks are numbered from 0 to 0"),
     ],

@@ -46,6 +46,7 @@ def command(
     titan eval runs/mine --data book.txt --nproc 2 mesh.tp=2
     titan eval ./Qwen3-0.6B --data book.txt training.seq_len=4096
     """
+    from titancli.observe.events import plain
     from titancli.run.evaluate import find_source, keep, load, run
 
     sources, overrides = split_overrides(arguments)
@@ -74,7 +75,7 @@ def command(
     if as_json:
         about = {"source": str(sources[0]), "step": source.step}
         about["checkpoint"] = None if source.checkpoint is None else str(source.checkpoint)
-        print_json("evaluation", {**about, "evaluations": rows})
+        print_json("evaluation", plain({**about, "evaluations": rows}))
         return 0
     for row in rows:
         figures = [f"{key.replace('_', ' ')} {_figure(key, value)}" for key, value in row["metrics"].items()]

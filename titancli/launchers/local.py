@@ -36,7 +36,7 @@ from titancli.observe.events import EventLog, Listener, Tail
 from titancli.observe.panel import Panel, watcher_for
 from titancli.process import copy_into, rank_log
 from titancli.runs import ATTEMPT, RECORD_NAME, RunFolder, TakenOver, timestamp
-from titancli.signals import heeded, say
+from titancli.signals import STOPPING, heeded, say
 
 POLL_SECONDS = 0.1
 LAST_LINES = 15
@@ -268,7 +268,7 @@ class _Signals:
                 say("\ninterrupted again: exiting now")
             else:
                 more = "; press Ctrl-C again to exit now" if number == signal.SIGINT else ""
-                say(f"\n{name}: stopping after this step and saving a checkpoint{more}")
+                say(f"\n{name}: {STOPPING.get()}{more}")
             agent.send_signal(number)
             if again:
                 _end(agent, KILL_SECONDS)

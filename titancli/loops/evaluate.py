@@ -26,9 +26,10 @@ def build(
 
 
 def evaluate(engine: Engine, run: Run, step: int) -> None:
-    """Evaluate each dataset, and stop."""
+    """Evaluate each dataset, and stop; a signal ends it early."""
     if run.validation is None:
         return
     if "reference_row_logprobs" in with_defaults(LossDefaults, engine.loss).needs:
         run.validation.prepare = Referenced(engine, run)
-    run.validation.alone(step)
+    if not run.validation.alone(step, run.asked_to_stop):
+        run.is_to_stop()

@@ -106,21 +106,23 @@ class Run:
         Raises:
             EnvironmentProblem: a checkpoint could not be written, and the recipe wants that to end the run.
         """
-        if self._is_to_stop() or step >= self.steps:
+        if self.is_to_stop() or step >= self.steps:
             return False
         # An evaluation takes its time.
-        evaluated = self.validation is not None and self.validation.between(step, self._asked_to_stop)
-        if evaluated and self._is_to_stop():
+        evaluated = self.validation is not None and self.validation.between(step, self.asked_to_stop)
+        if evaluated and self.is_to_stop():
             return False
         if self.profiler is not None:
             self.profiler.before_step(step, self._wish)
         return True
 
-    def _asked_to_stop(self) -> bool:
+    def asked_to_stop(self) -> bool:
+        """Return whether this rank got a signal."""
         return self.stop.requested is not None
 
-    def _is_to_stop(self) -> bool:
-        """Whether a signal, or what went wrong, ends the run before the next step. Collective."""
+    def is_to_stop(self) -> bool:
+        """Return whether a signal, or what went wrong, ends the run before the next step; `why` says which.
+        Collective."""
         self.signal, failed, too_many, self._wish = self._agree()
         if failed:  # on some rank; the others' threads are about to hear of it
             self._settle()
@@ -194,7 +196,7 @@ class Run:
         if self.guard is not None and self.why == "skipped":
             raise self.guard.verdict(f"checkpoints/step-{self.saved_step}" if self.checkpoints else None)
         if self.validation is not None and self._steps_here and self.why != "skipped":
-            self.validation.at_end(engine.step, self._asked_to_stop, stopped_at=self._stopped_at)
+            self.validation.at_end(engine.step, self.asked_to_stop, stopped_at=self._stopped_at)
 
     def saved(self, step: int) -> None:
         """A checkpoint is complete."""

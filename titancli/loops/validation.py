@@ -68,7 +68,7 @@ class Validation:
         self._evaluated: int | None = None
         self._seconds: float | None = None
         """Of the last evaluation."""
-        self._counts = False
+        self._alone = False
 
     @property
     def prepare(self) -> Callable[[Batch], Batch]:
@@ -111,35 +111,40 @@ class Validation:
         deadline = time.monotonic() + left
         self._run(step, lambda: time.monotonic() > deadline)
 
-    def alone(self, step: int) -> None:
-        """Evaluate, with the number of tokens and, where the text is known, its bytes. Collective."""
-        self._counts = True
-        self._run(step, lambda: False)
+    def alone(self, step: int, asked_to_stop: Callable[[], bool]) -> bool:
+        """Evaluate, with the number of tokens and, where the text is known, its bytes. Collective.
 
-    def _run(self, step: int, cancelled: Callable[[], bool]) -> None:
+        Returns:
+            Whether it came to its end; it does not if a signal came.
+        """
+        self._alone = True
+        return self._run(step, asked_to_stop)
+
+    def _run(self, step: int, cancelled: Callable[[], bool]) -> bool:
         with phase("evaluation"):
-            self._run_timed(step, cancelled)
+            return self._run_timed(step, cancelled)
 
-    def _run_timed(self, step: int, cancelled: Callable[[], bool]) -> None:
+    def _run_timed(self, step: int, cancelled: Callable[[], bool]) -> bool:
         began = time.perf_counter()
         metrics: dict[str, float] = {}
         for name, evaluation in self._evaluate.items():
             try:
                 found = evaluation(self._section.steps, cancelled)
             except UnreadableData as error:
-                if self._seconds is None:  # the first time: a mistake, and not much is lost
+                if step == 0 or self._alone:  # a mistake, and nothing that was trained is lost
                     raise
                 logger.warning("step %d was not evaluated, training continues: %s", step, error.message)
                 continue
             if found is None:
                 logger.info("stopped: the evaluation of step %d was abandoned", step)
                 self._observers.pause(time.perf_counter() - began)
-                return
-            counts = evaluation.counts(found, self._section.steps) if self._counts else {}
+                return False
+            counts = evaluation.counts(found, self._section.steps) if self._alone else {}
             metrics |= {f"validation/{name}/{key}": value for key, value in (found.metrics | counts).items()}
         seconds = time.perf_counter() - began
         self._evaluated, self._seconds = step, max(process_group.all_gather(seconds))
         self._observers.validated(step, metrics, seconds)
+        return True
 
 
 class Evaluation:
@@ -191,7 +196,8 @@ class Evaluation:
         counts = {"tokens": found.weight}
         if steps is None and isinstance(self._data, PackedDataset):
             with collector.muted():
-                size = process_group.on_rank_zero(self._data.text_bytes)
+                # On every rank: none waits for another, which a long text may take longer than is allowed.
+                size = self._data.text_bytes()
             bits = found.metrics["loss"] * found.weight / math.log(2)
             counts |= {"bits_per_byte": bits / size, "bytes": float(size)}
         return counts

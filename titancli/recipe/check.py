@@ -224,7 +224,7 @@ def _add(
 # ------------------------------------------------------------------------------------ what a checkpoint holds
 
 
-TAKEN = ("checkpoints", "exports", "logs", "rollouts")
+TAKEN = ("checkpoints", "evaluations", "exports", "logs", "rollouts", "sources")
 """Folders of a run that hold something else."""
 PARTS = {
     "model": "the weights",

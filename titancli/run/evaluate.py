@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from titancli.checkpoint.format.manifest import LOCK, is_checkpoint, newest_good, read_manifest
-from titancli.errors import EXIT_FAILED, EnvironmentProblem, UsageError
+from titancli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, EnvironmentProblem, UsageError
 from titancli.launch import LaunchRequest
 from titancli.launchers.devices import visible_gpus
+from titancli.observe.events import plain
 from titancli.recipe import Loaded, load_recipe, lock_text
 from titancli.recipe.find import LOCK_HEADER
 from titancli.run.inputs import require_inputs
 from titancli.run.prepare import Plan
 from titancli.run.start import count_processes, start
 from titancli.runs import RunFolder, timestamp, write_atomically
+from titancli.signals import STOPPING
 from titancli.version import __version__
 
 T = TypeVar("T")
@@ -151,7 +153,9 @@ def recipe_of(
     if source.checkpoint is not None:
         loop = {**loop, "checkpoint": str(source.checkpoint)}
     data = {key: value for key, value in source.recipe.items() if key not in LEFT_OUT}
-    data |= {"name": "eval", "loop": loop, "validation": validation or {}}
+    # The run's batch need not fit the ranks that evaluate.
+    training = {k: v for k, v in data["training"].items() if k != "global_batch_size"}
+    data |= {"name": "eval", "loop": loop, "validation": validation or {}, "training": training}
     with tempfile.TemporaryDirectory(prefix="titan-") as folder:
         path = Path(folder) / "eval.toml"
         # With a lock file's header: what a flavor has and is not said here is None.
@@ -181,7 +185,14 @@ def run(loaded: Loaded, nproc: int | str | None, plugin_files: Sequence[Path], *
     Raises:
         TitanError: as for `launch`.
     """
-    code, outcome = launch(loaded, nproc, plugin_files, RunFolder.outcome, traceback=traceback)
+    code, outcome = launch(
+        loaded,
+        nproc,
+        plugin_files,
+        RunFolder.outcome,
+        traceback=traceback,
+        at_signal="stopping the evaluation",
+    )
     if outcome is None:
         return Results(code, {})
     sets: dict[str, dict[str, float]] = {name: {} for name in loaded.recipe.validation.datasets}
@@ -199,42 +210,50 @@ def launch(
     read: Callable[[RunFolder], T],
     *,
     traceback: bool,
+    at_signal: str = "stopping after the evaluation",
 ) -> tuple[int, T | None]:
     """Run a loop that does not train, in a run folder that is removed at the end.
 
     Args:
         read: is called with that folder before it is removed; where the run failed, it is left, for its logs.
+            It is not called where a signal stopped the run.
+        at_signal: what the loop does then, as the user is told.
 
     Returns:
-        The command's exit code, and what `read` returned, or None where it failed.
+        The command's exit code, and what `read` returned, or None where it failed or was stopped.
 
     Raises:
         TitanError: the recipe does not fit the processes, or the evaluation failed.
     """
     folder = RunFolder(Path(tempfile.mkdtemp(prefix="titan-eval-")) / "run")
-    plan = Plan(folder=folder, loaded=loaded, lock_text=lock_text(loaded), new=True)
-    request = LaunchRequest(
-        run_folder=folder.path,
-        lock_file=folder.recipe_lock,
-        checkpoint=None,
-        plugin_files=list(plugin_files),
-        nproc=count_processes(plan, nproc),
-        nnodes=1,
-        rdzv=None,
-        json_events=False,
-        traceback=traceback,
-        env=dict(loaded.recipe.env),
-    )
     titan = logging.getLogger("titancli")
     level = titan.level
     titan.setLevel(logging.WARNING)  # the console of a training run has nothing to say here
+    words = STOPPING.set(at_signal)
     try:
+        plan = Plan(folder=folder, loaded=loaded, lock_text=lock_text(loaded), new=True)
+        request = LaunchRequest(
+            run_folder=folder.path,
+            lock_file=folder.recipe_lock,
+            checkpoint=None,
+            plugin_files=list(plugin_files),
+            nproc=count_processes(plan, nproc),
+            nnodes=1,
+            rdzv=None,
+            json_events=False,
+            traceback=traceback,
+            env=dict(loaded.recipe.env),
+        )
         code = start(plan, request, announce=lambda folder: None)
     finally:
         titan.setLevel(level)
-    if code or folder.outcome() is None:
+        STOPPING.reset(words)
+        if not folder.path.exists():  # it did not come to a run
+            shutil.rmtree(folder.path.parent, ignore_errors=True)
+    stopped = code in (EXIT_INTERRUPTED, EXIT_STOPPED)
+    if not stopped and (code or folder.outcome() is None):
         return code or EXIT_FAILED, None
-    found = read(folder)
+    found = None if stopped else read(folder)
     shutil.rmtree(folder.path.parent, ignore_errors=True)
     return code, found
 
@@ -267,5 +286,5 @@ def keep(source: Source, name: str, document: dict[str, Any]) -> Path | None:
         "checkpoint": str(source.checkpoint),
     }
     facts |= {"created": timestamp(), "titan": __version__}
-    write_atomically(folder / f"{name}.json", json.dumps({**facts, **document}, indent=2) + "\n")
+    write_atomically(folder / f"{name}.json", json.dumps(plain({**facts, **document}), indent=2) + "\n")
     return folder / f"{name}.json"

@@ -188,6 +188,20 @@ def test_the_command_writes_scores_and_answers_beside_the_checkpoint(
     assert len((made / "r/evaluations/step-2/lm_eval-sums.jsonl").read_text().splitlines()) == 3
 
 
+def test_scores_that_are_not_finite_are_text(
+    lm_eval: Callable[..., Finished], made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = [{"resps": [[float("-inf"), False]]}]
+    found = {"results": {"x": {"acc,none": float("nan")}}, "n-shot": {"x": 0}, "samples": {"x": samples}}
+    monkeypatch.setattr("titan_eval.command.launch", lambda *given, **named: (0, found))
+    done = lm_eval("r", "--tasks", "sums.yaml", "--json")
+    assert done.code == 0, done.err
+    [row] = json.loads(done.out, parse_constant=pytest.fail)["evaluations"]
+    assert row["metrics"] == {"acc": "NaN"}
+    lines = (made / "r/evaluations/step-2/lm_eval-x.jsonl").read_text()
+    assert json.loads(lines, parse_constant=pytest.fail) == {"resps": [["-Infinity", False]]}
+
+
 def test_what_cannot_be_evaluated_is_refused_by_name(lm_eval: Callable[..., Finished]) -> None:
     cases: dict[tuple[str, ...], tuple[int, str]] = {
         ("r", "--tasks", "gone.yaml"): (2, "--tasks: gone.yaml does not exist"),

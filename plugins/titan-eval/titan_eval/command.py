@@ -13,6 +13,7 @@ from titancli.cli.common import Common, split_overrides
 from titancli.cli.output import note, print_json, short_path
 from titancli.cli.train import NumberOrAuto
 from titancli.errors import UsageError
+from titancli.observe.events import plain
 from titancli.run.evaluate import find_source, keep, launch, recipe_of
 from titancli.runs import RunFolder
 
@@ -92,13 +93,13 @@ def command(
         rows.append({**document, "file": None if kept is None else str(kept)})
         if kept is not None:
             samples = found["samples"].get(name, [])
-            lines = "".join(f"{json.dumps(sample)}\n" for sample in samples)
+            lines = "".join(f"{json.dumps(plain(sample))}\n" for sample in samples)
             kept.with_suffix(".jsonl").write_text(lines, encoding="utf-8")
             note(f"saved {short_path(kept)}")
     if as_json:
         about = {"source": str(sources[0]), "step": source.step}
         about["checkpoint"] = None if source.checkpoint is None else str(source.checkpoint)
-        print_json("evaluation", {**about, "evaluations": rows})
+        print_json("evaluation", plain({**about, "evaluations": rows}))
         return 0
     for row in rows:
         figures = [f"{key.replace('_', ' ')} {value:.4f}" for key, value in row["metrics"].items()]
