@@ -17,8 +17,9 @@ from tests.run.conftest import Finished, furnish, train_here, trained
 from titancli.cli import main
 from titancli.errors import EnvironmentProblem, RecipeError, UsageError
 from titancli.run import reproduce
+from titancli.run.differences import differences
 from titancli.run.reproduction import Reproduction, collect, extract, find, read, write
-from titancli.run.verdict import compare, differences
+from titancli.run.verdict import compare
 
 
 @pytest.fixture(scope="module")

@@ -46,8 +46,7 @@ def command(
     titan eval runs/mine --data book.txt --nproc 2 mesh.tp=2
     titan eval ./Qwen3-0.6B --data book.txt training.seq_len=4096
     """
-    from titancli.observe.events import plain
-    from titancli.run.evaluate import find_source, keep, load, run
+    from titancli.run.evaluate import document, find_source, keep, load, run
 
     sources, overrides = split_overrides(arguments)
     if len(sources) != 1:
@@ -63,19 +62,17 @@ def command(
         return results.code
     rows = []
     for name, metrics in results.sets.items():
-        document: dict[str, Any] = {
+        row: dict[str, Any] = {
             "name": name,
             "data": loaded.data["validation"]["datasets"][name],
             "metrics": metrics,
         }
-        kept = keep(source, name, document)
-        rows.append({**document, "file": None if kept is None else str(kept)})
+        kept = keep(source, name, row)
+        rows.append({**row, "file": None if kept is None else str(kept)})
         if kept is not None:
             note(f"saved {short_path(kept)}")
     if as_json:
-        about = {"source": str(sources[0]), "step": source.step}
-        about["checkpoint"] = None if source.checkpoint is None else str(source.checkpoint)
-        print_json("evaluation", plain({**about, "evaluations": rows}))
+        print_json("evaluation", document(source, sources[0], rows))
         return 0
     for row in rows:
         figures = [f"{key.replace('_', ' ')} {_figure(key, value)}" for key, value in row["metrics"].items()]

@@ -21,8 +21,9 @@ from titancli.cli.train import NumberOrAuto
 from titancli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
 
 if TYPE_CHECKING:
+    from titancli.run.differences import Difference
     from titancli.run.reproduction import Reproduction
-    from titancli.run.verdict import Difference, Verdict
+    from titancli.run.verdict import Verdict
 
 EFFECTS = {"results": "changes results", "rounding": "changes rounding", "none": "no effect"}
 
@@ -134,7 +135,7 @@ def _check(
     as_json: bool,
 ) -> int:
     from titancli.run import reproduce
-    from titancli.run.verdict import differences, unknown
+    from titancli.run.differences import differences, unknown
 
     with _quiet_stdout(as_json):
         now, problems = reproduce.here(run, overrides=overrides, nproc=nproc, plugin_files=plugin_files)

@@ -35,7 +35,7 @@ from titancli.observe.console import Console, JsonLines
 from titancli.observe.events import EventLog, Listener, Tail
 from titancli.observe.panel import Panel, watcher_for
 from titancli.process import copy_into, rank_log
-from titancli.runs import ATTEMPT, RECORD_NAME, RunFolder, TakenOver, timestamp
+from titancli.runs import Claim, RunFolder, TakenOver, timestamp
 from titancli.signals import STOPPING, heeded, say
 
 POLL_SECONDS = 0.1
@@ -363,15 +363,6 @@ def _last_lines(log: Path) -> list[str]:
     return lines[begins + 1 :][-LAST_LINES:]
 
 
-def _token(request: LaunchRequest) -> str | None:
-    """That of the attempt which this command has planned."""
-    if own := os.environ.get(ATTEMPT):
-        return own
-    record: dict[str, Any] = json.loads(request.lock_file.with_name(RECORD_NAME).read_text(encoding="utf-8"))
-    token: str | None = record["attempts"][-1].get("token")
-    return token
-
-
 def _record_outcome(
     request: LaunchRequest,
     watcher: Listener,
@@ -384,8 +375,9 @@ def _record_outcome(
     folder = request.folder
     if not folder.record_file.exists() or folder.outcome() is not None:
         return
-    newest = folder.record()["attempts"][-1]
-    if newest.get("token") != _token(request):  # another attempt's, or one that another node records
+    try:
+        Claim.of(folder, RunFolder(request.lock_file.parent).record()).check()
+    except TakenOver:  # the newest attempt is another one, or another node's to record
         return
     name = signal.Signals(number).name if number is not None else None
     outcome: dict[str, Any] = {"why": why, "signal": name, "step": step, "checkpoint": None, "metrics": {}}

@@ -42,7 +42,7 @@ class Lines:
                     *whole, self._partial = (self._partial + data).split(b"\n")
                     for line in whole:
                         yield line.decode("utf-8", "replace")
-        except FileNotFoundError:  # its rank has not been started yet
+        except OSError:  # its rank has not been started yet, or a network disk fails for a moment
             return
 
     def rest(self) -> Iterator[str]:
@@ -72,6 +72,6 @@ def _last(path: Path, count: int) -> int:
                     if wanted == 0:
                         return position + found + 1
                     data = data[:found]
-    except FileNotFoundError:
-        pass
+    except OSError:  # as in `poll`, which then reads it from its beginning
+        return 0
     return 0

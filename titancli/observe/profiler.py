@@ -179,19 +179,17 @@ class Profiler:
             steps = f"step {window.last}" if window.first == window.last else f"steps {_span(window)}"
             logger.info("traces of %s are in %s: %s", steps, self._trace_folder(window), VIEWERS)
         if window.asked is not None and self._requests is not None:
-            self._answer(window, memory)
+            self._answer(self._requests, window, memory)
 
-    def _answer(self, window: Window, memory: bool) -> None:
-        assert self._requests is not None
+    def _answer(self, requests: Requests, window: Window, memory: bool) -> None:
         known = {"first_step": window.first, "last_step": window.last, "ranks": self._ranks}
         if window.error is not None or window.last < window.first:
             reason = window.error or "the run ended during the warm-up"
-            self._requests.answer("failed", reason=reason, **known)
+            requests.answer("failed", reason=reason, **known)
             return
-        snapshots = self._snapshot_folder(f"step-{window.last}") if memory else None
-        if memory and self._device.type != "cuda":
-            snapshots = None
-        self._requests.answer(
+        taken = memory and self._device.type == "cuda"
+        snapshots = self._snapshot_folder(f"step-{window.last}") if taken else None
+        requests.answer(
             "done",
             traces=str(self._trace_folder(window)),
             snapshots=None if snapshots is None else str(snapshots),

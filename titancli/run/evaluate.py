@@ -266,6 +266,13 @@ class Results:
     """Metrics of each dataset: `loss`, `perplexity`, `tokens`, `bits_per_byte`, `bytes`, …"""
 
 
+def document(source: Source, src: str, evaluations: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what `--json` prints of evaluations: plain JSON. `src` is what the user named."""
+    checkpoint = None if source.checkpoint is None else str(source.checkpoint)
+    about = {"source": src, "step": source.step, "checkpoint": checkpoint}
+    return plain({**about, "evaluations": list(evaluations)})
+
+
 def keep(source: Source, name: str, document: dict[str, Any]) -> Path | None:
     """Write results beside a run's checkpoint, as RUN/evaluations/step-N/NAME.json; None: it is no run's.
 

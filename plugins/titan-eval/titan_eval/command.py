@@ -14,7 +14,7 @@ from titancli.cli.output import note, print_json, short_path
 from titancli.cli.train import NumberOrAuto
 from titancli.errors import UsageError
 from titancli.observe.events import plain
-from titancli.run.evaluate import find_source, keep, launch, recipe_of
+from titancli.run.evaluate import document, find_source, keep, launch, recipe_of
 from titancli.runs import RunFolder
 
 RESULTS = "lm_eval.json"
@@ -84,22 +84,20 @@ def command(
         return code
     rows: list[dict[str, Any]] = []
     for name, metrics in _scores(found):
-        document: dict[str, Any] = {
+        row: dict[str, Any] = {
             "name": f"lm_eval-{name}",
             "data": {"task": name, "num_fewshot": found["n-shot"].get(name), "limit": limit},
             "metrics": metrics,
         }
-        kept = keep(source, document["name"], document)
-        rows.append({**document, "file": None if kept is None else str(kept)})
+        kept = keep(source, row["name"], row)
+        rows.append({**row, "file": None if kept is None else str(kept)})
         if kept is not None:
             samples = found["samples"].get(name, [])
             lines = "".join(f"{json.dumps(plain(sample))}\n" for sample in samples)
             kept.with_suffix(".jsonl").write_text(lines, encoding="utf-8")
             note(f"saved {short_path(kept)}")
     if as_json:
-        about = {"source": str(sources[0]), "step": source.step}
-        about["checkpoint"] = None if source.checkpoint is None else str(source.checkpoint)
-        print_json("evaluation", plain({**about, "evaluations": rows}))
+        print_json("evaluation", document(source, sources[0], rows))
         return 0
     for row in rows:
         figures = [f"{key.replace('_', ' ')} {value:.4f}" for key, value in row["metrics"].items()]
