@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
+import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import BinaryIO
+from pathlib import Path
+from typing import IO, BinaryIO
 
 import xxhash
+
+logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 20
 WHOLE_BYTES = 256 << 20
 """Up to so much in all, every byte counts; beyond, names, sizes, and both ends of files."""
 END_BYTES = 64 << 10
+CHUNK_BYTES = 64 << 20
+"""What one checksum of `chunk_sums` covers."""
+SUM_DIGITS = 16
+"""Hexadecimal digits of one."""
+
+
+class Contents(str):
+    """A digest of every byte of a large corpus."""
+
+    ends: str
+    """What stood for it before large corpora were read whole; checkpoints may hold it."""
 
 
 def fingerprint(
@@ -45,3 +63,94 @@ def _ends(file: BinaryIO, size: int) -> Iterator[bytes]:
     yield file.read(END_BYTES)
     file.seek(max(0, size - END_BYTES))
     yield file.read(END_BYTES)
+
+
+def corpus_fingerprint(
+    files: Sequence[tuple[str, str, int]],
+    checked: Callable[[str, Iterable[bytes]], Iterable[bytes]] = lambda path, blocks: blocks,
+) -> str:
+    """Return a digest of every byte of files of any size; above 256 MiB a `Contents`, from `chunk_sums`.
+
+    Raises:
+        OSError: a file cannot be read; `filename` says which.
+    """
+    if sum(size for _, _, size in files) <= WHOLE_BYTES:
+        return fingerprint(files, checked)
+    digest = xxhash.xxh3_128()
+    for path, name, size in files:
+        sums = chunk_sums(path)
+        digest.update(f"{name}\0{size}\0{sums}\0".encode(errors="surrogateescape"))
+    contents = Contents(f"merkle:{digest.hexdigest()}")
+    contents.ends = fingerprint(files)
+    return contents
+
+
+def chunk_sums(path: str) -> str:
+    """Return the xxh3-64 of each 64 MiB of a file, 16 hexadecimal digits each.
+
+    They are computed once and kept in the cache until the size or the modification time of the file changes.
+
+    Raises:
+        OSError: the file cannot be read; `filename` says which.
+    """
+    entry = cache_folder() / "checksums" / f"{_name(path)}.json"
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        file = open(entry, "a+", encoding="utf-8")  # noqa: SIM115 - closed below
+    except OSError as error:
+        logger.warning(
+            "checksums cannot be kept in %s (%s): files are read again at each start", entry, error
+        )
+        return _sums(path)
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)  # of the ranks of a machine one reads the file, the others wait
+        except OSError as error:
+            logger.debug("%s cannot be locked: %s", entry, error)  # then each of them reads it
+        status = os.stat(path)
+        now = [status.st_size, status.st_mtime_ns]
+        kept = _kept(file)
+        if kept is not None and kept[0] == now:
+            return kept[1]
+        sums = _sums(path)
+        file.truncate(0)
+        file.write(json.dumps([now, sums, os.path.realpath(path)]))
+        return sums
+
+
+def cache_folder() -> Path:
+    """Return where titan keeps what it can compute again: TITAN_CACHE, or `titan` in the user's cache."""
+    own = os.environ.get("TITAN_CACHE")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan"
+
+
+def _name(path: str) -> str:
+    return xxhash.xxh3_128_hexdigest(os.fsencode(os.path.realpath(path)))
+
+
+def _kept(file: IO[str]) -> tuple[list[int], str] | None:
+    file.seek(0)
+    try:
+        now, sums, _ = json.load(file)
+    except ValueError:  # new, or written in part
+        return None
+    return now, sums
+
+
+def _sums(path: str) -> str:
+    """
+    Raises:
+        OSError: the file cannot be read, or changed while it was.
+    """
+    found, before = [], os.stat(path)
+    with open(path, "rb") as file:
+        while data := file.read(BLOCK_BYTES):
+            digest, length = xxhash.xxh3_64(data), len(data)
+            while length < CHUNK_BYTES and (data := file.read(BLOCK_BYTES)):
+                digest.update(data)
+                length += len(data)
+            found.append(digest.hexdigest())
+    after = os.stat(path)
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise OSError(0, "it changed while it was read", path)
+    return "".join(found)

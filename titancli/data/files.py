@@ -19,7 +19,7 @@ from titancli.data import PythonStdlib, TextFiles
 from titancli.data.packing import PackedDataset
 from titancli.data.source import Piece, Size, document_order
 from titancli.errors import EnvironmentProblem
-from titancli.fingerprint import fingerprint
+from titancli.fingerprint import corpus_fingerprint
 
 PIECE_BYTES = 1 << 20
 
@@ -105,7 +105,7 @@ def corpus_identity(
             hint="choose files with text",
         )
     try:
-        contents = fingerprint(files, _utf8) if text else fingerprint(files)
+        contents = corpus_fingerprint(files, _utf8) if text else corpus_fingerprint(files)
     except OSError as error:
         unreadable(error.filename, error)
     return {

@@ -24,6 +24,7 @@ from titancli.data.batch import IGNORE, Batch
 from titancli.data.source import Piece, Size, Source
 from titancli.data.stream import Position, TokenStream
 from titancli.errors import EnvironmentProblem, RecipeError
+from titancli.fingerprint import Contents
 from titancli.protocols import Tokenizer, TokenizerDefaults
 from titancli.registry.defaults import with_defaults
 
@@ -210,7 +211,8 @@ def refuse_other_data(state: Mapping[str, Any], now: Mapping[str, Any], label: s
             f"the position in the data stored in the checkpoint does not belong to {label}",
             hint="resume with the original loop, its task and the original dataset of the run",
         )
-    names = [name for name in (*now, *(n for n in saved if n not in now)) if saved.get(name) != now.get(name)]
+    every = (*now, *(name for name in saved if name not in now))
+    names = [name for name in every if saved.get(name) not in (now.get(name), _before(now.get(name)))]
     if names:
         said = ", ".join(f"{name} was {saved.get(name)} and is {now.get(name)}" for name in names)
         raise EnvironmentProblem(
@@ -218,3 +220,8 @@ def refuse_other_data(state: Mapping[str, Any], now: Mapping[str, Any], label: s
             hint="resume with the original data, tokenizer and training.seed, or start a new run with "
             "the checkpoint as its `weights`",
         )
+
+
+def _before(value: Any) -> Any:
+    """What a position has in its place that was saved before large corpora were read whole."""
+    return value.ends if isinstance(value, Contents) else value
