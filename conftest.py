@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 # Spinning OpenMP threads of several processes on few cores ruin tests; set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.nodes import Cluster, unavailable
 from tests.ranks import Ranks
 from tests.warm import Warm
 
@@ -72,3 +74,13 @@ def _many() -> int:
 def ranks() -> Ranks:
     """`ranks(n, function, *args)`: a module-level function on n gloo ranks; the results by rank."""
     return POOL
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """Nodes on this machine that share the test's folder, see `tests/nodes.py`; skipped where there can be
+    none."""
+    if reason := unavailable():
+        pytest.skip(reason)
+    with Cluster(tmp_path) as made:
+        yield made

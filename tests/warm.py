@@ -74,6 +74,10 @@ USUAL = {
 """With any other option, an interpreter is started normally."""
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 EXECUTABLE = sys.executable  # which a test may replace
+NODE = "TITAN_TEST_NODE"
+"""The environment variable with a process of the node (`tests/nodes.py`) on which a program is to run."""
+NAMESPACES = 0x40000000 | 0x00020000 | 0x04000000  # CLONE_NEWNET, CLONE_NEWNS, CLONE_NEWUTS of setns(2)
+_ENTER = ("nsenter", "--net", "--mount", "--uts")
 ROOM = " " * 8192
 """Space reserved on the server's command line and in its environment, for those of the programs it forks."""
 
@@ -135,6 +139,8 @@ def become(start: Start) -> None:
     try:
         if start.session:
             os.setsid()
+        if NODE in start.environment:
+            _move_to(int(start.environment[NODE]))
         _take_files(start.fds)
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
@@ -183,6 +189,14 @@ def _forget_the_end_of_the_parent() -> None:
         return _register(function, *args, **kwargs)
 
     atexit.register = register  # type: ignore[assignment]
+
+
+def _move_to(process: int) -> None:
+    """Enter the network, the mounts and the host name of another process."""
+    descriptor = os.pidfd_open(process)
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, NAMESPACES) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
+    os.close(descriptor)
 
 
 _before: list[Any] = []
@@ -300,6 +314,10 @@ class Forks:
             start = None if forks.cold else as_start(options)
             pid = None if start is None else forks.fork(start)
             if pid is None:
+                node = (options["env"] or {}).get(NODE)
+                if node and NODE not in os.environ:  # else this process is there already
+                    enter = (*_ENTER, f"--target={node}", f"--wdns={os.path.abspath(options['cwd'] or '.')}")
+                    given = ([*enter, *options["args"]], *given[1:])
                 Forks._in_earnest(popen, *given)
                 return
             popen.pid = pid

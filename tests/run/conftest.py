@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.nodes import Node
 from tests.ranks import Ranks
 from tests.run import pool
 from titancli.observe.events import read_events
@@ -129,11 +130,14 @@ def reference(
 
 
 class Command:
-    """`titan train …` as a process of its own."""
+    """`titan train …` as a process of its own; `on` a node, or else on this machine."""
 
-    def __init__(self, here: Path, *arguments: str, **options: Any) -> None:
+    def __init__(self, here: Path, *arguments: str, on: Node | None = None, **options: Any) -> None:
         titan = Path(sys.executable).with_name("titan")
-        self._files = [open(here / f"command.{name}", "w+") for name in ("out", "err")]  # noqa: SIM115
+        if on is not None:
+            options["env"] = {**options.get("env", os.environ), **on.environment}
+        name = on.name if on else "command"
+        self._files = [open(here / f"{name}.{end}", "w+") for end in ("out", "err")]  # noqa: SIM115
         self.process = subprocess.Popen(
             [str(titan), "train", *arguments],
             cwd=here,
