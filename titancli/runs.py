@@ -5,6 +5,7 @@
     events.jsonl        what happened, one JSON object a line
     run.lock            held while a command works in the folder; says which host and process
     ranks.lock          held by each rank, which may outlive a command that was killed
+    digests/            what each step came to, one file a rank: rows, loss, norm, hashes
     rollouts/           of a run that learns from samples: what these were
     profile_traces/  memory_snapshot/
     logs/  checkpoints/

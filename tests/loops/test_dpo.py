@@ -18,6 +18,7 @@ from titancli.data import Preference
 from titancli.data.batch import Batch
 from titancli.engine import Engine
 from titancli.losses import DPO
+from titancli.observe.digests import read_digests
 from titancli.observe.events import read_events
 
 TOLERANCE = 1e-5
@@ -87,6 +88,8 @@ def test_runs_begin_at_the_reference_learn_and_go_on_bitwise(
     done = train("parts", "--resume", "training.steps=4")
     assert done.code == 0, done.err
     assert losses(here / "parts") == whole
+    digests = read_digests(here / "whole")
+    assert read_digests(here / "parts") == digests and list(digests) == [1, 2, 3, 4]
     # The base is the reference of adapters: it is found without a second model, and is the same.
     lora = ("weights=whole/checkpoints/step-4", 'converters=[{type="lora", rank=2}]')
     assert train(*SMALL, *lora, "--run-dir", "lora").code == 0

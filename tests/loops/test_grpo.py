@@ -15,6 +15,7 @@ from titancli.cli import main
 from titancli.errors import RecipeError
 from titancli.loops import Grpo
 from titancli.loops.grpo_steps import check_fits
+from titancli.observe.digests import read_digests
 from titancli.observe.events import read_events
 from titancli.rl import Digit, ExactMatch
 from titancli.testing import run_cli
@@ -78,6 +79,8 @@ def test_a_resume_is_bitwise_what_was_sampled_included(train: Callable[..., Fini
     assert train("grpo.toml", "--run-dir", "cut", *more, "training.steps=2", "loop.eval_freq=0").code == 0
     assert train("cut", "--resume", "training.steps=6", "loop.eval_freq=4").code == 0
     assert learnt("whole", 6) == learnt("cut", 6)
+    digests = read_digests(Path("whole"))
+    assert read_digests(Path("cut")) == digests and list(digests) == [1, 2, 3, 4, 5, 6]
     assert sorted(learnt("whole", 6)[1]) == ["step-1.jsonl", "step-3.jsonl", "step-5.jsonl"]
     whole, cut = steps("whole"), steps("cut")
     names = [

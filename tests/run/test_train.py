@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.run.conftest import Finished, losses
+from titancli.observe.digests import read_digests
 from titancli.observe.events import read_events
 from titancli.runs import RunFolder
 
@@ -49,6 +50,9 @@ def test_a_resumed_run_equals_one_that_never_stopped_bit_for_bit(train: Train, h
     assert "from step-4" in done.err
     resumed, whole = losses(here / "halves"), losses(here / "whole")
     assert resumed == {step: whole[step] for step in (5, 6)}
+    digests = read_digests(here / "whole")
+    assert read_digests(here / "halves") == digests and list(digests) == [1, 2, 3, 4, 5, 6]
+    assert {step: digest.loss for step, digest in digests.items()} == pytest.approx(whole, rel=1e-6)
 
 
 def test_a_finished_run_is_extended(train: Train, here: Path) -> None:
@@ -110,8 +114,9 @@ def test_other_data_are_begun_anew_where_drift_is_allowed(train: Train, here: Pa
     assert refused.code == 5
     assert "dataset.paths: " in refused.err
     assert "--allow-drift" in refused.err
-    done = train("r", "--resume", *other, "--allow-drift")
+    done = train("r", "--resume", *other, "--allow-drift", "debug.digests=false")
     assert done.code == 0, done.err
+    assert list(read_digests(here / "r")) == [1, 2, 3, 4]
     assert (
         "warning: the data starts from the beginning: dataset text_files is not the data that the checkpoint"
     ) in done.err

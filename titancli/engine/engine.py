@@ -21,6 +21,7 @@ from titancli.distributed import process_group
 from titancli.engine import recipes
 from titancli.engine.agreement import Call
 from titancli.engine.build import build_engine
+from titancli.engine.digest import Digests, row_hashes
 from titancli.engine.experts import hold_biases, move_biases
 from titancli.engine.grad_clip import divide_and_clip
 from titancli.engine.inputs import (
@@ -119,6 +120,8 @@ class Engine:
     ranks), `world`, `device`, `parameters`, `dtype` and `compute_dtype`."""
     guard: Guard | None = None
     """Which steps are not applied; None: all are."""
+    digests: Digests | None = None
+    """Where the digest of each step goes; None: nowhere."""
     step: int = 0
     """Optimizer steps done, those that were skipped for their numbers included."""
     version: int = 0
@@ -494,7 +497,7 @@ class Engine:
                 optimizer.zero_grad(set_to_none=True)
                 stream = Stream(self.device, self.settings.seed, self.step, self.mesh.dp_rank)
                 nothing = torch.zeros((), dtype=torch.float32, device=self.device)
-                accumulated = self._accumulated = Accumulated(stream, nothing, nothing)
+                accumulated = self._accumulated = Accumulated(stream, nothing, nothing, nothing.long())
             accumulated.steady = accumulated.steady and with_defaults(LossDefaults, loss).steady
             # Some micro-batches' gradients may be there by then, and nobody knows which.
             with self._aborted("forward_backward", forget=True), accumulated.stream.drawn(), call.shared():
@@ -505,6 +508,8 @@ class Engine:
                 accumulated.weight = accumulated.weight + weight
                 accumulated.loss = accumulated.loss + totals["loss"]
                 averages = {name: quotient(value, weight) for name, value in totals.items()}
+                if self.digests is not None:
+                    accumulated.rows += sum(row_hashes(batch).sum() for batch in placed)
             accumulated.tokens += call.all_tokens
             accumulated.batches += len(placed)
             return {**averages, "loss_max": worst, "tokens": call.all_tokens}
@@ -561,6 +566,7 @@ class Engine:
         """Everything that `optim_step` does to the engine; the gradients' norm before clipping."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         wrong = None
+        gradients = None if self.digests is None else self.digests.of_gradients(self.step + 1)
         with phase("clip"):
             norm = divide_and_clip(parameters, accumulated.weight, self.settings.max_norm, self.mesh.pp_group)
             if self.guard is not None:
@@ -573,6 +579,9 @@ class Engine:
                 step_unless(wrong, optimizer)
             move_biases(self.parts, self.mesh.token_groups, wrong)
             weights_changed(self.parts, self.converters)
+        if self.digests is not None and gradients is not None:
+            average = quotient(accumulated.loss, accumulated.weight)
+            self.digests.record(self.step + 1, accumulated.rows, gradients, average, norm, wrong)
         self.step += 1
         self.version += 1
         self.tokens_seen += accumulated.tokens

@@ -53,6 +53,8 @@ class Accumulated:
     weight: Tensor
     loss: Tensor
     """The sum that is to be divided by the weight."""
+    rows: Tensor
+    """The sum of the hashes of this rank's rows, where digests are made."""
     steady: bool = True
     """Whether all losses keep to a level (`titancli.protocols.Loss`)."""
     tokens: int = 0

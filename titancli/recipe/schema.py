@@ -241,6 +241,9 @@ class Comm:
 class Debug:
     """Settings for reproducible runs and for measurements."""
 
+    digests: bool = True
+    """Keep a digest of each step in the run folder: loss, gradient norm, hashes of rows, gradients and
+    weights."""
     deterministic: bool = False
     """Use deterministic algorithms only; required for bitwise identical resumption on a GPU."""
     moe_force_load_balance: bool = False

@@ -119,7 +119,7 @@ def _recipe(before: Reproduction, after: Reproduction) -> Iterator[Difference]:
 def _effect_of_key(key: str) -> Effect:
     """What another value of a recipe's key changes."""
     section, _, rest = key.partition(".")
-    if section in NO_EFFECT or key == "training.gc_freq":
+    if section in NO_EFFECT or key in ("training.gc_freq", "debug.digests"):
         return "none"
     if section == "checkpoint":
         return "results" if rest.startswith("exclude_from_loading") else "none"

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
     from titancli.checkpoint.format.manifest import Verify
     from titancli.engine import Engine
+    from titancli.engine.digest import Digests
     from titancli.loops.run import Run
     from titancli.observe.observers import Observers
     from titancli.observe.profiler import Profiler
@@ -210,6 +211,8 @@ class Rank:
         allow_drift = start.record["attempts"][-1].get("allow_drift", False)
         data = open_data(recipe, tokenizer, engine, start.checkpoint, allow_drift=allow_drift)
         observers = self._observers = self._observe(start, engine, loggers, data)
+        if recipe.debug.digests and loop.trains:
+            engine.digests = self._digests(start, engine)
         run = self._run_of(start, engine, tokenizer, stop)
         run.validation = open_validation(recipe, tokenizer, engine, observers)
         uploads = saving.open_uploads(recipe, self.folder, start.run_id) if loop.trains else None
@@ -232,6 +235,8 @@ class Rank:
         closed = closing(data) if data else nullcontext()
         with closed, _garbage_between_steps(), saving.settled(uploads), run.profiler:
             go()
+            if engine.digests is not None:
+                engine.digests.write(wait=True)
             saving.leave_behind(recipe, engine, run, self.folder)
         name = f"checkpoints/step-{run.saved_step}" if run.saved_step is not None else None
         return {"why": run.why, "signal": run.signal, "step": engine.step, "checkpoint": name}
@@ -387,6 +392,24 @@ class Rank:
         )
         observers.run_start({"step": engine.step})
         return observers
+
+    def _digests(self, start: Start, engine: Engine) -> Digests:
+        from titancli.engine.digest import Digests
+        from titancli.observe.digests import DigestWriter
+
+        named = engine.trained_parameters()
+        header = {
+            "attempt": len(start.record["attempts"]),
+            "restart": self.place.restart,
+            "rank": self.place.rank,
+            "world": self.place.world,
+            "dp_rank": engine.mesh.dp_rank,
+            "mesh": asdict(engine.mesh.degrees),
+            "names": [name for name, _ in named],
+        }
+        writer = DigestWriter(self.folder.path, header)
+        self._stack.callback(writer.close)
+        return Digests(writer, named, engine.converters)
 
     def _run_of(self, start: Start, engine: Engine, tokenizer: Any, stop: Stop) -> Run:
         from titancli.distributed import process_group

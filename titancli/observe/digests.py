@@ -1,0 +1,257 @@
+"""`digests/`: what each optimizer step of a run came to, small enough to be kept of all of them. Torch-free.
+
+`digests/ATTEMPT.RESTART/rank-N.bin` begins with one line of JSON (`Header`), and goes on with one `RECORD` a
+step, each at its own place: what a disk that was full for a while left out is a hole, and what a killed
+process has cut off ends the file. A resumed run begins new files; `read_digests` puts them together.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titancli.errors import EnvironmentProblem
+
+FORMAT = 1
+FOLDER = "digests"
+RECORD = np.dtype(
+    [
+        ("skipped", "<u4"),
+        ("loss", "<f4"),
+        ("grad_norm", "<f4"),
+        ("rows", "<u8"),
+        ("gradients", "<u4", 2),
+        ("weights", "<u4", 2),
+        ("step", "<u4"),
+    ]
+)
+"""40 bytes, the step last: a record of which only a part was written has none. `rows` is of this rank's rows,
+whatever their order; `gradients` (before clipping) and `weights` (after the step) are of what lies on this
+rank, each two sums over its tensors: see `named`."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the records of one file belong to."""
+
+    attempt: int
+    restart: int
+    start: int
+    """The step before the first of the file."""
+    rank: int
+    world: int
+    dp_rank: int
+    """Ranks of the same one have the same rows."""
+    mesh: dict[str, int]
+    """The degrees of parallelism."""
+    names: list[str]
+    """The trained parameters on this rank, in the order in which they were hashed."""
+    format: int = FORMAT
+
+
+class DigestWriter:
+    """Writes one rank's digests; the file is made with its first record.
+
+    A file that cannot be written (a full disk) is reported once and does not end the run.
+    """
+
+    def __init__(self, folder: Path, header: Mapping[str, Any]) -> None:
+        """
+        Args:
+            folder: the run folder.
+            header: the fields of `Header` except `start`.
+        """
+        self._path = path_of(folder, header["attempt"], header["restart"], header["rank"])
+        self._header, self._file, self._begin, self._start = header, -1, 0, 0
+        self._healthy = True
+
+    def write(self, step: int, **values: Any) -> None:
+        """Write the record of a step; see `RECORD`."""
+        record = np.zeros((), RECORD)
+        for name, value in (("step", step), *values.items()):
+            record[name] = value
+        try:
+            if self._file < 0:
+                self._open(step - 1)
+            place = self._begin + (step - self._start - 1) * RECORD.itemsize
+            if os.pwrite(self._file, record.tobytes(), place) < RECORD.itemsize:
+                raise OSError("the disk is full")
+        except OSError as error:
+            if self._healthy:
+                self._healthy = False
+                logger.warning("cannot write %s (%s); the run continues without it", self._path, error)
+
+    def _open(self, start: int) -> None:
+        head = Header(**self._header, start=start)
+        line = json.dumps(asdict(head), separators=(",", ":")).encode() + b"\n"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            if os.write(file, line) < len(line):
+                raise OSError("the disk is full")
+        except OSError:
+            os.close(file)
+            raise
+        self._file, self._begin, self._start = file, len(line), start
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+
+@dataclass(frozen=True)
+class StepDigest:
+    """One step of a run, all ranks together."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    """Before clipping."""
+    skipped: bool
+    rows: int
+    """Of all rows of the step; the same for the same rows on any layout."""
+    ranks: dict[int, tuple[tuple[int, int], tuple[int, int]]]
+    """By rank, `gradients` and `weights` of its `RECORD`."""
+    layout: Layout = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What must be equal for hashes to be."""
+
+    world: int
+    mesh: dict[str, int]
+    names: dict[int, list[str]] = field(repr=False)
+    """By rank, the parameters that were hashed."""
+
+
+def read_digests(folder: Path) -> dict[int, StepDigest]:
+    """Return the digests of a run by step: of a step that was repeated, the last time. Steps that some rank
+    has not written are left out.
+
+    Args:
+        folder: the run folder.
+
+    Raises:
+        EnvironmentProblem: a file cannot be read, or is of another version of titan.
+    """
+    by_attempt: dict[tuple[int, int], list[tuple[Header, np.ndarray]]] = {}
+    for path in (folder / FOLDER).glob("*/rank-*.bin"):
+        if (found := _read(path)) is not None:
+            by_attempt.setdefault((found[0].attempt, found[0].restart), []).append(found)
+    steps: dict[int, StepDigest] = {}
+    for _, files in sorted(by_attempt.items(), key=lambda item: item[0]):
+        start = min(header.start for header, _ in files)
+        steps = {step: digest for step, digest in steps.items() if step <= start}
+        steps |= _joined(files)
+    return steps
+
+
+def _joined(files: list[tuple[Header, np.ndarray]]) -> dict[int, StepDigest]:
+    files.sort(key=lambda item: item[0].rank)
+    first = files[0][0]
+    if len(files) < first.world:
+        return {}
+    layout = Layout(first.world, first.mesh, {header.rank: header.names for header, _ in files})
+    tables = [{int(record["step"]): record for record in records} for _, records in files]
+    once = {header.dp_rank: index for index, (header, _) in reversed(list(enumerate(files)))}
+    found = {}
+    for step in sorted(set.intersection(*(set(table) for table in tables))):
+        own = [table[step] for table in tables]
+        found[step] = StepDigest(
+            step=step,
+            loss=float(own[0]["loss"]),
+            grad_norm=float(own[0]["grad_norm"]),
+            skipped=bool(own[0]["skipped"]),
+            rows=sum(int(own[index]["rows"]) for index in once.values()) % 2**64,
+            ranks={
+                header.rank: (_pair(record["gradients"]), _pair(record["weights"]))
+                for (header, _), record in zip(files, own, strict=True)
+            },
+            layout=layout,
+        )
+    return found
+
+
+def differences(a: StepDigest, b: StepDigest) -> list[str]:
+    """Return what differs between two digests of a step: of "rows", "loss", "gradient norm", and on the same
+    layout "gradients" and "weights", each with the parameter if it is a single one of a rank.
+
+    On another layout, losses and norms that are not bitwise equal may still be so up to rounding.
+    """
+    found = ["rows"] if a.rows != b.rows else []
+    names = {"loss": "loss", "gradient norm": "grad_norm"}
+    found += [told for told, name in names.items() if not _same(getattr(a, name), getattr(b, name))]
+    if a.skipped != b.skipped:
+        found.append("whether it was skipped")
+    if a.layout == b.layout:
+        found += [
+            f"{told}{_where([(rank, a.ranks[rank][i], b.ranks[rank][i]) for rank in a.ranks], a.layout)}"
+            for i, told in enumerate(("gradients", "weights"))
+            if any(a.ranks[rank][i] != b.ranks[rank][i] for rank in a.ranks)
+        ]
+    return found
+
+
+def named(names: Sequence[str], a: tuple[int, int], b: tuple[int, int]) -> str | None:
+    """Return the one tensor in which two hashes differ; None if there are several.
+
+    Of the tensors' hashes h_i the sums of h_i and of (i + 1)·h_i are kept, modulo 2^32: if only one h_i
+    differs, the second sum differs by i + 1 times as much as the first.
+    """
+    first, second = (a[0] - b[0]) % 2**32, (a[1] - b[1]) % 2**32
+    found = [name for i, name in enumerate(names) if (i + 1) * first % 2**32 == second]
+    return found[0] if first and len(found) == 1 else None
+
+
+def path_of(folder: Path, attempt: int, restart: int, rank: int) -> Path:
+    """Return the file of a rank's digests in a run folder."""
+    return folder / FOLDER / f"{attempt}.{restart}" / f"rank-{rank}.bin"
+
+
+def _where(pairs: list[tuple[int, tuple[int, int], tuple[int, int]]], layout: Layout) -> str:
+    other = [(rank, named(layout.names[rank], a, b)) for rank, a, b in pairs if a != b]
+    places = [f"{name or 'several tensors'}{f' on rank {rank}' * (layout.world > 1)}" for rank, name in other]
+    return f" ({', '.join(places[:3])}{f' and {len(places) - 3} more ranks' * (len(places) > 3)})"
+
+
+def _same(a: float, b: float) -> bool:
+    return a == b or (a != a and b != b)
+
+
+def _pair(numbers: np.ndarray) -> tuple[int, int]:
+    return int(numbers[0]), int(numbers[1])
+
+
+def _read(path: Path) -> tuple[Header, np.ndarray] | None:
+    """The header and the whole records of a file; None if a killed process has not even left the header."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise EnvironmentProblem(f"cannot read {path}: {error.strerror}") from error
+    line, newline, rest = data.partition(b"\n")
+    if not newline:
+        return None
+    try:
+        head = json.loads(line)
+        if head.get("format") != FORMAT or set(head) != {one.name for one in fields(Header)}:
+            raise ValueError(f"format {head.get('format')!r}")
+    except (ValueError, AttributeError) as error:
+        raise EnvironmentProblem(
+            f"{path} has no digests that this version of titan reads ({error})",
+            hint="use the version of titan that wrote it, or delete the file",
+        ) from error
+    header = Header(**head)
+    records = np.frombuffer(rest, RECORD, count=len(rest) // RECORD.itemsize)
+    expected = header.start + 1 + np.arange(len(records))
+    return header, records[records["step"] == expected]
