@@ -29,6 +29,7 @@ class Faulty:
         "slow",
         "signal",
         "full_disk",
+        "flip",
     ] = "none"
     rank: int = 0
     call: int = 3
@@ -50,6 +51,10 @@ class Faulty:
 @component("launcher", "on_pool", target="tests.run.pool:launch")
 class OnPool:
     """Runs on ranks that the tests have started."""
+
+
+WRONG = ("not_finite", "spike", "flip")
+"""Faults of the numbers."""
 
 
 @hookimpl
@@ -105,15 +110,16 @@ def build(config: Faulty) -> Any:
                     os._exit(1)
             result = super().__call__(out, batch)
             if self.goes_wrong():
-                result = result._replace(sum=result.sum * (100 if config.fault == "spike" else float("nan")))
+                factor = {"spike": 100, "not_finite": float("nan"), "flip": 1 + 2**-20}[config.fault]
+                result = result._replace(sum=result.sum * factor)
             return result
 
         def goes_wrong(self) -> bool:
             here = int(os.environ.get("RANK", "0")) == config.rank
             last = config.until or config.call
-            return here and config.fault in ("not_finite", "spike") and config.call <= self.calls <= last
+            return here and config.fault in WRONG and config.call <= self.calls <= last
 
     loss = Loss()
-    if config.fault in ("not_finite", "spike"):
+    if config.fault in WRONG:
         loss.token_weights = None  # or the head would make the sum by itself
     return loss

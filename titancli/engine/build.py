@@ -25,6 +25,7 @@ from titancli.engine.experts import ExpertLoad, begins_unbalanced, hold_biases
 from titancli.engine.first_weights import FirstWeights, awaited_checkpoint, first_weights
 from titancli.engine.optimizer_state import keep_peaks
 from titancli.engine.pipelined import PipelinedModel
+from titancli.engine.recheck import refuse_on_device
 from titancli.engine.runners import Runner, WholeModel
 from titancli.engine.skip_step import Guard
 from titancli.engine.status import EngineSettings, Unusable
@@ -75,6 +76,7 @@ def build_engine(
     training = recipe.training
     degrees = recipe.degrees(dist.get_world_size())
     refuse_unfit(recipe, degrees)
+    refuse_on_device(recipe, device)
     with groups_wait_as_the_default_one():
         mesh = Mesh(degrees, device)
     model = on_meta(recipe)
@@ -287,6 +289,8 @@ def _settings(recipe: Recipe, degrees: Degrees, row_cut: RowCut | None) -> Engin
         accumulation=recipe.accumulation(degrees),
         lr_factor=lambda step: lr_factor(recipe.lr_scheduler, step, training.steps),
         limits=limits_of(recipe, degrees, row_cut),
+        recheck_every=recipe.stability.recheck_every,
+        compiled=recipe.compile.enable,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -37,6 +37,7 @@ from titancli.engine.inputs import (
 )
 from titancli.engine.optimizer_state import counters_of, optimizer_tensors, set_rates
 from titancli.engine.ranks import RankGroup, rank_group
+from titancli.engine.recheck import Recheck
 from titancli.engine.rng import Stream
 from titancli.engine.runners import Runner, largest, marked, quotient, summed
 from titancli.engine.sampling import gathered, not_training, refuse_layout
@@ -492,16 +493,19 @@ class Engine:
                     )
                 loss, own, poison = self._taken(call, batches, loss)
                 placed = [batch.to(self.device) for batch in own]
-            accumulated = self._accumulated
+            accumulated, recheck = self._accumulated, None
             if accumulated is None:
                 optimizer.zero_grad(set_to_none=True)
                 stream = Stream(self.device, self.settings.seed, self.step, self.mesh.dp_rank)
                 nothing = torch.zeros((), dtype=torch.float32, device=self.device)
                 accumulated = self._accumulated = Accumulated(stream, nothing, nothing, nothing.long())
+                recheck = self._rehearse(call, placed, loss, stream.copy())
             accumulated.steady = accumulated.steady and with_defaults(LossDefaults, loss).steady
             # Some micro-batches' gradients may be there by then, and nobody knows which.
             with self._aborted("forward_backward", forget=True), accumulated.stream.drawn(), call.shared():
-                sums = marked(call.in_order(self.runner.forward_backward(placed, loss)), poison)
+                with nullcontext() if recheck is None else recheck.recorded():
+                    found = self.runner.forward_backward(placed, loss)
+                sums = marked(call.in_order(found), poison)
                 worst = largest(quotient(sums["loss"], sums["weight"]), self.mesh.dp_group)
                 totals = summed(sums, self.mesh.dp_group)
                 weight = totals.pop("weight")
@@ -510,9 +514,23 @@ class Engine:
                 averages = {name: quotient(value, weight) for name, value in totals.items()}
                 if self.digests is not None:
                     accumulated.rows += sum(row_hashes(batch).sum() for batch in placed)
+            if recheck is not None:
+                with self._aborted("forward_backward", forget=True), phase("recheck"):
+                    recheck.compare(self.ranks, self.step + 1, self.device)
             accumulated.tokens += call.all_tokens
             accumulated.batches += len(placed)
             return {**averages, "loss_max": worst, "tokens": call.all_tokens}
+
+    def _rehearse(self, call: Call, batches: list[Batch], loss: Any, stream: Stream) -> Recheck | None:
+        """The first of two passes, where the step is one that is computed twice; see `Recheck`."""
+        every = self.settings.recheck_every
+        if not every or (self.step + 1) % every:
+            return None
+        recheck = Recheck(self.parts, self.placement, compiled=self.settings.compiled)
+        aborted = self._aborted("forward_backward", forget=True)
+        with aborted, stream.drawn(), call.shared(), phase("recheck"), recheck.rehearsed():
+            self.runner.forward_backward(batches, loss)
+        return recheck
 
     def optim_step(self, lr: float | None = None) -> Metrics:
         """Divide the gradients by the total weight of the loss, clip them, step, and advance the

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +41,10 @@ class Stream:
             torch.Generator().manual_seed(value).get_state(),
             None if self._device is None else torch.Generator(self._device).manual_seed(value).get_state(),
         )
+
+    def copy(self) -> Stream:
+        """Return one that draws the same from now on."""
+        return copy(self)
 
     @contextmanager
     def drawn(self) -> Iterator[None]:

@@ -42,6 +42,10 @@ class EngineSettings:
     """What the peak learning rate is multiplied by at a step, counted from 0."""
     limits: Limits = Limits()  # noqa: RUF009 - a tuple
     """What a batch may hold."""
+    recheck_every: int = 0
+    """Every so many steps are computed twice; 0: none."""
+    compiled: bool = False
+    """Whether blocks are compiled."""
 
 
 @dataclass

@@ -160,7 +160,7 @@ class Checkpoint:
 
 @section
 class Stability:
-    """Skip bad steps: the weights and the optimizer state stay unchanged."""
+    """Skip bad steps, and find devices that compute wrong numbers."""
 
     skip_nonfinite: bool = True
     """Skip a step whose loss or gradient norm is NaN or infinite."""
@@ -175,6 +175,11 @@ class Stability:
     max_skips: Annotated[int, Gt(0)] = 10
     """End the run after this many consecutive skipped steps, with a checkpoint of the weights before them; in
     a script, `optim_step` raises an error."""
+    recheck_every: Annotated[int, Ge(0)] = 0
+    """Compute the gradients of every so many steps twice and compare them bit by bit, to find a device that
+    computes wrong numbers: the run then ends before the step is applied, with an error that names rank, host,
+    device and tensor. Such a step takes about twice as long; other results are unchanged. On a GPU it needs
+    `debug.deterministic`. 0 disables it."""
 
 
 @section

@@ -25,6 +25,7 @@ NO_EFFECT: tuple[str, ...] = (
 )
 NO_EFFECT += ("profiling", "comm", "validation")
 """Sections of a recipe that change no number of training."""
+NO_EFFECT_KEYS = ("training.gc_freq", "stability.recheck_every", "debug.digests")
 LAYOUT = ("mesh", "pipeline", "parallelize", "activation_checkpoint", "compile")
 """Sections that change only the order of additions."""
 COMPARED_AS_A_WHOLE = ("training.steps", "lr_scheduler.total_steps", "training.global_batch_size")
@@ -119,7 +120,7 @@ def _recipe(before: Reproduction, after: Reproduction) -> Iterator[Difference]:
 def _effect_of_key(key: str) -> Effect:
     """What another value of a recipe's key changes."""
     section, _, rest = key.partition(".")
-    if section in NO_EFFECT or key in ("training.gc_freq", "debug.digests"):
+    if section in NO_EFFECT or key in NO_EFFECT_KEYS:
         return "none"
     if section == "checkpoint":
         return "results" if rest.startswith("exclude_from_loading") else "none"
