@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,13 +15,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from titancli.engine import Engine, grad_clip
+from titancli.engine import Engine, grad_clip, pipelined
 from titancli.engine import engine as engine_module
+from titancli.engine.experts import ExpertLoad
+from titancli.models.blocks.cache import KVCache
+from titancli.models.blocks.decoder import Decoder
 from titancli.models.blocks.feed_forward import FeedForward
-from titancli.models.blocks.moe import MoE
+from titancli.models.blocks.hf import DecoderHF
+from titancli.models.blocks.moe import Experts, MoE
 from titancli.models.blocks.reach import Reach
 from titancli.parallel import activation_checkpoint, tensor
 from titancli.prove.measure import Results, measure
+from titancli.prove.uses import exported, generated
 from titancli.recipe import load_recipe
 
 BUGS: dict[str, Callable[[], Any]] = {}
@@ -32,14 +37,17 @@ def bug(function: Callable[[], Iterator[None]]) -> Callable[[], Iterator[None]]:
     return function
 
 
-def seeded(name: str | None, file: str, overrides: list[str], rows: int, saved: str | None = None) -> Results:
-    """What a rank computes in a case, with a fault or without."""
+def seeded(
+    name: str | None, file: str, overrides: list[str], rows: int, folder: str = "", more: tuple[str, ...] = ()
+) -> Results | dict[str, Any]:
+    """What a rank computes in a case, with a fault or without; of an export or of generation the answer."""
     recipe = load_recipe(Path(file), overrides).recipe
-    place = Path(saved) / "step-1" if saved else None
-    if name is None:
-        return measure(recipe, rows, saved=place)
-    with BUGS[name]():
-        return measure(recipe, rows, saved=place)
+    with BUGS[name]() if name is not None else nullcontext():
+        if "export" in more:
+            return exported(recipe, rows, Path(folder) / "export")
+        if "generation" in more:
+            return generated(recipe, rows, None)
+        return measure(recipe, rows, saved=Path(folder) / "step-1" if "resume" in more else None)
 
 
 def nudged(file: str, overrides: list[str], rows: int) -> Results:
@@ -216,4 +224,112 @@ def replicas_begin_apart() -> Iterator[None]:
         return engine
 
     with wrapped(Engine, "build", build):
+        yield
+
+
+@bug
+def rope_restarts_on_each_rank() -> Iterator[None]:
+    """Under context parallel each rank counts the positions of its part of a row from zero."""
+
+    def angles(original: Any, self: Decoder, positions: Tensor) -> Any:
+        return original(self, positions - positions.min())
+
+    with wrapped(Decoder, "angles", angles):
+        yield
+
+
+@bug
+def loss_divided_by_local_tokens() -> Iterator[None]:
+    """Each rank divides by the targets that it has itself."""
+    with wrapped(engine_module, "summed", lambda original, sums, group: dict(sums)):
+        yield
+
+
+@bug
+def pipeline_averages_micro_batches() -> Iterator[None]:
+    """A schedule divides gradients by its micro-batches, as torch's do unless they are asked not to."""
+
+    def schedule(original: Any, name: str) -> Any:
+        class Scaling(original(name)):  # type: ignore[misc]
+            def __init__(self, *given: Any, **more: Any) -> None:
+                super().__init__(*given, **more | {"scale_grads": True})
+
+        return Scaling
+
+    with wrapped(pipelined, "get_schedule_class", schedule):
+        yield
+
+
+# ----------------------------------------------------------------------------------------------- experts
+
+
+@bug
+def experts_swapped() -> Iterator[None]:
+    """Tokens of one expert reach another one's weights on the rank that has both."""
+
+    def compute(original: Any, self: Experts, x: Tensor, counts: Tensor, weights: Any) -> Tensor:
+        if len(counts) < self.num_experts:
+            weights = {name: weight.flip(0) for name, weight in weights.items()}
+        return original(self, x, counts, weights)
+
+    with wrapped(Experts, "compute", compute):
+        yield
+
+
+@bug
+def experts_balanced_by_local_tokens() -> Iterator[None]:
+    """The bias that evens out experts moves by the tokens of one rank."""
+    with wrapped(
+        engine_module, "move_biases", lambda original, parts, groups, wrong: original(parts, [], wrong)
+    ):
+        yield
+
+
+@bug
+def auxiliary_loss_of_each_micro_batch() -> Iterator[None]:
+    """The load-balancing loss takes the shares of a micro-batch for those of all tokens."""
+    with wrapped(ExpertLoad, "_share", lambda original, self, counts: None):
+        yield
+
+
+# ------------------------------------------------------------------------------------- export, generation
+
+
+@bug
+def transposed_at_export() -> Iterator[None]:
+    """A square matrix is written the other way round: nothing but its values shows it."""
+
+    def to_hf(original: Any, self: DecoderHF, name: str, tensor: Tensor) -> Any:
+        square = name.endswith("attention.wo.weight") and tensor.shape[0] == tensor.shape[1]
+        return original(self, name, tensor.t().contiguous() if square else tensor)
+
+    with wrapped(DecoderHF, "to_hf", to_hf):
+        yield
+
+
+@bug
+def cache_off_by_one() -> Iterator[None]:
+    """Tokens after the prompt are put one position too far."""
+
+    def advance(original: Any, self: KVCache, count: int, device: Any) -> Any:
+        later = self.used > 0
+        positions, mask = original(self, count, device)
+        return positions + later, mask
+
+    with wrapped(KVCache, "advance", advance):
+        yield
+
+
+@bug
+def padding_seen() -> Iterator[None]:
+    """Rows that begin later see what they are padded with."""
+
+    def advance(original: Any, self: KVCache, count: int, device: Any) -> Any:
+        positions, _ = original(self, count, device)
+        padding, self.padding, self.used = self.padding, None, self.used - count
+        _, mask = original(self, count, device)
+        self.padding = padding
+        return positions, mask
+
+    with wrapped(KVCache, "advance", advance):
         yield

@@ -22,6 +22,8 @@ TITLES = {
     "recompute op": 'recomputation (activation_checkpoint.mode = "selective")',
     "compile": "compile (compile.enable)",
     "resume": "resume from a checkpoint",
+    "export": "export to Hugging Face and back",
+    "generation": "generation with a cache",
 }
 """Techniques, as people are told."""
 MOST = 4
@@ -100,15 +102,19 @@ def cases(recipe: Recipe, ranks: int) -> list[Case]:
         case("recompute op"),
         case("compile"),
         case("resume"),
+        case("export"),
+        case("generation"),
         *(case(**{name: 2}) for name in ("dp_shard", "dp_replicate", "tp", "cp", "pp")),
         case("accumulation", dp_shard=2),
         case("recompute full", dp_shard=2),
         case("compile", dp_shard=2),
         case("resume", dp_shard=2),
+        case("generation", dp_shard=2),
         case("accumulation", tp=2),
         case("recompute op", tp=2),
         case("compile", tp=2),
         case("resume", tp=2),
+        case("export", tp=2),
     ]
     if not with_defaults(LossConfigDefaults, recipe.loss).learns_from_pairs:
         found.append(case(dp_shard=3, rows=12))  # what three do not divide evenly
@@ -122,6 +128,7 @@ def cases(recipe: Recipe, ranks: int) -> list[Case]:
             case("recompute op", dp_shard=2, ep=2),
             case("accumulation", dp_shard=2, ep=2),
             case("resume", dp_shard=2, ep=2),
+            case("export", dp_shard=2, ep=2),
             case(dp_shard=4, ep=2),
             case(dp_shard=4, ep=4),
             *(

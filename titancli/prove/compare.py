@@ -14,7 +14,7 @@ from titancli.prove.measure import STEPS, Results
 FLOOR, FACTOR, MEANINGLESS = 1e-5, 5.0, 0.3
 """The least that is tolerated, ‖Δ‖ / ‖reference‖ per tensor; how many times what a nudge of the weights
 makes of a tensor; and from where on a tensor says nothing after a nudge: it is zero but for rounding."""
-KINDS = ("loss", "gradient", "norm", "applied", "weight")
+KINDS = ("initial", "loss", "gradient", "norm", "applied", "weight")
 """In the order of a step. (`output` tells where a loss goes wrong, `routes` why.)"""
 
 
@@ -72,7 +72,7 @@ def compared(found: Results, reference: Reference) -> dict[str, Any]:
     }
     wrong = {key for key, error in errors.items() if error > reference.tolerance[key]}
     where = max(errors, key=lambda key: errors[key] / reference.tolerance[key])
-    told = {"worst": _finite(errors[where]), "where": where, "tolerance": reference.tolerance[where]}
+    told = {"worst": finite(errors[where]), "where": where, "tolerance": reference.tolerance[where]}
     if not wrong:
         return {"status": "right", **told, "fault": None}
     for step in range(STEPS):
@@ -121,7 +121,7 @@ def _fault(step: int, kind: str, wrong: set[str], found: Results, reference: Ref
         "routes": [_name(k) for k in routes],
         "wrong": len(named),
         "of": sum(1 for k in reference.tolerance if k.startswith(f"{step} {_kind(shown)} ")),
-        "difference": _finite(distance(found.tensors[shown], reference.results.tensors[shown]))
+        "difference": finite(distance(found.tensors[shown], reference.results.tensors[shown]))
         if shown in found.tensors
         else None,
         "scale": _scale(enters or shown, found, reference),
@@ -166,5 +166,6 @@ def _scale(key: str, found: Results, reference: Reference) -> float | None:
     return factor if distance(value, factor * expected) < 1e-3 and abs(factor) > 1e-6 else None
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
+    """Return a number that JSON has, or None."""
     return value if math.isfinite(value) else None

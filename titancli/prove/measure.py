@@ -45,8 +45,9 @@ class Results:
     """What came of two steps, by `STEP KIND NAME`; on rank 0."""
 
     tensors: dict[str, Tensor]
-    """Kinds: `loss`, `norm`, `routes` (tokens of each expert), `gradient` (of the loss's sum), `applied` (as
-    the optimizer gets it), `weight`, and `output` (of a module: a number for each token, sorted)."""
+    """Kinds: `initial` (a weight before the step), `loss`, `norm`, `routes` (tokens of each expert),
+    `gradient` (of the loss's sum), `applied` (as the optimizer gets it), `weight`, and `output` (of a module:
+    a number for each token, sorted)."""
     order: list[str] = field(default_factory=list)
     """Parameters in the order in which forward comes to them; known on one process."""
     random: bool = False
@@ -64,37 +65,61 @@ def measure(recipe: Recipe, rows: int, *, saved: Path | None = None, nudge: floa
     Raises:
         Refusal: the engine cannot be built on this layout.
     """
-    watch = Watch()
-    parts: dict[str, Part] = {}
-    tensors: dict[str, Tensor] = {}
-    engine = _engine(recipe)
+    record = Record(forward=not recipe.compile.enable)
+    engine = engine_of(recipe)
     try:
         if nudge:
             _nudge(engine, nudge)
         batches = batches_of(recipe, engine, rows)
         for step in range(STEPS):
-            with watch.on(engine, step, forward=not recipe.compile.enable):
-                metrics = engine.forward_backward(_mine(engine, batches[step]))
-                tensors[f"{step} loss"] = metrics["loss"].detach().float().reshape(()).clone()
-                parts |= _gradients(engine, f"{step} gradient")
-                norm = engine.optim_step()["grad_norm"]
-                tensors[f"{step} norm"] = torch.as_tensor(norm).detach().float().reshape(()).clone()
-            state, _ = engine.save_state()
-            for name, tensor in state.items():
-                if name.startswith("model.") and tensor.is_floating_point():
-                    parts[f"{step} weight {name.removeprefix('model.')}"] = part(tensor)
+            record.do(engine, batches[step], step)
             if saved is not None and step == 0:
                 engine.save(saved)
                 engine.close()
-                engine = _engine(recipe)
+                engine = engine_of(recipe)
                 engine.load(saved)
     finally:
         engine.close()
-    parts |= watch.applied
-    return Results(tensors | watch.routes | _assembled(parts, watch.outputs), watch.order, watch.random)
+    return record.results()
 
 
-def _engine(recipe: Recipe) -> Engine:
+class Record:
+    """Steps of engines, and all that comes of them.
+
+    Args:
+        forward: look at outputs of modules too; not of those that are compiled, whose graphs would be others.
+    """
+
+    def __init__(self, *, forward: bool) -> None:
+        self._watch, self._forward = Watch(), forward
+        self._parts: dict[str, Part] = {}
+        self._tensors: dict[str, Tensor] = {}
+
+    def do(self, engine: Engine, batch: Batch, step: int) -> None:
+        """Do a step on all ranks' rows. Collective."""
+        self._parts |= _weights(engine, f"{step} initial")
+        with self._watch.on(engine, step, forward=self._forward):
+            metrics = engine.forward_backward(mine(engine, batch))
+            self._keep(f"{step} loss", metrics["loss"])
+            self._parts |= _gradients(engine, f"{step} gradient")
+            self._keep(f"{step} norm", engine.optim_step()["grad_norm"])
+        self._parts |= _weights(engine, f"{step} weight")
+
+    def _keep(self, key: str, value: Any) -> None:
+        self._tensors[key] = torch.as_tensor(value).detach().float().reshape(()).clone()
+
+    def results(self) -> Results:
+        """Return what came of all steps, on rank 0. Collective."""
+        watch = self._watch
+        whole = _assembled(self._parts | watch.applied, watch.outputs)
+        return Results(self._tensors | watch.routes | whole, watch.order, watch.random)
+
+
+def engine_of(recipe: Recipe) -> Engine:
+    """
+    Raises:
+        Refusal: the engine cannot be built so.
+    """
     from titancli.errors import PluginError, RankFailure
 
     try:
@@ -168,7 +193,7 @@ ROW_KINDS = 8
 """Rows that have different numbers of targets."""
 
 
-def _mine(engine: Engine, batch: Batch) -> list[Batch]:
+def mine(engine: Engine, batch: Batch) -> list[Batch]:
     """This rank's micro-batches."""
     count, dp = engine.settings.accumulation, engine.mesh.degrees.dp
     pieces = batch.split(batch.rows // (dp * count))
@@ -256,6 +281,12 @@ class Watch:
                 self.outputs.setdefault(key, []).append((out.detach().float() @ along).flatten().numpy())
 
         return hook
+
+
+def _weights(engine: Engine, kind: str) -> dict[str, Part]:
+    state, _ = engine.save_state()
+    weights = {name.removeprefix("model."): t for name, t in state.items() if name.startswith("model.")}
+    return {f"{kind} {name}": part(t) for name, t in weights.items() if t.is_floating_point()}
 
 
 def _gradients(engine: Engine, kind: str) -> dict[str, Part]:

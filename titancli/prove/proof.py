@@ -165,7 +165,7 @@ class _Run:
         reference = self.reference(case)
         job = self._job("case", case.overrides, case.rows) | {
             "seed": reference["seed"],
-            "resume": "resume" in case.more,
+            "more": list(case.more),
             "reference": reference["job"],
         }
         answer = self.pool.ask(case.ranks, job)
@@ -192,7 +192,10 @@ def sentence(result: dict[str, Any]) -> str:
     fault = result["fault"]
     if fault is None:
         return ""
+    if fault["kind"] in ("generation", "padded"):
+        return _of_generation(fault)
     what = {
+        "initial": "its value before the step is wrong",
         "forward": "forward is wrong",
         "loss": "the loss is wrong",
         "gradient": "its gradient is wrong",
@@ -216,7 +219,7 @@ def sentence(result: dict[str, Any]) -> str:
             words.append(f"backward goes wrong at {fault['enters']}")
     else:
         words.append(f"{step}: {what}")
-    if fault["scale"] is not None and abs(fault["scale"] - 1) > 1e-4:
+    if fault["scale"] is not None and abs(fault["scale"] - 1) > 1e-2:
         words.append(f"{fault['scale']:.4g} times what it should be")
     elif fault["difference"] is not None:
         words.append(f"off by {fault['difference']:.1e}")
@@ -225,3 +228,12 @@ def sentence(result: dict[str, Any]) -> str:
     if fault["wrong"] > 1:
         words.append(f"{fault['wrong']} of {fault['of']} parameters")
     return "; ".join(words)
+
+
+def _of_generation(fault: dict[str, Any]) -> str:
+    rows = "in rows that are padded at their beginning, " if fault["kind"] == "padded" else ""
+    words = [f"{rows}the logits of token {fault['token']} differ from those of the whole row"]
+    if fault["output"]:
+        words.append(f"the output of {fault['output']} is the first that differs")
+        words.append(f"first wrong parameter {fault['parameter']}")
+    return "; ".join([*words, f"off by {fault['difference']:.1e}" if fault["difference"] else "not a number"])

@@ -29,6 +29,7 @@ from titancli.errors import RankFailure, TitanError
 from titancli.process import die_with_parent, quiet
 from titancli.prove.compare import Reference, compared, reference_of
 from titancli.prove.measure import Refusal, measure
+from titancli.prove.uses import exported, generated
 from titancli.recipe import load_recipe
 from titancli.recipe.schema import Recipe
 from titancli.registry.plugins import own_traceback
@@ -100,17 +101,21 @@ class Rank:
 
     def _case(self, job: dict[str, Any]) -> dict[str, Any]:
         recipe = _recipe(job, job["seed"])
-        saved = Path(job["store"] + "-saved") / "step-1" if job["resume"] else None
+        saved = Path(job["store"] + "-saved")
         if self.rank == 0 and job["reference"]["key"] not in self.references:  # the ranks were started anew
-            reference = {**job["reference"], "store": job["store"] + "-again"}
-            self._reference(reference)
+            self._reference({**job["reference"], "store": job["store"] + "-again"})
+        reference = self.references.get(job["reference"]["key"])  # rank 0 has it
         with _group(job, "case"):
-            results = measure(recipe, job["rows"], saved=saved)
-        if self.rank != 0:
+            if "generation" in job["more"]:
+                return generated(recipe, job["rows"], reference)
+            if "export" in job["more"]:
+                return exported(recipe, job["rows"], saved)
+            resumed = saved / "step-1" if "resume" in job["more"] else None
+            results = measure(recipe, job["rows"], saved=resumed)
+        if reference is None:
             return {"status": "right"}
-        if saved is not None:
-            shutil.rmtree(saved.parent, ignore_errors=True)
-        return compared(results, self.references[job["reference"]["key"]])
+        shutil.rmtree(saved, ignore_errors=True)
+        return compared(results, reference)
 
 
 def _recipe(job: dict[str, Any], seed: int) -> Recipe:
