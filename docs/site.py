@@ -22,6 +22,7 @@ NAV: dict[str, dict[str, str]] = {
     "How to": {
         "Prepare data": "docs/data.md",
         "Watch, resume and compare runs": "docs/runs.md",
+        "Train on a cluster": "docs/clusters.md",
         "Reproduce a run": "docs/reproduce.md",
         "Evaluate": "docs/validation.md",
         "Find where the time goes": "docs/profiling.md",

@@ -8,6 +8,7 @@
     digests/            what each step came to, one file a rank: rows, loss, norm, hashes
     rollouts/           of a run that learns from samples: what these were
     profile_traces/  memory_snapshot/
+    slurm/              of a run that was submitted as a Slurm job, see titancli/launchers/slurm.py
     logs/  checkpoints/
 
 Commands look at run folders, so nothing here imports torch.
@@ -78,7 +79,7 @@ def write_atomically(path: Path, text: str) -> None:
         ) from error
 
 
-_LEFT = {"logs", "checkpoints", "run.lock", "ranks.lock"}
+_LEFT = {"logs", "checkpoints", "run.lock", "ranks.lock", "slurm"}
 
 
 def _is_bare(path: Path) -> bool:

@@ -37,6 +37,7 @@ DOCUMENTS = {
         ["sweep", "llama3_debug", "--set", "optimizer.lr=1e-3,3e-3", "--dry-run", "--json"],
         "titan.sweep",
     ),
+    "launch": (["launch", "slurm", "llama3_debug", "--nodes", "2", "--dry-run", "--json"], "titan.launch"),
     "plan": (["plan", "llama3_debug", "--json"], "titan.estimate"),
     "doctor": (["doctor", "--json"], "titan.doctor"),
 }

@@ -20,8 +20,8 @@ from titancli.observe import events
 
 TEXT = (Path(__file__).parents[2] / "docs" / "interfaces.md").read_text(encoding="utf-8")
 DOCUMENTS = dict(re.findall(r"### titan\.([\w-]+)\n(.*?)(?=\n###? |\Z)", TEXT, re.DOTALL))
-LATER = {"generation", "profile", "evaluation", "proof"}
-"""Need a trained model, or a run under way; their own tests read them."""
+LATER = {"generation", "profile", "evaluation", "proof", "job", "cancelled-job"}
+"""Need a trained model, a run under way, or Slurm; their own tests read them."""
 
 
 def test_every_exit_code_is_told() -> None:

@@ -25,6 +25,7 @@ class Entry(NamedTuple):
 
 COMMANDS = [
     Entry("Run", "train", "train", "Train a model from a recipe, or resume a run."),
+    Entry("Run", "launch", "launch", "Train as a job of a cluster: submit, follow, cancel."),
     Entry("Run", "generate", "generate", "Generate text with a trained model."),
     Entry("Run", "plan", "plan", "Estimate memory, traffic and speed on N devices."),
     Entry("Run", "convert-checkpoint", "convert", "Convert a checkpoint to a Hugging Face folder, or back."),

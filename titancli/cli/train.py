@@ -105,7 +105,7 @@ def command(
 
     recipe, overrides = _one_recipe(arguments)
     _check_flags(run_dir, resume, step, allow_drift, from_scratch, nnodes, rdzv)
-    env = _environment(variables)
+    env = environment_of(variables)
     files = list(common.plugin_files)
     wanted = Request(
         recipe, overrides, unset, run_dir, resume, step, allow_drift, from_scratch, files, dry_run, note
@@ -225,7 +225,7 @@ def _say_finished(plan: Plan) -> int:
     return EXIT_OK
 
 
-def _environment(variables: tuple[str, ...]) -> dict[str, str]:
+def environment_of(variables: tuple[str, ...]) -> dict[str, str]:
     """Return what `--env` sets.
 
     Raises:

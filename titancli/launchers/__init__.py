@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from collections.abc import Iterator
+from dataclasses import field
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
 from titancli.registry.component import component
+
+if TYPE_CHECKING:
+    from titancli.recipe.schema import Recipe
 
 
 @component("launcher", "local", target="titancli.launchers.local:launch")
@@ -19,4 +25,80 @@ class Local:
     """How many times the processes are restarted from the newest checkpoint after one of them has failed."""
 
 
-COMPONENTS: list[type] = [Local]
+SET_BY_TITAN = frozenset(
+    ("job-name", "nodes", "ntasks", "ntasks-per-node", "output", "error", "open-mode", "signal", "requeue")
+)
+NOT_SUPPORTED = frozenset(("array", "wrap", "clusters", "no-requeue", "parsable", "wait", "chdir"))
+FIELDS = {"time": "time", "partition": "partition", "account": "account", "qos": "qos"}
+FIELDS |= {"gpus-per-node": "gpus_per_node", "cpus-per-task": "cpus_per_node"}
+"""sbatch's names of what has a field of its own."""
+
+
+@component("launcher", "slurm", target="titancli.launchers.local:launch")
+class Slurm(Local):
+    """Submit the run as a Slurm job with `titan launch slurm`; `titan train` runs as with `local`."""
+
+    partition: str | None = None
+    """Partition of the job (`sbatch --partition`)."""
+    account: str | None = None
+    """Account that is charged (`sbatch --account`)."""
+    qos: str | None = None
+    """Quality of service (`sbatch --qos`)."""
+    time: str | None = None
+    """Time limit (`sbatch --time`): minutes, `HH:MM:SS`, `D-HH` or `D-HH:MM:SS`."""
+    gpus_per_node: Annotated[int, Gt(0)] | None = None
+    """GPUs of each node (`sbatch --gpus-per-node`), and, with `nproc = "auto"`, ranks on each node."""
+    cpus_per_node: Annotated[int, Gt(0)] | None = None
+    """CPU cores of each node (`sbatch --cpus-per-task`; a node has one task, which starts its ranks)."""
+    signal_seconds: Annotated[int, Gt(0), Le(65535)] = 300
+    """How long before the time limit the run saves and stops, to be requeued (`sbatch --signal`)."""
+    sbatch: dict[str, str | int | bool] = field(default_factory=dict)
+    """Further options of sbatch, without the dashes: `{exclusive = true, mem = "0", constraint = "h100"}`."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        """Yield what sbatch would refuse, or would read as something else."""
+        words = {name: getattr(self, name) for name in ("partition", "account", "qos", "time")}
+        for name, value in {
+            **words,
+            **{f"sbatch.{key}": value for key, value in self.sbatch.items()},
+        }.items():
+            if isinstance(value, str) and (not value or not value.isprintable()):
+                yield name, f"{value!r} is empty, or is more than one line"
+        for option in self.sbatch:
+            if option in FIELDS:
+                yield f"sbatch.{option}", f"--{option} has a field of its own: launcher.{FIELDS[option]}"
+            elif option in SET_BY_TITAN | NOT_SUPPORTED:
+                yield f"sbatch.{option}", f"--{option} cannot be set: `titan launch slurm` relies on its own"
+            elif not re.fullmatch(r"[a-z][a-z0-9-]+", option):
+                yield f"sbatch.{option}", "is not the long name of an option of sbatch, without the dashes"
+        if self.time is not None:
+            seconds = seconds_of(self.time)
+            if seconds is None:
+                yield "time", f"{self.time!r} is not a time limit: write minutes, HH:MM:SS or D-HH:MM:SS"
+            elif seconds < self.signal_seconds + 120:  # Slurm may send the signal a minute early
+                message = (
+                    f"is asked to stop {self.signal_seconds} seconds before its end, when it has just begun"
+                )
+                hint = "use a longer time, or a smaller launcher.signal_seconds"
+                yield "time", f"a job of {self.time} {message}; {hint}"
+
+
+def seconds_of(time: str) -> float | None:
+    """Return the seconds of a time limit of sbatch: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M` or `D-H:M:S`.
+
+    None where it is not one; infinite for `UNLIMITED`.
+    """
+    if time.upper() in ("UNLIMITED", "INFINITE"):
+        return float("inf")
+    if not re.fullmatch(r"(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2})", time, re.ASCII):
+        return None
+    days, dash, rest = time.rpartition("-")
+    numbers = [int(number) for number in rest.split(":")]
+    if dash or len(numbers) == 3:
+        hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    else:
+        hours, (minutes, seconds) = 0, (*numbers, 0)[:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+COMPONENTS: list[type] = [Local, Slurm]

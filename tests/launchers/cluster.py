@@ -1,0 +1,135 @@
+"""A real Slurm on this machine: one controller, and nodes that have host names of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "unshare")
+CONF = """
+ClusterName=titan
+SlurmctldHost=localhost
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPort={controller}
+SlurmctldPidFile={folder}/ctld.pid
+SlurmdPidFile={folder}/d-%n.pid
+SlurmctldLogFile={folder}/ctld.log
+SlurmdLogFile={folder}/d-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,bf_interval=1
+SelectType=select/cons_tres
+MpiDefault=none
+ReturnToService=2
+KillWait=20
+SlurmdParameters=config_overrides
+NodeName={names} NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports}] CPUs=4 RealMemory=4000
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def missing() -> str | None:
+    """Why there can be no Slurm here."""
+    if os.geteuid() != 0:
+        return "needs root, for nodes with host names of their own"
+    absent = [name for name in PROGRAMS if shutil.which(name) is None]
+    return f"needs {', '.join(absent)}: apt install slurmctld slurmd slurm-client munge" if absent else None
+
+
+@contextmanager
+def cluster(nodes: int) -> Iterator[Path]:
+    """Run one with nodes n1, n2, …; what is started meanwhile uses it by the SLURM_CONF of this process."""
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short: a socket lies in it
+    names = [f"n{number}" for number in range(1, nodes + 1)]
+    controller, first = _free_ports(nodes + 1)
+    ports = f"{first}-{first + nodes - 1}" if nodes > 1 else str(first)
+    listed = f"n[1-{nodes}]" if nodes > 1 else "n1"
+    conf = CONF.format(
+        folder=folder, controller=controller, names=listed, ports=ports, host=socket.gethostname()
+    )
+    (folder / "slurm.conf").write_text(conf)
+    (folder / "hosts").write_text(f"127.0.0.1 localhost {socket.gethostname()} {' '.join(names)}\n")
+    (folder / "key").write_bytes(os.urandom(1024))
+    (folder / "key").chmod(0o600)
+    (folder / "state").mkdir()
+    before = os.environ.get("SLURM_CONF")
+    os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        stack.callback(_restore, before)
+        options = {"key": "key-file", "munge": "socket", "munge.pid": "pid-file"}
+        options |= {"munge.log": "log-file", "munge.seed": "seed-file"}
+        flags = [f"--{option}={folder / name}" for name, option in options.items()]
+        _daemon(stack, "munged", "--foreground", "--force", *flags)
+        until(lambda: (folder / "munge").exists(), "munged")
+        _daemon(stack, "slurmctld", "-D")
+        for name in names:
+            lines = f'hostname {name} && mount --bind {folder}/hosts /etc/hosts && exec "$0" -D -N {name}'
+            _daemon(stack, "unshare", "--uts", "--mount", "sh", "-c", lines, "slurmd")
+        until(lambda: told("sinfo", "-h", "-o", "%t %D").split() == ["idle", str(nodes)], "the nodes")
+        stack.callback(lambda: subprocess.run(["scancel", "--user=root"], capture_output=True, timeout=20))
+        yield folder
+
+
+def told(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
+
+
+def until(done: Callable[[], object], what: str, seconds: float = 60.0) -> None:
+    """Wait for it.
+
+    Raises:
+        TimeoutError: in vain.
+    """
+    end = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > end:
+            raise TimeoutError(f"{what}: not within {seconds:.0f} seconds")
+        time.sleep(0.2)
+
+
+def _daemon(stack: ExitStack, *command: str) -> None:
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+
+    def end() -> None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    stack.callback(end)
+
+
+def _restore(before: str | None) -> None:
+    os.environ.pop("SLURM_CONF") if before is None else os.environ.update(SLURM_CONF=before)
+
+
+def _free_ports(count: int) -> tuple[int, int]:
+    """A free port, and the first of so many in a row that are free as well."""
+    for first in range(27000 + os.getpid() % 3000, 32000, 10):
+        try:
+            with ExitStack() as stack:
+                for number in range(count):
+                    stack.enter_context(socket.create_server(("", first + number)))
+        except OSError:
+            continue
+        return first, first + 1
+    raise OSError("no ports are free")

@@ -1,0 +1,1 @@
+from tests.cli.conftest import titan  # noqa: F401 - a fixture

@@ -1,0 +1,319 @@
+"""`titan launch …`: runs as jobs of a cluster."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from titancli.cli.common import Common, split_overrides
+from titancli.cli.completion import RecipeOrOverride, RunName
+from titancli.cli.output import note, print_json, short_path
+from titancli.cli.train import NumberOrAuto, environment_of
+from titancli.errors import EXIT_INTERRUPTED, EXIT_OK, EnvironmentProblem, UsageError
+from titancli.runs import RunFolder
+
+if TYPE_CHECKING:
+    from titancli.launchers.slurm import JobState, SlurmFiles
+    from titancli.run.prepare import Plan
+
+RUN = RunName()
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+POLL_SECONDS = 0.5
+ASK_SECONDS = 10.0
+"""How often Slurm is asked about a job while its logs are followed: its controller serves everybody."""
+
+
+@click.group("launch", short_help="Train as a job of a cluster: submit, follow, cancel.")
+def command() -> None:
+    """Train as a job of a cluster: submit, follow, cancel.
+
+    RUN is the run folder that `titan launch slurm` prints.
+    """
+
+
+@command.command("slurm", short_help="Submit a run as a Slurm job, and follow it.")
+@click.argument(
+    "arguments", metavar="RECIPE [KEY=VALUE]...", nargs=-1, required=True, type=RecipeOrOverride()
+)
+@click.option("--nodes", type=click.IntRange(1), required=True, metavar="N", help="Number of nodes.")
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="The run folder, on a disk that all nodes share.  [default: as `titan train`]",
+)
+@click.option("--resume", is_flag=True, help="Resume the run from its newest good checkpoint.")
+@click.option(
+    "--allow-drift", is_flag=True, help="With --resume: allow a changed model, tokenizer or dataset."
+)
+@click.option(
+    "--from-scratch", is_flag=True, help="With --resume: if no checkpoint can be used, start at step 0."
+)
+@click.option("--unset", metavar="KEY", multiple=True, help="Reset KEY to its default; may be repeated.")
+@click.option(
+    "--env",
+    "variables",
+    metavar="NAME=VALUE",
+    multiple=True,
+    help="Set an environment variable of the workers; may be repeated.",
+)
+@click.option("--nproc", type=NumberOrAuto(), help="Processes on each node.  [default: set by the launcher]")
+@click.option("--detach", is_flag=True, help="Do not follow the job.")
+@click.option("--dry-run", is_flag=True, help="Print the script of the job, then exit.")
+@JSON
+@click.pass_obj
+def slurm(
+    common: Common,
+    arguments: tuple[str, ...],
+    nodes: int,
+    run_dir: Path | None,
+    resume: bool,
+    allow_drift: bool,
+    from_scratch: bool,
+    unset: tuple[str, ...],
+    variables: tuple[str, ...],
+    nproc: int | str | None,
+    detach: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Submit a run as a Slurm job: one `titan train --resume` on each node, requeued until the run ends.
+
+    Partition, account, time limit and other options of sbatch are fields of the launcher `slurm`, in the
+    recipe or as launcher.KEY=VALUE. Follows the job, whose exit code it returns; Ctrl-C leaves the job alone.
+    """
+    from titancli.launchers import slurm as jobs
+    from titancli.run.prepare import Request, make_plan
+
+    recipes, overrides = split_overrides(arguments)
+    if len(recipes) != 1:
+        raise UsageError("launch slurm takes one recipe", hint="titan launch slurm RECIPE --nodes N")
+    if (allow_drift or from_scratch) and not resume:
+        raise UsageError(f"--{'allow-drift' if allow_drift else 'from-scratch'} needs --resume")
+    env = environment_of(variables)
+    if not dry_run:
+        jobs.require("sbatch")
+    plan = make_plan(
+        Request(
+            recipes[0],
+            ["launcher=slurm", *overrides],
+            unset,
+            run_dir,
+            resume,
+            None,
+            allow_drift,
+            from_scratch,
+            list(common.plugin_files),
+            dry_run,
+            note,
+        )
+    )
+    if plan.finished:
+        note(f"{short_path(plan.folder.path)} is finished: step {plan.start_step}; nothing is submitted")
+        return EXIT_OK
+    config = _launcher(plan)
+    files = jobs.SlurmFiles(plan.folder)
+    text = jobs.script(
+        config,
+        files,
+        name=plan.loaded.recipe.name,
+        nodes=nodes,
+        nproc=_ranks_per_node(plan, config, nproc, nodes),
+        plugins=[*map(str, common.plugin_files), *(f"no:{name}" for name in common.blocked)],
+        env=env,
+        flags=[*(["--allow-drift"] if allow_drift else []), *(["--from-scratch"] if from_scratch else [])],
+    )
+    facts: dict[str, Any] = {"run_folder": str(plan.folder.path), "nodes": nodes, "script": text}
+    if dry_run:
+        if as_json:
+            print_json("launch", {**facts, "job": None, "state": None, "exit_code": None})
+        else:
+            print(text, end="")
+        return EXIT_OK
+    for line in plan.notes:
+        note(line)
+    for change in plan.drift:
+        note(f"changed: {change}")
+    job = jobs.submit(files, script=text, recipe=plan.lock_text, nodes=nodes)
+    note(f"run folder: {short_path(plan.folder.path)}")
+    note(f"job {job} is submitted: {short_path(files.script)}")
+    state: JobState | None = None
+    code: int = EXIT_OK
+    if detach:
+        run = shlex.quote(short_path(plan.folder.path))
+        note(f"follow:  titan launch logs {run} -f")
+        note(f"cancel:  titan launch cancel {run}")
+    else:
+        state, code = _follow(files, job, to_stderr=as_json)
+    if as_json:
+        found = {"job": job, "state": state.name if state else None, "exit_code": None if detach else code}
+        print_json("launch", {**facts, **found})
+    return code
+
+
+def _launcher(plan: Plan) -> Any:
+    from titancli.launchers import Slurm
+
+    if isinstance(plan.loaded.recipe.launcher, Slurm):
+        return plan.loaded.recipe.launcher
+    raise UsageError(
+        "`titan launch slurm` needs the launcher slurm", hint="remove launcher=… or launcher.type=…"
+    )
+
+
+def _ranks_per_node(plan: Plan, config: Any, wanted: int | str | None, nodes: int) -> int | None:
+    """Ranks on each node; None where only the nodes can tell. The layout is checked where they are known.
+
+    Raises:
+        RecipeError: it does not fit them.
+    """
+    from titancli.run.fit import check_world
+
+    wanted = wanted or config.nproc
+    ranks = wanted if isinstance(wanted, int) else config.gpus_per_node
+    if ranks is not None:
+        check_world(plan.loaded, nodes * ranks)
+    return ranks
+
+
+@command.command("status", short_help="Show the state of a run's job.")
+@click.argument("run", type=RUN)
+@JSON
+def status(run: Path, as_json: bool) -> None:
+    """Show the state of RUN's newest job, and that of the run."""
+    from titancli.launchers import slurm as jobs
+    from titancli.observe.summary import state_line, summarize
+
+    files = _files(run)
+    job = files.newest()
+    state = jobs.job_state(job)
+    summary = summarize(files.run) if RunFolder.is_run(files.run) else None
+    if as_json:
+        names = ("name", "reason", "nodes", "restarts", "code")
+        told = {name: getattr(state, name) if state else None for name in names}
+        told |= {"state": told.pop("name"), "exit_code": told.pop("code") if state and state.ended else None}
+        about = {"run_folder": str(files.run), "job": job, **told, "jobs": files.jobs()}
+        found = {"state": summary.state, "step": summary.step, "steps": summary.steps} if summary else None
+        print_json("job", {"job": about, "run": found})
+        return
+    print(_job_line(job, state))
+    print(f"run {short_path(files.run)}: {state_line(summary) if summary else 'not started yet'}")
+
+
+@command.command("logs", short_help="Print the logs of a run's job.")
+@click.argument("run", type=RUN)
+@click.option("-f", "--follow", is_flag=True, help="Print what is added, until the job ends.")
+@click.option(
+    "--node", type=click.IntRange(0), default=0, metavar="N", show_default=True, help="The node of the job."
+)
+@JSON
+def logs(run: Path, follow: bool, node: int, as_json: bool) -> int:
+    """Print what the newest job of RUN printed: Slurm's script, and titan on one of the nodes.
+
+    The logs of the ranks: titan runs logs RUN. With -f the exit code is that of the job.
+    """
+    if follow and as_json:
+        raise UsageError("-f and --json exclude each other")
+    files = _files(run)
+    job = files.newest()
+    if follow:
+        return _follow(files, job, node=node)[1]
+    there = [path for path in files.outputs(job, node) if path.is_file()]
+    if not there:
+        raise EnvironmentProblem(f"job {job} has printed nothing yet", hint=f"titan launch status {run}")
+    texts = {path: path.read_text(encoding="utf-8", errors="replace").splitlines() for path in there}
+    if as_json:
+        rows = [{"name": path.stem, "path": str(path), "lines": lines} for path, lines in texts.items()]
+        print_json("logs", {"logs": rows})
+        return EXIT_OK
+    for lines in texts.values():
+        for line in lines:
+            print(line)
+    return EXIT_OK
+
+
+@command.command("cancel", short_help="Stop a run's job, with a checkpoint.")
+@click.argument("run", type=RUN)
+@click.option("--now", is_flag=True, help="Do not wait for a checkpoint: Slurm ends the job within seconds.")
+@JSON
+def cancel(run: Path, now: bool, as_json: bool) -> None:
+    """Stop the newest job of RUN. The run finishes its step, saves and ends; it is not requeued."""
+    from titancli.launchers import slurm as jobs
+
+    files = _files(run)
+    job = files.newest()
+    state = jobs.job_state(job)
+    over = state is None or state.ended
+    saves = False if over else jobs.cancel(job, now=now)
+    what = "finishes its step, saves and stops" if saves else "is cancelled"
+    note(_job_line(job, state) if over else f"job {job} {what}")
+    if as_json:
+        print_json("cancelled-job", {"job": job, "cancelled": not over, "saves": saves})
+
+
+def _files(run: Path) -> SlurmFiles:
+    from titancli.launchers.slurm import SlurmFiles
+
+    if not run.is_dir():
+        raise EnvironmentProblem(
+            f"{run} does not exist", hint="give the run folder that titan launch printed"
+        )
+    return SlurmFiles(RunFolder(run.absolute()))
+
+
+def _job_line(job: str, state: JobState | None) -> str:
+    if state is None:
+        return f"job {job}: Slurm does not remember it any more"
+    more = [f"on {state.nodes}"] if state.nodes else []
+    more += [f"reason {state.reason}"] if state.reason else []
+    more += [f"requeued {state.restarts} time{'s' * (state.restarts > 1)}"] if state.restarts else []
+    more += [f"exit code {state.code}"] if state.ended and state.code else []
+    return ", ".join([f"job {job}: {state.name}", *more])
+
+
+def _follow(
+    files: SlurmFiles, job: str, *, node: int = 0, to_stderr: bool = False
+) -> tuple[JobState | None, int]:
+    """Print a job's logs until it has ended; its last state, and the exit code that follows from it."""
+    from titancli.launchers.slurm import job_state
+    from titancli.observe.logs import Lines
+
+    readers = [Lines(path) for path in files.outputs(job, node)]
+    stream = sys.stderr if to_stderr else sys.stdout
+    said, asked, state, over = "", 0.0, None, False
+    try:
+        while True:
+            if time.monotonic() - asked >= ASK_SECONDS or not asked:
+                try:
+                    state = job_state(job)
+                    line, over = _job_line(job, state), state is None or state.ended
+                except EnvironmentProblem as error:  # a controller that restarts is no reason to stop
+                    line = f"job {job}: {error.message}"
+                asked = time.monotonic()
+                if line != said:
+                    note(line)
+                    said = line
+            for reader in readers:
+                for text in reader.poll():
+                    print(text, file=stream, flush=True)
+            if over:
+                break
+            time.sleep(POLL_SECONDS)
+    except KeyboardInterrupt:
+        run = shlex.quote(short_path(files.run))
+        note(
+            f"\njob {job} goes on; follow it: titan launch logs {run} -f; stop it: titan launch cancel {run}"
+        )
+        return state, EXIT_INTERRUPTED
+    for reader in readers:
+        for text in reader.rest():
+            print(text, file=stream)
+    code = EXIT_OK if state is None else state.exit_code
+    if code:
+        note(f"logs of all nodes: {short_path(files.logs)}/slurm-{job}-node-*.log")
+    return state, code
