@@ -257,7 +257,7 @@ def test_damage_is_told_alike_on_every_rank(ranks: Any, tmp_path: Path):
         (copy / name).write_bytes(data)
         one, other = ranks(2, _load_all, str(copy))
         assert one == other
-        assert one.startswith("EnvironmentProblem: ")
+        assert "damaged" in one
         assert name in one
 
 

@@ -6,7 +6,8 @@ import logging
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +76,12 @@ def test_an_upload_that_is_cut_off_anywhere_is_no_checkpoint(
     for name in ("put", "write_bytes"):
         original = getattr(RemotePath, name)
 
-        def broken(self: RemotePath, data: Any, original: Any = original) -> None:
+        def broken(self: RemotePath, *given: Any, original: Any = original) -> None:
             nonlocal writes
             if writes == after:
                 raise Unreachable("the line is dead")
             writes += 1
-            original(self, data)
+            original(self, *given)
 
         monkeypatch.setattr(RemotePath, name, broken)
     assert len(list((tmp_path / "step-4").iterdir())) == 4
@@ -208,7 +209,7 @@ def test_what_fails_is_told_at_once_and_tried_again_with_the_next(
     uploads.finish()
 
 
-def _no(self: RemotePath, source: Path) -> None:
+def _no(self: RemotePath, *given: Any) -> None:
     raise Unreachable("no such day")
 
 
@@ -218,10 +219,10 @@ def test_a_slow_store_does_not_hold_up_who_saves(
     going, go = threading.Event(), threading.Event()
     put = RemotePath.put
 
-    def slow(self: RemotePath, source: Path) -> None:
+    def slow(self: RemotePath, *given: Any) -> None:
         going.set()
         assert go.wait(60)
-        put(self, source)
+        put(self, *given)
 
     monkeypatch.setattr(RemotePath, "put", slow)
     uploads = _uploads(tmp_path, url, keep=1)
@@ -233,6 +234,29 @@ def test_a_slow_store_does_not_hold_up_who_saves(
     go.set()
     uploads.finish()
     assert [path.name for path in steps(at(url))] == ["step-6"]
+
+
+def test_an_upload_is_waited_for_while_it_moves_and_no_longer(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, go = RemotePath.put, threading.Event()
+
+    def slow(self: RemotePath, source: Path, moves: Callable[[], None]) -> None:
+        for _ in range(5):
+            time.sleep(0.1)
+            moves()
+        put(self, source, moves)
+
+    monkeypatch.setattr("titancli.checkpoint.remote.uploads.STALLED", 0.4)
+    monkeypatch.setattr(RemotePath, "put", slow)
+    _saved(tmp_path, 2)
+    _uploads(tmp_path, url, keep=1).finish()  # a file alone takes longer than the limit
+    assert [path.name for path in steps(at(url))] == ["step-2"]
+    monkeypatch.setattr(RemotePath, "put", lambda self, *given: go.wait(60))
+    _saved(tmp_path, 4)
+    with pytest.raises(TitanError, match=r"memory://.* has taken nothing for 0 seconds"):
+        _uploads(tmp_path, url, keep=1).finish()
+    go.set()
 
 
 def test_a_place_that_cannot_be_written_is_told_with_its_url(tmp_path: Path, url: str) -> None:

@@ -184,12 +184,12 @@ def test_a_store_that_fails_on_the_way_is_told_and_costs_no_step(
     puts = 0
     put = RemotePath.put
 
-    def fails_once(self: RemotePath, source: Path) -> None:
+    def fails_once(self: RemotePath, *given: object) -> None:
         nonlocal puts
         puts += 1
         if puts == 1:
             raise Unreachable("the line is dead")
-        put(self, source)
+        put(self, *given)
 
     monkeypatch.setattr(RemotePath, "put", fails_once)
     remote = [f"checkpoint.remote=file://{here}/store", "checkpoint.keep_latest_k=0"]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,16 @@ from titancli.checkpoint.format.manifest import remove, steps
 from titancli.checkpoint.format.storage import SavePlannerOf, plan_of, several_ranks
 from titancli.checkpoint.remote.uploads import Uploads
 from titancli.checkpoint.save import Draft, mesh_of, run_save
+from titancli.distributed.process_group import new_patient_group
 from titancli.errors import TitanError
 from titancli.recipe.schema import Checkpoint
 from titancli.runs import Claim
 
 logger = logging.getLogger(__name__)
 
-PLANNING_TIMEOUT = datetime.timedelta(hours=1)
-"""Ranks wait for the slowest one's disk; the limit for training's collectives is far too short for that."""
+AT_WORK = "at work"
+SIGN_SECONDS = 600.0
+"""Between two words of rank 0 to ranks that wait for what it does alone."""
 
 
 class Checkpointer:
@@ -117,16 +120,39 @@ class Checkpointer:
     def on_main(self, function: Callable[[], None]) -> None:
         """Call on rank 0, for as long as it takes; a TitanError there is raised on every rank."""
         self._meet()
-        told: list[TitanError | None] = [None]
+        if self._group is None:
+            function()
+            return
+        told: list[Any] = [AT_WORK]
         if self._main:
-            try:
-                function()
-            except TitanError as error:
-                told[0] = error
-        if several_ranks(None):
+            with self._signs_of_life():
+                try:
+                    function()
+                    told[0] = None
+                except TitanError as error:
+                    told[0] = error
+            dist.broadcast_object_list(told, src=0, group=self._group)
+        while told[0] == AT_WORK:
             dist.broadcast_object_list(told, src=0, group=self._group)
         if told[0] is not None:
             raise told[0]
+
+    @contextmanager
+    def _signs_of_life(self) -> Iterator[None]:
+        """Say again and again to the other ranks that rank 0 is at work, so that they wait on."""
+        ended = threading.Event()
+
+        def say() -> None:
+            while not ended.wait(SIGN_SECONDS):
+                dist.broadcast_object_list([AT_WORK], src=0, group=self._group)
+
+        # Where that fails, a rank has ended: the work is done all the same, and what is said last fails, too.
+        with ThreadPoolExecutor(1, thread_name_prefix="titan-at-work") as thread:
+            thread.submit(say)
+            try:
+                yield
+            finally:
+                ended.set()
 
     def finish_uploads(self, *, must: bool) -> None:
         """Wait until the newest checkpoints are where `checkpoint.remote` says.
@@ -150,9 +176,8 @@ class Checkpointer:
 
     def _meet(self) -> None:
         if self._group is None and several_ranks(None):
-            # Not before the first step, after which the limits of all groups are tightened; but soon after:
-            # making a group takes the rendezvous store, and who has lost that must still be able to save.
-            self._group = dist.new_group(backend="gloo", timeout=PLANNING_TIMEOUT)
+            # Soon: making a group takes the rendezvous store; who has lost that must still be able to save.
+            self._group = new_patient_group()
 
     def _draft(self, path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Draft:
         degrees = mesh_of(tensors) if self._mesh is None else dict(self._mesh)

@@ -20,11 +20,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 from titancli.checkpoint.exclude import NOTHING, Exclusion
 from titancli.checkpoint.format.hashed import Digest
 from titancli.checkpoint.format.layout import FILE_NAME, METADATA, Chunk, TensorLayout, read_layout
-from titancli.checkpoint.format.manifest import Manifest, Verify, faults, manifest_bytes, read_manifest
+from titancli.checkpoint.format.manifest import (
+    DamagedCheckpoint,
+    Manifest,
+    Verify,
+    faults,
+    manifest_bytes,
+    read_manifest,
+)
 from titancli.checkpoint.format.reader import Reader, load_planner
 from titancli.checkpoint.format.storage import several_ranks
 from titancli.checkpoint.format.tensors import TORCH_DTYPE, TensorFiles
 from titancli.checkpoint.save import raise_failure
+from titancli.distributed.process_group import patient_group
 from titancli.errors import EnvironmentProblem, TitanError
 
 
@@ -39,7 +47,8 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Fill tensors in place from a checkpoint, whatever layout it was saved under; return its JSON state.
 
-    Collective over `group` (the default group when None); a rank gives what it has. Names, shapes and dtypes
+    Collective over `group` (when None all ranks, which then wait for each other's disks for as long as
+    `process_group.PATIENCE`); a rank gives what it has. Names, shapes and dtypes
     of all ranks together must be the checkpoint's;
     but when one part alone is asked for (all names begin with `model.`), the rest of the checkpoint is left
     unused, and values are cast to the dtypes asked for. Each rank reads only what it needs; where
@@ -53,6 +62,7 @@ def load_checkpoint(
         TitanError: names, shapes or dtypes differ; names them all. Or `exclude` names what is not there.
             The tensors are as they were.
     """
+    group = patient_group() if group is None else group
     manifest, layouts = _open_together(folder, verify, group)
     exclude.check(layouts)
     layouts = {name: layout for name, layout in layouts.items() if not exclude.has(name)}
@@ -93,7 +103,12 @@ def _fill(
             no_dist=not together,
         )
     except CheckpointException as error:
-        raise_failure(error, f"loading {folder}")
+        try:
+            raise_failure(error, f"loading {folder}")
+        except EnvironmentProblem as cause:
+            if isinstance(cause, DamagedCheckpoint):
+                raise
+            raise DamagedCheckpoint(folder, cause.message) from cause
 
 
 def _asked_together(
@@ -161,15 +176,14 @@ def open_checkpoint(
     chosen = {name for name in manifest.files if data or not FILE_NAME.match(name)}
     found = faults(folder, manifest, verify=verify, only=chosen)
     if found:
-        raise EnvironmentProblem(
-            f"checkpoint {folder} is damaged: {'; '.join(found)}", hint="use another checkpoint (--step N)"
-        )
-    layouts = read_layout(folder, manifest.files.get(METADATA))
+        raise DamagedCheckpoint(folder, "; ".join(found))
+    try:
+        layouts = read_layout(folder, manifest.files.get(METADATA))
+    except EnvironmentProblem as error:
+        raise DamagedCheckpoint(folder, error.message) from error
     files = {chunk.file for layout in layouts.values() for chunk in layout.chunks}
     if stray := sorted(files - manifest.files.keys()):
-        raise EnvironmentProblem(
-            f"checkpoint {folder} is damaged: its metadata.json names {stray[0]}, which is missing"
-        )
+        raise DamagedCheckpoint(folder, f"its metadata.json names {stray[0]}, which is missing")
     return manifest, layouts
 
 

@@ -133,9 +133,42 @@ def set_timeouts(seconds: float) -> None:
     """The same, of what is started from now on; nothing is waited for."""
     from torch.distributed import distributed_c10d
 
-    for group in list(distributed_c10d._world.pg_map):
+    for group in set(distributed_c10d._world.pg_map) - set(_patient):
         distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
     _limit_waits_of_pipelines()
+
+
+PATIENCE = timedelta(hours=6)
+"""How long ranks wait for the slowest one's disk, for which the limits of training are far too short. A rank
+that ends is noticed at once: its connections are closed."""
+
+_patient: weakref.WeakSet[Any] = weakref.WeakSet()
+_patient_group: tuple[Any, Any] | None = None
+"""The default group, as a weak reference, and the one that `patient_group` has made beside it."""
+
+
+def new_patient_group() -> Any:
+    """Make a gloo group of all ranks that waits for `PATIENCE`, whatever `tighten_timeouts` says; collective.
+    None where one rank is alone."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    _patient.add(group)
+    return group
+
+
+def patient_group() -> Any:
+    """Return one such group for all that the main thread waits for; collective when it is first called."""
+    import torch.distributed as dist
+
+    global _patient_group
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    if _patient_group is None or _patient_group[0]() is not dist.group.WORLD:
+        _patient_group = (weakref.ref(dist.group.WORLD), new_patient_group())
+    return _patient_group[1]
 
 
 def present_timeout() -> timedelta | None:
@@ -198,8 +231,9 @@ def all_gather(value: T) -> list[T]:
     return gathered
 
 
-def on_rank_zero(function: Callable[[], T]) -> T:
-    """Call on rank 0 and return its result on every rank; a TitanError there is raised on every rank."""
+def on_rank_zero(function: Callable[[], T], group: Any = None) -> T:
+    """Call on rank 0 and return its result on every rank; a TitanError there is raised on every rank. The
+    others wait as long as the group's collectives may take (None: the default group)."""
     import torch
     import torch.distributed as dist
 
@@ -211,7 +245,7 @@ def on_rank_zero(function: Callable[[], T]) -> T:
             result[0] = function()
         except TitanError as error:
             result[1] = error
-    dist.broadcast_object_list(result, src=0, device=torch.device("cpu"))
+    dist.broadcast_object_list(result, src=0, group=group, device=torch.device("cpu"))
     if result[1] is not None:
         raise result[1]
     return result[0]

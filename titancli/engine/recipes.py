@@ -147,7 +147,7 @@ def checkpoint_of(folder: Path, *, verify: Verify = "full") -> Path:
             )
         return found
 
-    return process_group.on_rank_zero(look)
+    return process_group.on_rank_zero(look, process_group.patient_group())
 
 
 def recipe_of(model: Any, parts: Parts, device: torch.device) -> Recipe:

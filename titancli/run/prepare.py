@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titancli.checkpoint import read_manifest
-from titancli.checkpoint.format.manifest import last_serial, none_usable
+from titancli.checkpoint.format.manifest import last_serial, names_and_sizes, none_usable
 from titancli.data.hub import Hosted
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
 from titancli.provenance import file_hash
@@ -64,6 +65,8 @@ class Plan:
     """Data that are not those of the checkpoint are begun anew."""
     from_scratch: bool = False
     """There are checkpoints, none can be used, and they are to be set aside."""
+    step: int | None = None
+    """Of the checkpoint that was asked for; no other takes its place."""
     missing: list[str] = field(default_factory=list)
     """Files that the recipe names and are not there (dry runs only), one line each."""
     seen: tuple[int, int] | None = None
@@ -159,7 +162,12 @@ def _from_afar(request: Request, run_dir: Path) -> Plan | None:
     notes: list[str] = []
     if section.remote is not None and request.dry_run:
         found = remote.newest(
-            RunFolder(run_dir), section, rejected=notes.append, say=request.say, dry_run=True
+            RunFolder(run_dir),
+            section,
+            verify=section.verify,
+            rejected=notes.append,
+            say=request.say,
+            dry_run=True,
         )
         if found is None:
             _refuse_unusable(run_dir, notes, section)
@@ -202,7 +210,7 @@ def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
         )
     section = loaded.recipe.checkpoint
     attempts, serial = history(folder)
-    checkpoint, more, from_scratch = _choose_checkpoint(folder, request, section, required=required)
+    checkpoint, more, from_scratch = _choose_checkpoint(folder, request, loaded.recipe, required=required)
     if section.remote is not None:  # a checkpoint may have been taken from there
         serial = last_serial(folder.checkpoints)
     start_step = _step_of(checkpoint) if checkpoint is not None else 0
@@ -220,6 +228,7 @@ def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
         notes=notes + more,
         allow_drift=request.allow_drift,
         from_scratch=from_scratch,
+        step=request.step,
         missing=missing,
         seen=(attempts, serial),
     )
@@ -241,9 +250,10 @@ def _run_to_resume(request: Request) -> Path:
 
 
 def _choose_checkpoint(
-    folder: RunFolder, request: Request, section: Checkpoint, *, required: bool
+    folder: RunFolder, request: Request, recipe: Recipe, *, required: bool
 ) -> tuple[Path | None, list[str], bool]:
     """The checkpoint to go on from, notes, and whether those that are there are set aside for a new start."""
+    section, last_step = recipe.checkpoint, recipe.training.steps
     if (step := request.step) is not None:
         if not request.dry_run:
             remote.take_step(folder, section, step, request.say)
@@ -260,9 +270,14 @@ def _choose_checkpoint(
             )
         return path, [], False
     notes: list[str] = []
-    path_or_none = remote.newest(
-        folder, section, rejected=notes.append, say=request.say, dry_run=request.dry_run
-    )
+    newest = partial(remote.newest, folder, section, say=request.say, dry_run=request.dry_run)
+    # The bytes are left to the ranks, which hash what they load; not where nothing is loaded.
+    ranks_verify = not (request.dry_run or request.from_scratch)
+    verify = names_and_sizes(section.verify) if ranks_verify else section.verify
+    path_or_none = newest(verify=verify, rejected=notes.append)
+    if path_or_none is not None and verify != section.verify and _step_of(path_or_none) >= last_step:
+        path_or_none = newest(verify=section.verify, rejected=notes.append)
+        notes = list(dict.fromkeys(notes))
     if path_or_none is not None:
         return path_or_none, notes, False
     if notes and not (request.from_scratch and section.remote is None):

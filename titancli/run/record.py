@@ -48,6 +48,7 @@ def new_attempt(plan: Plan, request: LaunchRequest) -> dict[str, Any]:
         "from_scratch": plan.from_scratch,
         "serial": 0 if plan.from_scratch else last_serial(plan.folder.checkpoints),
         "checkpoint": str(plan.checkpoint) if plan.checkpoint else None,
+        "step": plan.step,
         **request.recorded(),
         "outcome": None,
     }

@@ -11,13 +11,20 @@ from titancli.errors import EnvironmentProblem
 from titancli.runs import RunFolder
 
 if TYPE_CHECKING:
+    from titancli.checkpoint.format.manifest import Verify
     from titancli.recipe.schema import Checkpoint
 
 Say = Callable[[str], None]
 
 
 def newest(
-    folder: RunFolder, section: Checkpoint, *, rejected: Say, say: Say, dry_run: bool = False
+    folder: RunFolder,
+    section: Checkpoint,
+    *,
+    verify: Verify,
+    rejected: Say,
+    say: Say,
+    dry_run: bool = False,
 ) -> Path | None:
     """The newest good checkpoint of a run, which is taken from the store if it is newer there.
 
@@ -27,13 +34,13 @@ def newest(
         TitanError: the store does not answer, or the disk is full.
     """
     if section.remote is None:
-        return newest_good(folder.checkpoints, verify=section.verify, rejected=rejected)
+        return newest_good(folder.checkpoints, verify=verify, rejected=rejected)
     from titancli.checkpoint.remote.transfer import newest_of_both, run_place
 
     return newest_of_both(
         run_place(section.remote, folder.path),
         folder.checkpoints,
-        verify=section.verify,
+        verify=verify,
         run_id=folder.record().get("run_id"),
         rejected=rejected,
         say=say,
@@ -64,7 +71,7 @@ def take_run(run_dir: Path, section: Checkpoint, *, rejected: Say, say: Say) -> 
     folder = RunFolder(run_dir)
     if section.remote is None or (run_dir.is_dir() and not folder.is_empty_but_for_checkpoints()):
         return False
-    checkpoint = newest(folder, section, rejected=rejected, say=say)
+    checkpoint = newest(folder, section, verify=section.verify, rejected=rejected, say=say)
     if checkpoint is None:
         return False
     folder.make()

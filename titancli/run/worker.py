@@ -15,14 +15,21 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from titancli.checkpoint.format.manifest import last_serial
+from titancli.checkpoint.format.manifest import (
+    DamagedCheckpoint,
+    last_serial,
+    names_and_sizes,
+    newest_good,
+    none_usable,
+)
 from titancli.checkpoint.start_from import start_from
 from titancli.errors import EXIT_FAILED, EXIT_OK, TitanError
 from titancli.launch import rank_options
@@ -160,15 +167,19 @@ class Rank:
             process_group.on_rank_zero(lambda: self._prepare(lock_file, lock_text))
         require_shared(self.folder.logs, socket.gethostname(), first_of_node=self.place.local_rank == 0)
         self._stack.callback(self.folder.join().release)
-        checkpoint = process_group.on_rank_zero(
-            lambda: self._continue_from(checkpoint, recipe.checkpoint.verify)
-        )
+        verify = names_and_sizes(recipe.checkpoint.verify)  # each rank hashes what it loads
+        checkpoint = process_group.on_rank_zero(lambda: self._continue_from(checkpoint, verify))
         # Asked of rank 0: on a shared disk the others may not see yet what it wrote.
         record = process_group.on_rank_zero(self._own_record)
         loggers = self._loggers(recipe, listeners)
         start = Start(loaded, lock_text, record, checkpoint, device)
+        damaged: dict[Path, str] = {}
         try:
-            outcome = self.train(start, loggers, stop)
+            while (outcome := self._train_unless_damaged(start, loggers, stop, damaged)) is None:
+                other = process_group.on_rank_zero(lambda: self._continue_from(checkpoint, verify, damaged))
+                if other is not None:
+                    logger.warning("the run continues from %s", other.name)
+                start = replace(start, checkpoint=other)
         except Exception as error:
             if is_out_of_memory(error):
                 try:
@@ -185,6 +196,22 @@ class Rank:
             Claim.of(self.folder, record).check()  # the newest attempt may be another's by now
             self.folder.update_attempt(outcome=plain(outcome), ended=timestamp())
         return outcome
+
+    def _train_unless_damaged(
+        self, start: Start, loggers: list[Any], stop: Stop, damaged: dict[Path, str]
+    ) -> dict[str, Any] | None:
+        """Call `train`; None where the run's own checkpoint turned out to be damaged, which is put into
+        `damaged`. All ranks find it alike, and all that was built goes with the error."""
+        try:
+            return self.train(start, loggers, stop)
+        except DamagedCheckpoint as error:
+            asked_for = start.record["attempts"][-1].get("step")
+            if error.folder != start.checkpoint or f"step-{asked_for}" == error.folder.name:
+                raise
+            damaged[error.folder] = error.why
+            logger.warning("checkpoint %s is skipped: %s", error.folder.name, error.why)
+            self._engine = None
+            return None
 
     def train(self, start: Start, loggers: list[Any], stop: Stop) -> dict[str, Any]:
         """Build what the recipe names, in the process group that is initialised, and run its loop.
@@ -319,30 +346,39 @@ class Rank:
         Claim.of(self.folder, record).check()
         return record
 
-    def _continue_from(self, checkpoint: Path | None, verify: Verify) -> Path | None:
+    def _continue_from(
+        self, checkpoint: Path | None, verify: Verify, damaged: Mapping[Path, str] = MappingProxyType({})
+    ) -> Path | None:
         """Ranks that were started anew go on from the newest checkpoint that the ranks before them wrote.
 
-        One that was there before them may be newer than that which the user chose to begin with.
+        One that was there before them may be newer than that which the user chose to begin with; but not
+        where that is among the `damaged` ones, which the ranks have tried to load.
+
+        Raises:
+            EnvironmentProblem: no checkpoint can be used.
         """
         attempt = self.folder.record()["attempts"][-1]
-        if not self.place.restart:
+        if not (self.place.restart or damaged):
             if attempt.get("from_scratch"):
                 aside = self.folder.set_checkpoints_aside()
                 logger.warning("the earlier checkpoints are in %s", aside)
             return checkpoint
-        from titancli.checkpoint.format.manifest import newest_good, none_usable
-
         skipped: list[str] = []
+        after = attempt.get("serial", 0) if self.place.restart and checkpoint not in damaged else 0
+        checkpoint = None if checkpoint in damaged else checkpoint
         found = newest_good(
             self.folder.checkpoints,
             verify=verify,
             rejected=skipped.append,
-            newer_than=attempt.get("serial", 0),
+            newer_than=after,
+            damaged=damaged,
         )
-        if skipped and not (found or checkpoint):
-            raise none_usable(self.folder.path, skipped)
+        if (skipped or damaged) and not (found or checkpoint):
+            hint = "repair one of them, or set them all aside and start at step 0: --from-scratch"
+            raise none_usable(self.folder.path, skipped, hint=hint)
         for line in skipped:
-            logger.warning(line)
+            if not any(line.startswith(f"checkpoint {path.name} is skipped: ") for path in damaged):
+                logger.warning(line)
         return found or checkpoint
 
     def _loggers(self, recipe: Recipe, listeners: tuple[Listener, ...]) -> list[Any]:

@@ -12,9 +12,10 @@ import json
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import xxhash
@@ -34,6 +35,19 @@ REPLACED_NAME = re.compile(r"\.step-(\d{1,18})\.old-[0-9a-f]{8}\Z")
 Verify = Literal["full", "size", "off"]
 """What is looked at before a checkpoint is trusted: every byte, names and sizes, or only that its files are
 regular ones."""
+
+
+class DamagedCheckpoint(EnvironmentProblem):
+    """A checkpoint's bytes are not those that were written, or cannot be read. Ranks that find it while they
+    load all raise the same; another checkpoint may be loaded then, see `newest_good`."""
+
+    def __init__(self, folder: Path, why: str) -> None:
+        super().__init__(f"checkpoint {folder} is damaged: {why}", hint="use another checkpoint (--step N)")
+        self.folder, self.why = folder, why
+
+    def __reduce__(self):
+        return DamagedCheckpoint, (self.folder, self.why)
+
 
 _FIRST_LINE = re.compile(rb'\{"xxh3_64": "([0-9a-f]{16})",\n')
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
@@ -195,6 +209,11 @@ def _damage(path: Path, digest: Digest) -> str | None:
     return None if found == digest else f"{path.name} is damaged: its checksum does not match"
 
 
+def names_and_sizes(verify: Verify) -> Verify:
+    """Return what is looked at where the bytes are left to the ranks, which hash what they read."""
+    return "size" if verify == "full" else verify
+
+
 def steps(folder: Path) -> dict[Path, Manifest]:
     """The checkpoints `step-N` of a folder whose manifest can be read, the newest first."""
     return _manifests(folder)[0]
@@ -247,11 +266,13 @@ def newest_good(
     verify: Verify = "full",
     rejected: Callable[[str], None] | None = None,
     newer_than: int = 0,
+    damaged: Mapping[Path, str] = MappingProxyType({}),
     look: Callable[..., list[str]] | None = None,
 ) -> Path | None:
     """The newest checkpoint whose files are all there and undamaged.
 
-    Only those with a serial above `newer_than` are looked at, by `faults` or another `look`.
+    Only those with a serial above `newer_than` are looked at, by `faults` or another `look`. `damaged` says
+    of some what is known to be wrong with them.
     `rejected` is called with one line for each folder that had to be passed over, newest first. Every file of
     the one returned was read, unless `verify` says less, so this takes the time of reading a checkpoint.
     """
@@ -266,7 +287,8 @@ def newest_good(
     for path, manifest in good.items():
         if manifest.serial <= newer_than:
             continue
-        if not (found := (look or faults)(path, manifest, verify=verify)):
+        known = [damaged[path]] if path in damaged else []
+        if not (found := known or (look or faults)(path, manifest, verify=verify)):
             return path
         reject(path, "; ".join(found))
     return None

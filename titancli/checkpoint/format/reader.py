@@ -28,9 +28,9 @@ from torch.futures import Future
 from titancli.checkpoint.format.files import read_into
 from titancli.checkpoint.format.hashed import BLOCK, CHECKED, Digest, HashedReader
 from titancli.checkpoint.format.layout import Chunk, TensorLayout
+from titancli.checkpoint.format.manifest import DamagedCheckpoint
 from titancli.checkpoint.format.tensorfile import ITEM_SIZE, Entry
 from titancli.checkpoint.format.tensors import TORCH_DTYPE, TensorFiles
-from titancli.errors import EnvironmentProblem
 
 
 def load_planner() -> DefaultLoadPlanner:
@@ -130,12 +130,9 @@ class Reader(StorageReader):
         rows = scratch[start - low : stop - low].view(TORCH_DTYPE[dtype])
         return rows.view(count, *chunk.shape[1:]) if chunk.shape else rows.view(()), first
 
-    def _damaged(self, file: str) -> EnvironmentProblem:
-        return EnvironmentProblem(
-            f"checkpoint {self._files.folder} is damaged: {file} is damaged: its checksum does not match, "
-            f"as {socket.gethostname()} reads it",
-            hint="use another checkpoint (--step N)",
-        )
+    def _damaged(self, file: str) -> DamagedCheckpoint:
+        why = f"{file} is damaged: its checksum does not match, as {socket.gethostname()} reads it"
+        return DamagedCheckpoint(self._files.folder, why)
 
     def _read_whole(self, file: str, pieces: Mapping[str, list[ReadItem]], planner: LoadPlanner) -> None:
         for item in (item for items in pieces.values() for item in items):  # before anything is filled

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -149,10 +149,13 @@ class RemotePath:
         with _asking(self):
             self._store.get_file(self._key, str(target))
 
-    def put(self, source: Path) -> None:
-        """Copy a file into this object."""
+    def put(self, source: Path, moves: Callable[[], None] = lambda: None) -> None:
+        """Copy a file into this object. `moves` is called on the way, if the store says how far it is."""
+        from fsspec.callbacks import Callback
+
         with _asking(self):
-            self._store.put_file(str(source), self._key)
+            told = Callback(hooks={"moves": lambda *said, **more: moves()})
+            self._store.put_file(str(source), self._key, callback=told)
 
     def write_bytes(self, data: bytes) -> None:
         with _asking(self):

@@ -55,8 +55,8 @@ def probe(place: Path) -> None:
 # ------------------------------------------------------------------------------------------- both ways
 
 
-def upload(folder: Path, place: Path) -> None:
-    """Put a checkpoint where `place` is, its manifest last.
+def upload(folder: Path, place: Path, moves: Callable[[], None] = lambda: None) -> None:
+    """Put a checkpoint where `place` is, its manifest last. `moves` is called whenever a part of it is there.
 
     Raises:
         TitanError: another run's checkpoint lies there, or what arrived is not what was sent.
@@ -69,8 +69,10 @@ def upload(folder: Path, place: Path) -> None:
         if (owner := read_manifest(place).run_id) != manifest.run_id:
             raise TitanError(f"{place} was written by another run ({owner}) and is not overwritten")
     remote.delete()
+    moves()
     for name in manifest.files:
-        (remote / name).put(folder / name)
+        (remote / name).put(folder / name, moves)
+        moves()
     there = {path.name: path.stat().st_size for path in remote.iterdir()}
     if there != {name: digest.size for name, digest in manifest.files.items()}:
         raise TitanError(f"{place} does not contain what was uploaded: {there}")

@@ -10,11 +10,14 @@ from typing import cast
 
 from titancli.checkpoint.format.disk import size_text
 from titancli.checkpoint.format.manifest import STEP_NAME, Manifest, is_checkpoint, steps
-from titancli.checkpoint.remote.store import RemotePath
+from titancli.checkpoint.remote.store import RemotePath, Unreachable
 from titancli.checkpoint.remote.transfer import upload
 from titancli.errors import TitanError
 
 logger = logging.getLogger(__name__)
+
+STALLED = 1800.0
+"""Seconds without a byte sent after which nobody waits for an upload any longer; it may take far longer."""
 
 
 class Uploads:
@@ -30,6 +33,8 @@ class Uploads:
         self._thread: threading.Thread | None = None
         self._again = False
         self._error: Exception | None = None
+        self._moved = time.monotonic()
+        """When something was last sent, or deleted."""
         self.busy: Path | None = None
         """The checkpoint under way; it must stay where it is."""
 
@@ -42,26 +47,30 @@ class Uploads:
                 self._thread.start()
 
     def settle(self) -> None:
-        """Wait until what was asked for is done, or has failed."""
+        """Wait until what was asked for is done, has failed, or has not moved for `STALLED` seconds."""
         with self._lock:
             thread = self._thread
-        if thread is not None:
-            thread.join()
+        while thread is not None and thread.is_alive():
+            thread.join(min(1.0, STALLED))
+            if thread.is_alive() and time.monotonic() - self._moved > STALLED:
+                self._error = Unreachable(f"{self._place} has taken nothing for {STALLED:.0f} seconds")
+                return
 
     def finish(self) -> None:
         """See to it that the newest checkpoints are there, waiting as long as it takes.
 
         Raises:
-            TitanError: they are not, at the second attempt.
+            TitanError: they are not, at the second attempt; or the store takes nothing any more.
         """
         if self.busy is not None:
             logger.info("waiting for the upload of %s to %s", self.busy.name, self._place)
         self.settle()
-        self.wake()
-        self.settle()
-        if self._error is not None:
-            self.wake()
-            self.settle()
+        for _ in range(2):
+            if self._thread is None:
+                self.wake()
+                self.settle()
+            if self._error is None:
+                break
         if self._error is not None:
             raise TitanError(
                 f"the run has ended, but not all of its checkpoints in {self._folder} were uploaded to "
@@ -77,6 +86,7 @@ class Uploads:
                     self._thread = None
                     return
                 self._again = False
+            self._moves()
             try:
                 while (path := self._missing()) is not None:
                     self._upload(path)
@@ -100,7 +110,7 @@ class Uploads:
         began = time.perf_counter()
         self.busy = path
         try:
-            upload(path, self._place / path.name)
+            upload(path, self._place / path.name, self._moves)
         except FileNotFoundError:
             if path.exists():  # else it has made way for newer ones
                 raise
@@ -111,11 +121,15 @@ class Uploads:
         seconds = time.perf_counter() - began
         logger.info("uploaded %s to %s: %s in %.1f s", path.name, self._place, size_text(size), seconds)
 
+    def _moves(self) -> None:
+        self._moved = time.monotonic()
+
     def _sweep(self) -> None:
         """Delete what uploads that were cut off have left: what is to be there has its manifest by now."""
         for path in list(self._place.iterdir()):
             if STEP_NAME.match(path.name) and not is_checkpoint(path):
                 cast(RemotePath, path).delete()
+                self._moves()
 
     def _purge(self) -> None:
         if not self._keep:
@@ -125,6 +139,7 @@ class Uploads:
         mine = sorted(self._mine(self._place), key=lambda found: found[0].name not in here)
         for path, _ in mine[self._keep :]:
             cast(RemotePath, path).delete()
+            self._moves()
 
     def _mine(self, folder: Path) -> list[tuple[Path, Manifest]]:
         """This run's checkpoints, the newest first."""
