@@ -72,7 +72,7 @@ def test_the_compiled_step_equals_ours_and_is_not_compiled_again(monkeypatch, st
         graphs.append(graph)
         return graph
 
-    step = torch.compile(adamw._update_, dynamic=True, fullgraph=True, backend=backend)
+    step = torch.compile(adamw._update_, dynamic=False, fullgraph=True, backend=backend)
     monkeypatch.setattr(adamw, "_compiled_update", lambda: step)
     ours, theirs = named_parameters(), named_parameters()
     settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.3}
@@ -83,7 +83,36 @@ def test_the_compiled_step_equals_ours_and_is_not_compiled_again(monkeypatch, st
     monkeypatch.setattr(compiled, "_in_one_kernel", lambda tensors: True)
     for a, b in zip(train(compiled, ours), train(eager, theirs), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
-    assert len(graphs) == 2  # one for matrices, one for vectors; none for another step or size
+    assert len(graphs) == 2  # one for each size; none for another step, or for another skipped one
+    compiled.grad_scale, compiled.found_inf = torch.tensor(2.0), torch.tensor(1.0)
+    train(compiled, ours)
+    assert len(graphs) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state", ["float32", "bfloat16"])
+def test_our_step_divides_gradients_and_skips_as_torchs_fused_one(dtype, state):
+    """By scalars on the device, as torch scales gradients: what they say is not read."""
+    ours, theirs = named_parameters(dtype), named_parameters(dtype)
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "state_dtype": getattr(torch, state)}
+    divided, plain = (MixedAdamW([p for _, p in named], **settings) for named in (ours, theirs))
+    for _, parameter in ours:
+        parameter.grad = torch.full_like(parameter, 3.0)
+    for _, parameter in theirs:
+        parameter.grad = torch.full_like(parameter, 0.75)
+    divided.grad_scale, divided.found_inf = torch.tensor(4.0), torch.tensor(0.0)
+    divided.step()
+    plain.step()
+    kept = [value.clone() for p in divided.param_groups[0]["params"] for value in divided.state[p].values()]
+    before = [p.detach().clone() for _, p in ours]
+    assert all(torch.equal(a, b) for a, (_, b) in zip(before, theirs, strict=True))
+    divided.found_inf = torch.tensor(1.0)
+    for _, parameter in ours:
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    divided.step()
+    now = [value for p in divided.param_groups[0]["params"] for value in divided.state[p].values()]
+    assert all(torch.equal(a, b) for a, b in zip(now, kept, strict=True))
+    assert all(torch.equal(a, b) for a, (_, b) in zip(before, ours, strict=True))
 
 
 def test_exempt_parameters_do_not_decay():

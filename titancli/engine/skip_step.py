@@ -127,7 +127,7 @@ class Guard:
         head = torch.stack((total + 1, in_a_row + 1, torch.full_like(total, step)))
         skipped = torch.cat((head, broken.double(), numbers.double(), limits.double(), self._record[9:]))
         applied = self._record.clone()
-        applied[1] = 0.0
+        applied[1].zero_()
         self._record = torch.where(wrong, skipped, applied)
 
     def _count_level(self, step: int, is_level: Tensor) -> None:

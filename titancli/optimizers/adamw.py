@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import cache, lru_cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from titancli.errors import RecipeError
 from titancli.optimizers import AdamW
-from titancli.optimizers.rounding import indices, place_of, random_halves, salt_of, store
+from titancli.optimizers.rounding import indices, place_of, random_halves, salt_of, scattered, store
 
 CHUNK, PIECES = 2**18, 256
 """Numbers that a CPU updates at a time, so that what lies between stays in its cache; more where there would
 be too many pieces, each of which costs a dry run as much as any."""
+SIZES = 64
+"""Of parameters, at most, for each of which a kernel is compiled; torch's own limit is 8."""
 
 
 def build(
@@ -68,10 +70,17 @@ class MixedAdamW(torch.optim.Optimizer):
     moments whether wanted or not; and they round to nearest, under which small changes are lost for ever.
     Here what is stored in bfloat16 is rounded stochastically (`titancli.optimizers.rounding`). With `fused` a
     GPU does each parameter in one compiled kernel, in which every number is read and written once.
+    (torch 2.13's fused kernel takes bfloat16 moments too, and rounds them to nearest.)
+
+    As with torch's fused steps, gradients are divided by `grad_scale`, and nothing moves where `found_inf` is
+    1.0, both scalars on a device, or None. Nothing is read to the host.
 
     Args:
         names: of the parameters in the plain model, for the random bits; None: their numbers.
     """
+
+    _step_supports_amp_scaling = True
+    """How torch says that an optimizer heeds `grad_scale` and `found_inf`."""
 
     def __init__(
         self,
@@ -87,6 +96,8 @@ class MixedAdamW(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.state_dtype = state_dtype
+        self.grad_scale: Tensor | None = None
+        self.found_inf: Tensor | None = None
         self._fused = fused
         every = [parameter for group in self.param_groups for parameter in group["params"]]
         self._salts = {
@@ -103,50 +114,69 @@ class MixedAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in parameters:
+                self._begin(parameter)
+            for parameter, rates, salt in self._rates(group, parameters):
+                self._update(parameter, rates, salt, group)
         return loss
 
-    def _update(self, parameter: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
+    def _begin(self, parameter: nn.Parameter) -> None:
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            # On the device, which alone knows of the last step whether it was skipped.
+            state["step"] = torch.zeros((), dtype=torch.float32, device=_local(parameter).device)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=self.state_dtype)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.state_dtype)
-        state["step"] += 1
+
+    def _rates(
+        self, group: dict[str, Any], parameters: list[nn.Parameter]
+    ) -> Iterator[tuple[nn.Parameter, _Rates, Tensor]]:
+        """Count a step of these parameters; of each the rates and a salt, scalars on its device."""
+        if not parameters:
+            return
+        counts = [self.state[parameter]["step"] for parameter in parameters]
+        scale, wrong = (_on(counts[0], given) for given in (self.grad_scale, self.found_inf))
+        # As a list: a single tensor would be read to the host.
+        torch._foreach_add_(counts, 1.0 if wrong is None else [1.0 - wrong] * len(counts))
+        steps = torch.stack(counts).double()
         beta1, beta2 = group["betas"]
-        step = int(state["step"].item())
+        # A number that changes from step to step is a tensor: else it would be compiled in, again at each.
+        decay = torch.full_like(counts[0], 1 - group["lr"] * group["weight_decay"])
+        sizes = (group["lr"] / (1 - beta1**steps)).float().unbind()
+        corrections = (1 - beta2**steps).float().unbind()
+        for parameter, size, correction, salt in zip(
+            parameters, sizes, corrections, scattered(steps.int()).unbind(), strict=True
+        ):
+            yield parameter, _Rates(decay, size, correction, scale, wrong), salt
+
+    def _update(self, parameter: nn.Parameter, rates: _Rates, salt: Tensor, group: dict[str, Any]) -> None:
+        state, grad = self.state[parameter], parameter.grad
         tensors = tuple(map(_local, (parameter, grad, state["exp_avg"], state["exp_avg_sq"])))
         if not tensors[0].numel():
             return  # of a parameter that is cut for more ranks than it has rows
-        rates = (
-            1 - group["lr"] * group["weight_decay"],
-            group["lr"] / (1 - beta1**step),
-            1 - beta2**step,
-        )
         flat = [tensor.reshape(-1) for tensor in tensors]
-        step_salt, fixed = salt_of(str(step)), (beta1, beta2, group["eps"])
+        fixed = (*group["betas"], group["eps"])
         if self._in_one_kernel(tensors):
-            *changing, salt = _on_device((*rates, step_salt), flat[0].device)
-            _compiled_update()(*flat, *changing, *fixed, salt, *self._place_on_device(parameter), 0)
+            _compiled_update()(*flat, rates.given(), *fixed, salt, *self._place_on_device(parameter), 0)
             return
         place = (self._salts[parameter], *self._places[parameter])
         count = flat[0].numel()
         size = max(CHUNK, count // PIECES) if flat[0].device.type == "cpu" else count
         for start in range(0, count, size):
             weight, gradient, first, second = (tensor[start : start + size] for tensor in flat)
-            _update_(weight, gradient, first, second, *rates, *fixed, step_salt, *place, start)
+            _update_(weight, gradient, first, second, rates, *fixed, salt, *place, start)
         for tensor, changed in zip(tensors, flat, strict=True):
             if not tensor.is_contiguous() and tensor is not tensors[1]:  # then what was changed is a copy
                 tensor.copy_(changed.view(tensor.shape))
 
     def _place_on_device(self, parameter: nn.Parameter) -> tuple[Any, ...]:
-        """Salt, offset and steps as scalars on the device."""
+        """Salt, offset and steps as scalars on the device, filled there: to copy them would wait."""
         if parameter not in self._places_on_device:
             offset, steps = self._places[parameter]
             numbers = (self._salts[parameter], offset, *(steps or ()))
-            scalars = torch.tensor(numbers, dtype=torch.int32, device=_local(parameter).device).unbind()
+            device = _local(parameter).device
+            scalars = tuple(torch.full((), n, dtype=torch.int32, device=device) for n in numbers)
             self._places_on_device[parameter] = (*scalars[:2], scalars[2:] or None)
         return self._places_on_device[parameter]
 
@@ -154,14 +184,34 @@ class MixedAdamW(torch.optim.Optimizer):
         return self._fused and all(tensor.is_cuda and tensor.is_contiguous() for tensor in tensors)
 
 
+class _Rates(NamedTuple):
+    """Of one parameter in one step: fp32 scalars on its device."""
+
+    decay: Tensor
+    """What the weight is multiplied by."""
+    size: Tensor
+    """The learning rate over the first moment's bias correction."""
+    correction: Tensor
+    """The second moment's bias correction."""
+    scale: Tensor | None
+    """What the gradient is divided by."""
+    wrong: Tensor | None
+    """1.0 where the step is skipped, else 0.0."""
+
+    def given(self) -> _Rates:
+        """With all of them: one graph for steps that are given these two and for those that are not."""
+        scale = torch.ones_like(self.decay) if self.scale is None else self.scale
+        return self._replace(
+            scale=scale, wrong=torch.zeros_like(self.decay) if self.wrong is None else self.wrong
+        )
+
+
 def _update_(
     weight: Tensor,
     gradient: Tensor,
     first: Tensor,
     second: Tensor,
-    decay: Any,
-    size: Any,
-    correction: Any,
+    rates: _Rates,
     beta1: float,
     beta2: float,
     eps: float,
@@ -174,39 +224,33 @@ def _update_(
     """One step of numbers of one parameter, in place; all tensors have one dimension.
 
     Args:
-        decay: what the weight is multiplied by.
-        size: the learning rate over the first moment's bias correction.
-        correction: the second moment's bias correction.
         step_salt, name_salt, offset, steps, start: for the random bits, see `titancli.optimizers.rounding`.
     """
-    gradient = gradient.float()
-    mean = first.float().lerp_(gradient, 1 - beta1)
-    square = second.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    denominator = square.div(correction).sqrt_().add_(eps)
-    moved = weight.float().mul_(decay).sub_(mean.mul(size).div_(denominator))
+    gradient = gradient.float() if rates.scale is None else gradient.float().div(rates.scale)
+    copy = partial(torch.Tensor.to, dtype=torch.float32, copy=True)  # a skipped step needs what was there
+    mean = copy(first).lerp_(gradient, 1 - beta1)
+    square = copy(second).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    denominator = square.div(rates.correction).sqrt_().add_(eps)
+    moved = copy(weight).mul_(rates.decay).sub_(mean.mul(rates.size).div_(denominator))
     halves: Iterator[Tensor] = iter(())
     if torch.bfloat16 in (weight.dtype, first.dtype, second.dtype):
         index = indices(start, weight.numel(), offset, steps, weight.device)
         halves = random_halves(index, name_salt, step_salt)
     for into, values in ((weight, moved), (first, mean), (second, square)):
-        store(into, values, halves)
-
-
-@lru_cache(maxsize=4)
-def _on_device(numbers: tuple[float, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """What changes from step to step, as tensors: as numbers it would be compiled in, again at each step.
-
-    The last one is an int32, and stays one.
-    """
-    host = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
-    here = host.to(device, non_blocking=True)  # or each step would wait for the device
-    return (*here[:-1].float().unbind(), here[-1].to(torch.int32))
+        kept = values if rates.wrong is None else torch.where(rates.wrong > 0, into.float(), values)
+        store(into, kept, halves)
 
 
 @cache
 def _compiled_update() -> Callable[..., None]:
-    # One graph for matrices of all sizes, and one for vectors.
-    return torch.compile(_update_, dynamic=True, fullgraph=True)
+    # A graph for each size: kernels for any size know of no alignment, and are several times as slow.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SIZES)
+    return torch.compile(_update_, dynamic=False, fullgraph=True)
+
+
+def _on(like: Tensor, scalar: Tensor | None) -> Tensor | None:
+    """A scalar on the device of another; only parameters that lie on the host have it copied."""
+    return None if scalar is None else scalar.to(like.device, non_blocking=like.is_cuda)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
 
 def salt_of(text: str) -> int:
-    """A random int32 for a name or a step."""
+    """A random int32 for a name."""
     return _int32(xxhash.xxh32_intdigest(text.encode()))
 
 
@@ -85,7 +85,8 @@ def random_halves(index: Tensor, name_salt: Any, step_salt: Any) -> Iterator[Ten
 
     Args:
         index: int32, its place in the whole tensor.
-        name_salt, step_salt: `salt_of` the name and the step; numbers, or int32 scalars on the device.
+        name_salt: `salt_of` the name; a number, or an int32 scalar on the device.
+        step_salt: `scattered` of the step's number, the same.
     """
     x = index + step_salt
     x = (x ^ (x >> 16 & HALF)) * FIRST + name_salt
@@ -95,6 +96,14 @@ def random_halves(index: Tensor, name_salt: Any, step_salt: Any) -> Iterator[Ten
     x = (x ^ (x >> 15 & 0x1FFFF)) * FIRST  # each from the high bits of a product
     yield x >> 16 & HALF
     yield (x ^ (x >> 15 & 0x1FFFF)) * SECOND >> 16 & HALF
+
+
+def scattered(numbers: Tensor) -> Tensor:
+    """Random int32 for numbers, such as those of steps: the hash lowbias32 of each."""
+    x = numbers * THIRD
+    x = (x ^ (x >> 16 & HALF)) * FIRST
+    x = (x ^ (x >> 15 & 0x1FFFF)) * SECOND
+    return x ^ (x >> 16 & HALF)
 
 
 def store(into: Tensor, values: Tensor, halves: Iterator[Tensor]) -> None:

@@ -178,6 +178,34 @@ def test_vectors_and_what_is_excluded_go_to_the_fallback() -> None:
     assert keys == [["momentum_buffer"], *[["exp_avg", "exp_avg_sq", "step"]] * 2]
 
 
+def test_gradients_are_divided_and_steps_skipped_on_the_device() -> None:
+    """As torch's fused optimizers do it; the fallback is one of these."""
+    from titan_muon import Muon
+    from titan_muon.optimizer import build
+    from titancli.optimizers import AdamW
+
+    def trained(scale: float, skipped: bool) -> list[torch.Tensor]:
+        parameters = named((6, 4), (3, 4, 4), (5,))
+        config = Muon(lr=0.1, weight_decay=0.1, exclude=[], fallback=AdamW(lr=1e-2))
+        optimizer: Any = build(config, named_parameters=parameters)
+        for step in range(3):
+            for number, (_, parameter) in enumerate(parameters):
+                parameter.grad = scale * torch.sin(parameter.detach() * 3 + step + number)
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.tensor(0.0)
+            optimizer.step()
+            for _, parameter in parameters if skipped else ():
+                parameter.grad = torch.full_like(parameter, torch.nan)
+            optimizer.found_inf = torch.tensor(1.0)
+            if skipped:
+                optimizer.step()
+        found = [value for state in optimizer.state.values() for value in state.values()]
+        return [*(parameter.detach() for _, parameter in parameters), *found]
+
+    plain = trained(1.0, skipped=False)
+    assert all(torch.equal(*pair) for pair in zip(plain, trained(1.0, skipped=True), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(plain, trained(4.0, skipped=True), strict=True))
+
+
 def test_its_state_goes_through_state_dict() -> None:
     from titan_muon import Muon
     from titan_muon.optimizer import build

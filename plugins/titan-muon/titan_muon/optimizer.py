@@ -70,6 +70,12 @@ class Together(torch.optim.Optimizer):
         self.parts = list(parts)
         super().__init__([group for part in self.parts for group in part.param_groups], {})
         self._share()
+        # Whether a step can be scaled and skipped by numbers on the device, as torch says it of its own.
+        self._step_supports_amp_scaling = all(
+            getattr(part, "_step_supports_amp_scaling", False) for part in self.parts
+        )
+        self.grad_scale: torch.Tensor | None = None
+        self.found_inf: torch.Tensor | None = None
 
     def _share(self) -> None:
         """Let each part work on its slice of the groups, and on the one state."""
@@ -90,5 +96,11 @@ class Together(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for part in self.parts:
-            part.step()
+            if self._step_supports_amp_scaling:
+                part.grad_scale, part.found_inf = self.grad_scale, self.found_inf
+            try:
+                part.step()
+            finally:
+                if self._step_supports_amp_scaling:
+                    part.grad_scale = part.found_inf = None
         return loss

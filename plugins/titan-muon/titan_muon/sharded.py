@@ -25,7 +25,14 @@ class ShardedMuon(torch.optim.Optimizer):
 
     Parameters are matrices, or stacks of them, [experts, rows, columns]. The options are those of
     `torch.optim.Muon`. The state of a parameter is its `momentum_buffer`, cut as the parameter is.
+
+    As with torch's fused optimizers, gradients are divided by `grad_scale`, and nothing moves where
+    `found_inf` is 1.0, both scalars on the device, or None: nothing is read to the host.
     """
+
+    _step_supports_amp_scaling = True
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
 
     def __init__(self, params: Iterable[nn.Parameter], **options: Any) -> None:
         # Torch's checks and defaults; it does not take stacks itself.
@@ -43,8 +50,9 @@ class ShardedMuon(torch.optim.Optimizer):
             # The largest first, so that those that are worked on at the same time cost about the same.
             parameters.sort(key=lambda parameter: -math.prod(parameter.shape[-2:]))
             for weight, update in self._updates(parameters, group):
-                weight.mul_(1 - group["lr"] * group["weight_decay"])
-                weight.add_(update, alpha=-group["lr"])
+                lr = group["lr"] if self.found_inf is None else group["lr"] * _keep(self.found_inf, weight)
+                weight.mul_(1 - lr * group["weight_decay"])
+                weight.sub_(update * lr)
         return loss
 
     def _updates(
@@ -82,7 +90,14 @@ class ShardedMuon(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(parameter)
         buffer = _local(state["momentum_buffer"])
         gradient = _local(parameter.grad).to(buffer.dtype)  # type: ignore[arg-type]
-        buffer.lerp_(gradient, 1 - group["momentum"])
+        if self.grad_scale is not None:
+            gradient = gradient / self.grad_scale.to(gradient.device)
+        if self.found_inf is None:
+            buffer.lerp_(gradient, 1 - group["momentum"])
+        else:
+            keep = _keep(self.found_inf, gradient)
+            gradient = torch.where(keep > 0, gradient, 0.0)  # what is not finite would be so times 0 as well
+            buffer.lerp_(gradient, keep.to(buffer.dtype) * (1 - group["momentum"]))
         return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 
     def _from_full_tensor(self, parameter: Any, group: dict[str, Any]) -> list[Tensor]:
@@ -94,6 +109,11 @@ class ShardedMuon(torch.optim.Optimizer):
         whole = [orthogonal(matrix, group) for matrix in _matrices(direction.full_tensor())]
         update = torch.stack(whole).view(shape)
         return _matrices(distribute_tensor(update, mesh, placements, src_data_rank=None).to_local())
+
+
+def _keep(wrong: Tensor, like: Tensor) -> Tensor:
+    """1.0 where a step is applied, 0.0 where it is skipped."""
+    return 1.0 - wrong.to(like.device)
 
 
 def orthogonalised(

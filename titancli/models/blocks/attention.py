@@ -128,7 +128,7 @@ class _Core:
 def _unit(k: Tensor) -> Tensor:
     """The key of the sink, [1, 1, 1, head_dim + 8]."""
     unit = k.new_zeros(k.shape[-1])
-    unit[-EXTRA] = 1
+    unit[-EXTRA].fill_(1)
     return unit[None, None, None]
 
 
