@@ -41,6 +41,7 @@ from titancli.engine.first_weights import allocate
 from titancli.engine.meter import Meter
 from titancli.engine.optimizer_state import initialise_state
 from titancli.engine.pipelined import PipelinedModel
+from titancli.engine.traffic import Traffic
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
 from titancli.models.blocks.moe import moe_layers
 from titancli.protocols import LossDefaults
@@ -106,6 +107,22 @@ def dry_run(recipe: Recipe, world: int, ranks: Sequence[int] | None = None) -> D
     return DryRun(world, [_check(recipe, degrees, rank) for rank in ranks], left_out)
 
 
+def traffic_of(recipe: Recipe, world: int = 1) -> dict[str, Traffic]:
+    """Return what rank 0 moves and waits for in a step, by verb: `forward_backward` and `optim_step`.
+
+    A step as `dry_run` runs it: nothing compiled, and of several micro-batches two.
+
+    Raises:
+        TitanError: as for `dry_run`.
+    """
+    recipe, _ = on_a_cpu(recipe)
+    recipe.degrees(world)
+    found: dict[str, Traffic] = {}
+    with _process_group(0, world), _random_state():
+        _step(recipe, found)
+    return found
+
+
 def on_a_cpu(recipe: Recipe) -> tuple[Recipe, list[str]]:
     """Return the recipe without what needs a GPU or takes minutes, and what was left out."""
     left_out = []
@@ -145,8 +162,12 @@ def _check(recipe: Recipe, degrees: Degrees, rank: int) -> RankCheck:
     return RankCheck(rank, place, *found, seconds=time.perf_counter() - began)
 
 
-def _step(recipe: Recipe) -> tuple[int, int, int, int, int]:
-    """Numbers of parameters; bytes of parameters, gradients and optimizer state; and of all at the peak."""
+def _step(recipe: Recipe, traffic: dict[str, Traffic] | None = None) -> tuple[int, int, int, int, int]:
+    """Numbers of parameters; bytes of parameters, gradients and optimizer state; and of all at the peak.
+
+    Args:
+        traffic: is given what each verb moves, if that is counted.
+    """
     with ExitStack() as stack:
         meter = Meter()
 
@@ -166,13 +187,31 @@ def _step(recipe: Recipe) -> tuple[int, int, int, int, int]:
         if engine.optimizer is not None:
             initialise_state(engine.optimizer)  # the peak is that of every step but the first
         parameters = [parameter for _, parameter in engine.named_parameters()]
-        engine.forward_backward(_batches(engine, recipe))
+        batches = _batches(engine, recipe)
+        with _counted(engine, "forward_backward", traffic):
+            engine.forward_backward(batches)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         counted = (sum(local(p).numel() for p in parameters), _bytes(parameters), _bytes(gradients))
-        engine.optim_step()
+        if engine.guard is not None:
+            engine.guard.too_many()  # as a loop asks before each step: the step itself then reads nothing
+        with _counted(engine, "optim_step", traffic):
+            engine.optim_step()
         states = engine.optimizer.state.values() if engine.optimizer else ()
         kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
         return *counted, _bytes(kept), meter.peak
+
+
+@contextmanager
+def _counted(engine: Engine, verb: str, traffic: dict[str, Traffic] | None) -> Iterator[None]:
+    """Count the traffic of a verb inside the block, if `traffic` is there for it."""
+    if traffic is None:
+        yield
+        return
+    groups = engine.optimizer.param_groups if engine.optimizer else []
+    states = [engine.optimizer.state[p] for g in groups if not g.get("fused") for p in g["params"]]  # type: ignore[union-attr]
+    # torch keeps the count of steps on the host, but for its fused kernels.
+    with Traffic({id(state["step"]) for state in states if "step" in state}) as traffic[verb]:
+        yield
 
 
 def _batches(engine: Engine, recipe: Recipe) -> list[Batch]:

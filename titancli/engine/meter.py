@@ -53,7 +53,7 @@ class Meter(TorchDispatchMode):
             return _one(args[0].dtype)
         out = func(*args, **(kwargs or {}))
         for value in tree_iter(out):
-            for tensor in _plain(value):
+            for tensor in plain_tensors(value):
                 self._watch(tensor.untyped_storage())
         return out
 
@@ -76,11 +76,11 @@ class Meter(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
-def _plain(value: Any) -> Iterator[Tensor]:
+def plain_tensors(value: Any) -> Iterator[Tensor]:
     """The tensors with memory of their own that a tensor, or one of a subclass, is made of."""
     if is_traceable_wrapper_subclass(value):
         for name in value.__tensor_flatten__()[0]:
-            yield from _plain(getattr(value, name))
+            yield from plain_tensors(getattr(value, name))
     elif isinstance(value, Tensor):
         yield value
 

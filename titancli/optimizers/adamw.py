@@ -156,7 +156,8 @@ class MixedAdamW(torch.optim.Optimizer):
         if not tensors[0].numel():
             return  # of a parameter that is cut for more ranks than it has rows
         flat = [tensor.reshape(-1) for tensor in tensors]
-        fixed = (*group["betas"], group["eps"])
+        beta1, beta2 = group["betas"]
+        fixed = (beta1, beta2, group["eps"])
         if self._in_one_kernel(tensors):
             _compiled_update()(*flat, rates.given(), *fixed, salt, *self._place_on_device(parameter), 0)
             return

@@ -67,7 +67,7 @@ class Together(torch.optim.Optimizer):
     """Several optimizers as one: their groups one after the other, and one state."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
-        self.parts = list(parts)
+        self.parts: list[Any] = list(parts)
         super().__init__([group for part in self.parts for group in part.param_groups], {})
         self._share()
         # Whether a step can be scaled and skipped by numbers on the device, as torch says it of its own.

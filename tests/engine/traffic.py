@@ -1,0 +1,48 @@
+"""What a step of every bundled recipe may move, in GiB: tests/engine/traffic.json.
+
+python -m tests.engine.traffic        # after a change that moves less, or more for a reason: writes it anew
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from titancli.engine.dry_run import traffic_of
+from titancli.losses import chunked
+from titancli.optimizers import adamw
+from titancli.recipe import load_recipe
+from titancli.recipe.find import bundled_folder
+
+FILE = Path(__file__).with_suffix(".json")
+RECIPES = sorted(path.stem for path in bundled_folder().glob("*.toml"))
+FEW_LAYERS = {"deepseek_v3_671b": 4, "hf_causal_lm_debug": None}
+"""Where two are not enough, or are not a setting."""
+ONE_RANK = [f"mesh.{degree}=1" for degree in ("pp", "cp", "tp", "ep")]
+
+
+def measured(name: str) -> dict[str, Any]:
+    """Return the bytes by verb and kind of operator, in GiB, and the places that wait for the device."""
+    layers = FEW_LAYERS.get(name, 2)
+    overrides = ONE_RANK + ([] if layers is None else [f"model.n_layers={layers}"])
+    with_gpu_sizes = (chunked.CHUNK_BYTES.copy(), adamw.PIECES)
+    chunked.CHUNK_BYTES["cpu"], adamw.PIECES = chunked.CHUNK_BYTES_GPU, 1
+    try:
+        found = traffic_of(load_recipe(name, overrides).recipe)
+    finally:
+        chunked.CHUNK_BYTES["cpu"], adamw.PIECES = with_gpu_sizes[0]["cpu"], with_gpu_sizes[1]
+    moved = {
+        verb: {kind: round(size / 2**30, 4) for kind, size in sorted(traffic.moved.items())}
+        for verb, traffic in found.items()
+    }
+    return {"moved": moved, "waits": [place for traffic in found.values() for place in traffic.waits]}
+
+
+def main() -> None:
+    budgets = {name: measured(name)["moved"] for name in RECIPES}
+    FILE.write_text(json.dumps(budgets, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

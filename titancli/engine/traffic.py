@@ -1,0 +1,124 @@
+"""What a step moves and what it waits for, counted operation by operation in a dry run.
+
+On a GPU what is no matrix product is bound by memory: a pass over all gradients, or over the logits, that
+nobody meant to add costs milliseconds and changes no number. And where the host reads a number from the
+device, it waits until the device is done, and the device then waits for the host.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from titancli.engine.meter import plain_tensors
+
+_aten = torch.ops.aten
+KINDS = {
+    "products": (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "_scaled_mm",
+        "_grouped_mm",
+        "grouped_linear",
+        "grouped_outer",
+    ),
+    "attention": ("attention",),
+    "copies": ("copy", "clone", "cat", "stack", "contiguous", "chunk_cat"),
+}
+"""Of operators, by their names or parts of them; all others are "elementwise"."""
+NOT_READ = {_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar, _aten._foreach_copy_.default}
+"""Overwrite their first argument."""
+LOOK_UPS = {_aten.embedding.default, _aten.index_select.default, _aten.gather.default, _aten.index.Tensor}
+"""Read as much as they return."""
+FREE = {
+    _aten.lift_fresh.default,
+    _aten._unsafe_view.default,
+    _aten.empty.memory_format,
+    _aten.empty_like.default,
+    _aten.new_empty.default,
+    _aten.empty_strided.default,
+}
+"""Touch no numbers."""
+WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+"""Of operators that read values, or how many there are, on the host: `item`, `nonzero`, `masked_select`."""
+ELSEWHERE = (str(Path(torch.__file__).parent), __file__)
+
+
+class Traffic(TorchDispatchMode):
+    """Counts what is done while it is entered, on real tensors or fake ones."""
+
+    def __init__(self, on_host: set[int]) -> None:
+        """
+        Args:
+            on_host: ids of tensors that are on the host on every device; to read them waits for nothing.
+        """
+        super().__init__()
+        self.moved: Counter[str] = Counter()
+        """Bytes read and written, by kind of operator."""
+        self.waits: Counter[str] = Counter()
+        """Where the host would wait for a device: the operator and the line of code."""
+        self._on_host = on_host
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is _aten.lift_fresh.default or (_waits(func, args) and id(args[0]) not in self._on_host):
+            self.waits[f"{func} at {_line()}"] += 1
+        if not (func.is_view or func in FREE or func.namespace in ("prim", "profiler")):
+            self.moved[kind_of(func)] += _moved(func, args, kwargs or {}, out)
+        return out
+
+
+def kind_of(func: Any) -> str:
+    """Return the key of `KINDS` that an operator belongs to, or "elementwise"."""
+    name = func.overloadpacket.__name__
+    for kind, names in KINDS.items():
+        if name in names or (kind != "products" and any(part in name for part in names)):
+            return kind
+    return "elementwise"
+
+
+def _waits(func: Any, args: Any) -> bool:
+    if func is _aten.index.Tensor:  # asks how many there are if it is given a mask, not numbers
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return bool(WAITING & set(func.tags))
+
+
+def _moved(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    written = [tensor for value in tree_iter(out) for tensor in plain_tensors(value)]
+    if func in LOOK_UPS:
+        return 2 * sum(map(_bytes, written))
+    read = [tensor for value in tree_iter((args, kwargs)) for tensor in plain_tensors(value)]
+    if func._schema.is_mutable and not written:  # returns nothing, as torch's fused optimizers do
+        written = [
+            tensor
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+            if argument.is_write
+            for one in tree_iter(value)
+            for tensor in plain_tensors(one)
+        ]
+    if func in NOT_READ:
+        over = {id(tensor) for value in tree_iter(args[0]) for tensor in plain_tensors(value)}
+        read = [tensor for tensor in read if id(tensor) not in over]
+    return sum(map(_bytes, read)) + sum(map(_bytes, written))
+
+
+def _bytes(tensor: Tensor) -> int:
+    """What is there to read: an expanded tensor has less than its shape says."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _line() -> str:
+    """Of the code that has called, outside of torch."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(ELSEWHERE):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
