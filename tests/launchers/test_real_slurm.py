@@ -43,8 +43,9 @@ def status(folder: Path) -> tuple[str, int, str | None, int | None]:
 def test_a_job_is_requeued_resumed_and_cancelled(nodes: None, tmp_path: Path) -> None:
     folder = furnish(tmp_path)
     launch = ["launch", "slurm", "./tiny.toml", "--nodes", "2", "--run-dir", RUN, "launcher.nproc=1"]
+    long = ["training.steps=100000", "checkpoint.interval=100000", "--detach"]
     run = folder / RUN
-    done = titan(folder, *launch, "training.steps=100000", "checkpoint.interval=100000", "--detach")
+    done = titan(folder, *launch, *long)
     assert done.returncode == 0, done.stderr
     [job] = [entry["id"] for entry in json.loads((run / "slurm" / "jobs.json").read_text())["jobs"]]
 
@@ -52,7 +53,7 @@ def test_a_job_is_requeued_resumed_and_cancelled(nodes: None, tmp_path: Path) ->
         cluster.until(lambda: status(folder)[1:3] == (restart, "running"), f"start {restart}", 120)  # noqa: B023
         before = status(folder)[3] or 0
         cluster.until(lambda: (status(folder)[3] or 0) > before + 20, f"steps of start {restart}", 120)  # noqa: B023
-        again = titan(folder, *launch, "--resume", "--detach")
+        again = titan(folder, *launch, *long, "--resume")
         assert again.returncode == 5 and f"job {job} of {run} is RUNNING" in again.stderr
         if restart < 2:
             subprocess.run(["scancel", "--signal=USR1", job], check=True)
