@@ -101,7 +101,7 @@ def chunk_sums(path: str) -> str:
         logger.warning(
             "checksums cannot be kept in %s (%s): files are read again at each start", entry, error
         )
-        return _sums(path)
+        return file_sums(path)
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)  # of the ranks of a machine one reads the file, the others wait
@@ -112,7 +112,7 @@ def chunk_sums(path: str) -> str:
         kept = _kept(file)
         if kept is not None and kept[0] == now:
             return kept[1]
-        sums = _sums(path)
+        sums = file_sums(path)
         file.truncate(0)
         file.write(json.dumps([now, sums, os.path.realpath(path)]))
         return sums
@@ -137,20 +137,46 @@ def _kept(file: IO[str]) -> tuple[list[int], str] | None:
     return now, sums
 
 
-def _sums(path: str) -> str:
-    """
+class ChunkSums:
+    """The xxh3-64 of each 64 MiB of bytes that are given one after another."""
+
+    def __init__(self, before: str = "") -> None:
+        """`before`: the sums of whole chunks that were given earlier."""
+        self._whole, self._digest, self._length = [before], xxhash.xxh3_64(), 0
+
+    def update(self, data: bytes | memoryview) -> None:
+        view = memoryview(data).cast("B")
+        while len(view):
+            part = view[: CHUNK_BYTES - self._length]
+            self._digest.update(part)
+            self._length += len(part)
+            view = view[len(part) :]
+            if self._length == CHUNK_BYTES:
+                self._whole.append(self._digest.hexdigest())
+                self._digest, self._length = xxhash.xxh3_64(), 0
+
+    @property
+    def whole(self) -> str:
+        """The sums of the chunks that are complete."""
+        return "".join(self._whole)
+
+    @property
+    def all(self) -> str:
+        """The same, and that of the last one."""
+        return self.whole + (self._digest.hexdigest() if self._length else "")
+
+
+def file_sums(path: str) -> str:
+    """Return what `chunk_sums` does, from the file itself.
+
     Raises:
         OSError: the file cannot be read, or changed while it was.
     """
-    found, before = [], os.stat(path)
+    sums, before = ChunkSums(), os.stat(path)
     with open(path, "rb") as file:
-        while data := file.read(BLOCK_BYTES):
-            digest, length = xxhash.xxh3_64(data), len(data)
-            while length < CHUNK_BYTES and (data := file.read(BLOCK_BYTES)):
-                digest.update(data)
-                length += len(data)
-            found.append(digest.hexdigest())
+        for block in _blocks(file):
+            sums.update(block)
     after = os.stat(path)
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise OSError(0, "it changed while it was read", path)
-    return "".join(found)
+    return sums.all

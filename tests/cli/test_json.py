@@ -59,7 +59,18 @@ def test_stdout_is_one_document(titan: Titan, tmp_path: Path, name: str) -> None
 def test_a_command_that_can_print_json_is_among_these(titan: Titan, entry) -> None:
     offered = "--json" in titan(entry.name, "--help").out
     # They need a model, or a run: tests/generate, tests/reporting, tests/run, tests/prove, tests/docs.
-    elsewhere = {"generate", "rollouts", "eval", "report", "profile", "reproduce", "prove"}
+    # Token shards: tests/data.
+    elsewhere = {
+        "data",
+        "tokenize",
+        "generate",
+        "rollouts",
+        "eval",
+        "report",
+        "profile",
+        "reproduce",
+        "prove",
+    }
     assert not offered or entry.name in DOCUMENTS or entry.name in elsewhere
 
 

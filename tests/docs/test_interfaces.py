@@ -64,6 +64,12 @@ def test_a_document_has_the_keys_that_are_told(
         ]
         make(tmp_path / "RUN", [began(), step(5, 5), *told_of])
         make(tmp_path / "OTHER", [began(), step(5, 6)], [], lock="[training]\nsteps = 7\n")
+    if name in ("tokenization", "token-shards", "document", "shard-verification"):
+        (tmp_path / "CORPUS").mkdir()
+        (tmp_path / "CORPUS" / "a.txt").write_text("a text")
+    if name in ("token-shards", "document", "shard-verification"):
+        main(["tokenize", "CORPUS", "OUT", "--tokenizer", "byte", "--workers", "1"])
+        capsys.readouterr()
     main(shlex.split(command))
     document = json.loads(capsys.readouterr().out)
     assert (document.pop("schema"), document.pop("version")) == (f"titan.{name}", 1)

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from titancli import registry
@@ -55,10 +57,12 @@ def configs(tmp_path: Path) -> dict[str, dict[str, Any]]:
     pairs = [{"prompt": "q", "chosen": f"{i}", "rejected": f"{i + 1}"} for i in range(64)]
     for name, found in (("rows", rows), ("pairs", pairs)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
-    lines = str(tmp_path / "rows.jsonl")
+    lines, table = str(tmp_path / "rows.jsonl"), tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"text": [row["text"] for row in rows]}), table)
     return {
         "dataset/text_files": {"paths": [lines]},
         "dataset/jsonl": {"paths": [lines]},
+        "dataset/parquet": {"paths": [str(table)]},
         "dataset/hf": {"path": lines},
         "dataset/chat": {"path": lines},
         "dataset/preference": {"path": str(tmp_path / "pairs.jsonl")},

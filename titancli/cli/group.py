@@ -43,6 +43,8 @@ COMMANDS = [
     Entry("Recipes", "list-recipes", "recipes", "List the bundled recipes and those of plugins."),
     Entry("Recipes", "new-recipe", "new_recipe", "Create a recipe file to start from."),
     Entry("Recipes", "download", "download", "Download the tokenizer and weights of a recipe."),
+    Entry("Recipes", "tokenize", "tokenize", "Tokenize text into shards for training."),
+    Entry("Recipes", "data", "data", "Show and verify token shards."),
     Entry("Recipes", "schema", "schema", "Print the JSON Schema of recipes, for editors."),
     Entry("Plugins", "list-components", "components", "List the components that a recipe can use."),
     Entry("Plugins", "show", "show", "Show the fields of a component or section."),

@@ -126,6 +126,23 @@ class JsonLines:
     """Keep attention and positions within a document; false: treat a row as one document."""
 
 
+@component("dataset", "parquet", target="titancli.data.parquet:build")
+class Parquet:
+    """Parquet files on disk; each row is one document."""
+
+    paths: Annotated[list[Path], MinLen(1)]
+    """Files, folders (all non-hidden files in them) and globs (`"corpus/**/*.parquet"`)."""
+    text: str = "text"
+    """Column with the text of a document."""
+    shuffle: bool = True
+    """Shuffle the row groups, and the rows in each, by (training.seed, epoch); false: keep the order in which
+    they are listed."""
+    repeat: bool = True
+    """Start over at the end of the data, as often as needed; false: end the run there."""
+    document_mask: bool = False
+    """Keep attention and positions within a document; false: treat a row as one document."""
+
+
 @component("dataset", "chat", target="titancli.data.chat:build")
 class Chat:
     """Conversations as `messages`, with the tokenizer's chat template; bad rows are skipped and counted."""
@@ -239,6 +256,7 @@ COMPONENTS: list[type] = [
     TextFiles,
     PythonStdlib,
     JsonLines,
+    Parquet,
     HFDataset,
     Chat,
     Preference,

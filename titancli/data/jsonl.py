@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from titancli.data import JsonLines
+from titancli.data.compressed import SUFFIXES, open_plain
 from titancli.data.files import PIECE_BYTES, TextFile, corpus_identity, files_of, unreadable
 from titancli.data.packing import PackedDataset
 from titancli.data.source import Piece, document_order
@@ -46,11 +47,17 @@ class LineReader:
     """The rows of JSON Lines files, from any of them on.
 
     Raises:
-        EnvironmentProblem: a file cannot be read.
+        EnvironmentProblem: a file cannot be read, or is compressed and to be shuffled.
     """
 
     def __init__(self, files: list[TextFile], *, shuffle: bool, seed: int, max_bytes: int) -> None:
         self._files, self._shuffle, self._seed, self._max_bytes = files, shuffle, seed, max_bytes
+        for file in files if shuffle else []:
+            if file.path.endswith(SUFFIXES):
+                raise EnvironmentProblem(
+                    f"{file.path} is compressed, so its rows cannot be shuffled",
+                    hint="set dataset.shuffle = false, decompress it, or tokenize it: `titan tokenize`",
+                )
         self._starts = [_row_starts(file) for file in files] if shuffle else []
 
     def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[tuple[TextFile, Row, dict[str, Any]]]:
@@ -209,7 +216,7 @@ def _text(data: bytes | None, config: JsonLines) -> str:
 def _rows(file: TextFile, byte: int, line: int, limit: int) -> Iterator[Row]:
     """The rows of a file from one on; of a row beyond `limit` bytes no more than that is held."""
     try:
-        with open(file.path, "rb") as stream:
+        with open_plain(file.path) as stream:
             stream.seek(byte)
             while data := stream.readline(limit + 2):
                 whole = data.endswith(b"\n") or len(data) < limit + 2

@@ -1,0 +1,68 @@
+"""Parquet files: every row once, from any place, in an order that follows from the seed and the epoch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.data.helpers import global_rows, make, rows_of, stream
+from titancli.data import Parquet
+from titancli.errors import EnvironmentProblem, RecipeError
+
+TEXTS = [f"row {number}, ü" + "." * (number % 7) for number in range(30)]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    pq.write_table(pa.table({"n": range(20), "text": TEXTS[:20]}), folder / "a.parquet", row_group_size=7)
+    pq.write_table(pa.table({"text": [*TEXTS[20:], None, ""]}), folder / "b.parquet")
+    return folder
+
+
+def tokens_of(config: Parquet, **options: int) -> list[int]:
+    return [t for tokens, _ in rows_of(list(make(config, seq_len=1, rows=1, **options))) for t in tokens]
+
+
+def test_every_row_comes_once_in_order(corpus: Path) -> None:
+    assert tokens_of(Parquet(paths=[corpus], shuffle=False, repeat=False)) == stream(TEXTS)[:-1]
+
+
+def test_shuffled_rows_are_the_same_ones_in_another_order_each_epoch(corpus: Path) -> None:
+    size = len(stream(TEXTS))
+    found, _ = global_rows(Parquet(paths=[corpus]), 2 * size, dp_size=1, rows=1, seq_len=1)
+    tokens = [t for row, _ in found for t in row]
+    epochs = [tokens[:size], tokens[size:]]
+    texts = [bytes(t % 256 for t in epoch).decode().split("\0") for epoch in epochs]
+    assert sorted(texts[0]) == sorted(texts[1]) == sorted([*TEXTS, ""])
+    assert texts[0] != texts[1] and texts[0][:-1] != TEXTS
+    assert tokens_of(Parquet(paths=[corpus], repeat=False), seed=8) != epochs[0][:-1]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_stopping_anywhere_and_going_on_with_other_ranks_changes_nothing(corpus: Path, shuffle: bool) -> None:
+    config = Parquet(paths=[corpus], shuffle=shuffle)
+    whole, _ = global_rows(config, 90, dp_size=1, rows=1)
+    got, state = [], None
+    for dp_size, rows in [(1, 3), (3, 1), (2, 2), (1, 1), (2, 4), (4, 2), (1, 7)] * 2:
+        part, state = global_rows(config, 1, dp_size=dp_size, rows=rows, state=state)
+        got += part
+    assert got == whole[: len(got)] and state["epoch"] > 0
+
+
+def test_what_cannot_be_read_is_named(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"b\.parquet has no column 'n'"):
+        make(Parquet(paths=[corpus / "b.parquet"], text="n"))
+    with pytest.raises(RecipeError, match=r"a\.parquet: column 'n' has the type int64"):
+        make(Parquet(paths=[corpus / "a.parquet"], text="n"))
+    data = (corpus / "b.parquet").read_bytes()
+    (corpus / "b.parquet").write_bytes(data[:-9])
+    with pytest.raises(EnvironmentProblem, match=r"cannot read the Parquet file .*b\.parquet"):
+        make(Parquet(paths=[corpus]))
+    (corpus / "b.parquet").write_bytes(b"XXXX" + b"\xff" * 100 + data[104:])
+    with pytest.raises(EnvironmentProblem, match=r"cannot read the Parquet file .*b\.parquet"):
+        list(make(Parquet(paths=[corpus], repeat=False)))

@@ -1,0 +1,115 @@
+"""`titan data show|verify`: what is in token shards, and whether they are whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from titancli.cli.output import print_json, printable, table
+from titancli.errors import EXIT_ENVIRONMENT, EXIT_OK, UsageError
+
+if TYPE_CHECKING:
+    from titancli.data.shards import Index
+
+FOLDER = click.Path(path_type=Path)
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+BAR = 40
+
+
+@click.group("data", short_help="Show and verify token shards.")
+def command() -> None:
+    """Show and verify the token shards that `titan tokenize` writes."""
+
+
+@command.command("show", short_help="Show the contents of token shards.")
+@click.argument("out", type=FOLDER)
+@click.option("--document", type=click.IntRange(0), metavar="N", help="Print the tokens of document N.")
+@click.option("--tokenizer", metavar="DIR", help="Decode them with this tokenizer.")
+@click.option("--recipe", metavar="RECIPE", help="Decode them with the tokenizer of a recipe.")
+@JSON
+def show(out: Path, document: int | None, tokenizer: str | None, recipe: str | None, as_json: bool) -> None:
+    """Show the token shards in OUT: their tokenizer, sources, counts and a histogram of document lengths.
+
+    With --document, print one document instead, counted from 0: its text, if its tokenizer is given, else its
+    ids.
+    """
+    from titancli.data.shards import read_index
+
+    index = read_index(out)
+    if document is not None:
+        _print_document(index, document, tokenizer, recipe, as_json)
+        return
+    from titancli.data.shards.reader import lengths
+
+    counts = lengths(index)
+    if as_json:
+        print_json("token-shards", {**index.facts(), "lengths": counts})
+        return
+    rows = [
+        ("tokens", f"{index.tokens:,} ({index.dtype})"),
+        ("documents", f"{index.documents:,}, {index.tokens / index.documents:,.1f} tokens each on average"),
+        ("shards", str(len(index.shards))),
+        ("tokenizer", f"{index.tokenizer}, {index.vocab_size:,} ids, end marker {index.eos_id}"),
+        *(("source", ", ".join(f"{key}: {value}" for key, value in one.items())) for one in index.sources),
+        ("skipped rows", f"{index.skipped:,}"),
+        ("digest", index.digest),
+    ]
+    table(("token shards", str(out)), rows)
+    print()
+    most = max(counts.values())
+    table(
+        ("tokens of a document", "documents", ""),
+        [(name, f"{count:,}", "#" * -(-BAR * count // most)) for name, count in counts.items()],
+    )
+
+
+@command.command("verify", short_help="Verify every checksum of token shards.")
+@click.argument("out", type=FOLDER)
+@JSON
+def verify(out: Path, as_json: bool) -> int:
+    """Read every shard in OUT and compare sizes and checksums with its index.
+
+    The exit code is 5 if anything is damaged.
+    """
+    from titancli.data.shards import faults, read_index
+
+    index = read_index(out)
+    found = []
+    for fault in faults(index, whole=True):
+        found.append(fault)
+        if not as_json:
+            print(f"bad:  {fault}", flush=True)
+    if as_json:
+        print_json("shard-verification", {"ok": not found, "path": str(out), "faults": found})
+    elif not found:
+        print(f"good: {out} ({index.tokens:,} tokens in {len(index.shards)} shards)")
+    return EXIT_ENVIRONMENT if found else EXIT_OK
+
+
+def _print_document(index: Index, number: int, folder: str | None, recipe: str | None, as_json: bool) -> None:
+    from titancli.data.shards.reader import document_of
+
+    if number >= index.documents:
+        raise UsageError(f"--document {number}: there are {index.documents:,} documents, counted from 0")
+    ids, shard = document_of(index, number)
+    text = None
+    if folder is not None or recipe is not None:
+        from titancli.cli.tokenize import tokenizer_of
+        from titancli.data.packing import tokenizer_identity
+        from titancli.registry.component import build
+
+        tokenizer = build(tokenizer_of(folder, recipe))
+        if tokenizer_identity(tokenizer) != index.tokenizer:
+            raise UsageError(
+                f"the shards were written with another tokenizer: {index.tokenizer}, not "
+                f"{tokenizer_identity(tokenizer)}"
+            )
+        text = tokenizer.decode(ids)
+    if as_json:
+        print_json("document", {"document": number, "shard": shard, "ids": ids, "text": text})
+    elif text is None:
+        print(" ".join(map(str, ids)))
+    else:
+        print("\n".join(map(printable, text.split("\n"))))

@@ -1,0 +1,98 @@
+"""Files that may be compressed (`.gz`, `.zst`), read as if they were not. Torch-free."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import io
+import zlib
+from typing import Any, BinaryIO, cast
+
+from titancli.errors import EnvironmentProblem
+
+SUFFIXES = (".gz", ".zst")
+BLOCK = 1 << 17
+
+
+def open_plain(path: str) -> BinaryIO:
+    """Open a file for reading what it holds; a seek in a compressed one reads what lies before.
+
+    Raises:
+        OSError: it cannot be read; reading raises one too where it is damaged or truncated.
+        EnvironmentProblem: the package that reads it is not installed.
+    """
+    if path.endswith(".gz"):
+        return cast(BinaryIO, io.BufferedReader(_Gzip(path), BLOCK))
+    if path.endswith(".zst"):
+        return cast(BinaryIO, io.BufferedReader(_Zstd(path), BLOCK))
+    return open(path, "rb")
+
+
+class _Gzip(gzip.GzipFile):
+    def __init__(self, path: str) -> None:
+        super().__init__(path, "rb")
+
+    def read(self, size: int | None = -1) -> bytes:
+        try:
+            return super().read(size)
+        except (EOFError, zlib.error) as error:
+            raise OSError(errno.EIO, str(error), str(self.name)) from error
+
+
+class _Zstd(io.RawIOBase):
+    """The library's own reader takes the end of a truncated file for the end of the data."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            import zstandard
+        except ImportError as error:
+            raise EnvironmentProblem(
+                f"{path} needs the package zstandard", hint='pip install "titancli[zstd]"'
+            ) from error
+        self._library, self._path = zstandard, path
+        self._file = open(path, "rb")  # noqa: SIM115 - closed by close
+        self._frame: Any = None
+        self._input = self._output = b""
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._output:
+            if not self._input and not (data := self._file.read(BLOCK)):
+                if self._frame is not None:
+                    raise OSError(errno.EIO, "it is truncated", self._path)
+                return 0
+            self._input = self._input or data
+            self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
+            try:
+                self._output = self._frame.decompress(self._input)
+            except self._library.ZstdError as error:
+                raise OSError(errno.EIO, str(error), self._path) from error
+            ended = self._frame.eof
+            self._input = self._frame.unused_data if ended else b""
+            self._frame = None if ended else self._frame
+        count = min(len(buffer), len(self._output))
+        buffer[:count], self._output = self._output[:count], self._output[count:]
+        self._at += count
+        return count
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        target = self._at + offset if whence == io.SEEK_CUR else offset
+        if whence == io.SEEK_END or target < self._at:
+            raise io.UnsupportedOperation("only forward")
+        scrap = bytearray(BLOCK)
+        while self._at < target and self.readinto(memoryview(scrap)[: target - self._at]):
+            pass
+        return self._at
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()

@@ -1,0 +1,107 @@
+"""A source of Parquet files: a row is a document. A row group is read at a time.
+
+Shuffling permutes the row groups, and the rows in each: a single row cannot be read from a Parquet file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import numpy as np
+
+from titancli.data import Parquet
+from titancli.data.files import TextFile, corpus_identity, files_of
+from titancli.data.packing import PackedDataset
+from titancli.data.source import Piece, Size, document_order
+from titancli.errors import EnvironmentProblem, RecipeError
+
+
+class ParquetSource:
+    """Documents of Parquet files: a `titancli.data.source.Source`. A row without a text is an empty document.
+
+    Raises:
+        EnvironmentProblem: a file cannot be read, or is no Parquet file.
+        RecipeError: a file has no column of this name, or one that is not text.
+    """
+
+    label = "dataset parquet"
+
+    def __init__(self, config: Parquet, files: list[TextFile], seed: int) -> None:
+        self._files, self._column, self._shuffle, self._seed = files, config.text, config.shuffle, seed
+        found = corpus_identity(self.label, files, shuffle=config.shuffle, seed=seed, text=False)
+        self.identity: dict[str, Any] = {**found, "column": config.text}
+        counts = [self._groups(file) for file in files]
+        self._firsts = np.cumsum([0, *(len(rows) for rows in counts)])
+        """The number of the first row group of each file, and of all of them."""
+        self.size = Size(sum(map(sum, counts)), "documents")
+
+    def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Piece]:
+        """The epoch's documents; a mark is a row group's place in the order, and a row's in it."""
+        at = mark or {"group": 0, "row": 0}
+        groups = document_order(self._seed, epoch, int(self._firsts[-1]), shuffle=self._shuffle)
+        first = at["row"]
+        for place in range(at["group"], len(groups)):
+            number = int(groups[place])
+            texts = self._texts(number)
+            order = self._order(epoch, number, len(texts))
+            for row in range(first, len(texts)):
+                yield Piece(texts[order[row]] or "", True, True, {"group": place, "row": row})
+            first = 0
+
+    def progress(self, mark: dict[str, Any]) -> float:
+        """Which share of the row groups lies before a mark."""
+        return mark["group"] / int(self._firsts[-1])
+
+    def _order(self, epoch: int, group: int, count: int) -> np.ndarray:
+        if not self._shuffle:
+            return np.arange(count)
+        words = [part & 0xFFFFFFFF for part in (self._seed, self._seed >> 32, epoch, group)]
+        return np.random.RandomState(words).permutation(count)
+
+    def _groups(self, file: TextFile) -> list[int]:
+        """Rows of each row group of a file."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            with pq.ParquetFile(file.path) as opened:
+                schema, metadata = opened.schema_arrow, opened.metadata
+        except (OSError, pa.ArrowException) as error:
+            _unreadable(file, error)
+        if self._column not in schema.names:
+            raise RecipeError(
+                f"{file.path} has no column {self._column!r}",
+                hint=f"dataset.text may be one of: {', '.join(schema.names)}",
+            )
+        kind = schema.field(self._column).type
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            raise RecipeError(f"{file.path}: column {self._column!r} has the type {kind}, which is not text")
+        return [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+
+    def _texts(self, group: int) -> list[str | None]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        number = int(np.searchsorted(self._firsts, group, side="right")) - 1
+        file = self._files[number]
+        try:
+            with pq.ParquetFile(file.path) as opened:
+                table = opened.read_row_group(group - int(self._firsts[number]), columns=[self._column])
+        except (OSError, pa.ArrowException) as error:
+            _unreadable(file, error)
+        return table.column(0).to_pylist()
+
+
+def _unreadable(file: TextFile, error: Exception) -> NoReturn:
+    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    raise EnvironmentProblem(
+        f"cannot read the Parquet file {file.path}: {reason}",
+        hint="restore it, or remove it from the paths of the dataset",
+    ) from error
+
+
+def build(config: Parquet, *, seed: int, **runtime: Any) -> PackedDataset:
+    """`[dataset] type = "parquet"`; a file that two entries name is read once."""
+    source = ParquetSource(config, files_of(config.paths), seed)
+    return PackedDataset(source, repeat=config.repeat, document_mask=config.document_mask, **runtime)

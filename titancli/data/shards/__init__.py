@@ -1,0 +1,195 @@
+"""Token shards: the folder that `titan tokenize` writes and the dataset `token_shards` reads. Torch-free.
+
+    index.json   the tokenizer, the type of the tokens, and for each shard its counts and checksums
+    00000.bin    the tokens of whole documents, little-endian integers, each document with its end marker
+    00000.idx    where each document of the shard ends, in tokens: little-endian int64
+
+Both binary files can be memory-mapped as they are. While the folder is being written, it has `progress.json`
+instead of `index.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from titancli.errors import EnvironmentProblem
+from titancli.fingerprint import CHUNK_BYTES, SUM_DIGITS, chunk_sums, file_sums
+
+INDEX = "index.json"
+PROGRESS = "progress.json"
+LOCK = "tokenize.lock"
+FORMAT = "titan-token-shards"
+VERSION = 1
+DTYPES = {"uint8": 1, "uint16": 2, "uint32": 4, "int32": 4, "int64": 8}
+"""Types of tokens, little-endian, and their bytes."""
+END_BYTES = 8
+"""Of an entry of an `.idx` file."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What the index says of one shard."""
+
+    name: str
+    tokens: int
+    documents: int
+    max_id: int
+    sums: tuple[str, str]
+    """xxh3-64 of each 64 MiB of the `.bin` file and of the `.idx` file."""
+    modified: tuple[int, int]
+    """When both were last written, in nanoseconds."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """What `index.json` holds."""
+
+    folder: Path
+    tokenizer: str
+    """The fingerprint of the tokenizer."""
+    vocab_size: int
+    eos_id: int
+    dtype: str
+    sources: list[dict[str, Any]]
+    """What was tokenized: labels and identities."""
+    skipped: int
+    """Bad rows that were left out."""
+    shards: list[Shard]
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.shards)
+
+    @property
+    def digest(self) -> str:
+        """A digest of every token and every document's end, in order."""
+        digest = xxhash.xxh3_128(f"{self.dtype}\0{self.eos_id}\0".encode())
+        for shard in self.shards:
+            digest.update(f"{shard.tokens}\0{shard.documents}\0{shard.sums[0]}\0{shard.sums[1]}\0".encode())
+        return f"merkle:{digest.hexdigest()}"
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a JSON document says of token shards."""
+        return {
+            "path": str(self.folder),
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "shards": len(self.shards),
+            "dtype": self.dtype,
+            "tokenizer": self.tokenizer,
+            "vocab_size": self.vocab_size,
+            "eos_id": self.eos_id,
+            "skipped": self.skipped,
+            "sources": self.sources,
+            "digest": self.digest,
+        }
+
+    def files(self, shard: Shard) -> tuple[tuple[Path, int], tuple[Path, int]]:
+        """Return both files of a shard, each with the bytes that it must have."""
+        data, ends = (self.folder / f"{shard.name}{suffix}" for suffix in (".bin", ".idx"))
+        return (data, shard.tokens * DTYPES[self.dtype]), (ends, shard.documents * END_BYTES)
+
+    def text(self) -> str:
+        """Return the content of the file."""
+        fields = asdict(self)
+        del fields["folder"]
+        return json.dumps({"format": FORMAT, "version": VERSION, **fields}, indent=1)
+
+
+def read_index(folder: Path) -> Index:
+    """Return the index of a folder of token shards.
+
+    Raises:
+        EnvironmentProblem: there is none, it is unfinished, or it is no index of this version.
+    """
+    path = folder / INDEX
+    if not path.is_file():
+        if (folder / PROGRESS).is_file():
+            raise EnvironmentProblem(
+                f"the token shards in {folder} are not complete",
+                hint="the same `titan tokenize` command continues where it stopped",
+            )
+        raise EnvironmentProblem(
+            f"{folder} has no token shards: there is no {INDEX}"
+            if folder.is_dir()
+            else f"{folder} does not exist",
+            hint="write them with `titan tokenize SOURCE... OUT`, or set `format` for files of other tools",
+        )
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if (found.pop("format"), found.pop("version")) != (FORMAT, VERSION) or found["dtype"] not in DTYPES:
+            raise ValueError(f"it is not {FORMAT} of version {VERSION} with a known dtype")
+        shards = [
+            Shard(**{**shard, "sums": tuple(shard["sums"]), "modified": tuple(shard["modified"])})
+            for shard in found.pop("shards")
+        ]
+        return Index(folder, shards=shards, **found)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise EnvironmentProblem(
+            f"{path} cannot be read: {reason}", hint="restore the file, or tokenize the data again"
+        ) from error
+
+
+def faults(
+    index: Index, *, whole: bool = False, progress: Callable[[int], None] = lambda size: None
+) -> Iterator[str]:
+    """Yield what is wrong with the files of an index, each with its path and byte.
+
+    Sizes are always compared. Contents are where a file was written again or copied, by checksums that are
+    kept (`chunk_sums`); or, with `whole`, of all files, from what is on the disk now.
+
+    Args:
+        progress: is given the bytes of each file that was read.
+    """
+    for shard in index.shards:
+        for (path, size), sums, modified in zip(index.files(shard), shard.sums, shard.modified, strict=True):
+            try:
+                status = os.stat(path)
+                if status.st_size != size:
+                    yield _wrong_size(path, size, status.st_size)
+                elif whole or status.st_mtime_ns != modified:
+                    found = file_sums(str(path)) if whole else chunk_sums(str(path))
+                    progress(size)
+                    if found != sums:
+                        byte = _first_difference(sums, found)
+                        yield f"{path}: the data from byte {byte:,} on are not those of {INDEX}"
+            except OSError as error:
+                yield f"{path} cannot be read: {error.strerror or error}"
+
+
+def _wrong_size(path: Path, size: int, found: int) -> str:
+    if found < size:
+        return f"{path} is truncated at byte {found:,}: {INDEX} says {size:,} bytes"
+    return f"{path} has {found:,} bytes, but {INDEX} says {size:,}: it ends at byte {size:,}"
+
+
+def _first_difference(sums: str, found: str) -> int:
+    same = 0
+    while sums[same : same + SUM_DIGITS] == found[same : same + SUM_DIGITS]:
+        same += SUM_DIGITS
+    return same // SUM_DIGITS * CHUNK_BYTES
+
+
+def require_sound(index: Index) -> None:
+    """Check the files of an index as `faults` does.
+
+    Raises:
+        EnvironmentProblem: one is not what the index says.
+    """
+    if fault := next(faults(index), None):
+        raise EnvironmentProblem(
+            f"token shards: {fault}",
+            hint=f"restore the file, or tokenize again; `titan data verify {index.folder}` checks all files",
+        )

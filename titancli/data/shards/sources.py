@@ -1,0 +1,146 @@
+"""What `titan tokenize` reads: files of several kinds and Hugging Face datasets, as sources of documents."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from titancli.data import HFDataset, JsonLines, Parquet
+from titancli.data.compressed import SUFFIXES
+from titancli.data.files import FileSource, TextFile, find_files
+from titancli.data.hf_datasets import IndexedSource, load
+from titancli.data.jsonl import JsonLinesSource
+from titancli.data.parquet import ParquetSource
+from titancli.data.source import Piece, Source
+from titancli.errors import EnvironmentProblem
+
+HUB = "hf://datasets/"
+SAVED = ("state.json", "dataset_dict.json")
+"""What a folder of `save_to_disk` has."""
+
+
+class Options(NamedTuple):
+    """How sources are read."""
+
+    text: str = "text"
+    """Key or column of a document's text."""
+    strict: bool = False
+    """A bad row is an error."""
+    name: str | None = None
+    revision: str | None = None
+    split: str = "train"
+    """Of a dataset of the Hub, or of a folder of `save_to_disk`."""
+
+
+class Input(NamedTuple):
+    """A source, and how far a mark is in it."""
+
+    label: str
+    source: Source
+    weight: float
+    """Its share of the work."""
+    progress: Callable[[dict[str, Any]], float]
+
+    @property
+    def skipped(self) -> int:
+        return getattr(self.source, "skipped", 0)
+
+
+def open_inputs(names: Sequence[str], options: Options) -> list[Input]:
+    """Open all sources, in their order; neighbouring files of one kind make one source.
+
+    Raises:
+        TitanError: one does not exist, or cannot be read.
+    """
+    inputs: list[Input] = []
+    for kind, entries in groupby(_entries(names), key=lambda entry: entry[0]):
+        found = [entry for _, entry in entries]
+        inputs += (
+            [_dataset(str(name), options) for name in found]
+            if kind == "hf"
+            else [_files(kind, found, options)]
+        )
+    return inputs
+
+
+def pieces(inputs: Sequence[Input], at: dict[str, Any] | None) -> Iterator[tuple[Piece, dict[str, Any]]]:
+    """Yield every piece of all inputs with its mark, from a mark on."""
+    first, mark = (at["source"], at["mark"]) if at else (0, None)
+    for number in range(first, len(inputs)):
+        for piece in inputs[number].source.read(0, mark):
+            yield piece, {"source": number, "mark": piece.mark}
+        mark = None
+
+
+def share(inputs: Sequence[Input], at: dict[str, Any]) -> float:
+    """Return about which share of the work lies before a mark, from 0 to 1."""
+    total = sum(one.weight for one in inputs) or 1.0
+    before = sum(one.weight for one in inputs[: at["source"]])
+    here = inputs[at["source"]]
+    return (before + here.weight * min(1.0, here.progress(at["mark"]))) / total
+
+
+def _entries(names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    seen: set[str] = set()
+    for name in names:
+        if name.startswith(HUB) or any(os.path.exists(os.path.join(name, file)) for file in SAVED):
+            yield "hf", name
+            continue
+        for file in find_files(Path(name)):
+            if file.path not in seen:
+                seen.add(file.path)
+                yield _kind(file.path), file
+
+
+def _kind(path: str) -> str:
+    plain, suffix = os.path.splitext(path)
+    end = os.path.splitext(plain)[1] if suffix in SUFFIXES else suffix
+    if end in (".jsonl", ".ndjson"):
+        return "jsonl"
+    if suffix == ".parquet":
+        return "parquet"
+    if suffix in (*SUFFIXES, ".bin", ".arrow"):
+        raise EnvironmentProblem(
+            f"{path} is not text, JSON Lines (.jsonl, .jsonl.gz, .jsonl.zst) or Parquet",
+            hint="name only files of these kinds, as in 'corpus/**/*.jsonl'",
+        )
+    return "text"
+
+
+def _files(kind: str, files: list[TextFile], options: Options) -> Input:
+    paths = [Path(file.path) for file in files]
+    label = f"{kind}: {files[0].name}" + (f" and {len(files) - 1} more" if len(files) > 1 else "")
+    size = float(sum(file.size for file in files))
+    source: Source
+    if kind == "parquet":
+        config = Parquet(paths=paths, text=options.text, shuffle=False)
+        source = ParquetSource(config, files, 0)
+        return Input(label, source, size, source.progress)
+    if kind == "jsonl":
+        source = JsonLinesSource(
+            JsonLines(paths=paths, text=options.text, strict=options.strict, shuffle=False), files, 0
+        )
+    else:
+        source = FileSource(label, files, shuffle=False, seed=0)
+    before = np.cumsum([0, *(file.size for file in files)])
+
+    def progress(mark: dict[str, Any]) -> float:
+        number = mark["file"] if "file" in mark else mark["document"]
+        return float(before[number] + min(mark["byte"], files[number].size)) / max(size, 1.0)
+
+    return Input(label, source, size, progress)
+
+
+def _dataset(name: str, options: Options) -> Input:
+    path = name.removeprefix(HUB) if name.startswith(HUB) else os.path.abspath(name)
+    config = HFDataset(
+        path=path, name=options.name, revision=options.revision, split=options.split, text=options.text
+    )
+    source = IndexedSource(config, load(config), 0)
+    rows = source.size.amount
+    return Input(name, source, float(rows), lambda mark: mark["document"] / rows)

@@ -1,0 +1,269 @@
+"""Documents to token shards: read here, tokenized by several processes, written in order.
+
+The bytes depend on the documents and the tokenizer alone: not on the processes, nor on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from titancli.data.packing import tokenizer_identity
+from titancli.data.shards import INDEX, LOCK, PROGRESS, Index, read_index
+from titancli.data.shards.sources import Input, pieces, share
+from titancli.data.shards.workers import Encoded, Plugins, encoder
+from titancli.data.shards.writer import ShardWriter
+from titancli.errors import EnvironmentProblem
+from titancli.protocols import Tokenizer
+from titancli.registry.component import build
+from titancli.runs import hold_file, write_atomically
+
+GROUP_CHARACTERS = 1 << 20
+GROUP_PIECES = 8192
+"""Text that is tokenized in one go, up to these."""
+COMMIT_SECONDS = 20.0
+"""Work that is lost when the command is killed."""
+
+
+class Job(NamedTuple):
+    """What is to be done, and how."""
+
+    inputs: Sequence[Input]
+    tokenizer: Any
+    """The config of the tokenizer."""
+    out: Path
+    shard_tokens: int
+    workers: int
+    plugins: Plugins = ((), ())
+    """For the worker processes."""
+
+
+class Progress(NamedTuple):
+    """How far it is."""
+
+    tokens: int
+    new_tokens: int
+    """Of this process: without those of an interrupted one."""
+    documents: int
+    share: float
+    """About which share of the sources is done, from 0 to 1."""
+    new_share: float
+
+
+class _Group(NamedTuple):
+    """Pieces that are tokenized together, the first one's mark, and the bad rows before it."""
+
+    texts: list[str]
+    flags: list[tuple[bool, bool]]
+    """Of each piece, whether it begins and whether it ends its document."""
+    mark: dict[str, Any]
+    skipped: int
+
+
+def tokenize(job: Job, report: Callable[[Progress], None] = lambda progress: None) -> Index:
+    """Write the token shards of all inputs, or go on where an interrupted command stopped.
+
+    Raises:
+        EnvironmentProblem: the folder is in use, holds something else or other data, or cannot be written; a
+            worker process dies.
+        TitanError: an input cannot be read.
+    """
+    tokenizer = build(job.tokenizer)
+    with _held(job.out):
+        settings = _settings(job, tokenizer)
+        if (job.out / INDEX).is_file():
+            return _complete(job.out, settings)
+        state = _state(job.out, settings)
+        writer = ShardWriter(job.out, settings["dtype"], job.shard_tokens, state["writer"])
+        try:
+            skipped = _Run(job, tokenizer, settings, writer, state, report).write()
+            return _finish(job, settings, writer, skipped)
+        except OSError as error:
+            raise EnvironmentProblem(
+                f"cannot write {error.filename or job.out}: {error.strerror or error}",
+                hint="free some space, then run the command again: it continues where it stopped",
+            ) from error
+        finally:
+            writer.close()
+
+
+class _Run:
+    def __init__(
+        self,
+        job: Job,
+        tokenizer: Tokenizer,
+        settings: dict[str, Any],
+        writer: ShardWriter,
+        state: dict[str, Any],
+        report: Callable[[Progress], None],
+    ) -> None:
+        self._job, self._tokenizer, self._settings, self._writer = job, tokenizer, settings, writer
+        self._report, self._state = report, state
+        self._eos = np.array([tokenizer.eos_id], settings["dtype"])
+        self._first_tokens = writer.tokens
+        self._first_share = share(job.inputs, state["mark"]) if state["mark"] else 0.0
+        self._begun = False  # whether the document that is being written has tokens
+        self._committed = time.monotonic()
+
+    def write(self) -> int:
+        """Write everything that is left; return how many bad rows there were in all."""
+        job = self._job
+        with encoder(
+            job.tokenizer, self._tokenizer, self._settings["dtype"], workers=job.workers, plugins=job.plugins
+        ) as submit:
+            waiting: deque[tuple[_Group, Callable[[], Encoded]]] = deque()
+            for group in self._groups():
+                waiting.append((group, submit(group.texts)))
+                if len(waiting) > 2 * self._job.workers:
+                    self._take(*waiting.popleft(), waiting[0][0] if waiting else group)
+            while waiting:
+                taken = waiting.popleft()
+                self._take(*taken, waiting[0][0] if waiting else None)
+        return self._skipped()
+
+    def _skipped(self) -> int:
+        return self._state["skipped"] + sum(one.skipped for one in self._job.inputs)
+
+    def _groups(self) -> Iterator[_Group]:
+        group: _Group | None = None
+        characters = 0
+        for piece, mark in pieces(self._job.inputs, self._state["mark"]):
+            if group is None:
+                group, characters = _Group([], [], mark, self._skipped()), 0
+            group.texts.append(piece.text)
+            group.flags.append((piece.begins, piece.ends))
+            characters += len(piece.text)
+            if characters >= GROUP_CHARACTERS or len(group.texts) >= GROUP_PIECES:
+                yield group
+                group = None
+        if group is not None:
+            yield group
+
+    def _take(self, group: _Group, result: Callable[[], Encoded], following: _Group | None) -> None:
+        """Write a group, and now and then the position behind it."""
+        try:
+            tokens, lengths = result()
+        except BrokenProcessPool as error:
+            raise EnvironmentProblem(
+                "a worker process died while it tokenized the documents from "
+                f"{_place(self._job.inputs, group.mark)} on",
+                hint="was it killed for its memory? Run it again with fewer --workers: it continues",
+            ) from error
+        at = 0
+        for (begins, ends), length in zip(group.flags, lengths, strict=True):
+            self._begun = self._begun and not begins
+            ids, at = tokens[at : at + length], at + length
+            ended = ends and (self._begun or length > 0)  # a document without tokens leaves no trace
+            if ended:
+                ids = np.concatenate((ids, self._eos))
+            if len(ids):
+                self._writer.add(ids, ends=ended)
+                self._begun = True
+        done = 1.0 if following is None else share(self._job.inputs, following.mark)
+        count = self._writer.tokens
+        self._report(
+            Progress(
+                count, count - self._first_tokens, self._writer.documents, done, done - self._first_share
+            )
+        )
+        between = following is not None and group.flags[-1][1]
+        if between and time.monotonic() - self._committed >= COMMIT_SECONDS:
+            assert following is not None
+            state = {"writer": self._writer.commit(), "mark": following.mark, "skipped": following.skipped}
+            write_atomically(self._job.out / PROGRESS, json.dumps({"settings": self._settings, **state}))
+            self._committed = time.monotonic()
+
+
+def _place(inputs: Sequence[Input], mark: dict[str, Any]) -> str:
+    return f"{inputs[mark['source']].label}, {json.dumps(mark['mark'])}"
+
+
+# ------------------------------------------------------------------------------------ the folder
+
+
+@contextmanager
+def _held(out: Path) -> Iterator[None]:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        names = set(os.listdir(out))
+    except OSError as error:
+        raise EnvironmentProblem(f"cannot write the folder {out}: {error.strerror}") from error
+    if names - {LOCK} and not names & {INDEX, PROGRESS}:
+        raise EnvironmentProblem(
+            f"the folder {out} holds other files, for example {min(names)}",
+            hint="name a new or an empty folder for the token shards",
+        )
+    hold = hold_file(out / LOCK, f"the folder {out}")
+    try:
+        yield
+    finally:
+        hold.release()
+
+
+def _settings(job: Job, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What the bytes depend on."""
+    return {
+        "tokenizer": tokenizer_identity(tokenizer),
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+        "dtype": "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
+        "shard_tokens": job.shard_tokens,
+        "sources": [{"label": one.label, **one.source.identity} for one in job.inputs],
+    }
+
+
+def _state(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Where to go on; at the beginning, where nothing was committed."""
+    path = out / PROGRESS
+    if not path.is_file():
+        state = {"writer": None, "mark": None, "skipped": 0}
+        write_atomically(path, json.dumps({"settings": settings, **state}))
+        return state
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        before = found.pop("settings")
+    except (OSError, ValueError, KeyError) as error:
+        raise EnvironmentProblem(
+            f"{path} cannot be read: {error}", hint="remove the folder and tokenize the data again"
+        ) from error
+    _require_same(out, before, settings)
+    return found
+
+
+def _require_same(out: Path, before: dict[str, Any], settings: dict[str, Any]) -> None:
+    now = json.loads(json.dumps(settings))
+    names = [name for name in now if before.get(name) != now[name]]
+    if names:
+        said = "; ".join(f"{name} was {before.get(name)} and is {now[name]}" for name in names)
+        raise EnvironmentProblem(
+            f"{out} holds token shards of something else: {said}",
+            hint="use the same sources, tokenizer and options, or another folder",
+        )
+
+
+def _complete(out: Path, settings: dict[str, Any]) -> Index:
+    index = read_index(out)
+    _require_same(out, {**vars(index), "shard_tokens": settings["shard_tokens"]}, settings)
+    return index
+
+
+def _finish(job: Job, settings: dict[str, Any], writer: ShardWriter, skipped: int) -> Index:
+    writer.finish_shard()
+    if not writer.shards:
+        raise EnvironmentProblem(
+            "the sources contain no text: all documents are empty", hint="name sources with text"
+        )
+    facts = {name: value for name, value in settings.items() if name != "shard_tokens"}
+    index = Index(folder=job.out, skipped=skipped, shards=writer.shards, **facts)
+    write_atomically(job.out / INDEX, index.text())
+    (job.out / PROGRESS).unlink(missing_ok=True)
+    return index

@@ -1,0 +1,95 @@
+"""Tokenizes texts in several processes. Torch-free: workers import no more than their tokenizer needs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titancli import registry
+from titancli.data.stream import encode
+from titancli.errors import EnvironmentProblem
+from titancli.protocols import Tokenizer
+from titancli.registry.component import build
+
+Plugins = tuple[Sequence[Path], Sequence[str]]
+"""Plugin files, and names that are blocked."""
+Encoded = tuple[np.ndarray, list[int]]
+"""The ids of all texts one after another, and how many each has."""
+
+_own: tuple[Tokenizer, str]
+"""In a worker process: its tokenizer, and the type of tokens."""
+
+
+def _start_worker(plugins: Plugins, config: bytes, dtype: str) -> None:
+    global _own
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
+    if plugins[0]:  # the config may come from one of these, which only the registry imports
+        registry.configure(files=plugins[0], blocked=plugins[1])
+        registry.current().names("tokenizer")
+    _own = (build(pickle.loads(config)), dtype)
+
+
+def _encode_in_worker(texts: list[str]) -> Encoded:
+    return _encoded(*_own, texts)
+
+
+def _encoded(tokenizer: Tokenizer, dtype: str, texts: list[str]) -> Encoded:
+    """
+    Raises:
+        EnvironmentProblem: the tokenizer gives an id that is none of its vocabulary.
+    """
+    arrays = encode(tokenizer, texts)
+    whole = np.concatenate(arrays)
+    if len(whole) and not 0 <= int(whole.min()) <= int(whole.max()) < tokenizer.vocab_size:
+        wrong = int(whole.max()) if whole.min() >= 0 else int(whole.min())
+        raise EnvironmentProblem(
+            f"the tokenizer returned the id {wrong}, but its vocabulary has {tokenizer.vocab_size:,}",
+            hint="use another tokenizer",
+        )
+    return whole.astype(dtype), [len(ids) for ids in arrays]
+
+
+@contextmanager
+def encoder(
+    config: Any, tokenizer: Tokenizer, dtype: str, *, workers: int, plugins: Plugins
+) -> Iterator[Callable[[list[str]], Callable[[], Encoded]]]:
+    """What takes texts and gives what waits for their tokens; one worker is this process.
+
+    Waiting raises BrokenProcessPool where a worker process died.
+    """
+    if workers == 1:
+
+        def here(texts: list[str]) -> Callable[[], Encoded]:
+            found = _encoded(tokenizer, dtype, texts)
+            return lambda: found
+
+        yield here
+        return
+    pool = ProcessPoolExecutor(
+        workers,
+        multiprocessing.get_context("spawn"),
+        _start_worker,
+        (plugins, pickle.dumps(config), dtype),
+    )
+
+    def submit(texts: list[str]) -> Callable[[], Encoded]:
+        try:
+            future: Future[Encoded] = pool.submit(_encode_in_worker, texts)
+        except BrokenProcessPool as error:
+            future = Future()
+            future.set_exception(error)
+        return future.result
+
+    try:
+        yield submit
+    finally:
+        pool.shutdown(cancel_futures=True)
