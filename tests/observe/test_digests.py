@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from titancli.errors import EnvironmentProblem
-from titancli.observe.digests import RECORD, DigestWriter, differences, path_of, read_digests
+from titancli.observe.digests import RECORD, DigestWriter, differences, path_of, read_digests, read_starts
 
 NAMES = ["a", "b", "c"]
 
@@ -37,6 +37,22 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert found[2].ranks == {0: ((2, 2**32 - 1), (7, 8))} and found[4].skipped
     assert differences(found[4], found[4]) == []  # NaN is the same as NaN
     assert read_digests(tmp_path / "none") == {}
+
+
+def test_the_weights_that_attempts_began_with_are_read(tmp_path: Path) -> None:
+    for attempt, step in ((1, 1), (2, 5), (3, 3)):
+        for rank in (0, 1):
+            one = writer(tmp_path, attempt, rank, world=2)
+            one.start_with((attempt, rank))
+            fill(one, step)
+    found = read_starts(tmp_path)
+    assert {step: start.ranks for step, start in found.items()} == {
+        0: {0: (1, 0), 1: (1, 1)},
+        2: {0: (3, 0), 1: (3, 1)},  # it has repeated what came after
+    }
+    assert found[0].layout == read_digests(tmp_path)[1].layout
+    fill(writer(tmp_path, 4), 1)  # of a rank that has not said
+    assert list(read_starts(tmp_path)) == [0, 2]
 
 
 def test_a_resumed_run_counts_for_the_steps_that_it_repeats(tmp_path: Path) -> None:

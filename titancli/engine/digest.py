@@ -48,6 +48,11 @@ class Digests:
         self._pending: deque[tuple[int, Copy]] = deque()
 
     @torch.no_grad()
+    def begin(self, step: int) -> None:
+        """Hash the weights that training starts with, after `step` steps."""
+        self._writer.start_with([number % 2**32 for number in self._of_weights(step).tolist()])
+
+    @torch.no_grad()
     def of_gradients(self, step: int) -> Tensor:
         """Hash the gradients of a step, as they are before clipping."""
         return sums([(name, parameter.grad) for name, parameter in self._named], step)
@@ -64,7 +69,7 @@ class Digests:
             loss: the average of the step, and `norm` that of its gradients: fp32 scalars.
             skipped: 1.0 where the step was not applied.
         """
-        weights = sums([(name, self._plain(name, parameter)) for name, parameter in self._named], step)
+        weights = self._of_weights(step)
         numbers = torch.stack((loss.float(), norm.float())).view(torch.int32).long()
         whether = torch.zeros_like(rows) if skipped is None else skipped.long()
         hashes = (gradients.to(norm.device), weights.to(norm.device))
@@ -89,6 +94,9 @@ class Digests:
                 gradients=[number % 2**32 for number in hashes[:2]],
                 weights=[number % 2**32 for number in hashes[2:]],
             )
+
+    def _of_weights(self, step: int) -> Tensor:
+        return sums([(name, self._plain(name, parameter)) for name, parameter in self._named], step)
 
     def _plain(self, name: str, parameter: Tensor) -> Tensor:
         tensor = parameter.detach()

@@ -55,6 +55,8 @@ class Header:
     """The degrees of parallelism."""
     names: list[str]
     """The trained parameters on this rank, in the order in which they were hashed."""
+    weights: list[int] | None = None
+    """Of the weights before the first record, as the `weights` of a `RECORD` of step `start`."""
     format: int = FORMAT
 
 
@@ -73,6 +75,10 @@ class DigestWriter:
         self._path = path_of(folder, header["attempt"], header["restart"], header["rank"])
         self._header, self._file, self._begin, self._start = header, -1, 0, 0
         self._healthy = True
+
+    def start_with(self, weights: Sequence[int]) -> None:
+        """Set `Header.weights`, before the first record."""
+        self._header = {**self._header, "weights": list(weights)}
 
     def write(self, step: int, **values: Any) -> None:
         """Write the record of a step; see `RECORD`."""
@@ -135,6 +141,15 @@ class Layout:
     """By rank, the parameters that were hashed."""
 
 
+@dataclass(frozen=True)
+class Start:
+    """The weights that an attempt began with."""
+
+    ranks: dict[int, tuple[int, int]]
+    """By rank, `Header.weights`."""
+    layout: Layout = field(repr=False)
+
+
 def read_digests(folder: Path) -> dict[int, StepDigest]:
     """Return the digests of a run by step: of a step that was repeated, the last time. Steps that some rank
     has not written are left out.
@@ -145,16 +160,38 @@ def read_digests(folder: Path) -> dict[int, StepDigest]:
     Raises:
         EnvironmentProblem: a file cannot be read, or is of another version of titan.
     """
-    by_attempt: dict[tuple[int, int], list[tuple[Header, np.ndarray]]] = {}
-    for path in (folder / FOLDER).glob("*/rank-*.bin"):
-        if (found := _read(path)) is not None:
-            by_attempt.setdefault((found[0].attempt, found[0].restart), []).append(found)
     steps: dict[int, StepDigest] = {}
-    for _, files in sorted(by_attempt.items(), key=lambda item: item[0]):
+    for _, files in sorted(_by_attempt(folder).items(), key=lambda item: item[0]):
         start = min(header.start for header, _ in files)
         steps = {step: digest for step, digest in steps.items() if step <= start}
         steps |= _joined(files)
     return steps
+
+
+def read_starts(folder: Path) -> dict[int, Start]:
+    """Return by step the weights that attempts began with: of several from one step the last attempt's.
+
+    Raises:
+        EnvironmentProblem: as for `read_digests`.
+    """
+    found: dict[int, Start] = {}
+    for _, files in sorted(_by_attempt(folder).items(), key=lambda item: item[0]):
+        headers = {header.rank: header for header, _ in files}
+        first = files[0][0]
+        known = {rank: header.weights for rank, header in sorted(headers.items()) if header.weights}
+        if len(known) == first.world and len({header.start for header in headers.values()}) == 1:
+            layout = Layout(first.world, first.mesh, {rank: headers[rank].names for rank in known})
+            found = {step: start for step, start in found.items() if step < first.start}
+            found[first.start] = Start({rank: (pair[0], pair[1]) for rank, pair in known.items()}, layout)
+    return found
+
+
+def _by_attempt(folder: Path) -> dict[tuple[int, int], list[tuple[Header, np.ndarray]]]:
+    found: dict[tuple[int, int], list[tuple[Header, np.ndarray]]] = {}
+    for path in (folder / FOLDER).glob("*/rank-*.bin"):
+        if (one := _read(path)) is not None:
+            found.setdefault((one[0].attempt, one[0].restart), []).append(one)
+    return found
 
 
 def _joined(files: list[tuple[Header, np.ndarray]]) -> dict[int, StepDigest]:

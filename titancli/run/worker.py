@@ -445,7 +445,9 @@ class Rank:
         }
         writer = DigestWriter(self.folder.path, header)
         self._stack.callback(writer.close)
-        return Digests(writer, named, engine.converters)
+        digests = Digests(writer, named, engine.converters)
+        digests.begin(engine.step)
+        return digests
 
     def _run_of(self, start: Start, engine: Engine, tokenizer: Any, stop: Stop) -> Run:
         from titancli.distributed import process_group
