@@ -81,16 +81,25 @@ def code_hashes() -> dict[str, str]:
 
     Two installations of one version may have other code: editable ones. Nothing is imported.
     """
+    found = {name: code_hash(name) for name in sorted(_packages())}
+    return {name: digest for name, digest in found.items() if digest is not None}
+
+
+def code_hash(plugin: str, file: Path | None = None) -> str | None:
+    """Return the hash of one plugin's code: of its package, or of its single `file`; None if it has none."""
+    try:
+        if file is not None:
+            return _code_hash([str(file)])
+        spec = importlib.util.find_spec(_packages()[plugin]) if plugin in _packages() else None
+        return None if spec is None else _code_hash(spec.submodule_search_locations or [spec.origin or ""])
+    except (ImportError, OSError, ValueError):
+        return None  # a broken plugin, which is reported where it is needed
+
+
+def _packages() -> dict[str, str]:
+    """The package of each plugin."""
     tops = {point.name: point.value.partition(":")[0].partition(".")[0] for point in entry_points()}
-    found = {}
-    for name, top in sorted({**tops, "titan": "titancli"}.items()):
-        try:
-            spec = importlib.util.find_spec(top)
-            if spec is not None:
-                found[name] = _code_hash(spec.submodule_search_locations or [spec.origin or ""])
-        except (ImportError, OSError, ValueError):
-            continue  # a broken plugin, which is reported where it is needed
-    return found
+    return {**tops, "titan": "titancli"}
 
 
 def _code_hash(places: Iterable[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,10 +34,18 @@ def titan_components():
 """
 
 
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Badges of this test alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
 def test_a_loss_of_a_plugin_that_averages_averages_is_found(titan: Titan, tmp_path: Path) -> None:  # noqa: F811
     file = tmp_path / "cli_mean_loss.py"
     file.write_text(LOSS)
-    done = titan("prove", "llama3_debug", "-p", str(file), "loss=mean", "--ranks", "1", "--json")
+    done = titan("prove", "cli_mean_loss/mean", "-p", str(file), "--ranks", "1", "--json")
+    assert "loss/cli_mean_loss/mean in the recipe llama3_debug" in done.err
     document = json.loads(done.out)
     assert (done.code, document["schema"], document["ok"]) == (1, "titan.proof", False)
     status = {case["name"]: case["status"] for case in document["cases"]}
@@ -44,6 +53,30 @@ def test_a_loss_of_a_plugin_that_averages_averages_is_found(titan: Titan, tmp_pa
     (cause,) = document["causes"]
     assert cause["techniques"] == ["accumulation"] and "it is the loss, its weight" in cause["message"]
     assert document["changed"]["model.n_layers"] == {"from": 6, "to": 2}
+    # And `titan plugins` shows it, until the plugin is another one.
+    (badge,) = proofs_of(titan, file)
+    assert (badge["component"], badge["ok"], badge["causes"]) == ("loss/mean", False, ["accumulation"])
+    assert badge["stale"] == [] and badge["ranks"] == 1 and badge["cases"]["wrong"] == 1
+    assert "1 proven wrong" in titan("plugins", "-p", str(file)).out
+    file.write_text(LOSS + "\n# mended\n")
+    assert proofs_of(titan, file)[0]["stale"] == ["the code of cli_mean_loss has changed"]
+    assert "stale: the code of" in titan("plugins", "cli_mean_loss", "-p", str(file)).out
+
+
+NEEDY = """
+from titancli import component, hookimpl
+
+@component("loss", "needy", target="cli_needy:build")
+class Needy:
+    \"\"\"Has no default.\"\"\"
+
+    temperature: float
+    \"\"\"Of nothing.\"\"\"
+
+@hookimpl
+def titan_components():
+    return [Needy]
+"""
 
 
 def test_a_recipe_that_cannot_be_shrunk_says_which_value_stands_in_the_way(titan: Titan) -> None:  # noqa: F811
@@ -53,6 +86,33 @@ def test_a_recipe_that_cannot_be_shrunk_says_which_value_stands_in_the_way(titan
     assert "the model cannot be made small" in done.err and "model.dim = 3072" in done.err
     assert titan("prove", "llama3_debug", "--ranks", "5").code == 2
     assert titan("prove").code == 2
+
+
+def proofs_of(titan: Titan, file: Path) -> list[dict[str, Any]]:  # noqa: F811
+    plugins = json.loads(titan("plugins", "-p", str(file), "--json").out)["plugins"]
+    found: list[dict[str, Any]] = next(p for p in plugins if p["name"] == file.stem)["proofs"]
+    return found
+
+
+def test_a_component_that_cannot_be_proven_alone_says_what_to_give(titan: Titan, tmp_path: Path) -> None:  # noqa: F811
+    file = tmp_path / "cli_needy.py"
+    file.write_text(NEEDY)
+    for named, code, words in [
+        (
+            "dataset/jsonl",
+            2,
+            ["cannot be proven alone: the rows of a proof are random", "titan prove RECIPE"],
+        ),
+        ("loop/grpo", 2, ["a proof calls the engine itself"]),
+        ("logger/csv", 2, ["a logger takes no part in a step"]),
+        ("cli_needy/needy", 4, ["cannot be proven alone", "'temperature'", "loss.KEY=VALUE"]),
+        ("titan/nosuch", 4, ["unknown component"]),
+        ("nosuch", 3, ["there is no recipe 'nosuch'"]),
+        ("optimizer/adamw optimizer.lr=-1", 3, ["override", "optimizer.lr=-1"]),
+    ]:
+        done = titan("prove", *named.split(), "-p", str(file), "--ranks", "1")
+        assert done.code == code, done.err
+        assert all(word in done.err for word in words), done.err
 
 
 @pytest.mark.slow

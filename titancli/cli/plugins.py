@@ -11,6 +11,7 @@ from titancli.cli.completion import PluginName
 from titancli.cli.group import BUILTIN
 from titancli.cli.output import print_json, table
 from titancli.errors import PluginError, nearest_name
+from titancli.prove.badge import badges
 from titancli.registry import current
 from titancli.registry.plugins import PluginStatus
 
@@ -22,7 +23,8 @@ def command(name: str | None, as_json: bool) -> None:
     """List the plugins and their status, or show one.
 
     The status is ok, broken, blocked (by -p no:NAME), unlisted (not in TITAN_PLUGINS) or missing (listed
-    there, but not installed). A plugin that imports torch slows down every command.
+    there, but not installed). A plugin that imports torch slows down every command. What `titan prove` has
+    found is shown too; a proof is stale if the plugin's code, titan or torch has changed since.
     """
     registry = current()
     registry.commands(BUILTIN)  # asked for everything, a plugin shows all its faults
@@ -51,13 +53,13 @@ def _named(name: str, plugins: list[PluginStatus]) -> PluginStatus:
 
 
 def _document(plugin: PluginStatus) -> dict[str, Any]:
-    document = dataclasses.asdict(plugin)
+    document = dataclasses.asdict(plugin) | {"proofs": badges(plugin.name)}
     return {**document, "file": plugin.file and str(plugin.file), "seconds": round(plugin.seconds, 4)}
 
 
 def _row(plugin: PluginStatus) -> tuple[str, ...]:
     count = f"{len(plugin.components)} component{'' if len(plugin.components) == 1 else 's'}"
-    remark = "imports torch" if plugin.torch else ""
+    remark = "; ".join(["imports torch"] * plugin.torch + _proofs(plugin))
     if plugin.error:
         remark = plugin.error.splitlines()[-1]
     return plugin.name, plugin.version or "-", plugin.state, _milliseconds(plugin), count, remark
@@ -69,6 +71,8 @@ def _show(plugin: PluginStatus) -> None:
     print(f"  from        {source.strip()}")
     print(f"  load        {_milliseconds(plugin)}{', imports torch' if plugin.torch else ''}")
     print(f"  components  {', '.join(plugin.components) or 'none'}")
+    for badge in badges(plugin.name):
+        print(f"  proof       {badge['component']}: {_told(badge)}")
     if plugin.error:
         print()
         print(plugin.error)
@@ -76,3 +80,23 @@ def _show(plugin: PluginStatus) -> None:
 
 def _milliseconds(plugin: PluginStatus) -> str:
     return f"{1000 * plugin.seconds:.0f} ms"
+
+
+def _proofs(plugin: PluginStatus) -> list[str]:
+    """How many components were proven, in words: those that are right, wrong, and out of date."""
+    found = badges(plugin.name)
+    counts = {
+        "proven": sum(badge["ok"] is True and not badge["stale"] for badge in found),
+        "proven wrong": sum(badge["ok"] is False and not badge["stale"] for badge in found),
+        "with a stale proof": sum(bool(badge["stale"]) for badge in found),
+    }
+    return [f"{count} {what}" for what, count in counts.items() if count]
+
+
+def _told(badge: dict[str, Any]) -> str:
+    if badge["ok"] is None:
+        return "; ".join(badge["stale"])
+    counts = ", ".join(f"{count} {status}" for status, count in badge["cases"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in badge["versions"].items())
+    told = f"{badge['recipe']} on up to {badge['ranks']} ranks: {counts} ({badge['time'][:10]}; {versions})"
+    return f"{told}; stale: {', '.join(badge['stale'])}" if badge["stale"] else told

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,15 +13,20 @@ import click
 from titancli.cli.common import Common, split_overrides
 from titancli.cli.completion import RecipeOrOverride
 from titancli.cli.output import note, print_json, table
-from titancli.errors import EXIT_FAILED, UsageError
+from titancli.errors import EXIT_FAILED, EnvironmentProblem, RecipeError, UsageError
 
 if TYPE_CHECKING:
     from titancli.prove.proof import Progress, Proof
+    from titancli.recipe import Loaded
 
 
 @click.command("prove", short_help="Prove that every layout computes what one process does.")
 @click.argument(
-    "arguments", metavar="RECIPE [KEY=VALUE]...", nargs=-1, required=True, type=RecipeOrOverride()
+    "arguments",
+    metavar="RECIPE|PLUGIN/COMPONENT [KEY=VALUE]...",
+    nargs=-1,
+    required=True,
+    type=RecipeOrOverride(),
 )
 @click.option(
     "--ranks",
@@ -36,31 +42,70 @@ def command(common: Common, arguments: tuple[str, ...], ranks: int, as_json: boo
 
     Two steps are computed on each legal layout of 2 to 4 ranks, and with accumulation, recomputation, compile
     and a resume in the middle: loss, every gradient and every updated weight must be those of one process.
-    Whatever is wrong is named with its first wrong parameter and the technique that makes it wrong, and the
-    exit code is 1. Runs on the CPU and needs no data. docs/prove.md describes the method.
+    Export to Hugging Face and back, and generation with a cache, are compared too. Whatever is wrong is named
+    with its first wrong parameter and the technique that makes it wrong, and the exit code is 1.
+
+    In place of a recipe, name a model, converter, loss, optimizer or parallelize plan, as for `titan show`:
+    it is proven in a recipe of its plugin, or in llama3_debug. `titan plugins NAME` shows what was proven.
+
+    Runs on the CPU and needs no data. docs/prove.md describes the method.
     """
     recipes, overrides = split_overrides(arguments)
     if len(recipes) != 1:
         raise UsageError(
-            "prove needs one recipe" if not recipes else f"prove takes one recipe, not {len(recipes)}"
+            "prove needs one recipe or component"
+            if not recipes
+            else f"prove takes one recipe or component, not {len(recipes)}"
         )
     from titancli.prove import proof as proofs
-    from titancli.recipe import load_recipe
 
-    loaded = load_recipe(recipes[0], overrides)
-    with _progress() as progress:
-        proof = proofs.prove(
-            loaded,
-            ranks=ranks,
-            plugin_files=common.plugin_files,
-            blocked=common.blocked,
-            progress=progress,
-        )
+    component, loaded = _named(recipes[0], overrides)
+    try:
+        with _progress() as progress:
+            proof = proofs.prove(
+                loaded,
+                ranks=ranks,
+                plugin_files=common.plugin_files,
+                blocked=common.blocked,
+                progress=progress,
+            )
+    except RecipeError as error:
+        if component is None:
+            raise
+        from titancli.prove.component import cannot_alone
+
+        raise cannot_alone(component, loaded, error) from error
     if as_json:
         print_json("proof", _document(loaded.data["name"], proof))
     else:
         _print(proof)
+    _keep(proof, loaded, ranks, component)
     return EXIT_FAILED if proof.wrong else 0
+
+
+def _named(name: str, overrides: list[str]) -> tuple[type | None, Loaded]:
+    """The component that was named, if it is one, and the recipe that is proven."""
+    from titancli.cli.naming import find_component, is_component
+    from titancli.recipe import load_recipe
+
+    if Path(name).exists() or not is_component(name):
+        return None, load_recipe(name, overrides)
+    from titancli.prove.component import label_of, recipe_around
+
+    component = find_component(name)
+    loaded = recipe_around(component, overrides)
+    note(f"{label_of(component)} in the recipe {loaded.recipe.name}")
+    return component, loaded
+
+
+def _keep(proof: Proof, loaded: Loaded, ranks: int, component: type | None) -> None:
+    """Badges; a proof is worth as much without them."""
+    from titancli.prove.badge import write_badges
+
+    try:
+        write_badges(proof, loaded, ranks, component)
+    except (EnvironmentProblem, OSError) as error:
+        note(f"`titan plugins` will not show this proof: {error}")
 
 
 @contextmanager

@@ -8,16 +8,14 @@ from typing import Any
 import click
 
 from titancli.cli.completion import ComponentName
-from titancli.cli.group import note_broken
+from titancli.cli.naming import find_component
 from titancli.cli.output import print_json
-from titancli.errors import PluginError, nearest_name
 from titancli.recipe.schema import Recipe
 from titancli.recipe.toml import inline
 from titancli.registry import current
 from titancli.registry.component import component_info, is_config
 from titancli.registry.defaults import ConfigDefaults, with_defaults
 from titancli.registry.fields import Field, fields_of, nested_fields, plain
-from titancli.registry.kinds import KINDS
 
 
 @click.command("show", short_help="Show the fields of a component or section.")
@@ -28,7 +26,7 @@ def command(name: str, as_json: bool) -> None:
 
     KIND may be omitted if the name is unique; NAME may be a full name, PLUGIN/NAME.
     """
-    config = _section(name) or _find(name)
+    config = _section(name) or find_component(name)
     if as_json:
         print_json("component", {"component": _document(config)})
     else:
@@ -48,28 +46,6 @@ def _label(config: type) -> tuple[str, str, str | None]:
         return info.kind, current().full_name(config), info.target
     name = next(name for name, field in fields_of(Recipe).items() if config in field.type.tables)
     return "section", name, None
-
-
-def _find(name: str) -> type:
-    """The component that KIND/NAME, KIND/PLUGIN/NAME, PLUGIN/NAME or NAME means."""
-    kind, _, rest = name.partition("/")
-    if rest and kind in KINDS:
-        return current().find(kind, rest)
-    found = {}
-    for full, config in current().components():
-        if name in (full, full.rpartition("/")[2]):
-            found[f"{component_info(config).kind}/{full}"] = config
-    if len(found) > 1:
-        raise PluginError(f"{name!r} is the name of {len(found)} components: {', '.join(found)}",
-                          hint=f"for example: titan show {next(iter(found))}")  # fmt: skip
-    if not found:
-        note_broken()
-        near = nearest_name(name, [full.rpartition("/")[2] for full, _ in current().components()])
-        raise PluginError(
-            f"unknown component {name!r}",
-            hint=f"did you mean {near!r}?" if near else "`titan list-components` lists all components",
-        )
-    return next(iter(found.values()))
 
 
 def _document(config: type) -> dict[str, Any]:
