@@ -58,11 +58,14 @@ def configs(tmp_path: Path) -> dict[str, dict[str, Any]]:
     for name, found in (("rows", rows), ("pairs", pairs)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
     lines, table = str(tmp_path / "rows.jsonl"), tmp_path / "rows.parquet"
+    raw = tmp_path / "tokens.bin"
+    raw.write_bytes(b"".join(row["text"].encode() for row in rows))
     pq.write_table(pa.table({"text": [row["text"] for row in rows]}), table)
     return {
         "dataset/text_files": {"paths": [lines]},
         "dataset/jsonl": {"paths": [lines]},
         "dataset/parquet": {"paths": [str(table)]},
+        "dataset/token_shards": {"paths": [str(raw)], "format": "raw", "dtype": "uint8"},
         "dataset/hf": {"path": lines},
         "dataset/chat": {"path": lines},
         "dataset/preference": {"path": str(tmp_path / "pairs.jsonl")},

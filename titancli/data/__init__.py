@@ -143,6 +143,34 @@ class Parquet:
     """Keep attention and positions within a document; false: treat a row as one document."""
 
 
+@component("dataset", "token_shards", target="titancli.data.shards.dataset:build")
+class TokenShards:
+    """Tokens in files: shards of `titan tokenize`, or files of other tools as they are."""
+
+    paths: Annotated[list[Path], MinLen(1)]
+    """Folders that `titan tokenize` wrote; for other formats: files, folders and globs (`"data/*.bin"`)."""
+    format: Literal["titan", "megatron", "llm.c", "raw"] = "titan"
+    """`"megatron"`: `.bin` files with their `.idx` files. `"llm.c"`: `.bin` files with a header of 1 KiB.
+    `"raw"`: little-endian integers alone, as of nanoGPT and OLMo-core."""
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None
+    """Type of the tokens in raw files."""
+    shuffle: Literal["rows", "documents", "off"] = "rows"
+    """Shuffle by (training.seed, epoch): rows of training.seq_len tokens, whole documents, or nothing."""
+    repeat: bool = True
+    """Start over at the end of the data, as often as needed; false: end the run there."""
+    document_mask: bool = False
+    """Keep attention and positions within a document, as far as documents end with the end marker; false:
+    treat a row as one document."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        if (self.format == "raw") != (self.dtype is not None):
+            raw = self.format == "raw"
+            yield (
+                "dtype",
+                "raw files need a dtype" if raw else f"files of format {self.format!r} say it: remove it",
+            )
+
+
 @component("dataset", "chat", target="titancli.data.chat:build")
 class Chat:
     """Conversations as `messages`, with the tokenizer's chat template; bad rows are skipped and counted."""
@@ -257,6 +285,7 @@ COMPONENTS: list[type] = [
     PythonStdlib,
     JsonLines,
     Parquet,
+    TokenShards,
     HFDataset,
     Chat,
     Preference,

@@ -109,7 +109,7 @@ class PackedDataset:
         if self._document_mask:
             flags = np.zeros(count, bool)
             flags[: len(begins)] = begins[:count]
-            tensors |= _documents(flags.reshape(shape))
+            tensors |= document_tensors(flags.reshape(shape))
         return Batch(tensors)
 
     def _open(self, at: Position) -> TokenStream:
@@ -143,8 +143,8 @@ class PackedDataset:
             document = 0 if piece.ends else document
         return total
 
-    def text_bytes(self) -> int:
-        """Return the length of all text in UTF-8; reads it once."""
+    def text_bytes(self) -> int | None:
+        """Return the length of all text in UTF-8; reads it once. None: it is not known."""
         return sum(len(piece.text.encode()) for piece in self._source.read(0, None))
 
     def state_dict(self) -> dict[str, Any]:
@@ -174,8 +174,8 @@ class PackedDataset:
         self._stream = self._open(Position(state["epoch"], state["mark"], state["offset"]))
 
 
-def _documents(begins: np.ndarray) -> dict[str, torch.Tensor]:
-    """`document_ids` (from 0 in each row) and `positions` out of which tokens begin a document."""
+def document_tensors(begins: np.ndarray) -> dict[str, torch.Tensor]:
+    """Return `document_ids` (from 0 in each row) and `positions` out of which tokens begin a document."""
     ids = np.cumsum(begins, axis=1, dtype=np.int32)
     ids -= ids[:, :1]
     index = np.arange(begins.shape[1], dtype=np.int64)

@@ -28,7 +28,7 @@ class Size(NamedTuple):
     """How much text an epoch of a source has. A source that knows it has it as the attribute `size`."""
 
     amount: int
-    unit: Literal["bytes", "documents"]
+    unit: Literal["bytes", "documents", "tokens"]
     """Bytes of text, in UTF-8."""
 
 

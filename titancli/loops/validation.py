@@ -198,8 +198,9 @@ class Evaluation:
             with collector.muted():
                 # On every rank: none waits for another, which a long text may take longer than is allowed.
                 size = self._data.text_bytes()
-            bits = found.metrics["loss"] * found.weight / math.log(2)
-            counts |= {"bits_per_byte": bits / size, "bytes": float(size)}
+            if size is not None:
+                bits = found.metrics["loss"] * found.weight / math.log(2)
+                counts |= {"bits_per_byte": bits / size, "bytes": float(size)}
         return counts
 
     @property

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from titancli.checkpoint.start_from import start_from
 from titancli.data.loader import Loader
-from titancli.data.packing import PackedDataset
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.loops.validation import Validation
 from titancli.losses.cross_entropy import CrossEntropy
@@ -80,11 +79,11 @@ def open_data(
 
 def epochs(recipe: Recipe, data: Source | None, engine: Engine) -> str | None:
     """Return how often the run goes through its data, in words; None where their size is not known."""
-    dataset = getattr(data, "dataset", None)
-    if not isinstance(dataset, PackedDataset):
+    epoch_tokens = getattr(getattr(data, "dataset", None), "epoch_tokens", None)
+    if epoch_tokens is None:
         return None
     try:
-        found = dataset.epoch_tokens()
+        found = epoch_tokens()
     except TitanError:  # this is one rank: with the first batch it is said on every rank
         return None
     if found is None:

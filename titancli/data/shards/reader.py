@@ -6,6 +6,7 @@ process without a word.
 
 from __future__ import annotations
 
+import io
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -28,11 +29,11 @@ class Part(NamedTuple):
     """Where its tokens begin."""
 
 
-class Descriptors:
-    """Open files, the last ones that were used."""
+class OpenFiles:
+    """Files that are open for reading: the last ones that were used."""
 
     def __init__(self) -> None:
-        self._open: OrderedDict[str, int] = OrderedDict()
+        self._open: OrderedDict[str, io.FileIO] = OrderedDict()
 
     def read(self, path: str, buffer: Any, byte: int) -> None:
         """Fill a buffer from a byte of a file on.
@@ -42,11 +43,12 @@ class Descriptors:
         """
         view = memoryview(buffer).cast("B")
         try:
-            descriptor = self._descriptor(path)
+            descriptor = self.descriptor(path)
             while len(view):
                 if not (count := os.preadv(descriptor, [view], byte)):
                     raise EnvironmentProblem(
-                        f"{path} ends at byte {byte:,}, in the middle of the data: it was truncated",
+                        f"{path} ends at byte {os.fstat(descriptor).st_size:,}, in the middle of the data: "
+                        "it was truncated",
                         hint="restore the file, or tokenize the data again",
                     )
                 view, byte = view[count:], byte + count
@@ -55,19 +57,18 @@ class Descriptors:
                 f"cannot read {path} at byte {byte:,}: {error.strerror or error}", hint="make it readable"
             ) from error
 
-    def _descriptor(self, path: str) -> int:
-        if path in self._open:
+    def descriptor(self, path: str) -> int:
+        """
+        Raises:
+            OSError: the file cannot be opened.
+        """
+        if (found := self._open.get(path)) is not None:
             self._open.move_to_end(path)
-            return self._open[path]
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._open[path] = descriptor
+            return found.fileno()
+        self._open[path] = opened = io.FileIO(path)
         if len(self._open) > OPEN_FILES:
-            os.close(self._open.popitem(last=False)[1])
-        return descriptor
-
-    def __del__(self) -> None:
-        for descriptor in self._open.values():
-            os.close(descriptor)
+            self._open.popitem(last=False)[1].close()
+        return opened.fileno()
 
 
 class TokenFiles:
@@ -78,7 +79,7 @@ class TokenFiles:
         self._parts, self._vocab_size = parts, vocab_size
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._starts = np.cumsum([0, *(part.tokens for part in parts)])
-        self._files = Descriptors()
+        self._files = OpenFiles()
 
     @property
     def tokens(self) -> int:
@@ -100,11 +101,40 @@ class TokenFiles:
             self._check(part.path, here, byte)
             filled, at, number = filled + len(here), 0, number + 1
 
-    def _check(self, path: str, ids: np.ndarray, byte: int) -> None:
+    def gather(self, starts: np.ndarray, sizes: np.ndarray, into: np.ndarray) -> None:
+        """Fill an array with pieces, one behind the other: `sizes` tokens from `starts` on; see `read`.
+
+        Args:
+            starts, sizes: int64 of one shape [pieces].
+        """
+        numbers = np.searchsorted(self._starts, starts, side="right") - 1
+        within = starts - self._starts[numbers]
+        whole = starts + sizes <= self._starts[numbers + 1]
+        width, view, at = self.dtype.itemsize, into.data.cast("B"), 0
+        rows = zip(numbers.tolist(), within.tolist(), sizes.tolist(), whole.tolist(), strict=True)
+        for piece, (number, first, size, fits) in enumerate(rows):
+            part, end = self._parts[number], at + size * width
+            if fits:  # the fast way; what fails goes the slow one, which says why
+                try:
+                    descriptor = self._files.descriptor(part.path)
+                    fits = os.preadv(descriptor, [view[at:end]], part.first_byte + first * width) == end - at
+                except OSError:
+                    fits = False
+            if not fits:
+                self.read(int(starts[piece]), into[at // width : end // width])
+            at = end
+        if self._wrong(into):
+            for piece, end in enumerate(np.cumsum(sizes).tolist()):
+                self.read(int(starts[piece]), into[end - int(sizes[piece]) : end])
+
+    def _wrong(self, ids: np.ndarray) -> bool:
+        """Whether there is an id that is none."""
         if self._vocab_size is None or not len(ids):
-            return
-        signed = self.dtype.kind == "i"
-        if ids.max() < self._vocab_size and not (signed and ids.min() < 0):
+            return False
+        return bool(ids.max() >= self._vocab_size or (self.dtype.kind == "i" and ids.min() < 0))
+
+    def _check(self, path: str, ids: np.ndarray, byte: int) -> None:
+        if not self._wrong(ids):
             return
         at = int(np.flatnonzero((ids >= self._vocab_size) | (ids < 0))[0])
         raise EnvironmentProblem(
@@ -117,37 +147,36 @@ class TokenFiles:
 class DocumentEnds:
     """Where documents begin and end in the tokens of shards, read from their `.idx` files."""
 
-    def __init__(self, index: Index) -> None:
-        self._index = index
-        self._firsts = np.cumsum([0, *(shard.documents for shard in index.shards)])
-        self._tokens = np.cumsum([0, *(shard.tokens for shard in index.shards)])
-        self._paths = [str(index.files(shard)[1][0]) for shard in index.shards]
-        self._files = Descriptors()
+    def __init__(self, indexes: Sequence[Index]) -> None:
+        counts = [(shard.documents, shard.tokens) for index in indexes for shard in index.shards]
+        self._firsts = np.cumsum([0, *(documents for documents, _ in counts)])
+        self._tokens = np.cumsum([0, *(tokens for _, tokens in counts)])
+        self._paths = [str(index.files(shard)[1][0]) for index in indexes for shard in index.shards]
+        self._files = OpenFiles()
 
     @property
     def documents(self) -> int:
         return int(self._firsts[-1])
 
-    def bounds(self, document: int) -> tuple[int, int]:
-        """Return the first token of a document, and the one behind its last."""
-        shard = int(np.searchsorted(self._firsts, document, side="right")) - 1
-        at = document - int(self._firsts[shard])
-        both = np.zeros(2, "<i8")
-        self._files.read(self._paths[shard], both if at else both[1:], max(0, at - 1) * END_BYTES)
-        first = int(self._tokens[shard])
-        return first + int(both[0]), first + int(both[1])
+    def bounds(self, documents: np.ndarray) -> np.ndarray:
+        """Return the first token of each of some documents, and the one behind its last, int64 [n, 2]."""
+        shards = np.searchsorted(self._firsts, documents, side="right") - 1
+        found = np.zeros((len(documents), 2), "<i8")
+        places = zip(shards.tolist(), (documents - self._firsts[shards]).tolist(), strict=True)
+        for both, (shard, at) in zip(found, places, strict=True):
+            self._files.read(self._paths[shard], both if at else both[1:], max(0, at - 1) * END_BYTES)
+        return found + self._tokens[shards, None]
 
     def of_shard(self, number: int) -> np.ndarray:
         """Return where each document of a shard ends, in tokens of the shard, int64 [documents]."""
-        ends = np.empty(self._index.shards[number].documents, "<i8")
+        ends = np.empty(self._firsts[number + 1] - self._firsts[number], "<i8")
         self._files.read(self._paths[number], ends, 0)
         return ends
 
 
-def tokens_of(index: Index, vocab_size: int | None = None) -> TokenFiles:
-    """Return the tokens of shards."""
-    parts = [Part(str(index.files(shard)[0][0]), shard.tokens) for shard in index.shards]
-    return TokenFiles(parts, index.dtype, vocab_size)
+def parts_of(indexes: Sequence[Index]) -> list[Part]:
+    """Return the files of tokens of shards."""
+    return [Part(str(index.files(shard)[0][0]), shard.tokens) for index in indexes for shard in index.shards]
 
 
 def document_of(index: Index, number: int) -> tuple[list[int], str]:
@@ -156,9 +185,9 @@ def document_of(index: Index, number: int) -> tuple[list[int], str]:
     Raises:
         EnvironmentProblem: a file cannot be read.
     """
-    start, end = DocumentEnds(index).bounds(number)
+    [(start, end)] = DocumentEnds([index]).bounds(np.array([number])).tolist()
     ids = np.empty(end - start, np.dtype(index.dtype).newbyteorder("<"))
-    tokens_of(index).read(start, ids)
+    TokenFiles(parts_of([index]), index.dtype).read(start, ids)
     firsts = np.cumsum([0, *(shard.documents for shard in index.shards)])
     return ids.tolist(), index.shards[int(np.searchsorted(firsts, number, side="right")) - 1].name
 
@@ -169,7 +198,7 @@ def lengths(index: Index) -> dict[str, int]:
     Raises:
         EnvironmentProblem: a file cannot be read.
     """
-    ends, counts = DocumentEnds(index), np.zeros(64, np.int64)
+    ends, counts = DocumentEnds([index]), np.zeros(64, np.int64)
     for number in range(len(index.shards)):
         sizes = np.diff(ends.of_shard(number), prepend=0)
         counts += np.bincount(np.log2(np.maximum(sizes, 1)).astype(np.int64), minlength=64)

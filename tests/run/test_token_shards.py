@@ -1,0 +1,35 @@
+"""Runs on token shards: the losses of live tokenizing, resumed, and exit code 5 before the first step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.run.conftest import Finished, losses
+from titancli.data import ByteTokenizer
+from titancli.data.shards.sources import Options, open_inputs
+from titancli.data.shards.tokenize import Job, tokenize
+
+SHARDS = ("dataset.type=token_shards", 'dataset.paths=["out"]')
+
+
+def test_losses_are_those_of_live_tokenizing(here: Path, train: Callable[..., Finished]) -> None:
+    tokenize(Job(open_inputs(["text.txt"], Options()), ByteTokenizer(), here / "out", 1 << 20, 1))
+    options = ("training.steps=4", "metrics.log_freq=1", "checkpoint.interval=2")
+    assert train("tiny.toml", "--run-dir", "live", *options).code == 0
+    done = train("tiny.toml", "--run-dir", "shards", *options, *SHARDS, 'dataset.shuffle="off"')
+    assert done.code == 0, done.err
+    assert losses(here / "live") == losses(here / "shards")
+
+    whole = train("tiny.toml", "--run-dir", "whole", *options, *SHARDS)
+    assert whole.code == 0, whole.err
+    assert train("tiny.toml", "--run-dir", "half", *options, *SHARDS, "training.steps=2").code == 0
+    assert train("half", "--resume", "training.steps=4").code == 0
+    assert losses(here / "half") == losses(here / "whole")
+
+    os.truncate(here / "out" / "00000.bin", 101)
+    refused = train("tiny.toml", "--run-dir", "bad", *options, *SHARDS)
+    assert refused.code == 5
+    assert "00000.bin is truncated at byte 101" in refused.err
+    assert not losses(here / "bad")

@@ -1,0 +1,237 @@
+"""The dataset `token_shards`: rows cut from token files, of which each rank reads its own only.
+
+Shuffled by rows, row p covers tokens p*S to (p+1)*S of all files, and its place in the order is
+computed. In the other orders the tokens make one endless stream, as those of a live tokenizer do
+(`titancli.data.packing`), and what other ranks take of it is passed over without being read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from titancli.data import TokenShards
+from titancli.data.batch import IGNORE, Batch
+from titancli.data.packing import (
+    STATE_VERSION,
+    PackedDataset,
+    document_tensors,
+    refuse_other_data,
+    tokenizer_identity,
+)
+from titancli.data.permutation import permuted
+from titancli.data.shards import Index, read_index, require_sound
+from titancli.data.shards.foreign import MegatronDocuments, open_foreign, paths_of
+from titancli.data.shards.reader import DocumentEnds, TokenFiles, parts_of
+from titancli.data.shards.streams import DocumentStream, ListedStream
+from titancli.data.source import Size, Source
+from titancli.data.stream import Position
+from titancli.errors import EnvironmentProblem, RecipeError
+from titancli.protocols import Tokenizer
+
+LABEL = "dataset token_shards"
+AHEAD = 1024
+"""Rows whose places are drawn at once."""
+
+
+class Tokens(NamedTuple):
+    """Token files that were opened and checked: in place of a source of text."""
+
+    files: TokenFiles
+    documents: DocumentEnds | MegatronDocuments | None
+    identity: dict[str, Any]
+    label: str = LABEL
+
+    @property
+    def size(self) -> Size:
+        return Size(self.files.tokens, "tokens")
+
+
+class ShardStreamDataset(PackedDataset):
+    """Batches from the stream of all tokens, in their order or by shuffled documents."""
+
+    def __init__(self, tokens: Tokens, config: TokenShards, seed: int, **runtime: Any) -> None:
+        self._tokens, self._config, self._seed = tokens, config, seed
+        source = cast(Source, tokens)  # all but `read`, which only text has
+        super().__init__(source, repeat=config.repeat, document_mask=config.document_mask, **runtime)
+
+    def _open(self, at: Position) -> Any:
+        eos = self._tokenizer.eos_id if self._document_mask else None
+        if self._config.shuffle == "off":
+            return ListedStream(self._tokens.files, at, repeat=self._repeat, eos_id=eos)
+        assert self._tokens.documents is not None
+        return DocumentStream(
+            self._tokens.files, self._tokens.documents, at, repeat=self._repeat, eos_id=eos, seed=self._seed
+        )
+
+    def epoch_tokens(self) -> tuple[int, bool]:
+        return self._tokens.files.tokens, True
+
+    def text_bytes(self) -> None:
+        """Not known: the shards hold no text."""
+
+
+class ShardRowDataset:
+    """Batches of rows of `seq_len` tokens in a random order; the last one of an epoch may be filled up."""
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        config: TokenShards,
+        seed: int,
+        *,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        rows: int,
+        dp_rank: int,
+        dp_size: int,
+    ) -> None:
+        self._tokens, self._config, self._seed = tokens, config, seed
+        self._seq_len, self._rows, self._dp_rank, self._dp_size = seq_len, rows, dp_rank, dp_size
+        self._eos_id = tokenizer.eos_id
+        self._identity = {**tokens.identity, "tokenizer": tokenizer_identity(tokenizer)}
+        self._per_epoch = -(-(tokens.files.tokens - 1) // seq_len)
+        self._next_row = 0
+        self._row_positions = torch.arange(seq_len).repeat(rows, 1)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Batches from the present position on.
+
+        Raises:
+            EnvironmentProblem: a file cannot be read or was truncated.
+        """
+        stride = self._rows * self._dp_size
+        ahead = max(1, AHEAD // self._rows)
+        mine = np.arange(ahead)[:, None] * stride + self._dp_rank * self._rows + np.arange(self._rows)
+        while True:
+            drawn = self._draw(self._next_row + mine)
+            for rows in drawn:
+                if not self._config.repeat and self._next_row >= self._per_epoch:
+                    return
+                batch = self._batch(rows)
+                self._next_row += stride
+                yield batch
+
+    def _draw(self, places: np.ndarray) -> np.ndarray:
+        """Which rows stand at these places, counted over all epochs; -1: none, behind the end."""
+        epochs, within = np.divmod(places, self._per_epoch)
+        found = np.empty_like(places)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            found[here] = permuted(within[here], self._per_epoch, self._seed, int(epoch))
+        if not self._config.repeat:
+            found[epochs > 0] = -1
+        return found
+
+    def _batch(self, rows: np.ndarray) -> Batch:
+        width, total = self._seq_len + 1, self._tokens.files.tokens
+        starts = rows * self._seq_len
+        sizes = np.where(rows < 0, 0, np.minimum(width, total - starts))
+        whole, data = sizes == width, np.zeros((self._rows, width), self._tokens.files.dtype)
+        into = data if whole.all() else np.empty((int(whole.sum()), width), data.dtype)
+        self._tokens.files.gather(starts[whole], sizes[whole], into.reshape(-1))
+        if into is not data:
+            data[whole] = into
+        inputs, targets = data[:, :-1].astype(np.int64), data[:, 1:].astype(np.int64)
+        for row in np.flatnonzero(~whole).tolist():
+            size = int(sizes[row])
+            if size:
+                self._tokens.files.read(int(starts[row]), data[row, :size])
+            inputs[row], targets[row] = data[row, :-1], data[row, 1:]
+            inputs[row, size:] = self._eos_id
+            targets[row, max(0, size - 1) :] = IGNORE
+        tensors = {
+            "tokens": torch.from_numpy(inputs),
+            "targets": torch.from_numpy(targets),
+            "positions": self._row_positions,
+        }
+        if self._config.document_mask:
+            begins = np.zeros((self._rows, self._seq_len), bool)
+            begins[:, 1:] = inputs[:, :-1] == self._eos_id
+            tensors |= document_tensors(begins)
+        return Batch(tensors)
+
+    def epoch_tokens(self) -> tuple[int, bool]:
+        """Return how many tokens an epoch has, and that they were counted."""
+        return self._tokens.files.tokens, True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch, the same on every rank: `row` counts over all epochs."""
+        epoch = self._next_row // self._per_epoch
+        return {"version": STATE_VERSION, "epoch": epoch, "row": self._next_row, "data": self._identity}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a position, under any number of ranks and rows.
+
+        Raises:
+            EnvironmentProblem: the state was saved on other data, or is not one of this dataset.
+        """
+        refuse_other_data(state, self._identity, LABEL, "row")
+        self._next_row = state["row"]
+
+
+def build(
+    config: TokenShards, *, tokenizer: Tokenizer, seq_len: int, seed: int, **runtime: Any
+) -> ShardStreamDataset | ShardRowDataset:
+    """`[dataset] type = "token_shards"`.
+
+    Raises:
+        EnvironmentProblem: a file is missing, truncated or not of the format, or not of this tokenizer.
+        RecipeError: the files do not say where their documents are.
+    """
+    order = {"off": "as listed", "documents": f"documents shuffled by seed {seed}"}
+    tokens = _open(config, tokenizer, order.get(config.shuffle, f"rows of {seq_len} shuffled by seed {seed}"))
+    if tokens.files.tokens < 2:
+        raise EnvironmentProblem(
+            f"{LABEL}: the files have {tokens.files.tokens} tokens", hint="use more data"
+        )
+    if config.shuffle == "documents" and tokens.documents is None:
+        raise RecipeError(
+            f"files of format {config.format!r} do not say where documents begin, so they cannot be shuffled",
+            hint='set dataset.shuffle = "rows"',
+        )
+    kind = ShardRowDataset if config.shuffle == "rows" else ShardStreamDataset
+    return kind(tokens, config, seed, tokenizer=tokenizer, seq_len=seq_len, **runtime)
+
+
+def _open(config: TokenShards, tokenizer: Tokenizer, order: str) -> Tokens:
+    documents: DocumentEnds | MegatronDocuments | None
+    if config.format == "titan":
+        indexes = [read_index(path) for path in paths_of(config)]
+        for index in indexes:
+            _require_tokenizer(index, tokenizer)
+            require_sound(index)
+        files = TokenFiles(parts_of(indexes), indexes[0].dtype, tokenizer.vocab_size)
+        documents = DocumentEnds(indexes)
+        contents = {"contents": ", ".join(index.digest for index in indexes)}
+    else:
+        foreign = open_foreign(config, LABEL)
+        files = TokenFiles(foreign.parts, foreign.dtype, tokenizer.vocab_size)
+        documents, contents = foreign.documents, foreign.identity
+        if config.document_mask and isinstance(documents, MegatronDocuments):
+            documents.require_end_markers(files, tokenizer.eos_id)
+    return Tokens(files, documents, {"tokens": files.tokens, **contents, "order": order})
+
+
+def _require_tokenizer(index: Index, tokenizer: Tokenizer) -> None:
+    """
+    Raises:
+        EnvironmentProblem: the shards were written with another tokenizer.
+    """
+    now = tokenizer_identity(tokenizer)
+    if index.tokenizer != now:
+        raise EnvironmentProblem(
+            f"the token shards in {index.folder} were written with the tokenizer {index.tokenizer}, but the "
+            f"recipe's is {now}",
+            hint="use that tokenizer, or tokenize the data again",
+        )
+    for shard in index.shards:
+        if shard.max_id >= tokenizer.vocab_size:
+            raise EnvironmentProblem(
+                f"{index.files(shard)[0][0]} has the id {shard.max_id}, but the vocabulary has "
+                f"{tokenizer.vocab_size:,} ids",
+                hint="use the tokenizer that the data were tokenized with",
+            )

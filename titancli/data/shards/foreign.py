@@ -1,0 +1,197 @@
+"""Token files of other tools, read as they are: Megatron-LM, llm.c (modded-nanogpt), and plain arrays."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from titancli.data import TokenShards
+from titancli.data.files import TextFile, corpus_identity, files_of
+from titancli.data.shards import DTYPES
+from titancli.data.shards.reader import OpenFiles, Part, TokenFiles
+from titancli.errors import EnvironmentProblem
+
+MEGATRON_MAGIC = b"MMIDIDX\0\0"
+MEGATRON_HEADER = struct.Struct("<9sQBQQ")
+MEGATRON_DTYPES = {1: "uint8", 4: "int32", 5: "int64", 8: "uint16"}
+LLMC_HEADER = 1024
+LLMC = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
+"""Magic number and version of the header, and the type of tokens."""
+SAMPLES = 64
+"""Documents of a file whose end markers are looked at."""
+
+
+class Foreign(NamedTuple):
+    """What the files of a config are."""
+
+    parts: list[Part]
+    dtype: str
+    documents: MegatronDocuments | None
+    """Where documents are; None: the files do not say."""
+    identity: dict[str, Any]
+
+
+def open_foreign(config: TokenShards, label: str) -> Foreign:
+    """Return what is read of the files of another tool.
+
+    Raises:
+        EnvironmentProblem: there is none, or one is not of the format.
+    """
+    files = files_of(config.paths)
+    if config.format == "megatron":
+        files = [file for file in files if not file.path.endswith(".idx")]
+    if not files:
+        raise EnvironmentProblem(f"{label}: there is no .bin file", hint="correct dataset.paths")
+    indexes = [_megatron(file) for file in files] if config.format == "megatron" else []
+    found = [(index.part, index.dtype) for index in indexes] or [_plain(config, file) for file in files]
+    kinds = {dtype for _, dtype in found}
+    if len(kinds) > 1:
+        others = ", ".join(sorted(kinds - {found[0][1]}))
+        raise EnvironmentProblem(
+            f"{label}: {found[0][0].path} holds {found[0][1]}, other files {others}",
+            hint="use files with tokens of one type",
+        )
+    beside = [_beside(file) for file in files] if indexes else []
+    identity = corpus_identity(label, [*files, *beside], shuffle=False, seed=0, text=False)
+    facts = {"contents": identity["contents"], "format": config.format}
+    return Foreign(
+        [part for part, _ in found], kinds.pop(), MegatronDocuments(indexes) if indexes else None, facts
+    )
+
+
+def _refuse(path: str, byte: int, what: str, config_format: str) -> NoReturn:
+    raise EnvironmentProblem(
+        f"{path} is not a file of dataset.format = {config_format!r}: {what} (byte {byte:,})",
+        hint="set dataset.format to the tool that wrote the file, or restore it",
+    )
+
+
+def _plain(config: TokenShards, file: TextFile) -> tuple[Part, str]:
+    """A file of tokens alone, or behind the header of llm.c."""
+    if config.format == "raw":
+        dtype, first, count = str(config.dtype), 0, None
+        with open(file.path, "rb") as opened:
+            if opened.read(6) == b"\x93NUMPY":
+                _refuse(file.path, 0, "it has a header of NumPy; write it with `array.tofile`", "raw")
+    else:
+        with open(file.path, "rb") as opened:
+            header = opened.read(LLMC_HEADER)
+        if len(header) < LLMC_HEADER or struct.unpack("<2i", header[:8]) not in LLMC:
+            _refuse(file.path, 0, "its header has another magic number or version", "llm.c")
+        dtype, first = LLMC[struct.unpack("<2i", header[:8])], LLMC_HEADER
+        count = struct.unpack("<i", header[8:12])[0]
+    size = file.size - first
+    whole, rest = divmod(size, DTYPES[dtype])
+    if rest or (count is not None and count != whole):
+        wanted = f"{count:,} tokens" if count is not None else "whole tokens"
+        _refuse(
+            file.path,
+            file.size,
+            f"{size:,} bytes of {dtype} are not {wanted}: is it truncated?",
+            config.format,
+        )
+    return Part(file.path, whole, first), dtype
+
+
+class _Megatron(NamedTuple):
+    part: Part
+    dtype: str
+    index_path: str
+    """The path of the `.idx` file."""
+    documents: int
+
+
+def _beside(file: TextFile) -> TextFile:
+    path = f"{os.path.splitext(file.path)[0]}.idx"
+    try:
+        return TextFile(path, f"{os.path.splitext(file.name)[0]}.idx", os.stat(path).st_size)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"{file.path} has no index: cannot read {path}: {error.strerror}",
+            hint="keep both files that Megatron-LM's preprocess_data.py writes in one folder",
+        ) from error
+
+
+def _megatron(file: TextFile) -> _Megatron:
+    """What an index of Megatron-LM says, checked against the file of tokens."""
+    index = _beside(file)
+    with open(index.path, "rb") as opened:
+        header = opened.read(MEGATRON_HEADER.size)
+        if len(header) < MEGATRON_HEADER.size:
+            _refuse(index.path, len(header), "its header is truncated", "megatron")
+        magic, version, code, sequences, documents = MEGATRON_HEADER.unpack(header)
+        if magic != MEGATRON_MAGIC or version != 1:
+            _refuse(index.path, 0, "its header has another magic number or version", "megatron")
+        if code not in MEGATRON_DTYPES:
+            _refuse(index.path, 17, f"the code {code} is no type of tokens", "megatron")
+        size = MEGATRON_HEADER.size + 12 * sequences + 8 * documents
+        if index.size < size:
+            _refuse(index.path, index.size, f"{sequences:,} sequences need {size:,} bytes", "megatron")
+        tokens = 0
+        for first in range(0, sequences, 1 << 20):
+            lengths = np.frombuffer(opened.read(4 * min(1 << 20, sequences - first)), "<i4")
+            if len(lengths) and lengths.min() < 0:
+                _refuse(index.path, MEGATRON_HEADER.size + 4 * first, "a length is negative", "megatron")
+            tokens += int(lengths.sum(dtype=np.int64))
+    dtype = MEGATRON_DTYPES[code]
+    if tokens * DTYPES[dtype] != file.size:
+        what = f"its index is of {tokens:,} tokens of {dtype}, {tokens * DTYPES[dtype]:,} bytes"
+        _refuse(file.path, file.size, what, "megatron")
+    return _Megatron(Part(file.path, tokens), dtype, index.path, sequences)
+
+
+class MegatronDocuments:
+    """Where the sequences of Megatron-LM's files begin and end."""
+
+    def __init__(self, indexes: Sequence[_Megatron]) -> None:
+        self._indexes = indexes
+        self._firsts = np.cumsum([0, *(index.documents for index in indexes)])
+        self._tokens = np.cumsum([0, *(index.part.tokens for index in indexes)])
+        self._files = OpenFiles()
+
+    @property
+    def documents(self) -> int:
+        return int(self._firsts[-1])
+
+    def bounds(self, documents: np.ndarray) -> np.ndarray:
+        """Return the first token of each of some sequences, and the one behind its last, int64 [n, 2]."""
+        found = [self._bounds(document) for document in documents.tolist()]
+        return np.array(found, np.int64).reshape(-1, 2)
+
+    def _bounds(self, document: int) -> tuple[int, int]:
+        number = int(np.searchsorted(self._firsts, document, side="right")) - 1
+        index, at = self._indexes[number], document - int(self._firsts[number])
+        length, byte = np.zeros(1, "<i4"), np.zeros(1, "<i8")
+        self._files.read(index.index_path, length, MEGATRON_HEADER.size + 4 * at)
+        self._files.read(index.index_path, byte, MEGATRON_HEADER.size + 4 * index.documents + 8 * at)
+        start = int(byte[0]) // DTYPES[index.dtype] + int(self._tokens[number])
+        return start, start + int(length[0])
+
+    def require_end_markers(self, tokens: TokenFiles, eos_id: int) -> None:
+        """Look at some documents of each file.
+
+        Raises:
+            EnvironmentProblem: one does not end with the end marker.
+        """
+        for first, behind, index in zip(self._firsts, self._firsts[1:], self._indexes, strict=False):
+            for document in np.unique(np.linspace(first, behind - 1, SAMPLES, dtype=np.int64)):
+                start, end = self._bounds(int(document))
+                last = np.empty(1, tokens.dtype)
+                if end > start:
+                    tokens.read(end - 1, last)
+                if end > start and last[0] != eos_id:
+                    raise EnvironmentProblem(
+                        f"{index.part.path}: document {int(document - first):,} ends with the id "
+                        f"{int(last[0])}, not with the end marker {eos_id}: documents cannot be kept apart",
+                        hint="set dataset.document_mask = false, or preprocess with --append-eod",
+                    )
+
+
+def paths_of(config: TokenShards) -> list[Path]:
+    """Return the folders of titan's own format."""
+    return [Path(os.path.abspath(path)) for path in config.paths]

@@ -1,0 +1,155 @@
+"""The endless stream of tokens in files; what is passed over is not read. See `titancli.data.stream`."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from titancli.data.permutation import permuted
+from titancli.data.shards.reader import TokenFiles
+from titancli.data.stream import Position
+
+BLOCK = 256
+"""Documents whose places are looked up at once."""
+
+
+class Documents(Protocol):
+    @property
+    def documents(self) -> int: ...
+
+    def bounds(self, documents: np.ndarray) -> np.ndarray: ...
+
+
+class ListedStream:
+    """All tokens in the order of the files; a position is a token's number in the epoch."""
+
+    def __init__(self, files: TokenFiles, at: Position, *, repeat: bool, eos_id: int | None) -> None:
+        """`eos_id`: what ends a document; None: where documents begin is not asked."""
+        self._files, self._repeat, self._eos_id = files, repeat, eos_id
+        self._epoch, self._at = at.epoch, at.offset
+
+    @property
+    def position(self) -> Position:
+        return Position(self._epoch, None, self._at)
+
+    def available(self, count: int) -> int:
+        return count if self._repeat else min(count, self._files.tokens - self._at)
+
+    def read(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Go `count` tokens on; return them and the one after them, and which begin a document."""
+        tokens = np.empty(self.available(count + 1), self._files.dtype)
+        filled, at = 0, self._at
+        while filled < len(tokens):
+            part = tokens[filled : filled + self._files.tokens - at]
+            self._files.read(at, part)
+            filled, at = filled + len(part), 0
+        self.skip(count)
+        return tokens, begins(tokens, self._eos_id)
+
+    def skip(self, count: int) -> int:
+        skipped = self.available(count)
+        if self._repeat:
+            more, self._at = divmod(self._at + skipped, self._files.tokens)
+            self._epoch += more
+        else:
+            self._at += skipped
+        return skipped
+
+
+class DocumentStream:
+    """Whole documents in a random order; a position is a document's place in the epoch, and a token in it."""
+
+    def __init__(
+        self,
+        files: TokenFiles,
+        documents: Documents,
+        at: Position,
+        *,
+        repeat: bool,
+        eos_id: int | None,
+        seed: int,
+    ) -> None:
+        self._files, self._documents, self._repeat, self._eos_id = files, documents, repeat, eos_id
+        self._seed, self._epoch, self._offset = seed, at.epoch, at.offset
+        self._place: int = at.mark["document"] if at.mark else 0
+        self._block: tuple[tuple[int, int], np.ndarray, np.ndarray] | None = None
+
+    @property
+    def position(self) -> Position:
+        mark: dict[str, Any] = {"document": self._place}
+        return Position(self._epoch, mark, self._offset)
+
+    def available(self, count: int) -> int:
+        if self._repeat:
+            return count
+        epoch, place, offset, found = self._epoch, self._place, self._offset, 0
+        while found < count and place < self._documents.documents:
+            _, lengths, within = self._bounds(epoch, place)
+            found += int(lengths[within:].sum()) - offset
+            place, offset = place - within + len(lengths), 0
+        return min(count, found)
+
+    def read(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Go `count` tokens on; return them and the one after them, and which begin a document."""
+        tokens = np.empty(self.available(count + 1), self._files.dtype)
+        self._walk(len(tokens), tokens)
+        if len(tokens) > count:
+            self._back()
+        return tokens, begins(tokens, self._eos_id)
+
+    def skip(self, count: int) -> int:
+        skipped = self.available(count)
+        self._walk(skipped, None)
+        return skipped
+
+    def _back(self) -> None:
+        """Go one token back."""
+        while self._offset == 0:
+            if self._place == 0:
+                self._epoch, self._place = self._epoch - 1, self._documents.documents
+            self._place -= 1
+            _, lengths, within = self._bounds(self._epoch, self._place)
+            self._offset = int(lengths[within])
+        self._offset -= 1
+
+    def _walk(self, count: int, into: np.ndarray | None) -> None:
+        """Go so many tokens on, which there are, and fill an array with them."""
+        filled = 0
+        while filled < count:
+            starts, lengths, within = self._bounds(self._epoch, self._place)
+            ends = np.cumsum(lengths[within:]) - self._offset
+            last = int(np.searchsorted(ends, count - filled, side="left"))
+            whole = min(last, len(ends) - 1)
+            if into is not None:
+                firsts, sizes = (part[within : within + whole + 1].copy() for part in (starts, lengths))
+                firsts[0] += self._offset
+                sizes[0] -= self._offset
+                sizes[-1] -= max(0, int(ends[whole]) - (count - filled))
+                self._files.gather(firsts, sizes, into[filled : filled + int(sizes.sum())])
+            if last < len(ends) and ends[last] > count - filled:  # it ends within a document
+                before = int(ends[last - 1]) if last else -self._offset
+                self._place, self._offset = self._place + last, count - filled - before
+                return
+            filled += int(ends[whole])
+            self._place, self._offset = self._place + whole + 1, 0
+            if self._place == self._documents.documents and self._repeat:
+                self._epoch, self._place = self._epoch + 1, 0
+
+    def _bounds(self, epoch: int, place: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """First tokens and lengths of the documents of a block of places, and which of them a place is."""
+        number, within = divmod(place, BLOCK)
+        if self._block is None or self._block[0] != (epoch, number):
+            count = self._documents.documents
+            places = np.arange(number * BLOCK, min(count, (number + 1) * BLOCK))
+            found = self._documents.bounds(permuted(places, count, self._seed, epoch))
+            self._block = ((epoch, number), found[:, 0], found[:, 1] - found[:, 0])
+        return self._block[1], self._block[2], within
+
+
+def begins(tokens: np.ndarray, eos_id: int | None) -> np.ndarray:
+    """Return which tokens come after an end marker, bool; nothing where there is none to ask for."""
+    found = np.zeros(len(tokens) if eos_id is not None else 0, bool)
+    if eos_id is not None:
+        found[1:] = tokens[:-1] == eos_id
+    return found
