@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,6 +26,7 @@ from titancli.models.blocks.hf import DecoderHF
 from titancli.models.blocks.moe import Experts, MoE
 from titancli.models.blocks.reach import Reach
 from titancli.parallel import activation_checkpoint, tensor
+from titancli.prove.compare import adds_up, reference_of
 from titancli.prove.measure import Results, measure
 from titancli.prove.uses import exported, generated
 from titancli.recipe import load_recipe
@@ -52,6 +54,15 @@ def seeded(
 
 def nudged(file: str, overrides: list[str], rows: int) -> Results:
     return measure(load_recipe(Path(file), overrides).recipe, rows, nudge=1e-6)
+
+
+def halves_add_up(file: str, base: str, overrides: list[str]) -> bool:
+    """See `adds_up`; the base that adapters need is made here."""
+    recipe = load_recipe(Path(file), overrides).recipe
+    with Engine.build(dataclasses.replace(recipe, weights=None, converters=[]), device="cpu") as engine:
+        engine.save(base)
+    reference = reference_of(measure(recipe, 8), measure(recipe, 8, nudge=1e-6))
+    return adds_up(recipe, 8, reference)
 
 
 def several() -> bool:

@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.prove import bugs
+from tests.prove.test_command import LOSS
 from tests.rows import rows
+from titancli import registry
 from titancli.prove.cases import Case
 from titancli.prove.compare import Reference, compared, reference_of
 from titancli.prove.pool import Pool
-from titancli.prove.proof import sentence
+from titancli.prove.proof import prove, sentence
 from titancli.prove.shrink import shrink
 from titancli.recipe import load_recipe
 
@@ -144,6 +146,31 @@ def test_a_seeded_fault_is_found_and_named(ranks, plain, tmp_path, name):
 def test_what_is_right_is_not_reported(ranks, plain, tmp_path, layout):
     answer = found(ranks, plain, Seed(layout, None, ""), None, tmp_path)
     assert answer["status"] == "right" and answer["worst"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("converter", "expected"),
+    [('{type = "lora"}', True), ('{type = "float8_linear"}', False)],
+    ids=["lora", "float8"],
+)
+def test_whether_gradients_of_halves_add_up_is_measured(ranks, tmp_path, converter, expected):
+    loaded = load_recipe("llama3_debug", [f"converters=[{converter}]", "weights=./base"])
+    small = shrink(loaded, tmp_path)
+    assert ranks(1, bugs.halves_add_up, str(small.file), str(small.base), Case().overrides) == [expected]
+
+
+@pytest.mark.slow
+def test_accumulation_that_is_wrong_shows_beside_converters(tmp_path):
+    file = tmp_path / "cli_mean_loss.py"
+    file.write_text(LOSS)
+    registry.configure(files=[file])
+    try:
+        for converter in ("lora", "float8_linear"):
+            keys = ["loss=mean", f"converters=[{{type = '{converter}'}}]", "weights=./base"]
+            proof = prove(load_recipe("llama3_debug", keys), ranks=1, plugin_files=[file])
+            assert [cause["techniques"] for cause in proof.causes] == [["accumulation"]]
+    finally:
+        registry.configure()
 
 
 def test_a_rank_that_dies_or_hangs_is_named_and_the_next_case_has_new_ranks(tmp_path):

@@ -38,6 +38,14 @@ def test_cases_of_few_techniques_come_first_and_ep_only_with_experts(tmp_path: P
     assert [case.ranks for case in dense] == sorted(case.ranks for case in dense)
     assert max(case.ranks for case in cases(load_recipe("llama3_debug").recipe, 2)) == 2
     assert Case((("dp_shard", 2), ("ep", 2))).ranks == 2
+    (deep,) = [case for case in dense if case.degrees == {"pp": 4}]
+    assert deep.layers == 4 and deep.of_model == ["model.n_layers=4"]
+
+
+def test_what_rounds_by_the_rows_at_hand_is_accumulated_without_converters_too(tmp_path: Path) -> None:
+    small = shrink(load_recipe("llama3_debug"), tmp_path).recipe
+    more = {case.name for case in cases(small, 2, by_rows=True)} - {case.name for case in cases(small, 2)}
+    assert more == {"accumulation, without converters", "dp_shard 2, accumulation, without converters"}
 
 
 def result(status: str, *techniques: str) -> dict[str, object]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from titancli.layout.stages import SCHEDULES
 from titancli.prove.shrink import ROWS
 from titancli.recipe.schema import Recipe
 from titancli.registry.defaults import LossConfigDefaults, ModelConfigDefaults, with_defaults
@@ -40,6 +42,10 @@ class Case:
     rows: int = ROWS
     backend: str = "aot_eager"
     """Of compile."""
+    layers: int | None = None
+    """As many as the layout needs; None: as many as the small recipe has."""
+    converters: bool = True
+    """Whether the recipe's are in place."""
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -49,7 +55,7 @@ class Case:
     def name(self) -> str:
         words = [f"{name} {degree}" for name, degree in self.mesh]
         more = [f"compile ({self.backend})" if name == "compile" else name for name in self.more]
-        return ", ".join([*words, *more]) or "one process"
+        return ", ".join([*words, *more, *["without converters"] * (not self.converters)]) or "one process"
 
     @property
     def techniques(self) -> frozenset[str]:
@@ -72,9 +78,15 @@ class Case:
         return 2 if "accumulation" in self.more else 1
 
     @property
+    def of_model(self) -> list[str]:
+        """What one process that this is compared with has as well."""
+        layers = [] if self.layers is None else [f"model.n_layers={self.layers}"]
+        return layers if self.converters else [*layers, "converters=[]"]
+
+    @property
     def overrides(self) -> list[str]:
         """What makes this case of the small recipe."""
-        found = [f"mesh.{name}={degree}" for name, degree in self.mesh]
+        found = self.of_model + [f"mesh.{name}={degree}" for name, degree in self.mesh]
         found.append(f"training.local_batch_size={self.rows // self.dp // self.micro_batches}")
         found.append(f"training.global_batch_size={self.rows}")
         if "recompute full" in self.more:
@@ -86,8 +98,13 @@ class Case:
         return found
 
 
-def cases(recipe: Recipe, ranks: int) -> list[Case]:
-    """All cases of a recipe on at most so many ranks, those of few techniques first."""
+def cases(recipe: Recipe, ranks: int, *, by_rows: bool = False) -> list[Case]:
+    """All cases of a recipe on at most so many ranks, those of few techniques first.
+
+    Args:
+        by_rows: what its converters compute depends on the rows at hand, so that accumulation with them says
+            nothing of accumulation by itself.
+    """
     # inductor compiles C++, which takes minutes: where the recipe asks for it, and it can.
     wanted = recipe.compile.enable and recipe.compile.backend == "inductor"
     backend = "inductor" if wanted and shutil.which("g++") else "aot_eager"
@@ -119,7 +136,13 @@ def cases(recipe: Recipe, ranks: int) -> list[Case]:
     if not with_defaults(LossConfigDefaults, recipe.loss).learns_from_pairs:
         found.append(case(dp_shard=3, rows=12))  # what three do not divide evenly
     names = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
-    found += [case(dp_shard=4), case(tp=4), case(cp=4)]
+    found += [case(dp_shard=4), case(tp=4), case(cp=4), replace(case(pp=4), layers=_layers(recipe, 4))]
+    if by_rows:
+        found += [
+            replace(one, converters=False)
+            for one in found
+            if one.techniques <= {"accumulation", "dp_shard"} and one.micro_batches > 1
+        ]
     found += [case(**{one: 2, other: 2}) for one, other in itertools.combinations(names, 2)]
     found.append(case("recompute full", "compile", dp_shard=2, tp=2))
     if experts:
@@ -139,3 +162,11 @@ def cases(recipe: Recipe, ranks: int) -> list[Case]:
         ]
     legal = [each for each in found if each.ranks <= ranks]
     return sorted(legal, key=lambda each: (each.ranks, len(each.techniques)))
+
+
+def _layers(recipe: Recipe, stages: int) -> int | None:
+    """How many layers a pipeline over so many ranks needs: a multiple of those that the small recipe has,
+    which are of every kind; None: they are enough, or not known."""
+    there = with_defaults(ModelConfigDefaults, recipe.model).n_layers
+    needed = stages * SCHEDULES[recipe.pipeline.schedule].usual_stages
+    return None if not there or there >= needed else there * math.ceil(needed / there)

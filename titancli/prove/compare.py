@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titancli.prove.measure import STEPS, Results
+from titancli.prove.measure import STEPS, Results, gradients_of
+from titancli.recipe.schema import Recipe
 
 FLOOR, FACTOR, MEANINGLESS = 1e-5, 5.0, 0.3
 """The least that is tolerated, ‖Δ‖ / ‖reference‖ per tensor; how many times what a nudge of the weights
@@ -46,6 +47,16 @@ def reference_of(plain: Results, nudged: Results) -> Reference:
         if kind_of(key) in noise and error < MEANINGLESS
     }
     return Reference(plain, tolerance, noise)
+
+
+def adds_up(recipe: Recipe, rows: int, reference: Reference) -> bool:
+    """Return whether the gradients of two halves of the rows add up to those of all rows. They do unless
+    something computes with the rows that it sees together."""
+    whole, halves = (gradients_of(recipe, rows, pieces) for pieces in (1, 2))
+    return all(
+        distance(halves[name], gradient) <= reference.tolerance.get(f"0 gradient {name}", math.inf)
+        for name, gradient in whole.items()
+    )
 
 
 def kind_of(key: str) -> str:

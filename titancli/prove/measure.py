@@ -83,6 +83,24 @@ def measure(recipe: Recipe, rows: int, *, saved: Path | None = None, nudge: floa
     return record.results()
 
 
+def gradients_of(recipe: Recipe, rows: int, pieces: int) -> dict[str, Tensor]:
+    """Return the gradients of the first step's loss on one process, the sum of those of so many pieces of the
+    rows: each in a call of its own, which knows nothing of the others."""
+    engine = engine_of(recipe)
+    try:
+        total: dict[str, Tensor] = {}
+        batch = batches_of(recipe, engine, rows)[0]
+        for piece in batch.split(batch.rows // pieces):
+            engine.forward_backward(piece)
+            for name, parameter in engine.trained_parameters():
+                if parameter.grad is not None:
+                    total[name] = total.get(name, 0.0) + parameter.grad.float()
+            engine.clear_gradients()
+        return total
+    finally:
+        engine.close()
+
+
 class Record:
     """Steps of engines, and all that comes of them.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from titancli.prove.cases import TITLES, Case, cases
 from titancli.prove.pool import SECONDS, Pool
 from titancli.prove.shrink import Small, largest_sizes, shrink
 from titancli.recipe import Loaded, load_recipe
+from titancli.recipe.schema import Recipe
 
 Progress = Callable[[int, int, str], None]
 """Called with how many cases are done, of how many, and the one that comes next."""
@@ -79,7 +80,7 @@ def prove(
         run = _Run(small, pool)
         plain = run.reference(Case())
         results = []
-        wanted = cases(small.recipe if not loaded.recipe.compile.enable else loaded.recipe, ranks)
+        wanted = cases(_with_compile(small, loaded), ranks, by_rows=plain["by_rows"])
         for number, case in enumerate(wanted):
             progress(number, len(wanted), case.name)
             result = run.case(case, random=plain["random"])
@@ -88,6 +89,11 @@ def prove(
             )
         progress(len(wanted), len(wanted), "")
     return Proof(results, small, plain["parameters"], time.perf_counter() - began)
+
+
+def _with_compile(small: Small, loaded: Loaded) -> Recipe:
+    """The small recipe with the compile settings of the one it was made of, which choose the backend."""
+    return replace(small.recipe, compile=loaded.recipe.compile)
 
 
 def _in_the_way(small: Small, answer: dict[str, Any]) -> RecipeError:
@@ -109,6 +115,8 @@ class _Run:
     def __init__(self, small: Small, pool: Pool) -> None:
         self.small, self.pool = small, pool
         self._known: dict[str, dict[str, Any]] = {}
+        self.by_rows = False
+        """Whether what converters compute depends on the rows at hand; measured with the first reference."""
 
     def reference(self, case: Case) -> dict[str, Any]:
         """The answer about the one process that a case is compared with.
@@ -128,17 +136,20 @@ class _Run:
                     "model.KEY=VALUE",
                 )
             self._known[job["key"]] = answer
+            self.by_rows |= answer["by_rows"]
         return self._known[job["key"]] | {"job": {**job, "seed": self._known[job["key"]]["seed"]}}
 
     def _plain(self, case: Case) -> dict[str, Any]:
         # What rounds by the rows at hand (float8's scales) has as many micro-batches on one process as there
         # are groups of rows in the case.
-        pieces = case.dp * case.micro_batches if self.small.recipe.converters else 1
+        pieces = case.dp * case.micro_batches if case.converters and self.by_rows else 1
         overrides = [
+            *case.of_model,
             f"training.local_batch_size={case.rows // pieces}",
             f"training.global_batch_size={case.rows}",
         ]
-        return self._job("reference", overrides, case.rows) | {"key": f"{case.rows} rows in {pieces}"}
+        key = f"{case.rows} rows in {pieces} {' '.join(case.of_model)}"
+        return self._job("reference", overrides, case.rows) | {"key": key}
 
     def _job(self, do: str, overrides: list[str], rows: int) -> dict[str, Any]:
         base = None if self.small.base is None else str(self.small.base)

@@ -27,7 +27,7 @@ from titancli.engine import Engine
 from titancli.engine.build import on_meta
 from titancli.errors import RankFailure, TitanError
 from titancli.process import die_with_parent, quiet
-from titancli.prove.compare import Reference, compared, reference_of
+from titancli.prove.compare import Reference, adds_up, compared, reference_of
 from titancli.prove.measure import Refusal, measure
 from titancli.prove.uses import exported, generated
 from titancli.recipe import load_recipe
@@ -90,12 +90,17 @@ class Rank:
                 break
         reference = reference_of(plain, nudged)
         self.references[job["key"]] = reference
+        by_rows = False
+        if recipe.converters:
+            with _group(job, "halves"):
+                by_rows = not adds_up(recipe, job["rows"], reference)
         return {
             "status": "right",
             "seed": seed,
             "random": plain.random,
             "parameters": sum(sizes.values()),
             "noise": reference.noise,
+            "by_rows": by_rows,
             "where": None,
         }
 
