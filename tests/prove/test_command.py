@@ -88,6 +88,16 @@ def test_a_recipe_that_cannot_be_shrunk_says_which_value_stands_in_the_way(titan
     assert titan("prove").code == 2
 
 
+def test_gpus_are_refused_where_there_are_fewer_than_ranks(
+    titan: Titan,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for gpus, hint in ((0, "use --device cpu"), (2, "use --ranks 2")):
+        monkeypatch.setattr("titancli.prove.proof.visible_gpus", lambda found=gpus: found)
+        done = titan("prove", "llama3_debug", "--device", "cuda")
+        assert done.code == 5 and f"need 4 GPUs, but {gpus} are visible" in done.err and hint in done.err
+
+
 def proofs_of(titan: Titan, file: Path) -> list[dict[str, Any]]:  # noqa: F811
     plugins = json.loads(titan("plugins", "-p", str(file), "--json").out)["plugins"]
     found: list[dict[str, Any]] = next(p for p in plugins if p["name"] == file.stem)["proofs"]

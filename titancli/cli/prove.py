@@ -35,9 +35,16 @@ if TYPE_CHECKING:
     show_default=True,
     help="Layouts of at most this many ranks, all on this machine.",
 )
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="Where to compute; cuda: one GPU of this machine for each rank.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.pass_obj
-def command(common: Common, arguments: tuple[str, ...], ranks: int, as_json: bool) -> int:
+def command(common: Common, arguments: tuple[str, ...], ranks: int, device: str, as_json: bool) -> int:
     """Compare a small copy of a recipe on every layout with one process.
 
     Two steps are computed on each legal layout of 2 to 4 ranks, and with accumulation, recomputation, compile
@@ -48,7 +55,7 @@ def command(common: Common, arguments: tuple[str, ...], ranks: int, as_json: boo
     In place of a recipe, name a model, converter, loss, optimizer or parallelize plan, as for `titan show`:
     it is proven in a recipe of its plugin, or in llama3_debug. `titan plugins NAME` shows what was proven.
 
-    Runs on the CPU and needs no data. docs/prove.md describes the method.
+    Needs no data, and no GPU. docs/prove.md describes the method.
     """
     recipes, overrides = split_overrides(arguments)
     if len(recipes) != 1:
@@ -65,6 +72,7 @@ def command(common: Common, arguments: tuple[str, ...], ranks: int, as_json: boo
             proof = proofs.prove(
                 loaded,
                 ranks=ranks,
+                device=device,
                 plugin_files=common.plugin_files,
                 blocked=common.blocked,
                 progress=progress,
@@ -79,7 +87,7 @@ def command(common: Common, arguments: tuple[str, ...], ranks: int, as_json: boo
         print_json("proof", _document(loaded.data["name"], proof))
     else:
         _print(proof)
-    _keep(proof, loaded, ranks, component)
+    _keep(proof, loaded, ranks, component, device)
     return EXIT_FAILED if proof.wrong else 0
 
 
@@ -98,12 +106,12 @@ def _named(name: str, overrides: list[str]) -> tuple[type | None, Loaded]:
     return component, loaded
 
 
-def _keep(proof: Proof, loaded: Loaded, ranks: int, component: type | None) -> None:
+def _keep(proof: Proof, loaded: Loaded, ranks: int, component: type | None, device: str) -> None:
     """Badges; a proof is worth as much without them."""
     from titancli.prove.badge import write_badges
 
     try:
-        write_badges(proof, loaded, ranks, component)
+        write_badges(proof, loaded, ranks, component, device)
     except (EnvironmentProblem, OSError) as error:
         note(f"`titan plugins` will not show this proof: {error}")
 

@@ -29,7 +29,9 @@ def badge_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan" / "proofs"
 
 
-def write_badges(proof: Proof, loaded: Loaded, ranks: int, component: type | None) -> list[Path]:
+def write_badges(
+    proof: Proof, loaded: Loaded, ranks: int, component: type | None, device: str = "cpu"
+) -> list[Path]:
     """Write what a proof says: of the component that was asked for, whatever it says; of all those of
     a recipe, if nothing is wrong with it, for no single one of them is known to be at fault.
 
@@ -49,6 +51,7 @@ def write_badges(proof: Proof, loaded: Loaded, ranks: int, component: type | Non
             "cases": dict(Counter(result["status"] for result in proof.results)),
             "causes": [cause["name"] for cause in proof.causes],
             "ranks": ranks,
+            "device": device,
             "time": timestamp(),
             "versions": _versions(),
             "code": _code(plugin),

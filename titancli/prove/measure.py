@@ -94,7 +94,7 @@ def gradients_of(recipe: Recipe, rows: int, pieces: int) -> dict[str, Tensor]:
             engine.forward_backward(piece)
             for name, parameter in engine.trained_parameters():
                 if parameter.grad is not None:
-                    total[name] = total.get(name, 0.0) + parameter.grad.float()
+                    total[name] = total.get(name, 0.0) + parameter.grad.float().cpu()
             engine.clear_gradients()
         return total
     finally:
@@ -124,13 +124,19 @@ class Record:
         self._parts |= _weights(engine, f"{step} weight")
 
     def _keep(self, key: str, value: Any) -> None:
-        self._tensors[key] = torch.as_tensor(value).detach().float().reshape(()).clone()
+        self._tensors[key] = torch.as_tensor(value).detach().float().reshape(()).cpu().clone()
 
     def results(self) -> Results:
         """Return what came of all steps, on rank 0. Collective."""
         watch = self._watch
         whole = _assembled(self._parts | watch.applied, watch.outputs)
         return Results(self._tensors | watch.routes | whole, watch.order, watch.random)
+
+
+def device_of_group() -> torch.device:
+    """Return where the process group's ranks compute."""
+    on_gpu = "nccl" in dist.get_backend_config()
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def engine_of(recipe: Recipe) -> Engine:
@@ -141,7 +147,7 @@ def engine_of(recipe: Recipe) -> Engine:
     from titancli.errors import PluginError, RankFailure
 
     try:
-        return Engine.build(recipe, device="cpu")
+        return Engine.build(recipe, device=device_of_group())
     except (PluginError, RankFailure):
         raise
     except TitanError as error:
@@ -154,7 +160,7 @@ def _nudge(engine: Engine, size: float) -> None:
     with torch.no_grad():
         for _, parameter in engine.named_parameters():
             whole = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            whole.mul_(1 + size * torch.randn(whole.shape, generator=generator))
+            whole.mul_(1 + size * torch.randn(whole.shape, generator=generator).to(whole.device))
 
 
 # ------------------------------------------------------------------------------------------------ batches
@@ -255,7 +261,9 @@ class Watch:
         kept: Callable[..., None] = with_defaults(ModelDefaults, model).after_step
 
         def after_step(counts: dict[str, Tensor]) -> None:
-            self.routes |= {f"{step} routes {name}": count.float().clone() for name, count in counts.items()}
+            self.routes |= {
+                f"{step} routes {name}": count.float().cpu().clone() for name, count in counts.items()
+            }
             kept(counts)
 
         model.after_step = after_step
@@ -273,13 +281,11 @@ class Watch:
             own = [f"{name}.{key}".lstrip(".") for key, _ in module.named_parameters(recurse=False)]
             if own and step == 0:
                 ends.callback(module.register_forward_pre_hook(self._comes_to(own)).remove)
-        before: list[Tensor] = []
-        ends.callback(
-            model.register_forward_pre_hook(lambda *given: before.append(torch.get_rng_state())).remove
-        )
+        before: list[list[Tensor]] = []
+        ends.callback(model.register_forward_pre_hook(lambda *given: before.append(_generators())).remove)
 
         def after(*given: Any) -> None:
-            self.random |= not torch.equal(before.pop(), torch.get_rng_state())
+            self.random |= not all(map(torch.equal, before.pop(), _generators()))
 
         ends.callback(model.register_forward_hook(after).remove)
 
@@ -296,7 +302,9 @@ class Watch:
             if isinstance(out, Tensor) and out.is_floating_point() and out.ndim > 1 and not again:
                 drawn = torch.Generator().manual_seed(0)
                 along = torch.randn(out.shape[-1], generator=drawn)  # a norm would not show a turn
-                self.outputs.setdefault(key, []).append((out.detach().float() @ along).flatten().numpy())
+                self.outputs.setdefault(key, []).append(
+                    (out.detach().float().cpu() @ along).flatten().numpy()
+                )
 
         return hook
 
@@ -305,6 +313,12 @@ def _weights(engine: Engine, kind: str) -> dict[str, Part]:
     state, _ = engine.save_state()
     weights = {name.removeprefix("model."): t for name, t in state.items() if name.startswith("model.")}
     return {f"{kind} {name}": part(t) for name, t in weights.items() if t.is_floating_point()}
+
+
+def _generators() -> list[Tensor]:
+    """The states of torch's own generators."""
+    on_gpu = device_of_group().type == "cuda"
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_gpu else [])]
 
 
 def _gradients(engine: Engine, kind: str) -> dict[str, Part]:
@@ -317,10 +331,10 @@ def _gradients(engine: Engine, kind: str) -> dict[str, Part]:
 def part(tensor: Tensor) -> Part:
     """Return what this rank has of a tensor, as numbers of fp32."""
     if not isinstance(tensor, DTensor):
-        return tuple(tensor.shape), (), tensor.detach().float().clone().numpy()
+        return tuple(tensor.shape), (), tensor.detach().float().cpu().clone().numpy()
     if any(placement.is_partial() for placement in tensor.placements):
         raise TitanError("a gradient is a sum that was never reduced over the ranks (a Partial DTensor)")
-    local = tensor.to_local().detach().float().clone()
+    local = tensor.to_local().detach().float().cpu().clone()
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     place = tuple(slice(start, start + length) for start, length in zip(offsets, local.shape, strict=True))
     return tuple(tensor.shape), place, local.numpy()

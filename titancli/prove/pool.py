@@ -29,12 +29,20 @@ class Pool:
         files: plugins in single files.
         blocked: plugins that are disabled.
         seconds: how long the ranks may take for one case.
+        device: `cpu`, or `cuda`: rank N has GPU N.
     """
 
     def __init__(
-        self, folder: Path, files: Sequence[Path] = (), blocked: Sequence[str] = (), seconds: float = SECONDS
+        self,
+        folder: Path,
+        files: Sequence[Path] = (),
+        blocked: Sequence[str] = (),
+        seconds: float = SECONDS,
+        *,
+        device: str = "cpu",
     ) -> None:
         self.folder, self.files, self.blocked, self.seconds = folder, list(files), list(blocked), seconds
+        self.device = device
         self.processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection[Any, Any]] = []
         self._asked = 0
@@ -54,7 +62,12 @@ class Pool:
             self.close()  # one died while it waited
         self._start(ranks)
         self._asked += 1
-        job = {**job, "world": ranks, "store": str(self.folder / f"store-{self._asked}")}
+        job = {
+            **job,
+            "world": ranks,
+            "device": self.device,
+            "store": str(self.folder / f"store-{self._asked}"),
+        }
         for pipe in self._pipes[:ranks]:
             pipe.send_bytes(json.dumps(job).encode())
         answers = self._answers(ranks)
@@ -100,7 +113,9 @@ class Pool:
             ours, theirs = Pipe()
             words = [str(theirs.fileno()), str(rank)]
             words += [f"-p{file}" for file in self.files] + [f"-pno:{name}" for name in self.blocked]
-            environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
+            environment = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+            if self.device == "cpu":
+                environment["CUDA_VISIBLE_DEVICES"] = ""
             with open(self.folder / f"rank-{rank}.log", "ab") as log:
                 process = subprocess.Popen(
                     [sys.executable, "-m", "titancli.prove.rank", *words],

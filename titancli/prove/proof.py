@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from titancli.errors import RecipeError, TitanError
+from titancli.errors import EnvironmentProblem, RecipeError, TitanError
+from titancli.launchers.devices import visible_gpus
 from titancli.prove.cases import TITLES, Case, cases
 from titancli.prove.pool import SECONDS, Pool
 from titancli.prove.shrink import Small, largest_sizes, shrink
@@ -55,6 +56,7 @@ def prove(
     loaded: Loaded,
     *,
     ranks: int,
+    device: str = "cpu",
     plugin_files: Sequence[Path] = (),
     blocked: Sequence[str] = (),
     progress: Progress = lambda done, of, name: None,
@@ -63,6 +65,7 @@ def prove(
     """Compare a small copy of a recipe on every layout of at most so many ranks with one process.
 
     Args:
+        device: `cpu`, or `cuda`: a GPU for each rank.
         plugin_files: plugins in single files, which the ranks load too.
         blocked: plugins that are disabled.
         seconds: how long the ranks may take for one case.
@@ -70,13 +73,19 @@ def prove(
     Raises:
         RecipeError: the recipe cannot be made small, or does not run on one process; says which value stands
             in the way.
+        EnvironmentProblem: there are fewer GPUs than ranks.
     """
+    if device == "cuda" and (gpus := visible_gpus()) < ranks:
+        raise EnvironmentProblem(
+            f"--device cuda: layouts of {ranks} ranks need {ranks} GPUs, but {gpus} are visible",
+            hint=f"use {f'--ranks {gpus}' if gpus else '--device cpu'}",
+        )
     began = time.perf_counter()
     with (
         tempfile.TemporaryDirectory(prefix="titan-prove-") as name,
-        Pool(Path(name), plugin_files, blocked, seconds) as pool,
+        Pool(Path(name), plugin_files, blocked, seconds, device=device) as pool,
     ):
-        small = shrink(loaded, Path(name))
+        small = shrink(loaded, Path(name), device)
         run = _Run(small, pool)
         plain = run.reference(Case())
         results = []

@@ -23,12 +23,11 @@ import torch.distributed as dist
 
 from titancli import registry
 from titancli.distributed.mesh import forget_meshes
-from titancli.engine import Engine
 from titancli.engine.build import on_meta
 from titancli.errors import RankFailure, TitanError
 from titancli.process import die_with_parent, quiet
 from titancli.prove.compare import Reference, adds_up, compared, reference_of
-from titancli.prove.measure import Refusal, measure
+from titancli.prove.measure import Refusal, engine_of, measure
 from titancli.prove.uses import exported, generated
 from titancli.recipe import load_recipe
 from titancli.recipe.schema import Recipe
@@ -132,7 +131,7 @@ def _make_base(recipe: Recipe, job: dict[str, Any]) -> None:
     if job["base"] is None or Path(job["base"]).exists():
         return
     alone = dataclasses.replace(recipe, weights=None, converters=[])
-    with _group(job, "base"), Engine.build(alone, device="cpu") as engine:
+    with _group(job, "base"), engine_of(alone) as engine:
         engine.save(Path(job["base"]), lock_text=Path(job["file"]).read_text())
 
 
@@ -141,15 +140,19 @@ class _group:
 
     def __init__(self, job: dict[str, Any], name: str) -> None:
         self.world = 1 if job["do"] == "reference" else job["world"]
-        self.store = f"{job['store']}-{name}"
+        self.store, self.device = f"{job['store']}-{name}", job["device"]
 
     def __enter__(self) -> None:
         rank = int(os.environ["TITAN_PROVE_RANK"]) if self.world > 1 else 0
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world, "LOCAL_WORLD_SIZE": self.world}
         os.environ.update({name: str(value) for name, value in place.items()})
+        backend = "gloo"
+        if self.device == "cuda":
+            torch.cuda.set_device(rank)
+            backend = "cpu:gloo,cuda:nccl"
         gc.freeze()  # what is there by now is no garbage
         dist.init_process_group(
-            "gloo",
+            backend,
             store=dist.FileStore(self.store, self.world),
             rank=rank,
             world_size=self.world,
@@ -165,7 +168,9 @@ class _group:
 
 def _is_echo(error: Exception) -> bool:
     """Whether an error says no more than that another rank has failed."""
-    return isinstance(error, (RankFailure, dist.DistError)) or "gloo" in str(error)
+    return isinstance(error, (RankFailure, dist.DistError)) or any(
+        name in str(error) for name in ("gloo", "NCCL")
+    )
 
 
 def main(arguments: list[str]) -> None:

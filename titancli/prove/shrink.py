@@ -67,13 +67,13 @@ class Small:
     """Where the weights that converters start from are to be saved; None: none do."""
 
 
-def shrink(loaded: Loaded, folder: Path) -> Small:
-    """Write a small copy of a recipe into a folder.
+def shrink(loaded: Loaded, folder: Path, device: str = "cpu") -> Small:
+    """Write a small copy of a recipe into a folder, for a device.
 
     Raises:
         RecipeError: the copy is not valid, whatever is left as it was.
     """
-    data, left_out = _plain_settings(loaded)
+    data, left_out = _plain_settings(loaded, device)
     base = None
     if loaded.recipe.converters and loaded.recipe.weights is not None:
         base = folder / "base" / "step-0"
@@ -104,7 +104,7 @@ def shrink(loaded: Loaded, folder: Path) -> Small:
     return Small(file, recipe, changed, left_out, base)
 
 
-def _plain_settings(loaded: Loaded) -> tuple[dict[str, Any], list[str]]:
+def _plain_settings(loaded: Loaded, device: str) -> tuple[dict[str, Any], list[str]]:
     """The recipe's data on one rank: in float32, without schedule, recomputation or compile."""
     recipe, left_out = loaded.recipe, []
     data = {key: copy.deepcopy(value) for key, value in loaded.data.items() if key not in GONE}
@@ -140,7 +140,8 @@ def _plain_settings(loaded: Loaded) -> tuple[dict[str, Any], list[str]]:
     data["checkpoint"] = {"enable": False}
     data["launcher"] = {"type": "titan/local"}
     _steady(data["optimizer"])
-    for key, why in with_defaults(ConfigDefaults, recipe.parallelize).needs_gpu():
+    needs_gpu = with_defaults(ConfigDefaults, recipe.parallelize).needs_gpu()
+    for key, why in needs_gpu if device == "cpu" else ():
         data["parallelize"][key] = False
         left_out.append(f"parallelize.{key}: {why}")
     return data, left_out

@@ -130,7 +130,8 @@ def generated(recipe: Recipe, rows: int, reference: Reference | None) -> dict[st
         plain = {"tokens": tokens, "targets": batch["targets"], "positions": places}
         whole, cached = _Outputs(), _Outputs()
         with whole.of(engine.parts[0]):
-            expected = engine.forward(plain, return_logits=True).float()
+            expected = engine.forward(plain, return_logits=True).float().cpu()
+        tokens = tokens.to(engine.device)
         try:
             with engine.sampling() as model:
                 with cached.of(model):
@@ -148,12 +149,12 @@ def _one_by_one(model: Any, tokens: Tensor, padding: Tensor | None) -> Tensor:
     """The logits of each call's last token, [B, calls, V]."""
     cache = model.new_cache(tokens.shape[1], padding)
     calls = [tokens[:, :PROMPT], *tokens[:, PROMPT:].split(1, dim=1)]
-    return torch.cat([model(call, cache=cache)[:, -1:] for call in calls], 1).float()
+    return torch.cat([model(call, cache=cache)[:, -1:] for call in calls], 1).float().cpu()
 
 
 def _padded(tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Rows that begin later, each with as many tokens of padding as its number, fewer than PROMPT."""
-    padding = torch.arange(len(tokens)) % PROMPT
+    padding = torch.arange(len(tokens), device=tokens.device) % PROMPT
     moved = [
         torch.cat([row.new_zeros(int(n)), row[: len(row) - int(n)]])
         for row, n in zip(tokens, padding, strict=True)
