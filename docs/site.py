@@ -24,6 +24,7 @@ NAV: dict[str, dict[str, str]] = {
         "Watch, resume and compare runs": "docs/runs.md",
         "Train on a cluster": "docs/clusters.md",
         "Reproduce a run": "docs/reproduce.md",
+        "Replay a step": "docs/replay.md",
         "Evaluate": "docs/validation.md",
         "Find where the time goes": "docs/profiling.md",
         "Prove a layout": "docs/prove.md",

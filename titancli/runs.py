@@ -39,6 +39,9 @@ STEP_NAME = re.compile(r"step-(\d{1,18})\Z")
 """The folder of a checkpoint, in `checkpoints`."""
 PROFILE_REQUEST = "profile.request"
 """What `titan profile` asks a run under way for."""
+REPLAY_REQUEST = "replay.json"
+"""What `titan replay` asks of the ranks that it starts, in a folder of its own; beside it their answer."""
+REPLAY_RESULT = "replay.result.json"
 RECORD_FORMAT = 1
 ATTEMPT = "TITAN_ATTEMPT"
 """The environment variable with the token of the attempt, for the ranks of one machine."""

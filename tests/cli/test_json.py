@@ -69,6 +69,7 @@ def test_a_command_that_can_print_json_is_among_these(titan: Titan, entry) -> No
         "report",
         "profile",
         "reproduce",
+        "replay",
         "prove",
     }
     assert not offered or entry.name in DOCUMENTS or entry.name in elsewhere

@@ -20,7 +20,7 @@ from titancli.observe import events
 
 TEXT = (Path(__file__).parents[2] / "docs" / "interfaces.md").read_text(encoding="utf-8")
 DOCUMENTS = dict(re.findall(r"### titan\.([\w-]+)\n(.*?)(?=\n###? |\Z)", TEXT, re.DOTALL))
-LATER = {"generation", "profile", "evaluation", "proof", "job", "cancelled-job"}
+LATER = {"generation", "replay", "profile", "evaluation", "proof", "job", "cancelled-job"}
 """Need a trained model, a run under way, or Slurm; their own tests read them."""
 
 

@@ -14,14 +14,20 @@ from torch.distributed.tensor import DTensor
 def total_norm(
     parameters: Iterable[nn.Parameter], device: torch.device, stages: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Return the 2-norm of all gradients, an fp32 scalar, the same on every rank.
+    """Return the 2-norm of all gradients, as `norm_of` has it."""
+    return norm_of((parameter.grad for parameter in parameters), device, stages)
 
-    Squares are added up over the mesh dimensions that a gradient is cut along, each mesh for itself, and over
+
+def norm_of(
+    tensors: Iterable[Tensor | None], device: torch.device, stages: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Return the 2-norm of tensors, such as gradients, an fp32 scalar, the same on every rank. None is zero.
+
+    Squares are added up over the mesh dimensions that a tensor is cut along, each mesh for itself, and over
     `stages`, the ranks that have the other stages of a pipeline.
     """
     groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        gradient = parameter.grad
+    for gradient in tensors:
         if isinstance(gradient, DTensor):
             cut = tuple(
                 gradient.device_mesh.get_group(dim)

@@ -70,7 +70,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             stack.enter_context(_without_fsdp_hooks(module))
         for block in model.layers.values():  # type: ignore[operator]
-            stack.enter_context(_as_written(block))
+            stack.enter_context(as_written(block))
         yield
 
 
@@ -92,7 +92,7 @@ def _without_fsdp_hooks(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _as_written(block: Any) -> Iterator[None]:
+def as_written(block: Any) -> Iterator[None]:
     """Without what stands on the instance before its class's methods: compiled code, checkpointing."""
     methods = [(block, "forward"), *with_defaults(ModuleDefaults, block).parts()]
     replaced = [(m, name, vars(m)[name]) for m, name in methods if name in vars(m)]

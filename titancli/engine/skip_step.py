@@ -90,6 +90,13 @@ class Guard:
         """Steps skipped since the run began, a scalar on the device."""
         return self._record[0]
 
+    def view(self) -> dict[str, Any]:
+        """Return what the next step is judged by, read to the host: the `loss_limit` and `grad_norm_limit`,
+        infinite until `steps` of the `window` have been applied."""
+        loss, norm = self._limits().tolist()
+        limits = {"loss_limit": loss, "grad_norm_limit": norm}
+        return {**limits, "steps": int(self._applied), "window": self._section.window}
+
     def _limits(self) -> Tensor:
         """[2], infinite until the window is full."""
         mean, deviation = self._values.mean(dim=1), self._values.std(dim=1, correction=0)

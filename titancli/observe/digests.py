@@ -129,6 +129,8 @@ class StepDigest:
     ranks: dict[int, tuple[tuple[int, int], tuple[int, int]]]
     """By rank, `gradients` and `weights` of its `RECORD`."""
     layout: Layout = field(repr=False)
+    attempt: int = field(compare=False)
+    """The number of the run's attempt, from 1, that did it."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +218,7 @@ def _joined(files: list[tuple[Header, np.ndarray]]) -> dict[int, StepDigest]:
                 for (header, _), record in zip(files, own, strict=True)
             },
             layout=layout,
+            attempt=first.attempt,
         )
     return found
 

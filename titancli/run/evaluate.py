@@ -8,7 +8,7 @@ import logging
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -211,10 +211,16 @@ def launch(
     *,
     traceback: bool,
     at_signal: str = "stopping after the evaluation",
+    checkpoint: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    announce: Callable[[RunFolder], None] = lambda folder: None,
 ) -> tuple[int, T | None]:
-    """Run a loop that does not train, in a run folder that is removed at the end.
+    """Run a recipe in a run folder that is removed at the end.
 
     Args:
+        checkpoint: to continue from.
+        env: environment variables beside the recipe's.
+        announce: is called with the folder before anything runs in it.
         read: is called with that folder before it is removed; where the run failed, it is left, for its logs.
             It is not called where a signal stopped the run.
         at_signal: what the loop does then, as the user is told.
@@ -235,16 +241,16 @@ def launch(
         request = LaunchRequest(
             run_folder=folder.path,
             lock_file=folder.recipe_lock,
-            checkpoint=None,
+            checkpoint=checkpoint,
             plugin_files=list(plugin_files),
             nproc=count_processes(plan, nproc),
             nnodes=1,
             rdzv=None,
             json_events=False,
             traceback=traceback,
-            env=dict(loaded.recipe.env),
+            env={**loaded.recipe.env, **(env or {})},
         )
-        code = start(plan, request, announce=lambda folder: None)
+        code = start(plan, request, announce=announce)
     finally:
         titan.setLevel(level)
         STOPPING.reset(words)

@@ -52,7 +52,7 @@ from titancli.provenance import file_hash, package_versions
 from titancli.recipe.find import url_of
 from titancli.registry.component import build
 from titancli.registry.defaults import LoopConfigDefaults, with_defaults
-from titancli.runs import RECORD_NAME, ChangedMeanwhile, Claim, RunFolder, timestamp
+from titancli.runs import RECORD_NAME, REPLAY_REQUEST, ChangedMeanwhile, Claim, RunFolder, timestamp
 from titancli.signals import ASKED_TO_STOP, Stop
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from titancli.observe.profiler import Profiler
     from titancli.recipe import Loaded
     from titancli.recipe.schema import Recipe
+    from titancli.run.probe import Probe
 
 logger = logging.getLogger("titancli.run.worker")  # its __name__ may be __main__
 
@@ -233,7 +234,9 @@ class Rank:
             logger.info("loading weights from %s", url_of(first.source) or first.source)
         loop = with_defaults(LoopConfigDefaults, recipe.loop)
         checkpoint = start.checkpoint or loop.checkpoint
-        engine = Engine.build(recipe, device=start.device, checkpoint=checkpoint, frozen=not loop.trains)
+        probe = self._probe()
+        kind = Engine if probe is None else probe.engine
+        engine = kind.build(recipe, device=start.device, checkpoint=checkpoint, frozen=not loop.trains)
         self._engine = engine
         allow_drift = start.record["attempts"][-1].get("allow_drift", False)
         data = open_data(recipe, tokenizer, engine, start.checkpoint, allow_drift=allow_drift)
@@ -255,6 +258,9 @@ class Rank:
                 record=start.record,
                 from_zero=start.checkpoint is None,
             )
+        if probe is not None:
+            run.steps = probe.asked.step
+            probe.attach(engine, tokenizer, data)
         go = build(recipe.loop, engine=engine, data=data, tokenizer=tokenizer, observers=observers, run=run)
         if recipe.checkpoint.create_seed_checkpoint and data is not None:
             go = partial(run.save_seed, engine, data)
@@ -265,6 +271,8 @@ class Rank:
             if engine.digests is not None:
                 engine.digests.write(wait=True)
             saving.leave_behind(recipe, engine, run, self.folder)
+        if probe is not None:
+            probe.finish(engine, recipe, self.folder)
         name = f"checkpoints/step-{run.saved_step}" if run.saved_step is not None else None
         return {"why": run.why, "signal": run.signal, "step": engine.step, "checkpoint": name}
 
@@ -428,6 +436,14 @@ class Rank:
         )
         observers.run_start({"step": engine.step})
         return observers
+
+    def _probe(self) -> Probe | None:
+        """What looks at a step, in the folder of a replay."""
+        if not (self.folder.path / REPLAY_REQUEST).is_file():
+            return None
+        from titancli.run.probe import Probe
+
+        return Probe.asked_for(self.folder.path)
 
     def _digests(self, start: Start, engine: Engine) -> Digests:
         from titancli.engine.digest import Digests

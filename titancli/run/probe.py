@@ -1,0 +1,462 @@
+"""One step of a run looked at from inside, on every rank: what `titan replay` starts.
+
+The ranks do the run's own loop on a `ProbedEngine`, which looks at one step before it does it. What it looks
+with (`forward`, and `forward_backward` with the gradients cleared again) leaves nothing behind, so that the
+step comes to what it came to.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titancli.data.batch import IGNORE, Batch
+from titancli.engine import Engine
+from titancli.engine.digest import row_hashes
+from titancli.engine.grad_clip import norm_of, total_norm
+from titancli.engine.inputs import batches_of
+from titancli.engine.sampling import as_written
+from titancli.engine.weights import weights_changed
+from titancli.errors import TitanError, UsageError
+from titancli.observe.events import plain
+from titancli.recipe import load_recipe
+from titancli.registry.component import build
+from titancli.runs import REPLAY_REQUEST, REPLAY_RESULT, RunFolder, write_atomically
+
+if TYPE_CHECKING:
+    from titancli.recipe.schema import Recipe
+
+Row = dict[str, Any]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be looked at; a file in the folder of the replay."""
+
+    step: int
+    layer: list[str] = field(default_factory=list)
+    """Patterns of modules and parameters that are looked at one by one."""
+    gradients: int = 64
+    """Rows whose own gradient is computed, those with the highest loss."""
+    without: list[int] = field(default_factory=list)
+    """Rows, from 1, that the step is tried without."""
+    overrides: list[str] = field(default_factory=list)
+    """Other settings, `KEY=VALUE`, that it is tried with."""
+
+    @property
+    def varies(self) -> bool:
+        """Whether the step is to be tried otherwise."""
+        return bool(self.without or self.overrides)
+
+    def write(self, folder: Path) -> None:
+        write_atomically(folder / REPLAY_REQUEST, json.dumps(asdict(self)))
+
+
+class ProbedEngine(Engine):
+    """An engine that shows one of its steps to a probe."""
+
+    probe: Probe | None = None
+
+    def forward_backward(self, batches: Any, loss: Any = None) -> dict[str, Any]:
+        if self.probe is not None and self.probe.is_due(self):
+            self.probe.look(self, batches_of(batches), loss)
+        metrics = super().forward_backward(batches, loss)
+        if self.probe is not None and self.probe.is_due(self):
+            self.probe.found["loss"] = float(metrics["loss"])
+        return metrics
+
+    def optim_step(self, lr: float | None = None) -> dict[str, Any]:
+        probe = self.probe if self.probe is not None and self.probe.is_due(self) else None
+        if probe is not None and self._accumulated is not None:
+            probe.before_step(self, float(self._accumulated.weight), lr)
+        metrics = super().optim_step(lr)
+        if probe is not None:
+            probe.after_step(self, metrics)
+        if self.probe is not None:
+            self.probe.position = position(self.probe.data)
+        return metrics
+
+
+class Probe:
+    """Looks at one step; every rank has one."""
+
+    engine = ProbedEngine
+    """The kind of engine that it looks into."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+        self.found: dict[str, Any] = {}
+        self.data: Any = None
+        self.position: dict[str, Any] | None = None
+        """Where in the data the next step begins."""
+        self._tokenizer: Any = None
+        self._names: list[str] = []
+        self._rows: list[Row] = []
+        self._batches: list[Batch] = []
+        self._loss: Any = None
+        self._lr: float | None = None
+        self._began: dict[str, Any] | None = None
+        self._state: tuple[dict[str, Tensor], dict[str, Any]] | None = None
+        self._skipped = 0.0
+
+    @classmethod
+    def asked_for(cls, folder: Path) -> Probe:
+        """Return the probe that the folder of a replay asks for."""
+        return cls(Asked(**json.loads((folder / REPLAY_REQUEST).read_text(encoding="utf-8"))))
+
+    def attach(self, engine: Engine, tokenizer: Any, data: Any) -> None:
+        """Begin to watch an engine of the probe's own kind, before its first step.
+
+        Raises:
+            UsageError: nothing has the name that is asked for.
+        """
+        self._tokenizer, self.data = tokenizer, data
+        vars(engine)["probe"] = self
+        self._names = _modules(engine, self.asked.layer)
+        self.position = position(data)
+
+    def is_due(self, engine: Engine) -> bool:
+        return engine.step + 1 == self.asked.step
+
+    def look(self, engine: Engine, batches: list[Batch], loss: Any) -> None:
+        """Look at what the step's `forward_backward` is about to be given. Collective.
+
+        Raises:
+            TitanError: the loop calls it more than once in a step.
+            UsageError: the step is to be tried without a row that it does not have.
+        """
+        if self._batches:
+            raise TitanError(
+                "the loop calls forward_backward more than once in a step, which replay cannot show",
+                hint="pass all micro-batches of a step in one call; the step's digest can still be compared",
+            )
+        self._batches, self._loss, self._began = batches, loss, self.position
+        if self.asked.varies:
+            self._state = _state_of(engine)
+        with _watched(engine, self._names, plainly=bool(self.asked.layer)) as activations:
+            mine = [row for k, batch in enumerate(batches) for row in self._rows_of(engine, k, batch)]
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (engine.mesh.dp_rank, mine, _numbers(activations)))
+        by_rank = {dp_rank: rows for dp_rank, rows, _ in gathered}
+        rows = [row for own in by_rank.values() for row in own]
+        rows.sort(key=lambda row: (row["micro_batch"], row["dp_rank"], row["place"]))
+        self._rows = [{"row": number, **row} for number, row in enumerate(rows, 1)]
+        if self.asked.without and "targets" not in batches[0]:
+            raise UsageError("--without: the rows of this run have no targets to leave out")
+        if any(row > len(rows) for row in self.asked.without):
+            raise UsageError(
+                f"the step has the rows 1 to {len(rows)}", hint="use --without with one of these"
+            )
+        self.found["activations"] = _added([numbers for _, _, numbers in gathered])
+        self._gradients(engine)
+
+    def _rows_of(self, engine: Engine, number: int, batch: Batch) -> Iterator[Row]:
+        """The rows of this rank in one micro-batch."""
+        hashes = row_hashes(batch.to(engine.device)).tolist()
+        about = {"micro_batch": number, "dp_rank": engine.mesh.dp_rank, "gradient_norm": None}
+        texts = "targets" in batch and "tokens" in batch
+        log_probs = engine.forward(batch).cpu() if texts else torch.zeros(batch.rows, 0)
+        for b in range(batch.rows):
+            found: Row = {**about, "place": b, "hash": hashes[b], "loss": None, "targets": 0, "documents": []}
+            if texts:
+                tokens, counted = batch["tokens"][b].cpu(), batch["targets"][b].cpu() != IGNORE
+                ids = batch["document_ids"][b].cpu() if "document_ids" in batch else None
+                found |= {"loss": _mean(log_probs[b], counted), "targets": int(counted.sum())}
+                found["documents"] = [
+                    {
+                        "begin": begin,
+                        "end": end,
+                        "targets": int(counted[begin:end].sum()),
+                        "loss": _mean(log_probs[b, begin:end], counted[begin:end]),
+                        "text": self._text(tokens[begin:end].tolist()),
+                    }
+                    for begin, end in _documents(tokens, ids, getattr(self._tokenizer, "eos_id", None))
+                ]
+            yield found
+
+    def _text(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids)) if self._tokenizer is None else str(self._tokenizer.decode(ids))
+
+    def _gradients(self, engine: Engine) -> None:
+        """The norm of the gradient of each row's loss, those with the highest loss first; rows that belong
+        together have one. Of the sum, for now: the divisor is that of the step."""
+        unit = self._batches[0].unit
+        if "targets" not in self._batches[0]:
+            return
+        units = [self._rows[i : i + unit] for i in range(0, len(self._rows), unit)]
+        units.sort(key=lambda own: -max(_high(row["loss"]) for row in own))
+        parameters = [parameter for _, parameter in engine.trained_parameters()]
+        for own in units[: self.asked.gradients]:
+            alone = _masked(self._batches[own[0]["micro_batch"]], keep=_places(own, engine))
+            Engine.forward_backward(engine, [alone], self._loss)
+            norm = float(total_norm(parameters, engine.device, engine.mesh.pp_group))
+            engine.clear_gradients()
+            for row in own:
+                row["gradient_norm"] = norm
+
+    def before_step(self, engine: Engine, weight: float, lr: float | None) -> None:
+        """Look at the gradients of the step, and at what the guard judges by. Collective."""
+        self._lr = lr
+        for row in self._rows:
+            if row["gradient_norm"] is not None and weight:
+                row["gradient_norm"] /= weight
+        mine = {}
+        for name, parameter in engine.trained_parameters():
+            gradient = float(norm_of([parameter.grad], engine.device)) / (weight or 1.0)
+            mine[name] = [gradient, float(norm_of([parameter.detach()], engine.device))]
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, mine)
+        self.found["parameters"] = {name: norms for own in gathered for name, norms in own.items()}
+        self.found["guard"] = None if engine.guard is None else engine.guard.view()
+        self._skipped = _skipped(engine)
+
+    def after_step(self, engine: Engine, metrics: dict[str, Any]) -> None:
+        """Take the step's numbers, and what it has changed. Collective."""
+        self.found["done"] = {"loss": self.found.pop("loss"), **self._numbers_after(engine, metrics)}
+
+    def _numbers_after(self, engine: Engine, metrics: dict[str, Any]) -> dict[str, Any]:
+        numbers = {name: float(metrics[name]) for name in ("grad_norm", "lr")}
+        after = engine.evaluate(self._tried(engine), self._loss)
+        return {**numbers, "skipped": _skipped(engine) > self._skipped, "loss_after": float(after["loss"])}
+
+    def _tried(self, engine: Engine) -> list[Batch]:
+        """The step's batches without the rows that it is tried without, and those that belong to them."""
+        unit = self._batches[0].unit
+        if not self.asked.without:
+            return self._batches
+        gone = {(row - 1) // unit for row in self.asked.without}
+        rows = [row for row in self._rows if (row["row"] - 1) // unit not in gone]
+        return [
+            _masked(batch, keep=_places([row for row in rows if row["micro_batch"] == k], engine))
+            for k, batch in enumerate(self._batches)
+        ]
+
+    # ------------------------------------------------------------------------------------------- afterwards
+
+    def finish(self, engine: Engine, recipe: Recipe, folder: RunFolder) -> None:
+        """Find where the rows come from, try the step otherwise if asked, and write what was found.
+        Collective.
+
+        Raises:
+            TitanError: the run did not come to the step; or what is to be tried does not fit its state.
+        """
+        if "done" not in self.found:
+            raise TitanError(f"the replay ended before step {self.asked.step}: {engine.step} steps were done")
+        if self.asked.varies and self._state is not None:
+            engine.close()  # there may be no room for two
+            other = load_recipe(folder.recipe_lock, self.asked.overrides).recipe
+            with Engine.build(other, device=engine.device) as tried:
+                _restore(tried, *self._state)
+                self.found["tried"] = self._try(tried)
+        if dist.get_rank() == 0:
+            try:
+                self._find_sources(recipe)
+            except TitanError as error:
+                logger.warning("where the rows come from is not known: %s", error)
+            found = plain({**self.found, "rows": self._rows})
+            write_atomically(folder.path / REPLAY_RESULT, json.dumps(found))
+
+    def _try(self, engine: Engine) -> dict[str, Any]:
+        self._skipped = _skipped(engine)
+        metrics = engine.forward_backward(self._tried(engine), self._loss)
+        loss = float(metrics["loss"])
+        return {"loss": loss, **self._numbers_after(engine, engine.optim_step(self._lr))}
+
+    def _find_sources(self, recipe: Recipe) -> None:
+        """Where in the data each row begins: read once more, row by row, from where the step began."""
+        if self._began is None:
+            return
+        unit = self._batches[0].unit
+        dataset = build(
+            recipe.dataset,
+            tokenizer=self._tokenizer,
+            seq_len=recipe.training.seq_len,
+            rows=unit,
+            dp_rank=0,
+            dp_size=1,
+            seed=recipe.training.seed,
+        )
+        dataset.load_state_dict(self._began)
+        before = dataset.state_dict()
+        for first, batch in zip(range(0, len(self._rows), unit), dataset, strict=False):
+            for row, own in zip(self._rows[first : first + unit], row_hashes(batch).tolist(), strict=True):
+                if own == row["hash"]:
+                    known = {k: v for k, v in before.items() if k not in ("version", "data")}
+                    row["position"] = known
+            before = dataset.state_dict()
+
+
+def position(data: Any) -> dict[str, Any] | None:
+    """Return where data that come from a dataset stand; None for others (prompts)."""
+    return data.state if hasattr(data, "dataset") else None
+
+
+# --------------------------------------------------------------------------------------------- the engine
+
+
+def _modules(engine: Engine, patterns: Sequence[str]) -> list[str]:
+    """The modules whose output is looked at: layers and what stands beside them; or those of the patterns."""
+    names = {name for part in engine.parts for name, _ in part.named_modules() if name}
+    plain = {name for name in names if "." not in name and name != "layers"}
+    plain |= {name for name in names if name.count(".") == 1 and name.startswith("layers.")}
+    known: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(known, names | {name for name, _ in engine.named_parameters()})
+    for pattern in patterns:
+        if not any(matches(name, [pattern]) for own in known for name in own):
+            raise UsageError(
+                f"--layer {pattern}: the model has no such module or parameter",
+                hint=f"its modules are {', '.join(sorted(plain)[:6])}, … and what is in them",
+            )
+    return sorted(plain | {name for name in names if matches(name, patterns)})
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a name is one of the patterns (a number is that of a layer), or lies in one."""
+    wholes = [f"layers.{pattern}" if pattern.isdecimal() else pattern for pattern in patterns]
+    return any(fnmatchcase(name, whole) or fnmatchcase(name, f"{whole}.*") for whole in wholes)
+
+
+@contextmanager
+def _watched(engine: Engine, names: Sequence[str], *, plainly: bool) -> Iterator[dict[str, list[Tensor]]]:
+    """Collect of each module's outputs the sum of squares, the number, and the largest magnitude.
+
+    Args:
+        plainly: whether blocks are run as they are written: in compiled ones nothing is seen.
+    """
+    found: dict[str, list[Tensor]] = {}
+
+    def watch(name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) and output else output
+            if not isinstance(first, Tensor) or not first.is_floating_point():
+                return
+            values = (first.to_local() if isinstance(first, DTensor) else first).detach().float()
+            numbers = [
+                values.square().sum(dtype=torch.float64),
+                torch.tensor(values.numel()),
+                values.abs().max(),
+            ]
+            before = found.get(name)
+            if before is not None:
+                numbers = [
+                    before[0] + numbers[0],
+                    before[1] + numbers[1],
+                    torch.maximum(before[2], numbers[2]),
+                ]
+            found[name] = numbers
+
+        return hook
+
+    with ExitStack() as stack:
+        for part in engine.parts:
+            for name, module in part.named_modules():
+                if plainly and name.startswith("layers.") and name.count(".") == 1:
+                    stack.enter_context(as_written(module))
+                if name in names:
+                    stack.callback(module.register_forward_hook(watch(name)).remove)
+        yield found
+
+
+def _numbers(activations: dict[str, list[Tensor]]) -> dict[str, list[float]]:
+    return {name: [float(number) for number in numbers] for name, numbers in activations.items()}
+
+
+def _added(ranks: Sequence[dict[str, list[float]]]) -> dict[str, dict[str, float]]:
+    """`rms` and `max` of activations, over ranks: what several of them have changes no mean."""
+    merged: dict[str, list[float]] = {}
+    for own in ranks:
+        for name, (squares, count, most) in own.items():
+            before = merged.get(name, [0.0, 0.0, 0.0])
+            merged[name] = [before[0] + squares, before[1] + count, max(before[2], most)]
+    return {name: {"rms": (s / n) ** 0.5 if n else 0.0, "max": most} for name, (s, n, most) in merged.items()}
+
+
+def _state_of(engine: Engine) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A copy of all that the engine has, on the host."""
+    tensors, counters = engine.live_state()
+    return {name: _local(tensor).detach().cpu().clone() for name, tensor in tensors.items()}, counters
+
+
+@torch.no_grad()
+def _restore(engine: Engine, kept: dict[str, Tensor], counters: dict[str, Any]) -> None:
+    """Put a copy of another engine's state into this one.
+
+    Raises:
+        UsageError: it has another state.
+    """
+    tensors, _ = engine.live_state()
+    mine = {name: _local(tensor) for name, tensor in tensors.items()}
+    other = sorted(
+        name
+        for name in mine.keys() | kept.keys()
+        if name not in mine or name not in kept or mine[name].shape != kept[name].shape
+    )
+    if other:
+        raise UsageError(
+            f"--with: {other[0]} is not what the run's state has, so the step cannot be tried with it",
+            hint="try other values of what the run has: optimizer.lr, loss.*, training.max_norm, …",
+        )
+    for name, tensor in mine.items():
+        tensor.copy_(kept[name])
+    weights_changed(engine.parts, engine.converters)
+    engine.step, engine.tokens_seen = counters["step"], counters["tokens_seen"]
+    if engine.guard is not None and "guard" in counters:
+        engine.guard.load_state(counters["guard"])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _skipped(engine: Engine) -> float:
+    return 0.0 if engine.guard is None else float(engine.guard.skipped)
+
+
+# ----------------------------------------------------------------------------------------------- the rows
+
+
+def _places(rows: Sequence[Row], engine: Engine) -> list[int]:
+    """Which of these rows are this rank's, by their place in the micro-batch."""
+    return [row["place"] for row in rows if row["dp_rank"] == engine.mesh.dp_rank]
+
+
+def _masked(batch: Batch, keep: Sequence[int]) -> Batch:
+    """The batch with targets in some rows only."""
+    targets = torch.full_like(batch["targets"], IGNORE)
+    targets[list(keep)] = batch["targets"][list(keep)]
+    return Batch({**batch, "targets": targets}, unit=batch.unit)
+
+
+def _documents(tokens: Tensor, ids: Tensor | None, eos: int | None) -> list[tuple[int, int]]:
+    """Where the documents of a row begin and end: by their ids, else by the markers that end them."""
+    if ids is not None:
+        ends = (ids[1:] != ids[:-1]).nonzero().flatten().add(1).tolist()
+    else:
+        ends = [] if eos is None else (tokens == eos).nonzero().flatten().add(1).tolist()
+    places = sorted({0, *ends, tokens.numel()})
+    return list(pairwise(places))
+
+
+def _mean(log_probs: Tensor, counted: Tensor) -> float | None:
+    """The loss per target; None without one."""
+    number = int(counted.sum())
+    return float(-log_probs[counted].double().sum()) / number if number else None
+
+
+def _high(loss: float | None) -> float:
+    """A loss to sort by: what is not finite is higher than all."""
+    return -1.0 if loss is None else loss if loss < float("inf") else float("inf")

@@ -1,0 +1,368 @@
+"""A step of a run once more, and what it looks like from inside: what `titan replay` starts, and finds.
+
+Nothing is written into the run's folder: the ranks work in one of their own, which is removed. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from titancli.checkpoint.format.manifest import LOCK, faults, read_manifest
+from titancli.errors import EnvironmentProblem, UsageError
+from titancli.observe.digests import StepDigest, differences, read_digests
+from titancli.observe.events import plain, read_events
+from titancli.recipe import Loaded, load_recipe
+from titancli.recipe.find import LOCK_HEADER
+from titancli.run.evaluate import launch
+from titancli.run.inputs import require_inputs
+from titancli.run.reproduce import environment
+from titancli.run.reproduction import Reproduction, collect
+from titancli.run.verdict import ENVELOPE, WIDEST
+from titancli.runs import REPLAY_RESULT, STEP_NAME, RunFolder
+
+LEFT_OUT = ("launcher", "loggers", "profiling", "validation")
+"""Sections of the run's recipe that change no step."""
+FAR = 1000
+"""Steps that are repeated only if somebody has said so."""
+VARIABLE = ("optimizer", "lr_scheduler", "loss", "stability", "activation_checkpoint", "compile", "debug")
+"""Sections whose values a step can be tried with; of others those of `VARIABLE_KEYS`."""
+VARIABLE_KEYS = ("training.max_norm", "training.mixed_precision_param", "training.mixed_precision_reduce")
+STANDS_OUT = 2.0
+"""A row does whose loss, or the norm of whose gradient, is so many times the median of the step's rows."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a step is replayed from."""
+
+    run: Reproduction
+    folder: RunFolder
+    step: int
+    recipe: str
+    """The lock file that the step was made under."""
+    checkpoint: Path | None
+    """None: the replay begins at step 0."""
+    world: int
+    recorded: dict[int, StepDigest] = field(repr=False)
+    """Of the steps that are repeated, those that have one."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def start(self) -> int:
+        """The step that the replay begins after."""
+        return 0 if self.checkpoint is None else read_manifest(self.checkpoint).step
+
+
+def find_source(path: Path, step: int, *, from_scratch: bool = False) -> Source:
+    """Find what a step of a run is repeated from: the nearest good checkpoint before it, else the beginning.
+
+    Raises:
+        EnvironmentProblem: it is no run, it has not done the step, or there is nothing to begin with.
+        UsageError: too many steps would have to be repeated.
+    """
+    folder = RunFolder.open(path)
+    run, digests = collect(folder.path), read_digests(folder.path)
+    last = max([run.last_step, *digests])
+    if step > last:
+        raise EnvironmentProblem(
+            f"{path} has not done step {step}: its last recorded step is {last}",
+            hint=f"use --step {last}, or a step before it" if last else None,
+        )
+    attempts = folder.record().get("attempts") or [{}]
+    number = digests[step].attempt if step in digests else len(attempts)
+    first, recipe = _recipe_of(folder, attempts, number)
+    checkpoint, notes = _checkpoint_before(folder, step, first)
+    begun = 0 if checkpoint is None else read_manifest(checkpoint).step
+    if checkpoint is None and first > 0:
+        raise EnvironmentProblem(
+            f"step {step} was made after a resume from step {first} under another recipe, and there is no "
+            f"good checkpoint from step {first} to step {step - 1}",
+            hint=f"`titan replay --step {first}` or an earlier step can be replayed",
+        )
+    if (problem := _began_elsewhere(attempts)) and checkpoint is None:
+        raise EnvironmentProblem(f"there is no good checkpoint before step {step}, and {problem}")
+    cost = _time(folder, step - begun)
+    if step - begun > FAR and not from_scratch:
+        raise UsageError(
+            f"{step - begun:,} steps would have to be repeated, from step {begun}{cost}",
+            hint="add --from-scratch, or replay a step that is nearer to a checkpoint",
+        )
+    there = {number: digest for number, digest in digests.items() if begun < number <= step}
+    if step not in there:
+        made = (run.made_by.get("versions") or {}).get("titancli")
+        notes.append(
+            f"step {step} has no digest (debug.digests was false, or titan {made} did not write any): only "
+            "the loss and the gradient norm in the event log can be compared"
+        )
+    elif there[min(there)].layout != there[step].layout:
+        notes.append("some of the steps before were made on another layout: they are equal up to rounding")
+    notes.append(
+        f"repeating {step - begun} step{'s' * (step - begun > 1)} from "
+        f"{'the beginning' if checkpoint is None else checkpoint.name}{cost}"
+    )
+    world = there[step].layout.world if step in there else attempts[number - 1].get("world") or 1
+    return Source(run, folder, step, recipe, checkpoint, world, there, notes)
+
+
+def _recipe_of(folder: RunFolder, attempts: Sequence[dict[str, Any]], number: int) -> tuple[int, str]:
+    """The step from which on an attempt's recipe holds, and the recipe.
+
+    A resume that changes the recipe keeps the one before under the next number.
+    """
+    changed = [n for n, attempt in enumerate(attempts, 1) if n > 1 and attempt.get("drift")]
+    older = sorted(folder.path.glob("recipe.lock.*.toml"), key=lambda file: int(file.name.split(".")[2]))
+    locks = [*older, folder.recipe_lock]
+    if len(locks) != len(changed) + 1 and number < max([1, *changed]):
+        raise EnvironmentProblem(
+            f"the recipe of attempt {number} of {folder.path} is not known any more",
+            hint="steps of the newest attempt can be replayed",
+        )
+    before = [n for n in changed if n <= number]
+    lock = locks[len(before)] if len(locks) == len(changed) + 1 else folder.recipe_lock
+    start = STEP_NAME.match(Path(attempts[before[-1] - 1].get("checkpoint") or "").name) if before else None
+    return (int(start[1]) if start else 0), lock.read_text(encoding="utf-8")
+
+
+def _checkpoint_before(folder: RunFolder, step: int, first: int) -> tuple[Path | None, list[str]]:
+    """The newest good checkpoint of the steps from `first` to the one before `step`."""
+    notes: list[str] = []
+    found: dict[int, Path] = {}
+    for path in folder.checkpoints.glob("step-*"):
+        name = STEP_NAME.match(path.name)
+        if name and first <= int(name[1]) < step and (path / LOCK).is_file():
+            found[int(name[1])] = path
+    for number in sorted(found, reverse=True):
+        try:
+            wrong = faults(found[number], read_manifest(found[number]), verify="size")
+        except EnvironmentProblem as error:
+            wrong = [error.message]
+        if not wrong:
+            return found[number], notes
+        notes.append(f"checkpoint {found[number].name} is skipped: {'; '.join(wrong)}")
+    return None, notes
+
+
+def _began_elsewhere(attempts: Sequence[dict[str, Any]]) -> str | None:
+    """Why a run cannot be begun anew."""
+    start = STEP_NAME.match(Path(attempts[0].get("checkpoint") or "").name)
+    return f"its first attempt began at {start[0]}" if start and int(start[1]) else None
+
+
+def _time(folder: RunFolder, steps: int) -> str:
+    """What so many steps take, from those that were logged."""
+    seconds = [
+        found
+        for event in read_events(folder.events)
+        if event["event"] == "step"
+        and isinstance(found := event["metrics"].get("step_seconds"), (int, float))
+    ]
+    if not seconds:
+        return ""
+    total = steps * median(seconds)
+    return f", about {total / 60:,.0f} min" if total >= 90 else f", about {max(1, round(total))} s"
+
+
+def load(
+    source: Source, overrides: Sequence[str], variations: Sequence[str], say: Callable[[str], None]
+) -> Loaded:
+    """Return the recipe of a replay, checked.
+
+    Args:
+        overrides: for what lies elsewhere here, such as dataset.paths.
+        variations: what the step is to be tried with, only checked.
+
+    Raises:
+        TitanError: something is missing, or the recipe is not accepted.
+    """
+    import tomli
+    import tomli_w
+
+    data = {key: value for key, value in tomli.loads(source.recipe).items() if key not in LEFT_OUT}
+    kept = ("exclude_from_loading", "model_differs", "verify", "initial_load_model_only")
+    section = {key: value for key, value in data.get("checkpoint", {}).items() if key in kept}
+    data["checkpoint"] = {**section, "enable": False}
+    data["debug"] = {**data.get("debug", {}), "digests": True}
+    if "save_rollouts" in data.get("loop", {}):
+        data["loop"]["save_rollouts"] = 0
+    with tempfile.TemporaryDirectory(prefix="titan-") as folder:
+        file = Path(folder) / "replay.toml"
+        file.write_text(f"{LOCK_HEADER}\n{tomli_w.dumps(data)}", encoding="utf-8")
+        loaded = load_recipe(file, overrides, run=source.folder.path)
+        if variations:
+            load_recipe(file, [*overrides, *variations], run=source.folder.path)
+    require_inputs(loaded, source.checkpoint, dry_run=False, say=say)
+    return loaded
+
+
+def check_variation(overrides: Sequence[str]) -> None:
+    """
+    Raises:
+        UsageError: with one of these settings it would not be the same model on the same rows.
+    """
+    for override in overrides:
+        key, sign, _ = override.partition("=")
+        section = key.split(".")[0]
+        if not sign:
+            raise UsageError(f"--with takes KEY=VALUE, not {override!r}", hint="--with optimizer.lr=1e-4")
+        if (section in VARIABLE or key in VARIABLE_KEYS) and key != "optimizer.type":
+            continue
+        raise UsageError(
+            f"--with {key}: a step can be tried with other settings of {', '.join(VARIABLE)}, and "
+            f"{', '.join(VARIABLE_KEYS)}",
+            hint="for anything else, resume from the checkpoint: titan train RUN --resume --step N KEY=VALUE",
+        )
+
+
+def replay(
+    source: Source,
+    loaded: Loaded,
+    asked: dict[str, Any],
+    nproc: int | str | None,
+    plugin_files: Sequence[Path],
+    *,
+    traceback: bool,
+) -> tuple[int, dict[str, Any] | None]:
+    """Repeat the step; return the command's exit code, and what was found: None where it was stopped.
+
+    Args:
+        asked: the fields of `titancli.run.probe.Asked` except `step`.
+
+    Raises:
+        TitanError: it cannot be started, or fails.
+    """
+
+    def announce(folder: RunFolder) -> None:
+        from titancli.run.probe import Asked
+
+        Asked(step=source.step, **asked).write(folder.path)
+
+    def read(folder: RunFolder) -> dict[str, Any]:
+        found = json.loads((folder.path / REPLAY_RESULT).read_text(encoding="utf-8"))
+        return {**found, "verdict": verdict(source, read_digests(folder.path))}
+
+    code, found = launch(
+        loaded,
+        nproc or source.world,
+        plugin_files,
+        read,
+        traceback=traceback,
+        at_signal="stopping the replay",
+        checkpoint=source.checkpoint,
+        env=environment(source.run),
+        announce=announce,
+    )
+    return code, None if found is None else _completed(source, found)
+
+
+def verdict(source: Source, again: dict[int, StepDigest]) -> dict[str, Any]:
+    """Compare the steps that were repeated with what the run recorded of them.
+
+    Returns:
+        `result`: "bitwise"; "within_envelope" (another layout, and equal up to rounding); "parts", at `step`,
+            in `what`; or without a digest of the step "as_logged" or "unknown"; and the `compared` steps.
+    """
+    compared = sorted(source.recorded.keys() & again.keys())
+    result, step, what = "bitwise", None, list[str]()
+    for number in compared:
+        before, after = source.recorded[number], again[number]
+        other = before.layout != after.layout
+        found = differences(before, after)
+        if found and other and "rows" not in found and _is_close(source, before, after, number):
+            result = "within_envelope"
+        elif found:
+            return {"result": "parts", "step": number, "what": found, "compared": len(compared)}
+    if source.step not in compared:
+        logged, done = source.run.steps.get(str(source.step), {}), again.get(source.step)
+        numbers = {} if done is None else {"loss": done.loss, "grad_norm": done.grad_norm}
+        what = [name for name, value in logged.items() if plain(numbers.get(name)) != value]
+        result, step = ("parts", source.step) if what else ("as_logged" if logged else "unknown", None)
+    return {"result": result, "step": step, "what": what, "compared": len(compared)}
+
+
+def _is_close(source: Source, before: StepDigest, after: StepDigest, step: int) -> bool:
+    dtype = source.run.data.get("training", {}).get("mixed_precision_param", "bfloat16")
+    bounds = ENVELOPE.get(dtype, ENVELOPE["bfloat16"])
+    grown = math.sqrt(step - source.start)  # rounding adds up like a random walk
+    return all(
+        math.isclose(getattr(before, name), getattr(after, name), rel_tol=min(WIDEST, bound * grown))
+        for name, bound in bounds.items()
+    )
+
+
+def _completed(source: Source, found: dict[str, Any]) -> dict[str, Any]:
+    """What the ranks found, with what follows from it."""
+    digest = source.recorded.get(source.step)
+    recorded = None
+    if digest is not None:
+        recorded = {"loss": digest.loss, "grad_norm": digest.grad_norm, "skipped": digest.skipped}
+    layers = _layers(found.pop("activations"), found["parameters"])
+    parameters = {
+        name: {"gradient_norm": gradient, "weight_norm": weight}
+        for name, (gradient, weight) in found["parameters"].items()
+    }
+    return {
+        "step": source.step,
+        "checkpoint": None if source.checkpoint is None else str(source.checkpoint),
+        "verdict": found["verdict"],
+        "recorded": recorded,
+        "replayed": found["done"],
+        "tried": found.get("tried"),
+        "guard": found["guard"],
+        "stands_out": suspect(found["rows"]),
+        "rows": [{k: v for k, v in row.items() if k not in ("hash", "place")} for row in found["rows"]],
+        "layers": layers,
+        "parameters": parameters,
+    }
+
+
+def _layers(activations: dict[str, dict[str, float]], parameters: dict[str, Any]) -> list[dict[str, Any]]:
+    """The modules that were looked at, in the model's order, each with the norms of what is in it."""
+    order = {name: place for place, name in enumerate(parameters)}
+    found = []
+    for name, numbers in activations.items():
+        inside = [own for own in parameters if own.startswith(f"{name}.")]
+        norms = [
+            math.hypot(*(float(parameters[own][i]) for own in inside)) if inside else None for i in (0, 1)
+        ]
+        place = min((order[own] for own in inside), default=len(order))
+        row = {"name": name, **numbers, "gradient_norm": norms[0], "weight_norm": norms[1]}
+        found.append(((place, name.count("."), name), row))
+    return [row for _, row in sorted(found, key=lambda item: item[0])]
+
+
+def suspect(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the row that stands out most: by the norm of its gradient, by its loss, or both, each against
+    the median of the step's rows; None if none does, or there are fewer than three.
+
+    Returns:
+        `row`, `loss`, `median_loss`, `gradient_norm` and `median_gradient_norm`.
+    """
+    names = ("loss", "gradient_norm")
+    values = {name: [_number(row[name]) for row in rows if row[name] is not None] for name in names}
+    if len(values["loss"]) < 3:
+        return None
+    middle = {name: median(own) if own else math.nan for name, own in values.items()}
+
+    def score(row: dict[str, Any]) -> float:
+        shares = [
+            _number(row[name]) / middle[name] for name in names if row[name] is not None and middle[name] > 0
+        ]
+        return max(shares, default=0.0)
+
+    worst = max(rows, key=score)
+    if score(worst) < STANDS_OUT:
+        return None
+    about = {name: worst[name] for name in names}
+    return {"row": worst["row"], **about, **{f"median_{name}": middle[name] for name in names}}
+
+
+def _number(value: Any) -> float:
+    """A number as JSON has it; what is not finite counts as infinite."""
+    return value if isinstance(value, (int, float)) else math.inf
