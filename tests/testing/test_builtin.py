@@ -66,6 +66,13 @@ def configs(tmp_path: Path) -> dict[str, dict[str, Any]]:
         "dataset/jsonl": {"paths": [lines]},
         "dataset/parquet": {"paths": [str(table)]},
         "dataset/token_shards": {"paths": [str(raw)], "format": "raw", "dtype": "uint8"},
+        "dataset/mix": {
+            "datasets": {
+                "text": {"type": "jsonl", "paths": [lines]},
+                "talk": {"type": "chat", "path": lines},
+            },
+            "weights": {"text": 2.0, "talk": 1.0},
+        },
         "dataset/hf": {"path": lines},
         "dataset/chat": {"path": lines},
         "dataset/preference": {"path": str(tmp_path / "pairs.jsonl")},

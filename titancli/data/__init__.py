@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from annotated_types import Gt, MinLen
+from annotated_types import Ge, Gt, MinLen
 
-from titancli.registry.component import component
-from titancli.registry.defaults import ParallelizeConfigDefaults, with_defaults
-from titancli.registry.fields import LocalPath
+from titancli.registry.component import component, section
+from titancli.registry.defaults import DatasetConfigDefaults, ParallelizeConfigDefaults, with_defaults
+from titancli.registry.fields import Component, LocalPath, Slot
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
@@ -171,6 +172,61 @@ class TokenShards:
             )
 
 
+@section
+class MixStage:
+    """Weights of `mix` from a step on."""
+
+    from_step: Annotated[int, Gt(0)]
+    """Optimizer steps that come before."""
+    weights: dict[str, Annotated[float, Ge(0)]]
+    """Weights by the names of the datasets; one that is not named gives no rows."""
+
+
+@component("dataset", "mix", target="titancli.data.mix:build")
+class Mix:
+    """Rows of several datasets, by weight."""
+
+    datasets: Annotated[dict[str, Annotated[Component, Slot("dataset")]], MinLen(1)]
+    """Datasets by name, as in `[dataset.datasets.web]`."""
+    weights: dict[str, Annotated[float, Ge(0)]]
+    """Share of the rows by the names of the datasets; they need not add up to 1."""
+    stages: list[MixStage] = field(default_factory=list)
+    """Other weights from a step on, in the order of the steps."""
+    exhausted: Literal["end", "continue"] = "end"
+    """When a dataset with `repeat = false` ends: end the run, or continue with the others."""
+
+    @property
+    def needs_tokenizer(self) -> bool:
+        return any(
+            with_defaults(DatasetConfigDefaults, one).needs_tokenizer for one in self.datasets.values()
+        )
+
+    @property
+    def document_mask(self) -> bool:
+        """Whether batches have `document_ids`: if those of a dataset have."""
+        parts = self.datasets.values()
+        masks = any(with_defaults(DatasetConfigDefaults, one).document_mask for one in parts)
+        return masks or any(getattr(one, "pack", False) for one in parts)
+
+    @property
+    def repeat(self) -> bool:
+        return all(with_defaults(DatasetConfigDefaults, one).repeat for one in self.datasets.values())
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        for name, one in self.datasets.items():
+            if with_defaults(DatasetConfigDefaults, one).gives_pairs:
+                yield f"datasets.{name}", "preference pairs cannot be mixed: each takes two rows of a batch"
+        steps = [stage.from_step for stage in self.stages]
+        if steps != sorted(set(steps)):
+            yield "stages", "the stages must be in the order of from_step, each at a step of its own"
+        keys = ["weights", *(f"stages.{number}.weights" for number in range(len(steps)))]
+        for key, weights in zip(keys, [self.weights, *(stage.weights for stage in self.stages)], strict=True):
+            if unknown := sorted(set(weights) - set(self.datasets)):
+                yield key, f"there is no dataset {unknown[0]!r}: they are {', '.join(self.datasets)}"
+            elif not any(weights.values()):
+                yield key, "at least one weight must be above 0"
+
+
 @component("dataset", "chat", target="titancli.data.chat:build")
 class Chat:
     """Conversations as `messages`, with the tokenizer's chat template; bad rows are skipped and counted."""
@@ -286,6 +342,7 @@ COMPONENTS: list[type] = [
     JsonLines,
     Parquet,
     TokenShards,
+    Mix,
     HFDataset,
     Chat,
     Preference,

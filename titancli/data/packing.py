@@ -94,6 +94,14 @@ class PackedDataset:
         self._consumed += self._stream.skip(self._after)
         return self._batch(tokens, begins)
 
+    def skip(self, rows: int) -> int:
+        """Go so many global rows on without making them; return how many there were."""
+        for skipped in range(rows):
+            if self._stream.available(2) < 2:
+                return skipped
+            self._consumed += self._stream.skip(self._seq_len)
+        return rows
+
     def _batch(self, tokens: np.ndarray, begins: np.ndarray) -> Batch:
         shape = (self._rows, self._seq_len)
         count = self._rows * self._seq_len

@@ -8,7 +8,14 @@ Import the names from here. The files: `model`, `hf` (its Hugging Face form), `d
 (converters, parallelize), `training` (losses, optimizers), `run` (loops, launchers, loggers), `rl`.
 """
 
-from titancli.protocols.data import Dataset, DatasetBuilder, Tokenizer, TokenizerBuilder, TokenizerDefaults
+from titancli.protocols.data import (
+    Dataset,
+    DatasetBuilder,
+    DatasetDefaults,
+    Tokenizer,
+    TokenizerBuilder,
+    TokenizerDefaults,
+)
 from titancli.protocols.hf import HFBuilder, HFBuilderDefaults, HFForm, HFFormDefaults
 from titancli.protocols.model import Cache, Model, ModelBuilder, ModelConfig, ModelDefaults, ModuleDefaults
 from titancli.protocols.rl import (
@@ -40,6 +47,7 @@ __all__ = [
     "ConverterDefaults",
     "Dataset",
     "DatasetBuilder",
+    "DatasetDefaults",
     "Generator",
     "GeneratorBuilder",
     "HFBuilder",

@@ -88,6 +88,18 @@ class Dataset(Protocol):
         """
 
 
+class DatasetDefaults:
+    """Optional members of a dataset, with their defaults."""
+
+    rows_per_step: int | None = None
+    """Set, before the first batch of a training run, to the rows of one optimizer step on all ranks."""
+
+    def skip(self, rows: int) -> int | None:
+        """Go so many rows of all ranks on without making them, and return how many there were; None: it
+        cannot, and what is to be skipped is read."""
+        return None
+
+
 class DatasetBuilder(Protocol):
     def __call__(
         self,

@@ -160,8 +160,12 @@ def read_identity(recipe: Recipe) -> dict[str, Any] | None:
 
 def _source(recipe: Recipe, tokenizer: Any, engine: Engine) -> Source:
     if recipe.dataset is not None:
+        dataset = open_dataset(recipe, tokenizer, engine, recipe.dataset)
+        if hasattr(dataset, "rows_per_step"):
+            accumulated = recipe.training.local_batch_size * engine.settings.accumulation
+            dataset.rows_per_step = accumulated * engine.mesh.degrees.dp
         return Loader(
-            open_dataset(recipe, tokenizer, engine, recipe.dataset),
+            dataset,
             device=engine.device,
             vocab_size=with_defaults(ModelConfigDefaults, recipe.model).vocab_size,
         )

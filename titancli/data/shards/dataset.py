@@ -106,14 +106,19 @@ class ShardRowDataset:
         stride = self._rows * self._dp_size
         ahead = max(1, AHEAD // self._rows)
         mine = np.arange(ahead)[:, None] * stride + self._dp_rank * self._rows + np.arange(self._rows)
-        while True:
-            drawn = self._draw(self._next_row + mine)
-            for rows in drawn:
-                if not self._config.repeat and self._next_row >= self._per_epoch:
-                    return
-                batch = self._batch(rows)
-                self._next_row += stride
-                yield batch
+        first, drawn = 0, mine[:0]
+        while self._config.repeat or self._next_row < self._per_epoch:
+            number, apart = divmod(self._next_row - first, stride)
+            if apart or not 0 <= number < len(drawn):  # `skip` and `load_state_dict` may have gone elsewhere
+                first, drawn, number = self._next_row, self._draw(self._next_row + mine), 0
+            self._next_row += stride
+            yield self._batch(drawn[number])
+
+    def skip(self, rows: int) -> int:
+        """Go so many global rows on without reading them; return how many there were."""
+        left = rows if self._config.repeat else max(0, self._per_epoch - self._next_row)
+        self._next_row += min(rows, left)
+        return min(rows, left)
 
     def _draw(self, places: np.ndarray) -> np.ndarray:
         """Which rows stand at these places, counted over all epochs; -1: none, behind the end."""

@@ -1,0 +1,233 @@
+"""The dataset `mix`: rows of several datasets, by weight.
+
+Which dataset gives a row follows from the rows before it: the one that lacks most of its share. So shares are
+exact to a row everywhere, and the position is a count for each dataset, independent of the ranks. Each rank
+draws its own rows and skips those of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titancli.data import Mix
+from titancli.data.batch import IGNORE, Batch
+from titancli.data.packing import STATE_VERSION, refuse_other_data
+from titancli.errors import EnvironmentProblem, RecipeError
+from titancli.observe.metrics import report
+from titancli.protocols import Dataset, DatasetDefaults, Tokenizer
+from titancli.registry.component import build as build_component
+from titancli.registry.defaults import with_defaults
+
+LABEL = "dataset mix"
+KEYS = ("tokens", "targets", "positions")
+
+
+class _Source:
+    """One of the datasets, as if there were one rank with rows of one."""
+
+    def __init__(self, name: str, dataset: Dataset) -> None:
+        self.name, self.dataset = name, dataset
+        self._rows = iter(dataset)
+
+    def next(self) -> Batch | None:
+        """A row; None at the end."""
+        return next(self._rows, None)
+
+    def skip(self) -> bool:
+        """Go a row on; whether there was one."""
+        skipped = with_defaults(DatasetDefaults, self.dataset).skip(1)
+        return self.next() is not None if skipped is None else skipped == 1
+
+    def load(self, state: dict[str, Any]) -> None:
+        try:
+            self.dataset.load_state_dict(state)
+        except EnvironmentProblem as error:
+            raise EnvironmentProblem(f"datasets.{self.name}: {error.message}", hint=error.hint) from error
+        self._rows = iter(self.dataset)
+
+
+class MixDataset:
+    """Batches of rows of several datasets: the `Dataset` of `titancli.protocols`."""
+
+    def __init__(
+        self,
+        config: Mix,
+        datasets: Mapping[str, Dataset],
+        *,
+        seq_len: int,
+        filler_id: int,
+        rows: int,
+        dp_rank: int,
+        dp_size: int,
+    ) -> None:
+        self.rows_per_step: int | None = None
+        self._config, self._seq_len, self._filler_id = config, seq_len, filler_id
+        self._rows, self._dp_rank, self._dp_size = rows, dp_rank, dp_size
+        self._sources = {name: _Source(name, dataset) for name, dataset in datasets.items()}
+        self._masks = config.document_mask
+        self._counts = dict.fromkeys(datasets, 0)
+        """Global rows of each dataset."""
+        self._stage_counts = dict.fromkeys(datasets, 0)
+        """The same since the present weights began."""
+        self._step = self._row_of_step = 0
+        self._ended: list[str] = []
+        self._over = False
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Batches from the present position on; the last one may be filled up with rows without targets.
+
+        Raises:
+            RecipeError: the weights change at a step, and no run says where steps begin.
+        """
+        if self._config.stages and self.rows_per_step is None:
+            raise RecipeError(
+                "dataset.stages are for training alone: elsewhere there are no steps",
+                hint="remove them there",
+            )
+        while (batch := self._batch()) is not None:
+            yield batch
+
+    def _batch(self) -> Batch | None:
+        mine = range(self._dp_rank * self._rows, (self._dp_rank + 1) * self._rows)
+        found: list[dict[str, Tensor]] = []
+        for number in range(self._rows * self._dp_size):
+            if (row := self._row(number in mine)) is None:
+                if number == 0:
+                    return None
+                found += [self._filler() for _ in range(self._rows - len(found))]
+                break
+            if number in mine:
+                found.append(row)
+        self._go_on(self._rows * self._dp_size)
+        for name, count in self._counts.items():
+            report(f"mix/{name}/rows", count, reduce="max")  # every rank counts those of all
+        return Batch({name: torch.cat([row[name] for row in found]) for name in found[0]})
+
+    def _row(self, mine: bool) -> dict[str, Tensor] | None:
+        """The next global row, or nothing in particular if it is another rank's; None: there is none."""
+        while not self._over and (name := self._choose()) is not None:
+            source = self._sources[name]
+            if mine and (batch := source.next()) is not None:
+                self._count(name)
+                return self._same_keys(name, batch)
+            if not mine and source.skip():
+                self._count(name)
+                return {}
+            self._ended.append(name)
+            self._over = self._config.exhausted == "end"
+        return None
+
+    def _choose(self) -> str | None:
+        """The dataset that lacks most of its share of the rows; None: all have ended."""
+        weights = {
+            name: weight for name, weight in self._weights().items() if name not in self._ended and weight
+        }
+        if not weights:
+            return None
+        total = sum(weights.values())
+        done = 1 + sum(self._stage_counts[name] for name in weights)
+        return max(weights, key=lambda name: weights[name] / total * done - self._stage_counts[name])
+
+    def _weights(self) -> dict[str, float]:
+        begun = [stage.weights for stage in self._config.stages if stage.from_step <= self._step]
+        return begun[-1] if begun else self._config.weights
+
+    def _count(self, name: str) -> None:
+        self._counts[name] += 1
+        self._stage_counts[name] += 1
+
+    def _go_on(self, rows: int) -> None:
+        """Count rows towards steps, and begin new weights where a stage does."""
+        if self.rows_per_step is None:
+            return
+        before = self._weights()
+        self._row_of_step += rows
+        while self._row_of_step >= self.rows_per_step:
+            self._step, self._row_of_step = self._step + 1, self._row_of_step - self.rows_per_step
+        if self._weights() is not before:
+            self._stage_counts = dict.fromkeys(self._stage_counts, 0)
+
+    def _same_keys(self, name: str, batch: Batch) -> dict[str, Tensor]:
+        row = dict(batch)
+        if self._masks and "document_ids" not in row:
+            row["document_ids"] = torch.zeros((1, self._seq_len), dtype=torch.int32)
+        wanted = {*KEYS, *(["document_ids"] if self._masks else [])}
+        if set(row) != wanted or batch.rows != 1:
+            raise EnvironmentProblem(
+                f"datasets.{name} returns {', '.join(row)} in batches of {batch.rows} rows, but only rows "
+                f"with {', '.join(sorted(wanted))} can be mixed",
+                hint="a dataset with document_ids says so by `document_mask` in its config",
+            )
+        return row
+
+    def _filler(self) -> dict[str, Tensor]:
+        shape = (1, self._seq_len)
+        row = {
+            "tokens": torch.full(shape, self._filler_id),
+            "targets": torch.full(shape, IGNORE),
+            "positions": torch.arange(self._seq_len)[None],
+        }
+        return {**row, "document_ids": torch.zeros(shape, dtype=torch.int32)} if self._masks else row
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        weights = {"weights": self._config.weights, "exhausted": self._config.exhausted}
+        stages = [[stage.from_step, stage.weights] for stage in self._config.stages]
+        return {**weights, "stages": stages, "datasets": list(self._sources)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch, the same on every rank; `rows` of each dataset so far."""
+        states = {name: source.dataset.state_dict() for name, source in self._sources.items()}
+        return {
+            "version": STATE_VERSION,
+            "epoch": min(int(state.get("epoch", 0)) for state in states.values()),
+            "step": [self._step, self._row_of_step],
+            "rows": dict(self._counts),
+            "rows_of_stage": dict(self._stage_counts),
+            "ended": list(self._ended),
+            "over": self._over,
+            "sources": states,
+            "data": {**self._identity, **{name: state.get("data") for name, state in states.items()}},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a position, under any number of ranks and rows.
+
+        Raises:
+            EnvironmentProblem: the state was saved on other data or weights, or is not one of a mix.
+        """
+        keys = ("step", "rows", "rows_of_stage", "ended", "over", "sources")
+        own = {name: value for name, value in state.get("data", {}).items() if name in self._identity}
+        refuse_other_data({**state, "data": own}, self._identity, LABEL, *keys)
+        for name, source in self._sources.items():
+            source.load(state["sources"][name])
+        self._step, self._row_of_step = state["step"]
+        self._counts, self._stage_counts = dict(state["rows"]), dict(state["rows_of_stage"])
+        self._ended, self._over = list(state["ended"]), state["over"]
+
+
+def build(
+    config: Mix,
+    *,
+    tokenizer: Tokenizer | None,
+    seq_len: int,
+    rows: int,
+    dp_rank: int,
+    dp_size: int,
+    seed: int,
+) -> MixDataset:
+    """`[dataset] type = "mix"`.
+
+    Raises:
+        TitanError: one of the datasets cannot be built.
+    """
+    one = {"tokenizer": tokenizer, "seq_len": seq_len, "rows": 1, "dp_rank": 0, "dp_size": 1, "seed": seed}
+    datasets = {name: build_component(part, **one) for name, part in config.datasets.items()}
+    filler = 0 if tokenizer is None else tokenizer.eos_id
+    return MixDataset(
+        config, datasets, seq_len=seq_len, filler_id=filler, rows=rows, dp_rank=dp_rank, dp_size=dp_size
+    )
