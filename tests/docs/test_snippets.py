@@ -45,7 +45,7 @@ def tell(record_property: Callable[[str, object], None]) -> Callable[[Path, str,
 @each_page
 def test_a_block_says_what_it_is(page: Path) -> None:
     for block in blocks(page):
-        known = ("sh", "console", "toml", "python", "json", "")
+        known = ("sh", "console", "toml", "python", "json", "yaml", "")
         assert block.language in known, f"{page.name}:{block.line}"
         if block.language == "":
             commands = [line for line in block.text.splitlines() if line.startswith("titan ")]
