@@ -58,6 +58,7 @@ ROOMS = {
     "plugins/titan-eval": "lm-evaluation-harness: each answer is that on the exported checkpoint",
     "plugins/titan-float8": "float8: the same result on any layout, plain checkpoints",
     "plugins/titan-flux": "Flux: images, on every supported layout",
+    "plugins/titan-ft": "replicas that are killed and come back: the others train on, weights stay equal",
     "plugins/titan-muon": "Muon: equal to torch's on one device, the same on many",
     "plugins/titan-trackio": "Trackio: its database holds each row once, also after a resume",
     "plugins/titan-wandb": "Weights & Biases, offline: each row once, also after a resume",

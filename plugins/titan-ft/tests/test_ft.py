@@ -1,0 +1,309 @@
+"""titan-ft with torchft's own lighthouse and managers: replicas are `titan train` processes, on CPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported
+
+from torchft.coordination import LighthouseServer
+
+from tests.run.conftest import Command, Finished, furnish, losses
+from titan_ft import loop
+from titan_ft.replicas import BUCKET_BYTES, buckets, fingerprint
+from titan_ft.replicas import Replicas as ReplicasOfOne
+from titancli import TitanError
+from titancli.testing import check_plugin
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def lighthouse() -> Iterator[str]:
+    server = LighthouseServer(
+        bind="[::]:0", min_replicas=1, join_timeout_ms=2000, quorum_tick_ms=20, heartbeat_timeout_ms=1000
+    )
+    yield server.address().replace(socket.gethostname(), "localhost")
+    server.shutdown()
+
+
+class Replicas:
+    """Starts replicas in one folder."""
+
+    def __init__(self, here: Path, lighthouse: str) -> None:
+        self.here = here
+        self.lighthouse = lighthouse
+        self.running: list[Command] = []
+
+    def start(self, replica: int, *more: str, run: str | None = None) -> Command:
+        folder = run or f"r{replica}"
+        (self.here / "out" / folder).mkdir(parents=True, exist_ok=True)
+        loop = ["loop.type=ft", f'loop.lighthouse="{self.lighthouse}"', "loop.replicas=2"]
+        (self.here / "tiny.toml").exists() or furnish(self.here)
+        command = Command(
+            self.here / "out" / folder,
+            str(self.here / "tiny.toml"),
+            *(f"dataset.paths={json.dumps([str(self.here / 'text.txt')])}", "--resume"),
+            *(*loop, f"loop.replica={replica}", "--run-dir", str(self.here / folder), *more),
+        )
+        self.running.append(command)
+        return command
+
+    def run(self, replica: int) -> Path:
+        return self.here / f"r{replica}"
+
+
+@pytest.fixture
+def replicas(tmp_path: Path, lighthouse: str) -> Iterator[Replicas]:
+    started = Replicas(tmp_path, lighthouse)
+    yield started
+    for command in started.running:
+        command.process.kill()
+        command.process.wait()
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    folder = run / "checkpoints" / f"step-{step}"
+    return {f"{file.name} {name}": value for file in sorted(folder.glob("*.safetensors"))
+            for name, value in load_file(file).items()}  # fmt: skip
+
+
+def assert_equal(replicas: Replicas, step: int) -> None:
+    """All that two replicas have is equal, bit for bit."""
+    a, b = (weights(replicas.run(number), step) for number in (0, 1))
+    assert a.keys() == b.keys() and a
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def finished(command: Command) -> Finished:
+    done = command.wait()
+    assert done.code == 0, done.err
+    return done
+
+
+def test_the_plugin_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    check_plugin("titan-ft")
+
+
+@pytest.mark.slow  # two engines in one process: tests/engine/test_replicas.py
+def test_two_replicas_are_one_run_with_twice_the_rows(replicas: Replicas) -> None:
+    commands = [replicas.start(number, "loop.min_replicas=2") for number in (0, 1)]
+    for command in commands:
+        finished(command)
+    assert_equal(replicas, 6)
+    plain = Command(
+        replicas.here, "tiny.toml", "--run-dir", "plain", "training.global_batch_size=4", "mesh.dp_shard=1"
+    )
+    finished(plain)
+    one, both = losses(replicas.here / "plain"), losses(replicas.run(0))
+    assert both == pytest.approx(one, rel=1e-5) and len(both) == 6
+    reference, found = weights(replicas.here / "plain", 6), weights(replicas.run(0), 6)
+    assert found.keys() == reference.keys()
+    for name, value in reference.items():
+        if name.partition(" ")[2].startswith("model."):
+            assert (found[name] - value).norm() <= 1e-4 * value.norm(), name
+    manifests = [
+        json.loads((run / "checkpoints" / "step-6" / "manifest.json").read_text())["state"]
+        for run in (replicas.here / "plain", replicas.run(0), replicas.run(1))
+    ]
+    assert manifests[0]["data"] == manifests[1]["data"] == manifests[2]["data"]
+    assert [state["engine"]["tokens_seen"] for state in manifests] == [6 * 4 * 32] * 3
+
+
+def test_one_is_killed_and_comes_back(replicas: Replicas) -> None:
+    slow = [
+        "-p",
+        str(replicas.here / "faulty.py"),
+        "loss.type=faulty",
+        "loss.sleep=0.15",
+        "training.steps=40",
+    ]
+    furnish(replicas.here)
+    first, second = (replicas.start(number, *slow) for number in (0, 1))
+    second.until_step(replicas.run(1) / "events.jsonl", 4)
+    second.process.send_signal(signal.SIGKILL)
+    second.wait()
+    at = max(losses(replicas.run(1)))
+    first.until_step(replicas.run(0) / "events.jsonl", at + 3)
+    finished(replicas.start(1, *slow))
+    finished(first)
+    events = [json.loads(line) for line in (replicas.run(0) / "events.jsonl").read_text().splitlines()]
+    there = [event["metrics"]["replicas"] for event in events if event["event"] == "step"]
+    assert len(there) == 40  # each step once, whatever happened
+    assert there[-1] == 2 and 1 in there
+    again = losses(replicas.run(1))
+    missed = {step for step in losses(replicas.run(0)) if step > at} - set(again)
+    assert missed and missed == set(range(at + 1, max(missed) + 1))
+    assert_equal(replicas, 40)
+
+
+@pytest.mark.slow  # more gently than test_one_is_killed_and_comes_back
+def test_one_is_stopped_and_resumed(replicas: Replicas) -> None:
+    slow = [
+        "-p",
+        str(replicas.here / "faulty.py"),
+        "loss.type=faulty",
+        "loss.sleep=0.15",
+        "training.steps=40",
+    ]
+    furnish(replicas.here)
+    first, second = (replicas.start(number, *slow) for number in (0, 1))
+    first.until_step(replicas.run(0) / "events.jsonl", 3)
+    first.process.send_signal(signal.SIGTERM)
+    assert first.wait().code == 75
+    for command in (replicas.start(0, *slow), second):
+        finished(command)
+    assert_equal(replicas, 40)
+
+
+@pytest.mark.slow  # the same with one rank each: test_one_is_killed_and_comes_back
+def test_replicas_of_several_ranks(replicas: Replicas) -> None:
+    slow = [
+        "-p",
+        str(replicas.here / "faulty.py"),
+        "loss.type=faulty",
+        "loss.sleep=0.15",
+        "training.steps=40",
+    ]
+    furnish(replicas.here)
+    first, second = (replicas.start(number, *slow, "--nproc", "2") for number in (0, 1))
+    second.until_step(replicas.run(1) / "events.jsonl", 4)
+    second.process.send_signal(signal.SIGKILL)
+    second.wait()
+    finished(replicas.start(1, *slow, "--nproc", "2"))
+    finished(first)
+    assert_equal(replicas, 40)
+
+
+@pytest.mark.slow  # see test_what_all_have_is_compared
+def test_replicas_that_do_not_fit_are_refused(replicas: Replicas) -> None:
+    commands = [replicas.start(0), replicas.start(1, "optimizer.lr=1e-3")]
+    told = [command.wait() for command in commands]
+    assert [done.code for done in told] == [1, 1]
+    assert all("the replicas run different recipes" in done.err for done in told)
+    commands = [replicas.start(1, run="twin-a"), replicas.start(1, run="twin-b")]
+    assert all("there is another replica 1" in command.wait().err for command in commands)
+    commands = [replicas.start(0, run="wide", *["model.dim=64"]), replicas.start(1, run="narrow")]  # noqa: B026
+    told = [command.wait() for command in commands]
+    assert any("does not fit this one" in done.err for done in told)
+
+
+def test_without_a_lighthouse_it_ends_with_an_error(replicas: Replicas) -> None:
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    replicas.lighthouse = f"http://localhost:{port}"
+    done = replicas.start(0, "loop.timeout_seconds=2", "loop.quorum_timeout_seconds=2").wait()
+    assert done.code == 5 and f"localhost:{port}" in done.err and "Traceback" not in done.err
+
+
+class Exchange:
+    """What `step` asks of the others, as a test says; and an engine, and a run, that do nothing."""
+
+    def __init__(self, counts: list[bool], *, newer: bool = False, stop: bool = False) -> None:
+        self.counts, self.newer, self.stop = counts, newer, stop
+        self.calls: list[str] = []
+        self.count, self.step = 2, 7
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        answers: dict[str, Any] = {"forward_backward": {}, "failure": "gone", "is_to_stop": self.stop}
+        answers |= {"meet": self.newer}
+
+        def call(*given: Any) -> Any:
+            self.calls.append(name)
+            return self.counts.pop(0) if name == "agree" else answers.get(name)
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("exchange", "calls", "taken"),
+    [
+        (Exchange([True]), [], True),
+        (Exchange([False, False, True]), ["meet", "forward_backward", "agree"] * 2, True),
+        (Exchange([False], newer=True), ["meet"], False),
+        (Exchange([False], stop=True), ["abandon"], False),
+    ],
+    ids=["counts", "again", "others have gone on", "stop"],
+)
+def test_a_step_that_does_not_count_is_computed_again_or_left(
+    exchange: Exchange, calls: list[str], taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "reduce_gradients", lambda engine, add: {"loss": 1.0})
+    found = loop.step(exchange, exchange, [], exchange)  # type: ignore[arg-type]
+    assert found == ({"loss": 1.0, "replicas": 2} if taken else None)
+    others = ("clear_gradients", "failure", "is_to_stop")
+    assert [call for call in exchange.calls if call not in others] == ["forward_backward", "agree", *calls]
+    # The gradients of a step that did not count are never left to the next.
+    assert exchange.calls.count("clear_gradients") == exchange.calls.count("agree") - taken
+
+
+@pytest.mark.parametrize(
+    ("own", "found", "error"),
+    [
+        (0, [1.0, 1.0, 14.0], None),
+        (0, [1.0, 0.0, 7.0], None),
+        (0, [1.0, 1.0, 15.0], "different recipes"),
+        (1, [0.0, 2.0, 14.0], "another replica 1"),
+        (0, [1.0, 2.0, 21.0], "reported"),
+    ],
+)
+def test_what_all_have_is_compared(own: int, found: list[float], error: str | None) -> None:
+    one = object.__new__(ReplicasOfOne)
+    reported: list[Exception] = []
+    one._config = SimpleNamespace(replica=own)  # type: ignore[assignment]
+    one._recipe, one._manager = 7, SimpleNamespace(report_error=reported.append)  # type: ignore[assignment]
+    if error in (None, "reported"):
+        one._check(found)
+        assert bool(reported) is (error is not None)
+    else:
+        with pytest.raises(TitanError, match=error):
+            one._check(found)
+
+
+def test_recipes_are_the_same_but_for_the_replica(tmp_path: Path) -> None:
+    def number(text: str) -> int:
+        (tmp_path / "recipe.lock.toml").write_text(text)
+        return fingerprint(tmp_path)
+
+    a = number('name = "a"\n[loop]\nreplica = 0\nreplicas = 2\n[optimizer]\nlr = 1.0')
+    assert a == number('name = "b"\n[loop]\nreplica = 1\nreplicas = 2\n[optimizer]\nlr = 1.0')
+    assert a != number('name = "a"\n[loop]\nreplica = 0\nreplicas = 2\n[optimizer]\nlr = 2.0')
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("loop.replica=2", "numbered from 0 to 1"),
+        ("loop.min_replicas=3", "never more than 2"),
+        ('loop.lighthouse="node0:1"', "is not an address"),
+    ],
+)
+def test_wrong_settings_are_said_at_once(
+    override: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from titancli.cli import main
+
+    loop = ["loop.type=ft", 'loop.lighthouse="http://node0:1"', "loop.replicas=2"]
+    replica = [] if "replica=" in override else ["loop.replica=0"]
+    assert main(["validate", "llama3_debug", *loop, *replica, override]) == 3
+    assert words in capsys.readouterr().err
+
+
+def test_buckets_hold_every_tensor_once_and_one_dtype() -> None:
+    quarter = BUCKET_BYTES // 16
+    tensors = [torch.empty(quarter, device="meta") for _ in range(9)]
+    tensors += [torch.empty(3, dtype=torch.int64, device="meta"), torch.empty(BUCKET_BYTES, device="meta")]
+    found = list(buckets(tensors))
+    assert [len(bucket) for bucket in found] == [4, 4, 1, 1, 1]
+    assert [tensor for bucket in found for tensor in bucket] == tensors or sum(map(len, found)) == 11

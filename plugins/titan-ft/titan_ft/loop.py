@@ -1,0 +1,74 @@
+"""The loop: that of pretraining, with a meeting of the replicas before each step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from titan_ft.replicas import Replicas
+from titancli import phase
+from titancli.engine.replicas import reduce_gradients
+
+if TYPE_CHECKING:
+    from titan_ft import FaultTolerant
+    from titancli.data.loader import Loader
+    from titancli.engine import Engine
+    from titancli.loops.run import Run
+    from titancli.observe.observers import Observers
+
+logger = logging.getLogger("titancli.plugins.titan_ft")
+
+
+def build(
+    config: FaultTolerant, *, engine: Engine, data: Loader, tokenizer: Any, observers: Observers, run: Run
+) -> Callable[[], None]:
+    return partial(train, config, engine, data, observers, run)
+
+
+def train(config: FaultTolerant, engine: Engine, data: Loader, observers: Observers, run: Run) -> None:
+    """Train until the last step, the end of the data, or a signal; save on the way and at the end."""
+    with Replicas(config, engine, data, run.folder) as replicas:
+        while run.goes_on(engine.step):
+            replicas.begin()
+            if engine.step >= run.steps:  # the others are done, and this has what they have
+                break
+            rows = engine.settings.accumulation
+            batches = run.take(data, rows * config.replicas)
+            if len(batches) < rows * config.replicas:
+                run.why = "data_ended"
+                break
+            own = batches[config.replica * rows : (config.replica + 1) * rows]
+            metrics = step(engine, replicas, own, run)
+            if metrics is None:
+                continue
+            metrics |= engine.optim_step() | {"data_wait": run.data_wait}
+            observers.step_end(engine.step, metrics)
+            run.step_done(engine.step)
+            if run.checkpoint_due(engine.step):
+                run.save(engine, data)
+    run.finish(engine, data)
+
+
+def step(engine: Engine, replicas: Replicas, own: list[Any], run: Run) -> dict[str, Any] | None:
+    """Compute the gradients of a step, again and again until all replicas that are there have those of all.
+
+    None: the step is not to be taken. This replica has taken over the state of others, or is to stop.
+    """
+    said = None
+    while True:
+        metrics = engine.forward_backward(own)
+        with phase("replicas"):
+            metrics |= reduce_gradients(engine, replicas.add) | {"replicas": replicas.count}
+            if replicas.agree():
+                return metrics
+        engine.clear_gradients()
+        if (why := replicas.failure()) != said:
+            logger.warning("step %d is computed once more: %s", engine.step + 1, why)
+            said = why
+        if run.is_to_stop():
+            replicas.abandon()
+            return None
+        if replicas.meet():
+            return None

@@ -1,0 +1,201 @@
+"""The other replicas, by torchft: who is there, their gradients, their state."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import tomli
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titancli import TitanError, phase
+from titancli.engine.replicas import shared_state, take_state
+from titancli.errors import EnvironmentProblem
+
+os.environ.setdefault("RUST_LOG", "warn")  # read at the import; else it prints several lines a step
+
+from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
+
+if TYPE_CHECKING:
+    from titan_ft import FaultTolerant
+    from titancli.data.loader import Loader
+    from titancli.engine import Engine
+
+
+BUCKET_BYTES = 64 * 2**20
+"""What is sent at once: the copy that it takes stays small beside the gradients."""
+
+
+class Replicas:
+    """This replica among the others. Every rank has one, which exchanges with the same rank of the others."""
+
+    def __init__(self, config: FaultTolerant, engine: Engine, data: Loader, folder: Path | None) -> None:
+        self._config, self._engine, self._data = config, engine, data
+        self._position = data.state
+        """In the data, at the beginning of the step."""
+        self._recipe = fingerprint(folder)
+        # What it reports with a traceback for each tensor, `failure` says in a line.
+        logging.getLogger("torchft.manager").setLevel(logging.CRITICAL)
+        self._taken_over = False
+        self.count = 0
+        """Replicas that took part in the last exchange."""
+        limit = timedelta(seconds=config.timeout_seconds)
+        group = ProcessGroupNCCL(limit) if engine.device.type == "cuda" else ProcessGroupGloo(limit)
+        self._store = own_store()
+        try:
+            self._manager = Manager(
+                pg=group,
+                load_state_dict=self._take_over,
+                state_dict=self._state,
+                min_replica_size=config.min_replicas,
+                use_async_quorum=False,  # whoever takes part has the newest state before forward
+                timeout=limit,
+                quorum_timeout=timedelta(seconds=config.quorum_timeout_seconds),
+                connect_timeout=limit,
+                rank=dist.get_rank(),
+                world_size=dist.get_world_size(),
+                store_addr=self._store.host,
+                store_port=self._store.port,
+                lighthouse_addr=config.lighthouse,
+                replica_id=f"replica-{config.replica}",
+                hostname=socket.gethostname(),
+            )
+        except RuntimeError as error:
+            raise EnvironmentProblem(
+                f"the lighthouse {config.lighthouse} cannot be reached: {error}",
+                hint="start it first: torchft_lighthouse --min_replicas 1",
+            ) from error
+        self._manager.load_state_dict({"step": engine.step, "batches_committed": 0})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._manager.shutdown(wait=False)
+
+    def begin(self) -> None:
+        """Begin a step; one that is behind takes over the state of the others. Raises what `meet` does."""
+        self._position = self._data.state
+        self.meet()
+
+    def meet(self) -> bool:
+        """Find out who takes part in the step; whether the state is now that of others.
+
+        Raises:
+            EnvironmentProblem: the lighthouse does not answer, or too few come in time.
+            TitanError: the state of the others does not fit.
+        """
+        self._taken_over = False
+        with phase("quorum"):
+            try:
+                self._manager.start_quorum()
+            except (TimeoutError, RuntimeError) as error:
+                raise EnvironmentProblem(
+                    f"too few replicas have met at {self._config.lighthouse}: {error}",
+                    hint="start the lighthouse and the other replicas, or raise loop.quorum_timeout_seconds",
+                ) from error
+        return self._taken_over
+
+    def abandon(self) -> None:
+        """Have the rows of a step that is not to be taken come again."""
+        self._data.load_state(self._position)
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """Add to each tensor those of the other replicas; after a failure they hold anything."""
+        own = torch.zeros(self._config.replicas + 1, dtype=torch.float64, device=tensors[-1].device)
+        own[self._config.replica] = 1.0
+        own[-1] = self._recipe
+        for bucket in buckets([*tensors, own]):
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            self._manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM).wait()
+            if self._manager.errored() is not None:
+                return
+            parts = flat.split([tensor.numel() for tensor in bucket])
+            torch._foreach_copy_(bucket, [p.view_as(t) for p, t in zip(parts, bucket, strict=True)])
+        self._check(own.tolist())
+
+    def _check(self, found: list[float]) -> None:
+        *there, recipes = found
+        self.count = int(sum(there))
+        if there[self._config.replica] > 1:
+            raise TitanError(
+                f"there is another replica {self._config.replica}", hint="give each a loop.replica of its own"
+            )
+        if max(there) > 1:  # those two will leave
+            self._manager.report_error(RuntimeError("two replicas have the same number"))
+        elif recipes != self._recipe * self.count:
+            raise TitanError(
+                "the replicas run different recipes",
+                hint="only loop.replica may differ: titan config RUN --diff OTHER shows what does",
+            )
+
+    def agree(self) -> bool:
+        """Whether the step counts: on every rank of this replica alike."""
+        return self._manager.should_commit()
+
+    def failure(self) -> str:
+        """Why the step did not count."""
+        if found := self._manager.errored():
+            return str(found.original_exception).splitlines()[0]
+        if (there := self._manager.num_participants()) < self._config.min_replicas:
+            return f"{there} of at least {self._config.min_replicas} replicas are there"
+        return "another rank of this replica could not exchange its gradients"
+
+    def _state(self) -> dict[str, Any]:
+        tensors, counters = shared_state(self._engine)
+        return {"tensors": tensors, "engine": counters, "data": self._position}
+
+    def _take_over(self, state: dict[str, Any]) -> None:
+        take_state(self._engine, state["tensors"], state["engine"])
+        self._data.load_state(state["data"])
+        self._position = self._data.state
+        self._taken_over = True
+
+
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the tensors in groups of one dtype and at most `BUCKET_BYTES`, unless one alone is larger."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.nbytes > BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    yield bucket
+
+
+def own_store() -> dist.TCPStore:
+    """Return a store for the ranks of this replica, which torchft's servers and clients meet at."""
+    place: list[Any] = [None]
+    store = None
+    if dist.get_rank() == 0:
+        store = dist.TCPStore(socket.gethostname(), 0, is_master=True, wait_for_workers=False)
+        place = [(store.host, store.port)]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(place)
+    host, port = place[0]
+    return store or dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+
+
+def fingerprint(folder: Path | None) -> int:
+    """Return a number that tells apart recipes which are to be the same."""
+    if folder is None:
+        return 0
+    with suppress(OSError):
+        data = tomli.loads((folder / "recipe.lock.toml").read_text(encoding="utf-8"))
+        for section in ("checkpoint", "loggers", "launcher", "metrics", "name", "description"):
+            data.pop(section, None)
+        data["loop"].pop("replica")
+        return int(hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:8], 16)
+    return 0

@@ -1,0 +1,108 @@
+"""Engines that train one model together, each in a process group of its own: their gradients, their state.
+
+Who else there is may change from step to step; that is known to the caller, who can reach the others. Rank n
+of each engine has the same shards as rank n of any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titancli.checkpoint.exclude import NOTHING
+from titancli.engine.optimizer_state import counters_of
+from titancli.engine.runners import quotient
+from titancli.engine.weights import weights_changed
+from titancli.errors import TitanError
+from titancli.protocols import ModelDefaults
+from titancli.registry.defaults import with_defaults
+
+if TYPE_CHECKING:
+    from titancli.engine.engine import Engine
+
+
+def reduce_gradients(engine: Engine, add: Callable[[Sequence[Tensor]], None]) -> dict[str, Tensor]:
+    """Add the gradients of other engines to those of `forward_backward`, before `optim_step`. Collective.
+
+    The weight that gradients are divided by is added up as well, so that the step is that of one engine on
+    all the rows.
+
+    Args:
+        add: adds to each tensor, in place, the same tensors of the other engines: the gradients of this
+            rank's shards, token counts of experts, and one vector of float64.
+
+    Returns:
+        `loss` and `tokens` of all engines.
+
+    Raises:
+        TitanError: there are no gradients. What `add` raises is passed on; the gradients of the step are then
+            discarded.
+    """
+    with engine._verb("reduce_gradients") as call:
+        optimizer = engine._trained("reduce_gradients")
+        with call.agreed():
+            accumulated = engine._accumulated
+            if accumulated is None:
+                raise TitanError("reduce_gradients without gradients", hint="call forward_backward first")
+        with engine._aborted("reduce_gradients", forget=True), call.shared(), torch.no_grad():
+            trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            for parameter in trained:
+                if parameter.grad is None:  # other engines may have one
+                    parameter.grad = torch.zeros_like(parameter)
+            models = [with_defaults(ModelDefaults, part) for part in engine.parts]
+            counts = [count for model in models for count in model.token_counts().values()]
+            own = [accumulated.loss, accumulated.weight, torch.tensor(accumulated.tokens)]
+            sums = torch.stack([number.to(engine.device, torch.float64) for number in own])
+            add([*(local(parameter.grad) for parameter in trained), *counts, sums])
+            accumulated.loss, accumulated.weight = sums[0].float(), sums[1].float()
+            accumulated.tokens = int(sums[2])
+        return {"loss": quotient(accumulated.loss, accumulated.weight), "tokens": sums[2]}
+
+
+def take_state(engine: Engine, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
+    """Replace all that an engine has by what `shared_state` returned on the same rank of another. Collective.
+
+    Raises:
+        TitanError: the other engine has another model, optimizer or layout. If it raises after it has started
+            to replace anything, the engine is unusable until a `load` succeeds.
+    """
+    with engine._verb("take_state", mends="load") as call:
+        with call.agreed():
+            mine = {name: local(tensor) for name, tensor in engine.live_state()[0].items()}
+            if wrong := {name for name, tensor in mine.items() if form(tensor) != form(tensors.get(name))}:
+                raise TitanError(
+                    f"the state of another engine does not fit this one: {min(wrong)} and "
+                    f"{len(wrong) - 1} other tensors differ",
+                    hint="start all of them with the same recipe, on as many ranks",
+                )
+        with call.shared(), torch.no_grad():
+            before = engine.version
+            engine.spoil("to take over the state of another engine failed after it had started")
+            for name, tensor in mine.items():
+                tensor.copy_(tensors[name])
+            found = counters_of({"engine": dict(counters)}, Path("the other engine"), engine.guard, NOTHING)
+            weights_changed(engine.parts, engine.converters)
+        if found is not None:
+            engine.step, engine.tokens_seen = found.step, found.tokens_seen
+        engine._has_new_weights(max(engine.version, before + 1))
+        engine.unusable = None
+
+
+def shared_state(engine: Engine) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return this rank's part of all that an engine has, the live tensors, and its counters as plain JSON."""
+    tensors, counters = engine.save_state()
+    return {name: local(tensor) for name, tensor in tensors.items()}, counters
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def form(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    return None if tensor is None else (tuple(tensor.shape), tensor.dtype)
