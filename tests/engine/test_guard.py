@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from tests.engine.cases import my_batches, recipe, small
 from tests.engine.wrong import Wrong
 from titancli.engine import Engine
+from titancli.engine.dry_run import local
 from titancli.engine.skip_step import Guard
 from titancli.errors import TitanError
 from titancli.losses import CrossEntropy
@@ -48,8 +48,8 @@ def engine_of(
 def bits(engine: Engine) -> dict[str, bytes]:
     """Every weight and all of the optimizer's state, this rank's part."""
     tensors, _ = engine.save_state()
-    local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
-    return {name: t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for name, t in local.items()}
+    mine = {name: local(t) for name, t in tensors.items()}
+    return {name: t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for name, t in mine.items()}
 
 
 def step(engine: Engine, number: int) -> dict[str, float]:
@@ -113,7 +113,7 @@ def test_a_skipped_step_leaves_no_trace(ranks: Any) -> None:
 def _applied_when_nobody_asks(loss: Wrong) -> tuple[bool, bool]:
     engine = engine_of({}, loss, stability=Stability(skip_nonfinite=False, sigma=0.0))
     metrics = step(engine, 0)
-    weights = torch.cat([p.detach().to_local().reshape(-1) for _, p in engine.named_parameters()])
+    weights = torch.cat([local(p.detach()).reshape(-1) for _, p in engine.named_parameters()])
     return "skipped_steps" in metrics, bool(weights.isnan().any())
 
 

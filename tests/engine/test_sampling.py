@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.engine.cases import Layout, my_batches, recipe
+from tests.engine.cases import Layout, my_batches, recipe, whole
 from tests.ranks.layouts import EIGHT
 from titancli import Engine, TitanError
+from titancli.engine.dry_run import local
 from titancli.models.llama3.model import Llama3Model
 from titancli.rl.decode import Row, decode
 from titancli.rl.sampling import Sampling
@@ -48,7 +49,7 @@ def trained(layout: Layout, sampled: bool) -> tuple[list[torch.Tensor], list[Any
                 assert sample(model, 2) == sample(model, 2)
         engine.optim_step()
     assert hooks == [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in engine.model.modules()]
-    return [p.to_local().clone() for _, p in engine.named_parameters()], made
+    return [local(p).clone() for _, p in engine.named_parameters()], made
 
 
 def disturbed(layout: Layout) -> tuple[bool, list[Any]]:
@@ -77,7 +78,7 @@ def test_experts_count_no_tokens_that_were_sampled(ranks: Any) -> None:
 def against_a_plain_model() -> tuple[Any, Any, list[str]]:
     engine = Engine.build(recipe(BUSY))
     plain = Llama3Model(recipe(BUSY).model)
-    plain.load_state_dict({name: p.full_tensor() for name, p in engine.named_parameters()})
+    plain.load_state_dict({name: whole(p) for name, p in engine.named_parameters()})
     batch = my_batches(engine)[0]
     messages = []
     with engine.sampling() as model:

@@ -12,6 +12,7 @@ import torch
 
 from tests.engine.test_library import TINY, batch
 from titancli import Batch, Engine, LossResult, TitanError
+from titancli.engine.dry_run import local
 from titancli.errors import EnvironmentProblem
 from titancli.models import Llama3
 from titancli.recipe.schema import Training
@@ -90,7 +91,7 @@ def test_a_load_that_fails_before_it_begins_changes_nothing(engine: Engine, tmp_
         engine.load(tmp_path)
     assert engine.status["accumulated"] == 1
     for (name, parameter), gradient in zip(engine.named_parameters(), gradients, strict=True):
-        assert torch.equal(parameter.grad.to_local(), gradient.to_local()), name
+        assert torch.equal(local(parameter.grad), local(gradient)), name
 
 
 def test_what_no_load_mends_needs_a_new_engine(engine: Engine, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from tests.engine import cases
 from tests.engine.cases import Layout, small
 from titancli.engine import Engine
+from titancli.engine.dry_run import local
 from titancli.errors import TitanError
 
 pytestmark = pytest.mark.ranks
@@ -85,7 +86,7 @@ def evaluate_between_steps():
                 engine.forward(cases.my_batches(engine, 8)[0])
             engine.optim_step()
     return [
-        torch.equal(a.to_local(), b.to_local())
+        torch.equal(local(a), local(b))
         for (_, a), (_, b) in zip(plain.named_parameters(), disturbed.named_parameters(), strict=True)
     ]
 
@@ -207,7 +208,7 @@ def resume(folder):
         losses.append(resumed.forward_backward(cases.my_batches(resumed, step))["loss"])
         resumed.optim_step()
     same = [
-        torch.equal(a.to_local(), b.to_local())
+        torch.equal(local(a), local(b))
         for (_, a), (_, b) in zip(straight.named_parameters(), resumed.named_parameters(), strict=True)
     ]
     return all(same), straight.status == resumed.status
@@ -228,7 +229,7 @@ def saved_before_the_first_step(folder):
                 engine.save(folder / f"step-{number}")
     norms = [float(engine.optim_step()["grad_norm"]) for engine in (plain, saving)]
     return norms, [
-        torch.equal(a.to_local(), b.to_local())
+        torch.equal(local(a), local(b))
         for (_, a), (_, b) in zip(plain.named_parameters(), saving.named_parameters(), strict=True)
     ]
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.engine.test_library import TINY, batch
 from titancli import Engine
+from titancli.engine.dry_run import local
 from titancli.models import Llama3
 from titancli.optimizers import AdamW
 from titancli.optimizers.adamw import MixedAdamW, build
@@ -172,7 +173,7 @@ def test_a_resume_is_bitwise_the_run_that_did_not_stop(tmp_path: Path) -> None:
         for number in numbers:
             engine.forward_backward(batch(seed=number))
             engine.optim_step()
-        return [tensor.full_tensor().clone() for tensor in engine.save_state()[0].values() if tensor.ndim]
+        return [local(tensor).clone() for tensor in engine.save_state()[0].values() if tensor.ndim]
 
     with Engine.of(Llama3(**TINY), **parts) as engine:
         steps(engine, range(2))

@@ -23,7 +23,7 @@ TRACKED: dict[str, tuple[int, tuple[str, ...]]] = {
     "bf16, every second": (1, (BF16, OP, 'activation_checkpoint.selective_ac_option="2"')),
     "bf16 parameters and moments": (
         1,
-        (*FEW, BF16, "training.dtype=bfloat16", "optimizer.state_dtype=bfloat16"),
+        (BF16, "training.dtype=bfloat16", "optimizer.state_dtype=bfloat16"),
     ),
     "foreach": (1, (*FEW, "optimizer.implementation=foreach")),
     "shared by 8, by op": (8, (BF16, OP)),

@@ -116,7 +116,7 @@ def allocate(model: nn.Module, device: torch.device, buffers: torch.device | Non
     model.to_empty(device=device)
     for (first, name), *others in places.values():
         for module, other in others:
-            setattr(module, other, getattr(first, name))
+            module._parameters[other] = first._parameters[name]
     for module in model.modules() if buffers is not None and buffers != device else ():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(buffers))  # a model may have given them values

@@ -16,6 +16,7 @@ from torch import Tensor
 from titancli.engine.inputs import checked
 from titancli.observe.pace import pace
 from titancli.observe.phases import phase
+from titancli.parallel.fsdp import reduce_after
 
 if TYPE_CHECKING:
     from titancli.data.batch import Batch
@@ -63,7 +64,8 @@ class WholeModel:
             if self._load and len(batches) > 1:
                 self._load.count_beforehand(batches, loss, self.forward)
             for number, batch in enumerate(batches, start=1):
-                self._reduce_after(last=number == len(batches))
+                last = number == len(batches)
+                reduce_after(self._model, last=last, each=self._accumulate == "sharded")
                 with phase("forward"), self._load.counted() if len(batches) == 1 else nullcontext():
                     result = checked(self.forward(batch, loss), loss)
                 if number == 1:
@@ -72,12 +74,6 @@ class WholeModel:
                     result.sum.backward()
                 add_up(sums, result)
         return sums
-
-    def _reduce_after(self, *, last: bool) -> None:
-        """Say which collectives the next backward ends with; a call's last one always ends reduced."""
-        self._model.set_requires_gradient_sync(last or self._accumulate == "sharded")
-        # Replicas need the sum once: shards are reduced at each micro-batch, replicas at the last.
-        self._model.set_requires_all_reduce(last)
 
 
 def inputs_of(model: Any, batch: Batch, row_cut: RowCut | None) -> dict[str, Tensor]:

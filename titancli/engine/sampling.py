@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from titancli.errors import TitanError
 from titancli.parallel.aborted import forget_iteration
+from titancli.parallel.alone import held
 from titancli.protocols import ModelDefaults, ModuleDefaults
 from titancli.registry.defaults import with_defaults
 
@@ -67,6 +68,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.unshard()
+        stack.enter_context(held(model))
         for module in model.modules():
             stack.enter_context(_without_fsdp_hooks(module))
         for block in model.layers.values():  # type: ignore[operator]

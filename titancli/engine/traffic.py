@@ -79,9 +79,9 @@ class Traffic(TorchDispatchMode):
 
 def kind_of(func: Any) -> str:
     """Return the key of `KINDS` that an operator belongs to, or "elementwise"."""
-    name = func.overloadpacket.__name__
+    name = func.overloadpacket.__name__.removesuffix("_")
     for kind, names in KINDS.items():
-        if name in names or (kind != "products" and any(part in name for part in names)):
+        if name.removesuffix("_") in names or (kind != "products" and any(part in name for part in names)):
             return kind
     return "elementwise"
 

@@ -19,7 +19,7 @@ class Decoder:
     reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free gathered parameters after forward (least memory) or keep them for backward (least traffic).
     "default" frees all but the last group, which backward needs first; with pipeline parallelism it keeps
-    all."""
+    all. A single rank gathers nothing."""
     context_parallel: Literal["allgather", "ulysses", "ring"] = "allgather"
     """How attention covers the whole sequence under mesh.cp: all-gather keys and values, exchange heads for
     sequence by all-to-all, or pass keys and values around a ring (only on a GPU in bfloat16)."""

@@ -1,6 +1,6 @@
 """The `decoder` plan: what a model says can be split, split.
 
-In order: tensor parallel, context parallel, activation checkpointing, compile, FSDP2.
+In order: tensor parallel, context parallel, activation checkpointing, compile, FSDP2; on one rank only casts.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from titancli.distributed.mesh import Mesh
 from titancli.errors import RecipeError
 from titancli.parallel import Decoder, async_tp
 from titancli.parallel.activation_checkpoint import apply_activation_checkpoint, runs_again_outside
+from titancli.parallel.alone import compute_in
 from titancli.parallel.compile import check_inductor, compile_model
 from titancli.parallel.context import context_parallel
 from titancli.parallel.expert import expert_parallel
-from titancli.parallel.fsdp import shard
+from titancli.parallel.fsdp import gathers_its_own_way, shard
 from titancli.parallel.tensor import on_local_parameters, tensor_parallel
 from titancli.protocols import Precision
 from titancli.recipe.schema import ActivationCheckpoint, Compile
@@ -52,6 +53,9 @@ def build(
 
     def parallelize(model: nn.Module) -> nn.Module:
         layers: nn.ModuleDict = model.layers  # type: ignore[assignment]
+        sharded = mesh.degrees.world > 1 or config.cpu_offload or gathers_its_own_way(model)
+        if not sharded:
+            compute_in(model, precision.param)
         if mesh.ep is not None:
             expert_parallel(model.experts, mesh.ep)  # type: ignore[arg-type]
         if mesh.tp is not None:
@@ -64,14 +68,15 @@ def build(
                 for block in layers.values():
                     if not runs_again_outside(block, activation_checkpoint):
                         on_local_parameters(block, mesh.tp)
-        shard(
-            model,
-            mesh.fsdp,
-            mesh.expert_fsdp,
-            precision=precision,
-            reshard_after_forward=reshard,
-            cpu_offload=config.cpu_offload,
-        )
+        if sharded:
+            shard(
+                model,
+                mesh.fsdp,
+                mesh.expert_fsdp,
+                precision=precision,
+                reshard_after_forward=reshard,
+                cpu_offload=config.cpu_offload,
+            )
         if config.cpu_offload:
             model.parameter_device = torch.device("cpu")  # type: ignore[assignment]
         return model

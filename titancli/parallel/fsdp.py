@@ -1,4 +1,4 @@
-"""FSDP2 on any mesh, one rank included: sharding, mixed precision, and gradients that are sums."""
+"""FSDP2 on any mesh of several ranks: sharding, mixed precision, and gradients that are sums."""
 
 from __future__ import annotations
 
@@ -71,6 +71,22 @@ def shard(
             # fails on gloo, the second still divides by the ranks.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def gathers_its_own_way(model: nn.Module) -> bool:
+    """Return whether a parameter is of a class that FSDP2 asks how to gather it, as those in float8 are."""
+    return any(hasattr(parameter, "fsdp_pre_all_gather") for parameter in model.parameters())
+
+
+def reduce_after(model: nn.Module, *, last: bool, each: bool) -> None:
+    """Say which collectives the next backward ends with; that of a call's last micro-batch ends reduced.
+
+    Args:
+        each: whether shards are reduced after every micro-batch; replicas need the sum once.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last or each)
+        model.set_requires_all_reduce(last)
 
 
 def reshard(model: nn.Module) -> None:

@@ -345,7 +345,9 @@ class _Step:
         if front:
             flat = self._gather(front, flat)
             tally.look("embedding", activations=embedding_peak(work))
-            if not work.shape.tied:
+            if work.alone:
+                tally.add("communication", -front.whole * work.casts)
+            elif not work.shape.tied:
                 self._freed(front)
         for number in stage.blocks:
             for g in self.groups(number):
@@ -358,16 +360,22 @@ class _Step:
         if head:
             if back:
                 flat = self._gather(back, flat, activations=work.stream)
-            tally.look("loss", **head.forward)
+            again = front.whole * work.casts if front and work.alone and not back else 0.0  # tied
+            tally.look("loss", communication=again, **head.forward)
             for kind, size in head.kept.items():
                 tally.add(kind, size)
-            if work.reshard == "always" and back:
+            if work.alone and back and not work.full_logits:
+                tally.add("communication", -back.whole * work.casts)
+            elif work.reshard == "always" and back:
                 self._freed(back)
         tally.add("communication", -flat)
 
     def _gather(self, g: Group, flat: float, **more: float) -> float:
         """Gather a group in forward; returns the flat buffer that stays for now."""
         work, tally = self.work, self.tally
+        if work.alone:
+            tally.add("communication", g.whole * work.casts)
+            return flat
         whole = g.whole * work.compute
         if work.degrees.pp > 1 and work.passes > 1 and not reshards(work, g.ranks):
             tally.add("communication", whole)  # it is there since the first micro-batch
@@ -387,7 +395,8 @@ class _Step:
 
     def _freed(self, g: Group) -> None:
         if reshards(self.work, g.ranks):
-            self.tally.add("communication", -g.whole * self.work.compute)
+            copy = self.work.casts if self.work.alone else self.work.compute
+            self.tally.add("communication", -g.whole * copy)
 
     def _backward(self, stage: Stage, head: HeadMemory | None) -> None:
         work, tally = self.work, self.tally
@@ -412,7 +421,10 @@ class _Step:
                 del coming[0]
                 ahead = self._prefetch(coming[0]) if coming else 0.0
             tally.add("activations", -block.kept)
-            tally.look(f"backward, block {number}", **block.backward)
+            worst = dict(block.backward)
+            if work.alone and work.passes == 1:  # each is cast when it is made
+                worst["gradients"] = worst.get("gradients", 0.0) * work.stored / work.compute
+            tally.look(f"backward, block {number}", **worst)
             own, *experts = parts
             for g in experts:
                 there = block.experts_done
@@ -420,7 +432,7 @@ class _Step:
             dw = block.gradients * own.whole / sum(g.whole for g in parts)
             waiting = self._reduce(own, waiting, activations=work.stream, dw=dw)
         if front:
-            if not work.shape.tied:
+            if not work.shape.tied and not work.alone:
                 self._arrive(front, ahead)
             dw = front.whole * work.compute
             tally.look("embedding, backward", gradients=dw, activations=embedding_peak(work, backward=True))
@@ -438,7 +450,8 @@ class _Step:
     def _arrive(self, g: Group, flat: float) -> None:
         """A group that was freed after forward is there again."""
         if reshards(self.work, g.ranks):
-            self.tally.add("communication", g.whole * self.work.compute)
+            copy = self.work.casts if self.work.alone else self.work.compute
+            self.tally.add("communication", g.whole * copy)
             self.tally.look("gather in backward", activations=self.work.stream)
         self.tally.add("communication", -flat)
 
@@ -446,6 +459,8 @@ class _Step:
         """After a group's backward: its parameters go, its gradients are summed over ranks; returns the
         buffer that stays until the next group's turn."""
         work, tally = self.work, self.tally
+        if work.alone:
+            return self._cast_back(g, dw=dw, **more)
         if work.unsharded:
             tally.look("gradients in the reduce dtype", gradients=dw, **more)
             if self.forward_first:
@@ -462,3 +477,16 @@ class _Step:
         if work.passes == 1 and not work.offloaded:
             tally.add("gradients", g.own * work.stored)
         return buffer
+
+    def _cast_back(self, g: Group, *, dw: float, **more: float) -> float:
+        """The same of a rank alone: gradients are cast to the dtype of the parameters, if that is another."""
+        work, tally = self.work, self.tally
+        largest = g.largest * (work.compute if work.casts else 0.0)
+        if work.passes == 1:
+            tally.look("gradients", gradients=g.own * work.stored + largest, **more)
+            tally.add("gradients", g.own * work.stored)
+        else:
+            tally.look("gradients", gradients=dw + (g.largest * work.stored if work.casts else 0.0), **more)
+        if g.name != "end":
+            tally.add("communication", -g.whole * work.casts)
+        return 0.0

@@ -75,6 +75,16 @@ class Workload:
     optimizer_extra_all: bool
     pipeline: Pipeline
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is one rank, which does without FSDP2: `titancli.parallel.alone`."""
+        return self.degrees.world == 1 and not self.offloaded
+
+    @property
+    def casts(self) -> float:
+        """Bytes of the copy of a parameter that a rank alone computes with; 0 where it needs none."""
+        return self.compute if self.stored != self.compute else 0.0
+
     # ------------------------------------------------------------------------------------- tokens
 
     @property
@@ -329,7 +339,10 @@ def _group(name: str, parameters: Iterable[Parameter], work: Workload) -> Group:
 
 
 def reshards(work: Workload, ranks: int) -> bool:
-    """Whether gathered parameters are freed after forward: see `titancli.parallel.fsdp`."""
+    """Whether gathered parameters are freed after forward: see `titancli.parallel.fsdp`. A rank alone keeps
+    what it has cast where nothing is run again."""
+    if work.alone:
+        return work.recompute != "none"
     if work.reshard == "default":
         return ranks > 1 and work.degrees.pp == 1
     return work.reshard == "always"

@@ -50,7 +50,8 @@ class Experts(nn.Module):
         Returns:
             [N, dim], in the same order.
         """
-        return self.compute(x, counts, dict(self.named_parameters(recurse=False)))
+        # As attributes: a plan may have them computed with in another dtype than they are stored in.
+        return self.compute(x, counts, {name: getattr(self, name) for name in self._parameters})
 
     def compute(self, x: Tensor, counts: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         """`forward` with the weights of some of the experts, by their names here; `counts` is of those."""

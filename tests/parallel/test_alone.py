@@ -1,0 +1,144 @@
+"""One rank without FSDP2 does what it does with it: the same gradients, weights, names and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+
+from tests.engine import cases
+from tests.engine.cases import Layout, small
+from tests.engine.test_dry_run import EXPERTS
+from tests.rows import rows
+from titancli.converters import LoRA
+from titancli.engine import Engine
+from titancli.parallel import decoder
+from titancli.recipe.schema import Recipe
+from titancli.registry import current
+from titancli.registry.component import build
+
+
+@contextmanager
+def fsdp2() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder, "gathers_its_own_way", lambda model: True)
+        yield
+
+
+def trained(recipe: Recipe, steps: int = 2) -> dict[str, torch.Tensor]:
+    """Gradients, weights, log-probabilities of every step, by name."""
+    found: dict[str, torch.Tensor] = {}
+    with Engine.build(recipe) as engine:
+        for step in range(steps):
+            engine.forward_backward(cases.my_batches(engine, step))
+            for name, p in engine.named_parameters():
+                assert p.grad is None or p.grad.dtype == p.dtype == torch.float32
+                found |= {f"{step} {name}.grad": cases.whole(p.grad)} if p.grad is not None else {}
+            engine.optim_step()
+            found[f"{step} log p"] = engine.forward(cases.whole_batch(step))
+        found |= {name: cases.whole(tensor) for name, tensor in engine.save_state()[0].items()}
+        assert any(isinstance(m, FSDPModule) for m in engine.model.modules()) == any(
+            isinstance(p, DTensor) for _, p in engine.named_parameters()
+        )
+    return found
+
+
+ROWS: dict[str, Layout] = {
+    "fp32": small(),
+    "bf16": small(dtype="bfloat16"),
+    "bf16, recomputed": small(dtype="bfloat16", activation_checkpoint={"mode": "full"}),
+    "bf16, products kept": small(dtype="bfloat16", activation_checkpoint={"mode": "selective"}),
+    "bf16, micro-batches": small(dtype="bfloat16", micro_batches=2, accumulate="unsharded"),
+    "bf16, compiled": small(dtype="bfloat16", compile="aot_eager"),
+    "bf16, compiled, recomputed": small(
+        dtype="bfloat16", compile="aot_eager", activation_checkpoint={"mode": "selective"}
+    ),
+    "bf16, tied": small(dtype="bfloat16", tied=True),
+    "bf16, experts": Layout(dtype="bfloat16", config=EXPERTS),
+    "bf16, lora": small(dtype="bfloat16", converters=[LoRA()]),
+}
+
+
+@pytest.mark.parametrize("name", rows(ROWS, slow=["bf16, recomputed", "bf16, compiled, recomputed"]))
+def test_it_computes_what_fsdp2_computes(name: str, tmp_path: Path) -> None:
+    """Bitwise. A tied weight in bfloat16 alone is more exact: its two gradients are added up in float32."""
+    recipe = cases.recipe(ROWS[name])
+    if recipe.converters:
+        with Engine.build(replace(recipe, converters=[])) as engine:
+            engine.save(tmp_path / "step-1")
+        recipe = replace(recipe, weights=tmp_path / "step-1")
+    with fsdp2():
+        expected = trained(recipe)
+    found = trained(recipe)
+    assert found.keys() == expected.keys()
+    if "tied" not in name:
+        assert [key for key, value in expected.items() if not torch.equal(found[key], value)] == []
+        return
+    for key, value in expected.items():
+        if key.startswith("0 "):
+            assert (found[key] - value).norm() < 0.005 * value.norm(), key
+
+
+def test_gradients_are_those_of_a_plain_loop() -> None:
+    """In float32, of the model as anybody would run it."""
+    recipe = cases.recipe(small())
+    with Engine.build(recipe) as engine:
+        plain = build(recipe.model, seq_len=cases.LENGTH)
+        plain.load_state_dict({name: p.detach() for name, p in engine.named_parameters()})
+        (batch,) = cases.my_batches(engine)
+        logits = plain(batch["tokens"]).flatten(0, 1)
+        cross_entropy(logits, batch["targets"].flatten(), reduction="sum").backward()
+        engine.forward_backward(batch)
+        for (name, p), (_, q) in zip(engine.named_parameters(), plain.named_parameters(), strict=True):
+            assert not isinstance(p, DTensor) and p.is_leaf
+            assert (p.grad - q.grad).norm() <= 1e-5 * q.grad.norm(), name
+
+
+def test_sampling_casts_once() -> None:
+    with Engine.build(cases.recipe(small(dtype="bfloat16"))) as engine:
+        weight = engine.model.output._parameters["weight"]
+        with engine.sampling() as model:
+            assert model.output.weight is model.output.weight
+            assert model.output.weight.dtype == torch.bfloat16
+        assert engine.model.output.weight is not engine.model.output.weight
+        assert dict(engine.named_parameters())["output.weight"] is weight and weight.dtype == torch.float32
+        with pytest.raises(ZeroDivisionError), engine.sampling():
+            raise ZeroDivisionError
+        assert engine.model.output.casts is None
+
+
+def test_a_forward_that_raises_leaves_nothing() -> None:
+    recipe = cases.recipe(small(dtype="bfloat16"))
+    expected = trained(recipe, steps=1)
+    with Engine.build(recipe) as engine:
+
+        def broken(*_: Any) -> Any:
+            raise ZeroDivisionError
+
+        hook = engine.model.layers["1"].register_forward_pre_hook(broken)
+        with pytest.raises(ZeroDivisionError):
+            engine.forward_backward(cases.my_batches(engine))
+        hook.remove()
+        engine.forward_backward(cases.my_batches(engine))
+        for name, p in engine.named_parameters():
+            assert torch.equal(p.grad, expected[f"0 {name}.grad"])
+
+
+def test_what_needs_fsdp2_has_it() -> None:
+    """Weights of a class that says how it is gathered."""
+    (batch,) = [cases.whole_batch()]
+    found = current().find("converter", "float8_linear")
+    gather = found(recipe="tensorwise", emulate=True, enable_fsdp_float8_all_gather=True)
+    layout = Layout(model={"dim": 64, "hidden_dim": 64}, converters=[gather], dtype="bfloat16")
+    with Engine.build(cases.recipe(layout)) as engine:
+        assert any(isinstance(module, FSDPModule) for module in engine.model.modules())
+        engine.forward_backward(batch)
+        engine.optim_step()
