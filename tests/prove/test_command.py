@@ -79,11 +79,36 @@ def titan_components():
 """
 
 
-def test_a_recipe_that_cannot_be_shrunk_says_which_value_stands_in_the_way(titan: Titan) -> None:  # noqa: F811
+PICKY = """
+from titancli import component, hookimpl
+
+@component("loss", "picky", target="cli_picky:build")
+class Picky:
+    \"\"\"Refuses what a proof sets.\"\"\"
+
+    def check(self, recipe):
+        if recipe.training.global_batch_size == 8:
+            yield "", "it takes steps of 3 rows"
+
+@hookimpl
+def titan_components():
+    return [Picky]
+"""
+
+
+def test_a_recipe_that_cannot_be_shrunk_says_which_value_stands_in_the_way(
+    titan: Titan,  # noqa: F811
+    tmp_path: Path,
+) -> None:
     flux = [f"model.{key}" for key in ("dim=3072", "n_heads=24", "axes_dim=[16,56,56]")]
     done = titan("prove", "titan-flux:flux_debug", *flux, "--ranks", "1")
     assert done.code == 3
     assert "the model cannot be made small" in done.err and "model.dim = 3072" in done.err
+    file = tmp_path / "cli_picky.py"
+    file.write_text(PICKY)
+    done = titan("prove", "llama3_debug", "-p", str(file), "loss=picky")
+    assert done.code == 3 and "no small copy of this recipe is valid: it takes steps of 3 rows" in done.err
+    assert "8 of them in a step" in done.err and "Traceback" not in done.err
     assert titan("prove", "llama3_debug", "--ranks", "5").code == 2
     assert titan("prove").code == 2
 

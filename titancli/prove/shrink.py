@@ -86,7 +86,7 @@ def shrink(loaded: Loaded, folder: Path, device: str = "cpu") -> Small:
         data["training"]["seq_len"] = min(length, loaded.recipe.training.seq_len)
         if _valid(data, file) is not None:
             break
-    recipe = _load(data, file)
+    recipe = _first_copy(data, file)
     kinds = _kinds(recipe)
     for alternatives in _moves(loaded.recipe, recipe):
         for move in alternatives:
@@ -215,6 +215,24 @@ def _kinds(recipe: Recipe) -> int | None:
     """How many kinds of blocks the model has; None where it does not say."""
     shape = with_defaults(ModelConfigDefaults, recipe.model).shape()
     return None if shape is None else len({repr(block) for block in shape.blocks})
+
+
+def _first_copy(data: dict[str, Any], file: Path) -> Recipe:
+    """The recipe with the settings of a proof, its model as large as it was.
+
+    Raises:
+        RecipeError: it is not valid; names the values that its components refuse.
+    """
+    try:
+        return _load(data, file)
+    except RecipeError as error:
+        lines = {p.message: f" ({p.location.source.strip()})" if p.location else "" for p in error.problems}
+        found = [f"{message}{line}" for message, line in lines.items()]
+        raise RecipeError(
+            f"no small copy of this recipe is valid: {'; '.join(found)}",
+            hint=f"a copy has rows of {data['training']['seq_len']} tokens, {ROWS} of them in a step, in "
+            "float32 on one rank: what refuses these settings stands in the way",
+        ) from error
 
 
 def _valid(data: dict[str, Any], file: Path) -> Recipe | None:
