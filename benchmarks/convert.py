@@ -72,8 +72,10 @@ def make_checkpoint(folder: Path, layers: int, ranks: int) -> None:
     import torch
 
     from titancli.checkpoint.format.disk import write_file
-    from titancli.checkpoint.format.layout import METADATA, Chunk, TensorLayout, layout_text
+    from titancli.checkpoint.format.hashed import PIECE
+    from titancli.checkpoint.format.layout import Chunk
     from titancli.checkpoint.format.manifest import MANIFEST, manifest_bytes
+    from titancli.checkpoint.format.metadata import METADATA, Cell, Group, index_bytes, part_bytes, part_name
     from titancli.checkpoint.format.stream import Job, write_files
     from titancli.checkpoint.format.tensorfile import Entry
     from titancli.checkpoint.hf.which import parameter_shapes
@@ -83,7 +85,7 @@ def make_checkpoint(folder: Path, layers: int, ranks: int) -> None:
     shapes = parameter_shapes(Llama3(**SHAPE, n_layers=layers))
     noise = torch.randn(32000 * 2048, generator=torch.Generator().manual_seed(0)).bfloat16()
     folder.mkdir()
-    chunks: dict[str, list[Chunk]] = {name: [] for name in shapes}
+    cells: dict[str, list[Cell]] = {name: [] for name in shapes}
     files = {}
     for rank in range(ranks):
         jobs = []
@@ -93,11 +95,17 @@ def make_checkpoint(folder: Path, layers: int, ranks: int) -> None:
             values = noise[: entry.nbytes // 2].view(entry.shape)
             jobs.append(Job(name, (entry,), lambda values=values: [values]))
             offsets = (first, *(0 for _ in rest))
-            chunks[name].append(Chunk(offsets, entry.shape, f"rank-{rank:05d}.safetensors", entry.key))
-        for file in write_files(folder, jobs, lambda i, n, rank=rank: f"rank-{rank:05d}.safetensors"):
-            files[file.name] = file.digest
-    layouts = {f"model.{n}": TensorLayout("BF16", shapes[n], tuple(chunks[n])) for n in shapes}
-    files[METADATA] = write_file(folder / METADATA, layout_text(layouts).encode())
+            cells[name].append(Cell(rank, offsets, entry.shape))
+        [file] = write_files(folder, jobs, lambda i, n, rank=rank: f"rank-{rank:05d}.safetensors")
+        files[file.name] = file.digest
+        chunks = {
+            entry.key: [Chunk(cells[n][-1].offsets, entry.shape, file.name, entry.key, s, PIECE, entry.start)]
+            for n, entry, s in zip(shapes, file.entries, file.checksums, strict=True)
+        }
+        part = part_bytes(chunks, {file.name: file.header})
+        files[part_name(rank)] = write_file(folder / part_name(rank), part)
+    groups = [Group.of("BF16", shape, [f"model.{n}"], cells[n]) for n, shape in shapes.items()]
+    files[METADATA] = write_file(folder / METADATA, index_bytes(groups))
     model = {"type": "titan/llama3", **SHAPE, "n_layers": layers}
     draft = Draft(folder, {"model": model}, "", "benchmark", {"dp_shard": ranks}, ranks)
     write_file(folder / MANIFEST, manifest_bytes(draft.manifest(files, serial=1)))

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from titancli.checkpoint import save_checkpoint
+from titancli.checkpoint import read_manifest, save_checkpoint
+from titancli.checkpoint.format.disk import write_file
+from titancli.checkpoint.format.hashed import Digest, file_digest
+from titancli.checkpoint.format.layout import TensorLayout
+from titancli.checkpoint.format.manifest import MANIFEST, manifest_bytes
+from titancli.checkpoint.format.metadata import METADATA, PART_NAME, open_metadata
 
 RUN = "run-1"
 
@@ -53,3 +63,49 @@ def save(folder: Path, seed: int = 0, *, run_id: str = RUN, state: dict | None =
     tensors = some_tensors(seed)
     save_checkpoint(folder, tensors, state or {"seed": seed}, lock_text="recipe = 1\n", run_id=run_id)
     return tensors
+
+
+def format_1(layouts: Mapping[str, TensorLayout]) -> bytes:
+    """`metadata.json` as titan wrote it before each rank had a part of its own."""
+    tensors = {
+        name: {
+            "dtype": layout.dtype,
+            "shape": layout.shape,
+            "chunks": [
+                {"offsets": c.offsets, "shape": c.shape, "file": c.file, "key": c.key}
+                | ({"xxh3_64": c.checksums} if c.checksums else {})
+                for c in layout.chunks
+            ],
+        }
+        for name, layout in layouts.items()
+    }
+    return json.dumps({"format": 1, "tensors": tensors}).encode()
+
+
+def make_format_1(folder: Path, *, checksums: bool = True) -> None:
+    """Turn a checkpoint of small tensors into one of format 1; without checksums an even older one."""
+    manifest = read_manifest(folder)
+    layouts = open_metadata(folder, manifest.files).everything()
+    if not checksums:
+        layouts = {
+            name: replace(layout, chunks=tuple(replace(chunk, checksums=()) for chunk in layout.chunks))
+            for name, layout in layouts.items()
+        }
+    for name in filter(PART_NAME.match, manifest.files):
+        (folder / name).unlink()
+    rewritten(folder, METADATA, format_1(layouts))
+
+
+def parts(folder: Path) -> dict[str, Any]:
+    """The tables of all ranks' parts, by file."""
+    return {p.name: json.loads(gzip.decompress(p.read_bytes())) for p in sorted(folder.glob("metadata-*.gz"))}
+
+
+def rewritten(folder: Path, name: str, data: bytes) -> None:
+    """Write a file of a checkpoint anew, and the manifest so that every checksum is right."""
+    (folder / name).write_bytes(data)
+    manifest = read_manifest(folder)
+    files: dict[str, Digest] = {n: d for n, d in manifest.files.items() if (folder / n).exists()}
+    files[name] = file_digest(folder / name)
+    (folder / MANIFEST).unlink()
+    write_file(folder / MANIFEST, manifest_bytes(replace(manifest, files=files)))

@@ -13,7 +13,7 @@ from tests.checkpoint.tensors import RUN, same, save, some_tensors, zeros
 from titancli.checkpoint import Checkpointer, load_checkpoint, newest, read_manifest
 from titancli.checkpoint import checkpointer as module
 from titancli.checkpoint.format.manifest import STEP_NAME
-from titancli.checkpoint.format.storage import Writer
+from titancli.checkpoint.save import Draft
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.recipe.schema import Checkpoint
 
@@ -192,15 +192,15 @@ def test_what_does_not_verify_gets_no_name_and_nothing_is_purged_for_it(
     """A shared disk that loses the end of a file, after it was written."""
     checkpointer = make(tmp_path, interval=1, keep_latest_k=1)
     checkpointer.save(1, some_tensors(), {})
-    really = Writer.finish
+    really = Draft.complete
 
-    def harmed(self: Writer, **given: Any) -> None:
+    def harmed(self: Draft, *given: Any) -> None:
         [data] = tmp_path.glob(".step-2.tmp-*/rank-00000.safetensors")
         data.write_bytes(data.read_bytes()[:-1])
-        really(self, **given)
+        really(self, *given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Writer, "finish", harmed)
+        patch.setattr(Draft, "complete", harmed)
         with pytest.raises(
             EnvironmentProblem, match=r"step-2 differs from what was written: rank-00000\.safet"
         ):

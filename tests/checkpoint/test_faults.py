@@ -19,7 +19,13 @@ from titancli.checkpoint import Checkpointer, CheckpointReader, load_checkpoint,
 from titancli.errors import EnvironmentProblem
 from titancli.recipe.schema import Checkpoint
 
-FILES = ["rank-00000.safetensors", "metadata.json", "manifest.json", "recipe.lock.toml"]
+FILES = [
+    "rank-00000.safetensors",
+    "metadata-00000.json.gz",
+    "metadata.json",
+    "manifest.json",
+    "recipe.lock.toml",
+]
 PAGE = 4096
 
 

@@ -17,10 +17,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoint.tensors import bits, save, some_tensors
+from tests.checkpoint.tensors import bits, rewritten, save, some_tensors
 from titancli.checkpoint import CheckpointReader, newest_good, read_manifest
-from titancli.checkpoint.format.layout import Chunk, read_layout, tile
+from titancli.checkpoint.format.layout import tile
 from titancli.checkpoint.format.manifest import Manifest, Verify, faults, is_checkpoint, manifest_bytes
+from titancli.checkpoint.format.metadata import open_metadata
 from titancli.checkpoint.format.tensorfile import Entry, TensorFileWriter, read_header, split
 from titancli.checkpoint.format.tensors import dtype_name, read_tensor, tensor_bytes
 from titancli.checkpoint.remote.store import at
@@ -155,7 +156,7 @@ LAYOUTS: dict[str, Any] = {
     "an unknown dtype": _layout(dtype="OBJECT"),
     "no tensors": {"format": 1},
     "tensors as a list": {"format": 1, "tensors": []},
-    "another format": {"format": 2, "tensors": {}},
+    "another format": {"format": 3, "groups": []},
     "a number": 3,
 }
 
@@ -164,14 +165,14 @@ LAYOUTS: dict[str, Any] = {
 def test_a_hostile_layout_is_refused(tmp_path: Path, layout: Any):
     (tmp_path / "metadata.json").write_text(json.dumps(layout))
     with pytest.raises(EnvironmentProblem, match=r"metadata\.json"):
-        read_layout(tmp_path)
+        open_metadata(tmp_path).everything()
 
 
 @pytest.mark.parametrize("text", ["", "[" * 100_000, "{", "\xff"])
 def test_a_layout_that_is_no_json_is_refused(tmp_path: Path, text: str):
     (tmp_path / "metadata.json").write_text(text)
     with pytest.raises(EnvironmentProblem):
-        read_layout(tmp_path)
+        open_metadata(tmp_path).everything()
 
 
 @given(
@@ -182,7 +183,7 @@ def test_a_layout_that_is_no_json_is_refused(tmp_path: Path, text: str):
 @example([(0, 0, 3, 1), (0, 1, 1, 2), (1, 1, 2, 2)])
 @example([(0, 0, 3, 2), (0, 1, 3, 1)])
 def test_boxes_tile_a_tensor_as_by_counting(boxes: list[tuple[int, int, int, int]]):
-    chunks = [Chunk((a, b), (h, w), "f", "k") for a, b, h, w in boxes]
+    chunks = [((a, b), (h, w)) for a, b, h, w in boxes]
     cells = [(x, y) for a, b, h, w in boxes for x in range(a, a + h) for y in range(b, b + w)]
     assert tile((3, 3), chunks) == (sorted(cells) == [(x, y) for x in range(3) for y in range(3)])
 
@@ -190,15 +191,17 @@ def test_boxes_tile_a_tensor_as_by_counting(boxes: list[tuple[int, int, int, int
 def test_a_layout_of_many_pieces_costs_no_more_than_it_has():
     """Columns beside rows: none can be told from another by its place along one dimension."""
     size = 6000
-    columns = [Chunk((0, i), (size, 1), "f", "k") for i in range(size // 2)]
-    rows = [Chunk((i, size // 2), (1, size // 2), "f", "k") for i in range(size)]
+    columns = [((0, i), (size, 1)) for i in range(size // 2)]
+    rows = [((i, size // 2), (1, size // 2)) for i in range(size)]
     began = time.process_time()
     assert tile((size, size), columns + rows)
     assert not tile((size, size), columns + rows[:-1])
     assert time.process_time() - began < 5
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "metadata.json", "rank-00000.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "metadata.json", "metadata-00000.json.gz", "rank-00000.safetensors"]
+)
 @pytest.mark.parametrize("kind", ["fifo", "link", "folder"])
 @pytest.mark.parametrize("verify", ["full", "off"])
 def test_what_is_no_regular_file_is_refused_and_never_waited_for(
@@ -249,14 +252,7 @@ def test_a_layout_that_names_a_file_beside_the_manifest_is_refused(tmp_path: Pat
 
 def _forge(folder: Path, tensors: dict[str, Any]) -> None:
     """Replace the layout, and make the manifest agree, as an attacker would."""
-    from dataclasses import replace
-
-    from titancli.checkpoint.format.hashed import file_digest
-
-    (folder / "metadata.json").write_text(json.dumps({"format": 1, "tensors": tensors}))
-    manifest = read_manifest(folder)
-    files = {**manifest.files, "metadata.json": file_digest(folder / "metadata.json")}
-    (folder / "manifest.json").write_bytes(manifest_bytes(replace(manifest, files=files)))
+    rewritten(folder, "metadata.json", json.dumps({"format": 1, "tensors": tensors}).encode())
 
 
 class _Bomb:
@@ -276,7 +272,8 @@ def test_a_pickle_beside_it_is_named_and_never_opened(tmp_path: Path, monkeypatc
 def test_nothing_of_a_checkpoint_is_a_pickle(tmp_path: Path):
     save(tmp_path / "step-1")
     names = sorted(path.name for path in (tmp_path / "step-1").iterdir())
-    assert names == ["manifest.json", "metadata.json", "rank-00000.safetensors", "recipe.lock.toml"]
+    data = ["metadata-00000.json.gz", "metadata.json", "rank-00000.safetensors"]
+    assert names == ["manifest.json", *data, "recipe.lock.toml"]
 
 
 def test_the_manifest_says_what_is_there(tmp_path: Path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from tests.checkpoint.tensors import RUN, bits
+from tests.checkpoint.tensors import RUN, bits, parts
 from titancli.checkpoint import (
     Checkpointer,
     CheckpointReader,
@@ -24,7 +23,7 @@ from titancli.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
-from titancli.checkpoint.format.layout import read_layout
+from titancli.checkpoint.format.metadata import open_metadata
 from titancli.errors import TitanError
 from titancli.recipe.schema import Checkpoint
 
@@ -119,7 +118,7 @@ def test_one_process_reads_what_ranks_wrote(ranks: Any, tmp_path: Path, layout: 
 def test_replicas_are_written_once(ranks: Any, tmp_path: Path):
     ranks(4, _save, str(tmp_path / "step-1"), "hsdp")
     size = sum(tensor.nbytes for tensor in whole().values())
-    chunks = [chunk for t in read_layout(tmp_path / "step-1").values() for chunk in t.chunks]
+    chunks = [chunk for t in open_metadata(tmp_path / "step-1").everything().values() for chunk in t.chunks]
     assert len({(chunk.file, chunk.key) for chunk in chunks}) == len(chunks)
     data = sum(path.stat().st_size for path in (tmp_path / "step-1").glob("*.safetensors"))
     headers = sum(
@@ -249,7 +248,12 @@ def test_damage_is_told_alike_on_every_rank(ranks: Any, tmp_path: Path):
     """The ranks share the files among them, so only one of them sees it."""
     folder = tmp_path / "step-1"
     ranks(2, _save, str(folder), "fsdp")
-    for name in ("rank-00000.safetensors", "rank-00001.safetensors", "metadata.json", "manifest.json"):
+    for name in (
+        *(f"rank-0000{n}.safetensors" for n in (0, 1)),
+        *(f"metadata-0000{n}.json.gz" for n in (0, 1)),
+        "metadata.json",
+        "manifest.json",
+    ):
         copy = tmp_path / name.partition(".")[0] / "step-1"
         shutil.copytree(folder, copy)
         data = bytearray((copy / name).read_bytes())
@@ -348,23 +352,23 @@ def test_a_node_with_a_stale_view_is_found(ranks: Any, tmp_path: Path):
 
 def _through_small_pieces(folder: str, before: str, after: str) -> dict[str, bytes]:
     """Saved and loaded with a checksum for every 32 bytes."""
-    from titancli.checkpoint.format import hashed, layout, reader
+    from titancli.checkpoint.format import hashed, metadata, storage
 
-    modules, usual = (hashed, layout, reader), hashed.CHECKED
+    modules, usual = (hashed, metadata, storage), hashed.PIECE
     for module in modules:
-        module.CHECKED = 32
+        module.PIECE = 32
     try:
         _save(folder, before)
         return _load(folder, after)
     finally:
         for module in modules:
-            module.CHECKED = usual
+            module.PIECE = usual
 
 
 @pytest.mark.parametrize("before, after", [("fsdp", "columns"), ("columns", "fsdp"), ("ddp", "fsdp")])
 def test_a_rank_reads_the_pieces_that_hold_its_part(ranks: Any, tmp_path: Path, before: str, after: str):
     expected = {name: bits(tensor) for name, tensor in whole().items()}
     assert ranks(2, _through_small_pieces, str(tmp_path / "step-1"), before, after) == [expected] * 2
-    table = json.loads((tmp_path / "step-1/metadata.json").read_text())["tensors"]
-    counts = [len(chunk["xxh3_64"]) for row in table.values() for chunk in row["chunks"]]
+    tables = parts(tmp_path / "step-1").values()
+    counts = [len(row["xxh3_64"]) for table in tables for rows in table["tensors"].values() for row in rows]
     assert max(counts) > 3 and min(counts) == 1

@@ -66,7 +66,7 @@ def test_what_goes_up_comes_back_bit_for_bit(tmp_path: Path, url: str) -> None:
     assert [path.name for path in (tmp_path / "there").iterdir() if path.name != ".taking"] == ["step-4"]
 
 
-@pytest.mark.parametrize("after", range(4))
+@pytest.mark.parametrize("after", range(5))
 def test_an_upload_that_is_cut_off_anywhere_is_no_checkpoint(
     tmp_path: Path, url: str, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +84,7 @@ def test_an_upload_that_is_cut_off_anywhere_is_no_checkpoint(
             original(self, *given)
 
         monkeypatch.setattr(RemotePath, name, broken)
-    assert len(list((tmp_path / "step-4").iterdir())) == 4
+    assert len(list((tmp_path / "step-4").iterdir())) == 5
     with pytest.raises(Unreachable):
         upload(tmp_path / "step-4", at(url) / "step-4")
     monkeypatch.undo()

@@ -21,13 +21,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoint.tensors import RUN, bits
+from tests.checkpoint.tensors import RUN, bits, format_1
 from tests.checkpoint.test_hf import FORM, TinyForm, equal, expected, hf_files, weights
 from titancli.checkpoint import CheckpointReader, export_hf, load_hf_weights, save_checkpoint
 from titancli.checkpoint.format import stream
 from titancli.checkpoint.format.disk import write_file
-from titancli.checkpoint.format.layout import METADATA, Chunk, TensorLayout, layout_text
+from titancli.checkpoint.format.layout import Chunk, TensorLayout
 from titancli.checkpoint.format.manifest import MANIFEST, manifest_bytes
+from titancli.checkpoint.format.metadata import METADATA
 from titancli.checkpoint.format.tensorfile import Entry, TensorFileWriter
 from titancli.checkpoint.format.tensors import dtype_name, tensor_bytes
 from titancli.checkpoint.hf.convert import to_hf, to_titan
@@ -87,7 +88,7 @@ def cut(folder: Path, tensors: dict[str, Tensor], seed: int, state: dict[str, An
             for _, piece in rows:
                 writer.write(tensor_bytes(piece))
             digests[file] = writer.close()
-    digests[METADATA] = write_file(folder / METADATA, layout_text(layouts).encode())
+    digests[METADATA] = write_file(folder / METADATA, format_1(layouts))
     draft = Draft(folder, state or {}, "", RUN, {}, ranks=4)
     write_file(folder / MANIFEST, manifest_bytes(draft.manifest(digests, serial=1)))
 

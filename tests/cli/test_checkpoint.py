@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.tensors import save
+from tests.checkpoint.tensors import make_format_1, rewritten, save
 from tests.cli.conftest import Titan
 from tests.cli.test_torch_free import HEAVY, probe
 
@@ -89,7 +89,7 @@ def test_verify_reads_every_byte_and_exits_5(titan: Titan, run: Path) -> None:
     good = titan("checkpoint", "verify", "run", "run/checkpoints/step-2")
     assert good.code == 0
     assert [line.split()[0] for line in good.out.splitlines()] == ["good:"] * 3
-    assert f"{run}/checkpoints/step-2 (4 files, " in good.out
+    assert f"{run}/checkpoints/step-2 (5 files, " in good.out
     _flip(run / "checkpoints/step-10/rank-00000.safetensors")
     assert titan("checkpoint", "list", "run").out.count("good") == 2
     bad = titan("checkpoint", "verify", "run")
@@ -103,16 +103,11 @@ def test_verify_reads_every_byte_and_exits_5(titan: Titan, run: Path) -> None:
 
 def test_verify_notices_files_that_are_whole_but_contradict_each_other(titan: Titan, tmp_path: Path) -> None:
     """Every checksum is right, and the data files do not hold what metadata.json says."""
-    from titancli.checkpoint.format.hashed import file_digest
-    from titancli.checkpoint.format.manifest import manifest_bytes, read_manifest
-
     step = tmp_path / "checkpoints" / "step-1"
     save(step)
+    make_format_1(step)
     text = (step / "metadata.json").read_text()
-    (step / "metadata.json").write_text(text.replace("[6, 4]", "[8, 3]"))
-    manifest = read_manifest(step)
-    manifest.files["metadata.json"] = file_digest(step / "metadata.json")
-    (step / "manifest.json").write_bytes(manifest_bytes(manifest))
+    rewritten(step, "metadata.json", text.replace("[6, 4]", "[8, 3]").encode())
     done = titan("checkpoint", "verify", "checkpoints/step-1")
     assert done.code == 5
     assert "rank-00000.safetensors does not hold 'model.layers.0.weight' as F32 [8, 3]" in done.out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -31,6 +30,7 @@ from tests.ranks.layouts import GPT_OSS
 from tests.rows import rows
 from tests.run.conftest import Finished, here, train  # noqa: F401 - fixtures
 from titancli.checkpoint import CheckpointReader
+from titancli.checkpoint.format.metadata import open_metadata
 from titancli.checkpoint.hf.which import hf_form
 from titancli.converters import LoRA
 from titancli.converters.lora import AdaptedLinear, Adapters, merge
@@ -131,7 +131,7 @@ def test_it_computes_what_the_merged_model_computes(ranks: Ranks, base: Path) ->
 def test_checkpoints_hold_adapters_alone_and_go_on_bitwise(ranks: Ranks, base: Path, tmp_path: Path) -> None:
     folder = tmp_path / "step-2"
     [expected] = ranks(1, save_adapters, small(), base, folder)
-    tensors = json.loads((folder / "metadata.json").read_text())["tensors"]
+    tensors = open_metadata(folder).tensors
     assert all(".lora_a" in name or ".lora_b" in name for name in tensors)
     assert any(name.startswith("optimizer.") for name in tensors)
     [found] = ranks(1, load_adapters, small(), base, folder)

@@ -1,9 +1,9 @@
 """Training state in our own format (docs/checkpoints.md), and Hugging Face safetensors in and out.
 
-manifest.py, layout.py and tensorfile.py are the format itself and import no torch; files.py and hashed.py
-read and write its bytes.
-storage.py and reader.py join it to torch.distributed.checkpoint, save.py and load.py are the two directions,
-checkpointer.py decides when to save and what to purge. hf.py writes and reads Hugging Face folders.
+In format/, manifest.py, metadata.py, layout.py and tensorfile.py are the format itself and import no torch;
+files.py and hashed.py read and write its bytes. plan.py, storage.py, reader.py and replicas.py join it to
+torch.distributed. save.py and load.py are the two directions, checkpointer.py decides when to save and what
+to purge. hf/ writes and reads Hugging Face folders, remote/ copies to object stores.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
 from titancli.checkpoint.format.manifest import remove, steps
-from titancli.checkpoint.format.storage import SavePlannerOf, plan_of, several_ranks
+from titancli.checkpoint.format.plan import SavePlan
+from titancli.checkpoint.format.storage import Pieces, pieces_of, several_ranks
 from titancli.checkpoint.remote.uploads import Uploads
 from titancli.checkpoint.save import Draft, mesh_of, run_save
 from titancli.distributed.process_group import new_patient_group
@@ -65,6 +66,7 @@ class Checkpointer:
         self._claim, self._spared = claim, spared
         self._group: dist.ProcessGroup | None = None
         self._main = not several_ranks(None) or dist.get_rank() == 0
+        self._plan = SavePlan()
         self._staging = Staging(pinned=section.async_mode == "async_with_pinned_mem")
         self._writing: Writing | None = None
         self._saved: int | None = None
@@ -96,15 +98,15 @@ class Checkpointer:
             return
         self._meet()
         path = self._folder / f"step-{step}"
-        draft, planner = self._draft(path, tensors, state), plan_of(tensors)
+        draft, pieces = self._draft(path, tensors, state), pieces_of(tensors)
         draft.alongside = self._names
-        work: Callable[[], None] = lambda: self._write(planner, draft)  # noqa: E731
+        work: Callable[[], None] = lambda: self._write(pieces, draft)  # noqa: E731
         if self._section.async_mode == "disabled":
             work()
             self._saved = step
             self._on_saved(step, path)
         else:
-            planner = self._staging.copy(planner)
+            pieces = self._staging.copy(pieces)
             self._writing = Writing(step, path, work)
 
     def save_apart(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -115,7 +117,7 @@ class Checkpointer:
         """
         self.wait()
         self._meet()
-        run_save(plan_of(tensors), self._draft(path, tensors, {}), self._group)
+        run_save(pieces_of(tensors), self._draft(path, tensors, {}), self._group)
 
     def on_main(self, function: Callable[[], None]) -> None:
         """Call on rank 0, for as long as it takes; a TitanError there is raised on every rank."""
@@ -214,8 +216,8 @@ class Checkpointer:
             writing.announced = True
             self._on_saved(writing.step, writing.path)
 
-    def _write(self, planner: SavePlannerOf, draft: Draft) -> None:
-        run_save(planner, draft, self._group)
+    def _write(self, pieces: Pieces, draft: Draft) -> None:
+        run_save(pieces, draft, self._group, self._plan)
         if self._main:
             self._tidy()
 
@@ -270,13 +272,12 @@ class Staging:
         self._buffers: dict[Any, Tensor] = {}
 
     @torch.no_grad()
-    def copy(self, planner: SavePlannerOf) -> SavePlannerOf:
-        """The same plan over a copy of the data, complete when this returns."""
-        plan = planner.create_local_plan()
+    def copy(self, pieces: Pieces) -> Pieces:
+        """The same pieces with a copy of the data, complete when this returns."""
         buffers: dict[Any, Tensor] = {}
         on_device = False
-        for item in plan.items:
-            value = planner.resolve_data(item)
+        for item in pieces.items:
+            value = pieces.resolve(item)
             buffer = self._buffers.get(item.index)
             pinned = self._pinned and value.is_cuda
             if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
@@ -291,7 +292,7 @@ class Staging:
         def staged(item: WriteItem) -> Tensor:
             return buffers[item.index]
 
-        return SavePlannerOf(plan, staged)
+        return Pieces(pieces.items, staged)
 
 
 def purge(folder: Path, run_id: str, keep: int, busy: Path | None = None) -> None:

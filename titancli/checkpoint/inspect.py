@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from titancli.checkpoint.format.layout import TensorLayout, read_layout
+from titancli.checkpoint.format.layout import TensorLayout
 from titancli.checkpoint.format.manifest import (
     STEP_NAME,
     Manifest,
@@ -16,6 +16,7 @@ from titancli.checkpoint.format.manifest import (
     is_checkpoint,
     read_manifest,
 )
+from titancli.checkpoint.format.metadata import Described, Metadata, open_metadata
 from titancli.checkpoint.format.tensorfile import ITEM_SIZE, read_header
 from titancli.errors import EnvironmentProblem
 
@@ -86,8 +87,8 @@ def _order(path: Path) -> tuple[int, str]:
     return (int(match[1]) if match else -1), path.name
 
 
-def layout_of(path: Path) -> dict[str, TensorLayout]:
-    """A checkpoint's tensors by name.
+def metadata_of(path: Path) -> Metadata:
+    """A checkpoint's tensors, and where they lie.
 
     Raises:
         EnvironmentProblem: it is no checkpoint, or its metadata.json is not the one that was written.
@@ -97,34 +98,38 @@ def layout_of(path: Path) -> dict[str, TensorLayout]:
         raise EnvironmentProblem(
             f"checkpoint {path} is damaged: {'; '.join(found)}", hint=f"titan checkpoint verify {path}"
         )
-    return read_layout(path)
+    return open_metadata(path, manifest.files)
 
 
-def nbytes(tensor: TensorLayout) -> int:
+def nbytes(tensor: TensorLayout | Described) -> int:
     return math.prod(tensor.shape) * ITEM_SIZE[tensor.dtype]
 
 
 def _contradictions(path: Path, manifest: Manifest) -> list[str]:
     """Where metadata.json and the data files, each undamaged, do not say the same."""
     try:
-        return list(_between(path, manifest, read_layout(path)))
+        return list(_between(path, manifest, open_metadata(path, manifest.files).everything()))
     except EnvironmentProblem as error:
         return [error.message]
 
 
 def _between(path: Path, manifest: Manifest, layouts: dict[str, TensorLayout]) -> Iterator[str]:
-    pieces: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {}
+    pieces: dict[str, list[tuple[str, str, tuple[int, ...], int | None]]] = {}
     for layout in layouts.values():
         for chunk in layout.chunks:
             if math.prod(chunk.shape):
-                pieces.setdefault(chunk.file, []).append((chunk.key, layout.dtype, chunk.shape))
+                pieces.setdefault(chunk.file, []).append((chunk.key, layout.dtype, chunk.shape, chunk.start))
     for file, expected in pieces.items():
         if file not in manifest.files:
             yield f"metadata.json names {file}, which is not in the manifest"
             continue
         header = read_header(path / file)
-        for key, dtype, shape in expected:
+        for key, dtype, shape, start in expected:
             entry = header.get(key)
-            if entry is None or (entry.dtype, entry.shape) != (dtype, shape):
+            if entry is None or (entry.dtype, entry.shape, start or entry.start) != (
+                dtype,
+                shape,
+                entry.start,
+            ):
                 yield f"{file} does not hold {key!r} as {dtype} {list(shape)}"
                 break

@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+from torch.distributed.checkpoint.utils import _DistWrapper
 
 from titancli.checkpoint.exclude import NOTHING, Exclusion
 from titancli.checkpoint.format.hashed import Digest
-from titancli.checkpoint.format.layout import FILE_NAME, METADATA, Chunk, TensorLayout, read_layout
+from titancli.checkpoint.format.layout import FILE_NAME, Box, Chunk
 from titancli.checkpoint.format.manifest import (
     DamagedCheckpoint,
     Manifest,
@@ -28,7 +29,9 @@ from titancli.checkpoint.format.manifest import (
     manifest_bytes,
     read_manifest,
 )
-from titancli.checkpoint.format.reader import Reader, load_planner
+from titancli.checkpoint.format.metadata import PART_NAME, Described, Metadata, open_metadata
+from titancli.checkpoint.format.reader import Reader
+from titancli.checkpoint.format.replicas import shared_among_replicas
 from titancli.checkpoint.format.storage import several_ranks
 from titancli.checkpoint.format.tensors import TORCH_DTYPE, TensorFiles
 from titancli.checkpoint.save import raise_failure
@@ -52,7 +55,7 @@ def load_checkpoint(
     of all ranks together must be the checkpoint's;
     but when one part alone is asked for (all names begin with `model.`), the rest of the checkpoint is left
     unused, and values are cast to the dtypes asked for. Each rank reads only what it needs; where
-    `verify` is "full", each file is read whole by one of them, and hashed on its way into the tensors.
+    `verify` is "full", it is hashed on its way into the tensors.
 
     What `exclude` has is left as it is. `begin` is called before the first tensor is written.
 
@@ -63,13 +66,16 @@ def load_checkpoint(
             The tensors are as they were.
     """
     group = patient_group() if group is None else group
-    manifest, layouts = _open_together(folder, verify, group)
-    exclude.check(layouts)
-    layouts = {name: layout for name, layout in layouts.items() if not exclude.has(name)}
+    manifest, metadata = _open_together(folder, verify, group)
+    exclude.check(metadata.tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if not exclude.has(name)}
-    asked = _asked_together(tensors, group)
+    asked, alike = _asked_together(tensors, group)
     parts = {name.partition(".")[0] for name in asked}
-    there = {name: layout for name, layout in layouts.items() if name.partition(".")[0] in parts}
+    there = {
+        name: tensor
+        for name, tensor in metadata.tensors.items()
+        if name.partition(".")[0] in parts and not exclude.has(name)
+    }
     strict = parts != {"model"}
     wanted = {name: (shape, dtype if strict else None) for name, (shape, dtype) in asked.items()}
     if found := differences(there, wanted):
@@ -78,30 +84,40 @@ def load_checkpoint(
             hint="undo the change in the recipe, or start a new run from the weights of the checkpoint: "
             'weights = "CHECKPOINT"',
         )
-    data = {name: digest for name, digest in manifest.files.items() if FILE_NAME.match(name)}
     if begin is not None:
         begin()
-    _fill(folder, layouts, tensors, data if verify == "full" else {}, group)
+    data = {name: digest for name, digest in manifest.files.items() if FILE_NAME.match(name)}
+    _fill(folder, metadata, tensors, data if verify == "full" else None, group, alike)
     return manifest.state
 
 
 def _fill(
     folder: Path,
-    layouts: Mapping[str, TensorLayout],
+    metadata: Metadata,
     tensors: Mapping[str, Tensor],
-    digests: Mapping[str, Digest],
+    digests: Mapping[str, Digest] | None,
     group: dist.ProcessGroup | None,
+    alike: list[str],
 ) -> None:
-    """Read tensors that are known to be in the checkpoint, cast to the dtypes they have; collective."""
-    together = several_ranks(group)
+    """Read tensors that are known to be in the checkpoint, cast to the dtypes they have; collective.
+
+    Each byte is read and hashed once, but for small tensors: replicas read a part each, and when all ranks
+    have found what they read to be good, give it to each other.
+    """
+    ranks = _DistWrapper(group, several_ranks(group), 0)
+    all_ranks = ranks.use_dist and ranks.get_world_size() == dist.get_world_size()
+    shared = shared_among_replicas(tensors, alike) if all_ranks else {}
+
+    def read() -> None:
+        mine = {name: tensor for name, tensor in tensors.items() if name not in shared or shared[name].mine}
+        wanted = {name: _boxes(tensor) for name, tensor in mine.items()}
+        reader = Reader(folder, metadata.layouts(wanted), digests)
+        reader.fill(mine)
+        if digests is not None:
+            reader.check_headers(metadata.headers(ranks.get_rank(), ranks.get_world_size()))
+
     try:
-        dcp.load(
-            dict(tensors),
-            storage_reader=Reader(folder, layouts, digests),
-            planner=load_planner(),
-            process_group=group,
-            no_dist=not together,
-        )
+        ranks.all_reduce("read", read, lambda done: None)
     except CheckpointException as error:
         try:
             raise_failure(error, f"loading {folder}")
@@ -109,31 +125,49 @@ def _fill(
             if isinstance(cause, DamagedCheckpoint):
                 raise
             raise DamagedCheckpoint(folder, cause.message) from cause
+    for name, replicas in shared.items():
+        replicas.give(tensors[name])
+
+
+def _boxes(tensor: Tensor) -> list[Box]:
+    """What a rank holds of a tensor."""
+    return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in _create_chunk_list(tensor)]
+
+
+Asked = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def _asked_together(
     tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of what any rank asks for: under a pipeline each asks for its own stages alone."""
-    mine = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+) -> tuple[Asked, list[str]]:
+    """Shapes and dtypes of what any rank asks for: under a pipeline each asks for its own stages alone. And a
+    checksum of what each rank asks for; most ask for the same, which is sent once."""
+    asked = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in sorted(tensors.items())}
+    checksum = xxhash.xxh3_128(repr(asked).encode()).hexdigest()
     if not several_ranks(group):
-        return mine
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, mine, group=group)
-    return {name: asked for rank in gathered for name, asked in rank.items()}
+        return asked, [checksum]
+    alike: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(alike, checksum, group=group)
+    for sender in sorted({alike.index(found) for found in set(alike)}):
+        sent: list[Any] = [asked if dist.get_rank(group) == sender else None]
+        source = sender if group is None else dist.get_global_rank(group, sender)
+        dist.broadcast_object_list(sent, src=source, group=group)
+        asked = {**sent[0], **asked}
+    return asked, alike
 
 
 def _open_together(
     folder: Path, verify: Verify, group: dist.ProcessGroup | None
-) -> tuple[Manifest, dict[str, TensorLayout]]:
+) -> tuple[Manifest, Metadata]:
     """Open a checkpoint on all ranks, or raise the first rank's error on all of them.
 
     A node's view of a shared disk may be stale: what the ranks read must be one and the same.
     """
-    opened: tuple[Manifest, dict[str, TensorLayout]] | None = None
+    opened: tuple[Manifest, Metadata] | None = None
+    first = not several_ranks(group) or dist.get_rank(group) == 0
     failure: TitanError | None = None
     try:
-        opened = open_checkpoint(folder, verify=verify, data=False)
+        opened = open_checkpoint(folder, verify=verify, data=False, files=first)
     except TitanError as error:
         failure = error
     except Exception as error:  # the other ranks wait below, and must hear of it
@@ -163,47 +197,43 @@ def _identity(manifest: Manifest) -> str:
 
 
 def open_checkpoint(
-    folder: Path, *, verify: Verify = "full", data: bool = True
-) -> tuple[Manifest, dict[str, TensorLayout]]:
+    folder: Path, *, verify: Verify = "full", data: bool = True, files: bool = True
+) -> tuple[Manifest, Metadata]:
     """Read a checkpoint's manifest and layout, and check its files.
 
-    `data` false: the checksums of the data files are left to who reads them.
+    `data` false: the checksums of the data files, and of where pieces lie, are left to who reads them.
+    `files` false: somebody else looks at names and sizes.
 
     Raises:
         EnvironmentProblem: it is no checkpoint, or damaged; names the file.
     """
     manifest = read_manifest(folder)
-    chosen = {name for name in manifest.files if data or not FILE_NAME.match(name)}
-    found = faults(folder, manifest, verify=verify, only=chosen)
-    if found:
+    chosen = {name for name in manifest.files if data or not (FILE_NAME.match(name) or PART_NAME.match(name))}
+    if files and (found := faults(folder, manifest, verify=verify, only=chosen)):
         raise DamagedCheckpoint(folder, "; ".join(found))
     try:
-        layouts = read_layout(folder, manifest.files.get(METADATA))
+        return manifest, open_metadata(folder, manifest.files)
     except EnvironmentProblem as error:
         raise DamagedCheckpoint(folder, error.message) from error
-    files = {chunk.file for layout in layouts.values() for chunk in layout.chunks}
-    if stray := sorted(files - manifest.files.keys()):
-        raise DamagedCheckpoint(folder, f"its metadata.json names {stray[0]}, which is missing")
-    return manifest, layouts
 
 
 def differences(
-    layouts: Mapping[str, TensorLayout], wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype | None]]
+    there: Mapping[str, Described], wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype | None]]
 ) -> str:
     """What keeps a checkpoint from filling tensors of these shapes and dtypes (None: any); empty: nothing."""
     shapes, dtypes = [], []
-    for name in sorted(wanted.keys() & layouts.keys()):
+    for name in sorted(wanted.keys() & there.keys()):
         shape, dtype = wanted[name]
-        has = layouts[name]
+        has = there[name]
         if has.shape != shape:
             shapes.append(f"{name} is {list(has.shape)} in the checkpoint and {list(shape)} in the model")
         elif dtype not in (None, TORCH_DTYPE[has.dtype]):
-            there, here = (str(d).removeprefix("torch.") for d in (TORCH_DTYPE[has.dtype], dtype))
-            dtypes.append(f"{name} is {there} in the checkpoint and {here} in the model")
+            stored, here = (str(d).removeprefix("torch.") for d in (TORCH_DTYPE[has.dtype], dtype))
+            dtypes.append(f"{name} is {stored} in the checkpoint and {here} in the model")
     return name_lists(
         {
-            "it lacks": sorted(wanted.keys() - layouts.keys()),
-            "the model lacks": sorted(layouts.keys() - wanted.keys()),
+            "it lacks": sorted(wanted.keys() - there.keys()),
+            "the model lacks": sorted(there.keys() - wanted.keys()),
             "shapes differ": shapes,
             "dtypes differ": dtypes,
         }
@@ -239,24 +269,30 @@ class CheckpointReader:
         """
         self.folder = folder
         self._room: Tensor | None = torch.empty(0, dtype=torch.uint8) if reuse else None
-        self.manifest, layouts = open_checkpoint(folder, verify=verify)
-        self._layouts = {
-            n.removeprefix(prefix): layout for n, layout in layouts.items() if n.startswith(prefix)
+        self.manifest, self._metadata = open_checkpoint(folder, verify=verify)
+        self._tensors = {
+            n.removeprefix(prefix): (n, tensor)
+            for n, tensor in self._metadata.tensors.items()
+            if n.startswith(prefix)
         }
         self._files = TensorFiles(folder)
 
     def names(self) -> list[str]:
-        return list(self._layouts)
+        return list(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._layout(name).shape
+        return self._described(name)[1].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return TORCH_DTYPE[self._layout(name).dtype]
+        return TORCH_DTYPE[self._described(name)[1].dtype]
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, on the CPU; where it lies in one piece, mapped and not yet read."""
-        layout = self._layout(name)
+        stored, _ = self._described(name)
+        try:
+            layout = self._metadata.layouts({stored: None})[stored]
+        except EnvironmentProblem as error:
+            raise DamagedCheckpoint(self.folder, error.message) from error
         # The pieces are looked up before the whole is allocated: a lying shape costs nothing.
         pieces = [
             self._files.read(chunk.file, chunk.key, layout.dtype, chunk.shape)
@@ -285,7 +321,7 @@ class CheckpointReader:
             self._room = torch.empty(size, dtype=torch.uint8)
         return self._room[:size].view(dtype).view(shape)
 
-    def _layout(self, name: str) -> TensorLayout:
-        if name not in self._layouts:
+    def _described(self, name: str) -> tuple[str, Described]:
+        if name not in self._tensors:
             raise TitanError(f"checkpoint {self.folder} has no tensor {name!r}")
-        return self._layouts[name]
+        return self._tensors[name]

@@ -8,23 +8,21 @@ import platform
 import secrets
 import shutil
 import time
-import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor
 
 from titancli.checkpoint.format.disk import need, refusal, sync_folder, write_file
 from titancli.checkpoint.format.hashed import Digest
-from titancli.checkpoint.format.layout import METADATA, TensorLayout, layout_text
 from titancli.checkpoint.format.manifest import (
     LOCK,
     MANIFEST,
@@ -40,7 +38,9 @@ from titancli.checkpoint.format.manifest import (
     remove,
     steps,
 )
-from titancli.checkpoint.format.storage import SavePlannerOf, Writer, plan_of, several_ranks
+from titancli.checkpoint.format.metadata import METADATA, Group, index_bytes
+from titancli.checkpoint.format.plan import SavePlan
+from titancli.checkpoint.format.storage import Pieces, pieces_of, several_ranks, write_pieces
 from titancli.checkpoint.hf.kept import PREFIX
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.runs import Claim
@@ -48,9 +48,6 @@ from titancli.version import __version__
 
 ABANDONED = 3600.0
 """Seconds after which an unfinished save of an attempt on another host counts as left behind."""
-
-# DCP says so at each save and load of a rank that is alone.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def save_checkpoint(
@@ -79,7 +76,8 @@ def save_checkpoint(
         TitanError: a state that is not JSON, an entry that is no tensor.
     """
     degrees = mesh_of(tensors) if mesh is None else dict(mesh)
-    run_save(plan_of(tensors), Draft(folder, dict(state), lock_text, run_id, degrees, kept=kept or {}), group)
+    draft = Draft(folder, dict(state), lock_text, run_id, degrees, kept=kept or {})
+    run_save(pieces_of(tensors), draft, group)
 
 
 def mesh_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -159,7 +157,7 @@ class Draft:
             )
         self.alongside.add(self.folder.name)  # now: a save that fails may leave it complete
 
-    def complete(self, layouts: dict[str, TensorLayout], files: dict[str, Digest]) -> None:
+    def complete(self, groups: Sequence[Group], files: dict[str, Digest]) -> None:
         """Write what describes the data, and give the folder its name."""
         if self.hidden is None:
             raise TitanError(f"{self.folder} was not opened")
@@ -167,7 +165,7 @@ class Draft:
             files = {
                 **files,
                 **self.write_kept(self.hidden),
-                METADATA: write_file(self.hidden / METADATA, layout_text(layouts).encode()),
+                METADATA: write_file(self.hidden / METADATA, index_bytes(groups)),
             }
             if self.lock_text:
                 files[LOCK] = write_file(self.hidden / LOCK, self.lock_text.encode())
@@ -251,19 +249,27 @@ class Draft:
         )
 
 
-def run_save(planner: SavePlannerOf, draft: Draft, group: dist.ProcessGroup | None) -> None:
-    """The collective part of a save; see `save_checkpoint`."""
+def run_save(
+    pieces: Pieces, draft: Draft, group: dist.ProcessGroup | None, plan: SavePlan | None = None
+) -> None:
+    """The collective part of a save; see `save_checkpoint`. `plan` is that of the save before, if any."""
     together = several_ranks(group)
-    draft.ranks = dist.get_world_size(group) if together else 1
-    rank = dist.get_rank(group) if together else 0
+    ranks = _DistWrapper(group, together, 0)
+    draft.ranks, plan = ranks.get_world_size(), plan or SavePlan()
     try:
-        dcp.save(
-            {},
-            storage_writer=Writer(rank, draft.open, draft.complete, draft.explain),
-            planner=planner,
-            process_group=group,
-            no_dist=not together,
-        )
+        items = plan.agree(pieces.items, ranks)
+        folder, needed = ranks.broadcast("open", lambda: (draft.open(plan.needed), plan.needed))
+
+        def write() -> dict[str, Digest]:
+            try:
+                return write_pieces(folder, ranks.rank, items, pieces.resolve)
+            except OSError as error:
+                raise draft.explain(error, needed) from error
+
+        def complete(written: list[dict[str, Digest]]) -> None:
+            draft.complete(plan.groups, {name: digest for files in written for name, digest in files.items()})
+
+        ranks.all_reduce("write", write, complete)
     except CheckpointException as error:
         draft.discard()
         raise_failure(error, f"saving {draft.folder}")

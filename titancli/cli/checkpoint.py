@@ -56,12 +56,12 @@ def show(path: Path, pieces: bool, as_json: bool) -> None:
 
     PATH is a checkpoint, or a run folder, which stands for its last checkpoint. Sizes are sizes on disk.
     """
-    from titancli.checkpoint.inspect import folders, layout_of, look_at
+    from titancli.checkpoint.inspect import folders, look_at, metadata_of
 
     if not (paths := folders(path)):
         raise EnvironmentProblem(f"{path} has no checkpoints")
     found = look_at(paths[-1], "size")
-    tensors = layout_of(found.path)
+    tensors = metadata_of(found.path).everything()
     if as_json:
         print_json("checkpoint", {"checkpoint": _facts(found), "tensors": _tensors(tensors)})
         return

@@ -101,6 +101,6 @@ def read_file(path: Path, limit: int) -> bytes:
 
     def read() -> bytes:
         with open(open_file(path), "rb") as file:
-            return file.read(limit + 1)
+            return file.read(size + 1)  # memory for the limit would be allocated at once
 
     return patiently(read)

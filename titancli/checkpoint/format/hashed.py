@@ -34,7 +34,7 @@ _SEND = 1 << 26
 _BEHIND = 1 << 26
 """Bytes that the hash may be behind what is written: so much memory is kept for it."""
 
-CHECKED = 1 << 24
+PIECE = 1 << 20
 """Bytes of a tensor that have a checksum of their own, so that a rank reads little more than it needs."""
 
 _APART = 1 << 16
@@ -52,7 +52,7 @@ class Digest:
 
 
 class Pieces:
-    """XXH3 of each `CHECKED` bytes of one tensor, on its way into a file."""
+    """XXH3 of each `PIECE` bytes of one tensor, on its way into a file."""
 
     def __init__(self) -> None:
         self._states: list[xxhash.xxh3_64] = []
@@ -61,8 +61,8 @@ class Pieces:
     def cut(self, view: memoryview) -> Iterator[tuple[memoryview, xxhash.xxh3_64]]:
         """Yield the tensor's next bytes in parts, each with the hash that it goes into."""
         while view:
-            room = CHECKED - self._size % CHECKED
-            if room == CHECKED:
+            room = PIECE - self._size % PIECE
+            if room == PIECE:
                 self._states.append(xxhash.xxh3_64())
             part, view = view[:room], view[room:]
             self._size += part.nbytes
@@ -246,6 +246,13 @@ class HashedReader:
         self._readers.shutdown(cancel_futures=True)
         self._hash.close()
         os.close(self._file)
+
+
+def checksum(memory: memoryview | bytes) -> str:
+    """Return XXH3 of bytes; other threads go on meanwhile."""
+    state = xxhash.xxh3_64()
+    state.update(memory)
+    return state.hexdigest()
 
 
 def file_digest(path: Path) -> Digest:

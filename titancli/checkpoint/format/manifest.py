@@ -28,6 +28,8 @@ from titancli.runs import STEP_NAME
 MANIFEST = "manifest.json"
 LOCK = "recipe.lock.toml"
 FORMAT = 1
+COMPACT = (",", ":")
+"""What thousands of ranks read is not longer than it must be."""
 LIMIT = 1 << 28
 """Bytes of a manifest: far more than one of 10,000 files has."""
 REPLACED_NAME = re.compile(r"\.step-(\d{1,18})\.old-[0-9a-f]{8}\Z")
@@ -83,7 +85,7 @@ def manifest_bytes(manifest: Manifest) -> bytes:
     """
     try:
         rows = [
-            f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}"
+            f"{json.dumps(key)}: {json.dumps(value, allow_nan=False, separators=COMPACT)}"
             for key, value in {"format": FORMAT, **asdict(manifest)}.items()
         ]
     except (TypeError, ValueError) as error:

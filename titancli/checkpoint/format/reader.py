@@ -1,185 +1,160 @@
-"""Reading what a load plan asks for, into the tensors that wait for it; each file is read once."""
+"""Reading what a rank needs into the tensors that wait for it: each byte once, hashed on its way."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import os
 import socket
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, StorageReader
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from titancli.checkpoint.format.files import read_into
-from titancli.checkpoint.format.hashed import BLOCK, CHECKED, Digest, HashedReader
+from titancli.checkpoint.format.hashed import Digest, checksum, file_digest
 from titancli.checkpoint.format.layout import Chunk, TensorLayout
 from titancli.checkpoint.format.manifest import DamagedCheckpoint
 from titancli.checkpoint.format.tensorfile import ITEM_SIZE, Entry
 from titancli.checkpoint.format.tensors import TORCH_DTYPE, TensorFiles
 
+_BLOCK = 1 << 24
+"""Bytes that a thread reads and hashes at a time."""
+_THREADS = 4
 
-def load_planner() -> DefaultLoadPlanner:
-    return DefaultLoadPlanner(flatten_state_dict=False)
 
+class Reader:
+    """Reads what a rank needs of a checkpoint, and compares the checksums of what it reads.
 
-class Reader(StorageReader):
-    """Reads what a rank needs, and compares the checksums of `digests`, the files that are to be checked.
-
-    The rank that needs most of a file reads it from its beginning to its end and hashes it on the way; if it
-    is not what was written, it raises at the end. Ranks of other nodes may see other bytes: each hashes the
-    pieces that it reads itself, or the whole file where an earlier titan wrote no checksums of pieces.
+    Those are of pieces of a tensor: what a rank needs is read in whole pieces. Where an earlier titan wrote
+    no checksums of pieces, each file is hashed first, as a whole.
 
     Raises:
-        EnvironmentProblem: a file is damaged; the tensors then hold some of its values.
+        EnvironmentProblem: a file is damaged, or cannot be read; the tensors then hold some of its values.
     """
 
     def __init__(
-        self, folder: Path, layouts: Mapping[str, TensorLayout], digests: Mapping[str, Digest]
+        self, folder: Path, layouts: Mapping[str, TensorLayout], digests: Mapping[str, Digest] | None
     ) -> None:
+        """`digests`: of the data files, by name; None: no checksum is compared."""
         self._files, self._layouts, self._digests = TensorFiles(folder), layouts, digests
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._hashed: set[str] = set()
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept from one load to the next."""
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill tensors in place, whatever part of the checkpoint's they are."""
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        metadata = Metadata({name: _dcp_metadata(self._layouts[name]) for name in tensors})
+        planner.set_up_planner(dict(tensors), metadata, True)
+        items: dict[tuple[str, int], list[ReadItem]] = {}
+        for item in planner.create_local_plan().items:
+            items.setdefault((item.storage_index.fqn, item.storage_index.index or 0), []).append(item)
+        places = {key: self._place(self._layouts[key[0]], key[1]) for key in items}
+        with self._threads() as pool:
+            for key in sorted(items, key=lambda key: (places[key][0].file, places[key][1].start)):
+                self._read_chunk(*places[key], items[key], planner, pool)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
+    def check_headers(self, headers: Mapping[str, Digest]) -> None:
+        """Compare what data files begin with."""
+        for file, header in headers.items():
+            memory = memoryview(bytearray(header.size))
+            read_into(self._files.folder / file, 0, memory)
+            if checksum(memory) != header.xxh3_64:
+                raise self._damaged(file)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return Metadata({name: _dcp_metadata(layout) for name, layout in self._layouts.items()})
+    @contextmanager
+    def _threads(self) -> Iterator[_Pool]:
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="titan-read") as threads:
+            pool = _Pool(threads)
+            try:
+                yield pool
+                pool.settle()
+            finally:
+                threads.shutdown(cancel_futures=True)
 
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """The layouts are known already."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Give each rank the names of the files that it checks."""
-        needs: list[Counter[str]] = [Counter() for _ in plans]
-        for need, plan in zip(needs, plans, strict=True):
-            for item in plan.items:
-                layout, chunk = self._chunk(item.storage_index)
-                need[chunk.file] += math.prod(item.lengths) * TORCH_DTYPE[layout.dtype].itemsize
-        checks: list[list[str]] = [[] for _ in plans]
-        load = [0] * len(plans)
-        bare = {c.file for layout in self._layouts.values() for c in layout.chunks if not c.checksums}
-        for file, digest in sorted(self._digests.items(), key=lambda pair: -pair[1].size):
-            rank = max(range(len(plans)), key=lambda rank: (needs[rank][file], -load[rank]))
-            others = [other for other in range(len(plans)) if needs[other][file]] if file in bare else []
-            for checker in {rank, *others}:
-                checks[checker].append(file)
-                load[checker] += digest.size
-        return [
-            dataclasses.replace(plan, storage_data=files) for plan, files in zip(plans, checks, strict=True)
-        ]
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        wanted: dict[str, dict[str, list[ReadItem]]] = {file: {} for file in plan.storage_data}
-        for item in plan.items:
-            _, chunk = self._chunk(item.storage_index)
-            wanted.setdefault(chunk.file, {}).setdefault(chunk.key, []).append(item)
-        for file, pieces in wanted.items():
-            if file in plan.storage_data:
-                self._read_whole(file, pieces, planner)
-            else:
-                self._read_some(pieces, planner)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    def _read_some(self, pieces: Mapping[str, list[ReadItem]], planner: LoadPlanner) -> None:
-        for item in (item for items in pieces.values() for item in items):
-            layout, chunk = self._chunk(item.storage_index)
-            rows, first = self._read_rows(layout.dtype, chunk, item)
-            _put(rows, item, planner, first)
-
-    def _read_rows(self, dtype: str, chunk: Chunk, item: ReadItem) -> tuple[Tensor, int]:
-        """Read the rows of a chunk that an item lies in, and hash the pieces of the file that they lie in;
-        return them and the first one's number."""
-        entry = self._files.entry(chunk.file, chunk.key, dtype, chunk.shape)
-        first, count = (item.storage_offsets[0], item.lengths[0]) if chunk.shape else (0, 1)
-        row = math.prod(chunk.shape[1:]) * ITEM_SIZE[dtype]
-        start, stop = first * row, (first + count) * row
-        low, high = start // CHECKED * CHECKED, min(-(-stop // CHECKED) * CHECKED, entry.nbytes)
-        scratch = self._scratch_for(high - low)
-        memory = scratch.numpy().data
-        read_into(self._files.folder / chunk.file, entry.start + low, memory)
-        for number, checksum in enumerate(chunk.checksums[low // CHECKED :] if self._digests else ()):
-            piece = memory[number * CHECKED : (number + 1) * CHECKED]
-            if piece and xxhash.xxh3_64(piece).hexdigest() != checksum:
+    def _place(self, layout: TensorLayout, number: int) -> tuple[Chunk, Entry]:
+        """A chunk, and where it lies. Files without checksums of pieces are hashed here."""
+        chunk = layout.chunks[number]
+        if not chunk.checksums and self._digests is not None and chunk.file not in self._hashed:
+            if file_digest(self._files.folder / chunk.file) != self._digests[chunk.file]:
                 raise self._damaged(chunk.file)
-        rows = scratch[start - low : stop - low].view(TORCH_DTYPE[dtype])
-        return rows.view(count, *chunk.shape[1:]) if chunk.shape else rows.view(()), first
+            self._hashed.add(chunk.file)
+        if chunk.start is not None:
+            return chunk, Entry(chunk.key, layout.dtype, chunk.shape, chunk.start)
+        return chunk, self._files.entry(chunk.file, chunk.key, layout.dtype, chunk.shape)
+
+    def _read_chunk(
+        self, chunk: Chunk, entry: Entry, items: list[ReadItem], planner: LoadPlanner, pool: _Pool
+    ) -> None:
+        target = planner.resolve_tensor(items[0]).detach()
+        if len(items) == 1 and _takes(target, entry):
+            self._read_rows(chunk, entry, 0, entry.nbytes, target.reshape(-1).view(torch.uint8), pool)
+            planner.commit_tensor(items[0], target)
+            return
+        first = min(item.storage_offsets[0] for item in items) if entry.shape else 0
+        last = max(item.storage_offsets[0] + item.lengths[0] for item in items) if entry.shape else 1
+        row = math.prod(entry.shape[1:]) * ITEM_SIZE[entry.dtype]
+        low = first * row // chunk.piece * chunk.piece
+        high = min(-(-last * row // chunk.piece) * chunk.piece, entry.nbytes)
+        if self._scratch.numel() < high - low:
+            self._scratch = torch.empty(high - low, dtype=torch.uint8)
+        memory = self._scratch[: high - low]
+        self._read_rows(chunk, entry, low, high, memory, pool)
+        pool.settle()
+        rows = memory[first * row - low : last * row - low].view(TORCH_DTYPE[entry.dtype])
+        value = rows.view(last - first, *entry.shape[1:]) if entry.shape else rows.view(())
+        for item in items:
+            _put(value, item, planner, first)
+
+    def _read_rows(
+        self, chunk: Chunk, entry: Entry, low: int, high: int, memory: Tensor, pool: _Pool
+    ) -> None:
+        """Have bytes of a chunk read, from the beginning of a piece to the end of one, and hashed."""
+        view = memory.numpy().data
+        step = max(1, _BLOCK // chunk.piece) * chunk.piece
+        for start in range(low, high, step):
+            part = view[start - low : min(start + step, high) - low]
+            pool.submit(self._read_block, chunk, entry.start + start, start // chunk.piece, part)
+
+    def _read_block(self, chunk: Chunk, position: int, number: int, memory: memoryview) -> None:
+        read_into(self._files.folder / chunk.file, position, memory)
+        if self._digests is None:
+            return
+        for place, expected in enumerate(chunk.checksums[number:]):
+            piece = memory[place * chunk.piece : (place + 1) * chunk.piece]
+            if not piece:
+                return
+            if checksum(piece) != expected:
+                raise self._damaged(chunk.file)
 
     def _damaged(self, file: str) -> DamagedCheckpoint:
         why = f"{file} is damaged: its checksum does not match, as {socket.gethostname()} reads it"
         return DamagedCheckpoint(self._files.folder, why)
 
-    def _read_whole(self, file: str, pieces: Mapping[str, list[ReadItem]], planner: LoadPlanner) -> None:
-        for item in (item for items in pieces.values() for item in items):  # before anything is filled
-            layout, chunk = self._chunk(item.storage_index)
-            self._files.entry(chunk.file, chunk.key, layout.dtype, chunk.shape)
-        with HashedReader(self._files.folder / file) as stream:
-            for entry in sorted(self._files.header(file).values(), key=lambda entry: entry.start):
-                if entry.key in pieces and entry.nbytes:
-                    self._skip(stream, entry.start)
-                    self._read_entry(stream, entry, pieces[entry.key], planner)
-            self._skip(stream, stream.size)
-            if stream.digest() != self._digests[file]:
-                raise self._damaged(file)
 
-    def _read_entry(
-        self, stream: HashedReader, entry: Entry, items: list[ReadItem], planner: LoadPlanner
-    ) -> None:
-        target = planner.resolve_tensor(items[0]).detach()
-        if len(items) == 1 and _takes(target, entry):
-            stream.readinto(target.reshape(-1).view(torch.uint8).numpy().data)
-            planner.commit_tensor(items[0], target)
-            return
-        stream.settle()  # what was read into it before is hashed
-        scratch = self._scratch_for(entry.nbytes)
-        stream.readinto(scratch.numpy().data)
-        stream.settle()
-        value = scratch.view(TORCH_DTYPE[entry.dtype]).view(entry.shape)
-        for item in items:
-            _put(value, item, planner)
+class _Pool:
+    """Work under way in threads."""
 
-    def _skip(self, stream: HashedReader, position: int) -> None:
-        if position > stream.position:
-            stream.skip(position - stream.position, self._scratch_for(2 * BLOCK).numpy().data)
+    def __init__(self, threads: ThreadPoolExecutor) -> None:
+        self._threads, self._pending = threads, list[Future[None]]()
 
-    def _scratch_for(self, size: int) -> Tensor:
-        """Memory that is used again and again."""
-        if self._scratch.numel() < size:
-            self._scratch = torch.empty(size, dtype=torch.uint8)
-        return self._scratch[:size]
+    def submit(self, function: object, *given: object) -> None:
+        self._pending.append(self._threads.submit(function, *given))  # type: ignore[arg-type]
 
-    def _chunk(self, index: MetadataIndex) -> tuple[TensorLayout, Chunk]:
-        layout = self._layouts[index.fqn]
-        if index.index is not None and index.index < len(layout.chunks):
-            hinted = layout.chunks[index.index]
-            if hinted.offsets == tuple(index.offset or ()):
-                return layout, hinted
-        return layout, next(chunk for chunk in layout.chunks if chunk.offsets == tuple(index.offset or ()))
+    def settle(self) -> None:
+        """Wait for all of it; what went wrong is raised here."""
+        pending, self._pending = self._pending, []
+        for work in pending:
+            work.result()
 
 
 def _takes(target: Tensor, entry: Entry) -> bool:
@@ -192,7 +167,7 @@ def _takes(target: Tensor, entry: Entry) -> bool:
     )
 
 
-def _put(piece: Tensor, item: ReadItem, planner: LoadPlanner, first: int = 0) -> None:
+def _put(piece: Tensor, item: ReadItem, planner: LoadPlanner, first: int) -> None:
     """Copy the part of a stored piece, of which there are the rows from `first` on, that an item asks for to
     where it belongs."""
     for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -203,8 +178,9 @@ def _put(piece: Tensor, item: ReadItem, planner: LoadPlanner, first: int = 0) ->
 
 
 def _dcp_metadata(layout: TensorLayout) -> TensorStorageMetadata:
+    chunks: Sequence[Chunk] = layout.chunks
     return TensorStorageMetadata(
         TensorProperties(TORCH_DTYPE[layout.dtype]),
         torch.Size(layout.shape),
-        [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape)) for chunk in layout.chunks],
+        [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape)) for chunk in chunks],
     )

@@ -52,6 +52,7 @@ class Written:
 
     name: str
     entries: tuple[Entry, ...]
+    header: Digest
     digest: Digest
     checksums: list[tuple[str, ...]]
     """Of each entry's pieces, see `tensorfile.TensorFileWriter.checksums`."""
@@ -85,7 +86,8 @@ def write_files(
         with TensorFileWriter(folder / file_name, inside) as file:
             for entry in inside:
                 file.write_pieces(_blocks(entry, next(values)))
-            files.append(Written(file_name, inside, file.close(), file.checksums()))
+            digest = file.close()
+            files.append(Written(file_name, tuple(file.entries), file.header, digest, file.checksums()))
     for _ in values:  # jobs at the end that nothing comes of
         raise TitanError("more tensors were read than announced")
     return files

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from titancli.checkpoint.format.hashed import Digest, HashedWriter, Pieces
+from titancli.checkpoint.format.hashed import Digest, HashedWriter, Pieces, checksum
 from titancli.errors import EnvironmentProblem, TitanError
 
 ITEM_SIZE = {
@@ -74,6 +75,11 @@ class TensorFileWriter:
         self._sizes = iter([entry.nbytes for entry in entries])
         self._pieces: list[Pieces] = []
         header = _header(path, entries)
+        self.header = Digest(len(header), checksum(header))
+        """Of what stands before the first tensor."""
+        starts = accumulate((entry.nbytes for entry in entries), initial=len(header))
+        self.entries = [replace(entry, start=start) for entry, start in zip(entries, starts, strict=False)]
+        """What was given, with where it begins in the file."""
         self._file = HashedWriter(path)
         try:
             self._file.write(header)
@@ -108,7 +114,7 @@ class TensorFileWriter:
         return self._file.finish()
 
     def checksums(self) -> list[tuple[str, ...]]:
-        """Return those of each entry's pieces of `hashed.CHECKED` bytes, once the file is closed."""
+        """Return those of each entry's pieces of `hashed.PIECE` bytes, once the file is closed."""
         return [pieces.hexdigests() for pieces in self._pieces]
 
     def _next(self) -> Pieces:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -12,9 +12,10 @@ import torch
 
 from titancli.checkpoint.base import open_weights
 from titancli.checkpoint.format.disk import write_file
-from titancli.checkpoint.format.hashed import BLOCK, HashedReader
-from titancli.checkpoint.format.layout import METADATA, Chunk, TensorLayout, layout_text
+from titancli.checkpoint.format.hashed import BLOCK, PIECE, HashedReader
+from titancli.checkpoint.format.layout import Chunk
 from titancli.checkpoint.format.manifest import MANIFEST, Manifest, faults, manifest_bytes
+from titancli.checkpoint.format.metadata import METADATA, Cell, Group, index_bytes, part_bytes, part_name
 from titancli.checkpoint.format.newfolder import new_folder, refuse_used
 from titancli.checkpoint.format.stream import Job, Progress, no_progress, write_files
 from titancli.checkpoint.format.tensorfile import ITEM_SIZE, Entry
@@ -158,20 +159,40 @@ def _job(reader: HFReader, parameter: str, shape: tuple[int, ...], dtype: torch.
 
 def _save(draft: Draft, jobs: list[Job], max_shard: int | None, progress: Progress, say: Say) -> None:
     """Write a checkpoint as one rank would have, each tensor read when its turn comes."""
-    layouts = {e.key: TensorLayout(e.dtype, e.shape, ()) for job in jobs for e in job.entries}
+    entries = [job.entries[0] for job in jobs]
     filled = [job for job in jobs if job.entries[0].nbytes]  # empty pieces need no place
     filled.sort(key=lambda job: -ITEM_SIZE[job.entries[0].dtype])  # keeps every tensor aligned in its file
     needed = sum(job.entries[0].nbytes for job in filled)
     with new_folder(draft.folder, needed, say=say) as folder:
         written = write_files(folder, filled, _file_name, limit=max_shard, progress=progress)
         files = {file.name: file.digest for file in written}
-        for file in written:
-            for entry, sums in zip(file.entries, file.checksums, strict=True):
-                whole = Chunk((0,) * len(entry.shape), entry.shape, file.name, entry.key, sums)
-                layouts[entry.key] = replace(layouts[entry.key], chunks=(whole,))
+        chunks = {
+            entry.key: [Chunk(_zeros(entry), entry.shape, file.name, entry.key, sums, PIECE, entry.start)]
+            for file in written
+            for entry, sums in zip(file.entries, file.checksums, strict=True)
+        }
+        part = part_bytes(chunks, {file.name: file.header for file in written})
+        files[part_name(0)] = write_file(folder / part_name(0), part)
         files |= draft.write_kept(folder)
-        files[METADATA] = write_file(folder / METADATA, layout_text(layouts).encode())
+        files[METADATA] = write_file(folder / METADATA, index_bytes(_groups(entries)))
         write_file(folder / MANIFEST, manifest_bytes(draft.manifest(files, serial=1)))
+
+
+def _zeros(entry: Entry) -> tuple[int, ...]:
+    return (0,) * len(entry.shape)
+
+
+def _groups(entries: list[Entry]) -> list[Group]:
+    """What the index says of tensors that one rank has written whole."""
+    alike: dict[tuple[str, tuple[int, ...]], list[Entry]] = {}
+    for entry in entries:
+        alike.setdefault((entry.dtype, entry.shape), []).append(entry)
+    return [
+        Group.of(
+            dtype, shape, [e.key for e in found], [Cell(0, _zeros(found[0]), shape)] * bool(found[0].nbytes)
+        )
+        for (dtype, shape), found in alike.items()
+    ]
 
 
 def _file_name(number: int, count: int) -> str:

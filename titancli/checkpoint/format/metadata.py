@@ -1,0 +1,353 @@
+"""`metadata.json` and its parts: where each tensor's pieces lie; a rank reads what it needs. Torch-free.
+
+`metadata.json`, the index, says which ranks have written which boxes of which tensors. Tensors of one dtype
+and shape that lie alike are one group there, so it stays small however many ranks there are. The part of a
+rank, `metadata-RANK.json.gz`, says where in its files its boxes lie, and has their checksums. (In format 1,
+of earlier versions of titan, `metadata.json` has it all.)
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, chain, repeat
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titancli.checkpoint.format.files import read_file
+from titancli.checkpoint.format.hashed import PIECE, Digest, checksum
+from titancli.checkpoint.format.layout import (
+    Box,
+    Chunk,
+    TensorLayout,
+    chunk_from,
+    described,
+    tensor_from,
+    tile,
+)
+from titancli.checkpoint.format.tensorfile import natural
+from titancli.errors import EnvironmentProblem
+
+METADATA = "metadata.json"
+PART_NAME = re.compile(r"metadata-(\d{5,9})\.json\.gz\Z")
+FORMAT = 2
+LIMIT = 1 << 32
+"""Bytes of `metadata.json`: as many as 8,000 ranks may have written in format 1."""
+PART_LIMIT = 1 << 30
+"""Bytes of a part, unpacked."""
+CELLS_LIMIT = 1 << 24
+"""Boxes of one group."""
+_READERS = 8
+"""Parts that are read at once."""
+
+
+class Cell(NamedTuple):
+    """A box of the tensors of a group, and who has written it."""
+
+    rank: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors that lie alike."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    tensors: tuple[str, ...]
+    columns: tuple[Any, ...]
+    """The ranks of its cells, their offsets and their sizes a dimension each, packed."""
+
+    @classmethod
+    def of(cls, dtype: str, shape: Sequence[int], tensors: Iterable[str], cells: Sequence[Cell]) -> Group:
+        rows = [(cell.rank, *cell.offsets, *cell.sizes) for cell in cells]
+        columns = zip(*rows, strict=True) if rows else [()] * (1 + 2 * len(shape))
+        return cls(dtype, tuple(shape), tuple(tensors), tuple(_packed(column) for column in columns))
+
+    @cached_property
+    def cells(self) -> tuple[Cell, ...]:
+        """Its boxes.
+
+        Raises:
+            ValueError: they are malformed.
+        """
+        columns, dims = [_unpacked(column) for column in self.columns], len(self.shape)
+        if len({len(column) for column in columns}) != 1:
+            raise ValueError("a group whose columns are not of one length")
+        return tuple(Cell(row[0], row[1 : 1 + dims], row[1 + dims :]) for row in zip(*columns, strict=True))
+
+
+def _packed(values: Iterable[int]) -> list[list[int]]:
+    """Numbers as runs: each the difference from the number before, and how many follow it in the same way."""
+    runs: list[list[int]] = []
+    before = 0
+    for value in values:
+        if runs and runs[-1][0] == value - before:
+            runs[-1][1] += 1
+        else:
+            runs.append([value - before, 1])
+        before = value
+    return runs
+
+
+def _unpacked(runs: Any) -> list[int]:
+    for run in runs:
+        if not isinstance(run, list) or [type(number) for number in run] != [int, int] or run[1] < 1:
+            raise ValueError(f"{run!r} is not a run of numbers")
+    if sum(count for _, count in runs) > CELLS_LIMIT:
+        raise ValueError(f"a group of more than {CELLS_LIMIT} boxes")
+    values = list(accumulate(chain.from_iterable(repeat(step, count) for step, count in runs)))
+    if any(value < 0 for value in values):
+        raise ValueError("a negative rank, offset or size")
+    return values
+
+
+# -------------------------------------------------------------------------------------------- what is written
+
+
+def part_name(rank: int) -> str:
+    return f"metadata-{rank:05d}.json.gz"
+
+
+def index_bytes(groups: Iterable[Group]) -> bytes:
+    """Return what `metadata.json` holds."""
+    rows = []
+    for group in groups:
+        dims, (ranks, *boxes) = len(group.shape), group.columns
+        row = {"dtype": group.dtype, "shape": group.shape, "tensors": group.tensors, "ranks": ranks}
+        rows.append(json.dumps({**row, "offsets": boxes[:dims], "sizes": boxes[dims:]}))
+    lines = ",\n".join(rows)
+    return f'{{"format": {FORMAT}, "groups": [\n{lines}\n]}}\n'.encode()
+
+
+def part_bytes(chunks: Mapping[str, Sequence[Chunk]], headers: Mapping[str, Digest]) -> bytes:
+    """Return a rank's part: its chunks of each tensor, and what its data files begin with."""
+    tensors = {
+        name: [
+            {
+                "offsets": chunk.offsets,
+                "shape": chunk.shape,
+                "file": chunk.file,
+                "key": chunk.key,
+                "start": chunk.start,
+                "xxh3_64": chunk.checksums,
+            }
+            for chunk in found
+        ]
+        for name, found in chunks.items()
+    }
+    table = {name: [header.size, header.xxh3_64] for name, header in headers.items()}
+    text = json.dumps({"format": FORMAT, "piece": PIECE, "headers": table, "tensors": tensors})
+    return gzip.compress(text.encode(), 6, mtime=0)
+
+
+# ----------------------------------------------------------------------------------------------- what is read
+
+
+@dataclass(frozen=True)
+class _Part:
+    rows: dict[str, Any]
+    piece: int
+    headers: dict[str, Digest]
+
+
+class Described(NamedTuple):
+    """A tensor of which only this is known yet."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Metadata:
+    """What a checkpoint holds; where it lies is looked up when it is asked for.
+
+    Raises:
+        EnvironmentProblem: a file is missing, damaged or malformed; names it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        files: Mapping[str, Digest] | None,
+        groups: Iterable[Group],
+        chunks: dict[str, dict[tuple[int, ...], Chunk]] | None = None,
+    ) -> None:
+        """`files`: those of the manifest, None: it is not looked at. `chunks`: of format 1, by name and
+        offsets, as if one rank had written all."""
+        self._folder, self._files, self._chunks = folder, files, chunks
+        self._groups: dict[str, tuple[Group, ...]] = {}
+        tensors: dict[str, Described] = {}
+        for group in groups:
+            for name in group.tensors:
+                found = tensors.setdefault(name, Described(group.dtype, group.shape))
+                if found != (group.dtype, group.shape):
+                    raise ValueError(f"{name!r} has two dtypes or shapes")
+                self._groups[name] = (*self._groups.get(name, ()), group)
+        self.tensors = {name: tensors[name] for name in sorted(tensors, key=_by_numbers)}
+        self._parts: dict[int, _Part] = {}
+        self._found: dict[Any, list[Cell]] = {}
+
+    def layouts(self, wanted: Mapping[str, Sequence[Box] | None]) -> dict[str, TensorLayout]:
+        """Return where the boxes that are wanted of each tensor lie; None: all of it."""
+        try:
+            cells = {name: self._cells(name, boxes) for name, boxes in wanted.items()}
+        except ValueError as error:
+            raise EnvironmentProblem(f"{self._folder / METADATA} is malformed: {error}") from error
+        ranks = {cell.rank for found in cells.values() for cell in found} - self._parts.keys()
+        if self._chunks is None:
+            with ThreadPoolExecutor(_READERS) as pool:
+                self._parts |= zip(sorted(ranks), pool.map(self._read_part, sorted(ranks)), strict=True)
+        return {
+            name: TensorLayout(*self.tensors[name], tuple(self._chunk(name, cell) for cell in found))
+            for name, found in cells.items()
+        }
+
+    def everything(self) -> dict[str, TensorLayout]:
+        """Return where all of each tensor lies."""
+        return self.layouts(dict.fromkeys(self.tensors))
+
+    def headers(self, place: int = 0, count: int = 1) -> dict[str, Digest]:
+        """Return what data files begin with: of all, or of those that fall to the rank `place` of `count`.
+        Checkpoints of format 1 do not say it."""
+        names = [PART_NAME.match(name) for name in sorted(self._files or ())]
+        ranks = [int(match[1]) for match in names if match][place::count]
+        parts = [self._parts.get(rank) or self._read_part(rank) for rank in ranks]
+        return {name: header for part in parts for name, header in part.headers.items()}
+
+    def _cells(self, name: str, boxes: Sequence[Box] | None) -> list[Cell]:
+        """The cells that a tensor's boxes lie in, which must be there whole."""
+        groups, shape = self._groups[name], self.tensors[name].shape
+        wanted = [((0,) * len(shape), shape)] if boxes is None else boxes
+        key = (*map(id, groups), *wanted)  # tensors that lie alike are wanted alike, too
+        if key not in self._found:
+            cells = [cell for group in groups for cell in group.cells]
+            found: dict[Cell, Box] = {}
+            for offsets, sizes in wanted:
+                common = {cell: both for cell in cells if (both := _common(cell, offsets, sizes))}
+                if 0 not in sizes and not tile(sizes, common.values()):
+                    raise ValueError(f"the boxes of {name!r}, {list(shape)}, overlap or leave gaps")
+                found |= common
+            self._found[key] = list(found)
+        return self._found[key]
+
+    def _read_part(self, rank: int) -> _Part:
+        path = self._folder / part_name(rank)
+        data = read_checked(path, PART_LIMIT, self._files)
+        try:
+            unpack = zlib.decompressobj(31)
+            table = json.loads(unpack.decompress(data, PART_LIMIT))
+            headers = {name: Digest(size, digest) for name, (size, digest) in table["headers"].items()}
+            if table["format"] != FORMAT or type(table["piece"]) is not int or table["piece"] < 1:
+                raise ValueError("it is of another format")
+            if not unpack.eof or any(type(header.size) is not int for header in headers.values()):
+                raise ValueError("it is cut off, or too large")
+            return _Part(dict(table["tensors"]), table["piece"], headers)
+        except (AttributeError, KeyError, TypeError, ValueError, zlib.error, RecursionError) as error:
+            raise EnvironmentProblem(f"{path} is malformed: {error}") from error
+
+    def _chunk(self, name: str, cell: Cell) -> Chunk:
+        if self._chunks is not None:
+            return self._chunks[name][cell.offsets]
+        part, path = self._parts[cell.rank], self._folder / part_name(cell.rank)
+        dtype, shape = self.tensors[name]
+        try:
+            for row in part.rows[name]:
+                if natural(row["offsets"]) == cell.offsets and natural(row["shape"]) == cell.sizes:
+                    chunk = chunk_from(row, dtype, shape, piece=part.piece)
+                    break
+            else:
+                raise ValueError(f"it has no chunk of {name!r} at {list(cell.offsets)}")
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise EnvironmentProblem(f"{path} is malformed: {error}") from error
+        if self._files is not None and chunk.file not in self._files:
+            raise EnvironmentProblem(f"{path} names {chunk.file}, which is missing")
+        return chunk
+
+
+def _by_numbers(name: str) -> list[tuple[int, str]]:
+    """A key that sorts layer 10 after layer 9."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
+
+
+def _common(cell: Cell, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box | None:
+    """What a cell and a box have in common, in the box's own coordinates."""
+    start, size = [], []
+    for low, length, first, count in zip(cell.offsets, cell.sizes, offsets, sizes, strict=True):
+        begin, end = max(low, first), min(low + length, first + count)
+        if begin >= end:
+            return None
+        start.append(begin - first)
+        size.append(end - begin)
+    return tuple(start), tuple(size)
+
+
+def open_metadata(folder: Path, files: Mapping[str, Digest] | None = None) -> Metadata:
+    """Read and check a checkpoint's `metadata.json`.
+
+    Args:
+        files: of its manifest, with which what is read is compared.
+
+    Raises:
+        EnvironmentProblem: it is missing, damaged, or not what this version reads.
+    """
+    path = folder / METADATA
+    try:
+        data = json.loads(read_checked(path, LIMIT, files))
+    except (ValueError, RecursionError) as error:
+        raise EnvironmentProblem(f"{path} is damaged: it is not JSON") from error
+    try:
+        if data["format"] == 1:
+            return _of_format_1(folder, files, data["tensors"])
+        if data["format"] != FORMAT:
+            raise EnvironmentProblem(
+                f"{path} has format {data['format']!r}, but this version of titan reads format {FORMAT}",
+                hint="use the version of titan that wrote it (manifest.json names it)",
+            )
+        return Metadata(folder, files, [_group(row) for row in data["groups"]])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise EnvironmentProblem(f"{path} is malformed: {error}") from error
+
+
+def _group(row: dict[str, Any]) -> Group:
+    dtype, shape = described(row)
+    names, columns = row["tensors"], (row["ranks"], *row["offsets"], *row["sizes"])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError("names of tensors that are none")
+    if len(row["offsets"]) != len(shape) or len(row["sizes"]) != len(shape):
+        raise ValueError(f"boxes of other dimensions than a tensor of shape {list(shape)}")
+    return Group(dtype, shape, tuple(names), columns)
+
+
+def _of_format_1(folder: Path, files: Mapping[str, Digest] | None, rows: dict[str, Any]) -> Metadata:
+    layouts = {str(name): tensor_from(row) for name, row in rows.items()}
+    for chunk in (chunk for layout in layouts.values() for chunk in layout.chunks):
+        if files is not None and chunk.file not in files:
+            raise EnvironmentProblem(f"its metadata.json names {chunk.file}, which is missing")
+    groups = [
+        Group.of(tensor.dtype, tensor.shape, [name], [Cell(0, c.offsets, c.shape) for c in tensor.chunks])
+        for name, tensor in layouts.items()
+    ]
+    chunks = {name: {chunk.offsets: chunk for chunk in tensor.chunks} for name, tensor in layouts.items()}
+    return Metadata(folder, files, groups, chunks)
+
+
+def read_checked(path: Path, limit: int, files: Mapping[str, Digest] | None) -> bytes:
+    """Return a file's bytes, which must be those of the manifest's `files`, if given.
+
+    Raises:
+        EnvironmentProblem: they cannot be read, or are others.
+    """
+    try:
+        data = read_file(path, limit)
+    except OSError as error:
+        raise EnvironmentProblem(f"{path} cannot be read: {error.strerror}") from error
+    if files is not None and (path.name not in files or checksum(data) != files[path.name].xxh3_64):
+        raise EnvironmentProblem(f"{path} is damaged: its checksum does not match")
+    return data

@@ -1,0 +1,202 @@
+"""Which rank writes which piece of which tensor: planned from a few rows a rank, and kept for the next save.
+
+A rank tells its boxes, and of each only a checksum of the names of the tensors that have it. So rank 0 plans
+for thousands of ranks in seconds, and once it has, the ranks tell one checksum each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+import xxhash
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from titancli.checkpoint.format.layout import tile
+from titancli.checkpoint.format.metadata import Cell, Group
+from titancli.checkpoint.format.tensorfile import ITEM_SIZE
+from titancli.checkpoint.format.tensors import dtype_name
+from titancli.errors import TitanError
+
+SHARED = 1 << 24
+"""Bytes that replicas write one of them alone: a load then opens the files of few ranks for small tensors."""
+
+
+class Box(NamedTuple):
+    """What a rank holds of the tensors that lie alike."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the whole tensors."""
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of one tensor's part."""
+        return math.prod(self.sizes) * ITEM_SIZE[self.dtype]
+
+
+Told = list[tuple[Box, str]]
+"""A rank's boxes, each with the checksum of its tensors' names."""
+Names = dict[str, tuple[str, ...]]
+"""Names of tensors by their checksum."""
+Task = tuple[int, tuple[str, ...] | tuple[int, int]]
+"""The number of a box, and the tensors whose part in it a rank writes: by name, or by their positions."""
+
+
+class SavePlan:
+    """What each rank writes, agreed on by all of them; see `agree`."""
+
+    def __init__(self) -> None:
+        self.groups: list[Group] = []
+        """On rank 0: what the index says."""
+        self.needed = 0
+        """On rank 0: bytes of data."""
+        self._mine: set[tuple[str, tuple[int, ...]]] = set()
+        self._digest: str | None = None
+        """Of what this rank has told; None: nothing was agreed on."""
+        self._everyones: list[str | None] = []
+
+    def agree(self, items: Sequence[WriteItem], ranks: _DistWrapper) -> list[WriteItem]:
+        """Return those of this rank's items that it writes; collective.
+
+        Raises:
+            CheckpointException: on all ranks, if an item of one of them is no tensor, or they contradict each
+                other.
+        """
+        boxes: dict[Box, list[str]] = {}
+        told: Told = []
+        names: Names = {}
+
+        def tell() -> str | None:
+            for item in items:
+                box = _box(item)
+                if math.prod(box.sizes) or not math.prod(box.shape):
+                    boxes.setdefault(box, []).append(item.index.fqn)
+            for box, tensors in boxes.items():
+                checksum = xxhash.xxh3_128("\0".join(sorted(tensors)).encode()).hexdigest()
+                names[checksum] = tuple(sorted(tensors))
+                told.append((box, checksum))
+            self._told = xxhash.xxh3_128(repr(told).encode()).hexdigest()
+            return self._told if self._told == self._digest else None
+
+        if not ranks.all_reduce("plan", tell, lambda all_: None not in all_ and all_ == self._everyones):
+            self._digest, self._everyones = None, []
+            everyones = ranks.gather_object(told)
+            names = _everyones_names(everyones, names, ranks)
+            tasks = ranks.reduce_scatter("plan", lambda: None, lambda _: self._divide(everyones or [], names))
+            self._mine = set(_mine(tasks, told, names))
+            self._digest = self._told
+            self._everyones = ranks.gather_object(self._digest) or []
+        return [item for item in items if (item.index.fqn, _box(item).offsets) in self._mine]
+
+    def _divide(self, everyones: list[Told], names: Names) -> list[list[Task]]:
+        """On rank 0: what each rank writes, replicas each a part of it. The index follows from it."""
+        holders: dict[Box, list[tuple[int, int, str]]] = {}
+        for rank, told in enumerate(everyones):
+            for number, (box, checksum) in enumerate(told):
+                holders.setdefault(box, []).append((rank, number, checksum))
+        classes: dict[frozenset[str], list[tuple[tuple[str, ...], frozenset[str]]]] = {}
+        cells: dict[tuple[str, tuple[int, ...], tuple[str, ...]], list[Cell]] = {}
+        slices: dict[tuple[tuple[str, ...], int, int], tuple[str, ...]] = {}
+        tasks: list[list[Task]] = [[] for _ in everyones]
+        load = [0] * len(everyones)
+        for box, found in holders.items():
+            sets = frozenset(checksum for _, _, checksum in found)
+            if sets not in classes:
+                classes[sets] = list(_classes(sets, names))
+            for tensors, among in classes[sets]:
+                replicas = [one for one in found if one[2] in among]
+                count = min(len(replicas), max(1, box.nbytes * len(tensors) // SHARED), len(tensors))
+                if box.nbytes * len(tensors) >= SHARED:  # else the first rank, so that few files have them
+                    replicas.sort(key=lambda one: (load[one[0]], one[0]))
+                for part, (rank, number, checksum) in enumerate(replicas[:count]):
+                    low, high = len(tensors) * part // count, len(tensors) * (part + 1) // count
+                    mine = slices.setdefault((tensors, low, high), tensors[low:high])
+                    rows = cells.setdefault((box.dtype, box.shape, mine), [])
+                    if math.prod(box.sizes):
+                        rows.append(Cell(rank, box.offsets, box.sizes))
+                        load[rank] += box.nbytes * len(mine)
+                        whole = tensors == names[checksum]
+                        tasks[rank].append((number, (low, high) if whole else mine))
+        self.needed = sum(load)
+        self.groups = [Group.of(*key, rows) for key, rows in cells.items()]
+        _check(cells)
+        return tasks
+
+
+def _box(item: WriteItem) -> Box:
+    data = item.tensor_data
+    if item.type == WriteItemType.BYTE_IO or data is None:
+        raise TitanError(
+            f"the checkpoint's entry {item.index.fqn!r} is not a tensor and would have to be pickled",
+            hint="put tensors into the checkpoint, and everything else into its JSON state",
+        )
+    dtype = dtype_name(item.index.fqn, data.properties.dtype)
+    return Box(dtype, tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+
+
+def _everyones_names(everyones: list[Told] | None, names: Names, ranks: _DistWrapper) -> Names:
+    """The names behind all checksums, each sent by the first rank that has it: most ranks have the same."""
+    if not ranks.use_dist:
+        return names
+    first: dict[str, int] = {}
+    for rank, told in enumerate(everyones or ()):
+        for _, checksum in told:
+            first.setdefault(checksum, rank)
+    senders: list[Any] = [sorted({*first.values()})]
+    dist.broadcast_object_list(senders, src=ranks.global_coordinator_rank, group=ranks.group)
+    for sender in senders[0]:
+        sent: list[Any] = [names if sender == ranks.rank else None]
+        source = sender if ranks.group is None else dist.get_global_rank(ranks.group, sender)
+        dist.broadcast_object_list(sent, src=source, group=ranks.group)
+        names = {**sent[0], **names}
+    return names
+
+
+def _classes(sets: frozenset[str], names: Names) -> Iterable[tuple[tuple[str, ...], frozenset[str]]]:
+    """Tensors of one box, by the ranks that have them: usually all of them, or else disjoint ones."""
+    lists: dict[str, list[str]] = {}
+    for checksum in sorted(sets):
+        for name in names[checksum]:
+            lists.setdefault(name, []).append(checksum)
+    classes: dict[tuple[str, ...], list[str]] = {}
+    for name, among in sorted(lists.items()):
+        classes.setdefault(tuple(among), []).append(name)
+    for those, tensors in classes.items():
+        yield tuple(tensors), frozenset(those)
+
+
+def _mine(tasks: list[Task], told: Told, names: Names) -> Iterable[tuple[str, tuple[int, ...]]]:
+    for number, chosen in tasks:
+        box, checksum = told[number]
+        if chosen and isinstance(chosen[0], int):
+            chosen = names[checksum][slice(*chosen)]
+        for name in chosen:
+            yield str(name), box.offsets
+
+
+def _check(groups: dict[tuple[str, tuple[int, ...], tuple[str, ...]], list[Cell]]) -> None:
+    """See to it that each tensor is there once and whole.
+
+    Raises:
+        TitanError: the ranks have different ideas of one.
+    """
+    lists: dict[str, list[int]] = {}
+    keys = list(groups)
+    for number, (_, _, tensors) in enumerate(keys):
+        for name in tensors:
+            lists.setdefault(name, []).append(number)
+    alike = {tuple(numbers): name for name, numbers in lists.items()}
+    for numbers, name in alike.items():
+        if len({keys[number][:2] for number in numbers}) > 1:
+            raise TitanError(f"{name} has different dtypes or shapes on the ranks and cannot be saved")
+        shape = keys[numbers[0]][1]
+        boxes = Counter(cell[1:] for number in numbers for cell in groups[keys[number]])
+        if math.prod(shape) and not tile(shape, boxes.elements()):
+            raise TitanError(f"the parts of {name} that the ranks hold overlap or leave gaps")

@@ -1,0 +1,79 @@
+"""Tensors that several ranks load alike: one of them reads each from the disk, and gives it to the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+WORTH = 1 << 16
+"""Bytes from which on sending is better than reading."""
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The ranks that hold the same part of a tensor."""
+
+    group: dist.ProcessGroup
+    reader: int
+    """The rank that reads it."""
+
+    @property
+    def mine(self) -> bool:
+        return self.reader == dist.get_rank()
+
+    @torch.no_grad()
+    def give(self, tensor: Tensor) -> None:
+        """Copy the reader's part to the others; collective over the replicas."""
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        sent = local.detach().contiguous()
+        dist.broadcast(sent.view(-1).view(torch.uint8), src=self.reader, group=self.group)
+        if not self.mine and sent.data_ptr() != local.data_ptr():
+            local.copy_(sent)
+
+
+def shared_among_replicas(tensors: Mapping[str, Tensor], alike: Sequence[str]) -> dict[str, Replicas]:
+    """Choose who reads what, in the order in which it is to be given; equal on all replicas of a tensor.
+
+    Args:
+        alike: of each rank a checksum of the names, shapes and dtypes that it loads. Ranks that load
+            different tensors each read their own.
+    """
+    shared: dict[str, Replicas] = {}
+    load: dict[int, int] = {}
+    for name, tensor in sorted(tensors.items()):
+        group = _replicas_of(tensor)
+        if group is None:
+            continue
+        ranks = dist.get_process_group_ranks(group)
+        if len({alike[rank] for rank in ranks}) > 1:
+            continue
+        reader = min(ranks, key=lambda rank: (load.get(rank, 0), rank))
+        load[reader] = load.get(reader, 0) + _local_bytes(tensor)
+        shared[name] = Replicas(group, reader)
+    return shared
+
+
+def _replicas_of(tensor: Tensor) -> dist.ProcessGroup | None:
+    """The largest group along one dimension of its mesh in which all hold the same part of a tensor."""
+    if not isinstance(tensor, DTensor) or _local_bytes(tensor) < WORTH or not dist.is_initialized():
+        return None
+    mesh = tensor.device_mesh
+    dims = [
+        dim
+        for dim, placement in enumerate(tensor.placements)
+        if placement.is_replicate() and mesh.size(dim) > 1
+    ]
+    if not dims or mesh.get_coordinate() is None:
+        return None
+    return mesh.get_group(max(dims, key=lambda dim: (mesh.size(dim), -dim)))
+
+
+def _local_bytes(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return math.prod(local.shape) * local.dtype.itemsize
