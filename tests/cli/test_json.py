@@ -70,6 +70,7 @@ def test_a_command_that_can_print_json_is_among_these(titan: Titan, entry) -> No
         "profile",
         "reproduce",
         "replay",
+        "bisect",
         "prove",
     }
     assert not offered or entry.name in DOCUMENTS or entry.name in elsewhere

@@ -57,7 +57,7 @@ def test_a_document_has_the_keys_that_are_told(
     if name in ("runs", "run", "removed-runs", "logs"):
         folder = make(tmp_path / "RUN", [began(), step(5, 5)], [attempt(ended("failed", 5))])
         (folder / "logs" / "rank-0.log").touch()
-    if name in ("comparison", "report", "reproduction", "reproduction-files"):
+    if name in ("comparison", "report", "reproduction", "reproduction-files", "bisection"):
         told_of = [
             event("checkpoint", 5, step=5, path="step-5"),
             event("log", 5, level="warning", message="x"),

@@ -43,14 +43,14 @@ def test_the_weights_that_attempts_began_with_are_read(tmp_path: Path) -> None:
     for attempt, step in ((1, 1), (2, 5), (3, 3)):
         for rank in (0, 1):
             one = writer(tmp_path, attempt, rank, world=2)
-            one.start_with((attempt, rank))
+            one.start_with((attempt, rank), sampled=rank == 1)
             fill(one, step)
     found = read_starts(tmp_path)
     assert {step: start.ranks for step, start in found.items()} == {
         0: {0: (1, 0), 1: (1, 1)},
         2: {0: (3, 0), 1: (3, 1)},  # it has repeated what came after
     }
-    assert found[0].layout == read_digests(tmp_path)[1].layout
+    assert found[0].layout == read_digests(tmp_path)[1].layout and found[0].layout.sampled
     fill(writer(tmp_path, 4), 1)  # of a rank that has not said
     assert list(read_starts(tmp_path)) == [0, 2]
 

@@ -39,6 +39,7 @@ COMMANDS = [
     Entry("Runs", "rollouts", "rollouts", "Show the rollouts of a run, with rewards and advantages."),
     Entry("Proof", "prove", "prove", "Prove that every layout computes what one process does."),
     Entry("Proof", "replay", "replay", "Repeat a step of a run and look at it from inside."),
+    Entry("Proof", "bisect", "bisect", "Find where two runs that should agree part."),
     Entry("Recipes", "validate", "validate", "Check recipes without running them."),
     Entry("Recipes", "config", "config", "Print a recipe with all defaults filled in."),
     Entry("Recipes", "list-recipes", "recipes", "List the bundled recipes and those of plugins."),

@@ -137,7 +137,7 @@ def _check(
     from titancli.run import reproduce
     from titancli.run.differences import differences, unknown
 
-    with _quiet_stdout(as_json):
+    with quiet_stdout(as_json):
         now, problems = reproduce.here(run, overrides=overrides, nproc=nproc, plugin_files=plugin_files)
     found = differences(run, now)
     lacking = [line for line in unknown(run, now) if line.endswith("the run")]
@@ -147,7 +147,7 @@ def _check(
         return code
     for problem in problems:
         print(f"cannot be reproduced here: {printable(problem)}")
-    _print_differences(found)
+    print_differences(found)
     for line in lacking:
         print(line)
     if code == EXIT_OK:
@@ -190,7 +190,7 @@ def _again(
         folders.append(folder)
         note(f"run folder: {short_path(folder.path)}")
 
-    with _quiet_stdout(as_json):
+    with quiet_stdout(as_json):
         code, error = reproduce.launch(plan, request, announce)
     if code in (EXIT_STOPPED, EXIT_INTERRUPTED):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is saved
@@ -230,7 +230,7 @@ def _tell(
         return code
     for line in _lines(run, again, verdict):
         print(line)
-    _print_differences([one for one in verdict.differences if one not in verdict.because])
+    print_differences([one for one in verdict.differences if one not in verdict.because])
     for line in verdict.unknown:
         print(line)
     return code
@@ -284,7 +284,7 @@ def _end(run: Reproduction) -> str:
     return f"{str(run.run.get('state')).replace('_', ' ')} after step {run.run.get('step')}{error}"
 
 
-def _print_differences(found: Sequence[Difference]) -> None:
+def print_differences(found: Sequence[Difference]) -> None:
     for effect in ("results", "rounding", "none"):
         for one in found:
             if one.effect == effect:
@@ -326,7 +326,7 @@ def _document(
 
 
 @contextmanager
-def _quiet_stdout(quiet: bool) -> Iterator[None]:
+def quiet_stdout(quiet: bool) -> Iterator[None]:
     """Send what a run prints to stderr: stdout is for one document."""
     if not quiet:
         yield

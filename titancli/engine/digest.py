@@ -50,7 +50,9 @@ class Digests:
     @torch.no_grad()
     def begin(self, step: int) -> None:
         """Hash the weights that training starts with, after `step` steps."""
-        self._writer.start_with([number % 2**32 for number in self._of_weights(step).tolist()])
+        most = _most(len(self._named))
+        sampled = any(_local(parameter).numel() > most for _, parameter in self._named)
+        self._writer.start_with([n % 2**32 for n in self._of_weights(step).tolist()], sampled=sampled)
 
     @torch.no_grad()
     def of_gradients(self, step: int) -> Tensor:
@@ -122,10 +124,10 @@ def row_hashes(batch: Batch) -> Tensor:
 def sums(named: Sequence[tuple[str, Tensor | None]], step: int) -> Tensor:
     """Return the sum of the tensors' hashes, and the same with each one times its place (from 1) in the list:
     [2] int64, of which the lower 32 bits count. What is None has the hash 0."""
-    most = max(1, min(SAMPLES, BUDGET // max(1, len(named))))
+    most = _most(len(named))
     groups: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
     for place, (_, tensor) in enumerate(named, 1):
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = None if tensor is None else _local(tensor)
         if local is not None and local.numel():
             sample = _sample(local.detach(), most, step)
             groups.setdefault((local.dtype, local.device), []).append((place, sample))
@@ -134,6 +136,15 @@ def sums(named: Sequence[tuple[str, Tensor | None]], step: int) -> Tensor:
     for part in parts[1:]:
         total = total + part.to(total.device)
     return total
+
+
+def _most(count: int) -> int:
+    """Values that are read of each of so many tensors, at most."""
+    return max(1, min(SAMPLES, BUDGET // max(1, count)))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _sums_of(samples: list[tuple[int, Tensor]]) -> Tensor:

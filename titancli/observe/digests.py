@@ -57,6 +57,8 @@ class Header:
     """The trained parameters on this rank, in the order in which they were hashed."""
     weights: list[int] | None = None
     """Of the weights before the first record, as the `weights` of a `RECORD` of step `start`."""
+    sampled: bool = True
+    """Whether only a part of some tensor is read at each step."""
     format: int = FORMAT
 
 
@@ -76,9 +78,9 @@ class DigestWriter:
         self._header, self._file, self._begin, self._start = header, -1, 0, 0
         self._healthy = True
 
-    def start_with(self, weights: Sequence[int]) -> None:
-        """Set `Header.weights`, before the first record."""
-        self._header = {**self._header, "weights": list(weights)}
+    def start_with(self, weights: Sequence[int], *, sampled: bool) -> None:
+        """Set `weights` and `sampled` of the header, before the first record."""
+        self._header = {**self._header, "weights": list(weights), "sampled": sampled}
 
     def write(self, step: int, **values: Any) -> None:
         """Write the record of a step; see `RECORD`."""
@@ -141,6 +143,8 @@ class Layout:
     mesh: dict[str, int]
     names: dict[int, list[str]] = field(repr=False)
     """By rank, the parameters that were hashed."""
+    sampled: bool = field(default=True, compare=False)
+    """See `Header`."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +186,7 @@ def read_starts(folder: Path) -> dict[int, Start]:
         first = files[0][0]
         known = {rank: header.weights for rank, header in sorted(headers.items()) if header.weights}
         if len(known) == first.world and len({header.start for header in headers.values()}) == 1:
-            layout = Layout(first.world, first.mesh, {rank: headers[rank].names for rank in known})
+            layout = _layout([header for header, _ in files])
             found = {step: start for step, start in found.items() if step < first.start}
             found[first.start] = Start({rank: (pair[0], pair[1]) for rank, pair in known.items()}, layout)
     return found
@@ -196,12 +200,17 @@ def _by_attempt(folder: Path) -> dict[tuple[int, int], list[tuple[Header, np.nda
     return found
 
 
+def _layout(headers: Sequence[Header]) -> Layout:
+    names = {header.rank: header.names for header in sorted(headers, key=lambda header: header.rank)}
+    return Layout(headers[0].world, headers[0].mesh, names, any(header.sampled for header in headers))
+
+
 def _joined(files: list[tuple[Header, np.ndarray]]) -> dict[int, StepDigest]:
     files.sort(key=lambda item: item[0].rank)
     first = files[0][0]
     if len(files) < first.world:
         return {}
-    layout = Layout(first.world, first.mesh, {header.rank: header.names for header, _ in files})
+    layout = _layout([header for header, _ in files])
     tables = [{int(record["step"]): record for record in records} for _, records in files]
     once = {header.dp_rank: index for index, (header, _) in reversed(list(enumerate(files)))}
     found = {}

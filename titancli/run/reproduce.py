@@ -77,10 +77,7 @@ def plan(
         TitanError: the recipe, a plugin, or the data are not what they were, or not here.
     """
     recipe = run.data
-    own = ["loggers=[]"] if recipe.get("loggers") else []
-    if steps is not None:
-        length = recipe.get("lr_scheduler", {}).get("total_steps") or recipe["training"]["steps"]
-        own += [f"training.steps={steps}", f"lr_scheduler.total_steps={length}"]
+    own = shortened(run, steps)
     training, mesh = recipe.get("training", {}), run.made_by.get("mesh")
     world = (visible_gpus() or 1) if nproc == "auto" else nproc
     if mesh and world not in (None, run.made_by.get("world")) and "global_batch_size" not in training:
@@ -102,11 +99,22 @@ def plan(
                 )
             )
         except TitanError as error:
-            raise _with_what_helps(error, run, plugin_files) from error
+            raise with_what_helps(error, run, plugin_files) from error
     return replace(made, loaded=replace(made.loaded, path=Path(run.run["path"]) / LOCK_NAME))
 
 
-def _with_what_helps(error: TitanError, run: Reproduction, plugin_files: Sequence[Path]) -> TitanError:
+def shortened(run: Reproduction, steps: int | None) -> list[str]:
+    """Return the overrides by which a run has no loggers, and ends with a step under the schedule of the
+    whole run (None: with its last)."""
+    recipe = run.data
+    own = ["loggers=[]"] if recipe.get("loggers") else []
+    if steps is None:
+        return own
+    length = recipe.get("lr_scheduler", {}).get("total_steps") or recipe["training"]["steps"]
+    return [*own, f"training.steps={steps}", f"lr_scheduler.total_steps={length}"]
+
+
+def with_what_helps(error: TitanError, run: Reproduction, plugin_files: Sequence[Path]) -> TitanError:
     """The same error, and what of the run's own software is missing here."""
     given = {file.stem for file in plugin_files}
     entries = run.made_by.get("plugin_files") or []
