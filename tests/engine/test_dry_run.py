@@ -85,7 +85,7 @@ def held(recipe: Recipe) -> tuple[int, int, int, int]:
     )
 
 
-REAL = {"one", "fsdp-2, unevenly", "cp-2", "ep-4 over tp-2", "pp-2 x fsdp-2, two stages each"}
+REAL = {"one", "fsdp-2, unevenly", "cp-2", "ep-4 over tp-2", "pp-2"}
 
 
 @pytest.mark.ranks

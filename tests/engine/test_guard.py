@@ -77,8 +77,8 @@ def _one_wrong_step(mesh: dict[str, int], loss: Wrong, optimizer: str) -> list[A
         (1, {}, "sgd"),
         (1, {}, "mixed"),
         (2, {"dp_shard": 2}, "adamw"),
-        (2, {"dp_replicate": 2}, "sgd"),
-        (2, {"tp": 2}, "adamw"),
+        pytest.param(2, {"dp_replicate": 2}, "sgd", marks=pytest.mark.slow),
+        pytest.param(2, {"tp": 2}, "adamw", marks=pytest.mark.slow),
         (2, {"pp": 2}, "adamw"),
     ],
 )

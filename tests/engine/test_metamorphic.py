@@ -428,7 +428,7 @@ def on_layout(name: str, losses: list[str], seed: int) -> list[str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", rows(LAYOUTS, slow=["stages"]))
 def test_a_step_of_two_ranks_depends_on_it_neither(ranks: Any, name: str) -> None:
     losses = ["sft", "gspo", "dpo"] if name in ("sharded", "stages") else ["grpo"]
     assert ranks(2, on_layout, name, losses, 5) == [[], []]

@@ -72,7 +72,8 @@ SOUND: dict[str, tuple[int, Layout]] = {
 }
 
 
-SLOW = ("TP, compiled", "replicas", "FSDP2")  # EP has replicas and shards as well
+SLOW = ("TP, compiled", "replicas", "FSDP2", "CP", "recomputed by op", "experts")
+# EP has experts, replicas and shards as well
 
 
 @pytest.mark.parametrize(

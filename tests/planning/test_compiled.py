@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.planning.measure import planned, recipe
+from tests.rows import rows
 from titancli.models.blocks.rope import inverse_frequencies, rotation
 from titancli.parallel.activation_checkpoint import apply_activation_checkpoint
 from titancli.parallel.compile import compile_model
@@ -18,7 +19,7 @@ from titancli.registry.component import build
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("mode", rows(["none", "selective", "full"], slow=["none"]))
 def test_a_compiled_block_keeps_as_much(mode: str) -> None:
     found = recipe(
         "training.mixed_precision_param=bfloat16",

@@ -14,37 +14,43 @@ from titancli.checkpoint import read_manifest
 pytestmark = pytest.mark.ranks
 
 STEPS = 5
-CHAIN = [
-    ("FSDP2", 2, 1, 1),
-    ("FSDP4", 4, 1, 1),
-    ("TP2", 2, 2, 1),
-    ("FSDP2xTP2", 4, 2, 1),
-    ("PP2", 2, 1, 2),
-    ("one rank", 1, 1, 1),
-]
-"""What it is called, ranks, tp and pp; the other ranks are dp_shard."""
+LAYOUTS = {
+    "FSDP2": (2, 1, 1),
+    "FSDP4": (4, 1, 1),
+    "TP2": (2, 2, 1),
+    "FSDP2xTP2": (4, 2, 1),
+    "PP2": (2, 1, 2),
+    "one rank": (1, 1, 1),
+}
+"""Ranks, tp and pp; the other ranks are dp_shard."""
+CHAINS = (("FSDP2", "TP2", "one rank"), tuple(LAYOUTS))
 WITHIN = 1e-5
-TOTAL = STEPS * len(CHAIN)
 RECIPE = (
     "model.n_layers=4",
     "training.global_batch_size=8",
-    f"lr_scheduler.total_steps={TOTAL}",
     "optimizer.eps=1e-4",  # or the rounding of a gradient near zero would move its weight
     f"checkpoint.interval={STEPS}",
     "checkpoint.keep_latest_k=0",
 )
 
 
+@pytest.mark.parametrize(
+    "chain", [CHAINS[0], pytest.param(CHAINS[1], marks=pytest.mark.slow)], ids=["three", "all"]
+)
 def test_a_run_goes_from_layout_to_layout_with_the_same_data_and_losses(
     train_on: Callable[..., Finished],
     reference: Any,
     here: Path,
     record_property: Callable[[str, object], None],
+    chain: tuple[str, ...],
 ) -> None:
-    record_property("relayout", {"chain": [name for name, *_ in CHAIN], "within": WITHIN})
-    expected, whole = reference(1, *RECIPE, f"training.steps={TOTAL}")
-    begin: tuple[str, ...] = ("tiny.toml", "--run-dir", "r", *RECIPE)
-    for number, (name, ranks, tp, pp) in enumerate(CHAIN, start=1):
+    record_property("relayout", {"chain": list(chain), "within": WITHIN})
+    total = STEPS * len(chain)
+    recipe = (*RECIPE, f"lr_scheduler.total_steps={total}")
+    expected, whole = reference(1, *recipe, f"training.steps={total}")
+    begin: tuple[str, ...] = ("tiny.toml", "--run-dir", "r", *recipe)
+    for number, name in enumerate(chain, start=1):
+        ranks, tp, pp = LAYOUTS[name]
         degrees = (f"mesh.tp={tp}", f"mesh.pp={pp}", f"training.steps={number * STEPS}")
         done = train_on(ranks, *begin, *degrees)
         assert done.code == 0, done.err
