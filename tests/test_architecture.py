@@ -32,7 +32,7 @@ FLOORS = [
     {"engine"},
     {"generate"},
     {"loops"},
-    {"run.worker", "run.data", "run.saving", "run.probe"},
+    {"run.worker", "run.attempt", "run.data", "run.saving", "run.probe"},
     {"launchers"},
     {"run"},
     {"doctor", "migrate", "prove", "reporting"},

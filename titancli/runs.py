@@ -8,6 +8,7 @@
     digests/            what each step came to, one file a rank: rows, loss, norm, hashes
     rollouts/           of a run that learns from samples: what these were
     profile_traces/  memory_snapshot/
+    rendezvous/         of several nodes: where they meet
     slurm/              of a run that was submitted as a Slurm job, see titancli/launchers/slurm.py
     logs/  checkpoints/
 
@@ -44,7 +45,7 @@ REPLAY_REQUEST = "replay.json"
 REPLAY_RESULT = "replay.result.json"
 RECORD_FORMAT = 1
 ATTEMPT = "TITAN_ATTEMPT"
-"""The environment variable with the token of the attempt, for the ranks of one machine."""
+"""The environment variable with the token of the attempt, for its ranks."""
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ def write_atomically(path: Path, text: str) -> None:
         ) from error
 
 
-_LEFT = {"logs", "checkpoints", "run.lock", "ranks.lock", "slurm"}
+_LEFT = {"logs", "checkpoints", "rendezvous", "run.lock", "ranks.lock", "slurm"}
 
 
 def _is_bare(path: Path) -> bool:
@@ -219,7 +220,7 @@ class Claim:
         """Return the claim of the attempt that this process belongs to.
 
         Ranks that are started anew find it in their environment: the newest in `record` may be another by
-        then. On several nodes nobody knows it before the ranks meet, and it is that of `record`.
+        then.
         """
         return cls(folder, os.environ.get(ATTEMPT) or record["attempts"][-1].get("token"))
 
@@ -249,6 +250,7 @@ class RunFolder:
         self.events = path / "events.jsonl"
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
+        self.rendezvous = path / "rendezvous"
 
     @staticmethod
     def is_run(path: Path) -> bool:

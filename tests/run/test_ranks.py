@@ -19,7 +19,7 @@ import pytest
 
 from tests.run.conftest import Command, Finished, losses, workers_of
 from titancli.errors import EnvironmentProblem
-from titancli.launchers import local
+from titancli.launchers import local, torchrun
 from titancli.runs import RunFolder
 
 pytestmark = pytest.mark.e2e
@@ -156,7 +156,7 @@ def test_no_module_of_the_working_directory_is_run_in_place_of_a_library(tmp_pat
     unsafe = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
     assert "json.py was run" in unsafe.stderr  # that is what Python does
     done = subprocess.run(
-        line, cwd=tmp_path, env=local._environment(2), capture_output=True, text=True, check=True
+        line, cwd=tmp_path, env=torchrun._environment(2), capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith("titan ")
 

@@ -163,7 +163,7 @@ def test_an_earlier_checkpoint_can_be_taken(train: Train, here: Path) -> None:
         (("tiny.toml", "--allow-drift"), 2, "needs --resume"),
         (("tiny.toml", "other.toml"), 2, "one recipe"),
         (("training.steps=3",), 2, "needs a recipe"),
-        (("tiny.toml", "--nnodes", "2"), 2, "--run-dir and --rdzv"),
+        (("tiny.toml", "--nnodes", "2"), 2, "--nnodes 2 needs --run-dir"),
         (("tiny.toml", "--nproc", "0"), 2, "neither a number of processes nor auto"),
         (("tiny.toml", "--nproc", "3", "mesh.dp_shard=2"), 3, "does not make 3 ranks"),
         (("tiny.toml", "training.global_batch_size=3"), 3, "not a multiple"),

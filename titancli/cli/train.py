@@ -69,7 +69,9 @@ class NumberOrAuto(click.ParamType):
     help="Number of machines; start titan on each of them.",
 )
 @click.option(
-    "--rdzv", metavar="HOST:PORT", help="Rendezvous address for several machines; HOST is one of them."
+    "--rdzv",
+    metavar="HOST:PORT",
+    help="Where several machines meet; HOST is one of them.  [default: chosen through the run folder]",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be done, then exit.")
 @click.option("--json", "as_json", is_flag=True, help="Print events as JSON Lines to stdout.")
@@ -104,7 +106,7 @@ def command(
     from titancli.runs import ChangedMeanwhile
 
     recipe, overrides = _one_recipe(arguments)
-    _check_flags(run_dir, resume, step, allow_drift, from_scratch, nnodes, rdzv)
+    _check_flags(run_dir, resume, step, allow_drift, from_scratch, nnodes)
     env = environment_of(variables)
     files = list(common.plugin_files)
     wanted = Request(
@@ -164,17 +166,15 @@ def _check_flags(
     allow_drift: bool,
     from_scratch: bool,
     nnodes: int,
-    rdzv: str | None,
 ) -> None:
     """
     Raises:
         UsageError: flags that do not go together, or that need another one.
     """
-    if nnodes > 1 and ((run_dir is None and not resume) or rdzv is None):
+    if nnodes > 1 and run_dir is None and not resume:
         raise UsageError(
-            f"--nnodes {nnodes} needs --run-dir and --rdzv",
-            hint="give a folder on storage that all nodes share, and --rdzv HOST:PORT, the same on "
-            "every node",
+            f"--nnodes {nnodes} needs --run-dir",
+            hint="give a folder on storage that all nodes share, the same on every node",
         )
     if allow_drift and not resume:
         raise UsageError("--allow-drift needs --resume")
@@ -255,7 +255,8 @@ def _say_next(
     plugins = "".join(f" -p {shlex.quote(str(file))}" for file in request.plugin_files)
     flags = plugins + "".join(f" --env {shlex.quote(f'{name}={value}')}" for name, value in env.items())
     flags += f" --nproc {nproc}" if nproc is not None else ""
-    flags += f" --nnodes {request.nnodes} --rdzv {request.rdzv}" if request.nnodes > 1 else ""
+    flags += f" --nnodes {request.nnodes}" if request.nnodes > 1 else ""
+    flags += f" --rdzv {request.rdzv}" if request.rdzv else ""
     ended = {"data_ended": "reached the end of the data", "interrupted": "stopped"}.get(
         outcome["why"], outcome["why"]
     )

@@ -90,8 +90,11 @@ def init_process_group(
     store: dist.Store = dist.HashStore()
     if world > 1:
         shared = _meeting_place(rank, world, timeout)
-        # torchrun's store outlives a restart, and every group: without a prefix of their own ranks would call
-        # those that are gone.
+        # The store outlives every group, and where it is torchrun's own it outlives a restart: without a
+        # prefix of their own ranks would call those that are gone. Where it is rank 0's, each start has a new
+        # one, and a node that has taken the place of another does not know how often the others were started.
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
+            restart = 0
         number = shared.add(f"groups-of-rank-{rank}-start-{restart}", 1)
         store = dist.PrefixStore(f"start-{restart}-group-{number}", shared)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

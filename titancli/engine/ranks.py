@@ -9,6 +9,7 @@ engine in it.
 from __future__ import annotations
 
 import json
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -160,9 +161,20 @@ class RankGroup:
     def _reports(
         self, seconds: float, enough: Callable[[dict[int, Report]], bool] = lambda reports: False
     ) -> dict[int, Report]:
-        """The reports that there are by rank, after all are there, or `enough`, or after so many seconds."""
+        """The reports that there are by rank, after all are there, or `enough`, or after so many seconds.
+
+        Asked for by a thread: where the node of the store has lost its power, no answer ever comes.
+        """
         found: dict[int, Report] = {}
-        until = time.monotonic() + seconds
+        arguments = (found, enough, time.monotonic() + seconds)
+        asking = threading.Thread(target=self._ask_for_reports, args=arguments, daemon=True)
+        asking.start()
+        asking.join(seconds + 1.0)
+        return dict(sorted(found.copy().items()))
+
+    def _ask_for_reports(
+        self, found: dict[int, Report], enough: Callable[[dict[int, Report]], bool], until: float
+    ) -> None:
         while True:
             try:
                 store = self._store()
@@ -170,9 +182,9 @@ class RankGroup:
                     if rank not in found and store.check([self._key(rank)]):
                         found[rank] = Report(*json.loads(store.get(self._key(rank))))
             except RuntimeError:
-                return found
+                return
             if len(found) == self.world or enough(found) or time.monotonic() >= until:
-                return dict(sorted(found.items()))
+                return
             time.sleep(0.02)
 
     def _key(self, rank: int) -> str:

@@ -22,7 +22,12 @@ class Local:
     nproc: Annotated[int, Gt(0)] | Literal["auto"] = "auto"
     """Processes per machine; auto: one per visible GPU, or one if there is none."""
     max_restarts: Annotated[int, Ge(0)] = 0
-    """How many times the processes are restarted from the newest checkpoint after one of them has failed."""
+    """How many times the processes are restarted from the newest checkpoint after one of them has failed, or
+    a machine was lost."""
+    node_timeout_seconds: Annotated[int, Ge(3)] = 30
+    """Seconds without a sign of life after which a machine counts as lost; clocks must differ by less."""
+    join_timeout_seconds: Annotated[int, Gt(0)] = 600
+    """Seconds that the other machines wait for one that is missing."""
 
 
 SET_BY_TITAN = frozenset(

@@ -1,9 +1,10 @@
 """torchrun, as a run needs it: `python -m titancli.launchers.agent REPORT TORCHRUN-ARGUMENTS…`.
 
-The same as `python -m torch.distributed.run`, but for three things. A signal is handed on to the ranks and
+The same as `python -m torch.distributed.run`, but for four things. A signal is handed on to the ranks and
 the agent keeps waiting for them, without a time limit, since they are saving; torchrun would kill them.
 (Ranks that are too young to heed it die; those started in their place find it in their environment.) A second
-SIGINT kills them. And how the ranks ended is written to REPORT as JSON, not to the terminal.
+SIGINT kills them. How the ranks ended is written to REPORT as JSON, not to the terminal. And an end of the
+rendezvous, which is no failure of a rank, has an exit code of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from typing import Any
 from titancli.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
 from titancli.process import die_with_parent
 from titancli.signals import ASKED_TO_STOP, heeded
+
+EXIT_LOST = 6
+"""The rendezvous is gone: the node that served it, or the way there; or no others came."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -42,9 +46,14 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(number, handle)
     die_with_parent()
 
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher import api
     from torch.distributed.run import parse_args, run
 
+    vars(api)["LocalElasticAgent"] = _agent_class()
+    _count_only_nodes_that_fit()
     # torchrun's own handlers are kept for the one signal that means: kill them all.
     options = parse_args(["--signals-to-handle", "SIGQUIT", *rest])
     try:
@@ -56,7 +65,37 @@ def main(arguments: Sequence[str]) -> int:
         ]
         report.write_text(json.dumps(ends))
         return EXIT_FAILED
+    except (RendezvousError, DistError) as error:
+        print(f"the rendezvous is lost: {type(error).__name__}: {error}", file=sys.stderr)
+        return EXIT_LOST
     return EXIT_OK
+
+
+def _agent_class() -> Any:
+    from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerState
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    class Agent(LocalElasticAgent):
+        def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+            """A spare node that was not needed has ended well, but torch has no result for it, and fails."""
+            return super().run(role) or RunResult(state=WorkerState.SUCCEEDED)
+
+    return Agent
+
+
+def _count_only_nodes_that_fit() -> None:
+    """A spare node that has lost the race for the last place waits for the next round, and torch would
+    restart all ranks for it, again and again."""
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler as Handler
+
+    counted = Handler.num_nodes_waiting
+
+    def num_nodes_waiting(handler: Handler) -> int:
+        waiting = counted(handler)
+        full = len(handler._state_holder.state.participants) >= handler.settings.max_nodes
+        return 0 if full else waiting
+
+    Handler.num_nodes_waiting = num_nodes_waiting  # type: ignore[assignment, method-assign]
 
 
 def children(parent: int) -> list[int]:

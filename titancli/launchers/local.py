@@ -6,14 +6,10 @@ reads them as rank 0 writes them.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
-import socket
-import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,24 +21,30 @@ from titancli.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_STOPPED,
-    EnvironmentProblem,
     TitanError,
 )
 from titancli.launch import LaunchRequest
 from titancli.launchers import Local
+from titancli.launchers.agent import EXIT_LOST
+from titancli.launchers.torchrun import (
+    Drawing,
+    Signals,
+    ends_file,
+    launcher_log,
+    run_agent,
+    take_part,
+    torchrun_command,
+)
 from titancli.observe import failures
 from titancli.observe.console import Console, JsonLines
 from titancli.observe.events import EventLog, Listener, Tail
 from titancli.observe.panel import Panel, watcher_for
 from titancli.process import copy_into, rank_log
-from titancli.runs import Claim, RunFolder, TakenOver, timestamp
-from titancli.signals import STOPPING, heeded, say
+from titancli.runs import ChangedMeanwhile, Claim, RunFolder, TakenOver, timestamp
+from titancli.signals import say
 
-POLL_SECONDS = 0.1
 LAST_LINES = 15
 """Of torchrun's log, shown where no rank could be started."""
-KILL_SECONDS = 10.0
-"""How long ranks that were killed may take to go."""
 
 
 def launch(config: Local, **given: Any) -> int:
@@ -61,8 +63,9 @@ def in_place(config: Local, request: LaunchRequest) -> bool:
 
 
 def exit_code(outcome: dict[str, Any]) -> int:
-    """The command's exit code for an outcome that a worker wrote."""
-    return {"stopped": EXIT_STOPPED, "interrupted": EXIT_INTERRUPTED}.get(outcome["why"], EXIT_OK)
+    """The command's exit code for an outcome that a worker, or the command of another node, wrote."""
+    codes = {"stopped": EXIT_STOPPED, "interrupted": EXIT_INTERRUPTED, "failed": EXIT_FAILED}
+    return codes.get(outcome["why"], EXIT_OK)
 
 
 # --------------------------------------------------------------------------------------------- in place
@@ -127,81 +130,26 @@ def _watcher(request: LaunchRequest) -> Iterator[Panel | Console | JsonLines]:
 # ----------------------------------------------------------------------------------------- under torchrun
 
 
-def torchrun_command(config: Local, request: LaunchRequest) -> list[str]:
-    """The command that starts this node's ranks."""
-    if request.nnodes == 1:
-        rendezvous = ["--standalone"]
-    else:
-        if request.rdzv is None:
-            raise EnvironmentProblem(
-                f"{request.nnodes} nodes need a rendezvous address",
-                hint="add --rdzv HOST:PORT, the same on every node",
-            )
-        meeting = hashlib.sha256(str(request.run_folder).encode()).hexdigest()[:12]
-        rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={request.rdzv}", f"--rdzv-id=titan-{meeting}"]
-    return [
-        *(sys.executable, "-m", "titancli.launchers.agent", str(_ends_file(request))),
-        *(f"--nnodes={request.nnodes}", f"--nproc-per-node={request.nproc}", *rendezvous),
-        *(f"--max-restarts={config.max_restarts}", "-m", "titancli.run.worker", *request.rank_arguments()),
-    ]
-
-
-def _ends_file(request: LaunchRequest) -> Path:
-    return request.folder.logs / f"agent-{socket.gethostname()}.json"
-
-
 def _under_torchrun(config: Local, request: LaunchRequest) -> int:
     folder = request.folder
-    command = torchrun_command(config, request)
     folder.logs.mkdir(parents=True, exist_ok=True)
-    _ends_file(request).unlink(missing_ok=True)
     before, tail = failures.there(folder.logs), Tail(folder.events)
     with (
         _watcher(request) as watcher,
-        open(_launcher_log(request), "a", encoding="utf-8") as log,
-        _Signals() as signals,
+        open(launcher_log(request), "a", encoding="utf-8") as log,
+        Signals() as signals,
     ):
-        log.write(f"--- {timestamp()} {' '.join(command)}\n")
-        log.flush()
-        agent = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=_environment(request.nproc),
-            start_new_session=True,  # Ctrl-C at the terminal reaches the ranks through us, once
-        )
-        try:
-            step = _follow(agent, tail, watcher, signals)
-        finally:
-            _end(agent)
-        if agent.returncode < 0:
-            _outlast(folder, signals)
-        return _result(request, watcher, agent.returncode, before, step, signals)
-
-
-def _follow(
-    agent: subprocess.Popen[bytes], tail: Tail, watcher: Panel | Console | JsonLines, signals: _Signals
-) -> int | None:
-    """Draw events and hand signals on until the agent has ended; the last step that was told."""
-    step, watched = None, True
-    while True:
-        ended = agent.poll() is not None
-        for event in tail.poll():
-            step = event.get("step", step)
-            try:
-                if watched:
-                    watcher(event)
-            except OSError:  # the terminal or the reader has gone away: no reason to end the run
-                watched = False
-        if ended:
-            break
-        signals.hand_on(agent)
-        time.sleep(POLL_SECONDS)
-    if watched:
-        with suppress(OSError):
-            watcher.close()
-    return step
+        drawing = Drawing(tail, watcher)
+        if request.nnodes == 1:
+            code = run_agent(torchrun_command(config, request), request, log, drawing, signals)
+        else:
+            code = take_part(config, request, log, drawing, signals)
+        drawing.close()
+        if (
+            code == EXIT_LOST and drawing.ended
+        ):  # the others were done, and their store gone, before this node
+            code = EXIT_OK
+        return _result(request, watcher, code, before, drawing.step, signals)
 
 
 def _result(
@@ -210,7 +158,7 @@ def _result(
     agent_code: int,
     before: failures.Reports,
     step: int | None,
-    signals: _Signals,
+    signals: Signals,
 ) -> int:
     """The exit code, from what the ranks left behind."""
     outcome = request.folder.outcome() if request.folder.record_file.exists() else None
@@ -229,7 +177,10 @@ def _result(
     failure = failures.cause(reports, kills, late_kills)
     if failure and failure.type == TakenOver.__name__:
         return _say_failure(failure, request, [])  # the record, and the events, are another attempt's by now
-    error = f"rank {failure.rank}: {failure.words}" if failure else "the ranks could not be started"
+    unmet = "the nodes did not meet, or lost each other" if agent_code == EXIT_LOST else None
+    if failure and failure.type == ChangedMeanwhile.__name__:
+        raise ChangedMeanwhile(request.folder)
+    error = f"rank {failure.rank}: {failure.words}" if failure else unmet or "the ranks could not be started"
     _record_outcome(request, watcher, "failed", None, step, error)
     if lost and (outcome is not None or not reports):  # what fails after the outcome is an echo
         name, saved = signal.Signals(-agent_code).name, outcome["checkpoint"] if outcome else None
@@ -237,80 +188,6 @@ def _result(
         say(f"error: torchrun was killed by {name}; {done}")
         return EXIT_FAILED
     return _say_failure(failure, request, failures.silent(reports, request.world))
-
-
-class _Signals:
-    """Signals of this process while ranks run: remembered, and handed on to the agent."""
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-        self.waiting: list[int] = []
-        """Those that were not handed on yet."""
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> _Signals:
-        for number in heeded():
-            self._before[number] = signal.signal(number, lambda n, frame: self.waiting.append(n))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def hand_on(self, agent: subprocess.Popen[bytes]) -> None:
-        """Tell the agent, and the user, of what came since the last call."""
-        while self.waiting:
-            number = self.waiting.pop(0)
-            again = number == signal.SIGINT and signal.SIGINT in self.received
-            self.received.append(number)
-            name = signal.Signals(number).name
-            if again:
-                say("\ninterrupted again: exiting now")
-            else:
-                more = "; press Ctrl-C again to exit now" if number == signal.SIGINT else ""
-                say(f"\n{name}: {STOPPING.get()}{more}")
-            agent.send_signal(number)
-            if again:
-                _end(agent, KILL_SECONDS)
-
-    def ended(self, reports: list[failures.Failure], kills: list[failures.Failure]) -> bool:
-        """Whether the signals ended ranks that were only starting, or that the user would not wait for."""
-        if not self.received:
-            return False
-        by_hand = self.received.count(signal.SIGINT) > 1
-        return by_hand or (
-            not reports and {kill.type for kill in kills} <= {signal.Signals(n).name for n in self.received}
-        )
-
-
-def _end(agent: subprocess.Popen[bytes], patience: float = 0.0) -> None:
-    """Leave no process behind, whatever brought us here."""
-    from titancli.launchers.agent import children, signal_group
-
-    try:
-        agent.wait(patience)
-    except subprocess.TimeoutExpired:
-        for process in children(agent.pid):
-            signal_group(process, signal.SIGKILL)
-        agent.kill()
-        agent.wait()
-
-
-def _outlast(folder: RunFolder, signals: _Signals) -> None:
-    """Ranks that have lost torchrun save and leave by themselves, and until then the folder is theirs."""
-    while folder.ranks_at_work() and not signals.waiting:
-        time.sleep(POLL_SECONDS)
-
-
-def _environment(nproc: int) -> dict[str, str]:
-    environment = dict(os.environ)
-    if nproc > 1:
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    # `python -m` would look for modules in the working directory first: a random.py there would be run.
-    environment["PYTHONSAFEPATH"] = "1"
-    # Where torchrun itself is signalled (it is not by us), ranks get time to save.
-    environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
-    return environment
 
 
 # ----------------------------------------------------------------------------------------------- failures
@@ -321,7 +198,7 @@ def _killed_ranks(
 ) -> tuple[list[failures.Failure], list[failures.Failure]]:
     """Ranks of this node that a signal ended: by themselves, and after others had failed."""
     try:
-        ends = sorted(json.loads(_ends_file(request).read_text()), key=lambda end: end["time"])
+        ends = sorted(json.loads(ends_file(request).read_text()), key=lambda end: end["time"])
     except (OSError, ValueError):
         return [], []
     early: list[failures.Failure] = []
@@ -340,17 +217,12 @@ def _say_failure(failure: failures.Failure | None, request: LaunchRequest, silen
     """Print one block: who failed first, when, why, and where the log is."""
     logs = request.folder.logs
     if failure is None:
-        log = _launcher_log(request)
+        log = launcher_log(request)
         last = "".join(f"  {line}\n" for line in _last_lines(log))
         say(f"error: the ranks could not be started\n{last}log: {log}")
         return EXIT_FAILED
     say(f"error: {failures.block(failure, rank_log(logs, failure.rank), silent)}")
     return failure.exit_code
-
-
-def _launcher_log(request: LaunchRequest) -> Path:
-    name = "launcher.log" if request.nnodes == 1 else f"launcher-{socket.gethostname()}.log"
-    return request.folder.logs / name
 
 
 def _last_lines(log: Path) -> list[str]:

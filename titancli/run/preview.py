@@ -9,7 +9,8 @@ from typing import Any
 
 from titancli.launch import LaunchRequest
 from titancli.launchers import Local
-from titancli.launchers.local import in_place, torchrun_command
+from titancli.launchers.local import in_place
+from titancli.launchers.torchrun import torchrun_command
 from titancli.layout.degrees import Degrees
 from titancli.observe.peaks import DEVICES
 from titancli.planning.estimate import shape_of

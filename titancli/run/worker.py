@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import json
 import logging
 import os
 import socket
@@ -25,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 from titancli.checkpoint.format.manifest import (
     DamagedCheckpoint,
-    last_serial,
     names_and_sizes,
     newest_good,
     none_usable,
@@ -52,7 +50,8 @@ from titancli.provenance import file_hash, package_versions
 from titancli.recipe.find import url_of
 from titancli.registry.component import build
 from titancli.registry.defaults import LoopConfigDefaults, with_defaults
-from titancli.runs import RECORD_NAME, REPLAY_REQUEST, ChangedMeanwhile, Claim, RunFolder, timestamp
+from titancli.run.attempt import take_part
+from titancli.runs import RECORD_NAME, REPLAY_REQUEST, Claim, RunFolder, timestamp
 from titancli.signals import ASKED_TO_STOP, Stop
 
 if TYPE_CHECKING:
@@ -138,6 +137,9 @@ class Rank:
     ) -> None:
         self.folder, self.place, self._plugin_files = folder, place, plugin_files
         self._stack = stack
+        self.restart = place.restart
+        """How often the ranks of this attempt have been started anew."""
+        self.several_nodes = self._plan_is_stale = False
         self._observers: Observers | None = None
         self._engine: Engine | None = None
 
@@ -164,8 +166,11 @@ class Rank:
         recipe = loaded.recipe
         self._stack.enter_context(determinism(recipe.debug.deterministic))
         device = self._join(recipe, hashlib.sha256(lock_text.encode()).hexdigest())
+        self.several_nodes = lock_file is not None
         if lock_file is not None:
-            process_group.on_rank_zero(lambda: self._prepare(lock_file, lock_text))
+            own, first = lock_file.with_name(RECORD_NAME), self.place.local_rank == 0
+            taken = take_part(self.folder, own, lock_text, self._stack, first_of_node=first)
+            self.restart, self._plan_is_stale = taken
         require_shared(self.folder.logs, socket.gethostname(), first_of_node=self.place.local_rank == 0)
         self._stack.callback(self.folder.join().release)
         verify = names_and_sizes(recipe.checkpoint.verify)  # each rank hashes what it loads
@@ -332,22 +337,6 @@ class Rank:
         process_group.require_same("plugin files", files or "none", socket.gethostname())
         return device
 
-    def _prepare(self, lock_file: Path, lock_text: str) -> None:
-        """On several nodes rank 0 makes the run folder, and holds it until the run is over."""
-        self.folder.make()
-        self._stack.callback(self.folder.hold().release)
-        record = json.loads(lock_file.with_name(RECORD_NAME).read_text(encoding="utf-8"))
-        if len(self.folder.record().get("attempts", [])) >= len(record["attempts"]):
-            if not self.place.restart:  # another one has begun since this was planned
-                raise ChangedMeanwhile(self.folder)
-            return  # after a restart: rank 0 may be on another node, whose command has made up another run_id
-        attempt = record["attempts"][-1]
-        planned = 0 if self.place.restart or attempt["from_scratch"] else attempt["serial"]
-        if planned and last_serial(self.folder.checkpoints) != planned:
-            raise ChangedMeanwhile(self.folder)
-        self.folder.write_recipe_lock(lock_text)
-        self.folder.write_record(record)
-
     def _own_record(self) -> dict[str, Any]:
         """What run.json says, as long as its newest attempt is this one."""
         record = self.folder.record()
@@ -366,13 +355,13 @@ class Rank:
             EnvironmentProblem: no checkpoint can be used.
         """
         attempt = self.folder.record()["attempts"][-1]
-        if not (self.place.restart or damaged):
+        if not (self.restart or self._plan_is_stale or damaged):
             if attempt.get("from_scratch"):
                 aside = self.folder.set_checkpoints_aside()
                 logger.warning("the earlier checkpoints are in %s", aside)
             return checkpoint
         skipped: list[str] = []
-        after = attempt.get("serial", 0) if self.place.restart and checkpoint not in damaged else 0
+        after = attempt.get("serial", 0) if self.restart and checkpoint not in damaged else 0
         checkpoint = None if checkpoint in damaged else checkpoint
         found = newest_good(
             self.folder.checkpoints,
@@ -396,8 +385,9 @@ class Rank:
             events = EventLog(self.folder.events, listeners)
             self._stack.callback(events.close)
             self._stack.enter_context(logs_as_events(events))
-            if self.place.restart:
-                logger.warning("a rank failed; all ranks were restarted (restart %d)", self.place.restart)
+            if self.restart:
+                cause = "a node or a rank was lost" if self.several_nodes else "a rank failed"
+                logger.warning("%s; all ranks were restarted (restart %d)", cause, self.restart)
             own = [EventLogger(events, recipe.training.steps)]
         return own + [
             build(config, run_folder=self.folder.path, is_main=self.is_main) for config in recipe.loggers
@@ -415,7 +405,7 @@ class Rank:
             "world": self.place.world,
             "mesh": asdict(engine.mesh.degrees),
             "device": device_name(start.device),
-            "restarts": self.place.restart,
+            "restarts": self.restart,
         }
         if self.is_main:
             here = {"machine": machine(), "data": None if data is None else identity_of(data.state)}
@@ -452,7 +442,7 @@ class Rank:
         named = engine.trained_parameters()
         header = {
             "attempt": len(start.record["attempts"]),
-            "restart": self.place.restart,
+            "restart": self.restart,
             "rank": self.place.rank,
             "world": self.place.world,
             "dp_rank": engine.mesh.dp_rank,

@@ -1,0 +1,182 @@
+"""Which attempt the ranks of several nodes take part in, and where the nodes meet."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.tensors import save
+from titancli.launchers import meeting
+from titancli.launchers.meeting import Meeting
+from titancli.run import attempt
+from titancli.run.attempt import take_part
+from titancli.runs import ATTEMPT, ChangedMeanwhile, Claim, RunFolder, TakenOver
+
+PLANNED = {"run_id": "r", "name": "n"}
+
+
+@pytest.fixture
+def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
+    monkeypatch.setenv(ATTEMPT, "")
+    with ExitStack() as made:
+        yield made
+
+
+def planned(folder: Path, token: str, *before: dict[str, Any], **values: Any) -> Path:
+    """What a node's command has planned, in a file of its own."""
+    entry = {"token": token, "serial": 0, "from_scratch": False, "step": None, **values}
+    own = folder / f"{token}.json"
+    own.write_text(json.dumps({**PLANNED, "attempts": [*before, entry]}))
+    return own
+
+
+def take(folder: RunFolder, own: Path, stack: ExitStack) -> tuple[int, bool]:
+    return take_part(folder, own, "lock", stack, first_of_node=True)
+
+
+def test_ranks_begin_an_attempt_and_continue_it_each_time_with_another_token(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    folder, own = RunFolder(tmp_path / "r"), planned(tmp_path, "a")
+    assert take(folder, own, stack) == (0, False)
+    first = Claim.of(folder, folder.record())
+    assert first.token == "a" == os.environ[ATTEMPT]
+    folder.update_attempt(outcome={"why": "failed"})  # another node gave up
+    stack.close()
+    assert take(folder, own, stack) == (1, False)
+    [newest] = folder.record()["attempts"]
+    assert newest["outcome"] is None and newest["token"] == os.environ[ATTEMPT] != "a"
+    assert json.loads(own.read_text()) == folder.record()  # what the node's command goes by
+    with pytest.raises(TakenOver):
+        first.check()  # of a node that was cut off and comes back
+    stack.close()
+    assert take(folder, own, stack) == (2, False)
+
+
+def test_an_attempt_that_another_one_follows_does_not_continue(tmp_path: Path, stack: ExitStack) -> None:
+    folder, own = RunFolder(tmp_path / "r"), planned(tmp_path, "a")
+    take(folder, own, stack)
+    stack.close()
+    take(folder, planned(tmp_path, "b", {"token": "a"}), stack)
+    stack.close()
+    with pytest.raises(TakenOver, match="this one cannot continue"):
+        take(folder, own, stack)
+    assert [entry["token"] for entry in folder.record()["attempts"]] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("values", "refused"), [({}, False), ({"step": 2}, True), ({"from_scratch": True}, True)]
+)
+def test_a_plan_from_before_another_attempt_is_brought_up_to_date(
+    tmp_path: Path, stack: ExitStack, values: dict[str, Any], refused: bool
+) -> None:
+    """A hot spare was started when the run had no checkpoint, and none of those that trained is left."""
+    folder, old = RunFolder(tmp_path / "r"), planned(tmp_path, "c", {"token": "a"}, **values)
+    for own in (planned(tmp_path, "a"), planned(tmp_path, "b", {"token": "a"})):
+        take(folder, own, stack)
+        stack.close()
+    save(folder.checkpoints / "step-2")
+    if refused:
+        with pytest.raises(ChangedMeanwhile):
+            take(folder, old, stack)
+        return
+    assert take(folder, old, stack) == (0, True)
+    attempts = folder.record()["attempts"]
+    assert [entry["token"] for entry in attempts] == ["a", "b", "c"] and attempts[-1]["serial"] == 1
+
+
+def test_a_new_run_in_a_folder_that_has_become_one_is_refused(tmp_path: Path, stack: ExitStack) -> None:
+    folder = RunFolder(tmp_path / "r")
+    take(folder, planned(tmp_path, "a"), stack)
+    stack.close()
+    with pytest.raises(ChangedMeanwhile):
+        take(folder, planned(tmp_path, "b"), stack)
+
+
+def test_a_lost_node_that_holds_the_folder_is_not_waited_for(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attempt, "PATIENCE", 0.1)
+    folder, own = RunFolder(tmp_path / "r"), planned(tmp_path, "a")
+    take(folder, own, stack)  # and the lock is held, as by a node that is frozen
+    with ExitStack() as others:
+        assert take(folder, own, others) == (1, False)
+    assert "continuing without the lock" in caplog.text
+
+
+# ------------------------------------------------------------------------------------------- where they meet
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "BEAT", 0.05)
+    monkeypatch.setattr(meeting, "_answers", lambda endpoint: True)
+
+
+def beats(place: Meeting, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        assert place.beat()
+        time.sleep(0.02)
+
+
+def test_the_first_node_opens_a_place_and_the_others_find_it(tmp_path: Path, quick: None) -> None:
+    first, second = Meeting(tmp_path / "m", 5), Meeting(tmp_path / "m", 5)
+    assert first.find(lambda: False) and first.serves
+    beating = threading.Thread(target=beats, args=(first, 1.0))
+    beating.start()
+    assert second.find(lambda: False) and not second.serves
+    assert second.endpoint == first.endpoint
+    beating.join()
+    first.leave()
+    assert not list((tmp_path / "m").iterdir())
+
+
+def test_two_that_begin_at_once_do_not_both_serve(tmp_path: Path, quick: None) -> None:
+    places = [Meeting(tmp_path / "m", 60) for _ in range(4)]
+
+    def one(place: Meeting) -> None:
+        place.find(lambda: False)
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:
+            place.beat()
+            time.sleep(0.02)
+
+    threads = [threading.Thread(target=one, args=(place,)) for place in places]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(place.serves for place in places) == 1
+    assert len({place.endpoint for place in places}) == 1
+
+
+def test_a_place_that_falls_silent_is_left_for_another_one(tmp_path: Path, quick: None) -> None:
+    first, second, third = (Meeting(tmp_path / "m", 0.3) for _ in range(3))
+    assert first.find(lambda: False)
+    assert second.find(lambda: False) and second.serves  # the first has given no sign of life
+    assert not first.beat()  # and comes back, to find that it is not needed
+    beating = threading.Thread(target=beats, args=(second, 1.0))
+    beating.start()
+    assert third.find(lambda: False) and third.endpoint == second.endpoint
+    assert first.find(lambda: False) and first.endpoint == second.endpoint and not first.serves
+    beating.join()
+    deadline = time.monotonic() + 10
+    while third.beat():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_nobody_waits_longer_than_the_command_does(tmp_path: Path, quick: None) -> None:
+    alive = Meeting(tmp_path / "m", 60)
+    assert alive.find(lambda: False)
+    until = time.monotonic() + 0.5
+    assert not Meeting(tmp_path / "m", 60).find(lambda: time.monotonic() > until)

@@ -1,0 +1,113 @@
+"""Runs on several nodes that are lost, replaced, cut off or frozen; each ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.nodes import Cluster
+from tests.rows import rows
+from tests.run.conftest import Command, losses
+from tests.run.test_restarts import pid_of_rank
+from tests.run.test_skipped_steps import contents
+from titancli.observe.events import read_events
+from titancli.runs import RunFolder
+
+pytestmark = pytest.mark.e2e
+
+FAULTY = ("-p", "./faulty.py", "loss=faulty")
+PATIENT = ("launcher.max_restarts=3", "launcher.node_timeout_seconds=8", "comm.train_timeout_seconds=4")
+SLOW = ("loss.sleep=0.3", "training.steps=12")
+
+Start = Callable[..., Command]
+
+
+@pytest.fixture
+def start(cluster: Cluster, here: Path) -> Start:
+    """`start(node, …)`: `titan train tiny.toml … --nnodes 2` on a node."""
+    line = ("tiny.toml", "--run-dir", "r", "--nnodes", "2", "--nproc", "1", "--resume", *FAULTY, *PATIENT)
+    return lambda node, *arguments: Command(here, *line, *arguments, on=node)
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def until_step(run: Path, step: int, commands: list[Command], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not any(e["event"] == "step" and e["step"] >= step for e in read_events(run / "events.jsonl")):
+        assert time.monotonic() < deadline and all(c.process.poll() is None for c in commands)
+        time.sleep(0.05)
+
+
+def ends_as_if_nothing_had_happened(run: Path, commands: list[Command], reference: Any) -> list[str]:
+    """All commands end well, and the run is bitwise the one on two ranks where no node was lost."""
+    told = []
+    for command in commands:
+        done = command.wait()
+        assert done.code == 0, done.err
+        told.append(done.err)
+    expected, whole = reference(2, "loss=faulty", *SLOW)
+    assert losses(run) == expected
+    assert contents(run / "checkpoints/step-12") == contents(whole / "checkpoints/step-12")
+    return told
+
+
+@pytest.mark.parametrize(
+    "lost",
+    rows(
+        ["the node of rank 0, which serves the rendezvous", "another node", "the node of rank 0"],
+        slow=["another node", "the node of rank 0"],
+    ),
+)
+def test_a_node_that_is_lost_is_replaced(
+    cluster: Cluster, start: Start, reference: Any, here: Path, lost: str
+) -> None:
+    """Ranks go by the names of nodes; the one that is started first serves the rendezvous."""
+    nodes = [cluster.node(name) for name in ("b", "c")]
+    order = nodes if "serves" in lost else nodes[::-1] if lost == "the node of rank 0" else nodes
+    running = {order[0].name: start(order[0], *SLOW)}
+    until(lambda: (here / "r/rendezvous/1").exists())
+    running[order[1].name] = start(order[1], *SLOW)
+    until_step(here / "r", 5, list(running.values()))
+    victim = nodes[1] if lost == "another node" else nodes[0]
+    victim.kill()
+    del running[victim.name]
+    replaced = cluster.node("a" if victim is nodes[1] else "d")
+    told = ends_as_if_nothing_had_happened(here / "r", [*running.values(), start(replaced, *SLOW)], reference)
+    assert all("a node or a rank was lost; all ranks were restarted (restart 1)" in err for err in told)
+    assert len(RunFolder(here / "r").record()["attempts"]) == 1
+    moved = "the nodes have lost each other: meeting again"
+    assert (moved in told[0]) == ("serves" in lost)
+
+
+@pytest.mark.slow
+def test_a_hot_spare_takes_the_place_of_a_node_and_one_that_is_not_needed_ends_well(
+    cluster: Cluster, start: Start, reference: Any, here: Path
+) -> None:
+    nodes = [cluster.node(name) for name in "abcd"]
+    running = [start(node, *SLOW) for node in nodes[:2]]
+    until_step(here / "r", 1, running)
+    running += [start(node, *SLOW) for node in nodes[2:]]
+    until_step(here / "r", 5, running)
+    nodes[0].kill()
+    ends_as_if_nothing_had_happened(here / "r", running[1:], reference)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_restarts_those_of_the_other_node(
+    cluster: Cluster, start: Start, reference: Any, here: Path
+) -> None:
+    running = [start(cluster.node(name), *SLOW) for name in "ab"]
+    until_step(here / "r", 5, running)
+    os.kill(pid_of_rank(here / "r", 1), signal.SIGKILL)
+    ends_as_if_nothing_had_happened(here / "r", running, reference)

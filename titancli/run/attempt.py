@@ -1,0 +1,107 @@
+"""Which attempt the ranks of several nodes belong to: a new one, or one that goes on after a loss.
+
+No node knows before they meet whether it is among the first of an attempt, or has taken the place of one that
+was lost; so the ranks say which attempt each of them is in, and rank 0 looks into the run folder.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from titancli.checkpoint.format.manifest import last_serial
+from titancli.errors import EnvironmentProblem
+from titancli.runs import ATTEMPT, ChangedMeanwhile, RunFolder, TakenOver, write_atomically
+
+PATIENCE = 10.0
+"""Seconds that ranks which were started anew wait for the lock of those before them."""
+
+logger = logging.getLogger("titancli.run.worker")
+
+
+def take_part(
+    folder: RunFolder, own: Path, lock_text: str, stack: ExitStack, *, first_of_node: bool
+) -> tuple[int, bool]:
+    """Begin an attempt, or continue the newest one. Collective.
+
+    Args:
+        own: what this node's command has planned to write to `run.json`, and from here on what the run has
+            there: ranks that are started anew know from it which attempt is theirs, and so does the command.
+        stack: releases the run folder, which rank 0 holds.
+
+    Returns:
+        How often the attempt's ranks were started anew, and whether there may be newer checkpoints than the
+        one that was planned with.
+
+    Raises:
+        ChangedMeanwhile: another attempt has worked in the folder since this one was planned, in another way.
+        TakenOver: the same, while this one was running.
+        EnvironmentProblem: another run holds the folder, or it cannot be written.
+    """
+    from titancli.distributed.process_group import all_gather, on_rank_zero
+
+    planned = json.loads(own.read_text(encoding="utf-8"))
+    tokens = set(all_gather(planned["attempts"][-1]["token"]))
+    record, stale = on_rank_zero(lambda: _begin_or_continue(folder, planned, tokens, lock_text, stack))
+    attempt = record["attempts"][-1]
+    os.environ[ATTEMPT] = attempt["token"]
+    if first_of_node:
+        write_atomically(own, json.dumps(record))
+    return attempt.get("restarts", 0), stale
+
+
+def _begin_or_continue(
+    folder: RunFolder, planned: dict[str, Any], tokens: set[str], lock_text: str, stack: ExitStack
+) -> tuple[dict[str, Any], bool]:
+    """Hold the run folder and return its record, with a new attempt, or with one more restart of the newest,
+    and whether the new attempt was planned before others had come to their end.
+
+    Each start has a token of its own: what is left of the one before, on a node that was cut off, saves
+    nothing more.
+    """
+    folder.make()
+    record = folder.record()
+    known = [attempt.get("token") for attempt in record.get("attempts", [])]
+    if known and known[-1] in tokens:
+        _hold_on(folder, stack)
+        attempt = record["attempts"][-1]
+        attempt.update(token=secrets.token_hex(8), restarts=attempt.get("restarts", 0) + 1, outcome=None)
+        folder.write_record(record)
+        return record, False
+    if tokens & set(known):
+        raise TakenOver(f"another attempt has begun in {folder.path}: this one cannot continue")
+    stack.callback(folder.hold().release)
+    attempt = planned["attempts"][-1]
+    serial = last_serial(folder.checkpoints)
+    begun = len(known) != len(planned["attempts"]) - 1
+    # Before a first attempt other nodes may be taking checkpoints from an object store.
+    stale = begun or (bool(known) and serial != attempt["serial"] and not attempt["from_scratch"])
+    if stale:
+        if len(planned["attempts"]) == 1 or attempt["from_scratch"] or attempt.get("step") is not None:
+            raise ChangedMeanwhile(folder)
+        attempt["serial"] = serial
+    planned = {**planned, **record, "attempts": [*record.get("attempts", []), attempt]}
+    folder.write_recipe_lock(lock_text)
+    folder.write_record(planned)
+    return planned, stale
+
+
+def _hold_on(folder: RunFolder, stack: ExitStack) -> None:
+    """Hold the folder of an attempt that continues. A node that was lost, and is not gone, may hold it still;
+    it is not waited for."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            stack.callback(folder.hold().release)
+            return
+        except EnvironmentProblem as error:
+            if time.monotonic() > deadline:
+                logger.warning("%s, which counts as lost: continuing without the lock", error.message)
+                return
+        time.sleep(0.2)
