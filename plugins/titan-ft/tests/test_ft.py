@@ -24,6 +24,7 @@ from titan_ft import loop
 from titan_ft.replicas import BUCKET_BYTES, buckets, fingerprint
 from titan_ft.replicas import Replicas as ReplicasOfOne
 from titancli import TitanError
+from titancli.runs import REPLAY_REQUEST
 from titancli.testing import check_plugin
 
 pytestmark = pytest.mark.e2e
@@ -188,15 +189,18 @@ def test_replicas_of_several_ranks(replicas: Replicas) -> None:
 
 @pytest.mark.slow  # see test_what_all_have_is_compared
 def test_replicas_that_do_not_fit_are_refused(replicas: Replicas) -> None:
-    commands = [replicas.start(0), replicas.start(1, "optimizer.lr=1e-3")]
+    both = ["loop.min_replicas=2", "loop.quorum_timeout_seconds=8"]  # or the first would train on alone
+    commands = [replicas.start(0, *both), replicas.start(1, *both, "optimizer.lr=1e-3")]
     told = [command.wait() for command in commands]
     assert [done.code for done in told] == [1, 1]
     assert all("the replicas run different recipes" in done.err for done in told)
-    commands = [replicas.start(1, run="twin-a"), replicas.start(1, run="twin-b")]
+    commands = [replicas.start(1, *both, run=name) for name in ("twin-a", "twin-b")]
     assert all("there is another replica 1" in command.wait().err for command in commands)
-    commands = [replicas.start(0, run="wide", *["model.dim=64"]), replicas.start(1, run="narrow")]  # noqa: B026
+    commands = [replicas.start(0, *both, run="narrow"), replicas.start(1, *both, "model.dim=64", run="wide")]
     told = [command.wait() for command in commands]
+    assert sorted(done.code for done in told) == [1, 5]
     assert any("does not fit this one" in done.err for done in told)
+    assert any("1 of at least 2 replicas are there" in done.err for done in told)  # and gives up
 
 
 def test_without_a_lighthouse_it_ends_with_an_error(replicas: Replicas) -> None:
@@ -262,6 +266,7 @@ def test_what_all_have_is_compared(own: int, found: list[float], error: str | No
     one = object.__new__(ReplicasOfOne)
     reported: list[Exception] = []
     one._config = SimpleNamespace(replica=own)  # type: ignore[assignment]
+    one._is_known = False
     one._recipe, one._manager = 7, SimpleNamespace(report_error=reported.append)  # type: ignore[assignment]
     if error in (None, "reported"):
         one._check(found)
@@ -269,6 +274,17 @@ def test_what_all_have_is_compared(own: int, found: list[float], error: str | No
     else:
         with pytest.raises(TitanError, match=error):
             one._check(found)
+    if error:  # who has been there before stays
+        one._is_known = True
+        one._check(found)
+        assert reported
+
+
+def test_a_step_is_not_replayed_by_one_replica(tmp_path: Path) -> None:
+    (tmp_path / REPLAY_REQUEST).touch()
+    run = SimpleNamespace(folder=tmp_path)
+    with pytest.raises(TitanError, match="cannot be replayed"):
+        loop.train(None, None, None, None, run)  # type: ignore[arg-type]
 
 
 def test_recipes_are_the_same_but_for_the_replica(tmp_path: Path) -> None:

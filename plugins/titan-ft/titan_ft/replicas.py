@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -36,6 +37,10 @@ BUCKET_BYTES = 64 * 2**20
 """What is sent at once: the copy that it takes stays small beside the gradients."""
 
 
+WAIT_SECONDS = 0.5
+"""Between two meetings of too few."""
+
+
 class Replicas:
     """This replica among the others. Every rank has one, which exchanges with the same rank of the others."""
 
@@ -43,10 +48,11 @@ class Replicas:
         self._config, self._engine, self._data = config, engine, data
         self._position = data.state
         """In the data, at the beginning of the step."""
+        self._began = time.monotonic()
         self._recipe = fingerprint(folder)
         # What it reports with a traceback for each tensor, `failure` says in a line.
         logging.getLogger("torchft.manager").setLevel(logging.CRITICAL)
-        self._taken_over = False
+        self._taken_over = self._is_known = False
         self.count = 0
         """Replicas that took part in the last exchange."""
         limit = timedelta(seconds=config.timeout_seconds)
@@ -85,7 +91,7 @@ class Replicas:
 
     def begin(self) -> None:
         """Begin a step; one that is behind takes over the state of the others. Raises what `meet` does."""
-        self._position = self._data.state
+        self._position, self._began = self._data.state, time.monotonic()
         self.meet()
 
     def meet(self) -> bool:
@@ -98,7 +104,11 @@ class Replicas:
         self._taken_over = False
         with phase("quorum"):
             try:
+                if self._too_few():  # the lighthouse is content with fewer
+                    time.sleep(WAIT_SECONDS)
                 self._manager.start_quorum()
+                if self._too_few() and time.monotonic() - self._began > self._config.quorum_timeout_seconds:
+                    raise TimeoutError(self._too_few())
             except (TimeoutError, RuntimeError) as error:
                 raise EnvironmentProblem(
                     f"too few replicas have met at {self._config.lighthouse}: {error}",
@@ -127,29 +137,36 @@ class Replicas:
     def _check(self, found: list[float]) -> None:
         *there, recipes = found
         self.count = int(sum(there))
-        if there[self._config.replica] > 1:
-            raise TitanError(
-                f"there is another replica {self._config.replica}", hint="give each a loop.replica of its own"
-            )
-        if max(there) > 1:  # those two will leave
-            self._manager.report_error(RuntimeError("two replicas have the same number"))
+        if max(there) > 1:
+            number = there.index(max(there))
+            wrong, mine = f"there is another replica {number}", number == self._config.replica
+            hint = "give each a loop.replica of its own"
         elif recipes != self._recipe * self.count:
-            raise TitanError(
-                "the replicas run different recipes",
-                hint="only loop.replica may differ: titan config RUN --diff OTHER shows what does",
-            )
+            wrong, mine = "the replicas run different recipes", True
+            hint = "only loop.replica may differ: titan config RUN --diff OTHER shows what does"
+        else:
+            return
+        if mine and not self._is_known:
+            raise TitanError(wrong, hint=hint)
+        self._manager.report_error(RuntimeError(wrong))  # whoever came last leaves
 
     def agree(self) -> bool:
         """Whether the step counts: on every rank of this replica alike."""
-        return self._manager.should_commit()
+        counts = self._manager.should_commit()
+        self._is_known = self._is_known or counts
+        return counts
 
     def failure(self) -> str:
         """Why the step did not count."""
         if found := self._manager.errored():
             return str(found.original_exception).splitlines()[0]
-        if (there := self._manager.num_participants()) < self._config.min_replicas:
-            return f"{there} of at least {self._config.min_replicas} replicas are there"
-        return "another rank of this replica could not exchange its gradients"
+        return self._too_few() or "another rank of this replica could not exchange its gradients"
+
+    def _too_few(self) -> str | None:
+        there = self._manager.num_participants()
+        if there == 0 or there >= self._config.min_replicas:  # 0: nobody has met yet
+            return None
+        return f"{there} of at least {self._config.min_replicas} replicas are there"
 
     def _state(self) -> dict[str, Any]:
         tensors, counters = shared_state(self._engine)
