@@ -39,6 +39,14 @@ class TextFiles:
     """Start over at the end of the data, as often as needed; false: end the run there."""
     document_mask: bool = False
     """Keep attention and positions within a document; false: treat a row as one document."""
+    packing: Literal["stream", "best_fit"] = "stream"
+    """`"stream"`: cut rows from the documents one after another. `"best_fit"`: put whole documents into rows
+    where they fit best, cut only what is longer than a row, and pad the rest. Needs document_mask."""
+    max_document_length: Annotated[int, Gt(0)] | None = None
+    """With best_fit, cut documents into pieces of at most so many tokens; None: training.seq_len."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        yield from packing_keys(self)
 
 
 @component("dataset", "python_stdlib", target="titancli.data.files:build_python_stdlib")
@@ -51,6 +59,14 @@ class PythonStdlib:
     """Start over at the end of the data, as often as needed; false: end the run there."""
     document_mask: bool = False
     """Keep attention and positions within a document; false: treat a row as one document."""
+    packing: Literal["stream", "best_fit"] = "stream"
+    """`"stream"`: cut rows from the documents one after another. `"best_fit"`: put whole documents into rows
+    where they fit best, cut only what is longer than a row, and pad the rest. Needs document_mask."""
+    max_document_length: Annotated[int, Gt(0)] | None = None
+    """With best_fit, cut documents into pieces of at most so many tokens; None: training.seq_len."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        yield from packing_keys(self)
 
 
 @component("dataset", "hf", target="titancli.data.hf_datasets:build")
@@ -75,11 +91,17 @@ class HFDataset:
     """Start over at the end of the data, as often as needed; false: end the run there."""
     document_mask: bool = False
     """Keep attention and positions within a document; false: treat a row as one document."""
+    packing: Literal["stream", "best_fit"] = "stream"
+    """`"stream"`: cut rows from the documents one after another. `"best_fit"`: put whole documents into rows
+    where they fit best, cut only what is longer than a row, and pad the rest. Needs document_mask."""
+    max_document_length: Annotated[int, Gt(0)] | None = None
+    """With best_fit, cut documents into pieces of at most so many tokens; None: training.seq_len."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", _absolute(self.path))
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        yield from packing_keys(self)
         yield from hub_keys(self)
         if self.streaming and self.shuffle:
             yield "shuffle", "a shuffled stream cannot be resumed exactly: remove shuffle or streaming"
@@ -96,6 +118,14 @@ def _absolute(path: str) -> str:
 def absolute_lines(path: str) -> str:
     """The same; what ends in `.jsonl` is always local."""
     return os.path.abspath(os.path.expanduser(path)) if path.endswith(".jsonl") else _absolute(path)
+
+
+def packing_keys(config: Any) -> Iterator[tuple[str, str]]:
+    """What is wrong with the keys of a dataset of text that say how rows are made."""
+    if config.packing == "best_fit" and not config.document_mask:
+        yield "packing", "best_fit puts documents beside each other: set document_mask = true"
+    if config.packing == "stream" and config.max_document_length is not None:
+        yield "max_document_length", 'documents are cut with packing = "best_fit" only: remove it'
 
 
 def hub_keys(config: Any) -> Iterator[tuple[str, str]]:
@@ -125,6 +155,14 @@ class JsonLines:
     """Start over at the end of the data, as often as needed; false: end the run there."""
     document_mask: bool = False
     """Keep attention and positions within a document; false: treat a row as one document."""
+    packing: Literal["stream", "best_fit"] = "stream"
+    """`"stream"`: cut rows from the documents one after another. `"best_fit"`: put whole documents into rows
+    where they fit best, cut only what is longer than a row, and pad the rest. Needs document_mask."""
+    max_document_length: Annotated[int, Gt(0)] | None = None
+    """With best_fit, cut documents into pieces of at most so many tokens; None: training.seq_len."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        yield from packing_keys(self)
 
 
 @component("dataset", "parquet", target="titancli.data.parquet:build")
@@ -142,6 +180,14 @@ class Parquet:
     """Start over at the end of the data, as often as needed; false: end the run there."""
     document_mask: bool = False
     """Keep attention and positions within a document; false: treat a row as one document."""
+    packing: Literal["stream", "best_fit"] = "stream"
+    """`"stream"`: cut rows from the documents one after another. `"best_fit"`: put whole documents into rows
+    where they fit best, cut only what is longer than a row, and pad the rest. Needs document_mask."""
+    max_document_length: Annotated[int, Gt(0)] | None = None
+    """With best_fit, cut documents into pieces of at most so many tokens; None: training.seq_len."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        yield from packing_keys(self)
 
 
 @component("dataset", "token_shards", target="titancli.data.shards.dataset:build")

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titancli.data import Preference
-from titancli.data.chat import Conversation, ConversationRows, Masked, row_of
+from titancli.data.chat import ConversationRows, Masked
 from titancli.data.chat_source import ChatExamples, check_messages, rows_of
+from titancli.data.fitting import Conversation, row_of
 from titancli.data.jsonl import BadRow, check_characters, value_of
 from titancli.data.rows import Row
 from titancli.errors import RecipeError

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from titancli.data import PythonStdlib, TextFiles
-from titancli.data.packing import PackedDataset
 from titancli.data.source import Piece, Size, document_order
+from titancli.data.text import text_dataset
 from titancli.errors import EnvironmentProblem
 from titancli.fingerprint import corpus_fingerprint
+from titancli.protocols import Dataset
 
 PIECE_BYTES = 1 << 20
 
@@ -227,12 +228,12 @@ def _base(pattern: str) -> str:
     return base
 
 
-def build_text_files(config: TextFiles, *, seed: int, **runtime: Any) -> PackedDataset:
+def build_text_files(config: TextFiles, *, seed: int, **runtime: Any) -> Dataset:
     """`[dataset] type = "text_files"`; a file that two entries name is read once."""
     return _packed("dataset text_files", files_of(config.paths), config, seed, runtime)
 
 
-def build_python_stdlib(config: PythonStdlib, *, seed: int, **runtime: Any) -> PackedDataset:
+def build_python_stdlib(config: PythonStdlib, *, seed: int, **runtime: Any) -> Dataset:
     """`[dataset] type = "python_stdlib"`."""
     folder = sysconfig.get_paths()["stdlib"]
     files = _walk(folder, skip=NOT_SOURCE.__contains__, suffix=".py") if os.path.isdir(folder) else []
@@ -246,6 +247,6 @@ def build_python_stdlib(config: PythonStdlib, *, seed: int, **runtime: Any) -> P
 
 def _packed(
     label: str, files: list[TextFile], config: TextFiles | PythonStdlib, seed: int, runtime: dict[str, Any]
-) -> PackedDataset:
+) -> Dataset:
     source = FileSource(label, files, shuffle=config.shuffle, seed=seed)
-    return PackedDataset(source, repeat=config.repeat, document_mask=config.document_mask, **runtime)
+    return text_dataset(source, config, **runtime)

@@ -17,9 +17,10 @@ from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from titancli.data import HFDataset, hub_keys
-from titancli.data.packing import PackedDataset
 from titancli.data.source import Piece, Size, document_order
+from titancli.data.text import text_dataset
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
+from titancli.protocols import Dataset
 
 GROUP = 64
 """Documents fetched by index at once, or between two states of a stream."""
@@ -237,11 +238,9 @@ def _load_saved(config: HFDataset, datasets: Any) -> Any:
     return splits[config.split]
 
 
-def build(config: HFDataset, *, seed: int, dp_rank: int, **runtime: Any) -> PackedDataset:
+def build(config: HFDataset, *, seed: int, dp_rank: int, **runtime: Any) -> Dataset:
     """`[dataset] type = "hf"`."""
     dataset = load(config, progress=dp_rank == 0 and sys.stderr.isatty())
     source: IndexedSource | StreamedSource
     source = StreamedSource(config, dataset) if config.streaming else IndexedSource(config, dataset, seed)
-    return PackedDataset(
-        source, repeat=config.repeat, document_mask=config.document_mask, dp_rank=dp_rank, **runtime
-    )
+    return text_dataset(source, config, dp_rank=dp_rank, **runtime)

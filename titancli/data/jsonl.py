@@ -16,10 +16,11 @@ import numpy as np
 from titancli.data import JsonLines
 from titancli.data.compressed import SUFFIXES, open_plain
 from titancli.data.files import PIECE_BYTES, TextFile, corpus_identity, files_of, unreadable
-from titancli.data.packing import PackedDataset
 from titancli.data.source import Piece, document_order
+from titancli.data.text import text_dataset
 from titancli.errors import EnvironmentProblem
 from titancli.observe.metrics import report
+from titancli.protocols import Dataset
 
 logger = logging.getLogger(__name__)
 
@@ -253,7 +254,7 @@ def _row_starts(file: TextFile) -> np.ndarray:
     return starts[starts < position]
 
 
-def build(config: JsonLines, *, seed: int, **runtime: Any) -> PackedDataset:
+def build(config: JsonLines, *, seed: int, **runtime: Any) -> Dataset:
     """`[dataset] type = "jsonl"`; a file that two entries name is read once."""
     source = JsonLinesSource(config, files_of(config.paths), seed)
-    return PackedDataset(source, repeat=config.repeat, document_mask=config.document_mask, **runtime)
+    return text_dataset(source, config, **runtime)

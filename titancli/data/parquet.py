@@ -12,9 +12,10 @@ import numpy as np
 
 from titancli.data import Parquet
 from titancli.data.files import TextFile, corpus_identity, files_of
-from titancli.data.packing import PackedDataset
 from titancli.data.source import Piece, Size, document_order
+from titancli.data.text import text_dataset
 from titancli.errors import EnvironmentProblem, RecipeError
+from titancli.protocols import Dataset
 
 
 class ParquetSource:
@@ -101,7 +102,7 @@ def _unreadable(file: TextFile, error: Exception) -> NoReturn:
     ) from error
 
 
-def build(config: Parquet, *, seed: int, **runtime: Any) -> PackedDataset:
+def build(config: Parquet, *, seed: int, **runtime: Any) -> Dataset:
     """`[dataset] type = "parquet"`; a file that two entries name is read once."""
     source = ParquetSource(config, files_of(config.paths), seed)
-    return PackedDataset(source, repeat=config.repeat, document_mask=config.document_mask, **runtime)
+    return text_dataset(source, config, **runtime)

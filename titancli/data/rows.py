@@ -80,17 +80,29 @@ class RowDataset:
         dp_size: int,
         repeat: bool,
         settings: Mapping[str, Any],
+        group: int = GROUP,
+        templated: bool = True,
     ) -> None:
-        """`settings`: what else the rows depend on; a resume under others is refused."""
+        """
+        Args:
+            settings: what else the rows depend on; a resume under others is refused.
+            group: examples that may share rows.
+            templated: whether the chat template is among the former.
+        """
         self._examples, self._maker = examples, maker
         self._rows, self._dp_rank, self._dp_size, self._repeat = rows, dp_rank, dp_size, repeat
         self._identity = {
             **examples.identity,
             "tokenizer": tokenizer_identity(tokenizer),
-            "chat template": with_defaults(TokenizerDefaults, tokenizer).chat_fingerprint,
+            **(
+                {"chat template": with_defaults(TokenizerDefaults, tokenizer).chat_fingerprint}
+                if templated
+                else {}
+            ),
             "seq_len": seq_len,
             **settings,
         }
+        self._group = group
         self._position = Position()
         self._consumed = 0
 
@@ -117,7 +129,7 @@ class RowDataset:
         while True:
             nothing = mark is None
             examples = self._examples.read(epoch, mark)
-            while group := list(itertools.islice(examples, GROUP)):
+            while group := list(itertools.islice(examples, self._group)):
                 nothing = False
                 begin = group[0][1]
                 rows = self._maker.rows([example for example, _ in group])

@@ -117,11 +117,11 @@ class TokenStream:
         while True:
             whole, nothing = mark is None, True
             unbegun = False  # a document whose first token is still to come
-            for group in _groups(self._source.read(epoch, mark)):
+            for group in groups(self._source.read(epoch, mark)):
                 for piece, ids in zip(group, encode(self._tokenizer, [p.text for p in group]), strict=True):
                     unbegun = unbegun or piece.begins
                     ended = piece.ends and (len(ids) > 0 or not unbegun)
-                    tokens = _with_end(ids, eos) if ended else ids
+                    tokens = with_end(ids, eos) if ended else ids
                     if len(tokens):
                         yield _Chunk(tokens, unbegun, epoch, piece.mark)
                         nothing = unbegun = False
@@ -135,7 +135,8 @@ class TokenStream:
             epoch, mark = epoch + 1, None
 
 
-def _groups(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+def groups(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """Yield pieces that are tokenised together."""
     group: list[Piece] = []
     characters = 0
     for piece in pieces:
@@ -156,7 +157,8 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
     return [np.asarray(ids, np.int32) for ids in tokenizer.encode_batch(texts)]
 
 
-def _with_end(ids: np.ndarray, eos: int) -> np.ndarray:
+def with_end(ids: np.ndarray, eos: int) -> np.ndarray:
+    """Return the ids of a document with its end marker, int32."""
     tokens = np.empty(len(ids) + 1, np.int32)
     tokens[:-1] = ids
     tokens[-1] = eos

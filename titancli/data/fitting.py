@@ -1,0 +1,88 @@
+"""Rows of whole examples: which of them share a row, and the row that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from titancli.data.batch import IGNORE
+from titancli.data.rows import Row
+from titancli.observe.metrics import report
+
+
+class Conversation(NamedTuple):
+    """Tokens, and which of them are trained on."""
+
+    tokens: np.ndarray
+    """[n] int64."""
+    trained: np.ndarray
+    """[n] bool; the first is nobody's target."""
+
+
+class PackedRows:
+    """Rows of conversations: several in each, best fit first, or one."""
+
+    unit = 1
+
+    def __init__(self, seq_len: int, filler_id: int, *, pack: bool) -> None:
+        self._seq_len, self._filler_id, self._pack = seq_len, filler_id, pack
+        self._places = self._filled = 0
+
+    def rows(self, examples: Sequence[Conversation]) -> list[Row]:
+        if not self._pack:
+            return [row_of([example], self._seq_len, self._filler_id) for example in examples]
+        bins = best_fit([len(example.tokens) - 1 for example in examples], self._seq_len)
+        self._places += len(bins) * self._seq_len
+        self._filled += sum(len(example.tokens) - 1 for example in examples)
+        report("wasted_tokens", 1.0 - self._filled / max(self._places, 1), reduce="max")  # of all ranks
+        return [
+            row_of([examples[i] for i in numbers], self._seq_len, self._filler_id, documents=True)
+            for numbers in bins
+        ]
+
+    def filler(self) -> Row:
+        return row_of([], self._seq_len, self._filler_id, documents=self._pack)
+
+
+def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Which items share a bin of `size`: the longest first, each into the fullest bin that has room.
+
+    Items of a bin, and bins, are in the order of their (first) items, so that short ones do not come last.
+    """
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fitting = [number for number, left in enumerate(room) if left >= lengths[item]]
+        if not fitting:
+            bins.append([])
+            room.append(size)
+        number = min(fitting, key=lambda n: room[n]) if fitting else len(bins) - 1
+        bins[number].append(item)
+        room[number] -= lengths[item]
+    return sorted(sorted(items) for items in bins)
+
+
+def row_of(
+    conversations: Sequence[Conversation], seq_len: int, filler_id: int, *, documents: bool = False
+) -> Row:
+    """One row of conversations that fit into it; what is left of it has no targets.
+
+    `documents`: with `document_ids`; what is left is a document of its own.
+    """
+    tokens = np.full(seq_len, filler_id, np.int64)
+    targets = np.full(seq_len, IGNORE, np.int64)
+    positions, ids = np.empty(seq_len, np.int64), np.empty(seq_len, np.int32)
+    at = 0
+    for number, (said, trained) in enumerate(conversations):
+        end = at + len(said) - 1
+        tokens[at:end] = said[:-1]
+        targets[at:end] = np.where(trained[1:], said[1:], IGNORE)
+        positions[at:end] = np.arange(end - at)
+        ids[at:end] = number
+        at = end
+    positions[at:] = np.arange(seq_len - at)
+    ids[at:] = len(conversations)
+    row = {"tokens": tokens, "targets": targets, "positions": positions}
+    return {**row, "document_ids": ids} if documents else row
