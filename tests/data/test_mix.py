@@ -107,7 +107,8 @@ def test_text_and_conversations_are_mixed(parts: dict[str, Any], tmp_path: Path)
     assert config.document_mask
     alone = next(iter(make(chat, rows=1, seq_len=64)))
     batch = next(iter(make(config, rows=4, seq_len=64)))
-    assert set(batch) == {"tokens", "targets", "positions", "document_ids"}
+    assert set(batch) == {"tokens", "targets", "positions", "document_ids", "mix/text", "mix/chat"}
+    assert batch["mix/chat"].tolist() == [0, 1, 0, 1]
     for row in (1, 3):
         assert all(torch.equal(batch[name][row], alone[name][0]) for name in alone)
     assert batch["document_ids"][0].tolist() == [0] * 64

@@ -6,10 +6,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.run.conftest import Finished, losses
 from titancli.data import ByteTokenizer
 from titancli.data.shards.sources import Options, open_inputs
 from titancli.data.shards.tokenize import Job, tokenize
+from titancli.observe.events import read_events
 
 SHARDS = ("dataset.type=token_shards", 'dataset.paths=["out"]')
 
@@ -33,3 +36,25 @@ def test_losses_are_those_of_live_tokenizing(here: Path, train: Callable[..., Fi
     assert refused.code == 5
     assert "00000.bin is truncated at byte 101" in refused.err
     assert not losses(here / "bad")
+
+
+def test_each_dataset_of_a_mixture_has_a_loss(
+    here: Path, train_on: Callable[..., Finished], train: Callable[..., Finished]
+) -> None:
+    (here / "other.txt").write_text("another text " * 3000)
+    (here / "mix.toml").write_text(
+        'extends = "tiny.toml"\n[dataset]\ntype = "mix"\nweights = { own = 3, other = 1 }\n'
+        '[dataset.datasets]\nown = { type = "text_files", paths = ["text.txt"] }\n'
+        'other = { type = "text_files", paths = ["other.txt"] }\n'
+    )
+    options = ("mix.toml", "training.steps=3", "training.global_batch_size=8", "checkpoint.enable=false")
+    assert train_on(2, *options, "--run-dir", "two").code == 0
+    assert train(*options, "--run-dir", "one").code == 0
+    for run in ("two", "one"):
+        steps = [e["metrics"] for e in read_events(here / run / "events.jsonl") if e["event"] == "step"]
+        assert len(steps) == 3
+        for metrics in steps:
+            mean = 0.75 * metrics["mix/own/loss"] + 0.25 * metrics["mix/other/loss"]
+            assert mean == pytest.approx(metrics["loss"], rel=1e-5)
+            assert abs(metrics["mix/own/loss"] - metrics["mix/other/loss"]) > 1e-3
+    assert losses(here / "one") == pytest.approx(losses(here / "two"), rel=1e-4)

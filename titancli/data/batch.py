@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 IGNORE = -100
 """A target that is none."""
+MIX = "mix/"
+"""What names begin with that say which rows are of a dataset of a mixture: `mix/NAME`, [B] fp32, 1 or 0."""
 EXAMPLE = 'pass titancli.Batch({"tokens": ..., "targets": ...})'
 
 

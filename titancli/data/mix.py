@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from titancli.data import Mix
-from titancli.data.batch import IGNORE, Batch
+from titancli.data.batch import IGNORE, MIX, Batch
 from titancli.data.packing import STATE_VERSION, refuse_other_data
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.observe.metrics import report
@@ -104,7 +104,7 @@ class MixDataset:
                 found.append(row)
         self._go_on(self._rows * self._dp_size)
         for name, count in self._counts.items():
-            report(f"mix/{name}/rows", count, reduce="max")  # every rank counts those of all
+            report(f"{MIX}{name}/rows", count, reduce="max")  # every rank counts those of all
         return Batch({name: torch.cat([row[name] for row in found]) for name in found[0]})
 
     def _row(self, mine: bool) -> dict[str, Tensor] | None:
@@ -162,7 +162,11 @@ class MixDataset:
                 f"with {', '.join(sorted(wanted))} can be mixed",
                 hint="a dataset with document_ids says so by `document_mask` in its config",
             )
-        return row
+        return {**row, **self._marks(name)}
+
+    def _marks(self, name: str | None) -> dict[str, Tensor]:
+        """Which dataset a row is from; None: from none."""
+        return {f"{MIX}{other}": torch.tensor([float(other == name)]) for other in self._sources}
 
     def _filler(self) -> dict[str, Tensor]:
         shape = (1, self._seq_len)
@@ -171,7 +175,9 @@ class MixDataset:
             "targets": torch.full(shape, IGNORE),
             "positions": torch.arange(self._seq_len)[None],
         }
-        return {**row, "document_ids": torch.zeros(shape, dtype=torch.int32)} if self._masks else row
+        if self._masks:
+            row["document_ids"] = torch.zeros(shape, dtype=torch.int32)
+        return {**row, **self._marks(None)}
 
     @property
     def _identity(self) -> dict[str, Any]:

@@ -30,7 +30,8 @@ class Reading:
     reduce: Reduce
     value: Any
     """The sum of the reports, or their maximum; a float, or a 0-dim tensor until it is read."""
-    count: int = 1
+    count: Any = 1
+    """What the mean divides by; a number, or a 0-dim tensor until it is read."""
 
 
 class Collector:
@@ -51,7 +52,7 @@ class Collector:
         finally:
             self._thread.muted = before
 
-    def add(self, name: str, value: Tensor | float, reduce: Reduce) -> None:
+    def add(self, name: str, value: Tensor | float, reduce: Reduce, count: Tensor | float = 1) -> None:
         if reduce not in ("mean", "max", "sum"):
             raise TitanError(f"report({name!r}): reduce is 'mean', 'max' or 'sum', not {reduce!r}")
         detached: Any = value.detach() if hasattr(value, "detach") else float(value)
@@ -62,15 +63,14 @@ class Collector:
         if getattr(self._thread, "muted", False):
             return
         with self._mutex:
-            self._fold(name, detached, reduce)
+            self._fold(name, detached, reduce, count)
 
-    def _fold(self, name: str, detached: Any, reduce: Reduce) -> None:
+    def _fold(self, name: str, detached: Any, reduce: Reduce, count: Any) -> None:
         reading = self._readings.get(name)
         if reading is None:
             # A copy: what was reported may be changed in place before it is read.
-            self._readings[name] = Reading(
-                reduce, detached.clone() if hasattr(detached, "clone") else detached
-            )
+            copies = (part.clone() if hasattr(part, "clone") else part for part in (detached, count))
+            self._readings[name] = Reading(reduce, *copies)
             return
         if reading.reduce != reduce:
             raise TitanError(
@@ -78,7 +78,7 @@ class Collector:
                 hint="rename one of them",
             )
         reading.value = _maximum(reading.value, detached) if reduce == "max" else reading.value + detached
-        reading.count += 1
+        reading.count = reading.count + count
 
     def drain(self) -> dict[str, Reading]:
         """Return everything reported since the last call, by name."""
@@ -104,16 +104,17 @@ collector = Collector()
 """The process's own; `Observers` reads it."""
 
 
-def report(name: str, value: Tensor | float, *, reduce: Reduce = "mean") -> None:
+def report(name: str, value: Tensor | float, *, reduce: Reduce = "mean", count: Tensor | float = 1) -> None:
     """Report a metric from anywhere in a run: a float, or a 0-dim tensor, which is not waited for.
 
     It appears under `name` in all loggers: as the mean or the maximum of all reports of all ranks since the
     last reading (every `metrics.log_freq` steps), or as their sum, to which every rank that reports adds.
+    With `count`, the value is the sum of so many numbers whose mean is wanted; a mean of none is left out.
 
     Raises:
         TitanError: not one number, or a name that is reported with two reductions.
     """
-    collector.add(name, value, reduce)
+    collector.add(name, value, reduce, count)
 
 
 def reduce_over_ranks(readings: Mapping[str, Reading]) -> dict[str, float]:
@@ -125,22 +126,25 @@ def reduce_over_ranks(readings: Mapping[str, Reading]) -> dict[str, float]:
     import torch.distributed as dist
 
     local = {
-        name: (reading.reduce, float(reading.value), reading.count) for name, reading in readings.items()
+        name: (reading.reduce, float(reading.value), float(reading.count))
+        for name, reading in readings.items()
     }
     gathered: list[Any] = [local]
     if dist.is_initialized() and dist.get_world_size() > 1:
         gathered = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, local)
-    merged: dict[str, list[tuple[Reduce, float, int]]] = {}
+    merged: dict[str, list[tuple[Reduce, float, float]]] = {}
     for by_name in gathered:
         for name, reading in by_name.items():
             merged.setdefault(name, []).append(reading)
     paces = {rank: by_name[PACE][1] for rank, by_name in enumerate(gathered) if PACE in by_name}
     merged.pop(PACE, None)
-    return {name: _fold(parts) for name, parts in sorted(merged.items())} | slowest(paces)
+    empty = [name for name, parts in merged.items() if not sum(count for _, _, count in parts)]
+    folded = {name: _fold(parts) for name, parts in sorted(merged.items()) if name not in empty}
+    return folded | slowest(paces)
 
 
-def _fold(parts: list[tuple[Reduce, float, int]]) -> float:
+def _fold(parts: list[tuple[Reduce, float, float]]) -> float:
     reduce = parts[0][0]
     if reduce == "max":
         return _largest([value for _, value, _ in parts])

@@ -189,10 +189,10 @@ class Observers:
 
         holders: list[tuple[dict[str, Any] | Reading, str]] = [(values, name) for name in values]
         holders += [(self._summed, name) for name in self._summed]
-        holders += [(reading, "value") for reading in readings.values()]
+        holders += [(reading, part) for reading in readings.values() for part in ("value", "count")]
         tensors = []
         for holder, name in holders:
-            value = holder[name] if isinstance(holder, dict) else holder.value
+            value = holder[name] if isinstance(holder, dict) else getattr(holder, name)
             tensors.append(value.detach() if isinstance(value, torch.Tensor) else None)
         on_device = [t.to(self._device, torch.float64).reshape(()) for t in tensors if t is not None]
         numbers = iter(torch.stack(on_device).tolist() if on_device else [])
@@ -202,7 +202,7 @@ class Observers:
             if isinstance(holder, dict):
                 holder[name] = next(numbers)
             else:
-                holder.value = next(numbers)
+                setattr(holder, name, next(numbers))
         return {name: float(value) for name, value in values.items()}
 
     def _speed(self, step: int, elapsed: float, steps: int) -> dict[str, float]:

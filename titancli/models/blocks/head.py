@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from titancli.data.batch import Batch
+from titancli.data.batch import IGNORE, MIX, Batch
 from titancli.distributed.collectives import Group, gather, gather_same, sum_same
 from titancli.distributed.local import SEQUENCE, local
 from titancli.losses.chunked import (
@@ -21,6 +21,7 @@ from titancli.losses.chunked import (
     linear_log_probs_and_entropy,
     linear_token_loss,
 )
+from titancli.observe.metrics import report
 from titancli.protocols import LossDefaults
 from titancli.registry.defaults import with_defaults
 
@@ -80,7 +81,9 @@ class Output(nn.Linear):
         )
         if self.row_cut is not None:
             total = sum_same(total, self.row_cut.group)
-        return loss(self._whole_rows(log_probs), batch)._replace(sum=total)
+        log_probs = self._whole_rows(log_probs)
+        report_by_dataset(log_probs, batch)
+        return loss(log_probs, batch)._replace(sum=total)
 
     def _from_log_probs(
         self, hidden: Tensor, batch: Batch, loss: Loss, weights: Tensor | None, wants_entropy: bool
@@ -94,6 +97,7 @@ class Output(nn.Linear):
         else:
             log_probs = linear_log_probs(*given)
         log_probs = self._whole_rows(log_probs)
+        report_by_dataset(log_probs, batch)
         result = loss(log_probs, batch)
         if weights is None:
             return result
@@ -112,6 +116,20 @@ class Output(nn.Linear):
     def _whole_rows(self, x: Tensor) -> Tensor:
         """[B, S / cp, …] -> [B, S, …], in document order."""
         return x if self.row_cut is None else self.row_cut.join(x, 1)
+
+
+def report_by_dataset(log_probs: Tensor, batch: Batch) -> None:
+    """Report the cross-entropy of each dataset of a mixture as `mix/NAME/loss`.
+
+    Args:
+        log_probs: [B, S] fp32, 0 where there is no target.
+    """
+    for key in batch:
+        if key.startswith(MIX):
+            own = batch[key]
+            targets = ((batch["targets"] != IGNORE).sum(1) * own).sum()
+            total = -(log_probs.detach().sum(1) * own).sum()
+            report(f"{key}/loss", total, count=targets)
 
 
 def _with_entropy(batch: Batch, found: Tensor) -> Batch:
