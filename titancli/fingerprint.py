@@ -48,7 +48,7 @@ def fingerprint(
         digest.update(f"{name}\0{size}\0".encode(errors="surrogateescape"))
         try:
             with open(path, "rb") as file:
-                for block in checked(path, _blocks(file)) if whole else _ends(file, size):
+                for block in checked(path, _blocks(file)) if whole else ends_of(file, size):
                     digest.update(block)
         except OSError as error:
             raise OSError(error.errno, error.strerror, path) from error
@@ -59,7 +59,8 @@ def _blocks(file: BinaryIO) -> Iterator[bytes]:
     return iter(lambda: file.read(BLOCK_BYTES), b"")
 
 
-def _ends(file: BinaryIO, size: int) -> Iterator[bytes]:
+def ends_of(file: BinaryIO, size: int) -> Iterator[bytes]:
+    """Yield the first and the last 64 KiB of a file."""
     yield file.read(END_BYTES)
     file.seek(max(0, size - END_BYTES))
     yield file.read(END_BYTES)
@@ -93,7 +94,7 @@ def chunk_sums(path: str) -> str:
     Raises:
         OSError: the file cannot be read; `filename` says which.
     """
-    entry = cache_folder() / "checksums" / f"{_name(path)}.json"
+    entry = cache_folder() / "checksums" / f"{cache_name(path)}.json"
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         file = open(entry, "a+", encoding="utf-8")  # noqa: SIM115 - closed below
@@ -124,7 +125,8 @@ def cache_folder() -> Path:
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan"
 
 
-def _name(path: str) -> str:
+def cache_name(path: str) -> str:
+    """Return what the cache calls that which belongs to a file."""
     return xxhash.xxh3_128_hexdigest(os.fsencode(os.path.realpath(path)))
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.data.helpers import global_rows, make, rows_of, stream
-from titancli.data import JsonLines
+from titancli.data import JsonLines, row_index
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.observe.metrics import collector
 
@@ -166,3 +167,27 @@ def test_files_without_rows_are_refused(tmp_path: Path) -> None:
         make(JsonLines(paths=[tmp_path]))
     with pytest.raises(EnvironmentProblem, match="does not exist"):
         make(JsonLines(paths=[tmp_path / "gone.jsonl"]))
+
+
+def test_where_rows_begin_is_kept_until_the_file_changes(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = JsonLines(paths=[corpus], repeat=False)
+    expected = documents(config)
+    monkeypatch.setenv("TITAN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(row_index, "KEPT_BYTES", 10)
+    assert documents(config) == expected
+    with monkeypatch.context() as patched:
+        patched.setattr(row_index, "_found", lambda path: pytest.fail("read again"))
+        assert documents(config) == expected
+    status = (corpus / "a.jsonl").stat()
+    (corpus / "a.jsonl").write_bytes(b"\n".join(map(row, reversed(TEXTS))) + b"\n")
+    os.utime(corpus / "a.jsonl", ns=(status.st_atime_ns, status.st_mtime_ns))  # only the sample differs
+    assert sorted(documents(config)) == sorted(expected)
+    for entry in (tmp_path / "cache" / "rows").glob("*.npy"):
+        entry.write_bytes(entry.read_bytes()[:50])
+    assert sorted(documents(config)) == sorted(expected)
+    assert "is read again" in caplog.text
+    monkeypatch.setenv("TITAN_CACHE", str(corpus / "a.jsonl"))
+    assert sorted(documents(config)) == sorted(expected)
+    assert "an index cannot be kept" in caplog.text

@@ -16,6 +16,7 @@ import numpy as np
 from titancli.data import JsonLines
 from titancli.data.compressed import SUFFIXES, open_plain
 from titancli.data.files import PIECE_BYTES, TextFile, corpus_identity, files_of, unreadable
+from titancli.data.row_index import row_starts
 from titancli.data.source import Piece, document_order
 from titancli.data.text import text_dataset
 from titancli.errors import EnvironmentProblem
@@ -26,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 TOLD = 5
 """Bad rows that are told one by one; of the others only the count."""
-BLOCK = 1 << 24
 
 
 class Row(NamedTuple):
@@ -59,7 +59,7 @@ class LineReader:
                     f"{file.path} is compressed, so its rows cannot be shuffled",
                     hint="set dataset.shuffle = false, decompress it, or tokenize it: `titan tokenize`",
                 )
-        self._starts = [_row_starts(file) for file in files] if shuffle else []
+        self._starts = [row_starts(file) for file in files] if shuffle else []
 
     def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[tuple[TextFile, Row, dict[str, Any]]]:
         """The epoch's rows, and the mark of each: a place in the order, or in a file."""
@@ -237,21 +237,6 @@ def _skip_line(stream: BinaryIO) -> int:
         if data.endswith(b"\n"):
             break
     return length
-
-
-def _row_starts(file: TextFile) -> np.ndarray:
-    """Where each row of a file begins, int64."""
-    found, position = [np.zeros(1, np.int64)], 0
-    try:
-        with open(file.path, "rb") as stream:
-            while block := stream.read(BLOCK):
-                ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + position + 1
-                found.append(ends.astype(np.int64))
-                position += len(block)
-    except OSError as error:
-        unreadable(file.path, error)
-    starts = np.concatenate(found)
-    return starts[starts < position]
 
 
 def build(config: JsonLines, *, seed: int, **runtime: Any) -> Dataset:

@@ -1,0 +1,86 @@
+"""Where the rows of JSON Lines files begin: found by reading a file once, and kept for the next start."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from titancli.data.files import TextFile, unreadable
+from titancli.fingerprint import cache_folder, cache_name, ends_of
+
+logger = logging.getLogger(__name__)
+
+BLOCK = 1 << 24
+KEPT_BYTES = 64 << 20
+"""Smaller files are read again at each start."""
+FACTS = 3
+"""Numbers before the starts: size and time of change of the file, and a hash of both its ends."""
+
+
+def row_starts(file: TextFile) -> np.ndarray:
+    """Return where each row of a file begins, int64; for a large file, memory-mapped from titan's cache.
+
+    Raises:
+        EnvironmentProblem: the file cannot be read.
+    """
+    try:
+        if os.stat(file.path).st_size < KEPT_BYTES:
+            return _found(file.path)
+        entry = cache_folder() / "rows" / f"{cache_name(file.path)}.npy"
+        try:
+            entry.parent.mkdir(parents=True, exist_ok=True)
+            lock = open(entry.with_suffix(".lock"), "a")  # noqa: SIM115 - closed below
+        except OSError as error:
+            logger.warning("an index cannot be kept in %s (%s): files are read at each start", entry, error)
+            return _found(file.path)
+        with lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of the ranks of a machine one reads the file, the others wait
+            return _kept(entry, file.path)
+    except OSError as error:
+        unreadable(file.path, error)
+
+
+def _kept(entry: Path, path: str) -> np.ndarray:
+    """What is kept, if it is of the file as it is now; else what is found, kept from now on."""
+    facts = _facts(path)
+    try:
+        kept = np.load(entry, mmap_mode="r")
+        if kept.dtype == np.int64 and kept[:FACTS].tolist() == facts:
+            return kept[FACTS:]
+    except FileNotFoundError:
+        pass  # the first time
+    except (OSError, ValueError) as error:
+        logger.warning("%s is read again: %s cannot be read: %s", path, entry, error)
+    starts = _found(path)
+    part = entry.with_suffix(f".{os.getpid()}.part")
+    try:
+        with open(part, "wb") as file:
+            np.save(file, np.concatenate((np.array(facts, np.int64), starts)))
+        os.replace(part, entry)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        logger.warning("an index cannot be kept in %s (%s): files are read at each start", entry, error)
+    return starts
+
+
+def _facts(path: str) -> list[int]:
+    status = os.stat(path)
+    with open(path, "rb") as file:
+        sample = xxhash.xxh3_64_intdigest(b"".join(ends_of(file, status.st_size))) >> 1
+    return [status.st_size, status.st_mtime_ns, sample]
+
+
+def _found(path: str) -> np.ndarray:
+    found, position = [np.zeros(1, np.int64)], 0
+    with open(path, "rb") as stream:
+        while block := stream.read(BLOCK):
+            ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + position + 1
+            found.append(ends.astype(np.int64))
+            position += len(block)
+    starts = np.concatenate(found)
+    return starts[starts < position]
