@@ -130,7 +130,10 @@ def before_step(run: Path, step: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
         while engine.step < step - 1:
             engine.forward_backward(next(batches))
             engine.optim_step()
-        weights = {name: tensor.full_tensor().clone() for name, tensor in engine.plain_parameters()}
+        weights = {
+            name: getattr(tensor, "full_tensor", lambda t=tensor: t)().clone()
+            for name, tensor in engine.plain_parameters()
+        }
     model = build(recipe.model, seq_len=32)
     model.load_state_dict(weights, strict=False)
     batch = next(batches)
@@ -291,3 +294,47 @@ def test_the_document_has_the_keys_that_are_told(titan: Callable[..., Finished])
     tables = [found["replayed"], found["tried"], found["recorded"], found["guard"], found["layers"][0]]
     tables += [found["rows"][0]["documents"][0], next(iter(found["parameters"].values()))]
     assert {key for table in tables for key in table} <= told
+
+
+PAIRS = (
+    "dpo_debug",
+    "model.dim=32",
+    "model.n_layers=1",
+    "model.hidden_dim=64",
+    "training.local_batch_size=4",
+)
+SAMPLES = ("grpo_digit", "model.dim=32", "model.hidden_dim=64", "loop.prompts=4", "loop.samples=4")
+LOOPS = {
+    "dpo": (*PAIRS, "training.steps=5"),
+    "grpo": (*SAMPLES, "training.steps=6", "loop.updates=2", "checkpoint.interval=2"),
+    "experts": (
+        "tiny.toml",
+        *SMALL,
+        'model={type="qwen3", flavor="debugmodel_moe", dim=32, n_layers=2}',
+        "training.seq_len=32",
+    ),
+    "lora": ("tiny.toml", *SMALL, "weights=r/checkpoints/step-3", 'converters=[{type="lora", rank=2}]'),
+    "documents": ("tiny.toml", *SMALL, "dataset.document_mask=true", "training.global_batch_size=4"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "dpo" else pytest.param(name, marks=pytest.mark.slow) for name in LOOPS]
+)
+def test_every_loop_is_repeated(
+    titan: Callable[..., Finished], finished: Path, tmp_path: Path, name: str
+) -> None:
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    os.chdir(tmp_path)
+    done = titan("train", *LOOPS[name], "--run-dir", "own", "checkpoint.interval=2")
+    assert done.code == 0, done.err
+    found = replayed(titan, "own", "--step", 4, "--with", "training.max_norm=1e-3")
+    assert found["verdict"]["result"] == "bitwise"
+    assert all(row["gradient_norm"] >= 0 for row in found["rows"])
+    assert found["tried"]["grad_norm"] == found["replayed"]["grad_norm"]  # before clipping
+    assert found["tried"]["loss_after"] != found["replayed"]["loss_after"]
+    if name == "dpo":
+        norms = [row["gradient_norm"] for row in found["rows"]]
+        assert norms[::2] == norms[1::2]  # of both rows of a pair
+    assert ("position" in found["rows"][0]) is (name != "grpo")
+    assert len(found["rows"]) == {"dpo": 4, "grpo": 32, "documents": 4}.get(name, 2)

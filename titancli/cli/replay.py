@@ -91,7 +91,7 @@ def command(
         )
     check_variation(variations)
     source = find_source(Path(runs[0]), step, from_scratch=from_scratch)
-    loaded = load(source, overrides, variations, note)
+    loaded = load(source, overrides, variations, common.plugin_files, note)
     for line in source.notes:
         note(line)
     asked = {

@@ -15,14 +15,14 @@ from statistics import median
 from typing import Any
 
 from titancli.checkpoint.format.manifest import LOCK, faults, read_manifest
-from titancli.errors import EnvironmentProblem, UsageError
+from titancli.errors import EnvironmentProblem, TitanError, UsageError
 from titancli.observe.digests import StepDigest, differences, read_digests
 from titancli.observe.events import plain, read_events
 from titancli.recipe import Loaded, load_recipe
 from titancli.recipe.find import LOCK_HEADER
 from titancli.run.evaluate import launch
 from titancli.run.inputs import require_inputs
-from titancli.run.reproduce import environment
+from titancli.run.reproduce import environment, with_what_helps
 from titancli.run.reproduction import Reproduction, collect
 from titancli.run.verdict import ENVELOPE, WIDEST
 from titancli.runs import REPLAY_RESULT, STEP_NAME, RunFolder
@@ -170,7 +170,11 @@ def _time(folder: RunFolder, steps: int) -> str:
 
 
 def load(
-    source: Source, overrides: Sequence[str], variations: Sequence[str], say: Callable[[str], None]
+    source: Source,
+    overrides: Sequence[str],
+    variations: Sequence[str],
+    plugin_files: Sequence[Path],
+    say: Callable[[str], None],
 ) -> Loaded:
     """Return the recipe of a replay, checked.
 
@@ -194,7 +198,10 @@ def load(
     with tempfile.TemporaryDirectory(prefix="titan-") as folder:
         file = Path(folder) / "replay.toml"
         file.write_text(f"{LOCK_HEADER}\n{tomli_w.dumps(data)}", encoding="utf-8")
-        loaded = load_recipe(file, overrides, run=source.folder.path)
+        try:
+            loaded = load_recipe(file, overrides, run=source.folder.path)
+        except TitanError as error:
+            raise with_what_helps(error, source.run, plugin_files) from error
         if variations:
             load_recipe(file, [*overrides, *variations], run=source.folder.path)
     require_inputs(loaded, source.checkpoint, dry_run=False, say=say)

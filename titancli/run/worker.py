@@ -276,7 +276,7 @@ class Rank:
             if engine.digests is not None:
                 engine.digests.write(wait=True)
             saving.leave_behind(recipe, engine, run, self.folder)
-        if probe is not None:
+        if probe is not None and run.signal is None:
             probe.finish(engine, recipe, self.folder)
         name = f"checkpoints/step-{run.saved_step}" if run.saved_step is not None else None
         return {"why": run.why, "signal": run.signal, "step": engine.step, "checkpoint": name}
