@@ -111,16 +111,26 @@ def _code_hash(places: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
+_recorded: dict[str, bytes] = {}
+"""The patch that `git_state` has recorded last, by its hash: `keep_sources` need not make it again."""
+
+
 def git_state(folder: Path) -> dict[str, Any] | None:
     """Commit, branch, whether there are changes, and the hash of these (`uncommitted_patch`); None outside a
     repository or without git."""
     try:
         dirty = bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))
+        sha256 = None
+        if dirty:
+            patch = uncommitted_patch(folder)
+            sha256 = hashlib.sha256(patch).hexdigest()
+            _recorded.clear()  # the newest one, until it is kept
+            _recorded[sha256] = patch
         return {
             "commit": _git(folder, "rev-parse", "HEAD").decode().strip(),
             "branch": _git(folder, "rev-parse", "--abbrev-ref", "HEAD").decode().strip(),
             "dirty": dirty,
-            "patch_sha256": hashlib.sha256(uncommitted_patch(folder)).hexdigest() if dirty else None,
+            "patch_sha256": sha256,
         }
     except (OSError, subprocess.SubprocessError):
         return None
@@ -163,9 +173,10 @@ def keep_sources(run: Path, attempt: Mapping[str, Any]) -> None:
     ]
     git = attempt["git"] or {}
     if git.get("patch_sha256"):
-        wanted.append(
-            (git["patch_sha256"], PATCH_NAME, lambda: uncommitted_patch(Path(attempt["directory"])))
-        )
+        sha256 = git["patch_sha256"]
+        made = _recorded.pop(sha256, None)
+        folder = Path(attempt["directory"])
+        wanted.append((sha256, PATCH_NAME, lambda: uncommitted_patch(folder) if made is None else made))
     for sha256, name, read in wanted:
         path = run / kept_source(sha256, name)
         try:

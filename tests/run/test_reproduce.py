@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import titancli.provenance
 from tests.run.conftest import Finished, furnish, train_here, trained
 from titancli.cli import main
 from titancli.errors import EnvironmentProblem, RecipeError, UsageError
@@ -178,6 +179,11 @@ PLANTED: dict[str, tuple[Callable[[Reproduction], Reproduction], str, str]] = {
         "plugin",
         "plugin file faulty.py: eeeeeeeeeeee -> none",
     ),
+    "other first weights": (
+        lambda run: doctored(run, first_weights={**run.made_by["first_weights"], "hash": "a" * 32}),
+        "weights",
+        "first weights: aaaaaaaaaaaa -> ",
+    ),
     "a run that was resumed under another torch": (
         lambda run: replace(
             run,
@@ -270,6 +276,13 @@ def test_numbers_that_are_not_finite_are_compared(run: Reproduction) -> None:
     assert (compare(nan, other).result, compare(nan, other).step) == ("parts", 3)
 
 
+def test_first_weights_of_another_layout_are_not_compared(run: Reproduction) -> None:
+    first = run.made_by["first_weights"]
+    other = doctored(run, first_weights={"layout": "other", "hash": "other"})
+    assert first is not None and not [one for one in differences(run, other) if one.kind == "weights"]
+    assert not [one for one in differences(run, doctored(run, first_weights=None)) if one.kind == "weights"]
+
+
 def test_a_smaller_batch_on_fewer_ranks_is_no_layout(run: Reproduction) -> None:
     two = doctored(run, world=2, mesh={**run.made_by["mesh"], "dp_shard": 2})
     [batch] = [one for one in differences(two, run) if one.effect == "results"]
@@ -337,6 +350,8 @@ def test_a_file_that_is_damaged_or_newer_or_none_is_refused(run: Reproduction, t
         find(str(tmp_path / "alone.toml"))
     with pytest.raises(EnvironmentProblem, match="does not exist"):
         find(str(tmp_path / "nothing"))
+    with pytest.raises(EnvironmentProblem, match="llama3_debug is a recipe without a run"):
+        find("llama3_debug")
 
 
 def test_a_newer_format_is_refused_with_what_still_helps(
@@ -366,6 +381,9 @@ def test_plugin_files_and_the_uncommitted_patch_are_kept_and_never_run(
         subprocess.run([*git, *words], check=True)
     (folder / "code.py").write_text("x = 2\n")
     (folder / "mine.py").write_text("raise SystemExit('this was run')\n")
+    made: list[Path] = []
+    diff = titancli.provenance.uncommitted_patch
+    monkeypatch.setattr("titancli.provenance.uncommitted_patch", lambda at: made.append(at) or diff(at))
     attempt = provenance([folder / "mine.py"])
     copied = tmp_path / "r"
     shutil.copytree(Path(run.run["path"]), copied)
@@ -373,6 +391,7 @@ def test_plugin_files_and_the_uncommitted_patch_are_kept_and_never_run(
     record["attempts"][-1] |= attempt
     (copied / "run.json").write_text(json.dumps(record))
     keep_sources(copied, attempt)
+    assert len(made) == 1  # not once more
     keep_sources(copied, attempt)  # a resume
     (folder / "mine.py").write_text("changed\n")
     (folder / "code.py").write_text("x = 3\n")

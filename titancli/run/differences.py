@@ -43,8 +43,8 @@ class Difference:
     """One thing that is not the same."""
 
     kind: str
-    """recipe, data, plugin, titan, torch, package, python, device, cpu_kernels, environment, threads, layout,
-    determinism, resumed, git or machine."""
+    """recipe, data, weights, plugin, titan, torch, package, python, device, cpu_kernels, environment,
+    threads, layout, determinism, resumed, git or machine."""
     what: str
     before: Any
     after: Any
@@ -64,6 +64,7 @@ def differences(before: Reproduction, after: Reproduction) -> list[Difference]:
     found = [
         *_recipe(before, after),
         *_data(one, other),
+        *_first_weights(one, other),
         *_plugins(before, one, other),
         *_software(before, one, other),
         *_machine(one, other),
@@ -154,6 +155,13 @@ def _data(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Differen
         return
     for change in changes(one["data"], other["data"]):
         yield Difference("data", f"data, {change.key}", change.before, change.after, "results")
+
+
+def _first_weights(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Difference]:
+    """Hashes of shards, which say nothing where layouts differ."""
+    sides = one.get("first_weights"), other.get("first_weights")
+    if sides[0] and sides[1] and sides[0]["layout"] == sides[1]["layout"] and sides[0] != sides[1]:
+        yield Difference("weights", "first weights", sides[0]["hash"], sides[1]["hash"], "results")
 
 
 def _used_plugins(run: Reproduction) -> set[str]:

@@ -19,11 +19,13 @@ from typing import Any
 import xxhash
 
 from titancli.checkpoint.format.manifest import STEP_NAME, read_manifest
-from titancli.errors import EnvironmentProblem
+from titancli.errors import EnvironmentProblem, TitanError
 from titancli.observe.curves import curve
+from titancli.observe.digests import read_starts
 from titancli.observe.events import plain
 from titancli.observe.summary import Summary, summarize
 from titancli.provenance import PATCH_NAME, file_hash, kept_source
+from titancli.recipe.find import find_recipe
 from titancli.runs import LOCK_NAME, RunFolder, write_atomically
 
 FORMAT = 1
@@ -48,7 +50,7 @@ class Reproduction:
     """The lock file's text."""
     made_by: dict[str, Any]
     """By the names of `MADE_BY`, of the newest attempt: None where it was not recorded. The plugin files and
-    the git state have their texts, as `text` and `patch`: None where they are lost."""
+    the git state have their texts, as `text` and `patch`: None where they are lost. And `first_weights`."""
     launch: dict[str, Any]
     """`nproc`, `nnodes`."""
     earlier: list[dict[str, Any]] = field(default_factory=list)
@@ -94,15 +96,24 @@ def find(reference: str) -> Reproduction:
             inside = path.relative_to(folder).parts
             if inside in ((), (LOCK_NAME,)) or (inside[0] == "checkpoints" and len(inside) > 1):
                 return collect(folder)
-    if not path.is_file():
+    is_recipe = _names_a_recipe(reference) if not path.exists() else path.suffix == ".toml"
+    if not path.is_file() and not is_recipe:
         RunFolder.open(path)  # says what is missing
-    if path.suffix == ".toml":
+    if is_recipe:
         raise EnvironmentProblem(
             f"{reference} is a recipe without a run: there is nothing to compare a reproduction with",
             hint=f"start a run with: titan train {reference}; or give a run folder, or a file written by "
             "`titan reproduce RUN --export FILE`",
         )
     return read(path)
+
+
+def _names_a_recipe(reference: str) -> bool:
+    try:
+        find_recipe(reference)
+    except TitanError:
+        return False
+    return True
 
 
 # ------------------------------------------------------------------------------------------ a run folder
@@ -126,7 +137,7 @@ def collect(path: Path) -> Reproduction:
     if not steps:
         missing.append("no step is logged, so that there is nothing to compare with")
     weights = _weights(folder, newest, missing)
-    made_by = _made_by(newest)
+    made_by = _made_by(newest) | {"first_weights": _first_weights(folder, missing)}
     if made_by["data"] is None:
         made_by["data"] = _data_of_checkpoint(folder)
     for entry in made_by["plugin_files"] or []:
@@ -205,6 +216,19 @@ def _weights(folder: RunFolder, newest: dict[str, Any], missing: list[str]) -> d
     if last and int(last[1]) not in found:
         missing.append(f"the last checkpoint, {last[0]}, is gone, so that its weights cannot be compared")
     return {str(step): found[step] for step in sorted(found)}
+
+
+def _first_weights(folder: RunFolder, missing: list[str]) -> dict[str, str] | None:
+    """Hashes of the weights that step 1 began with, as digests have them, and of their layout."""
+    try:
+        start = read_starts(folder.path).get(0)
+    except EnvironmentProblem as error:
+        missing.append(error.message)
+        return None
+    if start is None:
+        return None
+    texts = {"layout": repr(start.layout), "hash": repr(start.ranks)}
+    return {name: xxhash.xxh3_128_hexdigest(text.encode()) for name, text in texts.items()}
 
 
 def _data_of_checkpoint(folder: RunFolder) -> dict[str, Any] | None:
