@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -32,10 +34,20 @@ _own: tuple[Tokenizer, str]
 def _start_worker(plugins: Plugins, config: bytes, dtype: str) -> None:
     global _own
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the command ends this one
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     if plugins[0]:  # the config may come from one of these, which only the registry imports
         registry.configure(files=plugins[0], blocked=plugins[1])
         registry.current().names("tokenizer")
     _own = (build(pickle.loads(config)), dtype)
+
+
+def _end_with_parent() -> None:
+    """End this process when the command that started it is gone, which it may be without a word."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _encode_in_worker(texts: list[str]) -> Encoded:
