@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import pickle
@@ -165,6 +166,75 @@ LAYOUTS: dict[str, Any] = {
 def test_a_hostile_layout_is_refused(tmp_path: Path, layout: Any):
     (tmp_path / "metadata.json").write_text(json.dumps(layout))
     with pytest.raises(EnvironmentProblem, match=r"metadata\.json"):
+        open_metadata(tmp_path).everything()
+
+
+def _group(**change: Any) -> dict[str, Any]:
+    row = {"dtype": "F32", "shape": [4], "tensors": ["a"], "ranks": [[0, 1]], "offsets": [[[0, 1]]]}
+    return {"format": 2, "groups": [{**row, "sizes": [[[4, 1]]], **change}]}
+
+
+GROUPS: dict[str, Any] = {
+    "a hole": _group(sizes=[[[3, 1]]]),
+    "an overlap": _group(ranks=[[0, 2]], offsets=[[[0, 1], [2, 1]]], sizes=[[[3, 1], [-1, 1]]]),
+    "a box outside": _group(offsets=[[[1, 1]]]),
+    "a negative rank": _group(ranks=[[-1, 1]]),
+    "columns of two lengths": _group(ranks=[[0, 2]]),
+    "other dimensions": _group(offsets=[]),
+    "a run of nothing": _group(ranks=[[0, 0]]),
+    "a run that goes back": _group(ranks=[[0, -1]]),
+    "half a run": _group(ranks=[[0]]),
+    "a run of text": _group(ranks=[["0", 1]]),
+    "no runs": _group(ranks=3),
+    "more boxes than fit into memory": _group(
+        ranks=[[0, 10**12]], offsets=[[[0, 10**12]]], sizes=[[[4, 10**12]]]
+    ),
+    "names that are numbers": _group(tensors=[1]),
+    "two shapes": {"format": 2, "groups": [*_group()["groups"], *_group(dtype="BF16")["groups"]]},
+    "an unknown dtype": _group(dtype="OBJECT"),
+    "no groups": {"format": 2},
+}
+
+
+@pytest.mark.parametrize("index", GROUPS.values(), ids=GROUPS.keys())
+def test_a_hostile_index_is_refused(tmp_path: Path, index: Any):
+    (tmp_path / "metadata.json").write_text(json.dumps(index))
+    with pytest.raises(EnvironmentProblem, match=r"metadata\.json"):
+        open_metadata(tmp_path).everything()
+
+
+PARTS: dict[str, Any] = {
+    "no such chunk": {"tensors": {"a": []}},
+    "no such tensor": {"tensors": {}},
+    "a chunk elsewhere": {"chunk": {"offsets": [1]}},
+    "a path out of the folder": {"chunk": {"file": "../rank-00000.safetensors"}},
+    "a negative start": {"chunk": {"start": -1}},
+    "too few checksums": {"chunk": {"xxh3_64": ["0" * 16] * 2}},
+    "pieces of nothing": {"piece": 0},
+    "another format": {"format": 3},
+    "a header of text": {"headers": {"rank-00000.safetensors": ["1", "0"]}},
+    "a list": {"tensors": [1]},
+}
+
+
+@pytest.mark.parametrize("change", PARTS.values(), ids=PARTS.keys())
+def test_a_hostile_part_is_refused(tmp_path: Path, change: dict[str, Any]):
+    (tmp_path / "metadata.json").write_text(json.dumps(_group()))
+    chunk = {"offsets": [0], "shape": [4], "file": "rank-00000.safetensors", "key": "a", "start": 8}
+    rows = {"a": [{**chunk, "xxh3_64": ["0" * 16], **change.get("chunk", {})}]}
+    part = {"format": 2, "piece": 1 << 20, "headers": {}, "tensors": rows, **change}
+    (tmp_path / "metadata-00000.json.gz").write_bytes(gzip.compress(json.dumps(part).encode()))
+    with pytest.raises(EnvironmentProblem, match=r"metadata-00000\.json\.gz"):
+        open_metadata(tmp_path).everything()
+
+
+def test_a_part_that_unpacks_to_more_than_the_limit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("titancli.checkpoint.format.metadata.PART_LIMIT", 1 << 16)
+    (tmp_path / "metadata.json").write_text(json.dumps(_group()))
+    (tmp_path / "metadata-00000.json.gz").write_bytes(gzip.compress(b" " * (1 << 20)))
+    with pytest.raises(EnvironmentProblem, match=r"metadata-00000\.json\.gz is malformed"):
         open_metadata(tmp_path).everything()
 
 

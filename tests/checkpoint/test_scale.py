@@ -50,7 +50,7 @@ def test_what_a_rank_reads_and_what_rank_zero_plans_stay_small(
     made, tasks = big.plan(given)
     assert time.process_time() - began < 10
     assert made.needed == sum(4 * torch.Size(shape).numel() for shape in big.tensors().values())
-    rank = shards // 2
+    rank = 1
     big.write(tmp_path, made, given, tasks, big.needed_parts(made, given, rank))
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < megabytes * 1e6
     # With HSDP one of the replicas has written each, and which one differs from tensor to tensor.

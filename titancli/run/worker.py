@@ -216,8 +216,9 @@ class Rank:
                 raise
             damaged[error.folder] = error.why
             logger.warning("checkpoint %s is skipped: %s", error.folder.name, error.why)
-            self._engine = None
-            return None
+        self._engine = None
+        gc.collect()  # a device does not hold two engines
+        return None
 
     def train(self, start: Start, loggers: list[Any], stop: Stop) -> dict[str, Any]:
         """Build what the recipe names, in the process group that is initialised, and run its loop.

@@ -14,7 +14,7 @@ import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain, repeat
 from pathlib import Path
@@ -31,7 +31,6 @@ from titancli.checkpoint.format.layout import (
     tensor_from,
     tile,
 )
-from titancli.checkpoint.format.tensorfile import natural
 from titancli.errors import EnvironmentProblem
 
 METADATA = "metadata.json"
@@ -41,8 +40,8 @@ LIMIT = 1 << 32
 """Bytes of `metadata.json`: as many as 8,000 ranks may have written in format 1."""
 PART_LIMIT = 1 << 30
 """Bytes of a part, unpacked."""
-CELLS_LIMIT = 1 << 24
-"""Boxes of one group."""
+CELLS_LIMIT = 1 << 22
+"""Boxes of all groups: what 65,000 ranks may have. A few bytes may claim any number of them."""
 _READERS = 8
 """Parts that are read at once."""
 
@@ -72,6 +71,21 @@ class Group:
         return cls(dtype, tuple(shape), tuple(tensors), tuple(_packed(column) for column in columns))
 
     @cached_property
+    def count(self) -> int:
+        """How many boxes it has.
+
+        Raises:
+            TypeError, ValueError: its columns are malformed.
+        """
+        for run in chain.from_iterable(self.columns):
+            if not isinstance(run, list) or [type(number) for number in run] != [int, int] or run[1] < 1:
+                raise ValueError(f"{run!r} is not a run of numbers")
+        counts = {sum(count for _, count in column) for column in self.columns}
+        if len(counts) != 1:
+            raise ValueError("a group whose columns are not of one length")
+        return counts.pop()
+
+    @cached_property
     def cells(self) -> tuple[Cell, ...]:
         """Its boxes.
 
@@ -79,8 +93,6 @@ class Group:
             ValueError: they are malformed.
         """
         columns, dims = [_unpacked(column) for column in self.columns], len(self.shape)
-        if len({len(column) for column in columns}) != 1:
-            raise ValueError("a group whose columns are not of one length")
         return tuple(Cell(row[0], row[1 : 1 + dims], row[1 + dims :]) for row in zip(*columns, strict=True))
 
 
@@ -97,12 +109,7 @@ def _packed(values: Iterable[int]) -> list[list[int]]:
     return runs
 
 
-def _unpacked(runs: Any) -> list[int]:
-    for run in runs:
-        if not isinstance(run, list) or [type(number) for number in run] != [int, int] or run[1] < 1:
-            raise ValueError(f"{run!r} is not a run of numbers")
-    if sum(count for _, count in runs) > CELLS_LIMIT:
-        raise ValueError(f"a group of more than {CELLS_LIMIT} boxes")
+def _unpacked(runs: Iterable[Sequence[int]]) -> list[int]:
     values = list(accumulate(chain.from_iterable(repeat(step, count) for step, count in runs)))
     if any(value < 0 for value in values):
         raise ValueError("a negative rank, offset or size")
@@ -156,6 +163,8 @@ class _Part:
     rows: dict[str, Any]
     piece: int
     headers: dict[str, Digest]
+    chunks: dict[str, dict[Box, Chunk]] = field(default_factory=dict)
+    """Those that were looked up, by name and place."""
 
 
 class Described(NamedTuple):
@@ -258,11 +267,11 @@ class Metadata:
         part, path = self._parts[cell.rank], self._folder / part_name(cell.rank)
         dtype, shape = self.tensors[name]
         try:
-            for row in part.rows[name]:
-                if natural(row["offsets"]) == cell.offsets and natural(row["shape"]) == cell.sizes:
-                    chunk = chunk_from(row, dtype, shape, piece=part.piece)
-                    break
-            else:
+            if name not in part.chunks:
+                found = (chunk_from(row, dtype, shape, piece=part.piece) for row in part.rows[name])
+                part.chunks[name] = {(chunk.offsets, chunk.shape): chunk for chunk in found}
+            chunk = part.chunks[name].get((cell.offsets, cell.sizes))
+            if chunk is None:
                 raise ValueError(f"it has no chunk of {name!r} at {list(cell.offsets)}")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise EnvironmentProblem(f"{path} is malformed: {error}") from error
@@ -310,7 +319,10 @@ def open_metadata(folder: Path, files: Mapping[str, Digest] | None = None) -> Me
                 f"{path} has format {data['format']!r}, but this version of titan reads format {FORMAT}",
                 hint="use the version of titan that wrote it (manifest.json names it)",
             )
-        return Metadata(folder, files, [_group(row) for row in data["groups"]])
+        groups = [_group(row) for row in data["groups"]]
+        if sum(group.count for group in groups) > CELLS_LIMIT:
+            raise ValueError(f"it has more than {CELLS_LIMIT} boxes")
+        return Metadata(folder, files, groups)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise EnvironmentProblem(f"{path} is malformed: {error}") from error
 
