@@ -20,7 +20,7 @@ from tests.ranks import Ranks
 from tests.run.conftest import Finished, furnish, on_pool, train_here
 from titancli.cli import main
 from titancli.engine import Engine
-from titancli.observe.digests import RECORD, path_of
+from titancli.observe.digests import RECORD, path_of, read_digests
 from titancli.recipe import load_recipe
 from titancli.registry.component import build
 from titancli.run.data import open_dataset
@@ -338,3 +338,45 @@ def test_every_loop_is_repeated(
         assert norms[::2] == norms[1::2]  # of both rows of a pair
     assert ("position" in found["rows"][0]) is (name != "grpo")
     assert len(found["rows"]) == {"dpo": 4, "grpo": 32, "documents": 4}.get(name, 2)
+
+
+TWICE = '''
+from titancli import component, hookimpl
+
+
+@component("loop", "twice", target="twice:build")
+class Twice:
+    """Adds up gradients over two calls."""
+
+
+@hookimpl
+def titan_components():
+    return [Twice]
+
+
+def build(config, *, engine, data, tokenizer, observers, run):
+    def go():
+        while run.goes_on(engine.step):
+            for batch in run.take(data, 2):
+                metrics = engine.forward_backward([batch])
+            observers.step_end(engine.step + 1, metrics | engine.optim_step())
+            if run.checkpoint_due(engine.step):
+                run.save(engine, data)
+        run.finish(engine, data)
+
+    return go
+'''
+
+
+def test_a_loop_that_cannot_be_shown_is_refused_by_name(
+    titan: Callable[..., Finished], tmp_path: Path
+) -> None:
+    os.chdir(furnish(tmp_path))
+    (tmp_path / "twice.py").write_text(TWICE)
+    plugin = ("-p", "./twice.py")
+    done = titan("train", "tiny.toml", "--run-dir", "r", "loop=twice", "training.steps=3", *plugin)
+    assert done.code == 0 and list(read_digests(tmp_path / "r")) == [1, 2, 3], done.err
+    done = titan("replay", "r", "--step", 3, *plugin)
+    assert done.code == 1 and "the loop calls forward_backward more than once in a step" in done.err
+    done = titan("replay", "r", "--step", 3)
+    assert done.code == 4 and "the run was started with -p" in done.err
