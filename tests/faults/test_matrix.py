@@ -117,6 +117,13 @@ MATRIX = {
             "data/test_jsonl.py::test_where_strict_a_bad_row_is_an_error_with_file_and_line",
             "run/test_bad_rows.py::test_a_run_skips_bad_rows_tells_of_them_and_counts_them",
             "run/test_bad_rows.py::test_a_strict_run_ends_at_the_first_with_its_file_and_line",
+            "data/test_parquet.py::test_what_cannot_be_read_is_named",
+            "data/test_tokenize.py::test_a_truncated_compressed_file_is_an_error",
+            "data/test_tokenize.py::test_damage_is_named_with_file_and_byte",
+            "data/test_token_shards.py::test_truncated_shards_are_named_before_and_during_a_run",
+            "data/test_token_shards.py::test_shards_of_another_index_are_found_before_the_first_step",
+            "data/test_token_shards.py::test_what_is_not_of_the_format_is_named_with_its_byte",
+            "data/test_token_shards.py::test_an_id_beyond_the_vocabulary_is_named_with_its_byte",
         ),
     ),
     10: Row(
@@ -177,6 +184,8 @@ MATRIX = {
             "checkpoint/test_layouts.py::test_a_mismatch_is_told_alike_on_every_rank",
             "data/test_packing.py::test_a_state_of_other_data_or_another_tokenizer_or_seed_is_refused",
             "data/test_jsonl.py::test_other_rows_or_another_key_are_refused_on_resume",
+            "data/test_fingerprint.py::test_an_edit_in_the_middle_of_a_large_corpus_is_noticed",
+            "data/test_mix.py::test_other_data_or_weights_are_refused",
         ),
     ),
 }

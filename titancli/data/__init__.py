@@ -1,12 +1,16 @@
 """Where training data comes from: the configs of datasets and tokenizers.
 
-Torch-free. A dataset is built in three parts, each in a file of its own: a source of documents (`files.py`,
-`jsonl.py`, `hf_datasets.py`), the stream of their tokens (`stream.py`), and the rows cut from it
-(`packing.py`). The tokenizers are `byte_tokenizer.py` and `hf_tokenizer.py`; `loader.py` brings batches to
-the device ahead of their use. A new dataset that has documents of text needs only a source: see `source.py`.
+Torch-free. A dataset of text is built in three parts, each in a file of its own: a source of documents
+(`files.py`, `jsonl.py`, `parquet.py`, `hf_datasets.py`), the stream of their tokens (`stream.py`), and the
+rows cut from it (`packing.py`) or fitted (`text.py`). The tokenizers are `byte_tokenizer.py` and
+`hf_tokenizer.py`; `loader.py` brings batches to the device ahead of their use. A new dataset that has
+documents of text needs only a source: see `source.py`.
 
 Conversations and pairs are no stream: rows of them (`chat_source.py`) become examples (`chat.py`,
-`chat_pairs.py`), and whole examples the rows of batches (`rows.py`).
+`chat_pairs.py`), and whole examples the rows of batches (`rows.py`, `fitting.py`).
+
+Tokens that are in files already are read by `shards/`, which also writes them (`titan tokenize`). `mix.py`
+deals rows of several datasets.
 """
 
 from __future__ import annotations
