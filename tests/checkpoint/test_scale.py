@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.checkpoint.tensors import RUN, bits, same
 from tests.checkpoint.test_layouts import cut, full, whole
@@ -213,6 +214,30 @@ def test_a_rank_reads_and_hashes_its_share_once(ranks: Any, tmp_path: Path, befo
         assert all(read == hashed for _, read, hashed in results)
         assert sum(read for _, read, _ in results) <= 1.1 * data, after
         assert max(read for _, read, _ in results) <= 1.15 * data / count, after
+
+
+def _load_apart(folder: str) -> bool:
+    """Replicas by their mesh, of which one has more to load than the other."""
+    from titancli.checkpoint.format import replicas
+
+    replicas.WORTH, usual = 1, replicas.WORTH
+    try:
+        names = sorted(_state())[dist.get_rank() :]
+        mesh = init_device_mesh("cpu", (2,))
+        tensors = {
+            n: DTensor.from_local(torch.zeros_like(_state()[n]), mesh, [Replicate()], run_check=False)
+            for n in names
+        }
+        load_checkpoint(Path(folder), tensors)
+    finally:
+        replicas.WORTH = usual
+    return all(bits(tensors[name].to_local()) == bits(_state()[name]) for name in names)
+
+
+@pytest.mark.ranks
+def test_replicas_that_load_different_tensors_do_not_wait_for_each_other(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, _save_in_pieces, str(tmp_path / "step-1"), "ddp")
+    assert ranks(2, _load_apart, str(tmp_path / "step-1")) == [True, True]
 
 
 def test_what_a_part_says_is_compared_with_the_manifest_and_the_index(tmp_path: Path) -> None:
