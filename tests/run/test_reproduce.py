@@ -276,6 +276,24 @@ def test_numbers_that_are_not_finite_are_compared(run: Reproduction) -> None:
     assert (compare(nan, other).result, compare(nan, other).step) == ("parts", 3)
 
 
+def test_weights_of_another_layout_are_compared_by_tensor(
+    titan: Callable[..., Finished], finished: Path, run: Reproduction, tmp_path: Path
+) -> None:
+    furnish(tmp_path)
+    paths = f'dataset.paths=["{finished}/text.txt"]'
+    assert train_here("tiny.toml", paths, "training.steps=4", "optimizer.lr=0.00201", "--run-dir", "b") == 0
+    layout: dict[str, Any] = {"world": 2, "mesh": {**run.made_by["mesh"], "dp_shard": 2}}
+    found = collect(tmp_path / "b")
+    files = {"4": {"rank-00001.safetensors": "0"}}  # those of other ranks
+    other = replace(doctored(found, **layout), weights=files)
+    [weights] = [one for one in compare(run, other).largest if one.metric.startswith("weights (")]
+    assert 0 < weights.relative < 0.1 and weights.step == 4
+    same = replace(doctored(run, **layout), weights=files)
+    assert not [one for one in compare(run, same).largest if one.metric.startswith("weights (")]
+    gone = replace(other, run={**other.run, "path": "/nowhere"})
+    assert not [one for one in compare(run, gone).largest if one.metric.startswith("weights (")]
+
+
 def test_first_weights_of_another_layout_are_not_compared(run: Reproduction) -> None:
     first = run.made_by["first_weights"]
     other = doctored(run, first_weights={"layout": "other", "hash": "other"})

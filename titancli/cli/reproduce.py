@@ -237,6 +237,8 @@ def _tell(
 
 
 def _lines(run: Reproduction, again: Reproduction, verdict: Verdict) -> Iterator[str]:
+    from titancli.run.reproduction import COMPARED
+
     steps = verdict.compared
     span = f"{len(steps)} logged steps, {steps[0]} to {steps[-1]}" if steps else ""
     if verdict.result == "not_comparable":
@@ -256,8 +258,8 @@ def _lines(run: Reproduction, again: Reproduction, verdict: Verdict) -> Iterator
         yield f"  because of {'; '.join(map(str, verdict.because))}"
     if verdict.result in ("parts", "within_envelope"):
         for one in verdict.largest:
-            name, within = one.metric.replace("_", " "), verdict.envelope[one.metric]
-            limit = f" (envelope {within:.1e} at step {steps[-1]})"
+            name, within = one.metric.replace("_", " "), verdict.envelope.get(one.metric)
+            limit = "" if within is None else f" (envelope {within:.1e} at step {steps[-1]})"
             yield (
                 f"  largest relative difference of {name}: {one.relative:.1e} at step {one.step}"
                 f"{limit if verdict.result == 'within_envelope' else ''}"
@@ -269,7 +271,7 @@ def _lines(run: Reproduction, again: Reproduction, verdict: Verdict) -> Iterator
             yield f"  weights and optimizer state: equal at step {', '.join(equal)}"
         if unequal:
             yield f"  weights and optimizer state: not equal at step {', '.join(unequal)}"
-    elif steps:
+    elif steps and not any(one.metric not in COMPARED for one in verdict.largest):
         yield "  weights: not compared, there is no checkpoint of the same step and layout in both"
     ends = [_end(run), _end(again)]
     if (

@@ -1,15 +1,17 @@
 """Two runs that should be one: whether their numbers are equal, and which known difference can explain it if
-they are not. Torch-free."""
+they are not. Torch-free, but where weights of two layouts are compared."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from titancli.run.differences import Difference, differences, unknown
 from titancli.run.reproduction import COMPARED, Reproduction
+from titancli.runs import RunFolder
 
 Result = Literal["bitwise_equal", "within_envelope", "parts", "not_comparable"]
 
@@ -24,6 +26,7 @@ class Deviation:
     """The largest relative difference of a metric, and the step that has it."""
 
     metric: str
+    """Of `COMPARED`; or the weights of a checkpoint, with the parameter that differs most."""
     relative: float
     step: int
 
@@ -89,7 +92,7 @@ def compare(before: Reproduction, after: Reproduction) -> Verdict:
         because=because,
         compared=steps,
         weights=weights,
-        largest=_largest(before, after, steps),
+        largest=_largest(before, after, steps) + _of_weights(before, after, compared=list(weights)),
         differences=known,
         unknown=unknown(before, after),
         envelope={name: _limit(bounds[name], steps[-1] if steps else 1) for name in COMPARED},
@@ -126,6 +129,23 @@ def _relative(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tupl
             yield name, abs(a - b) / abs(a) if a else math.inf
         else:
             yield name, math.inf
+
+
+def _of_weights(before: Reproduction, after: Reproduction, compared: Sequence[str]) -> list[Deviation]:
+    """Of the tensor of the last checkpoint that differs most, where its files are those of another layout."""
+    both = sorted(before.weights.keys() & after.weights.keys(), key=int)
+    sides = [RunFolder(Path(run.run["path"] or "")).checkpoints for run in (before, after)]
+    if not both or both[-1] in compared or not all((side / f"step-{both[-1]}").is_dir() for side in sides):
+        return []
+    from titancli.checkpoint.compare import compare_checkpoints
+
+    found = compare_checkpoints(*(side / f"step-{both[-1]}" for side in sides)).unequal
+    weights = [one for one in found if one.name.startswith("model.")]
+    if not weights:
+        return []
+    worst = max(weights, key=lambda one: one.relative)
+    name = worst.name.removeprefix("model.")
+    return [Deviation(f"weights ({name})", worst.relative, int(both[-1]))]
 
 
 def _largest(before: Reproduction, after: Reproduction, steps: Sequence[int]) -> list[Deviation]:
