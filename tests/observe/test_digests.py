@@ -61,6 +61,8 @@ def test_a_resumed_run_counts_for_the_steps_that_it_repeats(tmp_path: Path) -> N
     fill(writer(tmp_path, 10), 6, loss=60.0)  # after 2, not before it
     found = read_digests(tmp_path)
     assert {step: digest.loss for step, digest in found.items()} == {1: 1, 2: 2, 3: 3, 4: 4, 5: 50, 6: 60}
+    assert {step: digest.loss for step, digest in read_digests(tmp_path, 4, 5).items()} == {4: 4, 5: 50}
+    assert list(read_digests(tmp_path, 6)) == [6] and read_digests(tmp_path, 7, 8) == {}
     fill(writer(tmp_path, 11), 1, loss=0.0)  # from scratch
     assert list(read_digests(tmp_path)) == [1]
 

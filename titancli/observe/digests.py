@@ -156,12 +156,13 @@ class Start:
     layout: Layout = field(repr=False)
 
 
-def read_digests(folder: Path) -> dict[int, StepDigest]:
+def read_digests(folder: Path, first: int = 1, last: int | None = None) -> dict[int, StepDigest]:
     """Return the digests of a run by step: of a step that was repeated, the last time. Steps that some rank
     has not written are left out.
 
     Args:
         folder: the run folder.
+        first: the first step, and `last` the last one, that are returned; None: there is no last.
 
     Raises:
         EnvironmentProblem: a file cannot be read, or is of another version of titan.
@@ -170,7 +171,7 @@ def read_digests(folder: Path) -> dict[int, StepDigest]:
     for _, files in sorted(_by_attempt(folder).items(), key=lambda item: item[0]):
         start = min(header.start for header, _ in files)
         steps = {step: digest for step, digest in steps.items() if step <= start}
-        steps |= _joined(files)
+        steps |= _joined(files, first, last)
     return steps
 
 
@@ -205,13 +206,16 @@ def _layout(headers: Sequence[Header]) -> Layout:
     return Layout(headers[0].world, headers[0].mesh, names, any(header.sampled for header in headers))
 
 
-def _joined(files: list[tuple[Header, np.ndarray]]) -> dict[int, StepDigest]:
+def _joined(files: list[tuple[Header, np.ndarray]], begin: int, end: int | None) -> dict[int, StepDigest]:
     files.sort(key=lambda item: item[0].rank)
     first = files[0][0]
     if len(files) < first.world:
         return {}
     layout = _layout([header for header, _ in files])
-    tables = [{int(record["step"]): record for record in records} for _, records in files]
+    tables = []
+    for _, records in files:
+        chosen = records[(records["step"] >= begin) & (records["step"] <= (2**32 if end is None else end))]
+        tables.append({int(record["step"]): record for record in chosen})
     once = {header.dp_rank: index for index, (header, _) in reversed(list(enumerate(files)))}
     found = {}
     for step in sorted(set.intersection(*(set(table) for table in tables))):

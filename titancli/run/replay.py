@@ -68,9 +68,9 @@ def find_source(path: Path, step: int, *, from_scratch: bool = False) -> Source:
         UsageError: too many steps would have to be repeated.
     """
     folder = RunFolder.open(path)
-    run, digests = collect(folder.path), read_digests(folder.path)
-    last = max([run.last_step, *digests])
-    if step > last:
+    run, digests = collect(folder.path), read_digests(folder.path, step, step)
+    if step not in digests and step > run.last_step:
+        last = max([run.last_step, *read_digests(folder.path)])
         raise EnvironmentProblem(
             f"{path} has not done step {step}: its last recorded step is {last}",
             hint=f"use --step {last}, or a step before it" if last else None,
@@ -94,7 +94,7 @@ def find_source(path: Path, step: int, *, from_scratch: bool = False) -> Source:
             f"{step - begun:,} steps would have to be repeated, from step {begun}{cost}",
             hint="add --from-scratch, or replay a step that is nearer to a checkpoint",
         )
-    there = {number: digest for number, digest in digests.items() if begun < number <= step}
+    there = read_digests(folder.path, begun + 1, step)
     if step not in there:
         made = (run.made_by.get("versions") or {}).get("titancli")
         notes.append(
