@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,11 @@ def test_losses_are_those_of_live_tokenizing(here: Path, train: Callable[..., Fi
     assert train("tiny.toml", "--run-dir", "half", *options, *SHARDS, "training.steps=2").code == 0
     assert train("half", "--resume", "training.steps=4").code == 0
     assert losses(here / "half") == losses(here / "whole")
+    digests = {}
+    for run in ("live", "shards", "half", "whole"):
+        [*_, attempt] = json.loads((here / run / "run.json").read_text())["attempts"]
+        digests[run] = attempt["data_digest"]
+    assert digests["half"] == digests["whole"] and len(set(digests.values())) == 3
 
     os.truncate(here / "out" / "00000.bin", 101)
     refused = train("tiny.toml", "--run-dir", "bad", *options, *SHARDS)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import xxhash
 
 from titancli.checkpoint.start_from import start_from
 from titancli.data.loader import Loader
@@ -134,6 +137,13 @@ def identity_of(position: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what tells the data of a position from others; None where the dataset does not say."""
     found = position.get("data")
     return dict(found) if isinstance(found, Mapping) else None
+
+
+def digest_of(identity: Mapping[str, Any] | None) -> str | None:
+    """Return one digest of an identity (files, revision, tokenizer, order); None where there is none."""
+    if identity is None:
+        return None
+    return xxhash.xxh3_128_hexdigest(json.dumps(identity, sort_keys=True).encode())
 
 
 def read_identity(recipe: Recipe) -> dict[str, Any] | None:

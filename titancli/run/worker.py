@@ -398,7 +398,7 @@ class Rank:
         from titancli.observe.machine import machine
         from titancli.observe.observers import Observers
         from titancli.observe.peaks import device_name, device_peak
-        from titancli.run.data import epochs, identity_of
+        from titancli.run.data import digest_of, epochs, identity_of
 
         recipe, attempts = start.recipe, start.record["attempts"]
         checkpoint = str(start.checkpoint) if start.checkpoint else None
@@ -409,7 +409,8 @@ class Rank:
             "restarts": self.restart,
         }
         if self.is_main:
-            here = {"machine": machine(), "data": None if data is None else identity_of(data.state)}
+            identity = None if data is None else identity_of(data.state)
+            here = {"machine": machine(), "data": identity, "data_digest": digest_of(identity)}
             self.folder.update_attempt(**found, checkpoint=checkpoint, **here)
             found["epochs"] = epochs(recipe, data, engine)
         known = {"attempt": len(attempts), "checkpoint": checkpoint, "recipe": start.loaded.data}
