@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import logging
@@ -18,7 +19,7 @@ from tests.engine.cases import my_batches, recipe, small
 from tests.engine.wrong import Wrong
 from titancli.engine import Engine
 from titancli.engine.dry_run import local
-from titancli.engine.skip_step import Guard
+from titancli.engine.skip_step import Guard, step_with
 from titancli.errors import TitanError
 from titancli.losses import CrossEntropy
 from titancli.losses.result import LossResult
@@ -391,3 +392,27 @@ def test_a_run_that_ended_for_its_skipped_steps_may_skip_as_many_again() -> None
     judge(again, 4, float("nan"))
     assert again.too_many()
     assert again.skipped == 4
+
+
+def test_an_optimizer_that_only_skips_gets_divided_gradients() -> None:
+    """One of a plugin that heeds `found_inf` and knows of no `grad_scale`."""
+
+    class Skipping(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+        found_inf = None
+
+        def step(self, closure: Any = None) -> Any:
+            assert not hasattr(self, "grad_scale")
+            wrong, self.found_inf = float(self.found_inf), None
+            return None if wrong else super().step()
+
+    def stepped(made: Any, wrong: float) -> float:
+        weight = torch.nn.Parameter(torch.ones(()))
+        weight.grad = torch.tensor(6.0)
+        step_with(made([weight], lr=0.5), torch.tensor(3.0), torch.tensor(wrong))
+        return float(weight)
+
+    assert [stepped(Skipping, wrong) for wrong in (0.0, 1.0)] == [0.0, 1.0]
+    assert [stepped(torch.optim.SGD, wrong) for wrong in (0.0, 1.0)] == [0.0, 1.0]
+    fused = functools.partial(torch.optim.SGD, fused=True)
+    assert [stepped(fused, wrong) for wrong in (0.0, 1.0)] == [0.0, 1.0]

@@ -63,7 +63,7 @@ def test_a_step_of_a_bundled_recipe(name: str) -> None:
 def test_no_optimizer_waits(name: str) -> None:
     found = waits(replace(cases.recipe(small()), optimizer=config_of(OPTIMIZERS[name])))
     if name in ("foreach", "for-loop"):  # those of torch that cannot skip a step on the device
-        assert found and all("step_unless" in place for place in found)
+        assert found and all("step_with" in place for place in found)
     else:
         assert found == []
 
@@ -124,14 +124,23 @@ def test_an_extra_pass_over_the_gradients_is_seen(monkeypatch: pytest.MonkeyPatc
 
     recipe = cases.recipe(Layout())
     before = traffic_of(recipe)["optim_step"].moved.total()
-    plain = engine.divide_and_clip
+    plain = engine.norm_and_scale
 
     def twice(parameters: list[Any], *rest: Any) -> Any:
         torch._foreach_mul_([p.grad for p in parameters], 1.0)
         return plain(parameters, *rest)
 
-    monkeypatch.setattr(engine, "divide_and_clip", twice)
+    monkeypatch.setattr(engine, "norm_and_scale", twice)
     assert traffic_of(recipe)["optim_step"].moved.total() > 1.05 * before
+
+
+def test_an_optimizer_divides_and_clips_gradients_itself() -> None:
+    """Else it is a pass over all of them: 8 bytes for each number."""
+    recipes = {
+        name: replace(cases.recipe(small()), optimizer=config_of(OPTIMIZERS[name])) for name in OPTIMIZERS
+    }
+    moved = {name: traffic_of(recipe)["optim_step"].ops for name, recipe in recipes.items()}
+    assert {name for name, ops in moved.items() if "_foreach_mul_" in ops} == {"foreach", "for-loop"}
 
 
 def test_kinds() -> None:

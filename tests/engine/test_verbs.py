@@ -113,6 +113,7 @@ def test_calls_before_a_step_add_up(ranks):
 
 
 def clip():
+    """Hooks of an optimizer find the gradients that it steps on, divided and clipped."""
     loose = Engine.build(cases.recipe(small(), max_norm=0.0))
     tight = Engine.build(cases.recipe(small(), max_norm=1e-3))
     result = []

@@ -23,7 +23,7 @@ from titancli.engine.agreement import Call
 from titancli.engine.build import build_engine
 from titancli.engine.digest import Digests, row_hashes
 from titancli.engine.experts import hold_biases, move_biases
-from titancli.engine.grad_clip import divide_and_clip
+from titancli.engine.grad_clip import norm_and_scale
 from titancli.engine.inputs import (
     Given,
     Logits,
@@ -41,7 +41,7 @@ from titancli.engine.recheck import Recheck
 from titancli.engine.rng import Stream
 from titancli.engine.runners import Runner, largest, marked, quotient, summed
 from titancli.engine.sampling import gathered, not_training, refuse_layout
-from titancli.engine.skip_step import Guard, step_unless
+from titancli.engine.skip_step import Guard, step_with
 from titancli.engine.status import (
     Accumulated,
     EngineSettings,
@@ -586,15 +586,13 @@ class Engine:
         wrong = None
         gradients = None if self.digests is None else self.digests.of_gradients(self.step + 1)
         with phase("clip"):
-            norm = divide_and_clip(parameters, accumulated.weight, self.settings.max_norm, self.mesh.pp_group)
+            given = (parameters, accumulated.weight, self.settings.max_norm, self.mesh.pp_group)
+            norm, scale = norm_and_scale(*given)
             if self.guard is not None:
                 average = quotient(accumulated.loss, accumulated.weight)
                 wrong = self.guard.judge(self.step + 1, norm, average, steady=accumulated.steady)
         with phase("optimizer"), accumulated.stream.drawn():
-            if wrong is None:
-                optimizer.step()
-            else:
-                step_unless(wrong, optimizer)
+            step_with(optimizer, scale, wrong)
             move_biases(self.parts, self.mesh.token_groups, wrong)
             weights_changed(self.parts, self.converters)
         if self.digests is not None and gradients is not None:

@@ -1,4 +1,4 @@
-"""Gradients at the end of a step: their norm over every mesh, and one pass that divides and clips them."""
+"""Gradients at the end of a step: their norm over every mesh, and what divides and clips them."""
 
 from __future__ import annotations
 
@@ -59,27 +59,26 @@ def _norms(gradients: list[Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def divide_and_clip(
+def norm_and_scale(
     parameters: list[nn.Parameter],
     weight: Tensor,
     max_norm: float,
     stages: dist.ProcessGroup | None = None,
-) -> Tensor:
-    """Divide gradients by `weight`, and clip the quotient to `max_norm` (0: never), in one pass over them.
-
-    Nothing is read to the host.
-
-    Returns:
-        The norm of the divided gradients before clipping, fp32 scalar.
-    """
+) -> tuple[Tensor, Tensor]:
+    """Return the norm of the gradients over `weight`, and what gradients are to be divided by: the weight,
+    and more where the norm exceeds `max_norm` (0: never). fp32 scalars; nothing is read to the host."""
     weight = weight.clamp(min=torch.finfo(torch.float32).tiny)
     norm = total_norm(parameters, weight.device, stages) / weight
-    factor = 1.0 / weight
     if max_norm > 0:
-        factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        weight = weight / (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return norm, weight
+
+
+@torch.no_grad()
+def divide(parameters: Iterable[nn.Parameter], scale: Tensor) -> None:
+    """Divide gradients in a pass of their own: for optimizers that do not in theirs."""
     gradients = [
         p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None
     ]
     if gradients:
-        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
-    return norm
+        torch._foreach_mul_(gradients, scale.reciprocal().to(gradients[0].device))

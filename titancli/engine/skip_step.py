@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titancli.engine.grad_clip import divide
 from titancli.errors import TitanError
 
 if TYPE_CHECKING:
@@ -285,17 +286,34 @@ def new_level(record: list[float]) -> str:
     return " and ".join(risen)
 
 
-def step_unless(wrong: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Step, or leave weights and state alone where `wrong` is 1.0.
+def step_with(optimizer: torch.optim.Optimizer, scale: Tensor, wrong: Tensor | None) -> None:
+    """Step on the gradients divided by `scale`, or leave weights and state alone where `wrong` is 1.0.
 
-    An optimizer that heeds `found_inf` on the device, as torch's fused ones do for gradient scaling, is given
-    it; for any other the number is read to the host.
+    An optimizer that heeds `grad_scale` and `found_inf` on the device, as torch's fused ones do, is given
+    them. For any other, gradients are divided in a pass of their own, and the number is read to the host.
     """
+    given: Any = optimizer
+    divides = _divides(optimizer)
+    if not divides:
+        divide([p for group in optimizer.param_groups for p in group["params"]], scale)
     if getattr(optimizer, "_step_supports_amp_scaling", False):
-        optimizer.grad_scale, optimizer.found_inf = None, wrong  # type: ignore[attr-defined]
         try:
+            if divides:
+                given.grad_scale = scale
+            given.found_inf = wrong
             optimizer.step()
         finally:
-            optimizer.found_inf = None  # type: ignore[attr-defined]
-    elif (1.0 - wrong).item():
+            if divides:
+                given.grad_scale = None
+            given.found_inf = None
+    elif wrong is None or (1.0 - wrong).item():
         optimizer.step()
+
+
+def _divides(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer divides gradients as it steps: torch's fused ones, and what has `grad_scale`; but
+    where a script has hooks on its steps, these find gradients divided."""
+    hooks = (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
+    if hooks or not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    return type(optimizer).__module__.startswith("torch.optim.") or hasattr(optimizer, "grad_scale")

@@ -64,6 +64,8 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self.moved: Counter[str] = Counter()
         """Bytes read and written, by kind of operator."""
+        self.ops: Counter[str] = Counter()
+        """The same by operator."""
         self.waits: Counter[str] = Counter()
         """Where the host would wait for a device: the operator and the line of code."""
         self._on_host = on_host
@@ -73,7 +75,9 @@ class Traffic(TorchDispatchMode):
         if func is _aten.lift_fresh.default or (_waits(func, args) and id(args[0]) not in self._on_host):
             self.waits[f"{func} at {_line()}"] += 1
         if not (func.is_view or func in FREE or func.namespace in ("prim", "profiler")):
-            self.moved[kind_of(func)] += _moved(func, args, kwargs or {}, out)
+            size = _moved(func, args, kwargs or {}, out)
+            self.moved[kind_of(func)] += size
+            self.ops[func.overloadpacket.__name__] += size
         return out
 
 
