@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from titancli.launchers import devices
+from titancli.launchers import devices, torchrun
 
 
 @pytest.fixture
@@ -47,3 +47,18 @@ def test_a_machine_without_gpus_has_none_whatever_the_variable_says(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert devices.visible_gpus() == 0
+
+
+def test_ranks_on_gpus_start_with_an_allocator_whose_segments_grow(
+    eight_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in devices.ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    wanted = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert devices.allocator_settings() == wanted
+    assert wanted.items() <= torchrun._environment(8).items()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert devices.allocator_settings() == {}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")  # the user's own
+    assert devices.allocator_settings() == {}

@@ -8,6 +8,8 @@ import subprocess
 from pathlib import Path
 
 NVIDIA = Path("/proc/driver/nvidia/gpus")
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Under which torch finds its settings."""
 
 
 def visible_gpus() -> int:
@@ -28,6 +30,15 @@ def visible_gpu_names() -> list[str]:
     # A machine without GPUs stays one, whatever the variable says; MIG names are no index.
     installed = _installed()
     return [n for n in names if not n.isdecimal() or int(n) < installed] if installed else []
+
+
+def allocator_settings() -> dict[str, str]:
+    """Return the environment variables with which torch's allocator leaves least to fragments: its segments
+    grow into each other's space. None where there is no GPU, or the user has set others. They take effect in
+    a process that has not used a GPU yet."""
+    if any(name in os.environ for name in ALLOCATOR) or not visible_gpus():
+        return {}
+    return {ALLOCATOR[0]: "expandable_segments:True"}
 
 
 def _installed() -> int:

@@ -26,6 +26,7 @@ from titancli.errors import (
 from titancli.launch import LaunchRequest
 from titancli.launchers import Local
 from titancli.launchers.agent import EXIT_LOST
+from titancli.launchers.devices import allocator_settings
 from titancli.launchers.torchrun import (
     Drawing,
     Signals,
@@ -96,6 +97,7 @@ def _only_rank(request: LaunchRequest, watcher: Panel | Console | JsonLines) -> 
     several."""
     from titancli.run import worker
 
+    os.environ.update(allocator_settings())
     with copy_into(rank_log(request.folder.logs, 0), "rank 0 of 1") as log:
         try:
             return worker.main(

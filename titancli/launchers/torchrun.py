@@ -17,6 +17,7 @@ from titancli.errors import EXIT_STOPPED
 from titancli.launch import LaunchRequest
 from titancli.launchers import Local
 from titancli.launchers.agent import EXIT_LOST, children, signal_group
+from titancli.launchers.devices import allocator_settings
 from titancli.launchers.meeting import Meeting
 from titancli.observe import failures
 from titancli.observe.console import Console, JsonLines
@@ -221,7 +222,7 @@ def _outlast(folder: RunFolder, signals: Signals) -> None:
 
 
 def _environment(nproc: int, nnodes: int = 1) -> dict[str, str]:
-    environment = dict(os.environ)
+    environment = {**os.environ, **allocator_settings()}
     if nproc > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     if nnodes > 1:
