@@ -17,7 +17,8 @@ from titancli.distributed.collectives import Group, all_reduce
 def token_loss(
     logits: Tensor, targets: Tensor, token_weights: Tensor, group: Group | None, wants_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of the targets, [rows] fp32, and the gradient of −Σ w·log p by the logits.
+    """Log-probabilities of the targets, [rows] fp32, and the gradient of −Σ w·log p by the logits, in their
+    dtype: compiled, the casts are part of the passes over the logits.
 
     Args:
         logits: [rows, V]; fp32 ones are overwritten.
@@ -25,7 +26,7 @@ def token_loss(
         token_weights: [rows] fp32; not read where there is no target.
         group: the ranks that the vocabulary is cut over.
     """
-    logits = logits.float()
+    dtype, logits = logits.dtype, logits.float()
     picks = _Picks(targets, logits.shape[1], group)
     picked = picks.of(logits)
     peak = _over(group, "max", logits.amax(dim=1))
@@ -37,7 +38,7 @@ def token_loss(
     # d(−w·log p)/d logits = w · (softmax − one-hot)
     token_weights = token_weights.masked_fill(picks.none, 0.0)
     exponentials.mul_((token_weights / total)[:, None])
-    return log_probs, picks.add(exponentials, -token_weights)
+    return log_probs, picks.add(exponentials, -token_weights).to(dtype)
 
 
 def log_probs(
@@ -65,10 +66,12 @@ def log_probs(
 def log_probs_gradient(
     logits: Tensor, normalisers: Tensor, targets: Tensor, grad: Tensor, group: Group | None
 ) -> Tensor:
-    """The gradient with respect to the logits, [rows, V] fp32, from that of the log-probabilities."""
+    """The gradient with respect to the logits, [rows, V] in their dtype, from that of the
+    log-probabilities."""
     # d(log p)/d logits = one-hot − softmax
-    softmax = logits.float().sub_(normalisers[:, None]).exp_().mul_(-grad[:, None])
-    return _Picks(targets, softmax.shape[1], group).add(softmax, grad)
+    dtype, logits = logits.dtype, logits.float()  # under one name: they need not lie beside each other
+    softmax = logits.sub_(normalisers[:, None]).exp_().mul_(-grad[:, None])
+    return _Picks(targets, softmax.shape[1], group).add(softmax, grad).to(dtype)
 
 
 @lru_cache

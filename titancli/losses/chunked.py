@@ -30,6 +30,8 @@ from titancli.losses import chunk
 CHUNK_BYTES = {"cpu": 64 * 2**20}
 """The fp32 logits of one chunk take at most this, by device type."""
 CHUNK_BYTES_GPU = 512 * 2**20
+TILE = 128
+"""Rows of a product that a GPU works on together."""
 PARTS = 8
 """Of the vocabulary, when the weight's gradient is summed in another dtype than it is made in."""
 
@@ -187,23 +189,26 @@ class _Gradients:
     def __init__(self, hidden: Tensor, weight: Tensor, wants_hidden: bool, wants_weight: bool) -> None:
         self._hidden, self._weight = hidden, weight
         self.hidden = torch.empty_like(hidden) if wants_hidden else None
-        self.weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        self.weight = torch.empty_like(weight, dtype=torch.float32) if wants_weight else None
+        self._is_empty = True
+        """Whether nothing has been added: the first product is written, not added to zeros."""
         self._scale: Tensor | None = None
         """What they have been multiplied by."""
 
-    def add(self, rows: slice, grad_logits: Tensor) -> None:
-        """Add what the gradient of some rows' logits, [rows, V] fp32, gives both."""
-        grad = grad_logits.to(self._hidden.dtype)
+    def add(self, rows: slice, grad: Tensor) -> None:
+        """Add what the gradient of some rows' logits, [rows, V] in their dtype, gives both."""
         if self.hidden is not None:
             torch.mm(grad, self._weight, out=self.hidden[rows])
         if self.weight is None:
             return
         if grad.dtype == torch.float32:
-            self.weight.addmm_(grad.t(), self._hidden[rows])
+            self.weight.addmm_(grad.t(), self._hidden[rows], beta=0 if self._is_empty else 1)
         else:
             # In parts: the product, of another dtype than the sum, would be a second copy of the weight.
             for total, part in zip(self.weight.chunk(PARTS), grad.chunk(PARTS, dim=1), strict=True):
-                total.add_(part.t() @ self._hidden[rows])
+                product = part.t() @ self._hidden[rows]
+                total.copy_(product) if self._is_empty else total.add_(product)
+        self._is_empty = False
 
     def values(self) -> tuple[Tensor | None, Tensor | None]:
         return self.hidden, None if self.weight is None else self.weight.to(self._weight.dtype)
@@ -224,8 +229,14 @@ def _sizes(hidden: Tensor, weight: Tensor) -> tuple[int, int]:
     return hidden.shape[0], weight.shape[0]
 
 
+def rows_at_once(most: int) -> int:
+    """Return how many rows a chunk has that may have so many: as products cut them into tiles, if there are
+    enough."""
+    return most - most % TILE if most > TILE else max(1, most)
+
+
 def _chunks(beside: Tensor, rows: int, columns: int, *, tensors: int = 1) -> Iterator[slice]:
     """Rows whose fp32 logits fit in the limit of the device that `beside` is on, so many tensors of them."""
     limit = CHUNK_BYTES.get(beside.device.type, CHUNK_BYTES_GPU)
-    size = max(1, limit // (4 * columns * tensors))
+    size = rows_at_once(limit // (4 * columns * tensors))
     return (slice(start, start + size) for start in range(0, rows, size))
