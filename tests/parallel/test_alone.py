@@ -55,7 +55,9 @@ ROWS: dict[str, Layout] = {
     "fp32": small(),
     "bf16": small(dtype="bfloat16"),
     "bf16, recomputed": small(dtype="bfloat16", activation_checkpoint={"mode": "full"}),
-    "bf16, products kept": small(dtype="bfloat16", activation_checkpoint={"mode": "selective"}),
+    "bf16, products kept": small(
+        dtype="bfloat16", activation_checkpoint={"mode": "selective", "selective_ac_option": "products"}
+    ),
     "bf16, micro-batches": small(dtype="bfloat16", micro_batches=2, accumulate="unsharded"),
     "bf16, compiled": small(dtype="bfloat16", compile="aot_eager"),
     "bf16, compiled, recomputed": small(

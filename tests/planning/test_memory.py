@@ -20,6 +20,7 @@ TRACKED: dict[str, tuple[int, tuple[str, ...]]] = {
     "bf16, many words": (1, (BF16, "model.vocab_size=8192")),
     "fp32, full": (1, (FULL,)),
     "bf16, by op": (1, (BF16, OP)),
+    "bf16, products kept": (1, (BF16, OP, 'activation_checkpoint.selective_ac_option="products"')),
     "bf16, every second": (1, (BF16, OP, 'activation_checkpoint.selective_ac_option="2"')),
     "bf16 parameters and moments": (
         1,

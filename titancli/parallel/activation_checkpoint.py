@@ -36,26 +36,29 @@ KEPT = {
     _aten.max.default,  # the scale of a float8 operand: one number for a pass over all of it
 }
 
+BY_OPERATION = {"products": 1, "op": 2}
+"""Of how many matrix products one is kept, by `selective_ac_option`."""
+
 
 def apply_activation_checkpoint(layers: nn.ModuleDict, section: ActivationCheckpoint) -> None:
     """Make the blocks that `section` chooses recompute.
 
     Raises:
-        RecipeError: selective_ac_option is neither "op" nor a positive number.
+        RecipeError: selective_ac_option is neither "op", "products" nor a positive number.
     """
     if section.mode in ("none", "memory_budget"):
         return  # within a budget it is the compiler that chooses: titancli.parallel.compile
     option = section.selective_ac_option
     if section.mode == "full":
         every, context = 1, None
-    elif option == "op":
-        every, context = 1, _keep_products
+    elif option in BY_OPERATION:
+        every, context = 1, partial(_keep_products, BY_OPERATION[option])
     elif option.isdecimal() and int(option) > 0:
         every, context = int(option), None
     else:
         raise RecipeError(
             f"activation_checkpoint.selective_ac_option = {option!r}",
-            hint='use "op", or "2" for every 2nd layer',
+            hint='use "products", "op", or "2" for every 2nd layer',
         )
     for number, block in enumerate(layers.values(), start=1):
         if number % every == 0:
@@ -74,7 +77,7 @@ def parts(block: nn.Module) -> list[tuple[nn.Module, str]]:
 
 def runs_again_outside(block: nn.Module, section: ActivationCheckpoint) -> bool:
     """Whether a block that runs again in backward does so around its compiled parts, not within them."""
-    whole_blocks = section.mode == "full" or section.selective_ac_option != "op"
+    whole_blocks = section.mode == "full" or section.selective_ac_option not in BY_OPERATION
     return section.mode in ("full", "selective") and whole_blocks and parts(block) != [(block, "forward")]
 
 
@@ -86,8 +89,9 @@ def _recomputing(forward: Callable[..., Any], context: Callable[[], Any] | None)
     return partial(checkpoint, forward, **options)
 
 
-def _keep_products() -> Any:
-    """Keep attention and every other matrix product: the costly half of a block for half of its memory."""
+def _keep_products(of_each: int) -> Any:
+    """Keep attention and the first of each so many matrix products. Of two, it is the costly half of a block
+    for half of its memory; of one, all that costs more to make again than to read."""
     seen: dict[bool, int] = defaultdict(int)
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -96,7 +100,7 @@ def _keep_products() -> Any:
             return CheckpointPolicy.MUST_SAVE
         if op in MATRIX_PRODUCTS:
             seen[context.is_recompute] += 1
-            if seen[context.is_recompute] % 2:
+            if seen[context.is_recompute] % of_each == 1 % of_each:
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -51,12 +51,13 @@ def block_operations(block: Block, work: Workload) -> list[Operation]:
     else:
         found += [*_swiglu(work, block.feed_forward.hidden), add(work)]
         found = [replace(one, part="block") for one in found]
-    # Of each part the first matrix product is kept, the third, …: `titancli.parallel.activation_checkpoint`.
+    # Of each part the first matrix product is kept, the third, …, or all:
+    # `titancli.parallel.activation_checkpoint`.
     products: dict[str, int] = defaultdict(int)
     for number, one in enumerate(found):
         if one.kind in ("product", "grouped"):
             products[one.part] += 1
-            if products[one.part] % 2:
+            if products[one.part] % 2 or work.recompute == "products":
                 found[number] = replace(one, keeps=(one.result,))
     return found
 

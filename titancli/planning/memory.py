@@ -84,7 +84,7 @@ def block_memory(block: Block, work: Workload, recompute: str) -> BlockMemory:
 
     held = {name for one in operations for name in one.saves}
     if recompute != "none":
-        held = {"x"} | {one.enters for one in operations if one.enters and recompute == "op"}
+        held = {"x"} | {one.enters for one in operations if one.enters and recompute in ("op", "products")}
         for one, reached in zip(operations, through, strict=True):
             held |= set() if one.part else set(one.saves)
             # Compiled code drops what is kept for nothing: what only the part's own result is made of.

@@ -27,6 +27,8 @@ MOMENTS = 2
 """Numbers that an optimizer keeps of each parameter, where it does not say: Adam's."""
 CHUNK = {"cpu": 64 * 2**20, "gpu": 512 * 2**20}
 """Bytes of the fp32 logits of one chunk of the loss: `titancli.losses.chunked`."""
+TILE = 128
+"""What the rows of a chunk are a multiple of, if they are more: the same."""
 EXPERTS = "experts"
 """The name of groups of experts."""
 
@@ -55,8 +57,8 @@ class Workload:
     reduce: int
     """Of a gradient while it is summed over ranks."""
     recompute: str
-    """What activation checkpointing recomputes: "none", "op", "full", every n-th block ("2"), or what the
-    compiler makes of a budget ("budget 0.5")."""
+    """What activation checkpointing recomputes: "none", "op", "products", "full", every n-th block ("2"), or
+    what the compiler makes of a budget ("budget 0.5")."""
     compiled: bool
     reshard: str
     unsharded: bool
@@ -122,7 +124,8 @@ class Workload:
     def chunk_rows(self) -> int:
         """Tokens whose logits the loss makes together."""
         chunk = CHUNK["gpu" if self.device.is_gpu else "cpu"]
-        return max(1, int(chunk // (4 * self.shape.vocab_size / self.degrees.tp)))
+        most = int(chunk // (4 * self.shape.vocab_size / self.degrees.tp))
+        return most - most % TILE if most > TILE else max(1, most)
 
     def seen(self, attention: Attention) -> float:
         """Keys that a query attends to, on average over a row."""
@@ -138,7 +141,7 @@ class Workload:
     # ------------------------------------------------------------------------------------- blocks
 
     def recomputed(self, place: int) -> str:
-        """What is recomputed of a block at this place of its stage: "none", "op" or "full"."""
+        """What is recomputed of a block at this place of its stage: "none", "op", "products" or "full"."""
         if self.recompute.isdigit():
             return "none" if (place + 1) % int(self.recompute) else "full"
         return self.recompute

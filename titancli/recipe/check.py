@@ -106,8 +106,10 @@ def _validation(recipe: Recipe) -> Iterator[Finding]:
 def _activation_checkpoint(recipe: Recipe) -> Iterator[Finding]:
     section = recipe.activation_checkpoint
     option = section.selective_ac_option
-    if option != "op" and not re.fullmatch(r"[1-9]\d*", option):
-        message = f"selective_ac_option must be 'op' or a number of layers as a string, not {option!r}"
+    if option not in ("op", "products") and not re.fullmatch(r"[1-9]\d*", option):
+        message = (
+            f"selective_ac_option must be 'products', 'op' or a number of layers as a string, not {option!r}"
+        )
         yield ("activation_checkpoint", "selective_ac_option"), message, None
     if section.mode != "memory_budget":
         return

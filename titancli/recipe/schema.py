@@ -70,7 +70,8 @@ class ActivationCheckpoint:
     mode: Literal["none", "full", "selective", "memory_budget"] = "selective"
     """`"memory_budget"` leaves the choice to the compiler and needs compile.enable."""
     selective_ac_option: str = "op"
-    """`"op"`: store the results of matrix products and attention; `"2"`: recompute every second layer."""
+    """`"products"`: store the results of attention and all matrix products, and recompute elementwise work;
+    `"op"`: of attention and every second product; `"2"`: recompute every second layer."""
     memory_budget: Annotated[float, Ge(0), Le(1)] = 0.5
     """With mode `"memory_budget"`, the fraction of its activations that a block may store: 0 stores as little
     as `"full"`, 1 is fastest."""
