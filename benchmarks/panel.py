@@ -56,10 +56,10 @@ def event(step: int, loss: float) -> dict[str, Any]:
 
 def worker(kind: str) -> None:
     import torch
-    from train_cpu import engine
+    from train_cpu import engine, recipe
 
     watch = watcher(kind)
-    with engine(bf16=False, compile=False) as step_on:
+    with engine(recipe(bf16=False, compile=False)) as step_on:
         done = 0
 
         def step() -> None:

@@ -1,6 +1,6 @@
 """Training steps on one CPU thread: titan beside a plain PyTorch loop and Hugging Face's Trainer.
 
-    python benchmarks/train_cpu.py [--rounds N]
+    python benchmarks/train_cpu.py [--rounds N] [--only fp32 bf16 135M]
 
 What is compared: whole optimizer steps (forward, backward, clipping to 1, fused AdamW) of the 6.16 M
 parameter Llama 3 (`llama3` debugmodel: dim 256, 6 layers, 16 heads, feed-forward 768, vocabulary 2048) on
@@ -10,6 +10,9 @@ parameter Llama 3 (`llama3` debugmodel: dim 256, 6 layers, 16 heads, feed-forwar
   cast parameters (FSDP2), compile block by block.
 - plain: `plain_llama.py` and the loop anybody would write; bf16 under autocast, `torch.compile` of the model.
 - Trainer: transformers' `Trainer` with `LlamaForCausalLM`, SDPA attention, bf16 as it does it.
+
+- 135M: a Llama of SmolLM2-135M's sizes on 2 rows of 256 tokens in fp32, where parameters weigh more than
+  activations, beside a plain loop over transformers' `LlamaForCausalLM`.
 
 Prints one table: tokens per CPU-second, their ratio to titan's within each round, peak resident memory.
 """
@@ -26,24 +29,27 @@ from typing import Any
 import sidebyside as side
 
 ROWS, LENGTH, VOCABULARY = 8, 512, 2048
+SMOL = {"dim": 576, "n_layers": 30, "n_heads": 9, "n_kv_heads": 3, "hidden_dim": 1536, "vocab_size": 49152}
+SMOL_ROWS, SMOL_LENGTH = 2, 256
 GROUPS = {
     "fp32": ("titan fp32", "plain fp32", "trainer fp32"),
     "bf16": ("titan bf16", "plain bf16", "trainer bf16", "titan bf16 compile", "plain bf16 compile"),
+    "135M": ("titan 135M", "transformers 135M"),
 }
 
 
-def batches() -> Any:
+def batches(rows: int = ROWS, length: int = LENGTH) -> Any:
     """An endless stream of (tokens, targets), the same in every process."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
     while True:
-        tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
+        tokens = torch.randint(0, VOCABULARY, (rows, length + 1), generator=generator)
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 @contextmanager
-def engine(*, bf16: bool, compile: bool) -> Iterator[Callable[[Any, Any], Any]]:
+def engine(built_from: Any) -> Iterator[Callable[[Any, Any], Any]]:
     """Titan's optimizer step, `(tokens, targets) -> metrics`, on one gloo rank."""
     import torch
     import torch.distributed as dist
@@ -55,7 +61,7 @@ def engine(*, bf16: bool, compile: bool) -> Iterator[Callable[[Any, Any], Any]]:
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(os.path.join(folder, "store"), 1)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        built = Engine.build(recipe(bf16=bf16, compile=compile))
+        built = Engine.build(built_from)
 
         def step(tokens: Any, targets: Any) -> Any:
             metrics = built.forward_backward(Batch({"tokens": tokens, "targets": targets}))
@@ -67,12 +73,70 @@ def engine(*, bf16: bool, compile: bool) -> Iterator[Callable[[Any, Any], Any]]:
 
 def titan(*, bf16: bool, compile: bool) -> None:
     stream = batches()
-    with engine(bf16=bf16, compile=compile) as step_on:
+    with engine(recipe(bf16=bf16, compile=compile)) as step_on:
 
         def step() -> None:
             step_on(*next(stream))
 
         side.serve(step)
+
+
+def titan_smol() -> None:
+    stream = batches(SMOL_ROWS, SMOL_LENGTH)
+    with engine(smol()) as step_on:
+
+        def step() -> None:
+            step_on(*next(stream))
+
+        side.serve(step)
+
+
+def smol() -> Any:
+    """The recipe of titan's 135M."""
+    from dataclasses import replace
+
+    from titancli.models import Llama3
+
+    made = recipe(bf16=False, compile=False)
+    training = replace(made.training, seq_len=SMOL_LENGTH, local_batch_size=SMOL_ROWS)
+    return replace(made, model=Llama3(**SMOL, tied=True), training=training)  # type: ignore[arg-type]
+
+
+def transformers_smol() -> None:
+    import torch
+    from torch.nn.functional import cross_entropy
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=SMOL["dim"],
+        intermediate_size=SMOL["hidden_dim"],
+        num_hidden_layers=SMOL["n_layers"],
+        num_attention_heads=SMOL["n_heads"],
+        num_key_value_heads=SMOL["n_kv_heads"],
+        vocab_size=SMOL["vocab_size"],
+        max_position_embeddings=SMOL_LENGTH,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+    stream = batches(SMOL_ROWS, SMOL_LENGTH)
+
+    def step() -> None:
+        tokens, targets = next(stream)
+        loss = cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    side.serve(step)
 
 
 def recipe(*, bf16: bool, compile: bool) -> Any:
@@ -206,6 +270,8 @@ WORKERS: dict[str, Callable[[], None]] = {
     "plain fp32": partial(plain, bf16=False, compile=False),
     "plain bf16": partial(plain, bf16=True, compile=False),
     "plain bf16 compile": partial(plain, bf16=True, compile=True),
+    "titan 135M": titan_smol,
+    "transformers 135M": transformers_smol,
     "trainer fp32": partial(trainer, bf16=False),
     "trainer bf16": partial(trainer, bf16=True),
 }
@@ -216,24 +282,29 @@ def main() -> None:
         return
     parser = side.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="measured steps of each variant")
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--only", nargs="+", choices=tuple(GROUPS), default=tuple(GROUPS))
+    arguments = parser.parse_args()
+    rounds = arguments.rounds
     print(side.machine("titancli", "torch", "transformers"))
     print(f"one thread, {ROWS} x {LENGTH} tokens a step, medians of {rounds} rounds\n")
     print("| variant | tokens per CPU-second | titan is faster by | peak RSS, MiB |\n|---|---|---|---|")
     results = {}
-    for names in GROUPS.values():
+    for group in arguments.only:
+        names = GROUPS[group]
         results.update(side.measure(names, rounds=rounds, warmup=2))
         for name in names:
             steps = results[name]
             ours = results["titan " + name.partition(" ")[2]]
             # time over time: above 1 where titan takes less
             factor = side.ratio(steps, ours, "cpu")
-            rate = ROWS * LENGTH / side.median(steps, "cpu")
+            tokens = SMOL_ROWS * SMOL_LENGTH if group == "135M" else ROWS * LENGTH
+            rate = tokens / side.median(steps, "cpu")
             rss = side.median(steps, "rss") / 2**20
             shown = "" if name.startswith("titan") else f"{factor:.3f} x"
             print(f"| {name} | {rate:,.0f} | {shown} | {rss:,.0f} |", flush=True)
-    gain = side.ratio(results["titan bf16"], results["titan bf16 compile"], "cpu")
-    print(f"\ntitan: compile is {gain:.3f} x eager (bf16)")
+    if "bf16" in arguments.only:
+        gain = side.ratio(results["titan bf16"], results["titan bf16 compile"], "cpu")
+        print(f"\ntitan: compile is {gain:.3f} x eager (bf16)")
 
 
 if __name__ == "__main__":

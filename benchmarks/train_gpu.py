@@ -1,12 +1,14 @@
 """Training steps on one GPU: titan beside a plain compiled loop and torchtitan.
 
     python benchmarks/train_gpu.py [--models 1B 3B 8B] [--batch 8B=1] [--only titan plain] [--steps N]
+    python benchmarks/train_gpu.py --plan            # what it would run, and for how long; needs no GPU
     python benchmarks/train_gpu.py --device cpu          # every line of it, on a 6 M parameter model
 
 What is compared: whole optimizer steps (forward, backward, clipping to 1, AdamW) on random tokens, rows of
 8192, everything compiled. Each variant is a process of its own, started afresh, one after the other: one GPU
-holds one. A variant that does not fit is tried again with half the rows, down to one, and else reported as
-out of memory.
+holds one. All variants of a model take turns, `--repeats` times, so that a GPU that slows down slows all of
+them; the table has medians, and the range beside them. A variant that does not fit is tried again with half
+the rows, down to one, and else reported as out of memory.
 
 - titan bf16: the recipe `llama3_1b`, `llama3_3b`, `llama3_8b` as it is shipped (fp32 weights and gradients,
   bf16 products and moments, chunked loss), on a process group of one rank.
@@ -24,7 +26,8 @@ tokens/s is over all measured steps, the device synchronised before and after. M
 MFU = flops_per_token x tokens/s / peak, where flops_per_token = 6 x matrix weights + 12 x layers x heads x
 head_dim x sequence (titan's `model.flops_per_token`, the same for all variants of a model; causality is not
 discounted, recomputation not counted), and peak is the device's dense bf16 rate
-(`titancli/observe/peaks.py`), for float8 as well. Raw numbers go to `benchmarks/results/` as JSON.
+(`titancli/observe/peaks.py`), for float8 as well. Raw numbers go to `--out` as JSON, written anew after each
+process: a run that is cut off keeps what it had. `wheels.sh` gathers what a machine without network needs.
 """
 
 from __future__ import annotations
@@ -52,6 +55,10 @@ RECIPES = {"debugmodel": "llama3_debug", "1B": "llama3_1b", "3B": "llama3_3b", "
 VARIANTS = ("titan bf16", "titan float8", "plain", "plain-bf16", "torchtitan")
 RESULTS = Path(__file__).parent / "results"
 OUT_OF_MEMORY = 77
+START_SECONDS = 150
+"""Of one process until its first step is done: imports, initial values, compilation. For `--plan`."""
+PLANNED_RATE = 0.4 * 989e12
+"""FLOP/s that `--plan` takes for granted."""
 
 
 @dataclass(frozen=True)
@@ -319,13 +326,39 @@ def environment() -> dict[str, Any]:
     }
 
 
-def row(result: dict[str, Any]) -> str:
-    name = f"| {result['model']} | {result['variant']} | {result['rows']} x {result['seq_len']}"
-    if "failed" in result:
-        return f"{name} | {result['failed'].splitlines()[-1]} | | |"
-    utilisation = f"{result['mfu']:.1%}" if result["mfu"] else "—"
-    memory = result["peak_memory_bytes"] / 2**30
-    return f"{name} | {result['tokens_per_second']:,.0f} | {utilisation} | {memory:.1f} |"
+def row(results: list[dict[str, Any]]) -> str:
+    """A line of the table: the repeats of one variant."""
+    first = results[0]
+    name = f"| {first['model']} | {first['variant']} | {first['rows']} x {first['seq_len']}"
+    done = [result for result in results if "failed" not in result]
+    if not done:
+        return f"{name} | {first['failed'].splitlines()[-1]} | | | |"
+    rates = [result["tokens_per_second"] for result in done]
+    middle = sorted(done, key=lambda result: result["tokens_per_second"])[len(done) // 2]
+    utilisation = f"{middle['mfu']:.1%}" if middle["mfu"] else "—"
+    memory = max(result["peak_memory_bytes"] for result in done) / 2**30
+    spread = f"{min(rates):,.0f} to {max(rates):,.0f}"
+    missing = f", {len(results) - len(done)} failed" if len(done) < len(results) else ""
+    return (
+        f"{name} | {middle['tokens_per_second']:,.0f} | {spread}{missing} | {utilisation} | {memory:.1f} | "
+        f"{middle['loss']:.4f} |"
+    )
+
+
+def seconds(case: Case) -> float:
+    """How long a process takes, roughly."""
+    flops, _ = facts(case)
+    return START_SECONDS + (case.warmup + case.steps) * case.rows * case.seq_len * flops / PLANNED_RATE
+
+
+def show_plan(cases: list[Case]) -> None:
+    """Print every process in its order, and how long all take."""
+    for number, case in enumerate(cases, start=1):
+        print(
+            f"{number:3}. {case.model:10} {case.variant:14} {case.rows} x {case.seq_len}, "
+            f"{case.warmup} + {case.steps} steps, about {seconds(case) / 60:.0f} min"
+        )
+    print(f"about {sum(map(seconds, cases)) / 60:.0f} min in all")
 
 
 def parse() -> argparse.Namespace:
@@ -337,14 +370,18 @@ def parse() -> argparse.Namespace:
         "--batch", nargs="+", default=[], metavar="MODEL=ROWS", help="[default: the recipe's]"
     )
     parser.add_argument("--seq-len", type=int, help="[default: 8192]")
-    parser.add_argument("--steps", type=int, help="measured steps [default: 10]")
-    parser.add_argument("--warmup", type=int, help="steps before them [default: 3]")
+    parser.add_argument("--steps", type=int, help="measured steps [default: 30]")
+    parser.add_argument("--warmup", type=int, help="steps before them [default: 5]")
+    parser.add_argument("--repeats", type=int, help="processes of each variant [default: 3]")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the raw numbers")
+    parser.add_argument("--plan", action="store_true", help="print what would run and for how long, and end")
     arguments = parser.parse_args()
     small = arguments.device == "cpu"
     arguments.models = arguments.models or (["debugmodel"] if small else ["1B", "3B", "8B"])
     arguments.seq_len = arguments.seq_len or (256 if small else 8192)
-    arguments.steps = arguments.steps or (2 if small else 10)
-    arguments.warmup = arguments.warmup or (1 if small else 3)
+    arguments.steps = arguments.steps or (2 if small else 30)
+    arguments.warmup = arguments.warmup or (1 if small else 5)
+    arguments.repeats = arguments.repeats or (1 if small else 3)
     return arguments
 
 
@@ -354,7 +391,7 @@ def main() -> None:
         return
     arguments = parse()
     about = environment()
-    if arguments.device == "cuda" and about["device"] == "CPU":
+    if arguments.device == "cuda" and about["device"] == "CPU" and not arguments.plan:
         raise SystemExit("there is no GPU here; --device cpu runs every line on a tiny model")
     from titancli.recipe import load_recipe
 
@@ -366,26 +403,41 @@ def main() -> None:
     print(f"{about['date']}, {about['device']}, Python {about['python']}; {versions}\n")
     notes = [note for variant in arguments.only if (note := missing(variant))]
     variants = [variant for variant in arguments.only if not missing(variant)]
-    print("| model | variant | batch | tokens/s | MFU | peak memory, GiB |\n|---|---|---|---|---|---|")
-    results = []
+    cases = [
+        Case(
+            model=model,
+            variant=variant,
+            rows=batches[model],
+            seq_len=arguments.seq_len,
+            steps=arguments.steps,
+            warmup=arguments.warmup,
+            device=arguments.device,
+        )
+        for model in arguments.models
+        for _ in range(arguments.repeats)
+        for variant in variants
+    ]
+    if arguments.plan:
+        print("\n".join(notes))
+        show_plan(cases)
+        return
+    path = arguments.out / f"train_gpu-{about['date'].replace(':', '')}.json"
+    results: list[dict[str, Any]] = []
+    for case in cases:
+        results.append(run_case(case))
+        print(row(results[-1:]), flush=True)
+        if arguments.device == "cuda" or arguments.out != RESULTS:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(".part")  # a run that is cut off here keeps the file before it
+            partial.write_text(json.dumps({"environment": about, "results": results}, indent=2) + "\n")
+            partial.replace(path)
+    print("\n| model | variant | batch | tokens/s | range | MFU | peak memory, GiB | loss |")
+    print("|---|---|---|---|---|---|---|---|")
     for model in arguments.models:
         for variant in variants:
-            case = Case(
-                model=model,
-                variant=variant,
-                rows=batches[model],
-                seq_len=arguments.seq_len,
-                steps=arguments.steps,
-                warmup=arguments.warmup,
-                device=arguments.device,
-            )
-            results.append(run_case(case))
-            print(row(results[-1]), flush=True)
+            print(row([r for r in results if (r["model"], r["variant"]) == (model, variant)]))
     print("\n".join(["", *notes]))
-    if arguments.device == "cuda":
-        RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"train_gpu-{about['date'].replace(':', '')}.json"
-        path.write_text(json.dumps({"environment": about, "results": results}, indent=2) + "\n")
+    if path.exists():
         print(f"raw numbers: {path}")
 
 
