@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,10 @@ def test_a_step_that_parts_is_named_with_what_differs(
     done = titan("replay", tmp_path / "r", "--step", 6)
     assert done.code == 1 and "step 6: parts from the record at step 4: weights (several tensors)" in done.out
     assert titan("replay", tmp_path / "r", "--step", 3).code == 0  # from the beginning
+    file.write_bytes(b'{"format":2}\n' + data)
+    done = titan("replay", tmp_path / "r", "--step", 7)
+    assert done.code == 0 and "step 7: loss and gradient norm as logged" in done.out
+    assert "event log can be compared" in done.err and "no digests that this version of titan" in done.err
     shutil.rmtree(tmp_path / "r/digests")
     done = titan("replay", tmp_path / "r", "--step", 6)
     assert done.code == 0 and "step 6: loss and gradient norm as logged" in done.out
@@ -188,13 +193,22 @@ def test_a_step_that_parts_is_named_with_what_differs(
     ids=str,
 )
 def test_what_is_wrong_is_said(
-    titan: Callable[..., Finished], finished: Path, arguments: tuple[Any, ...], code: int, message: str
+    titan: Callable[..., Finished],
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[Any, ...],
+    code: int,
+    message: str,
 ) -> None:
     before = files(finished / "r")
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     done = titan("replay", *arguments)
     assert (done.code, "Traceback" in done.err) == (code, False), done.err
     assert message in done.err
     assert files(finished / "r") == before
+    assert code != 2 or not list((tmp_path / "tmp").iterdir())  # nothing is left of what was never to be
 
 
 def test_a_step_after_a_changed_recipe_is_replayed_under_its_own(

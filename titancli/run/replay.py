@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -68,9 +69,10 @@ def find_source(path: Path, step: int, *, from_scratch: bool = False) -> Source:
         UsageError: too many steps would have to be repeated.
     """
     folder = RunFolder.open(path)
-    run, digests = collect(folder.path), read_digests(folder.path, step, step)
+    run, unreadable = collect(folder.path), list[str]()
+    digests = _digests(folder, step, step, unreadable)
     if step not in digests and step > run.last_step:
-        last = max([run.last_step, *read_digests(folder.path)])
+        last = max([run.last_step, *_digests(folder, 1, None, unreadable)])
         raise EnvironmentProblem(
             f"{path} has not done step {step}: its last recorded step is {last}",
             hint=f"use --step {last}, or a step before it" if last else None,
@@ -94,8 +96,10 @@ def find_source(path: Path, step: int, *, from_scratch: bool = False) -> Source:
             f"{step - begun:,} steps would have to be repeated, from step {begun}{cost}",
             hint="add --from-scratch, or replay a step that is nearer to a checkpoint",
         )
-    there = read_digests(folder.path, begun + 1, step)
-    if step not in there:
+    there = _digests(folder, begun + 1, step, unreadable)
+    if unreadable:
+        notes.append(f"only the loss and the gradient norm in the event log can be compared: {unreadable[0]}")
+    elif step not in there:
         made = (run.made_by.get("versions") or {}).get("titancli")
         notes.append(
             f"step {step} has no digest (debug.digests was false, or titan {made} did not write any): only "
@@ -109,6 +113,15 @@ def find_source(path: Path, step: int, *, from_scratch: bool = False) -> Source:
     )
     world = there[step].layout.world if step in there else attempts[number - 1].get("world") or 1
     return Source(run, folder, step, recipe, checkpoint, world, there, notes)
+
+
+def _digests(folder: RunFolder, first: int, last: int | None, unreadable: list[str]) -> dict[int, StepDigest]:
+    """The digests of these steps; none, and why, where another version of titan has written them."""
+    try:
+        return read_digests(folder.path, first, last)
+    except EnvironmentProblem as error:
+        unreadable.append(error.message)
+        return {}
 
 
 def _recipe_of(folder: RunFolder, attempts: Sequence[dict[str, Any]], number: int) -> tuple[int, str]:
@@ -245,26 +258,34 @@ def replay(
         TitanError: it cannot be started, or fails.
     """
 
+    made: list[Path] = []
+
     def announce(folder: RunFolder) -> None:
         from titancli.run.probe import Asked
 
+        made.append(folder.path.parent)
         Asked(step=source.step, **asked).write(folder.path)
 
     def read(folder: RunFolder) -> dict[str, Any]:
         found = json.loads((folder.path / REPLAY_RESULT).read_text(encoding="utf-8"))
         return {**found, "verdict": verdict(source, read_digests(folder.path))}
 
-    code, found = launch(
-        loaded,
-        nproc or source.world,
-        plugin_files,
-        read,
-        traceback=traceback,
-        at_signal="stopping the replay",
-        checkpoint=source.checkpoint,
-        env=environment(source.run),
-        announce=announce,
-    )
+    try:
+        code, found = launch(
+            loaded,
+            nproc or source.world,
+            plugin_files,
+            read,
+            traceback=traceback,
+            at_signal="stopping the replay",
+            checkpoint=source.checkpoint,
+            env=environment(source.run),
+            announce=announce,
+        )
+    except UsageError:  # no logs are needed to understand it
+        for path in made:
+            shutil.rmtree(path, ignore_errors=True)
+        raise
     return code, None if found is None else _completed(source, found)
 
 
