@@ -33,11 +33,24 @@ class LaunchRequest:
     """Whatever goes wrong is raised, with its traceback."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the ranks; they are set where the launcher is called."""
+    min_nodes: int | None = None
+    """The run goes on with as few nodes, `nnodes` being the most; None: always with `nnodes`. Only titan's
+    own launchers get it."""
 
     @property
     def world(self) -> int:
         """Return the number of ranks on all nodes."""
         return self.nproc * self.nnodes
+
+    @property
+    def worlds(self) -> list[int]:
+        """Return the numbers of ranks that there may be, the largest last."""
+        return [self.nproc * nodes for nodes in range(self.min_nodes or self.nnodes, self.nnodes + 1)]
+
+    @property
+    def nodes(self) -> str:
+        """Return the number of nodes as on the command line: `4`, or `2:4`."""
+        return str(self.nnodes) if self.min_nodes is None else f"{self.min_nodes}:{self.nnodes}"
 
     @property
     def folder(self) -> RunFolder:
@@ -50,11 +63,16 @@ class LaunchRequest:
 
     def keywords(self) -> dict[str, Any]:
         """Return what the builder of a launcher is called with."""
-        return {name: value for name, value in vars(self).items() if name != "env"}
+        given = {name: value for name, value in vars(self).items() if name != "env"}
+        if self.min_nodes is None:
+            del given["min_nodes"]
+        return given
 
     def recorded(self) -> dict[str, Any]:
         """Return what an attempt in `run.json` says of its ranks."""
         ranks = {"nproc": self.nproc, "nnodes": self.nnodes, "rdzv": self.rdzv, "world": self.world}
+        if self.min_nodes is not None:
+            ranks["min_nodes"] = self.min_nodes
         return {**ranks, "env": dict(self.env)}
 
     def rank_arguments(self) -> list[str]:

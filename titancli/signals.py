@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
@@ -17,6 +17,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 """SIGHUP comes when the terminal of a run goes away, for one with a lost SSH session."""
 ASKED_TO_STOP = "TITAN_ASKED_TO_STOP"
 """The environment variable that names a signal to ranks that were started after it had come."""
+NODES_JOIN = signal.SIGUSR2
+"""What torchrun's agent sends to ranks where more nodes join a run: save, and be started anew."""
+EXIT_NODES_JOIN = 76
+"""The exit code of a rank that has done so."""
 STOPPING = ContextVar("STOPPING", default="stopping after this step and saving a checkpoint")
 """What the user is told that a signal does."""
 
@@ -30,7 +34,9 @@ class Stop:
         self._interrupted = False
 
     @contextmanager
-    def listening(self, *, leave: Callable[[], None] | None = None) -> Iterator[Stop]:
+    def listening(
+        self, *, leave: Callable[[], None] | None = None, also: Sequence[signal.Signals] = ()
+    ) -> Iterator[Stop]:
         """Handle the signals. With `leave` this is the only rank: the user is told what happens, and a second
         SIGINT calls `leave` and ends the process at once."""
         if threading.current_thread() is not threading.main_thread():
@@ -49,7 +55,7 @@ class Stop:
                 _tell(f"{name}: {STOPPING.get()}{again}")
             self.requested = self.requested or name
 
-        before = {number: signal.signal(number, handle) for number in heeded()}
+        before = {number: signal.signal(number, handle) for number in (*heeded(), *also)}
         try:
             yield self
         finally:

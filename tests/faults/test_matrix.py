@@ -188,11 +188,77 @@ MATRIX = {
             "data/test_mix.py::test_other_data_or_weights_are_refused",
         ),
     ),
+    16: Row(
+        "a node is killed and a new one takes its place",
+        "it joins, all go on from the newest good checkpoint, bitwise as if nothing had happened",
+        ("run/test_several_nodes.py::test_a_node_that_is_lost_is_replaced",),
+    ),
+    17: Row(
+        "a hot spare waits; a node is killed",
+        "the spare takes over without a new job, whatever it was planned with",
+        ("run/test_attempt.py::test_a_plan_from_before_another_attempt_is_brought_up_to_date",),
+    ),
+    18: Row(
+        "the node of rank 0 is lost, which serves the rendezvous",
+        "the same as any other; the rendezvous moves",
+        (
+            "run/test_several_nodes.py::test_a_node_that_is_lost_is_replaced",
+            "run/test_attempt.py::test_a_place_that_falls_silent_is_left_for_another_one",
+            "run/test_attempt.py::test_two_that_begin_at_once_do_not_both_serve",
+        ),
+    ),
+    19: Row(
+        "the network is cut during a save",
+        "no half checkpoint has a name; what was cut off saves nothing more",
+        (
+            "run/test_attempt.py::test_ranks_begin_an_attempt_and_continue_it_each_time_with_another_token",
+            "run/test_attempt.py::test_a_lost_node_that_holds_the_folder_is_not_waited_for",
+            "run/test_two_writers.py::test_the_claim_is_asked_again_right_before_the_rename",
+        ),
+    ),
+    20: Row(
+        "clocks differ by 20 s",
+        "the first failure is named as the cause",
+        ("run/test_failures.py::test_clocks_of_hosts_that_differ_do_not_change_the_cause",),
+    ),
+    21: Row(
+        "a node's run folder is a local disk",
+        "refused at the start",
+        (
+            "distributed/test_shared_folder.py::test_local_disks_are_named_by_their_hosts_on_every_rank",
+            "distributed/test_shared_folder.py::test_a_folder_that_cannot_be_written_on_one_node_is_named",
+        ),
+    ),
+    22: Row(
+        "a node sees an older or damaged copy of a file",
+        "every rank loads the same bytes, or none",
+        (
+            "checkpoint/test_layouts.py::test_a_bit_that_one_node_alone_sees_flipped_is_found",
+            "checkpoint/test_layouts.py::test_a_node_with_a_stale_view_is_found",
+        ),
+    ),
+    23: Row(
+        "no working lock on the shared disk, two jobs",
+        "one of them ends, nothing of the other's is deleted",
+        (
+            "run/test_two_writers.py::test_an_attempt_that_another_one_follows_saves_nothing_more_and_ends",
+            "run/test_two_writers.py"
+            "::test_what_an_attempt_on_another_host_is_writing_is_left_alone_until_it_is_old",
+        ),
+    ),
+    24: Row(
+        "fewer nodes come back, more nodes come later",
+        "the same global batch and data order; losses within the layout's tolerance",
+        (
+            "run/test_several_nodes.py::test_a_batch_that_some_numbers_of_nodes_cannot_share_is_refused",
+            "data/test_packing.py::test_stopping_anywhere_and_going_on_with_other_ranks_changes_nothing",
+        ),
+    ),
 }
 
 
 def test_all_rows_are_there() -> None:
-    assert list(MATRIX) == list(range(1, 16))
+    assert list(MATRIX) == list(range(1, 25))
 
 
 def is_run(mark: ast.expr) -> bool:

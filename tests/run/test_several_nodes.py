@@ -111,3 +111,56 @@ def test_a_rank_that_is_killed_restarts_those_of_the_other_node(
     until_step(here / "r", 5, running)
     os.kill(pid_of_rank(here / "r", 1), signal.SIGKILL)
     ends_as_if_nothing_had_happened(here / "r", running, reference)
+
+
+def test_a_batch_that_some_numbers_of_nodes_cannot_share_is_refused(train: Any) -> None:
+    line = ("tiny.toml", "--run-dir", "r", "--nproc", "1", "--nnodes", "1:4")
+    done = train(*line, "training.local_batch_size=1", "training.global_batch_size=8")
+    assert done.code == 3 and "with 3 of 1:4 nodes: " in done.err
+    assert "numbers of nodes that fit: 1, 2, 4; every number in 1:4 must fit" in done.err
+    done = train(*line)
+    assert done.code == 3 and "set training.global_batch_size" in done.err
+    assert train(*line[:-1], "4:2").code == 2
+
+
+@pytest.mark.slow
+def test_nodes_that_come_and_go_share_the_same_batches(
+    cluster: Cluster, start: Start, reference: Any, here: Path
+) -> None:
+    elastic = ("--nnodes", "1:2", "training.global_batch_size=4", "loss.sleep=0.3", "training.steps=40")
+    a, b = cluster.node("a"), cluster.node("b")
+    first = start(a, *elastic)
+    until_step(here / "r", 2, [first])
+    second = start(b, *elastic)
+
+    def worlds() -> list[int]:
+        return [e["world"] for e in read_events(here / "r/events.jsonl") if e["event"] == "run_start"]
+
+    until(lambda: worlds() == [1, 2], 90)
+    begun = read_events(here / "r/events.jsonl")[-1].get("step") or 0
+    until_step(here / "r", begun + 4, [first, second])
+    b.kill()
+    done = first.wait(120)
+    assert done.code == 0, done.err
+    assert "more nodes join: all ranks are started anew" in done.err
+    assert worlds() == [1, 2, 1]
+    expected = reference(1, "loss=faulty", *elastic[2:])[0]
+    assert losses(here / "r") == pytest.approx(expected, rel=1e-5)
+    assert len(RunFolder(here / "r").record()["attempts"]) == 1
+
+
+@pytest.mark.slow
+def test_a_network_that_is_cut_during_a_save_leaves_no_half_of_one(
+    cluster: Cluster, start: Start, reference: Any, here: Path
+) -> None:
+    """Both halves lose each other, and wait; once the network is back they continue together."""
+    a, b = cluster.node("a"), cluster.node("b")
+    running = [start(node, *SLOW) for node in (a, b)]
+    until_step(here / "r", 3, running)
+    until(lambda: bool(list((here / "r/checkpoints").glob(".step-4.tmp-*"))))
+    b.unplug()
+    time.sleep(15)
+    assert {path.name for path in (here / "r/checkpoints").glob("step-*")} <= {"step-2", "step-4"}
+    assert not any(e.get("step") == 6 for e in read_events(here / "r/events.jsonl"))
+    b.plug()
+    ends_as_if_nothing_had_happened(here / "r", running, reference)

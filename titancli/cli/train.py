@@ -35,6 +35,23 @@ class NumberOrAuto(click.ParamType):
         return self.fail(f"{value!r} is neither a number of processes nor auto", param, ctx)
 
 
+class Nodes(click.ParamType):
+    """A number of nodes, or MIN:MAX: the least, None where it is fixed, and the most."""
+
+    name = "N|MIN:MAX"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int | None, int]:
+        if isinstance(value, tuple):
+            return value
+        least, colon, most = str(value).partition(":")
+        if least.isdecimal() and int(least) > 0:
+            if not colon:
+                return None, int(least)
+            if most.isdecimal() and int(most) > int(least):
+                return int(least), int(most)
+        return self.fail(f"{value!r} is neither a number of machines nor MIN:MAX", param, ctx)
+
+
 @click.command("train", short_help="Train a model from a recipe, or resume a run.")
 @click.argument(
     "arguments", metavar="RECIPE [KEY=VALUE]...", nargs=-1, required=True, type=RecipeOrOverride()
@@ -63,10 +80,10 @@ class NumberOrAuto(click.ParamType):
 )
 @click.option(
     "--nnodes",
-    type=click.IntRange(1),
-    default=1,
-    metavar="N",
-    help="Number of machines; start titan on each of them.",
+    type=Nodes(),
+    default=(None, 1),
+    metavar="N|MIN:MAX",
+    help="Number of machines; start titan on each of them. MIN:MAX: as many as there are.",
 )
 @click.option(
     "--rdzv",
@@ -87,7 +104,7 @@ def command(
     unset: tuple[str, ...],
     variables: tuple[str, ...],
     nproc: int | str | None,
-    nnodes: int,
+    nnodes: tuple[int | None, int],
     rdzv: str | None,
     dry_run: bool,
     as_json: bool,
@@ -106,7 +123,7 @@ def command(
     from titancli.runs import ChangedMeanwhile
 
     recipe, overrides = _one_recipe(arguments)
-    _check_flags(run_dir, resume, step, allow_drift, from_scratch, nnodes)
+    _check_flags(run_dir, resume, step, allow_drift, from_scratch, nnodes[1])
     env = environment_of(variables)
     files = list(common.plugin_files)
     wanted = Request(
@@ -121,7 +138,8 @@ def command(
             checkpoint=plan.checkpoint,
             plugin_files=files,
             nproc=count_processes(plan, nproc, may_exceed=dry_run),
-            nnodes=nnodes,
+            nnodes=nnodes[1],
+            min_nodes=nnodes[0],
             rdzv=rdzv,
             json_events=as_json,
             traceback=common.traceback,
@@ -255,7 +273,7 @@ def _say_next(
     plugins = "".join(f" -p {shlex.quote(str(file))}" for file in request.plugin_files)
     flags = plugins + "".join(f" --env {shlex.quote(f'{name}={value}')}" for name, value in env.items())
     flags += f" --nproc {nproc}" if nproc is not None else ""
-    flags += f" --nnodes {request.nnodes}" if request.nnodes > 1 else ""
+    flags += f" --nnodes {request.nodes}" if request.nnodes > 1 else ""
     flags += f" --rdzv {request.rdzv}" if request.rdzv else ""
     ended = {"data_ended": "reached the end of the data", "interrupted": "stopped"}.get(
         outcome["why"], outcome["why"]

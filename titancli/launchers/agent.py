@@ -13,13 +13,14 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from titancli.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
 from titancli.process import die_with_parent
-from titancli.signals import ASKED_TO_STOP, heeded
+from titancli.signals import ASKED_TO_STOP, EXIT_NODES_JOIN, NODES_JOIN, heeded
 
 EXIT_LOST = 6
 """The rendezvous is gone: the node that served it, or the way there; or no others came."""
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _agent_class() -> Any:
-    from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerState
+    from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     class Agent(LocalElasticAgent):
@@ -80,7 +81,36 @@ def _agent_class() -> Any:
             """A spare node that was not needed has ended well, but torch has no result for it, and fails."""
             return super().run(role) or RunResult(state=WorkerState.SUCCEEDED)
 
+        def _restart_workers(self, worker_group: WorkerGroup) -> None:
+            """Where more nodes join, let the ranks save first; torch would give them 30 seconds in all."""
+            if _node_is_lost(worker_group):  # they wait for it, some of them for hours, and cannot save
+                for process in children(os.getpid()):
+                    signal_group(process, signal.SIGKILL)
+            elif worker_group.state == WorkerState.HEALTHY:
+                for process in children(os.getpid()):
+                    signal_group(process, NODES_JOIN)
+                deadline = time.monotonic() + self._shutdown_timeout
+                while children(os.getpid()) and time.monotonic() < deadline:
+                    time.sleep(0.1)
+            super()._restart_workers(worker_group)
+
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            """Ranks that another node's agent has told so end before this one notices; that is no failure."""
+            result = super()._monitor_workers(worker_group)
+            ends = [failure.exitcode for failure in result.failures.values()]
+            if ends and all(end in (EXIT_NODES_JOIN, -NODES_JOIN) for end in ends):
+                self._remaining_restarts += 1  # torch takes one for it
+            if result.state == WorkerState.HEALTHY and _node_is_lost(worker_group):
+                return RunResult(state=WorkerState.UNHEALTHY)
+            return result
+
     return Agent
+
+
+def _node_is_lost(worker_group: Any) -> bool:
+    """Whether a node whose ranks belong to those that run here has left the rendezvous, or is silent."""
+    state = worker_group.spec.rdzv_handler._state_holder.state
+    return bool(state.complete and len(state.participants) < worker_group.group_world_size)
 
 
 def _count_only_nodes_that_fit() -> None:

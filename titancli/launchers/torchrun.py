@@ -54,7 +54,7 @@ def torchrun_command(config: Local, request: LaunchRequest, meeting: Meeting | N
         ]
     return [
         *(sys.executable, "-m", "titancli.launchers.agent", str(ends_file(request))),
-        *(f"--nnodes={request.nnodes}", f"--nproc-per-node={request.nproc}", *rendezvous),
+        *(f"--nnodes={request.nodes}", f"--nproc-per-node={request.nproc}", *rendezvous),
         *(f"--max-restarts={config.max_restarts}", "-m", "titancli.run.worker", *request.rank_arguments()),
     ]
 

@@ -237,4 +237,4 @@ class Run:
 
 
 # The order is the precedence when ranks got different ones.
-_SIGNALS = (None, "SIGUSR1", "SIGHUP", "SIGTERM", "SIGINT")
+_SIGNALS = (None, "SIGUSR2", "SIGUSR1", "SIGHUP", "SIGTERM", "SIGINT")

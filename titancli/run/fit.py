@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from titancli.checkpoint.start_from import start_from
 from titancli.errors import EXIT_PLUGIN, Problem, RecipeError
+from titancli.launch import LaunchRequest
 from titancli.layout.degrees import Degrees
 from titancli.recipe.check import component_checks, components
 from titancli.recipe.layout import check_layout, on, takes
@@ -39,6 +40,38 @@ def check_world(loaded: Loaded, world: int) -> tuple[Degrees, int]:
             [p for path, words, hint in found for p in _problem(loaded, dotted(path), words, hint).problems]
         )
     return degrees, recipe.accumulation(degrees)
+
+
+def check_worlds(loaded: Loaded, request: LaunchRequest) -> None:
+    """Check a recipe on every number of ranks that a run may have, and that its batch is the same on all.
+
+    Raises:
+        RecipeError: it does not fit some of them; names the numbers of nodes that it fits.
+    """
+    if request.min_nodes is None:
+        check_world(loaded, request.world)
+        return
+    nodes = range(request.min_nodes, request.nnodes + 1)
+    if loaded.recipe.training.global_batch_size is None:
+        message = f"on {request.nodes} nodes a step needs a size that does not depend on their number"
+        raise _problem(loaded, "training.global_batch_size", message, "set training.global_batch_size")
+    wrong: dict[int, RecipeError] = {}
+    for number in nodes:
+        try:
+            check_world(loaded, number * request.nproc)
+        except RecipeError as error:
+            wrong[number] = error
+    if not wrong:
+        return
+    fits = ", ".join(str(number) for number in nodes if number not in wrong) or "none of them"
+    first = min(wrong)
+    message = f"with {first} of {request.nodes} nodes: {wrong[first].message}"
+    raise _problem(
+        loaded,
+        "training.global_batch_size",
+        message,
+        f"numbers of nodes that fit: {fits}; every number in {request.nodes} must fit",
+    )
 
 
 def check_devices(loaded: Loaded, gpus: int) -> None:

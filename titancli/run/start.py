@@ -16,10 +16,11 @@ from pathlib import Path
 
 from titancli.errors import EnvironmentProblem
 from titancli.launch import LaunchRequest
+from titancli.launchers import Local
 from titancli.launchers.devices import visible_gpus
 from titancli.provenance import keep_sources
 from titancli.registry.component import component_info, load_target
-from titancli.run.fit import check_devices, check_world
+from titancli.run.fit import check_devices, check_worlds
 from titancli.run.prepare import Plan, history
 from titancli.run.record import new_attempt, new_record
 from titancli.runs import ATTEMPT, LOCK_NAME, RECORD_NAME, ChangedMeanwhile, RunFolder
@@ -52,7 +53,7 @@ def start(plan: Plan, request: LaunchRequest, *, announce: Callable[[RunFolder],
             run failed for a reason that a user can put right.
     """
     check_devices(plan.loaded, visible_gpus())
-    check_world(plan.loaded, request.world)
+    check_worlds(plan.loaded, request)
     with environment(request.env):
         return _launch(plan, request, announce)
 
@@ -60,6 +61,11 @@ def start(plan: Plan, request: LaunchRequest, *, announce: Callable[[RunFolder],
 def _launch(plan: Plan, request: LaunchRequest, announce: Callable[[RunFolder], None]) -> int:
     launcher = plan.loaded.recipe.launcher
     launch = load_target(component_info(launcher).target)
+    if request.min_nodes is not None and not isinstance(launcher, Local):
+        raise EnvironmentProblem(
+            f"the launcher {component_info(launcher).name} runs on a fixed number of nodes",
+            hint=f"use --nnodes {request.nnodes}",
+        )
     if request.nnodes > 1:
         # Attempts alone: checkpoints may change while other nodes take them from a store.
         if plan.seen is not None and plan.seen[0] != history(plan.folder)[0]:

@@ -52,7 +52,7 @@ from titancli.registry.component import build
 from titancli.registry.defaults import LoopConfigDefaults, with_defaults
 from titancli.run.attempt import take_part
 from titancli.runs import RECORD_NAME, REPLAY_REQUEST, Claim, RunFolder, timestamp
-from titancli.signals import ASKED_TO_STOP, Stop
+from titancli.signals import ASKED_TO_STOP, EXIT_NODES_JOIN, NODES_JOIN, Stop
 
 if TYPE_CHECKING:
     import torch
@@ -195,6 +195,9 @@ class Rank:
                     raise error from None
                 raise told from error
             raise
+        if outcome["signal"] == NODES_JOIN.name:
+            logger.info("more nodes join: all ranks are started anew from step %d", outcome["step"])
+            return outcome
         if self._observers is not None:
             self._observers.run_end(outcome)
             outcome = {**outcome, "metrics": self._observers.latest}
@@ -517,21 +520,21 @@ def run_rank(arguments: Sequence[str] | None = None) -> int:
     """`python -m titancli.run.worker`: the exit code is 0 whenever the rank stopped in good order."""
     options = rank_options(arguments)
     place = Place.from_environment()
-    with Stop(os.environ.get(ASKED_TO_STOP)).listening() as stop:
+    with Stop(os.environ.get(ASKED_TO_STOP)).listening(also=[NODES_JOIN]) as stop:
         die_with_parent()
         folder = RunFolder(options["run_dir"].absolute())
         log_into(rank_log(folder.logs, place.rank), f"rank {place.rank} of {place.world}")
         tell_where_stopped()
         failures.error_file(folder.logs, place.rank).unlink(missing_ok=True)
         try:
-            main(**options, place=place, stop=stop, listeners=(Console(sys.stdout, live=False),))
+            outcome = main(**options, place=place, stop=stop, listeners=(Console(sys.stdout, live=False),))
         except BaseException:
             traceback.print_exc()
             sys.stdout.flush()
             sys.stderr.flush()
             # No tidy exit: threads and collectives may hang, and the launcher is waiting for the cause.
             os._exit(EXIT_FAILED)
-    return EXIT_OK
+    return EXIT_NODES_JOIN if outcome["signal"] == NODES_JOIN.name else EXIT_OK
 
 
 if __name__ == "__main__":
