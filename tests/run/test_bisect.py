@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import shutil
@@ -289,6 +290,11 @@ def test_another_layout_parts_where_the_envelope_ends(finished: Path) -> None:
     rows.digests[5] = replace(rows.digests[5], rows=1)
     found = bisect(one, rows)
     assert (found.result, found.step, found.phase) == ("parts", 5, "data")
+    for bad in (math.nan, math.inf):
+        spoilt = on_two_ranks(one, 1e-7, 1)
+        spoilt.digests[5] = replace(spoilt.digests[5], loss=bad)
+        for sides in ((one, spoilt), (spoilt, one)):
+            assert (bisect(*sides).result, bisect(*sides).step) == ("parts", 5)
 
 
 def test_a_repetition_that_fails_says_why_and_leaves_nothing(

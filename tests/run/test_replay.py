@@ -25,6 +25,7 @@ from titancli.observe.digests import RECORD, path_of, read_digests
 from titancli.recipe import load_recipe
 from titancli.registry.component import build
 from titancli.run.data import open_dataset
+from titancli.run.replay import suspect
 
 SMALL = ("training.steps=7", "checkpoint.interval=3", "checkpoint.keep_latest_k=0")
 SMALL += ("training.mixed_precision_param=float32",)
@@ -296,6 +297,16 @@ def test_a_poisoned_row_is_named(
     assert titan("train", "tiny.toml", "--run-dir", "r", *settings, *more).code == 0
     named = {step: replayed(titan, "r", "--step", step)["stands_out"] for step in where}
     assert {step: found and found["row"] for step, found in named.items()} == where
+
+
+def test_no_row_stands_out_where_most_have_no_finite_loss() -> None:
+    def rows(losses: list[Any]) -> list[dict[str, Any]]:
+        return [{"row": n, "loss": loss, "gradient_norm": loss} for n, loss in enumerate(losses, 1)]
+
+    for bad in ("NaN", "Infinity"):
+        assert suspect(rows([bad] * 4)) is None and suspect(rows([3.0, bad, bad])) is None
+        found = suspect(rows([3.0, 3.1, bad, 2.9]))
+        assert found is not None and found["row"] == 3
 
 
 def test_the_document_has_the_keys_that_are_told(titan: Callable[..., Finished]) -> None:

@@ -173,7 +173,9 @@ def _sample(tensor: Tensor, most: int, step: int) -> Tensor:
     each step."""
     flat = tensor.contiguous().view(-1)
     stride = -(-flat.numel() // most)
-    return flat[step % stride :: stride][: flat.numel() // stride]
+    count = flat.numel() // stride
+    begins = flat.numel() - stride * (count - 1)  # places to begin at, so that the last value is read too
+    return flat[step % begins :: stride][:count]
 
 
 def _bits(values: Tensor) -> Tensor:

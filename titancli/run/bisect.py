@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from titancli.errors import EnvironmentProblem
 from titancli.observe.digests import Start, StepDigest, named, read_digests, read_starts
 from titancli.observe.digests import differences as digest_differences
+from titancli.observe.events import plain
 from titancli.run.differences import Difference, differences, unknown
 from titancli.run.reproduction import COMPARED, Reproduction
 from titancli.run.verdict import Deviation, compare
@@ -206,7 +207,7 @@ def _before(one: Side, other: Side, step: int) -> dict[int, tuple[Any, Any]]:
 def _numbers(side: Side, steps: list[int]) -> dict[str, dict[str, Any]]:
     """Losses and norms by step: from digests, which have every step, else as logged."""
     return {
-        str(step): {"loss": d.loss, "grad_norm": d.grad_norm}
+        str(step): plain({"loss": d.loss, "grad_norm": d.grad_norm})
         if (d := side.digests.get(step)) is not None
         else side.run.steps[str(step)]
         for step in steps

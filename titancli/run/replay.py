@@ -367,7 +367,7 @@ def _layers(activations: dict[str, dict[str, float]], parameters: dict[str, Any]
 
 def suspect(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the row that stands out most: by the norm of its gradient, by its loss, or both, each against
-    the median of the step's rows; None if none does, or there are fewer than three.
+    the median of the step's rows; None if none does, most are not finite, or there are fewer than three.
 
     Returns:
         `row`, `loss`, `median_loss`, `gradient_norm` and `median_gradient_norm`.
@@ -379,10 +379,8 @@ def suspect(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     middle = {name: median(own) if own else math.nan for name, own in values.items()}
 
     def score(row: dict[str, Any]) -> float:
-        shares = [
-            _number(row[name]) / middle[name] for name in names if row[name] is not None and middle[name] > 0
-        ]
-        return max(shares, default=0.0)
+        usual = [name for name in names if row[name] is not None and 0 < middle[name] < math.inf]
+        return max((_number(row[name]) / middle[name] for name in usual), default=0.0)
 
     worst = max(rows, key=score)
     if score(worst) < STANDS_OUT:
