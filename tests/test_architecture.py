@@ -32,7 +32,7 @@ FLOORS = [
     {"engine"},
     {"generate"},
     {"loops"},
-    {"run.worker", "run.attempt", "run.data", "run.saving", "run.probe"},
+    {"run.worker", "run.attempt", "run.data", "run.saving", "run.probe", "run.watching"},
     {"launchers"},
     {"run"},
     {"doctor", "migrate", "prove", "reporting"},

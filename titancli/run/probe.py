@@ -10,16 +10,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titancli.data.batch import IGNORE, Batch
@@ -27,12 +25,12 @@ from titancli.engine import Engine
 from titancli.engine.digest import row_hashes
 from titancli.engine.grad_clip import norm_of, total_norm
 from titancli.engine.inputs import batches_of
-from titancli.engine.sampling import as_written
 from titancli.engine.weights import weights_changed
 from titancli.errors import TitanError, UsageError
 from titancli.observe.events import plain
 from titancli.recipe import load_recipe
 from titancli.registry.component import build
+from titancli.run.watching import added, modules_of, numbers_of, watched
 from titancli.runs import REPLAY_REQUEST, REPLAY_RESULT, RunFolder, write_atomically
 
 if TYPE_CHECKING:
@@ -126,7 +124,7 @@ class Probe:
         """
         self._tokenizer, self.data = tokenizer, data
         vars(engine)["probe"] = self
-        self._names = _modules(engine, self.asked.layer)
+        self._names = modules_of(engine, self.asked.layer)
         self.position = position(data)
 
     def is_due(self, engine: Engine) -> bool:
@@ -147,10 +145,10 @@ class Probe:
         self._batches, self._loss, self._began = batches, loss, self.position
         if self.asked.varies:
             self._state = _state_of(engine)
-        with _watched(engine, self._names, plainly=bool(self.asked.layer)) as activations:
+        with watched(engine, self._names, plainly=bool(self.asked.layer)) as activations:
             mine = [row for k, batch in enumerate(batches) for row in self._rows_of(engine, k, batch)]
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (engine.mesh.dp_rank, mine, _numbers(activations)))
+        dist.all_gather_object(gathered, (engine.mesh.dp_rank, mine, numbers_of(activations)))
         by_rank = {dp_rank: rows for dp_rank, rows, _ in gathered}
         rows = [row for own in by_rank.values() for row in own]
         rows.sort(key=lambda row: (row["micro_batch"], row["dp_rank"], row["place"]))
@@ -161,7 +159,7 @@ class Probe:
             raise UsageError(
                 f"the step has the rows 1 to {len(rows)}", hint="use --without with one of these"
             )
-        self.found["activations"] = _added([numbers for _, _, numbers in gathered])
+        self.found["activations"] = added([numbers for _, _, numbers in gathered])
         self._gradients(engine)
 
     def _rows_of(self, engine: Engine, number: int, batch: Batch) -> Iterator[Row]:
@@ -306,83 +304,6 @@ def position(data: Any) -> dict[str, Any] | None:
 
 
 # --------------------------------------------------------------------------------------------- the engine
-
-
-def _modules(engine: Engine, patterns: Sequence[str]) -> list[str]:
-    """The modules whose output is looked at: layers and what stands beside them; or those of the patterns."""
-    names = {name for part in engine.parts for name, _ in part.named_modules() if name}
-    plain = {name for name in names if "." not in name and name != "layers"}
-    plain |= {name for name in names if name.count(".") == 1 and name.startswith("layers.")}
-    known: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(known, names | {name for name, _ in engine.named_parameters()})
-    for pattern in patterns:
-        if not any(matches(name, [pattern]) for own in known for name in own):
-            raise UsageError(
-                f"--layer {pattern}: the model has no such module or parameter",
-                hint=f"its modules are {', '.join(sorted(plain)[:6])}, … and what is in them",
-            )
-    return sorted(plain | {name for name in names if matches(name, patterns)})
-
-
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a name is one of the patterns (a number is that of a layer), or lies in one."""
-    wholes = [f"layers.{pattern}" if pattern.isdecimal() else pattern for pattern in patterns]
-    return any(fnmatchcase(name, whole) or fnmatchcase(name, f"{whole}.*") for whole in wholes)
-
-
-@contextmanager
-def _watched(engine: Engine, names: Sequence[str], *, plainly: bool) -> Iterator[dict[str, list[Tensor]]]:
-    """Collect of each module's outputs the sum of squares, the number, and the largest magnitude.
-
-    Args:
-        plainly: whether blocks are run as they are written: in compiled ones nothing is seen.
-    """
-    found: dict[str, list[Tensor]] = {}
-
-    def watch(name: str) -> Any:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            first = output[0] if isinstance(output, tuple) and output else output
-            if not isinstance(first, Tensor) or not first.is_floating_point():
-                return
-            values = (first.to_local() if isinstance(first, DTensor) else first).detach().float()
-            numbers = [
-                values.square().sum(dtype=torch.float64),
-                torch.tensor(values.numel()),
-                values.abs().max(),
-            ]
-            before = found.get(name)
-            if before is not None:
-                numbers = [
-                    before[0] + numbers[0],
-                    before[1] + numbers[1],
-                    torch.maximum(before[2], numbers[2]),
-                ]
-            found[name] = numbers
-
-        return hook
-
-    with ExitStack() as stack:
-        for part in engine.parts:
-            for name, module in part.named_modules():
-                if plainly and name.startswith("layers.") and name.count(".") == 1:
-                    stack.enter_context(as_written(module))
-                if name in names:
-                    stack.callback(module.register_forward_hook(watch(name)).remove)
-        yield found
-
-
-def _numbers(activations: dict[str, list[Tensor]]) -> dict[str, list[float]]:
-    return {name: [float(number) for number in numbers] for name, numbers in activations.items()}
-
-
-def _added(ranks: Sequence[dict[str, list[float]]]) -> dict[str, dict[str, float]]:
-    """`rms` and `max` of activations, over ranks: what several of them have changes no mean."""
-    merged: dict[str, list[float]] = {}
-    for own in ranks:
-        for name, (squares, count, most) in own.items():
-            before = merged.get(name, [0.0, 0.0, 0.0])
-            merged[name] = [before[0] + squares, before[1] + count, max(before[2], most)]
-    return {name: {"rms": (s / n) ** 0.5 if n else 0.0, "max": most} for name, (s, n, most) in merged.items()}
 
 
 def _state_of(engine: Engine) -> tuple[dict[str, Tensor], dict[str, Any]]:
