@@ -86,7 +86,7 @@ def test_its_pods_start_titan_on_as_many_nodes_as_there_are(manifest: dict[str, 
     titan, train, recipe, *rest = container["command"] + container["args"]
     assert (titan, train, recipe) == ("titan", "train", "llama3_8b")
     parsed = command.make_context("train", [recipe, *rest]).params
-    assert parsed["nnodes"] == replicas["Master"]["replicas"] + replicas["Worker"]["replicas"]
+    assert parsed["nnodes"] == (None, replicas["Master"]["replicas"] + replicas["Worker"]["replicas"])
     assert parsed["nproc"] == container["resources"]["limits"]["nvidia.com/gpu"]
     assert parsed["resume"] and parsed["rdzv"] == "$(MASTER_ADDR):$(MASTER_PORT)"
     mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
