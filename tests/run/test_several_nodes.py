@@ -164,3 +164,19 @@ def test_a_network_that_is_cut_during_a_save_leaves_no_half_of_one(
     assert not any(e.get("step") == 6 for e in read_events(here / "r/events.jsonl"))
     b.plug()
     ends_as_if_nothing_had_happened(here / "r", running, reference)
+
+
+@pytest.mark.slow
+def test_a_node_that_freezes_is_replaced_and_comes_back_as_a_spare(
+    cluster: Cluster, start: Start, reference: Any, here: Path
+) -> None:
+    a, b, c = (cluster.node(name) for name in "abc")
+    running = [start(a, *SLOW)]
+    until(lambda: (here / "r/rendezvous/1").exists())
+    running.append(start(b, *SLOW))
+    until_step(here / "r", 5, running)
+    a.freeze()
+    running.append(start(c, *SLOW))
+    until_step(here / "r", 7, running[1:])
+    a.thaw()
+    ends_as_if_nothing_had_happened(here / "r", running, reference)
