@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.checkpoint.tensors import RUN, bits, same
 from tests.checkpoint.test_layouts import cut, full, whole
@@ -238,6 +238,29 @@ def _load_apart(folder: str) -> bool:
 def test_replicas_that_load_different_tensors_do_not_wait_for_each_other(ranks: Any, tmp_path: Path) -> None:
     ranks(2, _save_in_pieces, str(tmp_path / "step-1"), "ddp")
     assert ranks(2, _load_apart, str(tmp_path / "step-1")) == [True, True]
+
+
+def _readers() -> list[tuple[str, tuple[int, ...], int]]:
+    from titancli.checkpoint.format.replicas import shared_among_replicas
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "tp"))
+    ways = {"norm": [Shard(0), Replicate()], "up": [Replicate(), Shard(0)]}
+    names = [f"model.{layer}.{way}" for layer in range(3) for way in ways]
+    tensors = {name: distribute_tensor(torch.ones(256, 256), mesh, ways[name[8:]]) for name in names}
+    shared = shared_among_replicas(tensors, [""] * 4)
+    return [
+        (name, tuple(dist.get_process_group_ranks(found.group)), found.reader)
+        for name, found in shared.items()
+    ]
+
+
+@pytest.mark.ranks
+def test_replicas_agree_on_who_reads_where_their_groups_cross(ranks: Any) -> None:
+    everyones = [found for of_rank in ranks(4, _readers) for found in of_rank]
+    groups = {(name, group) for name, group, _ in everyones}
+    assert len(groups) == 12
+    assert len(set(everyones)) == len(groups)  # one reader each
+    assert {reader for _, _, reader in everyones} == {0, 1, 2, 3}
 
 
 def test_what_a_part_says_is_compared_with_the_manifest_and_the_index(tmp_path: Path) -> None:

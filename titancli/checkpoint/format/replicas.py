@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -45,16 +46,18 @@ def shared_among_replicas(tensors: Mapping[str, Tensor], alike: Sequence[str]) -
             different tensors each read their own.
     """
     shared: dict[str, Replicas] = {}
-    load: dict[int, int] = {}
+    # Of each group by itself: what its ranks read for others, in groups across it, not all of them know.
+    load: dict[tuple[int, ...], Counter[int]] = {}
     for name, tensor in sorted(tensors.items()):
         group = _replicas_of(tensor)
         if group is None:
             continue
-        ranks = dist.get_process_group_ranks(group)
+        ranks = tuple(dist.get_process_group_ranks(group))
         if len({alike[rank] for rank in ranks}) > 1:
             continue
-        reader = min(ranks, key=lambda rank: (load.get(rank, 0), rank))
-        load[reader] = load.get(reader, 0) + _local_bytes(tensor)
+        given = load.setdefault(ranks, Counter())
+        reader = min(ranks, key=lambda rank: (given[rank], rank))
+        given[reader] += _local_bytes(tensor)
         shared[name] = Replicas(group, reader)
     return shared
 
