@@ -59,7 +59,7 @@ def test_a_step_of_a_bundled_recipe(name: str) -> None:
         assert found["moved"][verb] == pytest.approx(kinds, rel=0.01, abs=0.001), verb
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", rows(OPTIMIZERS, slow=["for-loop"]))
 def test_no_optimizer_waits(name: str) -> None:
     found = waits(replace(cases.recipe(small()), optimizer=config_of(OPTIMIZERS[name])))
     if name in ("foreach", "for-loop"):  # those of torch that cannot skip a step on the device

@@ -69,7 +69,9 @@ ROWS: dict[str, Layout] = {
 }
 
 
-@pytest.mark.parametrize("name", rows(ROWS, slow=["bf16, recomputed", "bf16, compiled, recomputed"]))
+@pytest.mark.parametrize(
+    "name", rows(ROWS, slow=["bf16, recomputed", "bf16, compiled", "bf16, compiled, recomputed"])
+)
 def test_it_computes_what_fsdp2_computes(name: str, tmp_path: Path) -> None:
     """Bitwise. A tied weight in bfloat16 alone is more exact: its two gradients are added up in float32."""
     recipe = cases.recipe(ROWS[name])

@@ -11,6 +11,7 @@ from titancli.recipe import load_recipe
 LLAMA_8B = (
     "llama3_8b",
     "activation_checkpoint.mode=selective",
+    "activation_checkpoint.selective_ac_option=op",
     "optimizer.state_dtype=float32",
     "training.local_batch_size=2",
     "loss=cross_entropy_full",
