@@ -151,9 +151,13 @@ def _git(folder: Path, *arguments: str) -> bytes:
     return subprocess.run(command, capture_output=True, timeout=10, check=True).stdout
 
 
+SOURCES = "sources"
+"""The folder of a run folder that keeps them."""
+
+
 def kept_source(sha256: str, name: str) -> str:
     """Return the name under which a run folder keeps a source: a plugin file, or the uncommitted patch."""
-    return f"sources/{sha256[:12]}-{name}"
+    return f"{SOURCES}/{sha256[:12]}-{name}"
 
 
 PATCH_NAME = "uncommitted.patch"

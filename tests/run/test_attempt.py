@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.tensors import save
+from titancli.errors import EnvironmentProblem
 from titancli.launchers import meeting
 from titancli.launchers.meeting import Meeting
 from titancli.run import attempt
@@ -59,6 +60,27 @@ def test_ranks_begin_an_attempt_and_continue_it_each_time_with_another_token(
         first.check()  # of a node that was cut off and comes back
     stack.close()
     assert take(folder, own, stack) == (2, False)
+
+
+def test_the_sources_of_the_node_of_rank_0_are_kept(tmp_path: Path, stack: ExitStack) -> None:
+    folder, own = RunFolder(tmp_path / "r"), planned(tmp_path, "a")
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources/012-uncommitted.patch").write_text("diff")
+    take(folder, own, stack)
+    assert (folder.path / "sources/012-uncommitted.patch").read_text() == "diff"
+    stack.close()
+    (tmp_path / "sources/012-uncommitted.patch").unlink()
+    take(folder, own, stack)
+    assert len(list((folder.path / "sources").iterdir())) == 1
+
+
+def test_sources_that_cannot_be_kept_end_the_start_with_a_reason(tmp_path: Path, stack: ExitStack) -> None:
+    folder, own = RunFolder(tmp_path / "r"), planned(tmp_path, "a")
+    (tmp_path / "sources").mkdir()
+    folder.path.mkdir()
+    (folder.path / "sources").write_text("a file")
+    with pytest.raises(EnvironmentProblem, match=r"cannot write .*sources"):
+        take(folder, own, stack)
 
 
 def test_an_attempt_that_another_one_follows_does_not_continue(tmp_path: Path, stack: ExitStack) -> None:

@@ -7,6 +7,7 @@ import os
 import pty
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+import titancli
 from tests.run.conftest import Command, Finished, losses, workers_of
 from titancli.errors import EnvironmentProblem
 from titancli.launchers import local, torchrun
@@ -248,6 +250,28 @@ def test_nodes_with_different_recipes_are_refused_and_leave_no_run(
     for done in (first.wait(), second.wait()):
         assert done.code == 5, done.err
         assert "started with different resolved recipes" in done.err
+    assert not RunFolder.is_run(here / "r")
+
+
+@pytest.mark.cold  # a fork has imported titan already
+@pytest.mark.slow
+def test_nodes_with_different_code_are_refused(command: Callable[..., Command], here: Path) -> None:
+    (here / "b").mkdir()
+    package = Path(titancli.__file__).parent
+    shutil.copytree(package, here / "other/titancli")
+    if (package.parent / "recipes").is_dir():  # beside an editable installation
+        (here / "other/recipes").symlink_to(package.parent / "recipes")
+    (here / "other/titancli/losses/__init__.py").open("a").write("# changed on one node\n")
+    meet = ("tiny.toml", "--nnodes", "2", "--nproc", "1", "--rdzv", "localhost:29618", "--run-dir")
+    (here / "b/tiny.toml").write_bytes((here / "tiny.toml").read_bytes())
+    data = f'dataset.paths=["{here}/text.txt"]'
+    first = command(*meet, str(here / "r"), data)
+    second = Command(
+        here / "b", *meet, str(here / "r"), data, env={**os.environ, "PYTHONPATH": str(here / "other")}
+    )
+    for done in (first.wait(), second.wait()):
+        assert done.code == 5, done.err
+        assert "started with different code of titan or its plugins" in done.err
     assert not RunFolder.is_run(here / "r")
 
 

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 from titancli.checkpoint.format.manifest import last_serial
 from titancli.errors import EnvironmentProblem
+from titancli.provenance import SOURCES
 from titancli.runs import ATTEMPT, ChangedMeanwhile, RunFolder, TakenOver, write_atomically
 
 PATIENCE = 10.0
@@ -48,7 +50,9 @@ def take_part(
 
     planned = json.loads(own.read_text(encoding="utf-8"))
     tokens = set(all_gather(planned["attempts"][-1]["token"]))
-    record, stale = on_rank_zero(lambda: _begin_or_continue(folder, planned, tokens, lock_text, stack))
+    record, stale = on_rank_zero(
+        lambda: _begin_or_continue(folder, planned, tokens, lock_text, stack, own.parent)
+    )
     attempt = record["attempts"][-1]
     os.environ[ATTEMPT] = attempt["token"]
     if first_of_node:
@@ -57,7 +61,12 @@ def take_part(
 
 
 def _begin_or_continue(
-    folder: RunFolder, planned: dict[str, Any], tokens: set[str], lock_text: str, stack: ExitStack
+    folder: RunFolder,
+    planned: dict[str, Any],
+    tokens: set[str],
+    lock_text: str,
+    stack: ExitStack,
+    own: Path,
 ) -> tuple[dict[str, Any], bool]:
     """Hold the run folder and return its record, with a new attempt, or with one more restart of the newest,
     and whether the new attempt was planned before others had come to their end.
@@ -89,7 +98,17 @@ def _begin_or_continue(
     planned = {**planned, **record, "attempts": [*record.get("attempts", []), attempt]}
     folder.write_recipe_lock(lock_text)
     folder.write_record(planned)
+    _keep_sources(own / SOURCES, folder.path / SOURCES)
     return planned, stale
+
+
+def _keep_sources(own: Path, kept: Path) -> None:
+    """Those of the node of rank 0: the code of titan and of plugins is the same on all."""
+    try:
+        if own.is_dir():
+            shutil.copytree(own, kept, dirs_exist_ok=True)
+    except OSError as error:
+        raise EnvironmentProblem(f"cannot write {kept}: {error}", hint="free some space") from error
 
 
 def _hold_on(folder: RunFolder, stack: ExitStack) -> None:

@@ -74,7 +74,9 @@ def _launch(plan: Plan, request: LaunchRequest, announce: Callable[[RunFolder], 
         with tempfile.TemporaryDirectory(prefix="titan-") as own:
             lock_file = Path(own) / LOCK_NAME
             lock_file.write_text(plan.lock_text, encoding="utf-8")
-            record = new_record(plan, new_attempt(plan, request))
+            attempt = new_attempt(plan, request)
+            keep_sources(Path(own), attempt)
+            record = new_record(plan, attempt)
             Path(own, RECORD_NAME).write_text(json.dumps(record), encoding="utf-8")
             with environment({ATTEMPT: ""}):  # not that of a run which this command is started in
                 return launch(launcher, **replace(request, lock_file=lock_file).keywords())

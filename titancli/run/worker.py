@@ -46,7 +46,7 @@ from titancli.process import (
     rank_log,
     tell_where_stopped,
 )
-from titancli.provenance import file_hash, package_versions
+from titancli.provenance import code_hashes, file_hash, package_versions
 from titancli.recipe.find import url_of
 from titancli.registry.component import build
 from titancli.registry.defaults import LoopConfigDefaults, with_defaults
@@ -168,6 +168,8 @@ class Rank:
         device = self._join(recipe, hashlib.sha256(lock_text.encode()).hexdigest())
         self.several_nodes = lock_file is not None
         if lock_file is not None:
+            code = ", ".join(f"{name} {digest[:12]}" for name, digest in code_hashes().items())
+            process_group.require_same("code of titan or its plugins", code, socket.gethostname())
             own, first = lock_file.with_name(RECORD_NAME), self.place.local_rank == 0
             taken = take_part(self.folder, own, lock_text, self._stack, first_of_node=first)
             self.restart, self._plan_is_stale = taken

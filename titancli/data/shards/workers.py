@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -27,19 +26,17 @@ Plugins = tuple[Sequence[Path], Sequence[str]]
 Encoded = tuple[np.ndarray, list[int]]
 """The ids of all texts one after another, and how many each has."""
 
-_own: tuple[Tokenizer, str]
-"""In a worker process: its tokenizer, and the type of tokens."""
+_tokenizer: Tokenizer | None = None
+"""That of a worker process."""
 
 
-def _start_worker(plugins: Plugins, config: bytes, dtype: str) -> None:
-    global _own
+def _start_worker(plugins: Plugins) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the command ends this one
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if plugins[0]:  # the config may come from one of these, which only the registry imports
         registry.configure(files=plugins[0], blocked=plugins[1])
         registry.current().names("tokenizer")
-    _own = (build(pickle.loads(config)), dtype)
 
 
 def _end_with_parent() -> None:
@@ -50,8 +47,12 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _encode_in_worker(texts: list[str]) -> Encoded:
-    return _encoded(*_own, texts)
+def _encode_in_worker(config: Any, dtype: str, texts: list[str]) -> Encoded:
+    """The config comes with each batch: when the process starts, the class of it may not be there yet."""
+    global _tokenizer
+    if _tokenizer is None:
+        _tokenizer = build(config)
+    return _encoded(_tokenizer, dtype, texts)
 
 
 def _encoded(tokenizer: Tokenizer, dtype: str, texts: list[str]) -> Encoded:
@@ -90,12 +91,12 @@ def encoder(
         workers,
         multiprocessing.get_context("spawn"),
         _start_worker,
-        (plugins, pickle.dumps(config), dtype),
+        (plugins,),
     )
 
     def submit(texts: list[str]) -> Callable[[], Encoded]:
         try:
-            future: Future[Encoded] = pool.submit(_encode_in_worker, texts)
+            future: Future[Encoded] = pool.submit(_encode_in_worker, config, dtype, texts)
         except BrokenProcessPool as error:
             future = Future()
             future.set_exception(error)
