@@ -14,6 +14,7 @@ from titancli.recipe import load_recipe
 FAMILIES = [
     *("llama3_debug", "llama3_8b", "qwen3_debug", "qwen3_moe_debug", "gpt_oss_20b", "llama4_17bx16e"),
     *("deepseek_v3_671b", "hf_causal_lm_debug", "dpo_debug", "sft_debug", "llama3_405b"),
+    "grpo_qwen3_0.6b",
 ]
 
 

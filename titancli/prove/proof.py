@@ -158,16 +158,19 @@ class _Run:
             f"training.global_batch_size={case.rows}",
         ]
         key = f"{case.rows} rows in {pieces} {' '.join(case.of_model)}"
-        return self._job("reference", overrides, case.rows) | {"key": key}
+        return self._job("reference", overrides, case) | {"key": key}
 
-    def _job(self, do: str, overrides: list[str], rows: int) -> dict[str, Any]:
-        base = None if self.small.base is None else str(self.small.base)
+    def _job(self, do: str, overrides: list[str], case: Case) -> dict[str, Any]:
+        base = None
+        if self.small.base is not None:  # of as many layers
+            base = str(self.small.base.parent.with_name(f"base-{case.layers}") / "step-0")
+            overrides = [*overrides, f"weights={base}"]
         return {
             "do": do,
             "file": str(self.small.file),
             "base": base,
             "overrides": overrides,
-            "rows": rows,
+            "rows": case.rows,
         }
 
     def case(self, case: Case, *, random: bool) -> dict[str, Any]:
@@ -183,7 +186,7 @@ class _Run:
             why = "the model draws random numbers in forward (dropout), which are others on each layout"
             return {"status": "not supported", "reason": why}
         reference = self.reference(case)
-        job = self._job("case", case.overrides, case.rows) | {
+        job = self._job("case", case.overrides, case) | {
             "seed": reference["seed"],
             "more": list(case.more),
             "reference": reference["job"],

@@ -132,7 +132,7 @@ def _make_base(recipe: Recipe, job: dict[str, Any]) -> None:
         return
     alone = dataclasses.replace(recipe, weights=None, converters=[])
     with _group(job, "base"), engine_of(alone) as engine:
-        engine.save(Path(job["base"]), lock_text=Path(job["file"]).read_text())
+        engine.save(Path(job["base"]))  # without the file's text, which may have fewer layers
 
 
 class _group:

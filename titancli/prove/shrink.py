@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titancli.data import PythonStdlib
 from titancli.errors import RecipeError
 from titancli.layout.stages import SCHEDULES
+from titancli.loops import Pretrain
 from titancli.recipe import Loaded, load_recipe
 from titancli.recipe.find import LOCK_HEADER
 from titancli.recipe.load import resolved_data
@@ -111,7 +113,7 @@ def _plain_settings(loaded: Loaded, device: str) -> tuple[dict[str, Any], list[s
     data["model"].pop("flavor", None)
     small = with_defaults(ModelConfigDefaults, recipe.model).small()
     if small is not None:
-        data["model"] = resolved_data(small, Node({}, DEFAULT), current())
+        data["model"] = _as_data(small)
     training = recipe.training
     if "bfloat16" in (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce):
         left_out.append("bfloat16: everything is computed in float32")
@@ -139,12 +141,19 @@ def _plain_settings(loaded: Loaded, device: str) -> tuple[dict[str, Any], list[s
     data["stability"] = {"skip_nonfinite": False, "sigma": 0.0}
     data["checkpoint"] = {"enable": False}
     data["launcher"] = {"type": "titan/local"}
+    if not needs_dataset(recipe.loop):  # a loop that makes its rows has settings of its own for how many
+        data["loop"] = _as_data(Pretrain())
+        data["dataset"] = _as_data(PythonStdlib())
     _steady(data["optimizer"])
     needs_gpu = with_defaults(ConfigDefaults, recipe.parallelize).needs_gpu()
     for key, why in needs_gpu if device == "cpu" else ():
         data["parallelize"][key] = False
         left_out.append(f"parallelize.{key}: {why}")
     return data, left_out
+
+
+def _as_data(config: Any) -> dict[str, Any]:
+    return resolved_data(config, Node({}, DEFAULT), current())
 
 
 def _steady(optimizer: dict[str, Any]) -> None:
@@ -166,7 +175,8 @@ def _moves(recipe: Recipe, small: Recipe) -> Iterator[list[dict[str, int]]]:
     if heads:
         fewer_kv = math.gcd(kv_heads or heads, 4)
         fewer = fewer_kv * min(heads // (kv_heads or heads), 2)
-        width = max(WIDTH // fewer, 8)
+        # What a converter changes may need sizes that 16 divides on each of four ranks (float8).
+        width = max(WIDTH // fewer, 16 if small.converters else 8)
         sizes = {"n_heads": fewer, **({"n_kv_heads": fewer_kv} if kv_heads else {})}
         yield [
             {**sizes, "dim": WIDTH, "head_dim": 16},

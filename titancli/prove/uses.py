@@ -43,6 +43,10 @@ def exported(recipe: Recipe, rows: int, folder: Path) -> dict[str, Any]:
     with _closed(engine_of(recipe)) as engine:
         if engine.hf_form is None:
             raise Refusal(TitanError("the model has no Hugging Face form (hf= of its component)"))
+        try:
+            engine.hf_form.config_json()
+        except TitanError as error:  # what transformers' model does not have
+            raise Refusal(error) from error
         adapted = engine.adapters is not None
         second = _after_a_step(engine, recipe, rows)
         if with_defaults(
