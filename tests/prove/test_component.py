@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from titancli.prove import badge
 from titancli.prove.badge import badge_folder, badges, write_badges
+from titancli.prove.compare import compared, not_finite, reference_of
 from titancli.prove.component import computing, label_of, recipe_around
+from titancli.prove.measure import Results
 from titancli.prove.proof import Proof
 from titancli.prove.shrink import Small
 from titancli.recipe import load_recipe
@@ -81,3 +85,16 @@ def test_a_badge_is_stale_after_a_change_and_a_damaged_one_says_so(
         path.write_text(text)
         (found,) = badges("titan")
         assert found["ok"] is None and "cannot be read" in found["stale"][0]
+
+
+def test_a_reference_that_is_not_finite_is_named_not_passed_over() -> None:
+    def results(gradient: float, weight: float = 1.0) -> Results:
+        numbers = {"0 initial a": 1.0, "0 loss": 2.0, "0 gradient a": gradient, "0 norm": 1.0}
+        numbers |= {"0 initial mask": -math.inf, "0 weight mask": -math.inf, "1 weight a": weight}
+        return Results({key: torch.tensor(number) for key, number in numbers.items()})
+
+    assert not_finite(results(3.0)) is None
+    assert not_finite(results(math.nan)) == "the gradient of a is not finite (step 1)"
+    assert not_finite(results(3.0, math.inf)) == "after the optimizer step, a is not finite (step 2)"
+    reference = reference_of(results(math.nan), results(math.nan))
+    assert compared(results(5.0), reference)["status"] == "right"  # it is compared with nothing

@@ -188,6 +188,7 @@ def test_a_step_that_parts_is_named_with_what_differs(
         (("r", "--step", 5, "--with", "model.dim=8"), 2, "--with model.dim: a step can be tried with other"),
         (("r", "--step", 5, "--with", "optimizer.lrr=8"), 3, "optimizer.lrr"),
         (("r", "--step", 5, "--without", 3), 2, "the step has the rows 1 to 2"),
+        (("r", "--step", 5, "--without", 1, "--without", 2), 2, "nothing to learn from would be left"),
         (("r", "--step", 5, "--layer", "7"), 2, "--layer 7: the model has no such module or parameter"),
         (("r", "--step", 5, "dataset.paths=['tiny.toml']"), 5, "is not the data"),
     ],

@@ -49,6 +49,26 @@ def reference_of(plain: Results, nudged: Results) -> Reference:
     return Reference(plain, tolerance, noise)
 
 
+def not_finite(plain: Results) -> str | None:
+    """Return the first thing of a process that is not finite, in words: no rounding can be measured of it, so
+    that it would be compared with nothing. None: there is none."""
+    words = {
+        "loss": "the loss",
+        "gradient ": "the gradient of ",
+        "norm": "the gradient norm",
+        "applied ": "the gradient after division and clipping of ",
+        "weight ": "after the optimizer step, ",
+    }
+    for step in range(STEPS):
+        for kind, told in words.items():
+            for key, value in plain.tensors.items():
+                if key.startswith(f"{step} {kind}") and not bool(value.isfinite().all()):
+                    before = plain.tensors.get(f"{step} initial {_name(key)}")
+                    if kind != "weight " or before is None or bool(before.isfinite().all()):
+                        return f"{told}{_name(key)} is not finite (step {step + 1})"
+    return None
+
+
 def adds_up(recipe: Recipe, rows: int, reference: Reference) -> bool:
     """Return whether the gradients of two halves of the rows add up to those of all rows. They do unless
     something computes with the rows that it sees together."""

@@ -26,7 +26,7 @@ from titancli.distributed.mesh import forget_meshes
 from titancli.engine.build import on_meta
 from titancli.errors import RankFailure, TitanError
 from titancli.process import die_with_parent, quiet
-from titancli.prove.compare import Reference, adds_up, compared, reference_of
+from titancli.prove.compare import Reference, adds_up, compared, not_finite, reference_of
 from titancli.prove.measure import Refusal, engine_of, measure
 from titancli.prove.uses import exported, generated
 from titancli.recipe import load_recipe
@@ -82,6 +82,8 @@ class Rank:
             recipe = _recipe(job, seed)
             with _group(job, f"plain-{seed}"):
                 plain = measure(recipe, job["rows"])
+            if (bad := not_finite(plain)) is not None:
+                return {"status": "failed", "reason": bad}
             with _group(job, f"nudged-{seed}"):
                 nudged = measure(recipe, job["rows"], nudge=NUDGE)
             routes = [key for key in plain.tensors if " routes" in key]

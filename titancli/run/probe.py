@@ -159,6 +159,10 @@ class Probe:
             raise UsageError(
                 f"the step has the rows 1 to {len(rows)}", hint="use --without with one of these"
             )
+        unit = self._batches[0].unit
+        gone = {(row - 1) // unit for row in self.asked.without}
+        if gone and not any(row["targets"] for row in self._rows if (row["row"] - 1) // unit not in gone):
+            raise UsageError("--without: nothing to learn from would be left of the step")
         self.found["activations"] = added([numbers for _, _, numbers in gathered])
         self._gradients(engine)
 
