@@ -44,11 +44,11 @@ def choose_device(local_rank: int) -> torch.device:
 def start_flight_recorder(logs: Path, entries: int) -> None:
     """Have the last collectives of this rank dumped into `logs` when one times out; 0 entries: do not.
 
-    Set before the process group is made. Each variable has an older name that older torch versions read.
+    Set before the process group is made.
     """
     prefix = str(logs / "flight-recorder-rank-")
     for names, value in (
-        (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), str(entries)),
+        (("TORCH_FR_BUFFER_SIZE",), str(entries)),  # torch warns of the older name
         (("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), prefix),
         (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1" if entries else "0"),
     ):
