@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from titancli.launchers import local
 from titancli.provenance import package_versions
 from titancli.run import worker
 from titancli.run.worker import Place, Rank
-from titancli.runs import ATTEMPT, ChangedMeanwhile, RunFolder
+from titancli.runs import ATTEMPT, RunFolder
 
 Train = Callable[..., Finished]
 AGAIN = ("tiny.toml", "--run-dir", "r", "--resume", "training.steps=5")
@@ -195,29 +194,6 @@ def test_checkpoints_that_appear_after_a_start_at_step_0_are_neither_replaced_no
     assert done.code == 5, done.err
     assert "were not there when the run started at step 0 (step-2, step-4)" in done.err
     assert {path: path.stat().st_ino for path in (run / "checkpoints").iterdir()} == before
-
-
-def test_a_restart_with_rank_0_on_another_node_keeps_the_run_id(run: Path, tmp_path: Path) -> None:
-    folder, before = RunFolder(run), RunFolder(run).record()
-    theirs = tmp_path / "recipe.lock.toml"
-    shutil.copy(folder.recipe_lock, theirs)
-    for attempts in (1, 2):
-        record = {**before, "run_id": "theirs", "attempts": before["attempts"] * attempts}
-        theirs.with_name("run.json").write_text(json.dumps(record))
-        with ExitStack() as stack:
-            Rank(folder, Place(restart=1), stack)._prepare(theirs, theirs.read_text())
-        assert folder.record() == (before if attempts == 1 else record)
-
-
-def test_several_nodes_do_not_begin_where_another_attempt_has(run: Path, tmp_path: Path) -> None:
-    """Both were planned when there was none; no disk that all share has to lock files for that."""
-    folder, before = RunFolder(run), RunFolder(run).record()
-    theirs = tmp_path / "recipe.lock.toml"
-    shutil.copy(folder.recipe_lock, theirs)
-    theirs.with_name("run.json").write_text(json.dumps(before))
-    with ExitStack() as stack, pytest.raises(ChangedMeanwhile, match="run the same command again"):
-        Rank(folder, Place(restart=0), stack)._prepare(theirs, theirs.read_text())
-    assert folder.record() == before
 
 
 def test_a_launcher_records_no_outcome_of_another_attempt(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
