@@ -321,7 +321,7 @@ LAYOUTS: dict[str, Case] = {
 }
 WITH_FSDP2 = ("1F1B", "ZBVZeroBubble", "DualPipeV")
 SLOW = {
-    *("TP2, compiled", "EP2 of CP2xTP2"),
+    "TP2, compiled",
     *("FSDP2, documents", "TP2, bf16", "TP2, documents", "CP2, full logits"),
     *("CP2xTP2, allgather", "PP2, AC by op", "EP4", "EP2 of FSDP2xCP2", "llama4, PP2xEP2"),
     *("gpt_oss, CP2xTP2, documents", "gpt_oss, EP2, AC by op", "latent, PP2xEP2", "llama4, EP2, AC by op"),

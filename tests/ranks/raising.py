@@ -320,7 +320,7 @@ def first_of_all(world: int, by_hand: bool) -> list[str]:
             del FSDPModule.reset_iter_state
             stack.callback(setattr, FSDPModule, "reset_iter_state", kept)
         for what, raises in {
-            "gathering": gathering_raises,
+            **({"gathering": gathering_raises} if world > 1 else {}),
             "evaluate": lambda e, b, f: within(layer_raises(e), lambda: e.evaluate(b)),
             "forward": lambda e, b, f: within(layer_raises(e, call=2), lambda: e.forward_backward(b)),
             "backward": lambda e, b, f: within(gradient_raises(e, call=2), lambda: e.forward_backward(b)),
@@ -335,8 +335,13 @@ def first_of_all(world: int, by_hand: bool) -> list[str]:
     return found
 
 
+def gathers(engine: Engine) -> bool:
+    """Whether parameters are sharded, which those of one rank are not."""
+    return any(isinstance(module, FSDPModule) for part in engine.parts for module in part.modules())
+
+
 def one(plain: Engine, hurt: Engine, harm: Harm, number: int, folder: Path) -> str:
-    if harm.verb == "sampling" and not sampled(hurt):
+    if harm.verb == "sampling" and not (sampled(hurt) and (harm.what != "gathering" or gathers(hurt))):
         return NOT_THERE
     folder.mkdir(parents=True, exist_ok=True)
     if harm.verb in ("optim_step", "load"):  # others leave nothing to be mended

@@ -38,6 +38,8 @@ n_layers = 1
 steps = 8
 [checkpoint]
 interval = 4
+[debug]
+digests = false  # which convert each weight as a save does
 """
 
 
