@@ -1,7 +1,10 @@
 """The manifest in docs/clusters.md is a PyTorchJob, and starts titan with arguments that it knows.
 
-`SCHEMA` has the fields of the manifest with the types, and all required fields, of the custom resource
-definition `pytorchjobs.kubeflow.org` v1 of Kubeflow's Training Operator 1.9. No cluster has seen it.
+`SCHEMA` is written by hand and has only the fields of the manifest. Those of the job itself, and what is
+required of a pod, were compared with the custom resource definition `pytorchjobs.kubeflow.org` v1 and the
+webhook of Kubeflow's Training Operator; where `SCHEMA` lists words, the definition allows any string, and
+they are those of its descriptions. Other fields of a pod are as Kubernetes documents them. No operator and
+no cluster has seen the manifest.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ def rows(of: dict[str, Any]) -> dict[str, Any]:
 
 TEXT, NUMBER = {"type": "string"}, {"type": "integer"}
 CONTAINER = table(
-    "name",
-    name={"const": "pytorch"},  # required by the operator's webhook of at least one container
+    "name image",  # by the operator's webhook, and of at least one container this name
+    name={"const": "pytorch"},
     image=TEXT,
     command=rows(TEXT),
     args=rows(TEXT),
