@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -186,10 +188,17 @@ def test_a_place_that_falls_silent_is_left_for_another_one(tmp_path: Path, quick
     assert first.find(lambda: False)
     assert second.find(lambda: False) and second.serves  # the first has given no sign of life
     assert not first.beat()  # and comes back, to find that it is not needed
-    beating = threading.Thread(target=beats, args=(second, 1.0))
+    found = threading.Event()
+
+    def beat() -> None:
+        while not found.wait(0.02):
+            second.beat()
+
+    beating = threading.Thread(target=beat)
     beating.start()
     assert third.find(lambda: False) and third.endpoint == second.endpoint
     assert first.find(lambda: False) and first.endpoint == second.endpoint and not first.serves
+    found.set()
     beating.join()
     deadline = time.monotonic() + 10
     while third.beat():
@@ -202,3 +211,15 @@ def test_nobody_waits_longer_than_the_command_does(tmp_path: Path, quick: None) 
     assert alive.find(lambda: False)
     until = time.monotonic() + 0.5
     assert not Meeting(tmp_path / "m", 60).find(lambda: time.monotonic() > until)
+
+
+def test_a_disk_that_fails_for_a_moment_does_not_end_the_search(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = [OSError(errno.ESTALE, "Stale file handle"), None]
+    monkeypatch.setattr(Meeting, "_newest", Mock(side_effect=looks))
+    assert Meeting(tmp_path / "m", 60).find(lambda: False)
+    monkeypatch.setattr(Meeting, "_newest", Mock(side_effect=looks[0]))
+    until = time.monotonic() + 0.3
+    with pytest.raises(EnvironmentProblem, match=r"cannot read .*/m: Stale file handle"):
+        Meeting(tmp_path / "m", 60).find(lambda: time.monotonic() > until)

@@ -51,19 +51,31 @@ class Meeting:
             False once `given_up` says that nobody waits any more.
 
         Raises:
-            EnvironmentProblem: the folder cannot be written.
+            EnvironmentProblem: the folder cannot be written, or could not be read to the last.
         """
         self._place = None
+        failure: OSError | None = None
         self.leave()
         while not given_up():
-            newest = self._newest()
-            if newest is None or self._silent(newest):
-                if self._open(0 if newest is None else int(newest.name)):
+            try:
+                newest = self._newest()
+                silent = newest is None or self._silent(newest)
+                failure = None
+            except OSError as error:  # of a network disk, often for a moment only
+                failure = error
+            else:
+                if silent:
+                    if self._open(0 if newest is None else int(newest.name)):
+                        return True
+                elif newest and self._alive and (endpoint := _read(newest)) and _answers(endpoint):
+                    self._place, self.endpoint = newest, endpoint
                     return True
-            elif self._alive and (endpoint := _read(newest)) and _answers(endpoint):
-                self._place, self.endpoint = newest, endpoint
-                return True
             time.sleep(0.2)
+        if failure is not None:
+            raise EnvironmentProblem(
+                f"cannot read {self._folder}: {failure.strerror}",
+                hint="use a --run-dir that all nodes can read and write",
+            ) from failure
         return False
 
     def beat(self) -> bool:
