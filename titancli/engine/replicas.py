@@ -74,7 +74,8 @@ def take_state(engine: Engine, tensors: Mapping[str, Tensor], counters: Mapping[
     with engine._verb("take_state", mends="load") as call:
         with call.agreed():
             mine = {name: local(tensor) for name, tensor in engine.live_state()[0].items()}
-            if wrong := {name for name, tensor in mine.items() if form(tensor) != form(tensors.get(name))}:
+            names = mine.keys() | tensors.keys()
+            if wrong := {name for name in names if form(mine.get(name)) != form(tensors.get(name))}:
                 raise TitanError(
                     f"the state of another engine does not fit this one: {min(wrong)} and "
                     f"{len(wrong) - 1} other tensors differ",
