@@ -17,6 +17,7 @@ from tests.cli.conftest import Titan
 from titancli.cli import launch
 from titancli.launchers import seconds_of
 from titancli.launchers.slurm import SlurmFiles
+from titancli.run.prepare import Plan
 from titancli.runs import RunFolder, hold_file
 
 FAKE = r"""#!/bin/bash
@@ -135,6 +136,15 @@ def test_what_was_submitted_is_kept_in_the_run_folder(titan: Titan, slurm: Slurm
     assert titan("config", "r/slurm/recipe.toml").code == 0
     told = titan("train", "r/slurm/recipe.toml", "--run-dir", "r", "--resume", "--step", "1")
     assert "does not exist" in told.err  # the folder counts as that of a run which is still to be made
+
+
+def test_nothing_is_submitted_for_a_finished_run(
+    titan: Titan, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Plan, "finished", True)
+    done = submit(titan, "--run-dir", "r", "--json")
+    assert (done.code, json.loads(done.out)["job"]) == (0, None) and "is finished" in done.err
+    assert slurm.calls("sbatch") == []
 
 
 def test_one_node_needs_no_rendezvous(titan: Titan) -> None:

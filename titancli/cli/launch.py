@@ -113,8 +113,12 @@ def slurm(
             note,
         )
     )
+    facts: dict[str, Any] = {"run_folder": str(plan.folder.path), "nodes": nodes, "script": None}
+    nothing = {"job": None, "state": None, "exit_code": None}
     if plan.finished:
         note(f"{short_path(plan.folder.path)} is finished: step {plan.start_step}; nothing is submitted")
+        if as_json:
+            print_json("launch", {**facts, **nothing})
         return EXIT_OK
     config = _launcher(plan)
     files = jobs.SlurmFiles(plan.folder)
@@ -128,10 +132,10 @@ def slurm(
         env=env,
         flags=[*(["--allow-drift"] if allow_drift else []), *(["--from-scratch"] if from_scratch else [])],
     )
-    facts: dict[str, Any] = {"run_folder": str(plan.folder.path), "nodes": nodes, "script": text}
+    facts["script"] = text
     if dry_run:
         if as_json:
-            print_json("launch", {**facts, "job": None, "state": None, "exit_code": None})
+            print_json("launch", {**facts, **nothing})
         else:
             print(text, end="")
         return EXIT_OK
