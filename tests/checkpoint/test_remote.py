@@ -242,19 +242,19 @@ def test_an_upload_is_waited_for_while_it_moves_and_no_longer(
     put, go = RemotePath.put, threading.Event()
 
     def slow(self: RemotePath, source: Path, moves: Callable[[], None]) -> None:
-        for _ in range(5):
+        for _ in range(15 if source.suffix == ".safetensors" else 0):
             time.sleep(0.1)
             moves()
         put(self, source, moves)
 
-    monkeypatch.setattr("titancli.checkpoint.remote.uploads.STALLED", 0.4)
+    monkeypatch.setattr("titancli.checkpoint.remote.uploads.STALLED", 1.2)  # a busy machine may sleep longer
     monkeypatch.setattr(RemotePath, "put", slow)
     _saved(tmp_path, 2)
     _uploads(tmp_path, url, keep=1).finish()  # a file alone takes longer than the limit
     assert [path.name for path in steps(at(url))] == ["step-2"]
     monkeypatch.setattr(RemotePath, "put", lambda self, *given: go.wait(60))
     _saved(tmp_path, 4)
-    with pytest.raises(TitanError, match=r"memory://.* has taken nothing for 0 seconds"):
+    with pytest.raises(TitanError, match=r"memory://.* has taken nothing for 1 seconds"):
         _uploads(tmp_path, url, keep=1).finish()
     go.set()
 
