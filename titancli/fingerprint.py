@@ -22,6 +22,7 @@ CHUNK_BYTES = 64 << 20
 """What one checksum of `chunk_sums` covers."""
 SUM_DIGITS = 16
 """Hexadecimal digits of one."""
+NOT_KEPT = "checksums cannot be kept in %s (%s): files are read again at each start"
 
 
 class Contents(str):
@@ -99,24 +100,30 @@ def chunk_sums(path: str) -> str:
         entry.parent.mkdir(parents=True, exist_ok=True)
         file = open(entry, "a+", encoding="utf-8")  # noqa: SIM115 - closed below
     except OSError as error:
-        logger.warning(
-            "checksums cannot be kept in %s (%s): files are read again at each start", entry, error
-        )
+        logger.warning(NOT_KEPT, entry, error)
         return file_sums(path)
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)  # of the ranks of a machine one reads the file, the others wait
-        except OSError as error:
-            logger.debug("%s cannot be locked: %s", entry, error)  # then each of them reads it
+        lock_if_possible(file)
         status = os.stat(path)
         now = [status.st_size, status.st_mtime_ns]
         kept = _kept(file)
         if kept is not None and kept[0] == now:
             return kept[1]
         sums = file_sums(path)
-        file.truncate(0)
-        file.write(json.dumps([now, sums, os.path.realpath(path)]))
+        try:
+            file.truncate(0)
+            os.write(file.fileno(), json.dumps([now, sums, os.path.realpath(path)]).encode())
+        except OSError as error:
+            logger.warning(NOT_KEPT, entry, error)
         return sums
+
+
+def lock_if_possible(file: IO[str]) -> None:
+    """Lock a file of the cache: of the ranks of a machine one reads the data, the others wait."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        logger.debug("%s cannot be locked: %s", file.name, error)  # then each of them reads them
 
 
 def cache_folder() -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,14 @@ def test_a_cache_that_is_damaged_or_cannot_be_written_changes_nothing(
     monkeypatch.setenv("TITAN_CACHE", str(corpus / "a"))
     assert chunk_sums(str(corpus / "a")) == sums
     assert "checksums cannot be kept" in caplog.text
+
+
+def test_a_full_disk_of_the_cache_changes_nothing(corpus: Path, caplog: pytest.LogCaptureFixture) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # nothing can be written, as on a full disk
+    try:
+        sums = chunk_sums(str(corpus / "a"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "checksums cannot be kept" in caplog.text
+    assert chunk_sums(str(corpus / "a")) == sums

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -184,10 +185,19 @@ def test_where_rows_begin_is_kept_until_the_file_changes(
     (corpus / "a.jsonl").write_bytes(b"\n".join(map(row, reversed(TEXTS))) + b"\n")
     os.utime(corpus / "a.jsonl", ns=(status.st_atime_ns, status.st_mtime_ns))  # only the sample differs
     assert sorted(documents(config)) == sorted(expected)
-    for entry in (tmp_path / "cache" / "rows").glob("*.npy"):
-        entry.write_bytes(entry.read_bytes()[:50])
-    assert sorted(documents(config)) == sorted(expected)
-    assert "is read again" in caplog.text
+    for size in (50, 0):
+        for entry in (tmp_path / "cache" / "rows").glob("*.npy"):
+            entry.write_bytes(entry.read_bytes()[:size])
+        caplog.clear()
+        assert sorted(documents(config)) == sorted(expected)
+        assert "is read again" in caplog.text
+    with monkeypatch.context() as patched:  # as on a disk of another machine
+
+        def refused(file: object, operation: int) -> None:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        patched.setattr("fcntl.flock", refused)
+        assert sorted(documents(config)) == sorted(expected)
     monkeypatch.setenv("TITAN_CACHE", str(corpus / "a.jsonl"))
     assert sorted(documents(config)) == sorted(expected)
     assert "an index cannot be kept" in caplog.text

@@ -127,6 +127,28 @@ def test_other_data_or_weights_are_refused(parts: dict[str, Any], tmp_path: Path
         make(config).load_state_dict(make(parts["a"]).state_dict())
 
 
+@pytest.mark.parametrize("exhausted", ["end", "continue"])
+def test_it_says_whether_it_ends(parts: dict[str, Any], exhausted: Any) -> None:
+    """Or an evaluation on it would never end."""
+    parts["b"] = JsonLines(paths=parts["b"].paths, repeat=False)
+    for weights, ends in (
+        ({"a": 1, "b": 1}, exhausted == "end"),
+        ({"b": 1}, True),
+        ({"a": 1, "b": 0}, False),
+    ):
+        config = Mix(datasets=parts, weights=weights, exhausted=exhausted)
+        assert config.repeat is not ends
+        batches = sum(1 for _ in zip(range(300), make(config, rows=2), strict=False))
+        assert (batches < 300) is ends
+
+
+def test_datasets_may_have_any_name(parts: dict[str, Any]) -> None:
+    config = Mix(datasets={"weights": parts["a"], "datasets": parts["b"]}, weights={"weights": 1.0})
+    state = json.loads(json.dumps(make(config).state_dict()))
+    make(config).load_state_dict(state)
+    assert {"datasets.weights", "datasets.datasets"} < set(state["data"])
+
+
 def test_what_cannot_be_read_is_named(parts: dict[str, Any], tmp_path: Path) -> None:
     config = Mix(datasets=parts, weights={"a": 1.0, "c": 1.0})
     (tmp_path / "c.bin").write_bytes(b"c" * 2000 + b"\xff" * 20)
@@ -145,13 +167,15 @@ def test_a_recipe_with_a_wrong_mix_is_told_all_of_it(
         'extends = "titan:llama3_debug"\n[dataset]\ntype = "mix"\nweights = { web = 1.0, books = 1 }\n'
         '[dataset.datasets]\nweb = { type = "python_stdlib" }\n'
         'pairs = { type = "preference", path = "titan:sums_pairs" }\n'
+        'inner = { type = "mix", weights = { x = 1.0 }, datasets.x = { type = "python_stdlib" } }\n'
         "[[dataset.stages]]\nfrom_step = 5\nweights = { web = 0.0 }\n"
         "[[dataset.stages]]\nfrom_step = 5\nweights = { web = 1.0 }\n"
     )
     assert main(["validate", str(tmp_path / "r.toml")]) == 3
     said = capsys.readouterr()
     for what in (
-        "there is no dataset 'books': they are web, pairs",
+        "there is no dataset 'books': they are web, pairs, inner",
+        "a mix cannot be part of a mix",
         "preference pairs cannot be mixed",
         "at least one weight must be above 0",
         "the stages must be in the order of from_step",

@@ -231,9 +231,9 @@ def test_shards_of_another_index_are_found_before_the_first_step(
 
 
 def write_megatron(path: Path, documents: list[list[int]], dtype: str = "<u2", code: int = 8) -> None:
-    path.with_suffix(".bin").write_bytes(np.concatenate([np.array(d, dtype) for d in documents]).tobytes())
+    path.with_suffix(".bin").write_bytes(b"".join(np.array(d, dtype).tobytes() for d in documents))
     lengths = np.array([len(d) for d in documents], "<i4")
-    pointers = (np.cumsum([0, *lengths[:-1]]) * np.dtype(dtype).itemsize).astype("<i8")
+    pointers = ((np.cumsum(lengths) - lengths) * np.dtype(dtype).itemsize).astype("<i8")
     header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(documents), len(documents) + 1)
     index = np.arange(len(documents) + 1, dtype="<i8")
     path.with_suffix(".idx").write_bytes(header + lengths.tobytes() + pointers.tobytes() + index.tobytes())
@@ -326,6 +326,39 @@ def test_masks_need_end_markers(tmp_path: Path) -> None:
         EnvironmentProblem, match=r"m\.bin: document 0 ends with the id 32, not with the end marker"
     ):
         make(variant(found, document_mask=True))
+
+
+@pytest.mark.parametrize("shuffle", ORDERS)
+def test_documents_and_files_that_are_empty_change_nothing(tmp_path: Path, shuffle: Any) -> None:
+    for number, documents in enumerate(([], [[], *DOCUMENTS[:25], []], [], [*DOCUMENTS[25:], [], []])):
+        write_megatron(tmp_path / f"m{number}", documents)
+    found = TokenShards(
+        paths=[tmp_path / "m*.bin"], format="megatron", shuffle=shuffle, document_mask=True, repeat=False
+    )
+    rows, _ = global_rows(found, 2 * len(TOKENS), dp_size=1, rows=1, seq_len=1)
+    assert Counter(token for row, _ in rows for token in row) + Counter([256]) >= Counter(TOKENS)
+    assert len(rows) == len(TOKENS) - 1
+    whole, _ = global_rows(variant(found, repeat=True), 200, dp_size=1, rows=2)
+    parts, state = global_rows(variant(found, repeat=True), 37, dp_size=2, rows=2)
+    parts += global_rows(variant(found, repeat=True), 50, dp_size=1, rows=4, state=state)[0]
+    assert parts == whole[: len(parts)]
+
+
+def test_a_pointer_out_of_its_file_is_named(tmp_path: Path) -> None:
+    for wrong in (-2, 1 << 40):
+        write_megatron(tmp_path / "m", DOCUMENTS)
+        index = bytearray((tmp_path / "m.idx").read_bytes())
+        at = 34 + 4 * len(DOCUMENTS) + 8 * 3
+        index[at : at + 8] = struct.pack("<q", wrong)
+        (tmp_path / "m.idx").write_bytes(index)
+        dataset = make(TokenShards(paths=[tmp_path / "m.bin"], format="megatron", shuffle="documents"))
+        with pytest.raises(EnvironmentProblem, match=rf"m\.idx .* leads out of .*m\.bin \(byte {at}\)"):
+            next(iter(dataset))
+
+
+def test_a_folder_that_is_named_twice_is_read_once(folder: Path) -> None:
+    twice = make(TokenShards(paths=[folder / "out", folder / "." / "out"]))
+    assert twice.state_dict() == make(config(folder)).state_dict()
 
 
 # ------------------------------------------------------------------------------------------------ very large

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import zstandard
 from tests.data.deadly_plugin import Deadly
 from tests.data.helpers import stream
 from titancli import fingerprint
-from titancli.data import ByteTokenizer, HFTokenizer
+from titancli.data import ByteTokenizer, HFTokenizer, TokenShards
 from titancli.data.shards import INDEX, PROGRESS, Index, faults, read_index, require_sound
 from titancli.data.shards import tokenize as job
 from titancli.data.shards.reader import document_of, lengths
@@ -163,6 +165,65 @@ def test_interrupted_anywhere_it_goes_on_and_leaves_the_same_bytes(
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert (index.digest, index.skipped) == (whole.digest, whole.skipped)
     assert not (tmp_path / "out" / PROGRESS).exists()
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_text_of_any_length_goes_on_in_its_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titancli.data.files.PIECE_BYTES", 64)
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"{name} line\n" * 200)
+    sources = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    whole = run(sources, tmp_path / "whole")
+    interrupt(monkeypatch, sources, tmp_path / "out", adds=9)
+    [state] = [json.loads(file.read_text()) for file in (tmp_path / "out").glob(PROGRESS)]
+    assert state["writer"]["open"]["tokens"] > 300 and state["writer"]["open"]["documents"] == 0
+    assert run(sources, tmp_path / "out").digest == whole.digest
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def interrupt(
+    monkeypatch: pytest.MonkeyPatch, sources: list[Path], out: Path, *, adds: int, **options: Any
+) -> None:
+    """Run until so many documents, or pieces of them, were written."""
+    add, left = ShardWriter.add, adds
+
+    def failing(self: ShardWriter, tokens: np.ndarray, *, ends: bool) -> None:
+        nonlocal left
+        if not (left := left - 1):
+            raise KeyboardInterrupt
+        add(self, tokens, ends=ends)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(ShardWriter, "add", failing)
+        run(sources, out, **options)
+
+
+@pytest.mark.usefixtures("eager")
+def test_bytes_that_were_lost_meanwhile_are_not_filled_with_zeros(
+    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(monkeypatch, [lines], tmp_path / "out", adds=12, shard_tokens=1 << 20)
+    os.truncate(tmp_path / "out" / "00000.bin", 10)
+    with pytest.raises(EnvironmentProblem, match=r"00000\.bin has only 10 bytes of the \d+ that were"):
+        run([lines], tmp_path / "out", shard_tokens=1 << 20)
+    (tmp_path / "out" / "00000.bin").unlink()
+    with pytest.raises(EnvironmentProblem, match=r"00000\.bin has only 0 bytes of the \d+ that were"):
+        run([lines], tmp_path / "out", shard_tokens=1 << 20)
+
+
+def test_a_full_disk_is_named_and_the_command_goes_on_later(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a line\n" * 9000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))  # a write beyond fails as on a full disk
+    try:
+        with pytest.raises(EnvironmentProblem, match=r"cannot write .*out") as told:
+            run([tmp_path / "a.txt"], tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "free some space, then run the command again" in str(told.value)
+    run([tmp_path / "a.txt"], tmp_path / "whole")
+    run([tmp_path / "a.txt"], tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_a_complete_folder_stays_as_it_is_and_takes_nothing_else(lines: Path, tmp_path: Path) -> None:
@@ -315,8 +376,15 @@ def test_the_commands_show_and_verify_what_was_written(
         return capsys.readouterr().out
 
     monkeypatch.chdir(tmp_path)
+    main(["tokenize", str(lines), "a 'ü' b", "--workers", "1", "--tokenizer", "byte"])
+    _, said = capsys.readouterr().err.split("to train on them: ")
+    named = tomllib.loads(said.splitlines()[0].replace(", ", "\n"))["dataset"]
+    assert named == {"type": "token_shards", "paths": ["a 'ü' b"]} and "paths" in TokenShards.__annotations__
     write = ("tokenize", str(lines), "out", "--workers", "1")
     titan(*write, code=2)
+    titan("tokenize", str(tmp_path), "out", "--tokenizer", "byte", code=2)
+    titan(*write, "--tokenizer", "byte", "--revision", "v1", code=2)
+    assert not (tmp_path / "out").exists()
     assert titan(*write, "--tokenizer", "byte") == (
         f"{len(stream(TEXTS)):,} tokens of 40 documents in 1 shard, 2 bad rows skipped\n"
     )
@@ -327,6 +395,7 @@ def test_the_commands_show_and_verify_what_was_written(
     assert titan("data", "show", "out", "--document", "7", "--tokenizer", "byte") == TEXTS[7] + "\n"
     assert titan("data", "show", "out", "--document", "7") == " ".join(map(str, stream(TEXTS[7:8]))) + "\n"
     titan("data", "show", "out", "--document", "40", code=2)
+    titan("data", "show", "out", "--tokenizer", "byte", code=2)
     assert titan("data", "verify", "out").startswith("good: out (")
     (tmp_path / "out" / "00000.bin").write_bytes(b"\0" * (tmp_path / "out" / "00000.bin").stat().st_size)
     assert "00000.bin: the data from byte 0 on are not" in titan("data", "verify", "out", code=5)

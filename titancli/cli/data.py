@@ -37,6 +37,8 @@ def show(out: Path, document: int | None, tokenizer: str | None, recipe: str | N
     """
     from titancli.data.shards import read_index
 
+    if document is None and (tokenizer is not None or recipe is not None):
+        raise UsageError("--tokenizer and --recipe decode a document: add --document N")
     index = read_index(out)
     if document is not None:
         _print_document(index, document, tokenizer, recipe, as_json)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -70,6 +71,12 @@ def command(
     from titancli.data.shards.tokenize import Job, tokenize
 
     config = tokenizer_of(tokenizer, recipe)
+    for source in sources:
+        if os.path.isdir(source) and out.resolve().is_relative_to(Path(source).resolve()):
+            raise UsageError(
+                f"OUT ({out}) lies in the source {source}, which would then hold its own shards",
+                hint="name a folder outside of the sources",
+            )
     inputs = open_inputs(sources, Options(**options))
     count = workers or len(os.sched_getaffinity(0))
     begun = time.monotonic()
@@ -84,7 +91,8 @@ def command(
         f"{index.tokens:,} tokens of {index.documents:,} documents in {len(index.shards)} shard"
         f"{'s' if len(index.shards) > 1 else ''}{skipped}"
     )
-    note(f'to train on them: dataset.type = "token_shards", dataset.path = {str(out)!r}'.replace("'", '"'))
+    path = json.dumps(str(out), ensure_ascii=False)
+    note(f'to train on them: dataset.type = "token_shards", dataset.paths = [{path}]')
     note(f"to check them: titan data verify {shlex.quote(str(out))}")
     return EXIT_OK
 

@@ -260,12 +260,17 @@ class Mix:
 
     @property
     def repeat(self) -> bool:
-        return all(with_defaults(DatasetConfigDefaults, one).repeat for one in self.datasets.values())
+        """Whether it never ends, by the datasets that rows are taken from at first."""
+        used = [one for name, one in self.datasets.items() if self.weights.get(name)]
+        endless = [with_defaults(DatasetConfigDefaults, one).repeat for one in used]
+        return all(endless) if self.exhausted == "end" else any(endless)
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         for name, one in self.datasets.items():
             if with_defaults(DatasetConfigDefaults, one).gives_pairs:
                 yield f"datasets.{name}", "preference pairs cannot be mixed: each takes two rows of a batch"
+            if isinstance(one, Mix):
+                yield f"datasets.{name}", "a mix cannot be part of a mix: name its datasets in this one"
         steps = [stage.from_step for stage in self.stages]
         if steps != sorted(set(steps)):
             yield "stages", "the stages must be in the order of from_step, each at a step of its own"

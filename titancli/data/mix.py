@@ -197,7 +197,10 @@ class MixDataset:
             "ended": list(self._ended),
             "over": self._over,
             "sources": states,
-            "data": {**self._identity, **{name: state.get("data") for name, state in states.items()}},
+            "data": {
+                **self._identity,
+                **{f"datasets.{name}": state.get("data") for name, state in states.items()},
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

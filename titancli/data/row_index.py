@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 import xxhash
 
 from titancli.data.files import TextFile, unreadable
-from titancli.fingerprint import cache_folder, cache_name, ends_of
+from titancli.fingerprint import cache_folder, cache_name, ends_of, lock_if_possible
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ def row_starts(file: TextFile) -> np.ndarray:
             logger.warning("an index cannot be kept in %s (%s): files are read at each start", entry, error)
             return _found(file.path)
         with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # of the ranks of a machine one reads the file, the others wait
+            lock_if_possible(lock)
             return _kept(entry, file.path)
     except OSError as error:
         unreadable(file.path, error)
@@ -54,7 +53,7 @@ def _kept(entry: Path, path: str) -> np.ndarray:
             return kept[FACTS:]
     except FileNotFoundError:
         pass  # the first time
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:  # EOFError: it is empty
         logger.warning("%s is read again: %s cannot be read: %s", path, entry, error)
     starts = _found(path)
     part = entry.with_suffix(f".{os.getpid()}.part")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -142,16 +142,11 @@ def read_index(folder: Path) -> Index:
         ) from error
 
 
-def faults(
-    index: Index, *, whole: bool = False, progress: Callable[[int], None] = lambda size: None
-) -> Iterator[str]:
+def faults(index: Index, *, whole: bool = False) -> Iterator[str]:
     """Yield what is wrong with the files of an index, each with its path and byte.
 
     Sizes are always compared. Contents are where a file was written again or copied, by checksums that are
     kept (`chunk_sums`); or, with `whole`, of all files, from what is on the disk now.
-
-    Args:
-        progress: is given the bytes of each file that was read.
     """
     for shard in index.shards:
         for (path, size), sums, modified in zip(index.files(shard), shard.sums, shard.modified, strict=True):
@@ -161,7 +156,6 @@ def faults(
                     yield _wrong_size(path, size, status.st_size)
                 elif whole or status.st_mtime_ns != modified:
                     found = file_sums(str(path)) if whole else chunk_sums(str(path))
-                    progress(size)
                     if found != sums:
                         byte = _first_difference(sums, found)
                         yield f"{path}: the data from byte {byte:,} on are not those of {INDEX}"

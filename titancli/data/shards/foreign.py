@@ -169,8 +169,12 @@ class MegatronDocuments:
         length, byte = np.zeros(1, "<i4"), np.zeros(1, "<i8")
         self._files.read(index.index_path, length, MEGATRON_HEADER.size + 4 * at)
         self._files.read(index.index_path, byte, MEGATRON_HEADER.size + 4 * index.documents + 8 * at)
-        start = int(byte[0]) // DTYPES[index.dtype] + int(self._tokens[number])
-        return start, start + int(length[0])
+        start, size = int(byte[0]) // DTYPES[index.dtype], int(length[0])
+        if not 0 <= start <= start + size <= index.part.tokens:
+            at = MEGATRON_HEADER.size + 4 * index.documents + 8 * at
+            _refuse(index.index_path, at, f"a pointer leads out of {index.part.path}", "megatron")
+        start += int(self._tokens[number])
+        return start, start + size
 
     def require_end_markers(self, tokens: TokenFiles, eos_id: int) -> None:
         """Look at some documents of each file.
@@ -179,7 +183,8 @@ class MegatronDocuments:
             EnvironmentProblem: one does not end with the end marker.
         """
         for first, behind, index in zip(self._firsts, self._firsts[1:], self._indexes, strict=False):
-            for document in np.unique(np.linspace(first, behind - 1, SAMPLES, dtype=np.int64)):
+            count = min(SAMPLES, int(behind - first))
+            for document in np.unique(np.linspace(first, behind - 1, count, dtype=np.int64)):
                 start, end = self._bounds(int(document))
                 last = np.empty(1, tokens.dtype)
                 if end > start:
@@ -193,5 +198,5 @@ class MegatronDocuments:
 
 
 def paths_of(config: TokenShards) -> list[Path]:
-    """Return the folders of titan's own format."""
-    return [Path(os.path.abspath(path)) for path in config.paths]
+    """Return the folders of titan's own format, each once."""
+    return list(dict.fromkeys(Path(os.path.abspath(path)) for path in config.paths))

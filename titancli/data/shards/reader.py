@@ -107,7 +107,7 @@ class TokenFiles:
         Args:
             starts, sizes: int64 of one shape [pieces].
         """
-        numbers = np.searchsorted(self._starts, starts, side="right") - 1
+        numbers = np.searchsorted(self._starts[:-1], starts, side="right") - 1  # one of size 0 may lie behind
         within = starts - self._starts[numbers]
         whole = starts + sizes <= self._starts[numbers + 1]
         width, view, at = self.dtype.itemsize, into.data.cast("B"), 0

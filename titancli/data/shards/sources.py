@@ -17,7 +17,7 @@ from titancli.data.hf_datasets import IndexedSource, load
 from titancli.data.jsonl import JsonLinesSource
 from titancli.data.parquet import ParquetSource
 from titancli.data.source import Piece, Source
-from titancli.errors import EnvironmentProblem
+from titancli.errors import EnvironmentProblem, UsageError
 
 HUB = "hf://datasets/"
 SAVED = ("state.json", "dataset_dict.json")
@@ -65,6 +65,10 @@ def open_inputs(names: Sequence[str], options: Options) -> list[Input]:
             if kind == "hf"
             else [_files(kind, found, options)]
         )
+    if not any(isinstance(one.source, IndexedSource) for one in inputs):
+        for key, default in Options._field_defaults.items():
+            if key in ("name", "revision", "split") and getattr(options, key) != default:
+                raise UsageError(f"--{key} is for Hugging Face datasets, and no source is one: remove it")
     return inputs
 
 

@@ -111,7 +111,7 @@ class _Run:
         self._eos = np.array([tokenizer.eos_id], settings["dtype"])
         self._first_tokens = writer.tokens
         self._first_share = share(job.inputs, state["mark"]) if state["mark"] else 0.0
-        self._begun = False  # whether the document that is being written has tokens
+        self._begun: bool = state.get("begun", False)  # whether the document that is being written has tokens
         self._committed = time.monotonic()
 
     def write(self) -> int:
@@ -175,10 +175,13 @@ class _Run:
                 count, count - self._first_tokens, self._writer.documents, done, done - self._first_share
             )
         )
-        between = following is not None and group.flags[-1][1]
-        if between and time.monotonic() - self._committed >= COMMIT_SECONDS:
-            assert following is not None
-            state = {"writer": self._writer.commit(), "mark": following.mark, "skipped": following.skipped}
+        if following is not None and time.monotonic() - self._committed >= COMMIT_SECONDS:
+            state = {
+                "writer": self._writer.commit(),
+                "mark": following.mark,
+                "skipped": following.skipped,
+                "begun": self._begun,
+            }
             write_atomically(self._job.out / PROGRESS, json.dumps({"settings": self._settings, **state}))
             self._committed = time.monotonic()
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, cast
 
 import numpy as np
 
@@ -18,18 +19,19 @@ class _File:
 
     def __init__(self, path: Path, size: int = 0, sums: str = "") -> None:
         """`size` bytes are there already, with these checksums of whole chunks; more is dropped."""
-        self._file: BinaryIO = open(path, "r+b" if size else "w+b", buffering=1 << 20)  # noqa: SIM115
+        found = path.stat().st_size if size and path.exists() else 0
+        if found < size:  # to truncate it would fill it up with zeros
+            raise EnvironmentProblem(
+                f"{path} has only {found:,} bytes of the {size:,} that were written",
+                hint="remove the folder and tokenize the data again",
+            )
+        opened = open(path, "r+b" if size else "w+b", buffering=1 << 20)  # noqa: SIM115
+        self._file = cast(io.BufferedRandom, opened)
         self._file.truncate(size)
-        self._path = path
         self.sums = ChunkSums(sums)
         self._file.seek(len(sums) // SUM_DIGITS * CHUNK_BYTES)
         while data := self._file.read(1 << 20):
             self.sums.update(data)
-        if self._file.tell() != size:
-            raise EnvironmentProblem(
-                f"{path} has only {self._file.tell():,} bytes of the {size:,} that were written",
-                hint="remove the folder and tokenize the data again",
-            )
 
     def write(self, data: np.ndarray) -> None:
         view = data.data.cast("B")
@@ -41,7 +43,8 @@ class _File:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        """Close it without what was not synced: where the disk is full, to write that would fail again."""
+        self._file.raw.close()
 
     def finish(self) -> tuple[str, int]:
         """Close it; return its checksums, and when it was last written."""
