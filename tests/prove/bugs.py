@@ -142,6 +142,19 @@ def norm_of_a_shard() -> Iterator[None]:
         yield
 
 
+@bug
+def undivided_on_shards() -> Iterator[None]:
+    """An optimizer that divides gradients as it steps leaves those of shards alone."""
+
+    def step(original: Any, self: torch.optim.AdamW, *given: Any) -> Any:
+        if several():
+            self.grad_scale = None
+        return original(self, *given)
+
+    with wrapped(torch.optim.AdamW, "step", step):
+        yield
+
+
 # --------------------------------------------------------------------------------------- what is computed
 
 

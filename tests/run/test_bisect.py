@@ -7,10 +7,10 @@ import math
 import random
 import re
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from tests.run.conftest import Finished, furnish, train_here, trained
 from titancli.cli import main
 from titancli.engine import Engine
 from titancli.run.bisect import Bisection, Side, bisect, side_of
-from titancli.run.reproduction import collect
+from titancli.run.reproduction import collect, folder_of
 
 STEPS = 6
 WHERE = ("activation", "gradient", "weight")
@@ -41,6 +41,8 @@ def titan(
     """`titan …` in a new folder, in this process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TITAN_RUNS", raising=False)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))  # in which nobody else works
 
     def call(*arguments: Any) -> Finished:
         capfd.readouterr()
@@ -180,7 +182,7 @@ def test_the_command_says_where_and_repeats_the_step(
     assert a == "repeated from checkpoint step-2 of A: step 4 equals that of A"
     assert b == "repeated from checkpoint step-2 of B: step 4 equals that of A"
     assert end.startswith("  step 4 of B cannot be repeated here: something went wrong once")
-    assert not list(Path(gettempdir()).glob("titan-bisect-*"))
+    assert not list(Path(tempfile.gettempdir()).glob("titan-*"))
 
 
 def test_runs_that_agree(titan: Callable[..., Finished], finished: Path) -> None:
@@ -204,6 +206,27 @@ def test_what_explains_it_is_said_and_both_are_repeated(
     assert found["repeated"]["A"]["differs"]["A"] == [] == found["repeated"]["B"]["differs"]["B"]
     assert found["repeated"]["tensors"]["unequal"] and found["repeated"]["A"]["from_step"] == 0
     assert [one["step"] for one in found["checkpoints"]] == [2]
+
+
+def test_a_step_before_a_resume_with_another_recipe_is_repeated_under_its_own(
+    titan: Callable[..., Finished], finished: Path, tmp_path: Path
+) -> None:
+    furnish(tmp_path)
+    assert train_here("tiny.toml", "--run-dir", "a", "training.steps=2", "lr_scheduler.total_steps=6") == 0
+    assert train_here("a", "--resume", "training.steps=6", "optimizer.lr=0.004") == 0
+    assert again(finished, "optimizer.lr=0.004") == 0
+    done = titan("bisect", "a", "b", "--repeat", "--json")
+    found = json.loads(done.out)
+    assert (done.code, found["step"], found["phase"]) == (1, 1, "optimizer")
+    assert found["repeated"]["A"]["differs"]["A"] == [] == found["repeated"]["B"]["differs"]["B"]
+    assert found["repeated"]["A"]["differs"]["B"] and found["repeated"]["B"]["differs"]["A"]
+
+
+def test_another_run_in_the_same_folder_is_not_taken_for_it(finished: Path) -> None:
+    one = collect(finished / "r")
+    other = replace(one, run={**one.run, "run_id": "another"})
+    assert (folder_of(one), folder_of(other)) == (finished / "r", None)
+    assert side_of(other).folder is None and "is not here" in side_of(other).missing[0]
 
 
 def test_other_rows_are_told_from_another_computation(
@@ -239,6 +262,9 @@ def test_without_digests_the_logged_steps_are_compared(
     assert re.match(r"part at step [34]: (loss|gradient norm)", done.out), done.out
     assert "of 6 steps, 1 to 6 (0 with digests, the others as they were logged)" in done.out
     assert "tiny has no digests of its steps (debug.digests): logged steps are compared" in done.out
+    copied = shutil.copytree(finished / "r", tmp_path / "a", ignore=shutil.ignore_patterns("digests"))
+    repeated = titan("bisect", copied, other, "--repeat").out
+    assert repeated.count(": neither run has a digest of it\n") == 2 and "cannot be repeated" not in repeated
     assert titan("reproduce", other, "--export", "b.repro").code == 0
     other.rename(tmp_path / "gone")
     away = titan("bisect", finished / "r", "b.repro")
@@ -305,4 +331,4 @@ def test_a_repetition_that_fails_says_why_and_leaves_nothing(
     (tmp_path / "text.txt").unlink()
     done = titan("bisect", finished / "r", "b", "--repeat")
     assert done.code == 5 and "text.txt does not exist" in done.err
-    assert not list(Path(gettempdir()).glob("titan-bisect-*"))
+    assert not list(Path(tempfile.gettempdir()).glob("titan-*"))

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from titancli.recipe import load_recipe
 from titancli.registry.component import build
 from titancli.run.data import open_dataset
 from titancli.run.replay import suspect
+from titancli.run.watching import added, numbers_of, watched
 
 SMALL = ("training.steps=7", "checkpoint.interval=3", "checkpoint.keep_latest_k=0")
 SMALL += ("training.mixed_precision_param=float32",)
@@ -224,9 +226,15 @@ def test_a_step_after_a_changed_recipe_is_replayed_under_its_own(
     for step, begun in ((3, "step-2"), (6, "step-4")):
         found = replayed(titan, "r", "--step", step)
         assert found["verdict"]["result"] == "bitwise" and found["checkpoint"].endswith(begun)
+    shutil.copytree(tmp_path / "r", tmp_path / "s")
     shutil.rmtree(tmp_path / "r/checkpoints/step-4")
     done = titan("replay", "r", "--step", 5)
     assert done.code == 5 and "step 5 was made after a resume from step 4 under another recipe" in done.err
+    # Steps 4 and 6 have checkpoints, but of what is no longer the run's past.
+    changed = ("training.steps=5", "optimizer.lr=1e-2", "checkpoint.interval=100")
+    assert titan("train", "s", "--resume", "--step", 2, *changed).code == 0
+    found = replayed(titan, "s", "--step", 5)
+    assert found["verdict"]["result"] == "bitwise" and found["checkpoint"].endswith("step-2")
 
 
 def on_ranks(titan: Callable[..., Finished], ranks: Ranks, folder: Path, *mesh: str) -> dict[str, Any]:
@@ -298,6 +306,34 @@ def test_a_poisoned_row_is_named(
     assert titan("train", "tiny.toml", "--run-dir", "r", *settings, *more).code == 0
     named = {step: replayed(titan, "r", "--step", step)["stands_out"] for step in where}
     assert {step: found and found["row"] for step, found in named.items()} == where
+
+
+def test_activations_that_are_not_numbers_or_not_there_are_shown_as_they_are() -> None:
+    engine: Any = SimpleNamespace(parts=[torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Flatten())])
+    with watched(engine, ["0", "1"], plainly=False) as found:
+        engine.parts[0](torch.empty(2, 0))
+        assert not found
+        engine.parts[0](torch.tensor([[1.0, float("nan")]]))
+        engine.parts[0](torch.tensor([[7.0, 2.0]]))
+    for ranks in ([numbers_of(found), {"1": [9.0, 1.0, 3.0]}], [{"1": [9.0, 1.0, 3.0]}, numbers_of(found)]):
+        assert str(added(ranks)["1"]) == "{'rms': nan, 'max': nan}"
+
+
+def test_a_step_of_numbers_that_are_not_finite_is_shown(
+    titan: Callable[..., Finished], tmp_path: Path
+) -> None:
+    os.chdir(furnish(tmp_path))
+    wild = ("optimizer.lr=1e30", "stability.skip_nonfinite=false", "stability.sigma=0")
+    assert titan("train", "tiny.toml", "--run-dir", "r", *SMALL, *wild).code == 0
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no JSON")
+
+    found = json.loads(titan("replay", "r", "--step", 5, "--json").out, parse_constant=refuse)
+    assert (found["verdict"]["result"], found["stands_out"]) == ("bitwise", None)
+    assert (
+        found["replayed"]["loss"] == "NaN" == {one["name"]: one for one in found["layers"]}["output"]["max"]
+    )
 
 
 def test_no_row_stands_out_where_most_have_no_finite_loss() -> None:

@@ -132,7 +132,7 @@ def _lines(sides: tuple[Side, Side], found: Bisection) -> Iterator[str]:
     if not steps:
         yield "not comparable: the two have no step in common, neither a digest nor a logged one"
         return
-    span = f"{len(steps)} steps, {steps[0]} to {steps[-1]}" + (
+    span = f"{len(steps)} step{'s' * (len(steps) > 1)}, {steps[0]} to {steps[-1]}" + (
         " (digests)"
         if found.with_digests == steps
         else f" ({len(found.with_digests)} with digests, the others as they were logged)"
@@ -192,17 +192,22 @@ def _lines_of(repeated: dict[str, Any], found: Bisection) -> Iterator[str]:
     if not repeated:
         return
     equal = {name: [key for key, what in repeated[name]["differs"].items() if not what] for name in "AB"}
+    known = list(repeated["A"]["differs"])  # the runs that have a digest of the step
     for name in "AB":
         start = repeated[name]["from_step"]
         where = f"checkpoint step-{start}" if start else "the beginning"
-        agrees = " and ".join(equal[name])
-        what = f"equals that of {agrees}" if agrees else "is neither that of A nor that of B"
+        if equal[name]:
+            what = f"equals that of {' and '.join(equal[name])}"
+        elif known:
+            what = f"is {'not' if len(known) == 1 else 'neither'} that of {' nor that of '.join(known)}"
+        else:
+            what = "cannot be compared: neither run has a digest of it"
         yield f"repeated from {where} of {name}: step {found.step} {what}"
     if equal == {"A": ["A"], "B": ["B"]}:
         unequal = repeated["tensors"]["unequal"]
         first = f", in {len(unequal)} tensors, the first {unequal[0]['name']}" if unequal else ""
         yield f"  both are repeated{first}: the cause is in what they were made with"
-    elif equal["A"] == equal["B"] and len(equal["A"]) == 1:
+    elif equal["A"] == equal["B"] and len(equal["A"]) == 1 and len(known) == 2:
         odd = "B" if equal["A"] == ["A"] else "A"
         yield (
             f"  step {found.step} of {odd} cannot be repeated here: something went wrong once (such as a "

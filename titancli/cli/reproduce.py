@@ -240,7 +240,7 @@ def _lines(run: Reproduction, again: Reproduction, verdict: Verdict) -> Iterator
     from titancli.run.reproduction import COMPARED
 
     steps = verdict.compared
-    span = f"{len(steps)} logged steps, {steps[0]} to {steps[-1]}" if steps else ""
+    span = f"{len(steps)} logged step{'s' * (len(steps) > 1)}, {steps[0]} to {steps[-1]}" if steps else ""
     if verdict.result == "not_comparable":
         yield "not comparable: the two have no logged step in common"
     elif verdict.result == "bitwise_equal":

@@ -245,7 +245,9 @@ class Watch:
             forward: modules too; not those that are compiled, whose graphs would be others.
         """
         with ExitStack() as ends:
-            if engine.optimizer is not None:
+            # Where it has a hook, an optimizer that divides gradients itself finds them divided: the second
+            # step is as in a run.
+            if engine.optimizer is not None and step == 0:
 
                 def before(*given: Any) -> None:
                     self.applied |= _gradients(engine, f"{step} applied")

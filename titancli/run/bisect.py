@@ -11,7 +11,7 @@ from titancli.observe.digests import Start, StepDigest, named, read_digests, rea
 from titancli.observe.digests import differences as digest_differences
 from titancli.observe.events import plain
 from titancli.run.differences import Difference, differences, unknown
-from titancli.run.reproduction import COMPARED, Reproduction
+from titancli.run.reproduction import COMPARED, Reproduction, folder_of
 from titancli.run.verdict import Deviation, compare
 from titancli.runs import RunFolder
 
@@ -104,11 +104,10 @@ class Bisection:
 
 def side_of(run: Reproduction) -> Side:
     """Return a run with the digests of its steps, if it lies on this machine."""
-    path = Path(run.run["path"] or "")
-    here = RunFolder.is_run(path) and RunFolder(path).record().get("run_id") == run.run["run_id"]
-    if not here:
-        missing = [f"the run folder {path} is not here: its logged steps are compared, without digests"]
-        return Side(run, None, {}, {}, missing)
+    path = folder_of(run)
+    if path is None:
+        why = f"the run folder {run.run['path']} is not here: its logged steps are compared, without digests"
+        return Side(run, None, {}, {}, [why])
     try:
         digests, starts = read_digests(path), read_starts(path)
     except EnvironmentProblem as error:

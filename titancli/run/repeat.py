@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from titancli.checkpoint.format.manifest import read_manifest
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.observe.digests import StepDigest, read_digests
 from titancli.run import reproduce
 from titancli.run.bisect import Side
+from titancli.run.origin import checkpoint_before, origin_of
 from titancli.run.prepare import Plan, Request, make_plan
+from titancli.run.reproduction import Reproduction
 from titancli.runs import RunFolder
 
 
@@ -43,20 +46,29 @@ def repeat(
     Raises:
         TitanError: the run, its data or its plugins are not here, or the repetition did not come to its end.
     """
-    start = max((number for number in side.checkpoints if number < step), default=0)
-    made = _plan(side, start, step, folder, plugin_files, say)
-    wanted = reproduce.request(side.run, made, None, plugin_files, traceback=traceback)
+    if side.folder is None:
+        raise EnvironmentProblem(f"the run folder of {side.run.name} is not here")
+    source = RunFolder(side.folder)
+    digest = side.digests.get(step)
+    origin = origin_of(source, None if digest is None else digest.attempt)
+    checkpoint, _ = checkpoint_before(source, step, origin)
+    run = replace(side.run, recipe=origin.recipe, launch=origin.launch)
+    start = 0 if checkpoint is None else read_manifest(checkpoint).step
+    if checkpoint is not None and start:
+        _skeleton(source, checkpoint, origin.recipe, folder)
+    made = _plan(run, start, step, folder, plugin_files, say)
+    wanted = reproduce.request(run, made, None, plugin_files, traceback=traceback)
     code, error = reproduce.launch(made, replace(wanted, checkpoint=made.checkpoint), lambda folder: None)
     if error is not None:
         raise error
-    digest = read_digests(folder).get(step)
-    if code or digest is None:
+    again = read_digests(folder).get(step)
+    if code or again is None:
         raise TitanError(f"the repetition of {side.run.name} did not come to step {step} (exit code {code})")
-    return Repetition(start, digest, RunFolder(folder).checkpoints / f"step-{step}")
+    return Repetition(start, again, RunFolder(folder).checkpoints / f"step-{step}")
 
 
 def _plan(
-    side: Side,
+    run: Reproduction,
     start: int,
     step: int,
     folder: Path,
@@ -71,14 +83,13 @@ def _plan(
     ]
     if start == 0:
         return reproduce.plan(
-            side.run, overrides=own, steps=step, run_dir=folder, plugin_files=plugin_files, say=say
+            run, overrides=own, steps=step, run_dir=folder, plugin_files=plugin_files, say=say
         )
-    _skeleton(side, start, folder)
     try:
         return make_plan(
             Request(
                 reference=str(folder),
-                overrides=[*reproduce.shortened(side.run, step), *own],
+                overrides=[*reproduce.shortened(run, step), *own],
                 unset=["checkpoint.remote"],
                 resume=True,
                 step=start,
@@ -87,19 +98,17 @@ def _plan(
             )
         )
     except TitanError as error:
-        raise reproduce.with_what_helps(error, side.run, plugin_files) from error
+        raise reproduce.with_what_helps(error, run, plugin_files) from error
 
 
-def _skeleton(side: Side, start: int, folder: Path) -> None:
+def _skeleton(source: RunFolder, checkpoint: Path, recipe: str, folder: Path) -> None:
     """Make the run folder that a resume from one checkpoint of a run takes, with links in place of copies."""
-    if side.folder is None:
-        raise EnvironmentProblem(f"the run folder of {side.run.name} is not here")
-    source = RunFolder(side.folder)
+    made = RunFolder(folder)
     try:
-        (folder / "checkpoints").mkdir(parents=True)
-        for path in (source.recipe_lock, source.path / "run.json"):
-            shutil.copy(path, folder)
-        shutil.copytree(side.checkpoint(start), folder / "checkpoints" / f"step-{start}", copy_function=_link)
+        made.checkpoints.mkdir(parents=True)
+        made.recipe_lock.write_text(recipe, encoding="utf-8")
+        shutil.copy(source.record_file, folder)
+        shutil.copytree(checkpoint, made.checkpoints / checkpoint.name, copy_function=_link)
     except OSError as error:
         raise EnvironmentProblem(f"cannot write {folder}: {error.strerror or error}") from error
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from titancli.checkpoint.format.manifest import LOCK, faults, read_manifest
+from titancli.checkpoint.format.manifest import read_manifest
 from titancli.errors import EnvironmentProblem, TitanError, UsageError
 from titancli.observe.digests import StepDigest, differences, read_digests
 from titancli.observe.events import plain, read_events
@@ -23,6 +23,7 @@ from titancli.recipe import Loaded, load_recipe
 from titancli.recipe.find import LOCK_HEADER
 from titancli.run.evaluate import launch
 from titancli.run.inputs import require_inputs
+from titancli.run.origin import checkpoint_before, origin_of
 from titancli.run.reproduce import environment, with_what_helps
 from titancli.run.reproduction import Reproduction, collect
 from titancli.run.verdict import ENVELOPE, WIDEST
@@ -79,15 +80,9 @@ def find_source(path: Path, step: int, *, from_scratch: bool = False) -> Source:
         )
     attempts = folder.record().get("attempts") or [{}]
     number = digests[step].attempt if step in digests else len(attempts)
-    first, recipe = _recipe_of(folder, attempts, number)
-    checkpoint, notes = _checkpoint_before(folder, step, first)
+    origin = origin_of(folder, number)
+    checkpoint, notes = checkpoint_before(folder, step, origin)
     begun = 0 if checkpoint is None else read_manifest(checkpoint).step
-    if checkpoint is None and first > 0:
-        raise EnvironmentProblem(
-            f"step {step} was made after a resume from step {first} under another recipe, and there is no "
-            f"good checkpoint from step {first} to step {step - 1}",
-            hint=f"`titan replay --step {first}` or an earlier step can be replayed",
-        )
     if (problem := _began_elsewhere(attempts)) and checkpoint is None:
         raise EnvironmentProblem(f"there is no good checkpoint before step {step}, and {problem}")
     cost = _time(folder, step - begun)
@@ -112,7 +107,7 @@ def find_source(path: Path, step: int, *, from_scratch: bool = False) -> Source:
         f"{'the beginning' if checkpoint is None else checkpoint.name}{cost}"
     )
     world = there[step].layout.world if step in there else attempts[number - 1].get("world") or 1
-    return Source(run, folder, step, recipe, checkpoint, world, there, notes)
+    return Source(run, folder, step, origin.recipe, checkpoint, world, there, notes)
 
 
 def _digests(folder: RunFolder, first: int, last: int | None, unreadable: list[str]) -> dict[int, StepDigest]:
@@ -122,44 +117,6 @@ def _digests(folder: RunFolder, first: int, last: int | None, unreadable: list[s
     except EnvironmentProblem as error:
         unreadable.append(error.message)
         return {}
-
-
-def _recipe_of(folder: RunFolder, attempts: Sequence[dict[str, Any]], number: int) -> tuple[int, str]:
-    """The step from which on an attempt's recipe holds, and the recipe.
-
-    A resume that changes the recipe keeps the one before under the next number.
-    """
-    changed = [n for n, attempt in enumerate(attempts, 1) if n > 1 and attempt.get("drift")]
-    older = sorted(folder.path.glob("recipe.lock.*.toml"), key=lambda file: int(file.name.split(".")[2]))
-    locks = [*older, folder.recipe_lock]
-    if len(locks) != len(changed) + 1 and number < max([1, *changed]):
-        raise EnvironmentProblem(
-            f"the recipe of attempt {number} of {folder.path} is not known any more",
-            hint="steps of the newest attempt can be replayed",
-        )
-    before = [n for n in changed if n <= number]
-    lock = locks[len(before)] if len(locks) == len(changed) + 1 else folder.recipe_lock
-    start = STEP_NAME.match(Path(attempts[before[-1] - 1].get("checkpoint") or "").name) if before else None
-    return (int(start[1]) if start else 0), lock.read_text(encoding="utf-8")
-
-
-def _checkpoint_before(folder: RunFolder, step: int, first: int) -> tuple[Path | None, list[str]]:
-    """The newest good checkpoint of the steps from `first` to the one before `step`."""
-    notes: list[str] = []
-    found: dict[int, Path] = {}
-    for path in folder.checkpoints.glob("step-*"):
-        name = STEP_NAME.match(path.name)
-        if name and first <= int(name[1]) < step and (path / LOCK).is_file():
-            found[int(name[1])] = path
-    for number in sorted(found, reverse=True):
-        try:
-            wrong = faults(found[number], read_manifest(found[number]), verify="size")
-        except EnvironmentProblem as error:
-            wrong = [error.message]
-        if not wrong:
-            return found[number], notes
-        notes.append(f"checkpoint {found[number].name} is skipped: {'; '.join(wrong)}")
-    return None, notes
 
 
 def _began_elsewhere(attempts: Sequence[dict[str, Any]]) -> str | None:
@@ -236,7 +193,7 @@ def check_variation(overrides: Sequence[str]) -> None:
         raise UsageError(
             f"--with {key}: a step can be tried with other settings of {', '.join(VARIABLE)}, and "
             f"{', '.join(VARIABLE_KEYS)}",
-            hint="for anything else, resume from the checkpoint: titan train RUN --resume --step N KEY=VALUE",
+            hint="for anything else, resume a copy of the run: titan train COPY --resume --step N KEY=VALUE",
         )
 
 
@@ -335,7 +292,7 @@ def _completed(source: Source, found: dict[str, Any]) -> dict[str, Any]:
         name: {"gradient_norm": gradient, "weight_norm": weight}
         for name, (gradient, weight) in found["parameters"].items()
     }
-    return {
+    made = {
         "step": source.step,
         "checkpoint": None if source.checkpoint is None else str(source.checkpoint),
         "verdict": found["verdict"],
@@ -348,6 +305,8 @@ def _completed(source: Source, found: dict[str, Any]) -> dict[str, Any]:
         "layers": layers,
         "parameters": parameters,
     }
+    answer: dict[str, Any] = plain(made)
+    return answer
 
 
 def _layers(activations: dict[str, dict[str, float]], parameters: dict[str, Any]) -> list[dict[str, Any]]:

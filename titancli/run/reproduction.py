@@ -161,13 +161,26 @@ def collect(path: Path) -> Reproduction:
     )
 
 
-def _about(run: Summary, folder: RunFolder) -> dict[str, Any]:
+def folder_of(run: Reproduction) -> Path | None:
+    """Return the run's folder; None where it is not on this machine, or another run's by now."""
+    path = Path(run.run["path"] or "")
+    return path if RunFolder.is_run(path) and _run_id(RunFolder(path)) == run.run["run_id"] else None
+
+
+def _run_id(folder: RunFolder) -> Any:
     try:
-        run_id = folder.record().get("run_id")
+        return folder.record().get("run_id")
     except EnvironmentProblem:  # among the problems of the summary
-        run_id = None
+        return None
+
+
+def _about(run: Summary, folder: RunFolder) -> dict[str, Any]:
     names = ("state", "step", "steps", "error", "host")
-    return {"path": str(folder.path), "run_id": run_id, **{name: getattr(run, name) for name in names}}
+    return {
+        "path": str(folder.path),
+        "run_id": _run_id(folder),
+        **{name: getattr(run, name) for name in names},
+    }
 
 
 def _lock_text(folder: RunFolder) -> str:

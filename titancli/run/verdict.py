@@ -6,11 +6,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from titancli.run.differences import Difference, differences, unknown
-from titancli.run.reproduction import COMPARED, Reproduction
+from titancli.run.reproduction import COMPARED, Reproduction, folder_of
 from titancli.runs import RunFolder
 
 Result = Literal["bitwise_equal", "within_envelope", "parts", "not_comparable"]
@@ -134,12 +133,13 @@ def _relative(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tupl
 def _of_weights(before: Reproduction, after: Reproduction, compared: Sequence[str]) -> list[Deviation]:
     """Of the tensor of the last checkpoint that differs most, where its files are those of another layout."""
     both = sorted(before.weights.keys() & after.weights.keys(), key=int)
-    sides = [RunFolder(Path(run.run["path"] or "")).checkpoints for run in (before, after)]
-    if not both or both[-1] in compared or not all((side / f"step-{both[-1]}").is_dir() for side in sides):
+    folders = [folder_of(run) for run in (before, after)]
+    sides = [RunFolder(path).checkpoints / f"step-{both[-1]}" for path in folders if path and both]
+    if len(sides) < 2 or both[-1] in compared or not all(side.is_dir() for side in sides):
         return []
     from titancli.checkpoint.compare import compare_checkpoints
 
-    found = compare_checkpoints(*(side / f"step-{both[-1]}" for side in sides)).unequal
+    found = compare_checkpoints(*sides).unequal
     weights = [one for one in found if one.name.startswith("model.")]
     if not weights:
         return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
@@ -61,6 +62,8 @@ def watched(engine: Engine, names: Sequence[str], *, plainly: bool) -> Iterator[
             if not isinstance(first, Tensor) or not first.is_floating_point():
                 return
             values = (first.to_local() if isinstance(first, DTensor) else first).detach().float()
+            if not values.numel():
+                return  # experts without a token
             numbers = [
                 values.square().sum(dtype=torch.float64),
                 torch.tensor(values.numel()),
@@ -98,5 +101,6 @@ def added(ranks: Sequence[dict[str, list[float]]]) -> dict[str, dict[str, float]
     for own in ranks:
         for name, (squares, count, most) in own.items():
             before = merged.get(name, [0.0, 0.0, 0.0])
-            merged[name] = [before[0] + squares, before[1] + count, max(before[2], most)]
+            largest = max(before[2], most, key=lambda number: (math.isnan(number), number))
+            merged[name] = [before[0] + squares, before[1] + count, largest]
     return {name: {"rms": (s / n) ** 0.5 if n else 0.0, "max": most} for name, (s, n, most) in merged.items()}
