@@ -96,6 +96,8 @@ def test_dry_run_prints_the_script_and_makes_nothing(titan: Titan, tmp_path: Pat
     }  # fmt: skip
     assert not any("requeue-x" in line for line in lines)
     assert list(tmp_path.iterdir()) == []
+    done = submit(titan, "--dry-run", "--run-dir", "r", "tokenizer.type=hf", "tokenizer.path=nowhere")
+    assert f"missing: tokenizer.path: {tmp_path}/nowhere does not exist" in done.err
     document = json.loads(submit(titan, "--dry-run", "--run-dir", "r", "--json").out)
     assert (document["job"], document["nodes"]) == (None, 2) and document["script"].startswith("#!/bin/bash")
 

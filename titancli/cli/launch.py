@@ -134,6 +134,8 @@ def slurm(
     )
     facts["script"] = text
     if dry_run:
+        for line in plan.missing:
+            note(f"missing: {line}")
         if as_json:
             print_json("launch", {**facts, **nothing})
         else:
