@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.engine.cases import my_batches, recipe, small
 from tests.engine.wrong import Wrong
@@ -416,3 +417,38 @@ def test_an_optimizer_that_only_skips_gets_divided_gradients() -> None:
     assert [stepped(torch.optim.SGD, wrong) for wrong in (0.0, 1.0)] == [0.0, 1.0]
     fused = functools.partial(torch.optim.SGD, fused=True)
     assert [stepped(fused, wrong) for wrong in (0.0, 1.0)] == [0.0, 1.0]
+
+
+def test_a_hook_of_a_script_changes_no_bit() -> None:
+    """Gradients are then divided in a pass of their own."""
+
+    def stepped(hook: bool) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.zeros(1000))
+        weight.grad = torch.linspace(-1, 1, 1000)
+        optimizer = torch.optim.SGD([weight], lr=0.5, fused=True)
+        if hook:
+            optimizer.register_step_pre_hook(lambda *given: None)
+        step_with(optimizer, torch.tensor(1237.0), torch.tensor(0.0))
+        return weight.detach()
+
+    assert torch.equal(stepped(hook=True), stepped(hook=False))
+
+
+def test_offloaded_parameters_have_the_numbers_of_a_step_beside_them() -> None:
+    """torch's fused steps would copy them to the CPU without waiting, and read what is not there yet."""
+    seen = []
+
+    class Recording(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+        grad_scale: Any = None
+        found_inf: Any = None
+
+        def step(self, closure: Any = None) -> Any:
+            seen.append((self.grad_scale.device.type, self.found_inf.device.type))
+
+    with FakeTensorMode():
+        weight = torch.nn.Parameter(torch.ones(3))
+        weight.grad = torch.ones(3)
+        on_gpu = torch.ones((), device="cuda")
+        step_with(Recording([weight], lr=0.1), on_gpu, on_gpu)
+    assert seen == [("cpu", "cpu")]

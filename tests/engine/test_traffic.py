@@ -18,6 +18,7 @@ from titancli.converters import LoRA
 from titancli.engine.dry_run import traffic_of
 from titancli.engine.traffic import Traffic, kind_of
 from titancli.optimizers import AdamW
+from titancli.optimizers.adamw import MixedAdamW
 from titancli.recipe.schema import Recipe
 from titancli.registry import current
 
@@ -66,6 +67,18 @@ def test_no_optimizer_waits(name: str) -> None:
         assert found and all("step_with" in place for place in found)
     else:
         assert found == []
+
+
+def test_an_optimizer_that_reads_its_own_count_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is on the device, but for torch's own that are not fused."""
+    begin = MixedAdamW._begin
+
+    def reading(self: Any, parameter: Any) -> None:
+        begin(self, parameter)
+        self.state[parameter]["step"].item()
+
+    monkeypatch.setattr(MixedAdamW, "_begin", reading)
+    assert waits(replace(cases.recipe(small()), optimizer=OPTIMIZERS["bf16 moments"]))
 
 
 @pytest.mark.parametrize("name", CONVERTERS)
@@ -140,7 +153,7 @@ def test_an_optimizer_divides_and_clips_gradients_itself() -> None:
         name: replace(cases.recipe(small()), optimizer=config_of(OPTIMIZERS[name])) for name in OPTIMIZERS
     }
     moved = {name: traffic_of(recipe)["optim_step"].ops for name, recipe in recipes.items()}
-    assert {name for name, ops in moved.items() if "_foreach_mul_" in ops} == {"foreach", "for-loop"}
+    assert {name for name, ops in moved.items() if "_foreach_div_" in ops} == {"foreach", "for-loop"}
 
 
 def test_kinds() -> None:

@@ -56,6 +56,17 @@ def close(result, expected, dtype):
     assert error <= TOLERANCE[dtype], f"off by {error:.2e}"
 
 
+def test_rows_of_which_there_are_none_have_a_gradient_of_zero():
+    torch.use_deterministic_algorithms(True)  # what is not initialised is NaN
+    try:
+        for loss in (lambda h, w, t: linear_token_loss(h, w, t, torch.ones(0))[0], linear_log_probs):
+            hidden, weight, targets = problem(rows=0)
+            loss(hidden, weight, targets).sum().backward()
+            assert torch.equal(weight.grad, torch.zeros_like(weight))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_the_token_loss_equals_the_full_logits(chunk, dtype):
     hidden, weight, targets = problem(dtype=dtype)

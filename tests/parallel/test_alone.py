@@ -20,6 +20,8 @@ from tests.engine.test_dry_run import EXPERTS
 from tests.rows import rows
 from titancli.converters import LoRA
 from titancli.engine import Engine
+from titancli.engine.weights import weights_changed
+from titancli.models.blocks.decoder import Decoder as Model
 from titancli.parallel import decoder
 from titancli.recipe.schema import Recipe
 from titancli.registry import current
@@ -117,6 +119,33 @@ def test_sampling_casts_once() -> None:
         with pytest.raises(ZeroDivisionError), engine.sampling():
             raise ZeroDivisionError
         assert engine.model.output.casts is None
+
+
+def test_what_fills_parameters_as_attributes_fills_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Initial values of a plugin's model; what a converter makes of the weights after a step."""
+
+    def init_weights(model: Any, generator_for: Any) -> None:
+        for module in model.modules():
+            for name, _ in module.named_parameters(recurse=False):
+                torch.nn.init.constant_(getattr(module, name), 0.5)
+
+    class Halves:
+        def after_step(self, model: Any) -> None:
+            model.output.weight.data.mul_(0.5)
+
+    class Fails:
+        def after_step(self, model: Any) -> None:
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(Model, "init_weights", init_weights)
+    with Engine.build(cases.recipe(small(dtype="bfloat16", tied=True))) as engine:
+        weights = dict(engine.named_parameters())
+        assert all(bool((p == 0.5).all()) for p in weights.values())
+        weights_changed(engine.parts, [Halves()])  # type: ignore[list-item]
+        assert bool((weights["tok_embeddings.weight"] == 0.25).all())
+        with pytest.raises(ZeroDivisionError):
+            weights_changed(engine.parts, [Fails()])  # type: ignore[list-item]
+        assert engine.model.output.weight.dtype == torch.bfloat16  # casts again
 
 
 def test_a_forward_that_raises_leaves_nothing() -> None:

@@ -208,8 +208,9 @@ def _counted(engine: Engine, verb: str, traffic: dict[str, Traffic] | None) -> I
         yield
         return
     groups = engine.optimizer.param_groups if engine.optimizer else []
-    states = [engine.optimizer.state[p] for g in groups if not g.get("fused") for p in g["params"]]  # type: ignore[union-attr]
-    # torch keeps the count of steps on the host, but for its fused kernels.
+    # torch keeps the count of steps on the host, but for its fused kernels; titan's own are on the device.
+    on_host = [g for g in groups if "fused" in g and not g["fused"]]
+    states = [engine.optimizer.state[p] for g in on_host for p in g["params"]]  # type: ignore[union-attr]
     with Traffic({id(state["step"]) for state in states if "step" in state}) as traffic[verb]:
         yield
 

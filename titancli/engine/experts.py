@@ -14,6 +14,7 @@ from torch import Tensor
 from titancli.engine.inputs import Logits, LogProbs
 from titancli.models.blocks.moe import moe_layers
 from titancli.observe.metrics import report
+from titancli.parallel.alone import as_stored
 from titancli.parallel.fsdp import reshard
 from titancli.protocols import HFFormDefaults, ModelDefaults
 from titancli.registry.defaults import with_defaults
@@ -145,9 +146,10 @@ def move_biases(
     if wrong is not None:  # counts of nothing move nothing
         total = torch.where(wrong > 0, torch.zeros_like(total), total)
     sums = dict(zip(counts, total.split(sizes), strict=True))
-    for model in models:
+    for part, model in zip(parts, models, strict=True):
         if names := model.token_counts():
-            model.after_step({name: sums[name] for name in names})
+            with as_stored(part):
+                model.after_step({name: sums[name] for name in names})
 
 
 def _report_load(sums: dict[str, Tensor]) -> None:

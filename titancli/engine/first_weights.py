@@ -21,6 +21,7 @@ from titancli.checkpoint.start_from import StartFrom, start_from, still_needs_we
 from titancli.engine.rng import generator_for
 from titancli.engine.weights import Known, adapters_of, all_known, base_parameters, told_adapters
 from titancli.errors import EnvironmentProblem, RecipeError
+from titancli.parallel.alone import as_stored
 from titancli.protocols import ModelDefaults
 from titancli.recipe.schema import Recipe
 from titancli.registry.defaults import with_defaults
@@ -98,10 +99,11 @@ def materialise(
     for part in parts:
         home = with_defaults(ModelDefaults, part).parameter_device or device
         allocate(part, home, device)
-        if initialised and (start.kind != "weights" or start.exclude):
-            part.init_weights(generator_for(seed, home))
-        if adapters is not None:
-            adapters.initialise(part, generator_for(seed, home))
+        with as_stored(part):
+            if initialised and (start.kind != "weights" or start.exclude):
+                part.init_weights(generator_for(seed, home))
+            if adapters is not None:
+                adapters.initialise(part, generator_for(seed, home))
 
 
 def allocate(model: nn.Module, device: torch.device, buffers: torch.device | None = None) -> None:

@@ -76,9 +76,9 @@ def norm_and_scale(
 
 @torch.no_grad()
 def divide(parameters: Iterable[nn.Parameter], scale: Tensor) -> None:
-    """Divide gradients in a pass of their own: for optimizers that do not in theirs."""
+    """Divide gradients in a pass of their own, to the same bits: for optimizers that do not in theirs."""
     gradients = [
         p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None
     ]
     if gradients:
-        torch._foreach_mul_(gradients, scale.reciprocal().to(gradients[0].device))
+        torch._foreach_div_(gradients, scale.to(gradients[0].device))

@@ -293,6 +293,9 @@ def step_with(optimizer: torch.optim.Optimizer, scale: Tensor, wrong: Tensor | N
     them. For any other, gradients are divided in a pass of their own, and the number is read to the host.
     """
     given: Any = optimizer
+    home = next((p.device for group in optimizer.param_groups for p in group["params"]), scale.device)
+    # Offloaded parameters: torch's fused steps would copy these to the CPU without waiting for the copy.
+    scale, wrong = scale.to(home), None if wrong is None else wrong.to(home)
     divides = _divides(optimizer)
     if not divides:
         divide([p for group in optimizer.param_groups for p in group["params"]], scale)

@@ -212,8 +212,9 @@ class Watched:
             raise TitanError(
                 f"{verb}: {' and '.join(parts)} after the engine was built; the engine would neither "
                 f"train nor save the new ones",
-                hint="write values into the existing parameters (parameter.data.copy_, "
-                "engine.load_weights), or change the model in a converter before the engine is built",
+                hint="write values into the existing parameters (parameter.data.copy_ of those that "
+                "engine.named_parameters() returns, engine.load_weights), or change the model in a converter "
+                "before the engine is built",
             )
 
 

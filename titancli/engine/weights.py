@@ -19,6 +19,7 @@ from titancli.checkpoint.load import name_lists
 from titancli.distributed import process_group
 from titancli.errors import TitanError
 from titancli.models.blocks.state import named_state
+from titancli.parallel.alone import as_stored
 from titancli.protocols import ConverterDefaults
 from titancli.registry.defaults import with_defaults
 
@@ -73,7 +74,8 @@ def weights_changed(parts: Iterable[Any], converters: Iterable[Converter]) -> No
     """Let converters renew what they have made of the weights."""
     for converter in converters:
         for part in parts:
-            converter.after_step(part)
+            with as_stored(part):
+                converter.after_step(part)
 
 
 # ------------------------------------------------------------------------------- over a pipeline's stages

@@ -189,7 +189,8 @@ class _Gradients:
     def __init__(self, hidden: Tensor, weight: Tensor, wants_hidden: bool, wants_weight: bool) -> None:
         self._hidden, self._weight = hidden, weight
         self.hidden = torch.empty_like(hidden) if wants_hidden else None
-        self.weight = torch.empty_like(weight, dtype=torch.float32) if wants_weight else None
+        make = torch.empty_like if len(hidden) else torch.zeros_like
+        self.weight = make(weight, dtype=torch.float32) if wants_weight else None
         self._is_empty = True
         """Whether nothing has been added: the first product is written, not added to zeros."""
         self._scale: Tensor | None = None

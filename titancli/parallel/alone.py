@@ -33,11 +33,25 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
 @contextmanager
 def held(model: nn.Module) -> Iterator[None]:
     """Cast the parameters once, for all forwards inside; without gradients."""
-    modules = [module for module in model.modules() if isinstance(module, _Casting)]
     made: dict[int, Tensor] = {}  # a tied one once
+    with _given(model, lambda module: {name: _cast_once(module, name, made) for name in module.cast_names}):
+        yield
+
+
+@contextmanager
+def as_stored(model: nn.Module) -> Iterator[None]:
+    """Have attributes be the parameters themselves inside, for code that writes into them: what is written
+    into a cast is lost."""
+    with _given(model, lambda module: module._parameters):
+        yield
+
+
+@contextmanager
+def _given(model: nn.Module, attributes: Callable[[Any], dict[str, Any]]) -> Iterator[None]:
+    modules = [module for module in model.modules() if isinstance(module, _Casting)]
     try:
         for module in modules:
-            module.casts = {name: _cast_once(module, name, made) for name in module.cast_names}
+            module.casts = attributes(module)
         yield
     finally:
         for module in modules:
@@ -56,8 +70,8 @@ class _Casting(nn.Module):
 
     cast_names: tuple[str, ...] = ()
     cast_dtype: torch.dtype = torch.float32
-    casts: dict[str, Tensor] | None = None
-    """By name, made beforehand; None: each is made where it is used."""
+    casts: dict[str, Any] | None = None
+    """What attributes are, by name; None: each is cast where it is used."""
 
 
 @cache

@@ -129,14 +129,18 @@ def steps_of_an_engine(layout: cases.Layout) -> dict[str, tuple[torch.Tensor, to
     theirs = {name: nn.Parameter(cases.whole(parameter)) for name, parameter in ours.items()}
     reference = ShardedMuon(theirs.values(), lr=0.05) if theirs else None
 
-    def step_whole_ones(*_: Any) -> None:
+    stepping: Any = engine.optimizer
+    step_cut_ones = stepping.step
+
+    def step_both() -> None:
         for name, parameter in ours.items():
-            theirs[name].grad = cases.whole(parameter.grad)
+            theirs[name].grad = cases.whole(parameter.grad) / stepping.grad_scale
         if reference is not None:
             reference.param_groups[0]["lr"] = engine.optimizer.param_groups[0]["lr"]  # by its schedule
             reference.step()
+        step_cut_ones()
 
-    engine.optimizer.register_step_pre_hook(step_whole_ones)
+    stepping.step = step_both  # a hook would have gradients divided before
     for step in range(2):
         engine.forward_backward(cases.my_batches(engine, step))
         engine.optim_step()
