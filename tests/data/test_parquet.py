@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -66,3 +67,11 @@ def test_what_cannot_be_read_is_named(corpus: Path, tmp_path: Path) -> None:
     (corpus / "b.parquet").write_bytes(b"XXXX" + b"\xff" * 100 + data[104:])
     with pytest.raises(EnvironmentProblem, match=r"cannot read the Parquet file .*b\.parquet"):
         list(make(Parquet(paths=[corpus], repeat=False)))
+
+
+def test_a_name_that_arrow_does_not_take_is_an_error_in_words(tmp_path: Path) -> None:
+    odd = tmp_path / os.fsdecode(b"a\xff.parquet")
+    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "a.parquet")
+    (tmp_path / "a.parquet").rename(odd)
+    with pytest.raises(EnvironmentProblem, match="cannot read the Parquet file"):
+        make(Parquet(paths=[tmp_path]))

@@ -120,6 +120,9 @@ def test_a_large_vocabulary_is_kept_whole(tmp_path: Path, bpe_folder: Path, line
     with monkey.context() as patched:
         patched.setattr(job, "build", lambda config: Large())
         index = run([lines], tmp_path / "large")
+        patched.setattr(Large, "eos_id", 200_000)
+        with pytest.raises(EnvironmentProblem, match="end marker is 200000, but its vocabulary has 200,000"):
+            run([lines], tmp_path / "beyond")
     assert index.dtype == "uint32"
     assert document_of(index, 3)[0] == [150_000 + len(TEXTS[3]), 199_999]
 
@@ -236,6 +239,18 @@ def test_a_complete_folder_stays_as_it_is_and_takes_nothing_else(lines: Path, tm
     with pytest.raises(EnvironmentProblem, match=r"holds other files, for example corpus\.jsonl"):
         run([lines], tmp_path)
     assert read_index(tmp_path / "out") == index
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "{}", '{"settings": 1', '{"format": 1}'])
+def test_an_index_or_progress_that_is_none_is_refused(lines: Path, tmp_path: Path, text: str) -> None:
+    for name in (PROGRESS, INDEX):
+        out = tmp_path / name.replace(".", "-")
+        out.mkdir()
+        (out / name).write_text(text)
+        with pytest.raises(EnvironmentProblem, match=rf"{name} cannot be read"):
+            run([lines], out)
+    with pytest.raises(EnvironmentProblem, match=r"corpus\.jsonl is a file, not a folder of token shards"):
+        read_index(lines)
 
 
 def test_two_at_once_are_refused(lines: Path, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ class ParquetSource:
         try:
             with pq.ParquetFile(file.path) as opened:
                 schema, metadata = opened.schema_arrow, opened.metadata
-        except (OSError, pa.ArrowException) as error:
+        except (OSError, UnicodeEncodeError, pa.ArrowException) as error:
             _unreadable(file, error)
         if self._column not in schema.names:
             raise RecipeError(
@@ -89,7 +89,7 @@ class ParquetSource:
         try:
             with pq.ParquetFile(file.path) as opened:
                 table = opened.read_row_group(group - int(self._firsts[number]), columns=[self._column])
-        except (OSError, pa.ArrowException) as error:
+        except (OSError, UnicodeEncodeError, pa.ArrowException) as error:
             _unreadable(file, error)
         return table.column(0).to_pylist()
 

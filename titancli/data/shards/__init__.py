@@ -123,6 +123,8 @@ def read_index(folder: Path) -> Index:
         raise EnvironmentProblem(
             f"{folder} has no token shards: there is no {INDEX}"
             if folder.is_dir()
+            else f"{folder} is a file, not a folder of token shards"
+            if folder.exists()
             else f"{folder} does not exist",
             hint="write them with `titan tokenize SOURCE... OUT`, or set `format` for files of other tools",
         )

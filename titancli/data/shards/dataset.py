@@ -191,7 +191,8 @@ def build(
     tokens = _open(config, tokenizer, order.get(config.shuffle, f"rows of {seq_len} shuffled by seed {seed}"))
     if tokens.files.tokens < 2:
         raise EnvironmentProblem(
-            f"{LABEL}: the files have {tokens.files.tokens} tokens", hint="use more data"
+            f"{LABEL}: a row needs 2 tokens or more, but the files have {tokens.files.tokens}",
+            hint="use more data",
         )
     if config.shuffle == "documents" and tokens.documents is None:
         raise RecipeError(

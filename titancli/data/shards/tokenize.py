@@ -214,6 +214,12 @@ def _held(out: Path) -> Iterator[None]:
 
 def _settings(job: Job, tokenizer: Tokenizer) -> dict[str, Any]:
     """What the bytes depend on."""
+    if not 0 <= tokenizer.eos_id < tokenizer.vocab_size:
+        raise EnvironmentProblem(
+            f"the tokenizer's end marker is {tokenizer.eos_id}, but its vocabulary has "
+            f"{tokenizer.vocab_size:,} ids",
+            hint="use another tokenizer",
+        )
     return {
         "tokenizer": tokenizer_identity(tokenizer),
         "vocab_size": tokenizer.vocab_size,
@@ -234,7 +240,7 @@ def _state(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         before = found.pop("settings")
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise EnvironmentProblem(
             f"{path} cannot be read: {error}", hint="remove the folder and tokenize the data again"
         ) from error
