@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from titancli.recipe import Loaded
 
 VERSIONS = ("titancli", "torch")
+SHOWN = ("component", "recipe", "ok", "cases", "ranks", "time")
+"""What a badge must have beside `versions` and `code`."""
 
 
 def badge_folder() -> Path:
@@ -73,6 +75,8 @@ def badges(plugin: str) -> list[dict[str, Any]]:
         try:
             badge = json.loads(path.read_bytes())
             stale = list(_changes(plugin, badge))
+            if missing := [key for key in SHOWN if key not in badge]:
+                raise KeyError(missing[0])  # another version of titan wrote it
             found.append({**badge, "stale": stale})
         except (OSError, ValueError, KeyError, TypeError) as error:
             name = path.stem.replace("-", "/", 1)
