@@ -86,7 +86,8 @@ def verify(out: Path, as_json: bool) -> int:
     if as_json:
         print_json("shard-verification", {"ok": not found, "path": str(out), "faults": found})
     elif not found:
-        print(f"good: {out} ({index.tokens:,} tokens in {len(index.shards)} shards)")
+        count = len(index.shards)
+        print(f"good: {out} ({index.tokens:,} tokens in {count} shard{'s' if count > 1 else ''})")
     return EXIT_ENVIRONMENT if found else EXIT_OK
 
 
