@@ -240,6 +240,20 @@ def test_replicas_that_load_different_tensors_do_not_wait_for_each_other(ranks: 
     assert ranks(2, _load_apart, str(tmp_path / "step-1")) == [True, True]
 
 
+def _load_another_shape(folder: str) -> str:
+    tensors = {"model.v": torch.zeros(4096 + dist.get_rank())}
+    with pytest.raises(TitanError) as caught:
+        load_checkpoint(Path(folder), tensors)
+    return caught.value.message
+
+
+@pytest.mark.ranks
+def test_ranks_that_want_different_shapes_are_all_told(ranks: Any, tmp_path: Path) -> None:
+    ranks(1, _save_in_pieces, str(tmp_path / "step-1"), "one")
+    words = "model.v has different dtypes or shapes on the ranks and cannot be loaded"
+    assert ranks(2, _load_another_shape, str(tmp_path / "step-1")) == [words, words]
+
+
 def _readers() -> list[tuple[str, tuple[int, ...], int]]:
     from titancli.checkpoint.format.replicas import shared_among_replicas
 

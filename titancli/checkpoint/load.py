@@ -148,12 +148,15 @@ def _asked_together(
         return asked, [checksum]
     alike: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(alike, checksum, group=group)
+    everyones: Asked = {}  # the same on all ranks, so that all find the same differences
     for sender in sorted({alike.index(found) for found in set(alike)}):
         sent: list[Any] = [asked if dist.get_rank(group) == sender else None]
         source = sender if group is None else dist.get_global_rank(group, sender)
         dist.broadcast_object_list(sent, src=source, group=group)
-        asked = {**sent[0], **asked}
-    return asked, alike
+        everyones |= {name: row for name, row in sent[0].items() if everyones.get(name, row) == row}
+        if twice := [name for name, row in sent[0].items() if everyones[name] != row]:
+            raise TitanError(f"{min(twice)} has different dtypes or shapes on the ranks and cannot be loaded")
+    return everyones, alike
 
 
 def _open_together(
