@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from titancli.observe.digests import RECORD, path_of, read_digests
 from titancli.recipe import load_recipe
 from titancli.registry.component import build
 from titancli.run.data import open_dataset
-from titancli.run.replay import suspect
+from titancli.run.replay import find_source, suspect, verdict
 from titancli.run.watching import added, numbers_of, watched
 
 SMALL = ("training.steps=7", "checkpoint.interval=3", "checkpoint.keep_latest_k=0")
@@ -334,6 +335,16 @@ def test_a_step_of_numbers_that_are_not_finite_is_shown(
     assert (
         found["replayed"]["loss"] == "NaN" == {one["name"]: one for one in found["layers"]}["output"]["max"]
     )
+
+
+def test_on_another_layout_nothing_is_called_bitwise(finished: Path) -> None:
+    source = find_source(finished / "r", 5)
+    layout = replace(source.recorded[5].layout, world=2)
+    other = {step: replace(one, layout=layout) for step, one in source.recorded.items()}
+    assert verdict(source, source.recorded)["result"] == "bitwise"
+    assert verdict(source, other)["result"] == "within_envelope"
+    wrong = {**other, 5: replace(other[5], rows=1)}
+    assert verdict(source, wrong)["result"] == "parts"
 
 
 def test_no_row_stands_out_where_most_have_no_finite_loss() -> None:
