@@ -23,6 +23,7 @@ from titancli.engine import Engine
 from titancli.engine.weights import weights_changed
 from titancli.models.blocks.decoder import Decoder as Model
 from titancli.parallel import decoder
+from titancli.parallel.alone import summed_in_float32
 from titancli.recipe.schema import Recipe
 from titancli.registry import current
 from titancli.registry.component import build
@@ -91,6 +92,40 @@ def test_it_computes_what_fsdp2_computes(name: str, tmp_path: Path) -> None:
     for key, value in expected.items():
         if key.startswith("0 "):
             assert (found[key] - value).norm() < 0.005 * value.norm(), key
+
+
+def test_gradients_of_micro_batches_are_summed_in_float32_where_weights_are_not() -> None:
+    """Bitwise what FSDP2 makes of them; a sum of eight in bfloat16 is rounded seven times."""
+    recipe = cases.recipe(small(dtype="bfloat16", micro_batches=8, accumulate="unsharded"))
+    recipe = replace(recipe, training=replace(recipe.training, dtype="bfloat16"))
+
+    def gradients() -> dict[str, torch.Tensor]:
+        with Engine.build(recipe) as engine:
+            for step in range(2):  # the second adds to the first
+                engine.forward_backward(cases.my_batches(engine, step))
+            assert {p.grad.dtype for _, p in engine.named_parameters()} == {torch.bfloat16}
+            return {name: cases.whole(p.grad) for name, p in engine.named_parameters()}
+
+    with fsdp2():
+        expected = gradients()
+    found = gradients()
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+
+
+def test_a_backward_that_raises_leaves_the_sum_of_before() -> None:
+    model = torch.nn.Linear(3, 1, bias=False, dtype=torch.bfloat16)
+    model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+    before = model.weight.grad
+    with pytest.raises(KeyError), summed_in_float32(model) as add:
+        model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+        add()
+        raise KeyError
+    assert model.weight.grad is before and bool((before == 1).all())
+    with summed_in_float32(model) as add:
+        for _ in range(300):  # in bfloat16 the sum would stay at 256
+            model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+            add()
+    assert model.weight.grad.tolist() == [[300] * 3]  # and the 1 of before, which is rounded away
 
 
 def test_gradients_are_those_of_a_plain_loop() -> None:

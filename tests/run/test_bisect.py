@@ -312,6 +312,8 @@ def test_another_layout_parts_where_the_envelope_ends(finished: Path) -> None:
     assert (near.result, near.step, near.first_bit, near.tensors) == ("within_envelope", None, 1, [])
     assert (far.result, far.step, far.after, far.phase) == ("parts", 4, 3, None)
     assert near.envelope["loss"] > 0 and far.largest[0].step >= 4
+    # Its weights were not compared, whatever the losses are.
+    assert bisect(one, on_two_ranks(one, 0.0, 1)).result == "within_envelope"
     rows = on_two_ranks(one, 1e-7, 1)
     rows.digests[5] = replace(rows.digests[5], rows=1)
     found = bisect(one, rows)

@@ -16,6 +16,7 @@ from torch import Tensor
 from titancli.engine.inputs import checked
 from titancli.observe.pace import pace
 from titancli.observe.phases import phase
+from titancli.parallel.alone import summed_in_float32
 from titancli.parallel.fsdp import reduce_after
 
 if TYPE_CHECKING:
@@ -60,7 +61,11 @@ class WholeModel:
         sums: Sums = {}
         device = next(iter(batches[0].values())).device
         pace.begin(device)
-        with self._load.of_call():
+        unsharded = self._accumulate == "unsharded" and len(batches) > 1
+        with (
+            self._load.of_call(),
+            summed_in_float32(self._model) if unsharded else nullcontext(lambda: None) as add_gradients,
+        ):
             if self._load and len(batches) > 1:
                 self._load.count_beforehand(batches, loss, self.forward)
             for number, batch in enumerate(batches, start=1):
@@ -72,6 +77,7 @@ class WholeModel:
                     pace.mark(device)
                 with phase("backward"):
                     result.sum.backward()
+                    add_gradients()
                 add_up(sums, result)
         return sums
 

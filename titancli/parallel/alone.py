@@ -2,7 +2,8 @@
 
 Parameters stay as they are stored. Where they are computed with in another dtype, they are cast where a
 forward uses them, inside the block: where activations are made again in backward, so are the casts, and no
-copies are kept. Gradients come back through the cast, and are summed in the dtype of the parameters.
+copies are kept. Gradients come back through the cast, and are summed in the dtype of the parameters, or
+where micro-batches are accumulated unsharded in float32.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
@@ -28,6 +30,42 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
         if names:
             kind: Any = type(module)
             module.__class__ = _casting(kind, names, dtype)
+
+
+@contextmanager
+def summed_in_float32(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Sum the gradients of several backwards in float32 where parameters are stored in less, as FSDP2 does
+    until it reduces them; sharded parameters are left to it.
+
+    Yields:
+        What is to be called after each backward. If one raises, the gradients are those of before.
+    """
+    parameters = [
+        p
+        for p in model.parameters()
+        if p.requires_grad and p.dtype != torch.float32 and not isinstance(p, DTensor)
+    ]
+    before = [p.grad for p in parameters]
+    sums: list[Tensor | None] = [None] * len(parameters)
+
+    def add() -> None:
+        for place, p in enumerate(parameters):
+            if p.grad is not None:
+                total = sums[place]
+                sums[place] = p.grad.float() if total is None else total.add_(p.grad)
+                p.grad = None
+
+    for p in parameters:
+        p.grad = None
+    try:
+        yield add
+    except BaseException:
+        for p, gradient in zip(parameters, before, strict=True):
+            p.grad = gradient
+        raise
+    for p, gradient, total in zip(parameters, before, sums, strict=True):
+        made = None if total is None else total.to(p.dtype)
+        p.grad = made if gradient is None else gradient if made is None else gradient + made
 
 
 @contextmanager

@@ -146,7 +146,10 @@ def bisect(one: Side, other: Side) -> Bisection:
     if step is not None and is_exact:
         what = ([BEFORE] if _before(one, other, step) else []) + what
         tensors = _tensors(one, other, step, what)
-    result: Result = "parts" if step is not None else "equal" if not bits else "within_envelope"
+    # On another layout, weights and gradients cannot be compared.
+    both = one.digests.keys() & other.digests.keys()
+    equal = not bits and all(one.digests[step].layout == other.digests[step].layout for step in both)
+    result: Result = "parts" if step is not None else "equal" if equal else "within_envelope"
     before = [other_step for other_step in steps if step is not None and other_step < step]
     return Bisection(
         result=result if steps else "not_comparable",
