@@ -66,6 +66,18 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return furnish(tmp_path)
 
 
+def in_this_process(capfd: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
+    """`titan …` inside this process, in the folder that it is in."""
+    from titancli.cli import main
+
+    def call(*arguments: Any) -> Finished:
+        capfd.readouterr()
+        sys.modules.pop("faulty", None)  # each folder has a copy of its own
+        return Finished(main([str(argument) for argument in arguments]), *capfd.readouterr())
+
+    return call
+
+
 def train_here(*arguments: str) -> int:
     """`titan train …` inside this process."""
     from titancli import registry

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.run.conftest import Finished, furnish, train_here, trained
-from titancli.cli import main
+from tests.run.conftest import Finished, furnish, in_this_process, train_here, trained
 from titancli.engine import Engine
 from titancli.run.bisect import Bisection, Side, bisect, side_of
 from titancli.run.reproduction import collect, folder_of
@@ -44,11 +43,7 @@ def titan(
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))  # in which nobody else works
 
-    def call(*arguments: Any) -> Finished:
-        capfd.readouterr()
-        return Finished(main([str(argument) for argument in arguments]), *capfd.readouterr())
-
-    return call
+    return in_this_process(capfd)
 
 
 def flip(tensor: torch.Tensor, place: int, bit: int) -> None:

@@ -7,7 +7,6 @@ import os
 import random
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -20,8 +19,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from tests.ranks import Ranks
-from tests.run.conftest import Finished, furnish, on_pool, train_here
-from titancli.cli import main
+from tests.run.conftest import Finished, furnish, in_this_process, on_pool, train_here
 from titancli.engine import Engine
 from titancli.observe.digests import RECORD, path_of, read_digests
 from titancli.recipe import load_recipe
@@ -54,12 +52,7 @@ def titan(
     monkeypatch.chdir(finished)
     monkeypatch.delenv("TITAN_RUNS", raising=False)
 
-    def call(*arguments: Any) -> Finished:
-        capfd.readouterr()
-        sys.modules.pop("faulty", None)  # each folder has a copy of its own
-        return Finished(main([str(argument) for argument in arguments]), *capfd.readouterr())
-
-    return call
+    return in_this_process(capfd)
 
 
 def replayed(titan: Callable[..., Finished], *arguments: Any, code: int = 0) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 import titancli.provenance
-from tests.run.conftest import Finished, furnish, train_here, trained
-from titancli.cli import main
+from tests.run.conftest import Finished, furnish, in_this_process, train_here, trained
 from titancli.errors import EnvironmentProblem, RecipeError, UsageError
 from titancli.run import reproduce
 from titancli.run.differences import differences
@@ -44,11 +43,7 @@ def titan(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TITAN_RUNS", raising=False)
 
-    def call(*arguments: Any) -> Finished:
-        capfd.readouterr()
-        return Finished(main([str(argument) for argument in arguments]), *capfd.readouterr())
-
-    return call
+    return in_this_process(capfd)
 
 
 def doctored(run: Reproduction, **made_by: Any) -> Reproduction:

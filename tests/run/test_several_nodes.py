@@ -123,6 +123,14 @@ def test_a_batch_that_some_numbers_of_nodes_cannot_share_is_refused(train: Any) 
     assert train(*line[:-1], "4:2").code == 2
 
 
+def test_nodes_that_come_and_go_need_checkpoints(train: Any) -> None:
+    """Each that joins would begin the run anew."""
+    line = ("tiny.toml", "--run-dir", "r", "--nproc", "1", "--nnodes", "1:2", "training.global_batch_size=8")
+    done = train(*line, "checkpoint.enable=false")
+    assert done.code == 3 and "start again when a node joins or is lost: at step 0" in done.err
+    assert "remove it, or give --nnodes one number" in done.err
+
+
 @pytest.mark.slow
 def test_nodes_that_come_and_go_share_the_same_batches(
     cluster: Cluster, start: Start, reference: Any, here: Path

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from titancli.cli.common import Common, split_overrides
-from titancli.cli.completion import RecipeOrOverride, RunName
+from titancli.cli.common import Common
+from titancli.cli.completion import RunName
 from titancli.cli.output import note, print_json, short_path
-from titancli.cli.train import NumberOrAuto, environment_of
+from titancli.cli.train import check_flags, environment_of, one_recipe, start_options
 from titancli.errors import EXIT_INTERRUPTED, EXIT_OK, EnvironmentProblem, UsageError
 from titancli.runs import RunFolder
 
@@ -37,32 +37,8 @@ def command() -> None:
 
 
 @command.command("slurm", short_help="Submit a run as a Slurm job, and follow it.")
-@click.argument(
-    "arguments", metavar="RECIPE [KEY=VALUE]...", nargs=-1, required=True, type=RecipeOrOverride()
-)
+@start_options
 @click.option("--nodes", type=click.IntRange(1), required=True, metavar="N", help="Number of nodes.")
-@click.option(
-    "--run-dir",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="The run folder, on a disk that all nodes share.  [default: as `titan train`]",
-)
-@click.option("--resume", is_flag=True, help="Resume the run from its newest good checkpoint.")
-@click.option(
-    "--allow-drift", is_flag=True, help="With --resume: allow a changed model, tokenizer or dataset."
-)
-@click.option(
-    "--from-scratch", is_flag=True, help="With --resume: if no checkpoint can be used, start at step 0."
-)
-@click.option("--unset", metavar="KEY", multiple=True, help="Reset KEY to its default; may be repeated.")
-@click.option(
-    "--env",
-    "variables",
-    metavar="NAME=VALUE",
-    multiple=True,
-    help="Set an environment variable of the workers; may be repeated.",
-)
-@click.option("--nproc", type=NumberOrAuto(), help="Processes on each node.  [default: set by the launcher]")
 @click.option("--detach", is_flag=True, help="Do not follow the job.")
 @click.option("--dry-run", is_flag=True, help="Print the script of the job, then exit.")
 @JSON
@@ -90,75 +66,68 @@ def slurm(
     from titancli.launchers import slurm as jobs
     from titancli.run.prepare import Request, make_plan
 
-    recipes, overrides = split_overrides(arguments)
-    if len(recipes) != 1:
-        raise UsageError("launch slurm takes one recipe", hint="titan launch slurm RECIPE --nodes N")
-    if (allow_drift or from_scratch) and not resume:
-        raise UsageError(f"--{'allow-drift' if allow_drift else 'from-scratch'} needs --resume")
+    recipe, overrides = one_recipe(arguments, "launch slurm")
+    check_flags(run_dir, resume, None, allow_drift, from_scratch, nnodes=1)
     env = environment_of(variables)
     if not dry_run:
         jobs.require("sbatch")
+    files = list(common.plugin_files)
+    overrides = ["launcher=slurm", *overrides]
     plan = make_plan(
         Request(
-            recipes[0],
-            ["launcher=slurm", *overrides],
-            unset,
-            run_dir,
-            resume,
-            None,
-            allow_drift,
-            from_scratch,
-            list(common.plugin_files),
-            dry_run,
-            note,
+            recipe, overrides, unset, run_dir, resume, None, allow_drift, from_scratch, files, dry_run, note
         )
     )
-    facts: dict[str, Any] = {"run_folder": str(plan.folder.path), "nodes": nodes, "script": None}
-    nothing = {"job": None, "state": None, "exit_code": None}
+    found: dict[str, Any] = {
+        "run_folder": str(plan.folder.path),
+        "nodes": nodes,
+        **dict.fromkeys(("script", "job", "state", "exit_code")),
+    }
+    code: int = EXIT_OK
     if plan.finished:
         note(f"{short_path(plan.folder.path)} is finished: step {plan.start_step}; nothing is submitted")
-        if as_json:
-            print_json("launch", {**facts, **nothing})
-        return EXIT_OK
-    config = _launcher(plan)
-    files = jobs.SlurmFiles(plan.folder)
-    text = jobs.script(
-        config,
-        files,
-        name=plan.loaded.recipe.name,
-        nodes=nodes,
-        nproc=_ranks_per_node(plan, config, nproc, nodes),
-        plugins=[*map(str, common.plugin_files), *(f"no:{name}" for name in common.blocked)],
-        env=env,
-        flags=[*(["--allow-drift"] if allow_drift else []), *(["--from-scratch"] if from_scratch else [])],
-    )
-    facts["script"] = text
-    if dry_run:
-        for line in plan.missing:
-            note(f"missing: {line}")
-        if as_json:
-            print_json("launch", {**facts, **nothing})
+    else:
+        config = _launcher(plan)
+        found["script"] = jobs.script(
+            config,
+            jobs.SlurmFiles(plan.folder),
+            name=plan.loaded.recipe.name,
+            nodes=nodes,
+            nproc=_ranks_per_node(plan, config, nproc, nodes),
+            plugins=[*map(str, files), *(f"no:{name}" for name in common.blocked)],
+            env=env,
+            flags=[*(["--allow-drift"] * allow_drift), *(["--from-scratch"] * from_scratch)],
+        )
+        if dry_run:
+            for line in plan.missing:
+                note(f"missing: {line}")
         else:
-            print(text, end="")
-        return EXIT_OK
-    for line in plan.notes:
+            code = _submit(plan, found, detach=detach, as_json=as_json)
+    if as_json:
+        print_json("launch", found)
+    elif dry_run and not plan.finished:
+        print(found["script"], end="")
+    return code
+
+
+def _submit(plan: Plan, found: dict[str, Any], *, detach: bool, as_json: bool) -> int:
+    """Submit the job, and follow it unless `detach`; return its exit code, and add to what was found."""
+    from titancli.launchers import slurm as jobs
+
+    for line in [*plan.notes, *(f"changed: {change}" for change in plan.drift)]:
         note(line)
-    for change in plan.drift:
-        note(f"changed: {change}")
-    job = jobs.submit(files, script=text, recipe=plan.lock_text, nodes=nodes)
+    files = jobs.SlurmFiles(plan.folder)
+    job = jobs.submit(files, script=found["script"], recipe=plan.lock_text, nodes=found["nodes"])
+    found["job"] = job
     note(f"run folder: {short_path(plan.folder.path)}")
     note(f"job {job} is submitted: {short_path(files.script)}")
-    state: JobState | None = None
-    code: int = EXIT_OK
     if detach:
         run = shlex.quote(short_path(plan.folder.path))
         note(f"follow:  titan launch logs {run} -f")
         note(f"cancel:  titan launch cancel {run}")
-    else:
-        state, code = _follow(files, job, to_stderr=as_json)
-    if as_json:
-        found = {"job": job, "state": state.name if state else None, "exit_code": None if detach else code}
-        print_json("launch", {**facts, **found})
+        return EXIT_OK
+    state, code = _follow(files, job, to_stderr=as_json)
+    found.update(state=state.name if state else None, exit_code=code)
     return code
 
 

@@ -99,12 +99,7 @@ def command(
 
 def tokenizer_of(folder: str | None, recipe: str | None) -> Any:
     """Return the config of the tokenizer that the options name."""
-    if (folder is None) == (recipe is None):
-        raise UsageError(
-            "name the tokenizer with --tokenizer or with --recipe",
-            hint="--tokenizer byte, --tokenizer FOLDER, or --recipe RECIPE",
-        )
-    if recipe is not None:
+    if recipe is not None and folder is None:
         from titancli.recipe import load_recipe
 
         config = load_recipe(recipe).recipe.tokenizer
@@ -114,7 +109,11 @@ def tokenizer_of(folder: str | None, recipe: str | None) -> Any:
     from titancli.data import ByteTokenizer, HFTokenizer
     from titancli.data.hub import Hosted
 
-    assert folder is not None
+    if folder is None or recipe is not None:
+        raise UsageError(
+            "name the tokenizer with --tokenizer or with --recipe",
+            hint="--tokenizer byte, --tokenizer FOLDER, or --recipe RECIPE",
+        )
     if folder == "byte":
         return ByteTokenizer()
     hosted = Hosted.of(Path(folder))

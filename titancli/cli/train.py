@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,31 +53,48 @@ class Nodes(click.ParamType):
         return self.fail(f"{value!r} is neither a number of machines nor MIN:MAX", param, ctx)
 
 
-@click.command("train", short_help="Train a model from a recipe, or resume a run.")
-@click.argument(
-    "arguments", metavar="RECIPE [KEY=VALUE]...", nargs=-1, required=True, type=RecipeOrOverride()
+START_OPTIONS = (
+    click.argument(
+        "arguments", metavar="RECIPE [KEY=VALUE]...", nargs=-1, required=True, type=RecipeOrOverride()
+    ),
+    click.option(
+        "--run-dir",
+        type=click.Path(path_type=Path),
+        metavar="DIR",
+        help="The run folder; of several machines, on a disk that all share.",
+    ),
+    click.option("--resume", is_flag=True, help="Resume the run from its newest good checkpoint."),
+    click.option(
+        "--allow-drift", is_flag=True, help="With --resume: allow a changed model, tokenizer or dataset."
+    ),
+    click.option(
+        "--from-scratch", is_flag=True, help="With --resume: if no checkpoint can be used, start at step 0."
+    ),
+    click.option("--unset", metavar="KEY", multiple=True, help="Reset KEY to its default; may be repeated."),
+    click.option(
+        "--env",
+        "variables",
+        metavar="NAME=VALUE",
+        multiple=True,
+        help="Set an environment variable of the workers; may be repeated.",
+    ),
+    click.option(
+        "--nproc", type=NumberOrAuto(), help="Processes on each machine.  [default: set by the launcher]"
+    ),
 )
-@click.option("--run-dir", type=click.Path(path_type=Path), metavar="DIR", help="The run folder.")
-@click.option("--resume", is_flag=True, help="Resume the run from its newest good checkpoint.")
+
+
+def start_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add what a run is started with: here, or as a job of a cluster."""
+    for option in reversed(START_OPTIONS):
+        function = option(function)
+    return function
+
+
+@click.command("train", short_help="Train a model from a recipe, or resume a run.")
+@start_options
 @click.option(
     "--step", type=click.IntRange(0), metavar="N", help="With --resume: start from the checkpoint of step N."
-)
-@click.option(
-    "--allow-drift", is_flag=True, help="With --resume: allow a changed model, tokenizer or dataset."
-)
-@click.option(
-    "--from-scratch", is_flag=True, help="With --resume: if no checkpoint can be used, start at step 0."
-)
-@click.option("--unset", metavar="KEY", multiple=True, help="Reset KEY to its default; may be repeated.")
-@click.option(
-    "--env",
-    "variables",
-    metavar="NAME=VALUE",
-    multiple=True,
-    help="Set an environment variable of the workers; may be repeated.",
-)
-@click.option(
-    "--nproc", type=NumberOrAuto(), help="Processes on this machine.  [default: set by the launcher]"
 )
 @click.option(
     "--nnodes",
@@ -122,8 +140,8 @@ def command(
     from titancli.run.start import count_processes
     from titancli.runs import ChangedMeanwhile
 
-    recipe, overrides = _one_recipe(arguments)
-    _check_flags(run_dir, resume, step, allow_drift, from_scratch, nnodes[1])
+    recipe, overrides = one_recipe(arguments, "train")
+    check_flags(run_dir, resume, step, allow_drift, from_scratch, nnodes[1])
     env = environment_of(variables)
     files = list(common.plugin_files)
     wanted = Request(
@@ -167,17 +185,23 @@ def _train(plan: Plan, request: LaunchRequest, nproc: int | str | None, env: dic
     return _run(plan, request, nproc, env)
 
 
-def _one_recipe(arguments: tuple[str, ...]) -> tuple[str, list[str]]:
+def one_recipe(arguments: tuple[str, ...], command: str) -> tuple[str, list[str]]:
+    """Return the recipe and the overrides of a command line.
+
+    Raises:
+        UsageError: there is no recipe, or more than one.
+    """
     recipes, overrides = split_overrides(arguments)
     if len(recipes) == 1:
         return recipes[0], overrides
+    wanted = f"takes one recipe, not {' and '.join(recipes)}" if recipes else "needs a recipe"
     raise UsageError(
-        f"train takes one recipe, not {' and '.join(recipes)}" if recipes else "train needs a recipe",
-        hint="titan train RECIPE [KEY=VALUE]...; `titan list-recipes` lists the recipes",
+        f"{command} {wanted}",
+        hint=f"titan {command} RECIPE [KEY=VALUE]...; `titan list-recipes` lists the recipes",
     )
 
 
-def _check_flags(
+def check_flags(
     run_dir: Path | None,
     resume: bool,
     step: int | None,
@@ -185,7 +209,8 @@ def _check_flags(
     from_scratch: bool,
     nnodes: int,
 ) -> None:
-    """
+    """Check the flags of a start.
+
     Raises:
         UsageError: flags that do not go together, or that need another one.
     """

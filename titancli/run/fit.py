@@ -55,6 +55,10 @@ def check_worlds(loaded: Loaded, request: LaunchRequest) -> None:
     if loaded.recipe.training.global_batch_size is None:
         message = f"on {request.nodes} nodes a step needs a size that does not depend on their number"
         raise _problem(loaded, "training.global_batch_size", message, "set training.global_batch_size")
+    if not loaded.recipe.checkpoint.enable:
+        message = f"on {request.nodes} nodes the ranks start again when a node joins or is lost: at step 0"
+        hint = "remove it, or give --nnodes one number"
+        raise _problem(loaded, "checkpoint.enable", f"{message}, without checkpoints", hint)
     wrong: dict[int, RecipeError] = {}
     for number in nodes:
         try:

@@ -97,6 +97,13 @@ def test_the_plugin_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     check_plugin("titan-ft")
 
 
+def slowly(replicas: Replicas) -> list[str]:
+    """Words for replicas that take their time: 40 steps, in which others come and go."""
+    furnish(replicas.here)
+    faulty = ["-p", str(replicas.here / "faulty.py"), "loss.type=faulty", "loss.sleep=0.15"]
+    return [*faulty, "training.steps=40"]
+
+
 @pytest.mark.slow  # two engines in one process: tests/engine/test_replicas.py
 def test_two_replicas_are_one_run_with_twice_the_rows(replicas: Replicas) -> None:
     commands = [replicas.start(number, "loop.min_replicas=2") for number in (0, 1)]
@@ -123,14 +130,7 @@ def test_two_replicas_are_one_run_with_twice_the_rows(replicas: Replicas) -> Non
 
 
 def test_one_is_killed_and_comes_back(replicas: Replicas) -> None:
-    slow = [
-        "-p",
-        str(replicas.here / "faulty.py"),
-        "loss.type=faulty",
-        "loss.sleep=0.15",
-        "training.steps=40",
-    ]
-    furnish(replicas.here)
+    slow = slowly(replicas)
     first, second = (replicas.start(number, *slow) for number in (0, 1))
     second.until_step(replicas.run(1) / "events.jsonl", 4)
     second.process.send_signal(signal.SIGKILL)
@@ -153,14 +153,7 @@ def test_one_is_killed_and_comes_back(replicas: Replicas) -> None:
 
 @pytest.mark.slow  # more gently than test_one_is_killed_and_comes_back
 def test_one_is_stopped_and_resumed(replicas: Replicas) -> None:
-    slow = [
-        "-p",
-        str(replicas.here / "faulty.py"),
-        "loss.type=faulty",
-        "loss.sleep=0.15",
-        "training.steps=40",
-    ]
-    furnish(replicas.here)
+    slow = slowly(replicas)
     first, second = (replicas.start(number, *slow) for number in (0, 1))
     first.until_step(replicas.run(0) / "events.jsonl", 3)
     first.process.send_signal(signal.SIGTERM)
@@ -172,14 +165,7 @@ def test_one_is_stopped_and_resumed(replicas: Replicas) -> None:
 
 @pytest.mark.slow  # the same with one rank each: test_one_is_killed_and_comes_back
 def test_replicas_of_several_ranks(replicas: Replicas) -> None:
-    slow = [
-        "-p",
-        str(replicas.here / "faulty.py"),
-        "loss.type=faulty",
-        "loss.sleep=0.15",
-        "training.steps=40",
-    ]
-    furnish(replicas.here)
+    slow = slowly(replicas)
     first, second = (replicas.start(number, *slow, "--nproc", "2") for number in (0, 1))
     second.until_step(replicas.run(1) / "events.jsonl", 4)
     second.process.send_signal(signal.SIGKILL)

@@ -62,9 +62,9 @@ class ShardStreamDataset(PackedDataset):
         eos = self._tokenizer.eos_id if self._document_mask else None
         if self._config.shuffle == "off":
             return ListedStream(self._tokens.files, at, repeat=self._repeat, eos_id=eos)
-        assert self._tokens.documents is not None
+        documents = cast(DocumentEnds | MegatronDocuments, self._tokens.documents)  # `build` has checked it
         return DocumentStream(
-            self._tokens.files, self._tokens.documents, at, repeat=self._repeat, eos_id=eos, seed=self._seed
+            self._tokens.files, documents, at, repeat=self._repeat, eos_id=eos, seed=self._seed
         )
 
     def epoch_tokens(self) -> tuple[int, bool]:

@@ -87,20 +87,18 @@ class ShardWriter:
 
     def _open(
         self, tokens: int = 0, documents: int = 0, max_id: int = 0, sums: tuple[str, str] = ("", "")
-    ) -> None:
+    ) -> tuple[_File, _File]:
         base = self._folder / f"{len(self.shards):05d}"
         self._tokens, self._documents, self._max_id = tokens, documents, max_id
         self._files = (
             _File(base.with_suffix(".bin"), tokens * DTYPES[self._dtype.name], sums[0]),
             _File(base.with_suffix(".idx"), documents * END_BYTES, sums[1]),
         )
+        return self._files
 
     def add(self, tokens: np.ndarray, *, ends: bool) -> None:
         """Append the tokens of a document, or of a piece of one that `ends` with it."""
-        if self._files is None:
-            self._open()
-        assert self._files is not None
-        data, index = self._files
+        data, index = self._files or self._open()
         data.write(np.ascontiguousarray(tokens, self._dtype))
         self._tokens += len(tokens)
         self._max_id = max(self._max_id, int(tokens.max()))
