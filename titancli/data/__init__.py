@@ -48,6 +48,7 @@ class TextFiles:
     where they fit best, cut only what is longer than a row, and pad the rest. Needs document_mask."""
     max_document_length: Annotated[int, Gt(0)] | None = None
     """With best_fit, cut documents into pieces of at most so many tokens; None: training.seq_len."""
+    skips_rows: ClassVar[bool] = False
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from packing_keys(self)
@@ -68,6 +69,7 @@ class PythonStdlib:
     where they fit best, cut only what is longer than a row, and pad the rest. Needs document_mask."""
     max_document_length: Annotated[int, Gt(0)] | None = None
     """With best_fit, cut documents into pieces of at most so many tokens; None: training.seq_len."""
+    skips_rows: ClassVar[bool] = False
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from packing_keys(self)
@@ -100,6 +102,7 @@ class HFDataset:
     where they fit best, cut only what is longer than a row, and pad the rest. Needs document_mask."""
     max_document_length: Annotated[int, Gt(0)] | None = None
     """With best_fit, cut documents into pieces of at most so many tokens; None: training.seq_len."""
+    skips_rows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", _absolute(self.path))
@@ -164,6 +167,7 @@ class JsonLines:
     where they fit best, cut only what is longer than a row, and pad the rest. Needs document_mask."""
     max_document_length: Annotated[int, Gt(0)] | None = None
     """With best_fit, cut documents into pieces of at most so many tokens; None: training.seq_len."""
+    skips_rows: ClassVar[bool] = False
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from packing_keys(self)
@@ -189,6 +193,7 @@ class Parquet:
     where they fit best, cut only what is longer than a row, and pad the rest. Needs document_mask."""
     max_document_length: Annotated[int, Gt(0)] | None = None
     """With best_fit, cut documents into pieces of at most so many tokens; None: training.seq_len."""
+    skips_rows: ClassVar[bool] = False
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from packing_keys(self)
@@ -259,6 +264,10 @@ class Mix:
         return masks or any(getattr(one, "pack", False) for one in parts)
 
     @property
+    def skips_rows(self) -> bool:
+        return all(with_defaults(DatasetConfigDefaults, one).skips_rows for one in self.datasets.values())
+
+    @property
     def repeat(self) -> bool:
         """Whether it never ends, by the datasets that rows are taken from at first."""
         used = [one for name, one in self.datasets.items() if self.weights.get(name)]
@@ -316,6 +325,7 @@ class Chat:
     """Shuffle rows by (training.seed, epoch); false: keep the order in which they are listed."""
     repeat: bool = True
     """Start over at the end of the data, as often as needed; false: end the run there."""
+    skips_rows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", absolute_lines(self.path))
@@ -360,6 +370,7 @@ class Preference:
     repeat: bool = True
     """Start over at the end of the data, as often as needed; false: end the run there."""
     gives_pairs: ClassVar[bool] = True
+    skips_rows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", absolute_lines(self.path))

@@ -1,4 +1,4 @@
-"""`Loader`: batches made ahead of their use, by a thread, and brought to the device.
+"""`Loader`: batches made ahead of their use, by a thread or by processes, and brought to the device.
 
 With each batch comes the dataset's state after it, so that a checkpoint stores the position of the last batch
 that was *used*, not of the last one that was prefetched.
@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -21,6 +21,18 @@ from titancli.protocols import Dataset
 
 STOP_SECONDS = 10.0
 """How long a batch in the making may take to be finished when the loader is stopped."""
+
+
+class Preparers(Protocol):
+    """What prepares a dataset's batches elsewhere: `titancli.data.workers.Workers`."""
+
+    def batches(self, state: dict[str, Any]) -> Iterator[tuple[Batch, dict[str, Any]]]:
+        """Yield the batches from a position on, and the position after each."""
+        ...
+
+    def stop(self) -> None:
+        """End what is under way; from any thread."""
+        ...
 
 
 class _Item(NamedTuple):
@@ -77,10 +89,11 @@ class Loader(Iterator[Batch]):
         device: torch.device | str,
         prefetch: int = 2,
         vocab_size: int | None = None,
+        workers: Preparers | None = None,
     ) -> None:
         """A negative token id or position ends the data with an error, and so does an id from `vocab_size`
-        on; None: there is no such limit."""
-        self.dataset, self._limits = dataset, Limits(vocab_size)
+        on; None: there is no such limit. With `workers` the dataset itself is not read."""
+        self.dataset, self._limits, self._workers = dataset, Limits(vocab_size), workers
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device(
@@ -136,30 +149,43 @@ class Loader(Iterator[Batch]):
         queue = _Queue(self._prefetch)
         thread = threading.Thread(
             target=_produce,
-            args=(self.dataset, self._device, queue, self._limits),
+            args=(self.dataset, self._workers, self._state, self._device, queue, self._limits),
             name="titan-data",
             daemon=True,
         )
-        self._finalizer = weakref.finalize(self, _stop, queue, thread)
+        self._finalizer = weakref.finalize(self, _stop, queue, thread, self._workers)
         self._queue, self._thread = queue, thread
         thread.start()
         return queue
 
 
-def _produce(dataset: Dataset, device: torch.device, queue: _Queue, limits: Limits) -> None:
+def _produce(
+    dataset: Dataset,
+    workers: Preparers | None,
+    state: dict[str, Any],
+    device: torch.device,
+    queue: _Queue,
+    limits: Limits,
+) -> None:
     cuda = device.type == "cuda"
     try:
         if cuda:  # a new thread begins on device 0 and would open a context there
             torch.cuda.set_device(device)
-        for batch in dataset:
+        batches = _alone(dataset) if workers is None else workers.batches(state)
+        for batch, state in batches:
             _check_values(batch, limits)
             if cuda:
                 batch = Batch({name: tensor.pin_memory() for name, tensor in batch.items()}, unit=batch.unit)
-            if not queue.put(_Item(batch, dataset.state_dict())):
+            if not queue.put(_Item(batch, state)):
                 return
-        queue.put(_Item(None, dataset.state_dict()))
+        queue.put(_Item(None, state))
     except BaseException as error:  # whatever it is, it belongs to the consumer
         queue.put(_Item(None, {}, error))
+
+
+def _alone(dataset: Dataset) -> Iterator[tuple[Batch, dict[str, Any]]]:
+    for batch in dataset:
+        yield batch, dataset.state_dict()
 
 
 def _check_values(batch: Batch, limits: Limits) -> None:
@@ -168,7 +194,9 @@ def _check_values(batch: Batch, limits: Limits) -> None:
         raise EnvironmentProblem(found.message, hint=found.hint)
 
 
-def _stop(queue: _Queue, thread: threading.Thread) -> None:
+def _stop(queue: _Queue, thread: threading.Thread, workers: Preparers | None) -> None:
     queue.close()
+    if workers is not None:
+        workers.stop()
     if thread is not threading.current_thread():
         thread.join(STOP_SECONDS)

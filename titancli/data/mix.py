@@ -107,6 +107,20 @@ class MixDataset:
             report(f"{MIX}{name}/rows", count, reduce="max")  # every rank counts those of all
         return Batch({name: torch.cat([row[name] for row in found]) for name in found[0]})
 
+    def skip(self, rows: int) -> int:
+        """Go so many global rows on without making them; return how many there were."""
+        stride, skipped = self._rows * self._dp_size, 0
+        while skipped < rows:
+            found, wanted = 0, min(stride, rows - skipped)
+            while found < wanted and self._row(False) is not None:
+                found += 1
+            if found:
+                self._go_on(wanted)
+            skipped += found
+            if found < wanted:
+                break
+        return skipped
+
     def _row(self, mine: bool) -> dict[str, Tensor] | None:
         """The next global row, or nothing in particular if it is another rank's; None: there is none."""
         while not self._over and (name := self._choose()) is not None:

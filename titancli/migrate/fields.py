@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _FAULT = "titan has no TorchFT; `--resume` and the launcher's max_restarts restart a run"
-_LOADER = "data is read by one thread of each rank"
+_LOADER = "titan's worker processes (training.dataloader.num_workers) need a dataset such as token_shards"
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,8 @@ class DatasetDefaults:
 
     def skip(self, rows: int) -> int | None:
         """Go so many rows of all ranks on without making them, and return how many there were; None: it
-        cannot, and what is to be skipped is read."""
+        cannot, and what is to be skipped is read. It may be called between two batches of an iteration,
+        which then goes on behind them. Worker processes need it."""
         return None
 
 

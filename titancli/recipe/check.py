@@ -79,6 +79,7 @@ def _core_checks(recipe: Recipe) -> Iterator[Finding]:
         yield ("dataset",), message, "remove [dataset]"
     yield from _activation_checkpoint(recipe)
     yield from _checkpoint(recipe)
+    yield from _dataloader(recipe)
     yield from _validation(recipe)
     yield from _profiling(recipe)
     yield from check_layout(recipe)
@@ -87,6 +88,18 @@ def _core_checks(recipe: Recipe) -> Iterator[Finding]:
 def _datasets(recipe: Recipe) -> list[Any]:
     """The configs of all datasets; None is one that the loop does not use."""
     return [recipe.dataset, *recipe.validation.datasets.values()]
+
+
+def _dataloader(recipe: Recipe) -> Iterator[Finding]:
+    path = ("training", "dataloader", "num_workers")
+    if not recipe.training.dataloader.num_workers:
+        return
+    if recipe.dataset is None:
+        yield path, "the loop uses no dataset, so there is nothing for workers to prepare", "remove it"
+    elif not with_defaults(DatasetConfigDefaults, recipe.dataset).skips_rows:
+        name = component_info(recipe.dataset).name
+        message = f"the dataset {name} tokenizes all rows before a row, so each worker would prepare all"
+        yield path, message, "write token shards with `titan tokenize`, and use the dataset token_shards"
 
 
 def _validation(recipe: Recipe) -> Iterator[Finding]:

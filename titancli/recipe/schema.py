@@ -35,6 +35,17 @@ class Requires:
 
 
 @section
+class DataLoader:
+    """How batches are prepared ahead of their use. None of this changes which rows a run sees."""
+
+    num_workers: Annotated[int, Ge(0)] = 0
+    """Processes on each data-parallel rank that prepare batches; 0: a thread of the rank does. Each prepares
+    every num_workers-th batch, so the dataset must be one that can skip rows without preparing them."""
+    prefetch_factor: Annotated[int, Gt(0)] = 2
+    """Batches that the thread, or each process, prepares in advance. On CUDA, they are pinned."""
+
+
+@section
 class Training:
     """Length of the run, batch sizes, gradient clipping and precision."""
 
@@ -61,6 +72,7 @@ class Training:
     """Steps between two runs of Python's garbage collector, which is off in between."""
     seed: Annotated[int, Ge(0), Le(2**63 - 1)] = 0
     """Random seed for initialization, data order and all other random numbers."""
+    dataloader: DataLoader = field(default_factory=DataLoader)
 
 
 @section

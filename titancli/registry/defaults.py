@@ -125,6 +125,8 @@ class DatasetConfigDefaults:
     """Whether batches have the log-probabilities of a reference."""
     document_mask: bool = False
     """Whether batches have `document_ids`."""
+    skips_rows: bool = True
+    """Whether rows are skipped without being prepared, as worker processes need it."""
 
 
 class OptimizerConfigDefaults:

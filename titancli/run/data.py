@@ -13,6 +13,7 @@ import xxhash
 
 from titancli.checkpoint.start_from import start_from
 from titancli.data.loader import Loader
+from titancli.data.workers import Rebuild, Workers
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.loops.validation import Validation
 from titancli.losses.cross_entropy import CrossEntropy
@@ -170,14 +171,30 @@ def read_identity(recipe: Recipe) -> dict[str, Any] | None:
 
 def _source(recipe: Recipe, tokenizer: Any, engine: Engine) -> Source:
     if recipe.dataset is not None:
+        training = recipe.training
         dataset = open_dataset(recipe, tokenizer, engine, recipe.dataset)
+        rows_per_step = training.local_batch_size * engine.settings.accumulation * engine.mesh.degrees.dp
         if hasattr(dataset, "rows_per_step"):
-            accumulated = recipe.training.local_batch_size * engine.settings.accumulation
-            dataset.rows_per_step = accumulated * engine.mesh.degrees.dp
+            dataset.rows_per_step = rows_per_step
+        workers, count, depth = None, training.dataloader.num_workers, training.dataloader.prefetch_factor
+        if count:
+            rebuild = Rebuild(
+                recipe.dataset,
+                recipe.tokenizer,
+                seq_len=training.seq_len,
+                rows=training.local_batch_size,
+                dp_rank=engine.mesh.dp_rank,
+                dp_size=engine.mesh.degrees.dp,
+                seed=training.seed,
+                rows_per_step=rows_per_step,
+            )
+            workers = Workers(rebuild, dataset, count=count, depth=depth)
         return Loader(
             dataset,
             device=engine.device,
+            prefetch=depth,
             vocab_size=with_defaults(ModelConfigDefaults, recipe.model).vocab_size,
+            workers=workers,
         )
     task = build(recipe.loop.task, seed=recipe.training.seed)
     return PromptSource(task, tokenizer, longest=recipe.training.seq_len)

@@ -33,13 +33,13 @@ _tokenizer: Tokenizer | None = None
 def _start_worker(plugins: Plugins) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the command ends this one
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     if plugins[0]:  # the config may come from one of these, which only the registry imports
         registry.configure(files=plugins[0], blocked=plugins[1])
         registry.current().names("tokenizer")
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """End this process when the command that started it is gone, which it may be without a word."""
     parent = multiprocessing.parent_process()
     if parent is not None:

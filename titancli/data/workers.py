@@ -1,0 +1,303 @@
+"""Processes that prepare batches: each every n-th one of the rank, and skips the rows of all others.
+
+A worker builds the dataset again, from its config, and goes to the same position. So which rows there are, in
+which order, and the position after each batch are what they would be without workers. With each batch come
+that position and what was reported and logged while it was prepared.
+
+Workers are forked by a server that has imported torch and nothing else: no device, lock or thread of the rank
+is in them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from titancli import registry
+from titancli.data.batch import Batch
+from titancli.data.loader import Loader
+from titancli.data.shards.workers import end_with_parent
+from titancli.errors import EnvironmentProblem, RecipeError, TitanError
+from titancli.observe.metrics import Reading, collector, report
+from titancli.protocols import Dataset, DatasetDefaults
+from titancli.registry.component import build
+from titancli.registry.defaults import with_defaults
+
+logger = logging.getLogger(__name__)
+
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals for the rank, which may come to every process of it; batches are wanted until it ends."""
+END_SECONDS = 5.0
+NOT_POSITION = ("version", "data", "sources")
+"""What a position has that does not say where it is, or says it at length."""
+
+
+@dataclass(frozen=True)
+class Rebuild:
+    """What a dataset is built from, in another process too."""
+
+    config: Any
+    tokenizer: Any
+    """The config of the tokenizer; None: the dataset needs none."""
+    seq_len: int
+    rows: int
+    dp_rank: int
+    dp_size: int
+    seed: int
+    rows_per_step: int | None = None
+
+    def __call__(self) -> Dataset:
+        runtime = {"rows": self.rows, "dp_rank": self.dp_rank, "dp_size": self.dp_size, "seed": self.seed}
+        tokenizer = None if self.tokenizer is None else build(self.tokenizer)
+        dataset: Dataset = build(self.config, tokenizer=tokenizer, seq_len=self.seq_len, **runtime)
+        if hasattr(dataset, "rows_per_step"):
+            dataset.rows_per_step = self.rows_per_step
+        return dataset
+
+    @property
+    def stride(self) -> int:
+        """Rows of a micro-batch of all ranks."""
+        return self.rows * self.dp_size
+
+
+class _Sent(NamedTuple):
+    """What a worker sends: a batch, an error, or neither at the end of the data."""
+
+    tensors: dict[str, tuple[np.ndarray, torch.dtype, tuple[int, ...]]] | None
+    unit: int
+    state: dict[str, Any]
+    error: BaseException | None
+    readings: dict[str, Reading]
+    records: list[tuple[str, int, str]]
+    """Logger, level and message."""
+
+
+class Workers:
+    """Worker processes of one rank's dataset, in place of the dataset for a `Loader`."""
+
+    def __init__(self, rebuild: Rebuild, dataset: Dataset, *, count: int, depth: int) -> None:
+        """
+        Args:
+            dataset: what `rebuild` builds.
+            count: processes.
+            depth: batches that each prepares in advance.
+
+        Raises:
+            RecipeError: the dataset cannot skip rows.
+        """
+        if with_defaults(DatasetDefaults, dataset).skip(0) is None:
+            raise RecipeError(
+                f"the dataset {type(dataset).__name__} cannot skip rows, so each worker would prepare all",
+                hint="set training.dataloader.num_workers = 0; a plugin's dataset can offer skip(rows)",
+            )
+        self._rebuild, self._count, self._depth = rebuild, count, depth
+        self._stop: Finalize | None = None
+
+    def batches(self, state: dict[str, Any]) -> Iterator[tuple[Batch, dict[str, Any]]]:
+        """Yield batches from a position on, and the position after each. One iteration at a time.
+
+        Raises:
+            EnvironmentProblem: a worker died.
+            BaseException: what the dataset raised, with the rows that it was raised for as a note.
+        """
+        workers: list[tuple[Any, Connection]] = []
+        # Before the interpreter's own end, which would wait for the processes.
+        self._stop = Finalize(self, _kill, (workers,), exitpriority=10)
+        try:
+            self._start(workers, state)
+            for number in range(10**18):
+                process, connection = workers[number % self._count]
+                try:
+                    sent = pickle.loads(connection.recv_bytes())
+                except (EOFError, OSError) as error:
+                    raise self._dead(process, number, state) from error
+                _repeat(sent)
+                if sent.error is not None:
+                    raise _at(sent.error, f"data worker {process.pid}, {self._rows(number, state)}")
+                if sent.tensors is None:
+                    return
+                state = sent.state
+                yield Batch({n: _tensor(*parts) for n, parts in sent.tensors.items()}, unit=sent.unit), state
+        finally:
+            _kill(workers)  # those too that were started while it was stopped
+            for _, connection in workers:
+                connection.close()
+
+    def stop(self) -> None:
+        """End the processes; from any thread."""
+        if self._stop is not None:
+            self._stop()
+
+    def _start(self, workers: list[tuple[Any, Connection]], state: dict[str, Any]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        shared = (pickle.dumps(self._rebuild), registry.plugin_files(), state, self._count, self._depth)
+        for number in range(self._count):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_work, args=(theirs, number, *shared), name=f"titan-data-{number}"
+            )
+            process.start()
+            theirs.close()
+            workers.append((process, ours))
+
+    def _rows(self, number: int, state: dict[str, Any]) -> str:
+        first = number * self._rebuild.stride + self._rebuild.dp_rank * self._rebuild.rows
+        place = {name: value for name, value in state.items() if name not in NOT_POSITION}
+        return (
+            f"rows {first:,} to {first + self._rebuild.rows - 1:,} since this start of the data, "
+            f"at the position {json.dumps(place)}"
+        )
+
+    def _dead(self, process: Any, number: int, state: dict[str, Any]) -> EnvironmentProblem:
+        process.join(END_SECONDS)
+        code = process.exitcode
+        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"exited with {code}"
+        return EnvironmentProblem(
+            f"data worker {process.pid} {how} while it prepared {self._rows(number, state)}",
+            hint="a machine that runs out of memory kills processes: with fewer "
+            "training.dataloader.num_workers less is needed; --resume continues before these rows",
+        )
+
+
+def _kill(workers: list[tuple[Any, Connection]]) -> None:
+    for process, _ in workers:
+        process.kill()  # it holds nothing that must be kept
+    for process, _ in workers:
+        process.join(END_SECONDS)
+
+
+def _at(error: BaseException, where: str) -> BaseException:
+    """The error with where it was raised: in words that are shown, for those of users."""
+    if isinstance(error, TitanError):
+        error.message += f" ({where})"
+    else:
+        error.add_note(where)
+    return error
+
+
+def _repeat(sent: _Sent) -> None:
+    """Report and log what the worker did."""
+    for name, reading in sent.readings.items():
+        report(name, reading.value, reduce=reading.reduce, count=reading.count)
+    for name, level, message in sent.records:
+        logging.getLogger(name).log(level, "%s", message)
+
+
+def _tensor(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(data).view(dtype).view(shape)
+
+
+# --------------------------------------------------------------------------------------- in a worker process
+
+
+class _Share:
+    """Every `workers`-th batch of a dataset, from one of the first on."""
+
+    def __init__(self, dataset: Dataset, stride: int, number: int, workers: int) -> None:
+        self._dataset, self._stride, self._number, self._workers = dataset, stride, number, workers
+        self.state_dict, self.load_state_dict = dataset.state_dict, dataset.load_state_dict
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches, others = iter(self._dataset), self._number
+        while self._skip(others) and (batch := next(batches, None)) is not None:
+            yield batch
+            others = self._workers - 1
+
+    def _skip(self, batches: int) -> bool:
+        """Go on by batches of the other workers; whether there were that many."""
+        rows = batches * self._stride
+        return not rows or with_defaults(DatasetDefaults, self._dataset).skip(rows) == rows
+
+
+class _Records(logging.Handler):
+    """Keeps what is logged until it is sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: list[tuple[str, int, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._kept.append((record.name, record.levelno, record.getMessage()))
+
+    def drain(self) -> list[tuple[str, int, str]]:
+        found, self._kept = self._kept, []
+        return found
+
+
+def _work(
+    connection: Connection,
+    number: int,
+    rebuild: bytes,
+    plugin_files: Sequence[Path],
+    state: dict[str, Any],
+    workers: int,
+    depth: int,
+) -> None:
+    """Prepare batches and send them, until the other end is closed."""
+    for ignored in IGNORED:
+        signal.signal(ignored, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
+    torch.set_num_threads(1)
+    records = _Records()
+    logging.getLogger().addHandler(records)
+    loader = None
+
+    def send(batch: Batch | None, error: BaseException | None = None) -> None:
+        tensors = None if batch is None else {name: _flat(tensor) for name, tensor in batch.items()}
+        at: dict[str, Any] = {} if loader is None else loader.state
+        unit = 1 if batch is None else batch.unit
+        sent = _Sent(tensors, unit, at, error, collector.drain(), records.drain())
+        connection.send_bytes(pickle.dumps(sent, pickle.HIGHEST_PROTOCOL))
+
+    try:
+        registry.configure(files=plugin_files, checks=False)
+        registry.current().names("dataset")  # the configs may be of plugin files, which only this imports
+        made: Rebuild = pickle.loads(rebuild)
+        dataset = made()
+        dataset.load_state_dict(state)
+        loader = Loader(_Share(dataset, made.stride, number, workers), device="cpu", prefetch=depth)
+        for batch in loader:
+            send(batch)
+        send(None)
+    except (BrokenPipeError, ConnectionResetError):
+        return
+    except BaseException as error:  # whatever it is, it belongs to the rank
+        send(None, _plain(error))
+    finally:
+        if loader is not None:
+            loader.close()
+
+
+def _flat(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype, tuple[int, ...]]:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape)
+
+
+def _plain(error: BaseException) -> BaseException:
+    """The error as one that can be sent: a TitanError as it is, of others the traceback too."""
+    trace = "".join(traceback.format_exception(error))
+    try:
+        found: BaseException = pickle.loads(pickle.dumps(error))
+        if type(found) is not type(error):
+            raise TypeError
+    except Exception:  # classes of others may not take what pickle gives them
+        found = RuntimeError(f"{type(error).__name__}: {error}")
+    if not isinstance(found, TitanError):
+        found.add_note(trace)
+    return found
