@@ -80,7 +80,7 @@ PARTS = {
     "validation.local_batch_size": "`validation.local_batch_size`; default that of `training`",
     "validation.freq": "`validation.freq`; default 100",
     "validation.steps": "`validation.steps`; left out for -1",
-    "compile.components": "`compile.components`; default only `model`",
+    "compile.components": "`compile.components`; default the same on a GPU, only `model` on a CPU",
     "metrics.enable_tensorboard": '`[[loggers]]` with `type = "tensorboard"`',
     "metrics.enable_wandb": '`[[loggers]]` with `type = "wandb"` (plugin titan-wandb)',
     "quantize.linear.float8": '`[[converters]]` with `type = "float8_linear"` (plugin titan-float8)',

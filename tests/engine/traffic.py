@@ -9,6 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+from pytest import MonkeyPatch
+
 from titancli.engine.dry_run import traffic_of
 from titancli.losses import chunked
 from titancli.optimizers import adamw
@@ -26,12 +29,15 @@ def measured(name: str) -> dict[str, Any]:
     """Return the bytes by verb and kind of operator, in GiB, and the places that wait for the device."""
     layers = FEW_LAYERS.get(name, 2)
     overrides = ONE_RANK + ([] if layers is None else [f"model.n_layers={layers}"])
-    with_gpu_sizes = (chunked.CHUNK_BYTES.copy(), adamw.PIECES)
-    chunked.CHUNK_BYTES["cpu"], adamw.PIECES = chunked.CHUNK_BYTES_GPU, 1
-    try:
-        found = traffic_of(load_recipe(name, overrides).recipe)
-    finally:
-        chunked.CHUNK_BYTES["cpu"], adamw.PIECES = with_gpu_sizes[0]["cpu"], with_gpu_sizes[1]
+    recipe = load_recipe(name, overrides).recipe
+    with MonkeyPatch.context() as patch:  # the sizes and operators of a GPU
+        number = getattr(torch, recipe.training.mixed_precision_param).itemsize
+        of_fp32 = chunked.CHUNK_BYTES_COMPILED * 4 // number
+        chunk = of_fp32 if recipe.compile.loss(on_gpu=True) else chunked.CHUNK_BYTES_GPU
+        patch.setitem(chunked.CHUNK_BYTES, "cpu", chunk)
+        patch.setattr(chunked, "sums_in_float32", lambda device, dtype: True)
+        patch.setattr(adamw, "PIECES", 1)
+        found = traffic_of(recipe)
     moved = {
         verb: {kind: round(size / 2**30, 4) for kind, size in sorted(traffic.moved.items())}
         for verb, traffic in found.items()

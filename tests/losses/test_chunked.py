@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._inductor.compile_fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import cross_entropy, log_softmax
 
 from tests.rows import rows
@@ -243,6 +245,82 @@ def test_compiled_arithmetic_equals_eager(backend, dtype, monkeypatch):
         results.append((total.detach(), log_probs.detach(), hidden.grad, weight.grad))
     for result, expected in zip(results[1], results[0], strict=True):
         close(result, expected, dtype)
+
+
+def test_compiled_arithmetic_makes_no_fp32_logits(monkeypatch):
+    """It reads the logits, twice for the softmax and once for the gradient, which it writes in their place. A
+    second tensor of them would be two passes more."""
+    if refusal():
+        pytest.skip(refusal())
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    # A CPU is spared exponentials that are used twice, at the price of a tensor; a GPU makes them again.
+    monkeypatch.setattr(torch._inductor.ir, "is_cpu", lambda node: False)
+    metrics, log = torch._inductor.metrics, torch._inductor.compile_fx.inductor_metrics_log
+    level = log.level
+    log.setLevel("INFO")  # else bytes are not counted
+    try:
+        metrics.reset()
+        logits = torch.randn(64, 500).to(torch.bfloat16)
+        compiled = torch.compile(chunked.chunk.token_loss, backend="inductor", fullgraph=True)
+        with torch.no_grad():
+            compiled(logits, torch.randint(0, 500, (64,)), torch.ones(64), None, True)
+    finally:
+        log.setLevel(level)
+    assert 2.9 * logits.nbytes < metrics.num_bytes_accessed < 4.5 * logits.nbytes
+
+
+def test_where_a_device_can_the_weights_gradient_is_summed_in_fp32_by_the_products(chunk, monkeypatch):
+    """By the operator that torch has for GPUs alone: here with its arithmetic on a CPU."""
+
+    def addmm(total, a, b, out_dtype, *, beta=1, alpha=1, out):
+        product = alpha * (a.to(out_dtype) @ b.to(out_dtype))
+        return out.copy_(product if beta == 0 else product + beta * total)
+
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("addmm.dtype_out", addmm, "CPU")
+        found = []
+        for is_able in (True, False):
+            monkeypatch.setattr(chunked, "sums_in_float32", lambda *_, able=is_able: able)
+            hidden, weight, targets = problem(dtype=torch.bfloat16)
+            total, _ = linear_token_loss(hidden, weight, targets, torch.ones(13))
+            sums = total.grad_fn.gradients.weight.clone()
+            found.append((sums, *torch.autograd.grad(total, (hidden, weight))))
+    finally:
+        library._destroy()
+    expected = reference(hidden, weight, targets, -1.0)
+    errors = [(sums - expected[2]).norm() / expected[2].norm() for sums, *_ in found]
+    assert (
+        errors[0] < 4e-3 and errors[0] <= errors[1] * 1.05
+    )  # the gradient of logits is in bf16 all the same
+    assert torch.equal(found[0][1], found[1][1])
+    close(found[0][2], expected[2], torch.bfloat16)
+
+
+def test_a_cpu_does_not_sum_products_in_another_dtype():
+    with pytest.raises(NotImplementedError):
+        torch.addmm(
+            torch.zeros(1, 1), *(torch.zeros(1, 1).bfloat16(),) * 2, torch.float32, out=torch.zeros(1, 1)
+        )
+    assert not chunked.sums_in_float32(torch.device("cpu"), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "dtype", "rows"),
+    [
+        ("cpu", None, torch.float32, 128),
+        ("cpu", "inductor", torch.bfloat16, 128),
+        ("cuda", None, torch.bfloat16, 1024),
+        ("cuda", "inductor", torch.bfloat16, 4096),
+        ("cuda", "inductor", torch.float32, 2048),
+    ],
+)
+def test_the_rows_of_a_chunk(device, backend, dtype, rows):
+    """Of Llama 3's vocabulary. More where compiled code makes no fp32 logits."""
+    with FakeTensorMode():
+        beside = torch.empty(1, 8, dtype=dtype, device=device)
+    first, *_ = chunked._chunks(beside, 8192, 128_256, backend=backend)
+    assert first == slice(0, rows)
 
 
 def test_the_output_compiles_its_loss_with_the_backend_that_it_is_given(monkeypatch):

@@ -45,7 +45,9 @@ def test_dropout_under_a_memory_budget_is_refused_by_name() -> None:
     model.init_weights(lambda name: torch.Generator().manual_seed(len(name)))
     section = ActivationCheckpoint(mode="memory_budget", memory_budget=0.5)
     DroppingConverter(Dropping()).convert(model)
-    compile_model(model, Compile(enable=True, backend="aot_eager_decomp_partition"), section)
+    compile_model(
+        model, Compile(enable=True, backend="aot_eager_decomp_partition"), section, torch.device("cpu")
+    )
     with pytest.raises(RecipeError, match=r"memory_budget.*uses random numbers"):
         model(torch.zeros(1, 16, dtype=torch.int64))
 

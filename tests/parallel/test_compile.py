@@ -21,6 +21,7 @@ from titancli.parallel.compile import check_inductor, compile_model, within_budg
 from titancli.recipe.schema import ActivationCheckpoint, Compile
 
 MODEL = Llama3(dim=64, n_layers=2, n_heads=4, hidden_dim=192, vocab_size=128)
+CPU = torch.device("cpu")
 BACKEND = "aot_eager_decomp_partition"
 """Runs inductor's partitioner, and then the graphs as they are."""
 
@@ -56,7 +57,7 @@ def test_a_smaller_budget_keeps_less_and_changes_no_gradient() -> None:
     for budget in (0.0, 0.5, 1.0):
         made = model()
         section = ActivationCheckpoint(mode="memory_budget", memory_budget=budget)
-        compile_model(made, Compile(enable=True, backend=BACKEND), section)
+        compile_model(made, Compile(enable=True, backend=BACKEND), section, CPU)
         gradients, bytes_kept = step(made)
         for name, expected in reference.items():
             assert (gradients[name] - expected).norm() <= 1e-5 * expected.norm(), (budget, name)
@@ -80,13 +81,27 @@ def test_a_budget_holds_for_its_own_graphs_only() -> None:
     assert seen == [0.25] and torch._functorch.config.activation_memory_budget == before
 
 
+@pytest.mark.parametrize(
+    ("components", "device", "compiled"),
+    [(None, "cpu", False), (None, "cuda", True), (["model"], "cuda", False), (["loss"], "cpu", True)],
+)
+def test_the_loss_is_compiled_on_a_gpu_unless_the_recipe_says_otherwise(
+    components: Any, device: str, compiled: bool
+) -> None:
+    made = model()
+    section = Compile(enable=True, backend="eager", components=components)
+    compile_model(made, section, ActivationCheckpoint(), torch.device(device))
+    assert made.output.loss_backend == ("eager" if compiled else None)
+    assert not Compile().loss(on_gpu=True) and not Compile(components=["loss"]).loss(on_gpu=True)
+
+
 def test_blocks_share_compiled_code_under_a_budget() -> None:
     assert within_budget("inductor", 0.5) is within_budget("inductor", 0.5)
 
 
 def test_an_unknown_backend_is_told_with_those_that_there_are() -> None:
     with pytest.raises(RecipeError, match="'indcutor' is not a backend") as caught:
-        compile_model(model(), Compile(enable=True, backend="indcutor"), ActivationCheckpoint())
+        compile_model(model(), Compile(enable=True, backend="indcutor"), ActivationCheckpoint(), CPU)
     assert "inductor" in str(caught.value.hint)
 
 
@@ -130,7 +145,7 @@ def test_many_kinds_of_blocks_that_run_again_are_compiled_with_and_without_gradi
     expected = made(tokens).detach()
     section = ActivationCheckpoint(mode="selective", selective_ac_option="op")
     apply_activation_checkpoint(made.layers, section)
-    compile_model(made, Compile(enable=True, backend="eager"), section)
+    compile_model(made, Compile(enable=True, backend="eager"), section, CPU)
     with torch.no_grad():
         torch.testing.assert_close(made(tokens), expected)
     out = made(tokens)

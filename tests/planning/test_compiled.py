@@ -38,7 +38,7 @@ def kept(found: Any) -> float:
     section = Compile(enable=True, backend="aot_eager_decomp_partition")
     model: Any = build(replace(found.model, n_layers=1), seq_len=512).to(torch.bfloat16)
     apply_activation_checkpoint(model.layers, found.activation_checkpoint)
-    compile_model(model, section, found.activation_checkpoint)
+    compile_model(model, section, found.activation_checkpoint, torch.device("cpu"))
     (block,) = model.layers.values()
     width = found.model.dim // found.model.n_heads
     angles = rotation(torch.arange(512).expand(2, -1), inverse_frequencies(width, 500000.0, None))

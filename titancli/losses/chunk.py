@@ -17,28 +17,35 @@ from titancli.distributed.collectives import Group, all_reduce
 def token_loss(
     logits: Tensor, targets: Tensor, token_weights: Tensor, group: Group | None, wants_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of the targets, [rows] fp32, and the gradient of −Σ w·log p by the logits, in their
-    dtype: compiled, the casts are part of the passes over the logits.
+    """Return the log-probabilities of the targets, [rows] fp32, and overwrite the logits with the gradient of
+    −Σ w·log p by them, but for the targets' columns: what belongs there is returned, for `put`.
+
+    So compiled code reads the logits, and writes the gradient in their place, with the casts in the same
+    passes: what is scattered would have to lie in memory first.
 
     Args:
-        logits: [rows, V]; fp32 ones are overwritten.
+        logits: [rows, V].
         targets: [rows] int64; negative is no target.
         token_weights: [rows] fp32; not read where there is no target.
         group: the ranks that the vocabulary is cut over.
     """
-    dtype, logits = logits.dtype, logits.float()
+    given, logits = logits, logits.float()
     picks = _Picks(targets, logits.shape[1], group)
     picked = picks.of(logits)
     peak = _over(group, "max", logits.amax(dim=1))
     exponentials = logits.sub_(peak[:, None]).exp_()
     total = _over(group, "sum", exponentials.sum(dim=1))
-    log_probs = picked.sub_(peak).sub_(total.log()).masked_fill_(picks.none, 0.0)
+    own = picked.sub_(peak)
+    log_probs = (own - total.log()).masked_fill_(picks.none, 0.0)
     if not wants_gradient:
         return log_probs, None
     # d(−w·log p)/d logits = w · (softmax − one-hot)
     token_weights = token_weights.masked_fill(picks.none, 0.0)
-    exponentials.mul_((token_weights / total)[:, None])
-    return log_probs, picks.add(exponentials, -token_weights).to(dtype)
+    factor = token_weights / total
+    softmax = exponentials.mul_(factor[:, None])
+    if given is not logits:
+        given.copy_(softmax)
+    return log_probs, own.exp_().mul_(factor).sub_(token_weights)
 
 
 def log_probs(
@@ -66,12 +73,22 @@ def log_probs(
 def log_probs_gradient(
     logits: Tensor, normalisers: Tensor, targets: Tensor, grad: Tensor, group: Group | None
 ) -> Tensor:
-    """The gradient with respect to the logits, [rows, V] in their dtype, from that of the
-    log-probabilities."""
+    """Overwrite the logits, [rows, V], with the gradient by them that follows from that of the
+    log-probabilities, but for the targets' columns: what belongs there is returned, for `put`."""
     # d(log p)/d logits = one-hot − softmax
-    dtype, logits = logits.dtype, logits.float()  # under one name: they need not lie beside each other
+    given, logits = logits, logits.float()
+    own = _Picks(targets, logits.shape[1], group).here(logits)
     softmax = logits.sub_(normalisers[:, None]).exp_().mul_(-grad[:, None])
-    return _Picks(targets, softmax.shape[1], group).add(softmax, grad).to(dtype)
+    if given is not logits:
+        given.copy_(softmax)
+    return grad - own.sub_(normalisers).exp_().mul_(grad)
+
+
+def put(logits: Tensor, targets: Tensor, values: Tensor, group: Group | None) -> Tensor:
+    """The logits with `values`, [rows] fp32, written to those of the targets' columns that are here."""
+    picks = _Picks(targets, logits.shape[1], group)
+    values = torch.where(picks.elsewhere, picks.here(logits), values.to(logits.dtype))
+    return logits.scatter_(1, picks.columns, values[:, None])
 
 
 @lru_cache
@@ -93,14 +110,14 @@ class _Picks:
 
     def of(self, logits: Tensor) -> Tensor:
         """The targets' logits; anything where there is no target."""
-        found = logits.gather(1, self.columns)[:, 0]
+        found = self.here(logits)
         if self.group is None:
             return found
         return _over(self.group, "sum", found.masked_fill_(self.elsewhere, 0.0))
 
-    def add(self, logits: Tensor, values: Tensor) -> Tensor:
-        """The logits with `values` added, in place, to the targets' columns."""
-        return logits.scatter_add_(1, self.columns, values.masked_fill(self.elsewhere, 0.0)[:, None])
+    def here(self, logits: Tensor) -> Tensor:
+        """What is in the targets' columns; of a target that is elsewhere, in some column."""
+        return logits.gather(1, self.columns)[:, 0]
 
 
 def _over(group: Group | None, op: str, x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ all ranks, and so must be what is made of them; the gradient of the hidden state
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ from titancli.losses import chunk
 CHUNK_BYTES = {"cpu": 64 * 2**20}
 """The fp32 logits of one chunk take at most this, by device type."""
 CHUNK_BYTES_GPU = 512 * 2**20
+CHUNK_BYTES_COMPILED = 2**30
+"""On a GPU, where compiled code makes no fp32 logits: those of one chunk, in their own dtype, take at most
+this. For 128,256 words in bf16 it is 4,096 rows: each chunk reads and writes the weight's whole gradient."""
 TILE = 128
 """Rows of a product that a GPU works on together."""
 PARTS = 8
@@ -115,17 +119,14 @@ class _TokenLoss(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         gradients = _Gradients(hidden, weight, wants_hidden, wants_weight)
         token_loss = chunk.compiled(chunk.token_loss, backend)
-        for rows in _chunks(hidden, *_sizes(hidden, weight)):
-            log_probs[rows], gradient = token_loss(
-                hidden[rows] @ weight.t(),
-                targets[rows],
-                token_weights[rows],
-                group,
-                wants_hidden or wants_weight,
+        for rows in _chunks(hidden, *_sizes(hidden, weight), backend=backend):
+            logits = hidden[rows] @ weight.t()
+            log_probs[rows], at_targets = token_loss(
+                logits, targets[rows], token_weights[rows], group, wants_hidden or wants_weight
             )
-            if gradient is not None:
-                gradients.add(rows, gradient)
-            del gradient  # or it would lie beside the next chunk's logits
+            if at_targets is not None:
+                gradients.add(rows, chunk.put(logits, targets[rows], at_targets, group))
+            del logits  # or they would lie beside the next chunk's
         ctx.gradients = gradients
         ctx.mark_non_differentiable(log_probs)
         return -(log_probs * token_weights).sum(), log_probs
@@ -157,7 +158,8 @@ class _LogProbs(torch.autograd.Function):
         normalisers = torch.empty_like(log_probs)
         entropy = torch.empty_like(log_probs) if wants_entropy else log_probs.new_empty(0)
         of_chunk = chunk.compiled(chunk.log_probs, backend)
-        for rows in _chunks(hidden, *_sizes(hidden, weight), tensors=2 if wants_entropy else 1):
+        tensors = 2 if wants_entropy else 1
+        for rows in _chunks(hidden, *_sizes(hidden, weight), tensors=tensors, backend=backend):
             made = of_chunk(hidden[rows] @ weight.t(), targets[rows], group, wants_entropy)
             log_probs[rows], normalisers[rows], found = made
             if wants_entropy:
@@ -174,12 +176,11 @@ class _LogProbs(torch.autograd.Function):
         gradients = _Gradients(hidden, weight, *ctx.needs_input_grad[:2])
         grad = grad.masked_fill(targets < 0, 0.0)
         of_chunk = chunk.compiled(chunk.log_probs_gradient, ctx.backend)
-        for rows in _chunks(hidden, *_sizes(hidden, weight)):
-            # No name for the logits: they would lie beside the gradient, and beside the next chunk's.
-            gradients.add(
-                rows,
-                of_chunk(hidden[rows] @ weight.t(), normalisers[rows], targets[rows], grad[rows], ctx.group),
-            )
+        for rows in _chunks(hidden, *_sizes(hidden, weight), backend=ctx.backend):
+            logits = hidden[rows] @ weight.t()
+            at_targets = of_chunk(logits, normalisers[rows], targets[rows], grad[rows], ctx.group)
+            gradients.add(rows, chunk.put(logits, targets[rows], at_targets, ctx.group))
+            del logits  # or they would lie beside the next chunk's
         return *gradients.values(), None, None, None, None
 
 
@@ -202,12 +203,15 @@ class _Gradients:
             torch.mm(grad, self._weight, out=self.hidden[rows])
         if self.weight is None:
             return
+        beta, hidden = 0 if self._is_empty else 1, self._hidden[rows]
         if grad.dtype == torch.float32:
-            self.weight.addmm_(grad.t(), self._hidden[rows], beta=0 if self._is_empty else 1)
+            self.weight.addmm_(grad.t(), hidden, beta=beta)
+        elif sums_in_float32(grad.device, grad.dtype):
+            torch.addmm(self.weight, grad.t(), hidden, torch.float32, beta=beta, out=self.weight)
         else:
             # In parts: the product, of another dtype than the sum, would be a second copy of the weight.
             for total, part in zip(self.weight.chunk(PARTS), grad.chunk(PARTS, dim=1), strict=True):
-                product = part.t() @ self._hidden[rows]
+                product = part.t() @ hidden
                 total.copy_(product) if self._is_empty else total.add_(product)
         self._is_empty = False
 
@@ -236,8 +240,32 @@ def rows_at_once(most: int) -> int:
     return most - most % TILE if most > TILE else max(1, most)
 
 
-def _chunks(beside: Tensor, rows: int, columns: int, *, tensors: int = 1) -> Iterator[slice]:
-    """Rows whose fp32 logits fit in the limit of the device that `beside` is on, so many tensors of them."""
+def _chunks(
+    beside: Tensor, rows: int, columns: int, *, tensors: int = 1, backend: str | None = None
+) -> Iterator[slice]:
+    """Rows whose logits fit in the limit of the device that `beside` is on, so many fp32 tensors of them; of
+    compiled code on a GPU, in the dtype of `beside`."""
+    on_gpu = beside.device.type not in CHUNK_BYTES
     limit = CHUNK_BYTES.get(beside.device.type, CHUNK_BYTES_GPU)
-    size = rows_at_once(limit // (4 * columns * tensors))
+    of_row = 4 * columns * tensors
+    if on_gpu and backend is not None:
+        limit, of_row = CHUNK_BYTES_COMPILED, beside.element_size() * columns
+    size = rows_at_once(limit // of_row)
     return (slice(start, start + size) for start in range(0, rows, size))
+
+
+@cache
+def sums_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a device adds products of matrices in this dtype to an fp32 sum; it is tried once.
+
+    torch has the operator for GPUs alone, and early versions of it took no sum of another dtype.
+    """
+    if device.type == "cpu":
+        return False
+    factor = torch.zeros(TILE, TILE, device=device, dtype=dtype)
+    total = torch.zeros(TILE, TILE, device=device)
+    try:
+        torch.addmm(total, factor, factor, torch.float32, out=total)
+    except (RuntimeError, TypeError):  # no such kernel, or no such argument
+        return False
+    return True

@@ -61,7 +61,7 @@ def _not_around_a_ring(recipe: Recipe) -> Iterator[str]:
 
 
 def _inductor(section: Compile) -> bool:
-    return section.enable and "model" in section.components and section.backend == "inductor"
+    return section.model and section.backend == "inductor"
 
 
 COMPONENTS: list[type] = [Decoder]

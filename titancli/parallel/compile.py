@@ -22,8 +22,13 @@ RECOMPILES = 64
 every kind of block, with and without gradients: its own limit of 8 is soon reached, and would end the run."""
 
 
-def compile_model(model: nn.Module, section: Compile, activation_checkpoint: ActivationCheckpoint) -> None:
+def compile_model(
+    model: nn.Module, section: Compile, activation_checkpoint: ActivationCheckpoint, device: torch.device
+) -> None:
     """Compile in place what `section` names, without changing a name in the module tree.
+
+    Args:
+        device: that the model is to run on.
 
     Raises:
         RecipeError: torch has no such backend.
@@ -35,7 +40,7 @@ def compile_model(model: nn.Module, section: Compile, activation_checkpoint: Act
             hint=f"use one of {', '.join(sorted(torch._dynamo.list_backends()))}",
         )
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILES)
-    if "model" in section.components:
+    if section.model:
         backend: Any = section.backend
         if activation_checkpoint.mode == "memory_budget":
             backend = within_budget(section.backend, activation_checkpoint.memory_budget)
@@ -46,7 +51,7 @@ def compile_model(model: nn.Module, section: Compile, activation_checkpoint: Act
                 compiled: Any = torch.compile(getattr(module, name), backend=backend, fullgraph=True)
                 setattr(module, name, in_our_words(compiled) if backend is not section.backend else compiled)
     output: Any = model.output  # a pipeline stage may have none
-    if "loss" in section.components and output is not None:
+    if section.loss(on_gpu=device.type == "cuda") and output is not None:
         output.loss_backend = section.backend
 
 

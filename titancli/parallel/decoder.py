@@ -63,7 +63,7 @@ def build(
         context_parallel(model, mesh, config.context_parallel, device=device, dtype=precision.param)
         apply_activation_checkpoint(layers, activation_checkpoint)
         if compile.enable:
-            compile_model(model, compile, activation_checkpoint)
+            compile_model(model, compile, activation_checkpoint, device)
             if mesh.tp is not None:
                 for block in layers.values():
                     if not runs_again_outside(block, activation_checkpoint):

@@ -79,7 +79,7 @@ def forwards(block: Block, work: Workload, recompute: str) -> Iterator[tuple[Ope
 
 
 def head_operations(work: Workload) -> list[Operation]:
-    """The final norm, and the output with the loss; neither is ever compiled."""
+    """The final norm, which is never compiled, and the output with the loss."""
     eager = replace(work, compiled=False)
     c, dim, words = work.compute, work.shape.dim, work.shape.vocab_size / work.degrees.tp
     found = [norm("x", "h", work.stream_tokens, dim, eager)]
@@ -87,7 +87,8 @@ def head_operations(work: Workload) -> list[Operation]:
         found.append(gather("hw", work.tokens * dim * c, "tp", work.degrees.tp))
     if not work.full_logits:
         chunks = -(-work.tokens // work.chunk_rows)
-        moved = 3 * (work.tokens + words * chunks) * dim * c + work.tokens * words * (2 * c + 10 * FP32)
+        passes = 6 * c if work.fused_loss else 2 * c + 10 * FP32  # over the logits, the products' included
+        moved = 3 * (work.tokens + words * chunks) * dim * c + work.tokens * words * passes
         return [*found, Operation(flops=6.0 * work.tokens * dim * words, moved=moved, kind="product")]
     found.append(linear("logits", "h", work.tokens, dim, words, c))
     if work.degrees.tp > 1:

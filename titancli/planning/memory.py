@@ -138,9 +138,13 @@ def head_memory(work: Workload) -> HeadMemory:
         kept, backward, output = full, 3 * full, {"loss": part, "activations": hidden, "gradients": weight}
     else:  # gradients are made in forward, chunk by chunk of the tokens: `linear_token_loss`
         rows, summed = min(work.chunk_rows, tokens), words * work.shape.dim * FP32
-        forward = 5 * tokens * FP32 + hidden + summed + rows * words * FP32
-        if c < FP32:  # and the gradient of logits, in the dtype of the weights
-            forward += rows * words * c + weight / PARTS
+        forward = 5 * tokens * FP32 + hidden + summed
+        if work.fused_loss:  # their gradient takes the place of the logits
+            forward += rows * words * c
+        else:
+            forward += rows * words * FP32
+            if c < FP32:  # and the gradient of logits, in the dtype of the weights
+                forward += rows * words * c + weight / PARTS
         kept = backward = hidden + summed
         output = {"loss": kept, "gradients": weight * (c < FP32)}
     before = held + ("x" not in norm.saves) * stream + (tp > 1) * stream + hidden

@@ -25,8 +25,9 @@ from titancli.registry.defaults import (
 BYTES = {"float32": 4, "bfloat16": 2}
 MOMENTS = 2
 """Numbers that an optimizer keeps of each parameter, where it does not say: Adam's."""
-CHUNK = {"cpu": 64 * 2**20, "gpu": 512 * 2**20}
-"""Bytes of the fp32 logits of one chunk of the loss: `titancli.losses.chunked`."""
+CHUNK = {"cpu": 64 * 2**20, "gpu": 512 * 2**20, "compiled": 2**30}
+"""Bytes of the logits of one chunk of the loss, of fp32 ones but where it is compiled on a GPU:
+`titancli.losses.chunked`."""
 TILE = 128
 """What the rows of a chunk are a multiple of, if they are more: the same."""
 EXPERTS = "experts"
@@ -70,6 +71,8 @@ class Workload:
     """Parameters, gradients and optimizer state are in the CPU's memory."""
     full_logits: bool
     """The loss is computed on all logits at once."""
+    fused_loss: bool
+    """The loss is compiled on a GPU: no logits in fp32 are made, and products are added up in it."""
     optimizer_state: float
     """Of a parameter, in all."""
     optimizer_extra: float
@@ -123,8 +126,9 @@ class Workload:
     @property
     def chunk_rows(self) -> int:
         """Tokens whose logits the loss makes together."""
-        chunk = CHUNK["gpu" if self.device.is_gpu else "cpu"]
-        most = int(chunk // (4 * self.shape.vocab_size / self.degrees.tp))
+        kind = "compiled" if self.fused_loss else "gpu" if self.device.is_gpu else "cpu"
+        number = self.compute if self.fused_loss else BYTES["float32"]
+        most = int(CHUNK[kind] // (number * self.shape.vocab_size / self.degrees.tp))
         return most - most % TILE if most > TILE else max(1, most)
 
     def seen(self, attention: Attention) -> float:
@@ -218,6 +222,7 @@ def workload(recipe: Recipe, shape: Decoder, degrees: Degrees, device: Device) -
         context=plan.context_parallel,
         offloaded=device.is_gpu and plan.cpu_offload,
         full_logits=_is(recipe.loss, "cross_entropy_full"),
+        fused_loss=device.is_gpu and recipe.compile.loss(on_gpu=True),
         optimizer_state=state,
         optimizer_extra=extra,
         optimizer_extra_all=extra_all,

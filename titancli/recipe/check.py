@@ -126,7 +126,7 @@ def _activation_checkpoint(recipe: Recipe) -> Iterator[Finding]:
         yield ("activation_checkpoint", "selective_ac_option"), message, None
     if section.mode != "memory_budget":
         return
-    if not recipe.compile.enable or "model" not in recipe.compile.components:
+    if not recipe.compile.model:
         message = (
             "in mode memory_budget the compiler chooses which activations to keep, and no block is compiled"
         )
