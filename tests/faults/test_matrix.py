@@ -254,11 +254,21 @@ MATRIX = {
             "data/test_packing.py::test_stopping_anywhere_and_going_on_with_other_ranks_changes_nothing",
         ),
     ),
+    25: Row(
+        "a node is lost between two checkpoints, with copies of the state in memory",
+        "all go on from the other node's copy, bitwise; a flipped one is refused, and the disk is used",
+        (
+            "checkpoint/test_peers.py::test_any_node_may_be_lost_and_all_ranks_load_bit_for_bit",
+            "checkpoint/test_peers.py::test_a_flipped_byte_is_found_by_all_ranks_wherever_it_is",
+            "checkpoint/test_peers.py::test_a_copy_that_fails_on_one_rank_leaves_the_one_before",
+            "run/test_peers.py::test_a_run_that_failed_continues_from_memory_or_else_from_the_disk",
+        ),
+    ),
 }
 
 
 def test_all_rows_are_there() -> None:
-    assert list(MATRIX) == list(range(1, 25))
+    assert list(MATRIX) == list(range(1, 26))
 
 
 def is_run(mark: ast.expr) -> bool:

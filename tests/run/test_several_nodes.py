@@ -49,14 +49,16 @@ def until_step(run: Path, step: int, commands: list[Command], seconds: float = 1
         time.sleep(0.05)
 
 
-def ends_as_if_nothing_had_happened(run: Path, commands: list[Command], reference: Any) -> list[str]:
+def ends_as_if_nothing_had_happened(
+    run: Path, commands: list[Command], reference: Any, *arguments: str
+) -> list[str]:
     """All commands end well, and the run is bitwise the one on two ranks where no node was lost."""
     told = []
     for command in commands:
         done = command.wait()
         assert done.code == 0, done.err
         told.append(done.err)
-    expected, whole = reference(2, "loss=faulty", *SLOW)
+    expected, whole = reference(2, "loss=faulty", *(arguments or SLOW))
     assert losses(run) == expected
     assert contents(run / "checkpoints/step-12") == contents(whole / "checkpoints/step-12")
     return told

@@ -18,10 +18,11 @@ from torch.distributed.checkpoint.planner import WriteItem
 from titancli.checkpoint.format.manifest import remove, steps
 from titancli.checkpoint.format.plan import SavePlan
 from titancli.checkpoint.format.storage import Pieces, pieces_of, several_ranks
+from titancli.checkpoint.peers.copies import Copies
 from titancli.checkpoint.remote.uploads import Uploads
 from titancli.checkpoint.save import Draft, mesh_of, run_save
-from titancli.distributed.process_group import new_patient_group
-from titancli.errors import TitanError
+from titancli.distributed.process_group import all_gather, new_patient_group
+from titancli.errors import EnvironmentProblem, TitanError
 from titancli.recipe.schema import Checkpoint
 from titancli.runs import Claim
 
@@ -54,12 +55,14 @@ class Checkpointer:
         from_zero: bool = False,
         claim: Claim | None = None,
         spared: Collection[str] = (),
+        copies: Copies | None = None,
     ) -> None:
         """`mesh`: the degrees that manifests tell. `kept`: what each checkpoint has for an export, see
         `titancli.checkpoint.hf.kept`. `on_saved(step, path)` is called on every rank, in the
         caller's thread, when a save is complete. `uploads` is rank 0's, and is woken after each.
         `from_zero`: the run has started at step 0, and saves nothing beside checkpoints of its own that it
-        did not make here. `claim`, `spared`: see `titancli.checkpoint.save.Draft`."""
+        did not make here. `claim`, `spared`: see `titancli.checkpoint.save.Draft`. `copies`: what keeps
+        the state in memory every `section.peer_interval` steps, too."""
         self._folder, self._section = folder, section
         self._lock_text, self._run_id, self._on_saved = lock_text, run_id, on_saved
         self._mesh, self._kept, self._uploads = mesh, kept or {}, uploads
@@ -69,6 +72,9 @@ class Checkpointer:
         self._plan = SavePlan()
         self._staging = Staging(pinned=section.async_mode == "async_with_pinned_mem")
         self._writing: Writing | None = None
+        self._copies = copies
+        self._copied_alone: int | None = None
+        """The step that is due to be copied and not to be saved."""
         self._saved: int | None = None
         self._names: set[str] | None = set() if from_zero else None
         """What is saved here, where nothing else of this run may be there; None: it may."""
@@ -79,35 +85,78 @@ class Checkpointer:
         return self._writing is not None and self._writing.done and self._writing.error is not None
 
     def due(self, step: int) -> bool:
-        """Whether this step is to be saved by the interval alone, or because it is the first."""
+        """Whether this step is to be saved, or copied, by the intervals alone, or because it is the first."""
         self._announce()
-        if self._section.enable:
-            self._meet()
+        if not self._section.enable:
+            return False
+        self._meet()
         first = step == 1 and self._section.enable_first_step_checkpoint
-        return self._section.enable and (first or step % self._section.interval == 0)
+        saved = first or step % self._section.interval == 0
+        alone = not saved and self._copy_due(step) and not self._busy_anywhere()
+        self._copied_alone = step if alone else None
+        return saved or alone
+
+    def _copy_due(self, step: int) -> bool:
+        return self._copies is not None and step % self._section.peer_interval == 0
+
+    def _busy_anywhere(self) -> bool:
+        """Whether some rank still writes what was asked for before: training does not wait for it with a
+        copy."""
+        busy = self._writing is not None and not self._writing.done
+        return any(all_gather(busy)) if self._section.async_mode != "disabled" else False
+
+    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+        """See to it that there is memory for copies of such tensors.
+
+        Raises:
+            EnvironmentProblem: there is not.
+        """
+        if self._copies is not None:
+            self._meet()
+            self._copies.reserve(pieces_of(tensors), self._plan, self._group)
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Save a step, once; a step that this process saved last is not saved again.
+        """Save a step, once; a step that this process saved last is not saved again. One for which `due` has
+        just said so is only copied into memory.
 
         Raises:
             TitanError: this save failed or, under an asynchronous mode, the one before it. In the second case
                 nothing of this step is saved yet: call again.
         """
+        alone, self._copied_alone = step == self._copied_alone, None
         self.wait()
         if not self._section.enable or step == self._saved:
             return
         self._meet()
         path = self._folder / f"step-{step}"
         draft, pieces = self._draft(path, tensors, state), pieces_of(tensors)
-        draft.alongside = self._names
-        work: Callable[[], None] = lambda: self._write(pieces, draft)  # noqa: E731
-        if self._section.async_mode == "disabled":
-            work()
+        if not alone:
+            draft.alongside = self._names
+        if self._section.async_mode != "disabled":
+            pieces = self._staging.copy(pieces)
+
+        def work() -> None:
+            if self._copy_due(step):
+                self._copy(pieces, draft)
+            if not alone:
+                self._write(pieces, draft)
+
+        if self._section.async_mode != "disabled":
+            self._writing = Writing(step, None if alone else path, work)
+            return
+        work()
+        if not alone:
             self._saved = step
             self._on_saved(step, path)
-        else:
-            pieces = self._staging.copy(pieces)
-            self._writing = Writing(step, path, work)
+
+    def _copy(self, pieces: Pieces, draft: Draft) -> None:
+        """Copy the state into memory. Where that refuses, the run goes on: the disk has its checkpoints."""
+        try:
+            if self._copies is not None:
+                self._copies.make(pieces, draft, self._plan, self._group)
+        except EnvironmentProblem as error:
+            if self._main:
+                logger.warning("step %d was not copied into memory: %s", draft.step, error.message)
 
     def save_apart(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         """Save tensors without a state under a name of their own, now; nothing is purged.
@@ -206,14 +255,16 @@ class Checkpointer:
         writing.join()
         if writing.error is not None:
             raise writing.error
-        self._saved = writing.step
-        if not writing.announced:
-            self._on_saved(writing.step, writing.path)
+        self._tell(writing)
 
     def _announce(self) -> None:
-        writing = self._writing
-        if writing and writing.done and writing.error is None and not writing.announced:
-            writing.announced = True
+        if self._writing is not None and self._writing.done and self._writing.error is None:
+            self._tell(self._writing)
+
+    def _tell(self, writing: Writing) -> None:
+        """Say that a step is saved, once."""
+        if writing.path is not None and self._saved != writing.step:
+            self._saved = writing.step
             self._on_saved(writing.step, writing.path)
 
     def _write(self, pieces: Pieces, draft: Draft) -> None:
@@ -237,12 +288,11 @@ class Checkpointer:
 
 
 class Writing:
-    """A save under way in a thread."""
+    """A save under way in a thread; without a path, a copy into memory alone."""
 
-    def __init__(self, step: int, path: Path, work: Callable[[], None]) -> None:
+    def __init__(self, step: int, path: Path | None, work: Callable[[], None]) -> None:
         self.step, self.path = step, path
         self.error: BaseException | None = None
-        self.announced = False
         self._work = work
         self._thread = threading.Thread(target=self._run, name=f"titan-checkpoint-{step}", daemon=True)
         self._thread.start()
@@ -260,7 +310,8 @@ class Writing:
         except TitanError as error:
             self.error = error
         except BaseException as error:  # told in the caller's thread, at the next save or wait
-            self.error = TitanError(f"saving {self.path} failed: {type(error).__name__}: {error}")
+            what = self.path or f"step {self.step}"
+            self.error = TitanError(f"saving {what} failed: {type(error).__name__}: {error}")
             self.error.__cause__ = error
 
 

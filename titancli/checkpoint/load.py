@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,9 +34,12 @@ from titancli.checkpoint.format.reader import Reader
 from titancli.checkpoint.format.replicas import shared_among_replicas
 from titancli.checkpoint.format.storage import several_ranks
 from titancli.checkpoint.format.tensors import TORCH_DTYPE, TensorFiles
+from titancli.checkpoint.peers.sources import sources_of
 from titancli.checkpoint.save import raise_failure
 from titancli.distributed.process_group import patient_group
 from titancli.errors import EnvironmentProblem, TitanError
+
+T = TypeVar("T")
 
 
 def load_checkpoint(
@@ -87,6 +90,8 @@ def load_checkpoint(
     if begin is not None:
         begin()
     data = {name: digest for name, digest in manifest.files.items() if FILE_NAME.match(name)}
+    if sources_of(folder) is not None:
+        verify = "full"  # what was not sent reads as zeros
     _fill(folder, metadata, tensors, data if verify == "full" else None, group, alike)
     return manifest.state
 
@@ -107,17 +112,31 @@ def _fill(
     ranks = _DistWrapper(group, several_ranks(group), 0)
     all_ranks = ranks.use_dist and ranks.get_world_size() == dist.get_world_size()
     shared = shared_among_replicas(tensors, alike) if all_ranks else {}
+    mine = {name: tensor for name, tensor in tensors.items() if name not in shared or shared[name].mine}
+    wanted = {name: _boxes(tensor) for name, tensor in mine.items()}
+
+    def reader() -> Reader:
+        return Reader(folder, metadata.layouts(wanted), digests)
 
     def read() -> None:
-        mine = {name: tensor for name, tensor in tensors.items() if name not in shared or shared[name].mine}
-        wanted = {name: _boxes(tensor) for name, tensor in mine.items()}
-        reader = Reader(folder, metadata.layouts(wanted), digests)
-        reader.fill(mine)
-        if digests is not None:
-            reader.check_headers(metadata.headers(ranks.get_rank(), ranks.get_world_size()))
+        reading = reader()
+        reading.fill(mine)
+        if digests is not None and sources is None:
+            reading.check_headers(metadata.headers(ranks.get_rank(), ranks.get_world_size()))
 
+    if (sources := sources_of(folder)) is not None:
+        sources.take(_together(ranks, folder, lambda: sources.whole(metadata.parts(wanted))))
+        sources.take(_together(ranks, folder, lambda: list(reader().ranges(mine))))
+    _together(ranks, folder, read)
+    for name, replicas in shared.items():
+        replicas.give(tensors[name])
+
+
+def _together(ranks: _DistWrapper, folder: Path, function: Callable[[], T]) -> T:
+    """Return what a function returns on this rank; what is wrong on any rank is raised on all of them."""
+    mine: list[T] = []
     try:
-        ranks.all_reduce("read", read, lambda done: None)
+        ranks.all_reduce("read", lambda: mine.append(function()), lambda done: None)
     except CheckpointException as error:
         try:
             raise_failure(error, f"loading {folder}")
@@ -125,8 +144,7 @@ def _fill(
             if isinstance(cause, DamagedCheckpoint):
                 raise
             raise DamagedCheckpoint(folder, cause.message) from cause
-    for name, replicas in shared.items():
-        replicas.give(tensors[name])
+    return mine[0]
 
 
 def _boxes(tensor: Tensor) -> list[Box]:

@@ -162,13 +162,8 @@ class Draft:
         if self.hidden is None:
             raise TitanError(f"{self.folder} was not opened")
         try:
-            files = {
-                **files,
-                **self.write_kept(self.hidden),
-                METADATA: write_file(self.hidden / METADATA, index_bytes(groups)),
-            }
-            if self.lock_text:
-                files[LOCK] = write_file(self.hidden / LOCK, self.lock_text.encode())
+            for name, data in self.description(groups).items():
+                files = {**files, name: write_file(self.hidden / name, data)}
             manifest = self.manifest(files, 1 + last_serial(self.folder.parent))
             write_file(self.hidden / MANIFEST, manifest_bytes(manifest))
             sync_folder(self.hidden)
@@ -180,10 +175,11 @@ class Draft:
         except OSError as error:
             raise self.explain(error, sum(digest.size for digest in files.values())) from error
 
-    def write_kept(self, folder: Path) -> dict[str, Digest]:
-        """Write what is kept into the folder, and return the files' rows of the manifest."""
-        named = {f"{PREFIX}{name}": data for name, data in self.kept.items()}
-        return {name: write_file(folder / name, data) for name, data in named.items()}
+    def description(self, groups: Sequence[Group]) -> dict[str, bytes]:
+        """Return the files that lie beside the data, but for the manifest."""
+        files = {f"{PREFIX}{name}": data for name, data in self.kept.items()}
+        files[METADATA] = index_bytes(groups)
+        return {**files, LOCK: self.lock_text.encode()} if self.lock_text else files
 
     def discard(self) -> None:
         """After a failure: leave nothing half-written, and the older folder under its name."""

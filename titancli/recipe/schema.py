@@ -151,6 +151,11 @@ class Checkpoint:
     remote: str | None = None
     """Folder in an object store, such as `"s3://bucket/prefix"`. Each checkpoint is uploaded to REMOTE/RUN
     while training continues, and downloaded from there on a machine that does not have the run."""
+    peer_interval: Annotated[int, Ge(0)] = 0
+    """Steps between copies of the state in memory: each node keeps that of its own ranks and of another
+    node's, from which a run continues in seconds, also after the loss of a node. 0: none."""
+    peer_folder: Path = Path("/dev/shm")
+    """Folder in the memory of each node for these copies."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Whether training continues while a checkpoint is written, and whether it is staged in pinned memory."""
     verify: Literal["full", "size", "off"] = "full"

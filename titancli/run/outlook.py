@@ -49,7 +49,8 @@ def _saves(recipe: Recipe) -> str:
     if not section.enable:
         return "nothing"
     kept = f", the last {section.keep_latest_k} are kept" if section.keep_latest_k else ""
-    return f"every {section.interval:,} steps and at the end{kept}"
+    copies = f"; copies in memory every {section.peer_interval:,}" if section.peer_interval else ""
+    return f"every {section.interval:,} steps and at the end{kept}{copies}"
 
 
 def _evaluates(recipe: Recipe) -> str:

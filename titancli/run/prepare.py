@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from titancli.checkpoint import read_manifest
 from titancli.checkpoint.format.manifest import last_serial, names_and_sizes, none_usable
+from titancli.checkpoint.peers.memory import read_record
 from titancli.data.hub import Hosted
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
 from titancli.provenance import file_hash
@@ -282,13 +283,16 @@ def _choose_checkpoint(
         return path_or_none, notes, False
     if notes and not (request.from_scratch and section.remote is None):
         _refuse_unusable(folder.path, notes, section)
-    if required and not request.from_scratch:
+    in_memory = recipe.checkpoint.peer_interval and read_record(folder.checkpoints) is not None
+    if required and not request.from_scratch and not in_memory:
         raise EnvironmentProblem(
             f"{folder.path} has no checkpoint to resume from",
             hint=f"start a new run: titan train {folder.path}",
         )
     if notes:
         return None, [*notes, "the run starts at step 0; these checkpoints are set aside"], True
+    if in_memory:
+        return None, ["no checkpoint on the disk yet: it continues from memory, or starts at step 0"], False
     return None, ["the run has no checkpoint yet: it starts at step 0"], False
 
 

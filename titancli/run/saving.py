@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +15,11 @@ import torch.distributed as dist
 
 from titancli.checkpoint import Checkpointer
 from titancli.errors import TitanError
+from titancli.registry.defaults import LoopConfigDefaults, with_defaults
 from titancli.runs import Claim, RunFolder
 
 if TYPE_CHECKING:
+    from titancli.checkpoint.peers.copies import Copies
     from titancli.checkpoint.remote.uploads import Uploads
     from titancli.engine import Engine
     from titancli.loops.run import Run
@@ -39,6 +41,22 @@ def open_uploads(recipe: Recipe, folder: RunFolder, run_id: str) -> Uploads | No
     return Uploads(folder.checkpoints, place, run_id, section.keep_latest_k)
 
 
+def open_copies(recipe: Recipe, folder: RunFolder, run_id: str, stack: ExitStack) -> Copies | None:
+    """Open what keeps the run's state in memory; None where the recipe does not want it. Collective.
+
+    Raises:
+        EnvironmentProblem: the memory of a node cannot be written.
+    """
+    section, loop = recipe.checkpoint, with_defaults(LoopConfigDefaults, recipe.loop)
+    if not (section.enable and section.peer_interval and loop.trains):
+        return None
+    from titancli.checkpoint.peers.copies import Copies
+
+    copies = Copies(section.peer_folder, folder.checkpoints, run_id)
+    stack.callback(copies.close)
+    return copies
+
+
 def open_checkpoints(
     recipe: Recipe,
     folder: RunFolder,
@@ -50,12 +68,14 @@ def open_checkpoints(
     lock_text: str,
     record: dict[str, Any],
     from_zero: bool,
+    copies: Copies | None = None,
 ) -> Checkpointer:
     """Make what saves the run's checkpoints.
 
     Args:
         record: what run.json says at the start of this attempt.
         from_zero: whether the run starts at step 0.
+        copies: of `open_copies`.
     """
 
     def saved(step: int, path: Path) -> None:
@@ -74,6 +94,7 @@ def open_checkpoints(
         from_zero=from_zero,
         claim=Claim.of(folder, record),
         spared=perhaps_at_work(record),
+        copies=copies,
     )
 
 

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     import torch
 
     from titancli.checkpoint.format.manifest import Verify
+    from titancli.checkpoint.peers.copies import Copies
     from titancli.engine import Engine
     from titancli.engine.digest import Digests
     from titancli.loops.run import Run
@@ -142,6 +143,7 @@ class Rank:
         self.several_nodes = self._plan_is_stale = False
         self._observers: Observers | None = None
         self._engine: Engine | None = None
+        self._copies: Copies | None = None
 
     @property
     def is_main(self) -> bool:
@@ -159,6 +161,7 @@ class Rank:
         from titancli.distributed import process_group
         from titancli.distributed.shared_folder import require_shared
         from titancli.recipe import load_recipe
+        from titancli.run import saving
 
         source = lock_file or RunFolder.open(self.folder.path).recipe_lock
         lock_text = source.read_text(encoding="utf-8")
@@ -180,7 +183,10 @@ class Rank:
         # Asked of rank 0: on a shared disk the others may not see yet what it wrote.
         record = process_group.on_rank_zero(self._own_record)
         loggers = self._loggers(recipe, listeners)
-        start = Start(loaded, lock_text, record, checkpoint, device)
+        self._copies = saving.open_copies(recipe, self.folder, record["run_id"], self._stack)
+        asked_for = not self.restart and record["attempts"][-1].get("step") is not None
+        copy = self._copies.newest(wanted=not asked_for) if self._copies else None
+        start = Start(loaded, lock_text, record, copy or checkpoint, device)
         damaged: dict[Path, str] = {}
         try:
             while (outcome := self._train_unless_damaged(start, loggers, stop, damaged)) is None:
@@ -217,10 +223,14 @@ class Rank:
             return self.train(start, loggers, stop)
         except DamagedCheckpoint as error:
             asked_for = start.record["attempts"][-1].get("step")
-            if error.folder != start.checkpoint or f"step-{asked_for}" == error.folder.name:
+            if self._copies is not None and error.folder == self._copies.folder:
+                logger.warning("the copy in memory cannot be used: %s", error.why)
+                self._copies.discard()
+            elif error.folder != start.checkpoint or f"step-{asked_for}" == error.folder.name:
                 raise
-            damaged[error.folder] = error.why
-            logger.warning("checkpoint %s is skipped: %s", error.folder.name, error.why)
+            else:
+                damaged[error.folder] = error.why
+                logger.warning("checkpoint %s is skipped: %s", error.folder.name, error.why)
         self._engine = None
         gc.collect()  # a device does not hold two engines
         return None
@@ -251,10 +261,13 @@ class Rank:
         self._engine = engine
         allow_drift = start.record["attempts"][-1].get("allow_drift", False)
         data = open_data(recipe, tokenizer, engine, start.checkpoint, allow_drift=allow_drift)
+        copied = self._copies is not None and self._copies.loaded()
         observers = self._observers = self._observe(start, engine, loggers, data)
         if recipe.debug.digests and loop.trains:
             engine.digests = self._digests(start, engine)
         run = self._run_of(start, engine, tokenizer, stop)
+        if start.checkpoint is not None and not copied:
+            run.saved_step = engine.step
         run.validation = open_validation(recipe, tokenizer, engine, observers)
         uploads = saving.open_uploads(recipe, self.folder, start.run_id) if loop.trains else None
         if recipe.checkpoint.enable and loop.trains:
@@ -268,7 +281,10 @@ class Rank:
                 lock_text=start.lock_text,
                 record=start.record,
                 from_zero=start.checkpoint is None,
+                copies=self._copies,
             )
+            if self._copies is not None:
+                run.checkpoints.reserve(engine.live_state()[0])
         if probe is not None:
             run.steps = probe.asked.step
             probe.attach(engine, tokenizer, data)
@@ -282,6 +298,8 @@ class Rank:
             if engine.digests is not None:
                 engine.digests.write(wait=True)
             saving.leave_behind(recipe, engine, run, self.folder)
+        if self._copies is not None:
+            self._copies.end()
         if probe is not None and run.signal is None:
             probe.finish(engine, recipe, self.folder)
         name = f"checkpoints/step-{run.saved_step}" if run.saved_step is not None else None
@@ -480,7 +498,6 @@ class Rank:
             reference=partial(Engine.frozen, recipe, device=start.device),
             batch_shape=(recipe.training.local_batch_size, recipe.training.seq_len),
             folder=self.folder.path,
-            saved_step=engine.step if start.checkpoint is not None else None,
         )
 
     def _profiler(self, start: Start) -> Profiler:

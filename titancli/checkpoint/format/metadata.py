@@ -205,11 +205,8 @@ class Metadata:
 
     def layouts(self, wanted: Mapping[str, Sequence[Box] | None]) -> dict[str, TensorLayout]:
         """Return where the boxes that are wanted of each tensor lie; None: all of it."""
-        try:
-            cells = {name: self._cells(name, boxes) for name, boxes in wanted.items()}
-        except ValueError as error:
-            raise EnvironmentProblem(f"{self._folder / METADATA} is malformed: {error}") from error
-        ranks = {cell.rank for found in cells.values() for cell in found} - self._parts.keys()
+        cells = self._cells_of(wanted)
+        ranks = _writers(cells) - self._parts.keys()
         if self._chunks is None:
             with ThreadPoolExecutor(_READERS) as pool:
                 self._parts |= zip(sorted(ranks), pool.map(self._read_part, sorted(ranks)), strict=True)
@@ -217,6 +214,10 @@ class Metadata:
             name: TensorLayout(*self.tensors[name], tuple(self._chunk(name, cell) for cell in found))
             for name, found in cells.items()
         }
+
+    def parts(self, wanted: Mapping[str, Sequence[Box] | None]) -> list[str]:
+        """Return the files that `layouts` will read."""
+        return [part_name(rank) for rank in sorted(_writers(self._cells_of(wanted)))]
 
     def everything(self) -> dict[str, TensorLayout]:
         """Return where all of each tensor lies."""
@@ -229,6 +230,12 @@ class Metadata:
         ranks = [int(match[1]) for match in names if match][place::count]
         parts = [self._parts.get(rank) or self._read_part(rank) for rank in ranks]
         return {name: header for part in parts for name, header in part.headers.items()}
+
+    def _cells_of(self, wanted: Mapping[str, Sequence[Box] | None]) -> dict[str, list[Cell]]:
+        try:
+            return {name: self._cells(name, boxes) for name, boxes in wanted.items()}
+        except ValueError as error:
+            raise EnvironmentProblem(f"{self._folder / METADATA} is malformed: {error}") from error
 
     def _cells(self, name: str, boxes: Sequence[Box] | None) -> list[Cell]:
         """The cells that a tensor's boxes lie in, which must be there whole."""
@@ -278,6 +285,10 @@ class Metadata:
         if self._files is not None and chunk.file not in self._files:
             raise EnvironmentProblem(f"{path} names {chunk.file}, which is missing")
         return chunk
+
+
+def _writers(cells: Mapping[str, Iterable[Cell]]) -> set[int]:
+    return {cell.rank for found in cells.values() for cell in found}
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,16 +53,25 @@ class Reader:
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill tensors in place, whatever part of the checkpoint's they are."""
+        planner, work = self._plan(tensors)
+        with self._threads() as pool:
+            for chunk, entry, items in sorted(work, key=lambda one: (one[0].file, one[1].start)):
+                self._read_chunk(chunk, entry, items, planner, pool)
+
+    def ranges(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, int, int]]:
+        """Yield the bytes that `fill` will read: a file, from, to."""
+        for chunk, entry, items in self._plan(tensors)[1]:
+            span = _Span.of(chunk, entry, items)
+            yield chunk.file, entry.start + span.low, entry.start + span.high
+
+    def _plan(self, tensors: Mapping[str, Tensor]) -> tuple[LoadPlanner, list[_Work]]:
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         metadata = Metadata({name: _dcp_metadata(self._layouts[name]) for name in tensors})
         planner.set_up_planner(dict(tensors), metadata, True)
         items: dict[tuple[str, int], list[ReadItem]] = {}
         for item in planner.create_local_plan().items:
             items.setdefault((item.storage_index.fqn, item.storage_index.index or 0), []).append(item)
-        places = {key: self._place(self._layouts[key[0]], key[1]) for key in items}
-        with self._threads() as pool:
-            for key in sorted(items, key=lambda key: (places[key][0].file, places[key][1].start)):
-                self._read_chunk(*places[key], items[key], planner, pool)
+        return planner, [(*self._place(self._layouts[name], n), found) for (name, n), found in items.items()]
 
     def check_headers(self, headers: Mapping[str, Digest]) -> None:
         """Compare what data files begin with."""
@@ -100,11 +110,7 @@ class Reader:
             self._read_rows(chunk, entry, 0, entry.nbytes, target.reshape(-1).view(torch.uint8), pool)
             planner.commit_tensor(items[0], target)
             return
-        first = min(item.storage_offsets[0] for item in items) if entry.shape else 0
-        last = max(item.storage_offsets[0] + item.lengths[0] for item in items) if entry.shape else 1
-        row = math.prod(entry.shape[1:]) * ITEM_SIZE[entry.dtype]
-        low = first * row // chunk.piece * chunk.piece
-        high = min(-(-last * row // chunk.piece) * chunk.piece, entry.nbytes)
+        first, last, row, low, high = _Span.of(chunk, entry, items)
         if self._scratch.numel() < high - low:
             self._scratch = torch.empty(high - low, dtype=torch.uint8)
         memory = self._scratch[: high - low]
@@ -139,6 +145,28 @@ class Reader:
     def _damaged(self, file: str) -> DamagedCheckpoint:
         why = f"{file} is damaged: its checksum does not match, as {socket.gethostname()} reads it"
         return DamagedCheckpoint(self._files.folder, why)
+
+
+_Work = tuple[Chunk, Entry, list[ReadItem]]
+"""A chunk, where it lies, and what is needed of it."""
+
+
+class _Span(NamedTuple):
+    """The rows of a chunk that are needed, and the whole pieces that they lie in, in bytes."""
+
+    first: int
+    last: int
+    row: int
+    low: int
+    high: int
+
+    @classmethod
+    def of(cls, chunk: Chunk, entry: Entry, items: Sequence[ReadItem]) -> _Span:
+        first = min(item.storage_offsets[0] for item in items) if entry.shape else 0
+        last = max(item.storage_offsets[0] + item.lengths[0] for item in items) if entry.shape else 1
+        row = math.prod(entry.shape[1:]) * ITEM_SIZE[entry.dtype]
+        low = first * row // chunk.piece * chunk.piece
+        return cls(first, last, row, low, min(-(-last * row // chunk.piece) * chunk.piece, entry.nbytes))
 
 
 class _Pool:

@@ -15,7 +15,7 @@ from titancli.checkpoint.format.disk import write_file
 from titancli.checkpoint.format.hashed import BLOCK, PIECE, HashedReader
 from titancli.checkpoint.format.layout import Chunk
 from titancli.checkpoint.format.manifest import MANIFEST, Manifest, faults, manifest_bytes
-from titancli.checkpoint.format.metadata import METADATA, Cell, Group, index_bytes, part_bytes, part_name
+from titancli.checkpoint.format.metadata import Cell, Group, part_bytes, part_name
 from titancli.checkpoint.format.newfolder import new_folder, refuse_used
 from titancli.checkpoint.format.stream import Job, Progress, no_progress, write_files
 from titancli.checkpoint.format.tensorfile import ITEM_SIZE, Entry
@@ -173,8 +173,7 @@ def _save(draft: Draft, jobs: list[Job], max_shard: int | None, progress: Progre
         }
         part = part_bytes(chunks, {file.name: file.header for file in written})
         files[part_name(0)] = write_file(folder / part_name(0), part)
-        files |= draft.write_kept(folder)
-        files[METADATA] = write_file(folder / METADATA, index_bytes(_groups(entries)))
+        files |= {n: write_file(folder / n, data) for n, data in draft.description(_groups(entries)).items()}
         write_file(folder / MANIFEST, manifest_bytes(draft.manifest(files, serial=1)))
 
 

@@ -1,0 +1,307 @@
+"""Copies of the state in the memory of nodes: here each node is a folder, and is lost with it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from tests.checkpoint.tensors import bits
+from titancli.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
+from titancli.checkpoint.format.manifest import DamagedCheckpoint
+from titancli.checkpoint.peers import copies as module
+from titancli.checkpoint.peers.copies import Copies
+from titancli.checkpoint.peers.memory import Copy, Memory, outdated, read_record
+from titancli.checkpoint.peers.nodes import Nodes
+from titancli.distributed.mesh import init_device_mesh
+from titancli.errors import EnvironmentProblem, TitanError
+from titancli.recipe.schema import Checkpoint
+
+RUN, OTHER = "a" * 32, "b" * 32
+
+
+def whole(step: int) -> dict[str, Tensor]:
+    """Odd sizes, one below the number of ranks, one that is replicated, a step without dimensions."""
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "model.a": torch.randn(37, 6, generator=generator),
+        "model.b": torch.randn(2, 5, generator=generator).bfloat16(),
+        "model.c": torch.randn(400, 130, generator=generator),
+        "model.replicated": torch.randn(3, 3, generator=generator),
+        "optimizer.a.step": torch.tensor(float(step)),
+    }
+
+
+def sharded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    return {
+        name: distribute_tensor(tensor, mesh, [Replicate() if "replicated" in name else Shard(0)])
+        if tensor.ndim
+        else tensor.clone()
+        for name, tensor in tensors.items()
+    }
+
+
+class Cluster:
+    """Ranks on nodes whose memories are folders below `base`."""
+
+    def __init__(self, base: Path, ranks_of_a_node: int = 1) -> None:
+        self.base, self.each = base, ranks_of_a_node
+        self.checkpoints = base / "run/checkpoints"
+
+    def memory(self, node: int) -> Path:
+        return self.base / f"node{node}"
+
+    def make(self) -> None:
+        self.checkpoints.mkdir(parents=True)
+        for node in range(4):
+            self.memory(node).mkdir()
+
+    def lose(self, node: int) -> None:
+        shutil.rmtree(self.memory(node))
+        self.memory(node).mkdir()
+
+    def flip(self, node: int, name: str) -> None:
+        """The last byte of a file that a node holds."""
+        [path] = self.memory(node).glob(f"titan-*/step-*/{name}")
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+    def copies(self) -> Copies:
+        return Copies(self.memory(dist.get_rank() // self.each), self.checkpoints, RUN)
+
+
+def copy(cluster: Cluster, steps: list[int], mode: str = "disabled") -> None:
+    """Copy states, without a checkpoint on the disk."""
+    copies = cluster.copies()
+    section = Checkpoint(interval=100, peer_interval=1, async_mode=mode)  # type: ignore[arg-type]
+    checkpointer = Checkpointer(cluster.checkpoints, section, lock_text="x = 1\n", run_id=RUN, copies=copies)
+    checkpointer.reserve(sharded(whole(0)))
+    for step in steps:
+        assert checkpointer.due(step) or mode != "disabled"
+        checkpointer.save(step, sharded(whole(step)), {"step": step})
+        checkpointer.wait()
+    copies.close()
+
+
+def load(cluster: Cluster) -> str:
+    """What a resume gets; or what the ranks say, each the same."""
+    copies = cluster.copies()
+    try:
+        if (folder := copies.newest(wanted=True)) is None:
+            return "nothing"
+        tensors = sharded({name: torch.zeros_like(tensor) for name, tensor in whole(0).items()})
+        try:
+            state = load_checkpoint(folder, tensors)
+        except DamagedCheckpoint as error:
+            assert copies.folder is not None and error.folder.name == copies.folder.name
+            copies.discard()
+            return f"damaged: {error.why}"
+        sent = copies._sources.sent  # type: ignore[union-attr]
+        assert copies.loaded() and not copies.loaded()
+        dist.barrier()
+        assert not folder.exists()
+        for name, tensor in whole(state["step"]).items():
+            found = tensors[name].full_tensor() if tensor.ndim else tensors[name]  # type: ignore[attr-defined]
+            assert bits(found) == bits(tensor), name
+        return f"step {state['step']}, {'some' if sent else 'none'} sent"
+    finally:
+        copies.close()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    made = Cluster(tmp_path)
+    made.make()
+    return made
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_any_node_may_be_lost_and_all_ranks_load_bit_for_bit(ranks: Any, cluster: Cluster, mode: str) -> None:
+    ranks(3, copy, cluster, [1, 2], mode)
+    held = [{p.name for p in cluster.memory(n).glob("titan-*/step-2/rank-*")} for n in range(3)]
+    assert held == [{f"rank-0000{r}.safetensors" for r in (n, (n - 1) % 3)} for n in range(3)]
+    assert not list(cluster.base.glob("node*/titan-*/step-1")) and not list(cluster.checkpoints.glob("step*"))
+    for lost in range(3):
+        saved = cluster.base / "saved"
+        shutil.copytree(cluster.base / f"node{lost}", saved)
+        cluster.lose(lost)
+        assert ranks(3, load, cluster) == ["step 2, some sent"] * 3, lost
+        if lost == 2:
+            assert ranks(2, load, cluster) == ["step 2, some sent"] * 2  # with one node fewer
+        shutil.rmtree(cluster.memory(lost))
+        saved.rename(cluster.memory(lost))
+    for lost in (0, 1):
+        cluster.lose(lost)
+    assert ranks(3, load, cluster) == ["nothing"] * 3
+    assert read_record(cluster.checkpoints) is None
+
+
+@pytest.mark.ranks
+def test_ranks_of_one_node_share_its_memory(ranks: Any, tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 2)
+    cluster.make()
+    ranks(4, copy, cluster, [3])
+    cluster.lose(0)
+    assert ranks(4, load, cluster) == ["step 3, some sent"] * 4
+    alone = Cluster(tmp_path / "alone", 2)
+    alone.make()
+    ranks(2, copy, alone, [4])
+    assert ranks(2, load, alone) == ["step 4, none sent"] * 2
+    alone.lose(0)
+    assert ranks(2, load, alone) == ["nothing"] * 2
+
+
+@pytest.mark.ranks
+def test_a_flipped_byte_is_found_by_all_ranks_wherever_it_is(ranks: Any, cluster: Cluster) -> None:
+    ranks(2, copy, cluster, [5])
+    cluster.flip(0, "manifest.json")  # the other node's is taken
+    assert ranks(2, load, cluster) == ["step 5, some sent"] * 2
+    cluster.flip(1, "metadata.json")
+    assert ranks(2, load, cluster) == ["nothing"] * 2
+    for name in ("rank-00000.safetensors", "metadata-00000.json.gz"):
+        ranks(2, copy, cluster, [6])
+        cluster.flip(0, name)
+        [first, second] = ranks(2, load, cluster)
+        assert first == second and first.startswith("damaged: ") and name in first
+        assert ranks(2, load, cluster) == ["nothing"] * 2  # it does not count any longer
+
+
+def _failing(cluster: Cluster, what: str) -> str:
+    """Step 2 fails on rank 1 after step 1 was copied."""
+    copies, really = cluster.copies(), (module.write_pieces, module._compare, module.write_record)
+
+    def refuses(*given: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    def dies(*given: Any) -> Any:
+        raise RuntimeError("a connection was closed")
+
+    section = Checkpoint(interval=100, peer_interval=1)
+    checkpointer = Checkpointer(cluster.checkpoints, section, lock_text="", run_id=RUN, copies=copies)
+    told: list[str] = []
+    module.logger.warning = lambda *words: told.append(str(words))  # type: ignore[method-assign]
+    try:
+        checkpointer.due(1)
+        checkpointer.save(1, sharded(whole(1)), {"step": 1})
+        if dist.get_rank() == 1 and what in ("write", "compare"):
+            setattr(module, {"write": "write_pieces", "compare": "_compare"}[what], refuses)
+        if what == "record":
+            module.write_record = refuses
+        checkpointer.due(2)
+        tensors, step = sharded(whole(2)), 2
+        try:
+            checkpointer.save(step, tensors, {"step": step})
+            return "went on"
+        except TitanError as error:
+            return error.message
+    finally:
+        module.write_pieces, module._compare, module.write_record = really
+        del module.logger.warning
+        copies.close()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("what", ["write", "compare", "record"])
+def test_a_copy_that_fails_on_one_rank_leaves_the_one_before(ranks: Any, cluster: Cluster, what: str) -> None:
+    assert ranks(2, _failing, cluster, what) == ["went on"] * 2
+    assert {path.name for path in cluster.base.glob("node*/titan-*/*step*")} == {"step-1"}
+    cluster.lose(0)
+    assert ranks(2, load, cluster) == ["step 1, some sent"] * 2
+
+
+def _another(cluster: Cluster) -> None:
+    """Rank 1's node has another state of the same step, and of the same names and sizes."""
+    other = Cluster(cluster.base / "other")
+    if dist.get_rank() == 0:
+        other.make()
+    dist.barrier()
+    copies = other.copies()
+    section = Checkpoint(interval=100, peer_interval=1)
+    checkpointer = Checkpointer(other.checkpoints, section, lock_text="x = 1\n", run_id=RUN, copies=copies)
+    checkpointer.due(7)
+    checkpointer.save(7, sharded(whole(8)), {"step": 7})
+    copies.close()
+
+
+@pytest.mark.ranks
+def test_copies_of_different_states_are_never_mixed(ranks: Any, cluster: Cluster) -> None:
+    ranks(3, copy, cluster, [7])
+    ranks(3, _another, cluster)
+    shutil.rmtree(cluster.memory(1))
+    shutil.copytree(cluster.base / "other/node1", cluster.memory(1))
+    assert ranks(3, load, cluster) == ["step 7, some sent"] * 3
+    ranks(3, copy, cluster, [7])
+    for node in (1, 2):
+        shutil.rmtree(cluster.memory(node))
+        shutil.copytree(cluster.base / f"other/node{node}", cluster.memory(node))
+    assert ranks(3, load, cluster) == ["nothing"] * 3
+
+
+# -------------------------------------------------------------------------------------------- one process
+
+
+def test_nodes_are_told_apart_by_their_memory() -> None:
+    nodes = Nodes.of(["x", "x", "y", "x", "z"])
+    assert nodes.ranks == ((0, 1, 3), (2,), (4,))
+    assert [nodes.partner(rank) for rank in range(5)] == [2, 2, 4, 2, 0]
+    assert nodes.written_for(0) == {0, 1, 3, 4} and nodes.is_first(2) and not nodes.is_first(3)
+    assert Nodes.of(["x", "x"]).partner(1) is None
+
+
+def test_a_copy_counts_until_a_later_checkpoint_is_saved_or_one_is_removed(tmp_path: Path) -> None:
+    def save(step: int) -> None:
+        save_checkpoint(tmp_path / f"step-{step}", {"model.a": torch.ones(1)}, {}, lock_text="", run_id=RUN)
+
+    assert outdated(tmp_path, Copy(3, "", 0)) is None
+    save(4)
+    assert outdated(tmp_path, Copy(3, "", 0)) and outdated(tmp_path, Copy(4, "", 0)) is None
+    assert outdated(tmp_path, Copy(6, "", 1)) is None
+    save(8)
+    assert outdated(tmp_path, Copy(6, "", 1)) and outdated(tmp_path, Copy(4, "", 0))
+    assert outdated(tmp_path, Copy(9, "", 2)) is None
+    shutil.rmtree(tmp_path / "step-8")  # to go back to step 4
+    assert outdated(tmp_path, Copy(9, "", 2))
+
+
+def test_runs_share_a_node_and_only_what_is_forgotten_is_deleted(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    mine, other = Memory(tmp_path, RUN, run), Memory(tmp_path, OTHER, run)
+    os.utime(other.folder, (0, 0))
+    mine.sweep()  # it is held
+    other.close()
+    assert other.folder.is_dir()
+    os.utime(other.folder)
+    mine.sweep()  # its ranks may just be starting again
+    assert other.folder.is_dir()
+    os.utime(other.folder, (time.time() - 7200,) * 2)
+    mine.sweep()
+    assert not other.folder.exists()
+    gone = Memory(tmp_path, OTHER, tmp_path / "deleted")
+    gone.close()
+    mine.sweep()
+    assert not gone.folder.exists() and mine.folder.is_dir()
+
+
+def test_a_memory_that_is_small_missing_or_another_users_is_refused_by_name(tmp_path: Path) -> None:
+    memory = Memory(tmp_path, RUN, tmp_path)
+    with pytest.raises(
+        EnvironmentProblem, match=r"copies of the state need 1000.0 TB in .* is free"
+    ) as caught:
+        memory.need(10**15)
+    assert "--shm-size" in str(caught.value.hint) and "checkpoint.peer_folder" in str(caught.value.hint)
+    with pytest.raises(EnvironmentProblem, match="No such file"):
+        Memory(tmp_path / "none", RUN, tmp_path)
+    (tmp_path / f"titan-{OTHER}").symlink_to(tmp_path)
+    with pytest.raises(EnvironmentProblem, match="belongs to somebody else"):
+        Memory(tmp_path, OTHER, tmp_path)

@@ -1,0 +1,265 @@
+"""Copies of a run's state, each rank's in the memory of its own node and of the next one."""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+import xxhash
+from torch.distributed.checkpoint.planner import WriteItem
+
+from titancli.checkpoint.format.disk import size_text, write_file
+from titancli.checkpoint.format.hashed import Digest, file_digest
+from titancli.checkpoint.format.manifest import MANIFEST, last_serial, manifest_bytes
+from titancli.checkpoint.format.plan import SavePlan
+from titancli.checkpoint.format.storage import Pieces, write_pieces
+from titancli.checkpoint.peers.memory import (
+    Copy,
+    Memory,
+    forget,
+    identity_of,
+    outdated,
+    read_record,
+    write_record,
+)
+from titancli.checkpoint.peers.nodes import Nodes, Team, Transfer, exchange, prepare
+from titancli.checkpoint.peers.sources import Sources
+from titancli.checkpoint.save import Draft
+from titancli.distributed.process_group import all_gather, on_rank_zero, patient_group
+from titancli.errors import EnvironmentProblem, TitanError
+
+logger = logging.getLogger(__name__)
+
+KEPT = 2
+"""Copies that lie in memory at once: the one that counts, and the one under way."""
+
+
+class Copies:
+    """Keeps the newest state of a run in the memory of its nodes, and finds it there. All methods are
+    collective.
+
+    A copy is a checkpoint whose files are spread over the nodes. It counts once it is complete on all nodes
+    and the run folder names it; until then the one before it does.
+    """
+
+    def __init__(self, root: Path, checkpoints: Path, run_id: str) -> None:
+        """
+        Args:
+            root: a folder in memory, on every node.
+            checkpoints: those of the run, on the disk that all nodes share.
+
+        Raises:
+            EnvironmentProblem: the folder cannot be written on a node; on all ranks.
+        """
+        found: list[EnvironmentProblem | str] = []
+        try:
+            self._memory = Memory(root, run_id, checkpoints.parent)
+            found = all_gather(self._memory.identity)
+        except EnvironmentProblem as error:
+            found = all_gather(error)
+        if refused := [one for one in found if isinstance(one, EnvironmentProblem)]:
+            raise refused[0]
+        self._nodes = Nodes.of([str(one) for one in found])
+        self._checkpoints = checkpoints
+        self._step: int | None = None
+        """Of the copy that counts, if there is one."""
+        self._sources: Sources | None = None
+        team = self._team(None)
+        if team.is_first:
+            self._memory.sweep()
+
+    def newest(self, *, wanted: bool) -> Path | None:
+        """Return the folder that the copy which counts can be loaded from until `loaded` is called; None:
+        the run continues from elsewhere, and there is no copy any longer.
+
+        Args:
+            wanted: whether the newest state is, not another one that somebody has asked for.
+        """
+        team = self._team(patient_group())
+        try:
+            copy = on_rank_zero(lambda: self._counts(wanted), team.group)
+            if copy is not None:
+                self._sources, self._step = Sources(team, copy), copy.step
+                return self._sources.folder
+        except EnvironmentProblem as error:
+            if team.rank == 0:
+                logger.warning("the copy in memory cannot be used: %s", error.message)
+        self.discard()
+        return None
+
+    @property
+    def folder(self) -> Path | None:
+        """Return what `newest` has returned, until `loaded` or `discard` is called."""
+        return self._sources.folder if self._sources is not None else None
+
+    def loaded(self) -> bool:
+        """Return whether a copy was there to be loaded, and give back the memory that this took. Called after
+        a load that has succeeded."""
+        if self._sources is None:
+            return False
+        if self._team(None).rank == 0:
+            sent = self._sources.sent
+            logger.info(
+                "step %s was loaded from the memory of the nodes%s",
+                self._step,
+                f"; they sent each other {size_text(sent)}" if sent else "",
+            )
+        self._let_go()
+        return True
+
+    def discard(self) -> None:
+        """Have no copy count any longer, and delete what this node has."""
+        self._step = None
+        on_rank_zero(lambda: forget(self._checkpoints))
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._sources is not None:
+            self._sources.close()
+            self._sources = None
+        if self._team(None).is_first:
+            self._memory.tidy(self._step)
+
+    def end(self) -> None:
+        """Delete everything: the run has saved its state on the disk."""
+        self.discard()
+        all_gather(None)  # who shares this memory may be deleting in it
+        if self._team(None).is_first:
+            self._memory.remove()
+
+    def close(self) -> None:
+        """Let go of the memory, which keeps what it holds."""
+        self._memory.close()
+
+    def reserve(self, pieces: Pieces, plan: SavePlan, group: dist.ProcessGroup | None) -> None:
+        """See to it that there is room for the copies that are to come.
+
+        Raises:
+            EnvironmentProblem: there is not, on a node; on all ranks.
+        """
+        team = self._team(group)
+        needed = self._needed(plan.agree(pieces.items, team.wrapper), team)
+        room = KEPT * needed[team.rank] - self._memory.used()
+        team.on_nodes("copying", lambda: self._memory.need(room))
+        if team.rank == 0:
+            nodes = len(self._nodes.ranks)
+            logger.info(
+                "a copy of the state takes %s of memory on each node%s",
+                size_text(max(needed)),
+                "" if nodes > 1 else "; with one node alone it does not survive the loss of the node",
+            )
+
+    def make(self, pieces: Pieces, draft: Draft, plan: SavePlan, group: dist.ProcessGroup | None) -> None:
+        """Copy the state, after which this copy counts.
+
+        Raises:
+            EnvironmentProblem: a memory is too small, or refuses; on all ranks. The copy before it counts.
+        """
+        team, began = self._team(group), time.perf_counter()
+        if draft.step == self._step:
+            return
+        draft.ranks = team.wrapper.get_world_size()
+        items = plan.agree(pieces.items, team.wrapper)
+        needed = self._needed(items, team)[team.rank]
+        name = team.together("copying", lambda: secrets.token_hex(4), lambda names: names[0])
+        hidden = self._memory.folder / f".step-{draft.step}.tmp-{name}"
+        try:
+            team.on_nodes("copying", lambda: self._make_room(hidden, needed))
+            written, small = team.together(
+                "copying",
+                lambda: write_pieces(hidden, team.rank, items, pieces.resolve),
+                lambda written: (written, self._describe(written, draft, plan)),
+            )
+            self._send(hidden, written, team)
+            team.together(
+                "copying",
+                lambda: self._complete(hidden, small, draft.folder.name) if team.is_first else None,
+                lambda done: self._name(draft),
+            )
+        except TitanError:  # of anything else nobody knows whether this copy counts by now
+            if team.is_first:
+                self._memory.tidy(self._step)
+            raise
+        self._step = draft.step
+        if team.is_first:
+            self._memory.tidy(self._step)
+        if team.rank == 0:
+            logger.debug("step %d was copied in %.2f s", draft.step, time.perf_counter() - began)
+
+    def _team(self, group: dist.ProcessGroup | None) -> Team:
+        return Team(self._memory, self._nodes, group)
+
+    def _counts(self, wanted: bool) -> Copy | None:
+        """On rank 0: the copy that the run folder names, if it is what the run continues from."""
+        copy = read_record(self._checkpoints)
+        if copy is None:
+            return None
+        why = outdated(self._checkpoints, copy) if wanted else "another checkpoint was asked for"
+        if why is not None:
+            logger.info("the copy of step %d in memory is not used: %s", copy.step, why)
+            return None
+        return copy
+
+    def _needed(self, items: Sequence[WriteItem], team: Team) -> list[int]:
+        """Bytes of a copy on the node of each rank."""
+        mine = sum(
+            math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+            for item in items
+            if item.tensor_data is not None
+        )
+        bytes_of = team.together("copying", lambda: mine, list)
+        return [sum(bytes_of[r] for r in self._nodes.written_for(rank)) for rank in range(len(bytes_of))]
+
+    def _make_room(self, hidden: Path, needed: int) -> None:
+        self._memory.tidy(self._step)
+        self._memory.need(needed)
+        hidden.mkdir(mode=0o700)
+
+    def _describe(self, written: list[dict[str, Digest]], draft: Draft, plan: SavePlan) -> dict[str, bytes]:
+        """On rank 0: the files that every node gets."""
+        small = draft.description(plan.groups)
+        files = {name: digest for files in written for name, digest in files.items()}
+        files |= {n: Digest(len(data), xxhash.xxh3_64(data).hexdigest()) for n, data in small.items()}
+        serial = last_serial(self._checkpoints)
+        return {**small, MANIFEST: manifest_bytes(draft.manifest(files, serial))}
+
+    def _send(self, hidden: Path, written: list[dict[str, Digest]], team: Team) -> None:
+        """Send each rank's files to the next node, which compares their checksums."""
+        transfers = [
+            Transfer(rank, partner, name, 0, digest.size)
+            for rank, files in enumerate(written)
+            if (partner := self._nodes.partner(rank)) is not None
+            for name, digest in files.items()
+        ]
+        if not transfers:
+            return
+        prepared = []
+        team.together("copying", lambda: prepared.extend(prepare(hidden, transfers, team.rank)))
+        exchange(prepared, team.rank, team.group)
+        team.together("copying", lambda: _compare(hidden, written, transfers, team.rank))
+
+    def _complete(self, hidden: Path, small: dict[str, bytes], name: str) -> None:
+        for file, data in small.items():
+            write_file(hidden / file, data)
+        hidden.rename(self._memory.folder / name)
+
+    def _name(self, draft: Draft) -> None:
+        """On rank 0, once all nodes have it: the run folder names it."""
+        if draft.claim is not None:
+            draft.claim.check()
+        identity = identity_of(self._memory.folder / draft.folder.name)
+        serial = last_serial(self._checkpoints)
+        write_record(self._checkpoints, Copy(draft.step, identity, serial))
+
+
+def _compare(
+    folder: Path, written: list[dict[str, Digest]], transfers: Sequence[Transfer], rank: int
+) -> None:
+    for sender, receiver, name, _, _ in transfers:
+        if receiver == rank and file_digest(folder / name) != written[sender][name]:
+            raise EnvironmentProblem(f"{name} is not what rank {sender} sent: its checksum does not match")

@@ -1,0 +1,141 @@
+"""Which ranks share a memory, and bytes of files on their way from one node to another."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from titancli.checkpoint.format.storage import several_ranks
+from titancli.checkpoint.peers.memory import Memory
+from titancli.checkpoint.save import raise_failure
+
+_BLOCK = 1 << 28
+"""Bytes of one message."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The ranks of each node, in the order of their lowest ranks."""
+
+    ranks: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, memories: Sequence[str]) -> Nodes:
+        """Return the nodes of ranks that say which memory is theirs."""
+        nodes = dict.fromkeys(memories)
+        return cls(tuple(tuple(r for r, m in enumerate(memories) if m == node) for node in nodes))
+
+    def node(self, rank: int) -> int:
+        return next(number for number, ranks in enumerate(self.ranks) if rank in ranks)
+
+    def is_first(self, rank: int) -> bool:
+        """Whether a rank is the first of its node."""
+        return self.ranks[self.node(rank)][0] == rank
+
+    def partner(self, rank: int) -> int | None:
+        """Return the rank of the next node that gets what this one has written; None: there is one node."""
+        node = self.node(rank)
+        others = self.ranks[(node + 1) % len(self.ranks)]
+        return others[self.ranks[node].index(rank) % len(others)] if len(self.ranks) > 1 else None
+
+    def written_for(self, rank: int) -> set[int]:
+        """Return the ranks whose files a rank's node has: its own, and those of the node before it."""
+        node = self.node(rank)
+        return {*self.ranks[node], *self.ranks[node - 1]}
+
+
+class Team:
+    """All ranks, each with the memory of its node, and what they do together."""
+
+    def __init__(self, memory: Memory, nodes: Nodes, group: dist.ProcessGroup | None) -> None:
+        self.memory, self.nodes, self.group = memory, nodes, group
+        self.wrapper = _DistWrapper(group, several_ranks(group), 0)
+        self.rank = self.wrapper.get_rank()
+        self.is_first = nodes.is_first(self.rank)
+        """Whether this rank does what is done once on each node."""
+
+    def together(
+        self,
+        doing: str,
+        function: Callable[[], Any],
+        reduce: Callable[[list[Any]], Any] = lambda done: None,
+    ) -> Any:
+        """Call a function on every rank, and another on rank 0 with the results; return what that returns.
+
+        Raises:
+            TitanError: what was raised on any rank, on all of them. An error of the operating system is told
+                as an EnvironmentProblem.
+        """
+
+        def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*given: Any) -> Any:
+                try:
+                    return function(*given)
+                except OSError as error:
+                    raise self.memory.refusal(error) from error
+
+            return call
+
+        try:
+            return self.wrapper.all_reduce("copy", guarded(function), guarded(reduce))
+        except CheckpointException as error:
+            raise_failure(error, doing)
+
+    def on_nodes(self, doing: str, function: Callable[[], Any]) -> None:
+        """Call a function once on each node; see `together`."""
+        self.together(doing, lambda: function() if self.is_first else None)
+
+
+class Transfer(NamedTuple):
+    """Bytes of a file that one rank sends to another."""
+
+    sender: int
+    receiver: int
+    name: str
+    start: int
+    stop: int
+
+
+def prepare(folder: Path, transfers: Iterable[Transfer], rank: int) -> list[tuple[Transfer, Tensor]]:
+    """Map what this rank sends, and make room for what it receives: nothing fails for want of it later.
+
+    Raises:
+        OSError: there is no room, or a file cannot be read.
+    """
+    prepared = []
+    for transfer in transfers:
+        if rank not in (transfer.sender, transfer.receiver):
+            continue
+        path = folder / transfer.name
+        if rank == transfer.receiver:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(file, transfer.start, transfer.stop - transfer.start)
+            finally:
+                os.close(file)
+        whole = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
+        prepared.append((transfer, whole[transfer.start : transfer.stop]))
+    return prepared
+
+
+def exchange(prepared: Iterable[tuple[Transfer, Tensor]], rank: int, group: dist.ProcessGroup | None) -> None:
+    """Send and receive, straight from one node's memory to the other's. The ranks of a pair have their
+    transfers in the same order."""
+    works: list[Any] = []
+    for transfer, memory in prepared:
+        for block in memory.split(_BLOCK):
+            if rank == transfer.sender:
+                works.append(dist.isend(block, transfer.receiver, group=group))
+            else:
+                works.append(dist.irecv(block, transfer.sender, group=group))
+    for work in works:
+        work.wait()

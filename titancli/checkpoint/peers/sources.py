@@ -1,0 +1,143 @@
+"""Reading a copy whose files lie in the memory of several nodes: what a rank lacks is sent to it.
+
+Each node has a folder with all files of the checkpoint: links to those that it holds, and empty ones, with
+holes of the right size, for the others. A load asks for the ranges that it is about to read; what nobody has
+asked for is zeros, whose checksums are wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from titancli.checkpoint.format.manifest import MANIFEST, DamagedCheckpoint, read_manifest
+from titancli.checkpoint.peers.memory import Copy, description
+from titancli.checkpoint.peers.nodes import Team, Transfer, exchange, prepare
+from titancli.errors import EnvironmentProblem
+
+Range = tuple[str, int, int]
+"""A file, and the bytes of it that are needed: from, to."""
+
+_open: dict[Path, Sources] = {}
+"""Of the folders that this process may load from."""
+
+
+def sources_of(folder: Path) -> Sources | None:
+    """Return where the files of a checkpoint come from; None: they are in the folder."""
+    return _open.get(folder)
+
+
+class Sources:
+    """Who holds what of a copy. All methods are collective."""
+
+    def __init__(self, team: Team, copy: Copy) -> None:
+        """
+        Raises:
+            EnvironmentProblem: the copy is not complete, or there is no room for it; on all ranks.
+        """
+        memory, nodes = team.memory, team.nodes
+        self.folder = memory.loading / f"step-{copy.step}"
+        self.sent = 0
+        """Bytes that nodes have sent each other."""
+        self._team = team
+        found = self._together(lambda: memory.held(copy) if team.is_first else ({}, None), list)
+        self._held = [found[ranks[0]][0] for ranks in nodes.ranks]
+        holders = [ranks[0] for ranks, held in zip(nodes.ranks, self._held, strict=True) if held]
+        if not holders:
+            raise EnvironmentProblem("; ".join(why for _, why in found if why) or "no node has any of it")
+        source = memory.folder / self.folder.name
+
+        def describe() -> tuple[dict[str, int], dict[str, bytes]] | None:
+            if team.rank != holders[0]:
+                return None
+            manifest = read_manifest(source)
+            small = {n: (source / n).read_bytes() for n in (MANIFEST, *description(manifest))}
+            return {name: digest.size for name, digest in manifest.files.items()}, small
+
+        self._sizes, small = self._together(describe, lambda found: found[holders[0]])
+        if missing := sorted(self._sizes.keys() - set().union(*self._held)):
+            more = f" and {len(missing) - 1} more files" if len(missing) > 1 else ""
+            raise EnvironmentProblem(f"{missing[0]}{more} were on nodes that are lost")
+        team.on_nodes(self._doing, lambda: self._furnish(source, small))
+        _open[self.folder] = self
+
+    @property
+    def _doing(self) -> str:
+        return f"reading {self.folder}"
+
+    def _together(self, *given: Any) -> Any:
+        return self._team.together(self._doing, *given)
+
+    def take(self, wanted: Iterable[Range]) -> None:
+        """Have what this rank is about to read sent to its node.
+
+        Raises:
+            DamagedCheckpoint: there is no room for it; on all ranks.
+        """
+        rank = self._team.rank
+        held = self._held[self._team.nodes.node(rank)]
+        lacking = _joined(one for one in wanted if one[0] not in held and one[1] < one[2])
+        prepared: list[Any] = []
+
+        def ready(transfers: list[Transfer]) -> None:
+            prepared.extend(prepare(self.folder, transfers, rank))
+
+        try:
+            transfers = self._together(lambda: lacking, self._transfers)
+            self._together(lambda: ready(transfers))
+        except EnvironmentProblem as error:
+            raise DamagedCheckpoint(self.folder, error.message) from error
+        exchange(prepared, rank, self._team.group)
+        self.sent += sum(transfer.stop - transfer.start for transfer in transfers)
+        self._together(lambda: None)  # what another rank of this node has asked for is there, too
+
+    def whole(self, names: Iterable[str]) -> list[Range]:
+        """Return the ranges of whole files."""
+        return [(name, 0, self._sizes.get(name, 0)) for name in names]
+
+    def close(self) -> None:
+        """Forget about it; nothing is loaded from it any more."""
+        _open.pop(self.folder, None)
+
+    def _transfers(self, everyones: list[list[Range]]) -> list[Transfer]:
+        """Who sends what to whom: what several ranks of a node need is sent once."""
+        transfers, taken = [], set()
+        for rank, lacking in enumerate(everyones):
+            node = self._team.nodes.node(rank)
+            for one in lacking:
+                if (node, one) in taken:
+                    continue
+                taken.add((node, one))
+                holders = [n for n, held in enumerate(self._held) if one[0] in held]
+                if not holders:
+                    raise EnvironmentProblem(f"{one[0]} is on no node")
+                senders = self._team.nodes.ranks[holders[rank % len(holders)]]
+                transfers.append(Transfer(senders[rank % len(senders)], rank, *one))
+        return transfers
+
+    def _furnish(self, source: Path, small: dict[str, bytes]) -> None:
+        shutil.rmtree(self._team.memory.loading, ignore_errors=True)
+        self.folder.mkdir(parents=True, mode=0o700)
+        held = self._held[self._team.nodes.node(self._team.rank)]
+        for name, data in small.items():
+            (self.folder / name).write_bytes(data)
+        for name, size in self._sizes.items():
+            if name in held and name not in small:
+                os.link(source / name, self.folder / name)
+            elif name not in small:
+                with open(self.folder / name, "xb") as file:
+                    file.truncate(size)
+
+
+def _joined(ranges: Iterable[Range]) -> list[Range]:
+    """The same bytes in as few ranges."""
+    joined: list[Range] = []
+    for name, start, stop in sorted(ranges):
+        if joined and joined[-1][0] == name and joined[-1][2] >= start:
+            joined[-1] = (name, joined[-1][1], max(stop, joined[-1][2]))
+        else:
+            joined.append((name, start, stop))
+    return joined
