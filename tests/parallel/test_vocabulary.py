@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from tests.rows import rows
 from titancli.distributed.collectives import Group
 from titancli.losses import chunked
 from titancli.losses.chunked import linear_log_probs, linear_token_loss
@@ -73,8 +74,13 @@ CASES: list[tuple[Any, ...]] = [
 ]
 
 
-@pytest.mark.parametrize("which", ["token", "log_probs"])
-@pytest.mark.parametrize(("world", "dtype", "scale", "chunk", "backend"), CASES)
+@pytest.mark.parametrize(
+    ("which", "world", "dtype", "scale", "chunk", "backend"),
+    rows(
+        [(which, *case) for which in ("token", "log_probs") for case in CASES],
+        slow=[("log_probs", *CASES[-1])],
+    ),
+)
 def test_a_cut_vocabulary_gives_the_answer_of_the_whole_one(
     ranks, which, world, dtype, scale, chunk, backend
 ):

@@ -55,7 +55,7 @@ def killed(*arguments: str) -> None:
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("disabled", marks=pytest.mark.slow), "async"])
 def test_a_run_killed_in_its_saves_at_20_random_moments_ends_bit_for_bit_as_if_it_had_not(
     train: Callable[..., Finished],
     reference: Any,
