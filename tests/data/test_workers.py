@@ -42,10 +42,11 @@ def loader(
     prefetch: int = 2,
     dp: tuple[int, int] = (0, 1),
     rows: int = ROWS,
+    seq_len: int = SEQ_LEN,
     **options: Any,
 ) -> Loader:
     tokenizer = None if isinstance(config, Slow) else ByteTokenizer()
-    rebuild = Rebuild(config, tokenizer, SEQ_LEN, rows, *dp, seed=7, rows_per_step=4 * ROWS)
+    rebuild = Rebuild(config, tokenizer, seq_len, rows, *dp, seed=7, rows_per_step=4 * ROWS)
     dataset = rebuild()
     preparers = Workers(rebuild, dataset, count=workers, depth=prefetch) if workers else None
     return Loader(dataset, device="cpu", prefetch=prefetch, workers=preparers, **options)

@@ -325,7 +325,13 @@ class Chat:
     """Shuffle rows by (training.seed, epoch); false: keep the order in which they are listed."""
     repeat: bool = True
     """Start over at the end of the data, as often as needed; false: end the run there."""
-    skips_rows: ClassVar[bool] = False
+    length_index: bool = False
+    """Measure all rows once, before the first step, and keep their lengths in titan's cache: then each rank
+    and each worker process prepares its own rows only. The metric `cut_rows` is left out."""
+
+    @property
+    def skips_rows(self) -> bool:
+        return self.length_index
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", absolute_lines(self.path))
@@ -369,8 +375,14 @@ class Preference:
     """Shuffle pairs by (training.seed, epoch); false: keep the order in which they are listed."""
     repeat: bool = True
     """Start over at the end of the data, as often as needed; false: end the run there."""
+    length_index: bool = False
+    """Measure all rows once, before the first step, and keep their lengths in titan's cache: then each rank
+    and each worker process prepares its own rows only."""
     gives_pairs: ClassVar[bool] = True
-    skips_rows: ClassVar[bool] = False
+
+    @property
+    def skips_rows(self) -> bool:
+        return self.length_index
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", absolute_lines(self.path))

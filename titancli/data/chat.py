@@ -140,6 +140,7 @@ def build(
         dp_rank=dp_rank,
         repeat=config.repeat,
         settings={**settings, "pack": config.pack},
+        length_index=config.length_index,
         masked=masked,
         **runtime,
     )

@@ -103,12 +103,15 @@ class PairRows:
     def __init__(self, seq_len: int, filler_id: int, *, reference: bool) -> None:
         self._seq_len, self._filler_id, self._reference = seq_len, filler_id, reference
 
-    def rows(self, examples: Sequence[Pair]) -> list[Row]:
-        return [
-            self._row([answer], pair.reference[i] if pair.reference else 0.0)
-            for pair in examples
-            for i, answer in enumerate(pair.answers)
-        ]
+    def length(self, example: Pair) -> int:
+        return sum(len(answer.tokens) for answer in example.answers)
+
+    def plan(self, lengths: Sequence[int]) -> list[list[int]]:
+        return [[pair] for pair in range(len(lengths)) for _ in range(self.unit)]
+
+    def row(self, examples: Sequence[Pair], number: int) -> Row:
+        [pair], answer = examples, number % self.unit
+        return self._row([pair.answers[answer]], pair.reference[answer] if pair.reference else 0.0)
 
     def filler(self) -> Row:
         return self._row([], 0.0)
@@ -150,6 +153,7 @@ def build(
         dp_rank=dp_rank,
         repeat=config.repeat,
         settings={"pairs": True, "reference_logps": config.reference_logps},
+        length_index=config.length_index,
         masked=masked,
         **runtime,
     )

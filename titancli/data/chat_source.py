@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
+import numpy as np
+
 from titancli.data import Chat, HFDataset, Preference
 from titancli.data.chat_template import ChatRefused
 from titancli.data.files import TextFile, corpus_identity, find_files
 from titancli.data.hf_datasets import GROUP, at_revision, load, refuse_hub_keys
-from titancli.data.jsonl import BadRow, BadRows, LineReader, check_characters, parse
+from titancli.data.jsonl import BadRow, BadRows, LineReader, Row, check_characters, parse
 from titancli.data.source import document_order
 from titancli.errors import EnvironmentProblem
+from titancli.observe.metrics import collector
 
 BUNDLED = "titan:"
 """What names of titan's own data begin with."""
@@ -23,6 +26,23 @@ BUNDLED = "titan:"
 class Rows(Protocol):
     label: str
     identity: dict[str, Any]
+
+    @property
+    def count(self) -> int: ...
+
+    def index(self) -> None:
+        """Count the rows, for what follows; the rest as `titancli.data.jsonl.LineReader`."""
+        ...
+
+    def order(self, epoch: int) -> np.ndarray: ...
+
+    def mark(self, place: int, row: int) -> dict[str, Any]: ...
+
+    def place(self, mark: dict[str, Any]) -> int: ...
+
+    def row(self, row: int) -> tuple[str, dict[str, Any] | BadRow]:
+        """Where the row of a number is, for people; and the row, or why it is none."""
+        ...
 
     def read(
         self, epoch: int, mark: dict[str, Any] | None
@@ -38,17 +58,29 @@ class LineRows:
         self.label, self._max_bytes = label, config.max_bytes
         self.identity = corpus_identity(label, files, shuffle=config.shuffle, seed=seed, text=False)
         self._reader = LineReader(files, shuffle=config.shuffle, seed=seed, max_bytes=config.max_bytes)
+        self.index, self.order = self._reader.index, self._reader.order
+        self.mark, self.place = self._reader.mark, self._reader.place
+
+    @property
+    def count(self) -> int:
+        return self._reader.count
 
     def read(
         self, epoch: int, mark: dict[str, Any] | None
     ) -> Iterator[tuple[str, dict[str, Any] | BadRow, dict[str, Any]]]:
         for file, row, place in self._reader.read(epoch, mark):
-            found: dict[str, Any] | BadRow
-            try:
-                found = parse(row.data, self._max_bytes)
-            except BadRow as reason:
-                found = reason
-            yield f"{file.path}, line {row.line}", found, place
+            yield *self._parsed(file, row), place
+
+    def row(self, row: int) -> tuple[str, dict[str, Any] | BadRow]:
+        return self._parsed(*self._reader.row(row))
+
+    def _parsed(self, file: TextFile, row: Row) -> tuple[str, dict[str, Any] | BadRow]:
+        found: dict[str, Any] | BadRow
+        try:
+            found = parse(row.data, self._max_bytes)
+        except BadRow as reason:
+            found = reason
+        return f"{file.path}, line {row.line}", found
 
 
 class HFRows:
@@ -64,10 +96,33 @@ class HFRows:
             **at_revision(config),
         }
 
+    @property
+    def count(self) -> int:
+        return len(self._dataset)
+
+    def index(self) -> None:
+        """The rows are counted already."""
+
+    def order(self, epoch: int) -> np.ndarray:
+        return document_order(self._seed, epoch, len(self._dataset), shuffle=self._shuffle)
+
+    def mark(self, place: int, row: int) -> dict[str, Any]:
+        return {"document": place}
+
+    def place(self, mark: dict[str, Any]) -> int:
+        return int(mark["document"])
+
+    def row(self, row: int) -> tuple[str, dict[str, Any] | BadRow]:
+        try:
+            found = self._dataset[row]
+        except Exception as error:  # whatever the file system or Arrow says
+            _unreadable(self.label, error)
+        return f"{self._path}, row {row}", {name: value for name, value in found.items() if value is not None}
+
     def read(
         self, epoch: int, mark: dict[str, Any] | None
     ) -> Iterator[tuple[str, dict[str, Any] | BadRow, dict[str, Any]]]:
-        order = document_order(self._seed, epoch, len(self._dataset), shuffle=self._shuffle)
+        order = self.order(epoch)
         for first in range(mark["document"] if mark else 0, len(order), GROUP):
             numbers = order[first : first + GROUP].tolist()
             try:
@@ -121,18 +176,46 @@ class ChatExamples:
         """`make` turns a row into an example, or raises BadRow or ChatRefused."""
         self._rows, self._make, self._bad = rows, make, BadRows(strict=strict)
         self.label, self.identity = rows.label, rows.identity
+        self.order, self.mark, self.place = rows.order, rows.mark, rows.place
+
+    @property
+    def count(self) -> int:
+        self._rows.index()
+        return self._rows.count
+
+    def example(self, row: int) -> Any:
+        """Return the example of a row; None, and told, if it is none."""
+        where, found = self._rows.row(row)
+        try:
+            with collector.muted():  # each is made twice: when it is measured, and when it is used
+                return self._made(found)
+        except BadRow as reason:
+            self._bad.tell(where, reason)
+            return None
+
+    def skipped(self, count: int) -> None:
+        """Count rows that are none and were passed over."""
+        self._bad.skipped += count
+        self._bad.count()
+
+    def _made(self, row: dict[str, Any] | BadRow) -> Any:
+        """
+        Raises:
+            BadRow: there is no example.
+        """
+        if isinstance(row, BadRow):
+            raise row
+        try:
+            return self._make(row)
+        except ChatRefused as error:
+            raise BadRow(error.message) from error
 
     def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[tuple[Any, dict[str, Any]]]:
         for where, row, place in self._rows.read(epoch, mark):
             try:
-                if isinstance(row, BadRow):
-                    raise row
-                example = self._make(row)
+                example = self._made(row)
             except BadRow as reason:
                 self._bad.skip(where, reason)
-                continue
-            except ChatRefused as error:
-                self._bad.skip(where, BadRow(error.message))
                 continue
             self._bad.count()
             yield example, place

@@ -30,17 +30,20 @@ class PackedRows:
         self._seq_len, self._filler_id, self._pack = seq_len, filler_id, pack
         self._places = self._filled = 0
 
-    def rows(self, examples: Sequence[Conversation]) -> list[Row]:
+    def length(self, example: Conversation) -> int:
+        return len(example.tokens) - 1
+
+    def plan(self, lengths: Sequence[int]) -> list[list[int]]:
         if not self._pack:
-            return [row_of([example], self._seq_len, self._filler_id) for example in examples]
-        bins = best_fit([len(example.tokens) - 1 for example in examples], self._seq_len)
+            return [[example] for example in range(len(lengths))]
+        bins = best_fit(lengths, self._seq_len)
         self._places += len(bins) * self._seq_len
-        self._filled += sum(len(example.tokens) - 1 for example in examples)
+        self._filled += sum(lengths)
         report("wasted_tokens", 1.0 - self._filled / max(self._places, 1), reduce="max")  # of all ranks
-        return [
-            row_of([examples[i] for i in numbers], self._seq_len, self._filler_id, documents=True)
-            for numbers in bins
-        ]
+        return bins
+
+    def row(self, examples: Sequence[Conversation], number: int) -> Row:
+        return row_of(examples, self._seq_len, self._filler_id, documents=self._pack)
 
     def filler(self) -> Row:
         return row_of([], self._seq_len, self._filler_id, documents=self._pack)

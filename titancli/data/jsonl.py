@@ -53,13 +53,63 @@ class LineReader:
 
     def __init__(self, files: list[TextFile], *, shuffle: bool, seed: int, max_bytes: int) -> None:
         self._files, self._shuffle, self._seed, self._max_bytes = files, shuffle, seed, max_bytes
-        for file in files if shuffle else []:
+        if shuffle:
+            self.index()
+
+    def index(self) -> None:
+        """Find where each row begins.
+
+        Raises:
+            EnvironmentProblem: a file cannot be read, or is compressed.
+        """
+        for file in self._files:
             if file.path.endswith(SUFFIXES):
                 raise EnvironmentProblem(
-                    f"{file.path} is compressed, so its rows cannot be shuffled",
+                    f"{file.path} is compressed, so its rows cannot be shuffled or indexed",
                     hint="set dataset.shuffle = false, decompress it, or tokenize it: `titan tokenize`",
                 )
-        self._starts = [row_starts(file) for file in files] if shuffle else []
+        self._starts = [row_starts(file) for file in self._files]
+        self._firsts = np.cumsum([0, *(len(starts) for starts in self._starts)])
+        """The number of the first row of each file, and of all of them."""
+
+    @property
+    def count(self) -> int:
+        return int(self._firsts[-1])
+
+    def order(self, epoch: int) -> np.ndarray:
+        """Return the numbers of the rows in the order of an epoch."""
+        return document_order(self._seed, epoch, self.count, shuffle=self._shuffle)
+
+    def mark(self, place: int, row: int) -> dict[str, Any]:
+        """Return the mark of the row at a place of the order."""
+        if self._shuffle:
+            return {"document": place}
+        number, index = self._where(row)
+        return {"file": number, "byte": int(self._starts[number][index]), "line": index + 1}
+
+    def place(self, mark: dict[str, Any]) -> int:
+        """Return the place in the order that a mark leads to."""
+        return mark["document"] if self._shuffle else int(self._firsts[mark["file"]]) + mark["line"] - 1
+
+    def _where(self, row: int) -> tuple[int, int]:
+        number = int(np.searchsorted(self._firsts, row, side="right")) - 1
+        return number, row - int(self._firsts[number])
+
+    def row(self, row: int) -> tuple[TextFile, Row]:
+        """Return the row of a number, and its file.
+
+        Raises:
+            EnvironmentProblem: the file cannot be read, or has become shorter.
+        """
+        number, index = self._where(row)
+        file, start = self._files[number], int(self._starts[number][index])
+        found = next(_rows(file, start, index + 1, self._max_bytes), None)
+        if found is None:
+            raise EnvironmentProblem(
+                f"{file.path} has become shorter since the run started: line {index + 1} no longer exists",
+                hint="do not change data while a run reads them; start a new run",
+            )
+        return file, found
 
     def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[tuple[TextFile, Row, dict[str, Any]]]:
         """The epoch's rows, and the mark of each: a place in the order, or in a file."""
@@ -76,31 +126,30 @@ class LineReader:
     def _shuffled(
         self, epoch: int, mark: dict[str, Any] | None
     ) -> Iterator[tuple[TextFile, Row, dict[str, Any]]]:
-        firsts = np.cumsum([0, *(len(starts) for starts in self._starts)])
-        order = document_order(self._seed, epoch, int(firsts[-1]), shuffle=True)
+        order = self.order(epoch)
         for document in range(mark["document"] if mark else 0, len(order)):
-            number = int(np.searchsorted(firsts, order[document], side="right")) - 1
-            file, index = self._files[number], int(order[document] - firsts[number])
-            start = int(self._starts[number][index])
-            row = next(_rows(file, start, index + 1, self._max_bytes), None)
-            if row is None:
-                raise EnvironmentProblem(
-                    f"{file.path} has become shorter since the run started: line {index + 1} no longer "
-                    f"exists",
-                    hint="do not change data while a run reads them; start a new run",
-                )
-            yield file, row, {"document": document}
+            yield *self.row(int(order[document])), {"document": document}
 
 
 class BadRows:
     """What is done with rows that are none: they are told and counted or, where `strict`, end the run."""
 
     def __init__(self, *, strict: bool) -> None:
-        self._strict = strict
+        self._strict, self._told = strict, 0
         self.skipped = 0
         """Since this process began."""
 
     def skip(self, where: str, reason: BadRow) -> None:
+        """Tell of a row, and count it.
+
+        Raises:
+            EnvironmentProblem: where `strict`.
+        """
+        self.tell(where, reason)
+        self.skipped += 1
+        self.count()
+
+    def tell(self, where: str, reason: BadRow) -> None:
         """
         Raises:
             EnvironmentProblem: where `strict`.
@@ -110,11 +159,10 @@ class BadRows:
                 f"{where}: {reason}",
                 hint="fix the row, or set dataset.strict = false to skip such rows",
             )
-        self.skipped += 1
-        if self.skipped <= TOLD:
-            more = "; further skipped rows are only counted (bad_rows)" if self.skipped == TOLD else ""
+        self._told += 1
+        if self._told <= TOLD:
+            more = "; further skipped rows are only counted (bad_rows)" if self._told == TOLD else ""
             logger.warning("skipped a row: %s: %s%s", where, reason, more)
-        self.count()
 
     def count(self) -> None:
         """Report how many there are, if any."""

@@ -1,20 +1,23 @@
 """Rows made of whole examples, dealt to data-parallel ranks: the dataset of conversations and of pairs.
 
-Examples come in groups of `GROUP`; a group's rows depend on its examples alone. The position is a group, and
-how many of its rows were used: it is exact, and independent of the ranks. As with packed documents
-(`titancli.data.packing`) every rank makes all rows and keeps its own.
+Examples come in groups of `GROUP`; which of them share a row depends on the lengths of the group's alone. The
+position is a group, and how many of its rows were used: it is exact, and independent of the ranks. Where the
+lengths are known (`length_index`) each rank makes the examples of its own rows only. Else, as with packed
+documents (`titancli.data.packing`), every rank makes all of them, and rows of its own.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
 
 from titancli.data.batch import Batch
+from titancli.data.lengths import BAD, row_lengths
 from titancli.data.packing import STATE_VERSION, refuse_other_data, tokenizer_identity
 from titancli.errors import EnvironmentProblem
 from titancli.protocols import Tokenizer, TokenizerDefaults
@@ -44,17 +47,59 @@ class Examples(Protocol):
         ...
 
 
+class IndexedExamples(Examples, Protocol):
+    """Examples that can be made one by one, of rows that are counted."""
+
+    count: int
+    """Rows, those included that are no example."""
+
+    def order(self, epoch: int) -> np.ndarray:
+        """Return the rows in the order of an epoch, int64 [count]."""
+        ...
+
+    def mark(self, place: int, row: int) -> dict[str, Any]:
+        """Return the mark of the row at a place of the order."""
+        ...
+
+    def place(self, mark: dict[str, Any]) -> int: ...
+
+    def example(self, row: int) -> Any:
+        """Return the example of a row; None, and reported, if it is none."""
+        ...
+
+    def skipped(self, count: int) -> None:
+        """Count rows that are none and were passed over."""
+        ...
+
+
 class RowMaker(Protocol):
     """What makes rows of examples."""
 
     unit: int
     """Rows that belong together; a group gives a multiple of it."""
 
-    def rows(self, examples: Sequence[Any]) -> list[Row]: ...
+    def length(self, example: Any) -> int: ...
+
+    def plan(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Return which examples of a group make each row, by their lengths."""
+        ...
+
+    def row(self, examples: Sequence[Any], number: int) -> Row:
+        """Return the row of a group with this number."""
+        ...
 
     def filler(self) -> Row:
         """A row without targets."""
         ...
+
+
+class _Group(NamedTuple):
+    """Examples that may share rows."""
+
+    mark: dict[str, Any]
+    """That of the first."""
+    lengths: Sequence[int]
+    example: Callable[[int], Any]
 
 
 class Position(NamedTuple):
@@ -82,12 +127,14 @@ class RowDataset:
         settings: Mapping[str, Any],
         group: int = GROUP,
         templated: bool = True,
+        length_index: bool = False,
     ) -> None:
         """
         Args:
             settings: what else the rows depend on; a resume under others is refused.
             group: examples that may share rows.
             templated: whether the chat template is among the former.
+            length_index: measure all examples once, before the first batch; they are `IndexedExamples`.
         """
         self._examples, self._maker = examples, maker
         self._rows, self._dp_rank, self._dp_size, self._repeat = rows, dp_rank, dp_size, repeat
@@ -103,7 +150,11 @@ class RowDataset:
             **settings,
         }
         self._group = group
+        self._length_index = length_index
+        self._lengths: np.ndarray | None = None
         self._position = Position()
+        self._ahead: Iterator[tuple[Callable[[], Row], Position]] | None = None
+        """What comes behind the position."""
         self._consumed = 0
 
     def __iter__(self) -> Iterator[Batch]:
@@ -113,28 +164,43 @@ class RowDataset:
         Raises:
             EnvironmentProblem: the data cannot be read, or hold no example at all.
         """
-        rows = self._from(self._position)
-        while taken := list(itertools.islice(rows, self._rows * self._dp_size)):
-            self._position = taken[-1][1]
-            self._consumed += len(taken)
+        while taken := self._take(self._rows * self._dp_size):
             first = self._dp_rank * self._rows
-            mine = [row for row, _ in taken[first : first + self._rows]]
+            mine = [make() for make in taken[first : first + self._rows]]
             mine += [self._maker.filler() for _ in range(self._rows - len(mine))]
             tensors = {name: torch.from_numpy(np.stack([row[name] for row in mine])) for name in mine[0]}
             yield Batch(tensors, unit=self._maker.unit)
 
-    def _from(self, position: Position) -> Iterator[tuple[Row, Position]]:
-        """Rows, and the position after each."""
+    def skip(self, rows: int) -> int | None:
+        """Go so many global rows on without making them; return how many there were, None without lengths."""
+        return len(self._take(rows)) if self._length_index else None
+
+    def _take(self, rows: int) -> list[Callable[[], Row]]:
+        """Go so many global rows on; return what makes them."""
+        if self._ahead is None:
+            self._ahead = self._from(self._position)
+        try:
+            taken = list(itertools.islice(self._ahead, rows))
+        except BaseException:
+            self._ahead = None  # it would say that the data have ended
+            raise
+        if taken:
+            self._position = taken[-1][1]
+        self._consumed += len(taken)
+        return [make for make, _ in taken]
+
+    def _from(self, position: Position) -> Iterator[tuple[Callable[[], Row], Position]]:
+        """What makes each row, and the position after it."""
         epoch, mark, used = position
+        groups = self._indexed_groups if self._length_index else self._groups
         while True:
             nothing = mark is None
-            examples = self._examples.read(epoch, mark)
-            while group := list(itertools.islice(examples, self._group)):
+            for group in groups(epoch, mark):
                 nothing = False
-                begin = group[0][1]
-                rows = self._maker.rows([example for example, _ in group])
-                for number in range(used, len(rows)):
-                    yield rows[number], Position(epoch, begin, number + 1)
+                plan = self._maker.plan(group.lengths)
+                for number in range(used, len(plan)):
+                    row = partial(self._row, group, plan[number], number)
+                    yield row, Position(epoch, group.mark, number + 1)
                 used = 0
             if nothing:
                 raise EnvironmentProblem(
@@ -143,6 +209,56 @@ class RowDataset:
             if not self._repeat:
                 return
             epoch, mark, used = epoch + 1, None, 0
+
+    def _row(self, group: _Group, examples: list[int], number: int) -> Row:
+        return self._maker.row([group.example(example) for example in examples], number)
+
+    def _groups(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[_Group]:
+        examples = self._examples.read(epoch, mark)
+        while group := list(itertools.islice(examples, self._group)):
+            found = [example for example, _ in group]
+            yield _Group(group[0][1], [self._maker.length(example) for example in found], found.__getitem__)
+
+    def _indexed_groups(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[_Group]:
+        """The same, without making an example."""
+        source = cast(IndexedExamples, self._examples)
+        if self._lengths is None:
+            self._lengths = row_lengths(self._unordered, source.count, self._measured)
+        order, place = source.order(epoch), 0 if mark is None else source.place(mark)
+        while place < len(order):
+            rows = order[place : place + self._group]
+            while (self._lengths[rows] != BAD).sum() < self._group and place + len(rows) < len(order):
+                rows = order[place : place + 2 * len(rows)]
+            good = np.flatnonzero(self._lengths[rows] != BAD)[: self._group]
+            last = int(good[-1]) + 1 if len(good) == self._group else len(rows)
+            source.skipped(last - len(good))
+            if len(good):
+                first, chosen = int(good[0]), rows[good]
+                yield _Group(
+                    source.mark(place + first, int(rows[first])),
+                    self._lengths[chosen].tolist(),
+                    partial(self._example, chosen.tolist()),
+                )
+            place += last
+
+    @property
+    def _unordered(self) -> dict[str, Any]:
+        """What the lengths depend on."""
+        return {name: value for name, value in self._identity.items() if name != "order"}
+
+    def _measured(self, row: int) -> int:
+        example = cast(IndexedExamples, self._examples).example(row)
+        return BAD if example is None else self._maker.length(example)
+
+    def _example(self, rows: list[int], number: int) -> Any:
+        found = cast(IndexedExamples, self._examples).example(rows[number])
+        if found is None or self._maker.length(found) != cast(np.ndarray, self._lengths)[rows[number]]:
+            raise EnvironmentProblem(
+                f"{self._examples.label}: row {rows[number]:,} is no longer as long as when it was measured",
+                hint="the tokenizer or the data changed without changing their names and contents: set "
+                "dataset.length_index = false",
+            )
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch, the same on every rank; `rows` were consumed since the start."""
@@ -165,3 +281,4 @@ class RowDataset:
         refuse_other_data(state, self._identity, self._examples.label, "epoch", "group", "used", "rows")
         self._consumed = state["rows"]
         self._position = Position(state["epoch"], state["group"], state["used"])
+        self._ahead = None

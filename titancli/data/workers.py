@@ -146,7 +146,9 @@ class Workers:
     def _start(self, workers: list[tuple[Any, Connection]], state: dict[str, Any]) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
-        shared = (pickle.dumps(self._rebuild), registry.plugin_files(), state, self._count, self._depth)
+        # The environment of now: the server has that of its start.
+        made_of = (dict(os.environ), registry.plugin_files(), pickle.dumps(self._rebuild))
+        shared = (*made_of, state, self._count, self._depth)
         for number in range(self._count):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
@@ -243,8 +245,9 @@ class _Records(logging.Handler):
 def _work(
     connection: Connection,
     number: int,
-    rebuild: bytes,
+    environment: dict[str, str],
     plugin_files: Sequence[Path],
+    rebuild: bytes,
     state: dict[str, Any],
     workers: int,
     depth: int,
@@ -253,7 +256,7 @@ def _work(
     for ignored in IGNORED:
         signal.signal(ignored, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
+    os.environ.update(environment, TOKENIZERS_PARALLELISM="false")  # there is a process for each core already
     torch.set_num_threads(1)
     records = _Records()
     logging.getLogger().addHandler(records)

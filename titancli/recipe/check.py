@@ -99,7 +99,9 @@ def _dataloader(recipe: Recipe) -> Iterator[Finding]:
     elif not with_defaults(DatasetConfigDefaults, recipe.dataset).skips_rows:
         name = component_info(recipe.dataset).name
         message = f"the dataset {name} tokenizes all rows before a row, so each worker would prepare all"
-        yield path, message, "write token shards with `titan tokenize`, and use the dataset token_shards"
+        indexed = hasattr(recipe.dataset, "length_index")
+        shards = "write token shards with `titan tokenize`, and use the dataset token_shards"
+        yield path, message, "set dataset.length_index = true" if indexed else shards
 
 
 def _validation(recipe: Recipe) -> Iterator[Finding]:
