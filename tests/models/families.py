@@ -169,7 +169,7 @@ QWEN3 = Family(
             {"rope_scaling": {"rope_type": "yarn"}},
             {"decoder_sparse_step": 2},
             {"mlp_only_layers": [0]},
-            {"quantization_config": {"quant_method": "fp8"}},
+            {"quantization_config": {"quant_method": "awq"}},
         )
     ),
     routing=(
@@ -224,7 +224,7 @@ GPT_OSS = Family(
             {"layer_types": ["full_attention"] * 36},
             {"rope_scaling": {"rope_type": "llama3"}},
             {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.0}},
-            {"quantization_config": {"quant_method": "mxfp4"}},
+            {"quantization_config": {"quant_method": "awq"}},
         )
     ),
     routing=(
@@ -393,7 +393,7 @@ DEEPSEEK = Family(
         ("671B", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
         ("671B", {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 0.5}}),
         ("671B", {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0}}),
-        ("671B", {"quantization_config": {"quant_method": "fp8"}}),
+        ("671B", {"quantization_config": {"quant_method": "awq"}}),
         ("236B", {"norm_topk_prob": True}),
         ("236B", {"n_shared_experts": None}),
     ),

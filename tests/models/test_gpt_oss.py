@@ -79,8 +79,10 @@ def test_experts_begin_as_matrices_of_their_depth():
     assert float(model.layers["1"].moe.experts.w2.detach().std()) == pytest.approx(0.02 / 2, rel=0.1)
 
 
-def test_a_quantised_folder_is_refused_with_what_to_do():
+def test_a_folder_quantized_as_released_is_read_and_another_is_refused_with_what_to_do():
     keys = GptOssHF(GPT_OSS.flavor("120b")).config_json()
+    plain = GptOssHF.from_config_json(keys)
+    assert GptOssHF.from_config_json({**keys, "quantization_config": {"quant_method": "mxfp4"}}) == plain
     with pytest.raises(TitanError) as raised:
-        GptOssHF.from_config_json({**keys, "quantization_config": {"quant_method": "mxfp4"}})
+        GptOssHF.from_config_json({**keys, "quantization_config": {"quant_method": "gptq"}})
     assert "model.dequantize()" in raised.value.hint

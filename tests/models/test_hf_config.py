@@ -130,11 +130,10 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         "names a kernel on the Hub, which is",
     ),
     "kernel of experts": ({**LLAMA, "experts_implementation": {"": "who/k"}}, "that titan does not run"),
-    "fp8": (
-        {**LLAMA, "quantization_config": {"quant_method": "fp8"}},
-        "the weights are quantized with 'fp8'",
+    "gptq": (
+        {**LLAMA, "quantization_config": {"quant_method": "gptq"}},
+        "the weights are quantized with 'gptq'; read are fp8",
     ),
-    "mxfp4": ({**LLAMA, "quantization_config": {"quant_method": "mxfp4"}}, "quantized with 'mxfp4'"),
     "routers": ({**LLAMA, "output_router_logits": True}, "the routers' own loss (output_router_logits)"),
     "encoder": ({"model_type": "t5", "is_encoder_decoder": True}, "t5 is an encoder-decoder model"),
     "longrope": (

@@ -113,7 +113,7 @@ def _fill(
     all_ranks = ranks.use_dist and ranks.get_world_size() == dist.get_world_size()
     shared = shared_among_replicas(tensors, alike) if all_ranks else {}
     mine = {name: tensor for name, tensor in tensors.items() if name not in shared or shared[name].mine}
-    wanted = {name: _boxes(tensor) for name, tensor in mine.items()}
+    wanted = {name: boxes_of(tensor) for name, tensor in mine.items()}
 
     def reader() -> Reader:
         return Reader(folder, metadata.layouts(wanted), digests)
@@ -147,7 +147,7 @@ def _together(ranks: _DistWrapper, folder: Path, function: Callable[[], T]) -> T
     return mine[0]
 
 
-def _boxes(tensor: Tensor) -> list[Box]:
+def boxes_of(tensor: Tensor) -> list[Box]:
     """What a rank holds of a tensor."""
     return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in _create_chunk_list(tensor)]
 

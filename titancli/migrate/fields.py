@@ -207,7 +207,10 @@ CHECKPOINT = [
     ),
     part("checkpoint.initial_load_in_hf", bool, False),
     told(
-        "checkpoint.initial_load_in_hf_quantized", bool, False, "quantised Hugging Face folders are not read"
+        "checkpoint.initial_load_in_hf_quantized",
+        bool,
+        False,
+        "weights = HF_FOLDER reads quantized folders without a setting",
     ),
     part("checkpoint.last_save_model_only", bool, True),
     part("checkpoint.last_save_in_hf", bool, False),

@@ -11,12 +11,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from titancli.errors import EnvironmentProblem
+from titancli.models.quantization import KEY, quantization_of
 
 # fmt: off
 HARMLESS = frozenset(
     (
         # what it is called, and how it is stored
-        "architectures", "auto_map", "dtype", "model_type", "tokenizer_class", "torch_dtype",
+        "architectures", "auto_map", "dtype", "model_type", KEY, "tokenizer_class", "torch_dtype",
         "transformers_version",
         # tokens
         "bos_token_id", "cls_token_id", "decoder_start_token_id", "eos_token_id", "mask_token_id",
@@ -47,12 +48,6 @@ NEUTRAL: Mapping[str, Any] = {
     "use_rope": True,
 }
 """Values at which a key changes nothing, where that is not null, false, zero or empty."""
-
-DEQUANTISE = (
-    "use the unquantized original weights; or load these with transformers, call "
-    "model.dequantize() and save_pretrained(NEW_FOLDER), and remove quantization_config from its config.json"
-)
-"""What to do with quantised weights."""
 
 Read = Callable[[Mapping[str, Any]], dict[str, Any]]
 
@@ -137,14 +132,9 @@ def refuse_others(
     """Note the keys whose values are not as the model needs them. What is `computed` goes before the file.
 
     Raises:
-        EnvironmentProblem: the weights are quantised.
+        EnvironmentProblem: the weights are quantized in a way that is not read.
     """
-    if quantised := config_json.get("quantization_config"):
-        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"
-        raise EnvironmentProblem(
-            f"config.json says that the weights are quantized with {method!r}; such weights cannot be read",
-            hint=DEQUANTISE,
-        )
+    quantization_of(config_json)
     computed = computed or {}
     for key, good in expected.items():
         there = config_json.get(key, good)

@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -53,19 +53,26 @@ def open_file(path: Path) -> int:
 
 
 def read_into(path: Path, start: int, memory: memoryview) -> None:
-    """Fill memory with a file's bytes from `start` on.
+    """Fill memory with a file's bytes from `start` on; see `read_runs`."""
+    read_runs(path, [(start, memory)])
+
+
+def read_runs(path: Path, runs: Sequence[tuple[int, memoryview]]) -> None:
+    """Fill memory with a file's bytes: of each run, those from its start on.
 
     Raises:
         EnvironmentProblem: it cannot be read, or ends too soon.
     """
 
     def read() -> None:
-        descriptor, done = open_file(path), 0
+        descriptor = open_file(path)
         try:
-            while done < memory.nbytes:
-                if not (count := os.preadv(descriptor, [memory[done:]], start + done)):
-                    raise EnvironmentProblem(f"{path} is damaged: it ends at byte {start + done}")
-                done += count
+            for start, memory in runs:
+                done = 0
+                while done < memory.nbytes:
+                    if not (count := os.preadv(descriptor, [memory[done:]], start + done)):
+                        raise EnvironmentProblem(f"{path} is damaged: it ends at byte {start + done}")
+                    done += count
         finally:
             os.close(descriptor)
 

@@ -23,9 +23,13 @@ ITEM_SIZE = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8,
     "F32": 4, "I32": 4, "U32": 4,
     "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
-    "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
+    "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
+    "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 """Bytes of one element, by the format's names of types."""
+
+PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+"""Bits of one element of the types that a header may name too, but of which no tensor is made here."""
 
 SHARD_BYTES = 5 * 10**9
 """A file is split when its data would grow beyond this; one tensor is never split over files."""
@@ -40,14 +44,15 @@ class Entry:
 
     key: str
     dtype: str
-    """A key of ITEM_SIZE."""
+    """A key of ITEM_SIZE, or of PACKED_BITS."""
     shape: tuple[int, ...]
     start: int = 0
     """Where its bytes begin in the file."""
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * ITEM_SIZE[self.dtype]
+        bits = PACKED_BITS.get(self.dtype) or 8 * ITEM_SIZE[self.dtype]
+        return math.prod(self.shape) * bits // 8
 
 
 def split(sizes: Sequence[int], limit: int | None = None) -> list[range]:
@@ -185,7 +190,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 def _entry(key: str, row: dict[str, Any], base: int) -> Entry:
     start, stop = natural(row["data_offsets"])
-    if row["dtype"] not in ITEM_SIZE:
+    if row["dtype"] not in ITEM_SIZE and row["dtype"] not in PACKED_BITS:
         raise ValueError(f"unknown dtype {row['dtype']!r}")
     entry = Entry(key, row["dtype"], natural(row["shape"]), base + start)
     if stop - start != entry.nbytes:

@@ -11,34 +11,36 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from titancli.checkpoint.format.disk import write_file
 from titancli.checkpoint.format.newfolder import new_folder
 from titancli.checkpoint.format.stream import Job, Progress, no_progress, write_files
-from titancli.checkpoint.format.tensorfile import Entry
+from titancli.checkpoint.format.tensorfile import ITEM_SIZE, PACKED_BITS, Entry
 from titancli.checkpoint.format.tensors import (
     TORCH_DTYPE,
     MemoryTensors,
     TensorFiles,
     Tensors,
     dtype_name,
-    read_tensor,
 )
 from titancli.checkpoint.hf.kept import CONFIG, TOKENIZER, texts
 from titancli.checkpoint.hf.libraries import Library, library_of
-from titancli.checkpoint.load import name_lists
+from titancli.checkpoint.hf.stored import Place, Stored, as_bf16
+from titancli.checkpoint.hf.virtual import Virtual, blocks
+from titancli.checkpoint.load import boxes_of, name_lists
 from titancli.errors import EnvironmentProblem, TitanError
-from titancli.models.config_json import DEQUANTISE
+from titancli.models.quantization import DEQUANTISE, quantization_of
 from titancli.protocols import HFForm, HFFormDefaults
 from titancli.registry.defaults import with_defaults
 
 PICKLED = ("*.bin", "*.pth", "*.pt", "*.ckpt")
-QUANTISED_DTYPES = ("F8_E4M3", "F8_E5M2", "I8", "U8")
+QUANTISED_DTYPES = {"I8", "U8", *PACKED_BITS, *(name for name in ITEM_SIZE if name.startswith("F8_"))}
 QUANTISED_NAMES = re.compile(
     r"\.(qweight|qzeros|g_idx|weight_packed|weight_scale\w*|weight_zero_point|absmax|SCB|quant_\w+|\w+_blocks)$"
 )
-"""What GPTQ, AWQ, compressed-tensors, bitsandbytes, FP8 and MXFP4 keep beside or instead of weights."""
+"""What GPTQ, AWQ, compressed-tensors, bitsandbytes, FP8 and MXFP4 keep beside or instead of weights, where
+config.json says nothing of it."""
 
 
 # --------------------------------------------------------------------------------------------------- out
@@ -180,22 +182,30 @@ class HFReader:
         Raises:
             EnvironmentProblem: the folder lacks what it is made of.
         """
-        parts = []
+        return self.form.from_hf(name, [place.whole() for place in self._sources(name)])
+
+    def virtual(self, name: str) -> Tensor:
+        """Our parameter, unread: a `virtual.Virtual`, or a tensor if the form makes it of values.
+
+        Raises:
+            EnvironmentProblem: the folder lacks what it is made of.
+        """
+        return self.form.from_hf(name, [place.virtual() for place in self._sources(name)])
+
+    def _sources(self, name: str) -> list[Place]:
         for hf_name in self.form.sources(name):
             if hf_name not in self._places:
                 raise EnvironmentProblem(
                     f"{self.folder} has no tensor {hf_name!r}, which {name} is built from"
                 )
-            file, entry = self._places[hf_name]
-            parts.append(read_tensor(self.folder / file, entry))
-        return self.form.from_hf(name, parts)
+        return [self._places[hf_name] for hf_name in self.form.sources(name)]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Our parameter's dtype in the folder."""
+        """Our parameter's dtype in the folder; of quantised ones bfloat16."""
         sources = self.form.sources(name)
         if not sources:  # the form makes it of nothing
             return self.form.from_hf(name, []).dtype
-        return TORCH_DTYPE[self._places[sources[0]][1].dtype]
+        return TORCH_DTYPE[self._places[sources[0]].dtype]
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """See to it that the folder holds a model of these parameters: by its headers, and copies by value.
@@ -229,9 +239,9 @@ class HFReader:
 
     def _refuse_quantised(self, wanted: Collection[str]) -> None:
         found = [
-            f"{name} is {entry.dtype}"
-            for name, (_, entry) in self._places.items()
-            if (name in wanted and entry.dtype in QUANTISED_DTYPES)
+            f"{name} is {place.dtype}"
+            for name, place in self._places.items()
+            if (name in wanted and place.dtype in QUANTISED_DTYPES)
             or (name not in wanted and QUANTISED_NAMES.search(name))
         ]
         if found:
@@ -243,10 +253,7 @@ class HFReader:
         copy_of = with_defaults(HFFormDefaults, self.form).copy_of
         for name in self._places:
             if (original := copy_of(name)) in self._places:
-                one, other = (
-                    read_tensor(self.folder / file, entry)
-                    for file, entry in (self._places[name], self._places[original])
-                )
+                one, other = self._places[name].whole(), self._places[original].whole()
                 if one.dtype != other.dtype or not torch.equal(one, other):
                     raise EnvironmentProblem(
                         f"{self.folder}: {name} differs from {original}, but config.json says that they "
@@ -255,11 +262,11 @@ class HFReader:
                     )
 
     def _empty(self, hf_name: str) -> Tensor:
-        entry = self._places[hf_name][1]
-        return torch.empty(entry.shape, dtype=TORCH_DTYPE[entry.dtype], device="meta")
+        place = self._places[hf_name]
+        return torch.empty(place.shape, dtype=TORCH_DTYPE[place.dtype], device="meta")
 
-    def _find(self) -> dict[str, tuple[str, Entry]]:
-        """Every tensor's file and entry, by the name that the form knows it by."""
+    def _find(self) -> dict[str, Place]:
+        """Every tensor's place, by the name that the form knows it by."""
         library = library_of(self.form)
         if (self.folder / library.index).is_file():
             names = self._indexed(self.folder / library.index)
@@ -267,10 +274,26 @@ class HFReader:
             names = [library.weights]
         else:
             raise self._no_weights()
-        known_as = with_defaults(HFFormDefaults, self.form).known_as
-        return {
-            known_as(key): (name, entry) for name in names for key, entry in self._files.header(name).items()
+        found = {
+            key: Stored(self.folder / name, entry)
+            for name in names
+            for key, entry in self._files.header(name).items()
         }
+        how = quantization_of(self._config())
+        places: dict[str, Place] = {**found} if how is None else as_bf16(found, how)
+        known_as = with_defaults(HFFormDefaults, self.form).known_as
+        return {known_as(key): place for key, place in places.items()}
+
+    def _config(self) -> Mapping[str, Any]:
+        """What config.json says; nothing where there is none."""
+        path = self.folder / CONFIG
+        try:
+            found = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, RecursionError) as error:
+            raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
+        return found if isinstance(found, dict) else {}
 
     def _indexed(self, path: Path) -> list[str]:
         try:
@@ -320,7 +343,7 @@ def load_hf_weights(
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     progress: Progress = no_progress,
 ) -> None:
-    """Fill parameters in place, one tensor at a time; each rank cuts its own part out of it.
+    """Fill parameters in place, one tensor at a time; each rank reads its own part of it.
 
     Values are cast to the parameters' dtypes. No rank talks to another. `shapes` are those of the whole
     model, where `parameters` are only some of it.
@@ -332,18 +355,22 @@ def load_hf_weights(
     own = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     reader.check(own if shapes is None else shapes)
     for done, (name, parameter) in enumerate(parameters.items(), start=1):
-        put(parameter, reader.parameter(name))
+        put(parameter, reader.virtual(name))
         progress(name, done, len(parameters))
 
 
 @torch.no_grad()
 def put(parameter: Tensor, whole: Tensor) -> None:
-    """Copy a whole tensor into a parameter, or this rank's part of it into a sharded one."""
-    if isinstance(parameter, DTensor):
-        local = parameter.to_local()
-        whole = whole.to(device=local.device, dtype=local.dtype)
-        # Without a source rank every rank cuts its own copy: nothing is sent.
-        cut = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        local.copy_(cut.to_local())
-    else:
-        parameter.copy_(whole)
+    """Copy a whole tensor into a parameter, or this rank's part of it into a sharded one. Of a virtual one
+    only that part is read, a block at a time."""
+    target = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    for offsets, sizes in boxes_of(parameter):
+        if tuple(sizes) != tuple(target.shape):
+            raise TitanError(f"a part of {list(target.shape)} is not where it should be: {offsets}, {sizes}")
+        region = tuple(range(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+        if not isinstance(whole, Virtual):
+            target.copy_(whole[tuple(slice(r.start, r.stop) for r in region)])
+            continue
+        for block in blocks(whole, region):
+            inside = tuple(slice(r.start - o, r.stop - o) for r, o in zip(block, offsets, strict=True))
+            target[inside].copy_(whole.part(block))

@@ -16,11 +16,12 @@ from titancli.checkpoint.format.manifest import is_checkpoint
 from titancli.data.hub import TOKENIZER_FILES
 from titancli.errors import EnvironmentProblem
 from titancli.models.config_json import HARMLESS
+from titancli.models.quantization import KEY
 
 PREFIX = "hf-"
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER = (*TOKENIZER_FILES, "chat_template.json", "spiece.model", "sentencepiece.bpe.model")
-OWN = {"architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version"}
+OWN = {"architectures", "auto_map", "dtype", "model_type", KEY, "torch_dtype", "transformers_version"}
 """Harmless keys of config.json that an export says for itself."""
 WEIGHTS = (".safetensors", ".index.json", ".bin", ".pth", ".pt", ".gguf", ".onnx", ".h5", ".msgpack")
 TALK = ("readme", "license", "notice", "use_policy", ".")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titancli.errors import EnvironmentProblem
+from titancli.models.quantization import quantization_of
 
 KERNEL_KEYS = {"attn_implementation", "experts_implementation"}
 """Keys that only say which kernels transformers uses; some begin with an underscore."""
@@ -30,12 +31,10 @@ def faults(values: Mapping[str, Any]) -> Iterator[str]:
             f"{key} = {name!r} names a kernel on the Hub, which is code that titan does not run; remove "
             f"the key"
         )
-    if quantised := values.get("quantization_config"):
-        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"
-        yield (
-            f"config.json says that the weights are quantized with {method!r}; such weights cannot be "
-            f"trained, so use the original weights"
-        )
+    try:
+        quantization_of(values)
+    except EnvironmentProblem as error:
+        yield f"{error.message}; {error.hint}"
     if values.get("output_router_logits"):
         yield (
             "config.json enables the routers' own loss (output_router_logits), which titan does not "

@@ -32,6 +32,7 @@ from titancli.models.hf_causal_lm.modules import (
     tensor_plan,
 )
 from titancli.models.hf_causal_lm.trial import try_once
+from titancli.models.quantization import KEY
 
 if TYPE_CHECKING:
     from titancli.data.batch import Batch
@@ -337,7 +338,7 @@ class SameNames:
     def config_json(self) -> dict[str, Any]:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-        left_out = ("torch_dtype", "dtype", "transformers_version", "_name_or_path")
+        left_out = ("torch_dtype", "dtype", KEY, "transformers_version", "_name_or_path")
         kept = {key: value for key, value in self.values.items() if key not in left_out}
         return {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.model_type]], **kept}
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from titancli.errors import RecipeError, TitanError
 from titancli.models.hf_causal_lm.config_json import KERNEL_KEYS, faults
+from titancli.models.quantization import KEY
 
 ATTENTION = "titan"
 """What transformers knows our attention by: its own SDPA, with masks that `Rows` decides."""
@@ -101,7 +102,9 @@ def hf_config(values: Mapping[str, Any]) -> Any:
     try:
         with quiet():
             # Kernels are titan's to choose, and transformers would download some of them.
-            chosen = {key: value for key, value in values.items() if str(key).lstrip("_") not in KERNEL_KEYS}
+            # Weights are read unquantized, whatever the folder holds.
+            left_out = {*KERNEL_KEYS, KEY}
+            chosen = {key: value for key, value in values.items() if str(key).lstrip("_") not in left_out}
             return CONFIG_MAPPING[values["model_type"]].from_dict(chosen)
     except Exception as error:  # whatever it is, it is of what was written
         raise refused(values, f"transformers rejects this config: {line_of(error)}") from error

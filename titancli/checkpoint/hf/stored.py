@@ -1,0 +1,371 @@
+"""The tensors of a Hugging Face folder where they lie: as they are, and quantized ones as bf16.
+
+Block fp8 (DeepSeek-V3 Technical Report, arXiv 2412.19437, section 3.3): `X` in e4m3 and `X_scale_inv`, a
+scale for each block of 128 × 128. MXFP4 (OCP Microscaling Formats 1.0): `X_blocks`, 16 bytes of two e2m1
+values each, and `X_scales`, an e8m0 exponent for each 32 values, [out, in] where X is [in, out]. Packed int4
+(compressed-tensors): `X_packed`, eight values an int32, and `X_scale`, one for each group of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titancli.checkpoint.format.files import read_runs
+from titancli.checkpoint.format.tensorfile import ITEM_SIZE, Entry
+from titancli.checkpoint.format.tensors import TORCH_DTYPE, read_tensor
+from titancli.checkpoint.hf.virtual import Region, Virtual, blocks, everything
+from titancli.errors import EnvironmentProblem
+from titancli.models.quantization import Quantization
+
+GAP = 512
+"""Bytes between two wanted ones that are read with them: another call costs more."""
+WIDENED = 1 << 24
+"""Bytes that are read at most, all in all, where unwanted ones are among them."""
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The values of four bits without their sign, which is the highest bit."""
+
+
+class Place(Protocol):
+    """Where the values of a tensor come from."""
+
+    @property
+    def dtype(self) -> str:
+        """The file format's name of it."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def virtual(self) -> Virtual:
+        """The tensor, unread."""
+        ...
+
+    def whole(self) -> Tensor:
+        """The tensor, on the CPU."""
+        ...
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a file."""
+
+    path: Path
+    entry: Entry
+
+    @property
+    def dtype(self) -> str:
+        return self.entry.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.entry.shape
+
+    def virtual(self) -> Virtual:
+        return Virtual.of(self.shape, TORCH_DTYPE[self.dtype], self.part)
+
+    def whole(self) -> Tensor:
+        """Mapped, and not yet read."""
+        return read_tensor(self.path, self.entry)
+
+    def part(self, region: Region) -> Tensor:
+        """Read a region, and next to nothing else.
+
+        Raises:
+            EnvironmentProblem: the file cannot be read.
+        """
+        wider = self._widened(region)
+        memory = np.empty(math.prod(map(len, wider)) * ITEM_SIZE[self.dtype], dtype=np.uint8)
+        starts, run = self._runs(wider)
+        view = memory.data
+        read_runs(self.path, [(start, view[i * run : (i + 1) * run]) for i, start in enumerate(starts)])
+        values = torch.from_numpy(memory).view(TORCH_DTYPE[self.dtype]).view([len(r) for r in wider])
+        return values[
+            tuple(
+                slice((r.start - w.start) // w.step, (r[-1] - w.start) // w.step + 1, r.step // w.step)
+                for r, w in zip(region, wider, strict=True)
+            )
+        ]
+
+    def _widened(self, region: Region) -> Region:
+        """With the unwanted values between wanted ones that are not worth leaving out."""
+        wider, inner = list(region), ITEM_SIZE[self.dtype]
+        most = max(WIDENED, 4 * math.prod(map(len, region)) * inner)
+        for dim in reversed(range(len(region))):
+            r, size = region[dim], self.shape[dim]
+            within = range(r[0], r[-1] + 1)
+            options = [(within, r.step - 1)]
+            if any(len(outer) > 1 for outer in region[:dim]):
+                options.append((range(size), size - len(within)))
+            for option, left in options:
+                bigger = [*wider[:dim], option, *wider[dim + 1 :]]
+                if left * inner > GAP or math.prod(map(len, bigger)) * ITEM_SIZE[self.dtype] > most:
+                    return tuple(wider)
+                wider = bigger
+            if len(wider[dim]) < size:
+                break
+            inner *= size
+        return tuple(wider)
+
+    def _runs(self, region: Region) -> tuple[list[int], int]:
+        """Where in the file each run of neighbours begins, and the bytes of one."""
+        run, stride = ITEM_SIZE[self.dtype], ITEM_SIZE[self.dtype]
+        starts = np.array([self.entry.start])
+        alone = True
+        for r, size in zip(reversed(region), reversed(self.shape), strict=True):
+            if alone and r.step == 1:
+                starts, run = starts + r.start * stride, run * len(r)
+                alone = len(r) == size
+            else:
+                starts = np.add.outer(np.arange(r.start, r.stop, r.step) * stride, starts).ravel()
+                alone = False
+            stride *= size
+        return starts.tolist(), run
+
+
+# ---------------------------------------------------------------------------------------- quantized, as bf16
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """A tensor that is read as bf16, out of those that a folder has in its place."""
+
+    values: Stored
+    scales: Stored
+
+    dtype = "BF16"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def virtual(self) -> Virtual:
+        return Virtual.of(self.shape, torch.bfloat16, self.part)
+
+    def whole(self) -> Tensor:
+        virtual = self.virtual()
+        made = torch.empty(virtual.shape, dtype=virtual.dtype)
+        for region in blocks(virtual, everything(virtual.shape)):
+            made[tuple(slice(r.start, r.stop) for r in region)] = virtual.part(region)
+        return made
+
+    def part(self, region: Region) -> Tensor:
+        raise NotImplementedError
+
+    def fault(self) -> str | None:
+        """What is wrong with shapes and dtypes."""
+        raise NotImplementedError
+
+    def _scales(self, region: Region) -> Tensor:
+        """In float32.
+
+        Raises:
+            EnvironmentProblem: one of them is no number.
+        """
+        found = self.scales.part(region)
+        if found.dtype == torch.uint8:
+            found = found.view(torch.float8_e8m0fnu)
+        found = found.float()
+        if not bool(found.isfinite().all()):
+            raise EnvironmentProblem(
+                f"{self.scales.path}: {self.scales.entry.key} holds a scale that is NaN or infinite",
+                hint="download the file again",
+            )
+        return found
+
+    def _says(self, wanted: str) -> str:
+        return (
+            f"{self.scales.entry.key} is {self.scales.dtype} {list(self.scales.shape)}, but "
+            f"{self.values.entry.key}, {self.values.dtype} {list(self.values.shape)}, needs {wanted}"
+        )
+
+
+@dataclass(frozen=True)
+class BlockFP8(Quantised):
+    """e4m3 values, and what those of a block are multiplied by."""
+
+    block: tuple[int, int] | None
+
+    def part(self, region: Region) -> Tensor:
+        made = self.values.part(region).float()
+        if self.block is None:
+            return made.mul_(self._scales(everything(self.scales.shape)).view(())).bfloat16()
+        *outer, rows, columns = region
+        inner = [
+            range(r[0] // size, r[-1] // size + 1)
+            for r, size in zip((rows, columns), self.block, strict=True)
+        ]
+        scales = self._scales((*outer, *inner))
+        for dim, r, size, there in zip((-2, -1), (rows, columns), self.block, inner, strict=True):
+            scales = scales.index_select(dim, torch.arange(r.start, r.stop, r.step) // size - there.start)
+        return made.mul_(scales).bfloat16()
+
+    def fault(self) -> str | None:
+        wanted: list[tuple[int, ...]] = [(), (1,)]
+        if self.block is not None:
+            if len(self.shape) < 2:
+                return f"{self.values.entry.key} is {list(self.shape)}, and has no blocks"
+            wanted = [
+                (*self.shape[:-2], *(-(-n // b) for n, b in zip(self.shape[-2:], self.block, strict=True)))
+            ]
+        if self.scales.shape not in wanted or self.scales.dtype not in (
+            "F32",
+            "BF16",
+            "F16",
+            "F8_E8M0",
+            "U8",
+        ):
+            return self._says(f"scales of the shape {list(wanted[-1])}")
+        return None
+
+
+@dataclass(frozen=True)
+class MXFP4(Quantised):
+    """Four bits a value, the lower ones first, and an exponent for 32 values in a row."""
+
+    def virtual(self) -> Virtual:
+        made: Any = Virtual.of(self._rows, torch.bfloat16, self.part).transpose(-2, -1)
+        return made
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *outer, rows, columns = self._rows
+        return (*outer, columns, rows)
+
+    @property
+    def _rows(self) -> tuple[int, ...]:
+        *outer, groups, size = self.values.shape
+        return (*outer, groups * size * 2)
+
+    def part(self, region: Region) -> Tensor:
+        *outer, columns = region
+        groups = range(columns[0] // 32, columns[-1] // 32 + 1)
+        packed = self.values.part((*outer, groups, range(16)))
+        table = torch.tensor([*E2M1, *(-value for value in E2M1)])
+        bits = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+        made = table[bits.int()].mul_(self._scales((*outer, groups))[..., None]).bfloat16().flatten(-2)
+        start = columns.start - 32 * groups.start
+        return made[..., start : start + columns[-1] - columns[0] + 1 : columns.step]
+
+    def fault(self) -> str | None:
+        values = self.values
+        if values.dtype != "U8" or len(values.shape) < 3 or values.shape[-1] != 16:
+            return f"{values.entry.key} is {values.dtype} {list(values.shape)}, not U8 [..., 16]"
+        if self.scales.shape != values.shape[:-1] or self.scales.dtype not in ("U8", "F8_E8M0"):
+            return self._says(f"U8 scales of the shape {list(values.shape[:-1])}")
+        return None
+
+
+@dataclass(frozen=True)
+class PackedInt4(Quantised):
+    """-8 to 7 as four bits, the first value's lowest, and a scale for each group of a row."""
+
+    told: Stored
+    """What the folder says that the shape is."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.values.shape[0], 8 * self.values.shape[1])
+
+    @cached_property
+    def _checked(self) -> bool:
+        if tuple(self.told.whole().tolist()) != self.shape:
+            raise EnvironmentProblem(
+                f"{self.told.path}: {self.told.entry.key} says {self.told.whole().tolist()}, but "
+                f"{self.values.entry.key} holds {list(self.shape)}"
+            )
+        return True
+
+    def part(self, region: Region) -> Tensor:
+        rows, columns = region
+        words = range(columns[0] // 8, columns[-1] // 8 + 1)
+        size = self.shape[1] // self.scales.shape[1]
+        groups = range(columns[0] // size, columns[-1] // size + 1)
+        packed = self.values.part((rows, words)) if self._checked else torch.empty(0)
+        made = (packed[..., None] >> torch.arange(0, 32, 4, dtype=torch.int32)).bitwise_and_(15).flatten(1)
+        start = columns.start - 8 * words.start
+        made = made[:, start : start + columns[-1] - columns[0] + 1 : columns.step]
+        which = torch.arange(columns.start, columns.stop, columns.step) // size - groups.start
+        product = (made - 8).float().mul_(self._scales((rows, groups)).index_select(1, which))
+        return product.to(TORCH_DTYPE[self.scales.dtype]).bfloat16()
+
+    def fault(self) -> str | None:
+        values, scales = self.values, self.scales
+        if values.dtype != "I32" or len(values.shape) != 2:
+            return f"{values.entry.key} is {values.dtype} {list(values.shape)}, not I32 [rows, columns / 8]"
+        alike = len(scales.shape) == 2 and scales.shape[0] == self.shape[0] and scales.shape[1]
+        if not alike or self.shape[1] % scales.shape[1] or scales.dtype not in ("F32", "BF16", "F16"):
+            return self._says(f"scales of the shape [{self.shape[0]}, groups]")
+        if self.told.shape != (2,) or self.told.dtype not in ("I64", "I32"):
+            return f"{self.told.entry.key} is {self.told.dtype} {list(self.told.shape)}, not I64 [2]"
+        return None
+
+
+# ----------------------------------------------------------------------------- which tensors stand for one
+
+
+@dataclass(frozen=True)
+class _Way:
+    """Of quantizing: what the names of the tensors in a tensor's place end with."""
+
+    values: str
+    scales: str
+    make: Callable[..., Quantised]
+    more: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    """Of what is not computed with here: the scales of activations."""
+
+
+def _way(how: Quantization) -> _Way:
+    if how.method == "fp8":
+        unused = ("activation_scale", "input_scale")
+        return _Way("", "_scale_inv", partial(BlockFP8, block=how.block), unused=unused)
+    if how.method == "mxfp4":
+        return _Way("_blocks", "_scales", MXFP4)
+    return _Way("_packed", "_scale", PackedInt4, ("_shape",))
+
+
+def as_bf16(places: dict[str, Stored], how: Quantization) -> dict[str, Place]:
+    """Return a folder's tensors with those that are quantized as what they stand for.
+
+    Args:
+        places: all tensors of the folder, by name.
+
+    Raises:
+        EnvironmentProblem: scales are missing, left over, or of another shape; names file and tensor.
+    """
+    way = _way(how)
+    made: dict[str, Place] = {**places}
+    names = [name.removesuffix(way.scales) for name in places if name.endswith(way.scales)]
+    names += [name.removesuffix(way.values) for name, place in places.items() if _quantised(name, place, way)]
+    for name in dict.fromkeys(names):
+        parts = [name + end for end in (way.values, way.scales, *way.more)]
+        there = [part for part in parts if part in places]
+        if there != parts or not _quantised(parts[0], places[parts[0]], way):
+            lacking = next((part for part in parts if part not in there), parts[0])
+            have = places[there[-1]]
+            raise EnvironmentProblem(
+                f"{have.path}: {have.entry.key} ({have.dtype}) has no {lacking}"
+                + (f" that is quantized: it is {places[lacking].dtype}" if lacking in there else ""),
+                hint="download the folder again",
+            )
+        one = way.make(*(places[part] for part in parts))
+        if fault := one.fault():
+            raise EnvironmentProblem(f"{one.values.path}: {fault}", hint="download the folder again")
+        for part in parts:
+            del made[part]
+        made[name] = one
+    return {name: place for name, place in made.items() if not name.endswith(way.unused or ("\0",))}
+
+
+def _quantised(name: str, place: Stored, way: _Way) -> bool:
+    return name.endswith(way.values) if way.values else place.dtype == "F8_E4M3"
