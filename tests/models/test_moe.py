@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.functional import silu
+from torch.nn.functional import grouped_mm, silu
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from titancli.models.blocks import grouped
 from titancli.models.blocks.grouped import add_bias, grouped_linear
 from titancli.models.blocks.moe import Experts, MoE, moe_layers
 from titancli.models.blocks.router import Gate, Router
@@ -113,6 +114,29 @@ def test_empty_experts_take_nothing_and_give_no_gradient(counts, dtype):
         made = out.detach()[start : start + count].float()
         assert_close(made, rows.float() @ weight.detach()[number].float().T, tolerance)
         assert_close(gradient.float(), rows.float().sum(0).expand(HIDDEN, DIM), tolerance)
+
+
+def test_groups_that_a_kernel_leaves_out_get_zeros(monkeypatch):
+    """As on Blackwell, where torch writes nothing for a group without rows."""
+    left, right = torch.randn(5, 4), torch.randn(5, 8)
+    ends = torch.tensor([0, 2, 2, 5, 5], dtype=torch.int32)
+    expected = grouped.grouped_outer(left, right, ends)
+
+    def leaving_out(a, b, offs):
+        found = grouped_mm(a, b, offs=offs)
+        return found.masked_fill(torch.tensor([True, False, True, False, True])[:, None, None], torch.nan)
+
+    monkeypatch.setattr(grouped, "grouped_mm", leaving_out)
+    assert grouped.grouped_outer(left, right, ends).isnan().any()
+    monkeypatch.setattr(grouped, "leaves_empty_groups", lambda device: True)
+    assert torch.equal(grouped.grouped_outer(left, right, ends), expected)
+
+
+@pytest.mark.parametrize(("capability", "leaves"), [((9, 0), False), ((10, 0), True), ((12, 0), True)])
+def test_which_gpus_leave_groups_out(capability, leaves, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert grouped.leaves_empty_groups.__wrapped__(torch.device("cuda")) == leaves
+    assert not grouped.leaves_empty_groups(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 2, 1], [0, 0, 0, 0], [0, 0, 0, 5], [4, 0, 0, 0]])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import muon_cases
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.engine.cases import Layout, small
 from tests.rows import rows
@@ -204,6 +205,36 @@ def test_gradients_are_divided_and_steps_skipped_on_the_device() -> None:
     plain = trained(1.0, skipped=False)
     assert all(torch.equal(*pair) for pair in zip(plain, trained(1.0, skipped=True), strict=True))
     assert all(torch.equal(*pair) for pair in zip(plain, trained(4.0, skipped=True), strict=True))
+
+
+def test_weight_decay_is_not_rounded_to_bfloat16() -> None:
+    """A scalar on a GPU is rounded to the dtype of what it is multiplied with: no operation on the weight
+    has one. And the guard changes no bit."""
+    from titan_muon.sharded import ShardedMuon
+
+    class Mixed(TorchDispatchMode):
+        found: ClassVar[list[str]] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            if any(t.dim() == 0 for t in tensors) and any(t.data_ptr() == weight.data_ptr() for t in tensors):
+                self.found.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    weights = []
+    for guarded in (False, True):
+        ((_, drawn),) = named((16, 8))
+        weight = nn.Parameter(drawn.detach().bfloat16())
+        optimizer = ShardedMuon([weight], lr=0.03, weight_decay=0.1)
+        if guarded:
+            optimizer.found_inf = torch.tensor(0.0)
+        weight.grad = torch.zeros_like(weight)
+        with Mixed() as mixed:
+            optimizer.step()
+        weights.append(weight.detach())
+    assert not mixed.found
+    assert torch.equal(*weights)
+    assert torch.equal(weights[0], (drawn.detach().bfloat16().double() * (1 - 0.03 * 0.1)).bfloat16())
 
 
 def test_its_state_goes_through_state_dict() -> None:

@@ -50,9 +50,12 @@ class ShardedMuon(torch.optim.Optimizer):
             # The largest first, so that those that are worked on at the same time cost about the same.
             parameters.sort(key=lambda parameter: -math.prod(parameter.shape[-2:]))
             for weight, update in self._updates(parameters, group):
-                lr = group["lr"] if self.found_inf is None else group["lr"] * _keep(self.found_inf, weight)
-                weight.mul_(1 - lr * group["weight_decay"])
-                weight.sub_(update * lr)
+                lr = group["lr"]
+                if self.found_inf is not None:
+                    lr = lr * _keep(self.found_inf, weight).double()  # exact, as a number of the host is
+                # In fp32: a scalar on the device is rounded to what it is multiplied with, and a decay factor
+                # near 1 would be 1 in bfloat16.
+                weight.copy_(weight.float() * (1 - lr * group["weight_decay"]) - update * lr)
         return loss
 
     def _updates(

@@ -7,6 +7,7 @@ shapes for every dtype, gradients, and a count of their operations.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,7 +38,17 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """Each group's sum of outer products of its rows: [N, out], [N, in] -> [E, out, in]; 0 for empty ones."""
     if not len(left):
         return left.new_zeros(len(ends), left.shape[1], right.shape[1])
-    return grouped_mm(left.contiguous().t(), right.contiguous(), offs=ends)
+    out = grouped_mm(left.contiguous().t(), right.contiguous(), offs=ends)
+    if leaves_empty_groups(out.device):
+        out.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0.0)
+    return out
+
+
+@cache
+def leaves_empty_groups(device: torch.device) -> bool:
+    """Return whether the kernel of a device writes nothing for a group without rows, where zeros belong: that
+    of GPUs from Blackwell on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
 
 
 @grouped_linear.register_fake
