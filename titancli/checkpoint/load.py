@@ -34,7 +34,7 @@ from titancli.checkpoint.format.reader import Reader
 from titancli.checkpoint.format.replicas import shared_among_replicas
 from titancli.checkpoint.format.storage import several_ranks
 from titancli.checkpoint.format.tensors import TORCH_DTYPE, TensorFiles
-from titancli.checkpoint.peers.sources import sources_of
+from titancli.checkpoint.peers.sources import Range, Sources, sources_of
 from titancli.checkpoint.save import raise_failure
 from titancli.distributed.process_group import patient_group
 from titancli.errors import EnvironmentProblem, TitanError
@@ -124,12 +124,43 @@ def _fill(
         if digests is not None and sources is None:
             reading.check_headers(metadata.headers(ranks.get_rank(), ranks.get_world_size()))
 
-    if (sources := sources_of(folder)) is not None:
-        sources.take(_together(ranks, folder, lambda: sources.whole(metadata.parts(wanted))))
-        sources.take(_together(ranks, folder, lambda: list(reader().ranges(mine))))
-    _together(ranks, folder, read)
+    sources = sources_of(folder)
+    if sources is None:
+        _together(ranks, folder, read)
+    else:
+        _fill_from(
+            sources, ranks, folder, lambda: metadata.parts(wanted), lambda: reader().ranges(mine), read
+        )
     for name, replicas in shared.items():
         replicas.give(tensors[name])
+
+
+def _fill_from(
+    sources: Sources,
+    ranks: _DistWrapper,
+    folder: Path,
+    parts: Callable[[], list[str]],
+    ranges: Callable[[], Iterable[Range]],
+    read: Callable[[], None],
+) -> None:
+    """The same, of files that lie on several nodes: from another one where a node's are damaged."""
+    bad: list[str | None] = []
+
+    def guarded() -> None:
+        try:
+            read()
+        except DamagedCheckpoint as error:
+            bad.append(error.file)
+            raise
+
+    sources.take(_together(ranks, folder, lambda: sources.whole(parts())))
+    while True:
+        sources.take(_together(ranks, folder, lambda: list(ranges())))
+        try:
+            return _together(ranks, folder, guarded)
+        except DamagedCheckpoint:
+            if not sources.refuse(bad.pop() if bad else None):
+                raise
 
 
 def _together(ranks: _DistWrapper, folder: Path, function: Callable[[], T]) -> T:

@@ -43,12 +43,13 @@ class DamagedCheckpoint(EnvironmentProblem):
     """A checkpoint's bytes are not those that were written, or cannot be read. Ranks that find it while they
     load all raise the same; another checkpoint may be loaded then, see `newest_good`."""
 
-    def __init__(self, folder: Path, why: str) -> None:
+    def __init__(self, folder: Path, why: str, file: str | None = None) -> None:
+        """`file`: the one whose bytes are wrong, where there is only one."""
         super().__init__(f"checkpoint {folder} is damaged: {why}", hint="use another checkpoint (--step N)")
-        self.folder, self.why = folder, why
+        self.folder, self.why, self.file = folder, why, file
 
     def __reduce__(self):
-        return DamagedCheckpoint, (self.folder, self.why)
+        return DamagedCheckpoint, (self.folder, self.why, self.file)
 
 
 _FIRST_LINE = re.compile(rb'\{"xxh3_64": "([0-9a-f]{16})",\n')

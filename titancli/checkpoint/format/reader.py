@@ -144,7 +144,7 @@ class Reader:
 
     def _damaged(self, file: str) -> DamagedCheckpoint:
         why = f"{file} is damaged: its checksum does not match, as {socket.gethostname()} reads it"
-        return DamagedCheckpoint(self._files.folder, why)
+        return DamagedCheckpoint(self._files.folder, why, file)
 
 
 _Work = tuple[Chunk, Entry, list[ReadItem]]

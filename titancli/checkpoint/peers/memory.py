@@ -111,28 +111,34 @@ class Memory:
         found = (path.lstat() for path in self.folder.rglob("*") if path.is_file() and not path.is_symlink())
         return sum({(file.st_ino): file.st_blocks * 512 for file in found}.values())
 
-    def held(self, copy: Copy) -> tuple[dict[str, int], str | None]:
-        """Return the files of a copy that this node has, with their sizes, or else what is wrong with it.
+    def held(self, copy: Copy) -> tuple[dict[str, int], list[str]]:
+        """Return the files of a copy that this node has, with their sizes, and what is wrong with others.
 
-        Those that describe it, the manifest among them, are there all or none, and undamaged; data are
-        verified by who reads them.
+        Those that describe it, the manifest among them, are there all or none. All but the data are verified;
+        these are by who reads them.
         """
         folder = self.folder / f"step-{copy.step}"
         if not folder.is_dir():
-            return {}, None
+            return {}, []
         try:
             manifest = read_manifest(folder)
             if identity_of(folder) != copy.identity:
-                return {}, f"{folder} is another copy"
-            held = {n: d.size for n, d in manifest.files.items() if _size(folder / n) == d.size}
-            for name in description(manifest):
-                if name not in held or file_digest(folder / name) != manifest.files[name]:
-                    return {}, f"{folder / name} is missing or damaged"
-            return {**held, MANIFEST: (folder / MANIFEST).stat().st_size}, None
+                return {}, [f"{folder} is another copy"]
+            present = {n: d for n, d in manifest.files.items() if _size(folder / n) == d.size}
+            damaged = {
+                name
+                for name, digest in present.items()
+                if not FILE_NAME.match(name) and file_digest(folder / name) != digest
+            }
+            wrong = [f"{name} is damaged: its checksum does not match" for name in sorted(damaged)]
+            held = {name: digest.size for name, digest in present.items() if name not in damaged}
+            if any(name not in held for name in description(manifest)):
+                return {}, wrong or [f"{folder} is not complete"]
+            return {**held, MANIFEST: (folder / MANIFEST).stat().st_size}, wrong
         except EnvironmentProblem as error:
-            return {}, error.message
+            return {}, [error.message]
         except OSError as error:
-            return {}, f"{folder} cannot be read: {error.strerror}"
+            return {}, [f"{folder} cannot be read: {error.strerror}"]
 
     def tidy(self, keep: int | None) -> None:
         """Delete everything but the copy of a step; what cannot be deleted stays."""

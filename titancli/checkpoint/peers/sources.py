@@ -7,8 +7,10 @@ asked for is zeros, whose checksums are wrong.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
+import socket
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from titancli.checkpoint.format.manifest import MANIFEST, DamagedCheckpoint, rea
 from titancli.checkpoint.peers.memory import Copy, description
 from titancli.checkpoint.peers.nodes import Team, Transfer, exchange, prepare
 from titancli.errors import EnvironmentProblem
+
+logger = logging.getLogger(__name__)
 
 Range = tuple[str, int, int]
 """A file, and the bytes of it that are needed: from, to."""
@@ -43,11 +47,17 @@ class Sources:
         self.sent = 0
         """Bytes that nodes have sent each other."""
         self._team = team
-        found = self._together(lambda: memory.held(copy) if team.is_first else ({}, None), list)
+        self._from: dict[tuple[int, str], int] = {}
+        """The node that has sent a file, or a part of one, to a node."""
+        host = socket.gethostname()
+        found = self._together(lambda: (*memory.held(copy), host) if team.is_first else ({}, [], host), list)
+        self._hosts = [found[ranks[0]][2] for ranks in nodes.ranks]
         self._held = [found[ranks[0]][0] for ranks in nodes.ranks]
+        wrong = [f"on {where}: {why}" for _, whys, where in found for why in whys]
         holders = [ranks[0] for ranks, held in zip(nodes.ranks, self._held, strict=True) if held]
         if not holders:
-            raise EnvironmentProblem("; ".join(why for _, why in found if why) or "no node has any of it")
+            raise EnvironmentProblem("; ".join(wrong) or "no node has any of it")
+        self._say(wrong)
         source = memory.folder / self.folder.name
 
         def describe() -> tuple[dict[str, int], dict[str, bytes]] | None:
@@ -63,6 +73,11 @@ class Sources:
             raise EnvironmentProblem(f"{missing[0]}{more} were on nodes that are lost")
         team.on_nodes(self._doing, lambda: self._furnish(source, small))
         _open[self.folder] = self
+
+    def _say(self, wrong: Iterable[str]) -> None:
+        if self._team.rank == 0:
+            for line in sorted(wrong):
+                logger.warning("a copy in memory is not used, %s", line)
 
     @property
     def _doing(self) -> str:
@@ -91,8 +106,26 @@ class Sources:
         except EnvironmentProblem as error:
             raise DamagedCheckpoint(self.folder, error.message) from error
         exchange(prepared, rank, self._team.group)
+        node = self._team.nodes.node
+        self._from |= {(node(one.receiver), one.name): node(one.sender) for one in transfers}
         self.sent += sum(transfer.stop - transfer.start for transfer in transfers)
         self._together(lambda: None)  # what another rank of this node has asked for is there, too
+
+    def refuse(self, file: str | None) -> bool:
+        """Have a data file that this rank has found damaged come from another node the next time. Return
+        whether there is one, for all files that any rank has found."""
+        found = [one for one in enumerate(self._together(lambda: file, list)) if one[1] is not None]
+        wrong = set()
+        for rank, name in found:
+            node = self._team.nodes.node(rank)
+            bad = node if name in self._held[node] else self._from[node, name]
+            wrong.add((bad, name))
+        for bad, name in wrong:
+            self._held[bad].pop(name, None)
+        self._say(
+            f"on {self._hosts[bad]}: {name} is damaged: its checksum does not match" for bad, name in wrong
+        )
+        return bool(found) and all(any(name in held for held in self._held) for _, name in found)
 
     def whole(self, names: Iterable[str]) -> list[Range]:
         """Return the ranges of whole files."""
