@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "unshare")
@@ -77,12 +77,49 @@ def cluster(nodes: int) -> Iterator[Path]:
         _daemon(stack, "munged", "--foreground", "--force", *flags)
         until(lambda: (folder / "munge").exists(), "munged")
         _daemon(stack, "slurmctld", "-D")
+        daemons.clear()
         for name in names:
             lines = f'hostname {name} && mount --bind {folder}/hosts /etc/hosts && exec "$0" -D -N {name}'
-            _daemon(stack, "unshare", "--uts", "--mount", "sh", "-c", lines, "slurmd")
+            daemons[name] = _daemon(stack, "unshare", "--uts", "--mount", "sh", "-c", lines, "slurmd")
         until(lambda: told("sinfo", "-h", "-o", "%t %D").split() == ["idle", str(nodes)], "the nodes")
         stack.callback(lambda: subprocess.run(["scancel", "--user=root"], capture_output=True, timeout=20))
         yield folder
+
+
+daemons: dict[str, int] = {}
+"""The process of each node's slurmd."""
+
+
+def lose(name: str) -> None:
+    """Kill all that runs on a node, and have Slurm notice it now, not after minutes."""
+    node = os.readlink(f"/proc/{daemons[name]}/ns/uts")
+    while there := [process for process in _processes() if _on(process, node)]:
+        for process in there:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.05)
+    told("scontrol", "update", f"nodename={name}", "state=down", "reason=lost")
+
+
+def kill_titan(name: str) -> None:
+    """Kill the command on a node, as the kernel does where memory runs out."""
+    node = os.readlink(f"/proc/{daemons[name]}/ns/uts")
+    for process in filter(lambda process: _on(process, node), _processes()):
+        words = (Path("/proc") / str(process) / "cmdline").read_bytes().split(b"\0")
+        if words[1:4] == [b"-m", b"titancli", b"train"]:
+            os.kill(process, signal.SIGKILL)
+
+
+def _processes() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+
+
+def _on(process: int, node: str) -> bool:
+    try:
+        ended = (Path("/proc") / str(process) / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return not ended and os.readlink(f"/proc/{process}/ns/uts") == node
+    except OSError:  # it has ended meanwhile
+        return False
 
 
 def told(*command: str) -> str:
@@ -102,7 +139,7 @@ def until(done: Callable[[], object], what: str, seconds: float = 60.0) -> None:
         time.sleep(0.2)
 
 
-def _daemon(stack: ExitStack, *command: str) -> None:
+def _daemon(stack: ExitStack, *command: str) -> int:
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
@@ -116,6 +153,7 @@ def _daemon(stack: ExitStack, *command: str) -> None:
             process.wait()
 
     stack.callback(end)
+    return process.pid
 
 
 def _restore(before: str | None) -> None:

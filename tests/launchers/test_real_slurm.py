@@ -1,4 +1,4 @@
-"""`titan launch slurm` under a real Slurm of two nodes, on this machine."""
+"""`titan launch slurm` under a real Slurm of three nodes, on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RUN = 'odd \'dir "x" $y #ü/run 1'
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[None]:
-    with cluster.cluster(2):
+    with cluster.cluster(3):
         yield
 
 
@@ -86,3 +86,28 @@ def test_a_job_that_fails_is_not_requeued(nodes: None, tmp_path: Path) -> None:
     done = titan(folder, *launch, *faulty, "--env", "OMP_NUM_THREADS=1")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "requeued" not in done.stderr
+
+
+LOSES = ("launcher.max_restarts=3", "launcher.node_timeout_seconds=8", "comm.train_timeout_seconds=4")
+
+
+@pytest.mark.parametrize("harm", ["titan is killed", "the node is lost"])
+def test_a_node_that_fails_is_replaced_within_the_job(nodes: None, tmp_path: Path, harm: str) -> None:
+    """It is the one of rank 0. A titan that is killed is started again; a spare takes the place of a node."""
+    folder = furnish(tmp_path)
+    spare = 1 if harm == "the node is lost" else 0
+    launch = ["launch", "slurm", "./tiny.toml", "--nodes", "2", "--run-dir", RUN, "launcher.nproc=1", *LOSES]
+    long = ["training.steps=300", "checkpoint.interval=20", f"launcher.spare_nodes={spare}", "--detach"]
+    done = titan(folder, *launch, *long)
+    assert done.returncode == 0, done.stderr
+    cluster.until(lambda: (status(folder)[3] or 0) > 40, "steps", 120)
+    [attempt] = json.loads((folder / RUN / "run.json").read_text())["attempts"]
+    if harm == "the node is lost":
+        cluster.lose(attempt["host"])
+    else:
+        cluster.kill_titan(attempt["host"])
+    cluster.until(lambda: status(folder)[0] not in ("RUNNING", "COMPLETING"), "the end", 240)
+    logs = titan(folder, "launch", "logs", RUN).stdout
+    assert status(folder) == ("COMPLETED", 0, "finished", 300), logs
+    [attempt] = json.loads((folder / RUN / "run.json").read_text())["attempts"]
+    assert attempt["restarts"] == 1

@@ -30,6 +30,7 @@ cat "$here/$name.err" >&2 2> /dev/null
 exit "$(cat "$here/$name.code" 2> /dev/null || echo 0)"
 """
 NODES = ["launcher.nproc=1", "training.steps=2"]
+AGAIN = ["launcher.max_restarts=9"]
 ODD = 'odd \'dir "x" $y #ü'
 
 
@@ -102,27 +103,53 @@ def test_dry_run_prints_the_script_and_makes_nothing(titan: Titan, tmp_path: Pat
     assert (document["job"], document["nodes"]) == (None, 2) and document["script"].startswith("#!/bin/bash")
 
 
-@pytest.mark.parametrize(("code", "term", "again"), [(75, False, True), (75, True, False), (1, False, False)])
-def test_the_script_starts_titan_and_is_requeued_after_75_alone(
-    titan: Titan, slurm: Slurm, tmp_path: Path, code: int, term: bool, again: bool
+@pytest.mark.parametrize(
+    ("code", "nodes", "term", "ends", "again"),
+    [
+        (75, (75, 75), False, 75, True),
+        (75, (75, 75), True, 75, False),  # the job was cancelled
+        (1, (1, 1), False, 1, False),
+        (75, (1, 75), False, 75, True),  # one node was asked to stop before the others had met it
+        (137, (75,), False, 75, True),  # one is gone, the other has saved
+        (137, (75,), True, 75, False),
+        (137, (0,), False, 0, False),  # one is gone, the others have finished
+        (137, (1,), False, 137, True),  # one is gone, and the others cannot go on without it
+        (137, (137, 1), False, 137, False),  # killed again and again
+        (1, (), False, 1, True),  # the step could not even be started on the nodes
+    ],
+)
+def test_the_script_starts_titan_and_is_requeued_where_the_run_goes_on(
+    titan: Titan,
+    slurm: Slurm,
+    tmp_path: Path,
+    code: int,
+    nodes: tuple[int, ...],
+    term: bool,
+    ends: int,
+    again: bool,
 ) -> None:
-    """Nor after 75, if the job was cancelled; with quotes and blanks where a user may have them."""
+    """By what the nodes say; with quotes and blanks where a user may have them."""
     folder = tmp_path / ODD
     done = submit(titan, "--detach", "--run-dir", str(folder), "--env", "NCCL_DEBUG=IN FO")
     assert done.code == 0, done.err
     slurm.answer("srun", code=code)
-    if term:  # while titan runs
-        (slurm.folder / "srun").write_text(FAKE.replace("exit", "kill -TERM $PPID; exit"))
-    slurm.answer("scontrol", "n1\nn2")
+    while_titan_runs = "".join(f'echo {said} > "$CODES-{node}"; ' for node, said in enumerate(nodes))
+    while_titan_runs += "kill -TERM $PPID; " if term else ""
+    (slurm.folder / "srun").write_text(FAKE.replace("exit", f"{while_titan_runs}exit"))
     slurm.calls()
-    env = {**os.environ, "SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "n[1-2]"}
+    env = {**os.environ, "SLURM_JOB_ID": "41", "SLURM_JOB_NUM_NODES": "2"}
     script = subprocess.run(["bash", folder / "slurm" / "job.sh"], env=env, capture_output=True, text=True)
-    assert (script.returncode, script.stderr) == (code, "")
+    assert (script.returncode, script.stderr) == (ends, "")
     assert ("scontrol requeue 41" in slurm.calls("scontrol")) is again
-    binding, output, python, *words, end = (slurm.folder / "srun.args").read_text().split("\0")
-    assert (binding, output) == ("--cpu-bind=none", f"--output={folder}/logs/slurm-%j-node-%n.log")
+    given = (slurm.folder / "srun.args").read_text().split("\0")
+    options, (output, bash, c, loop, node, python, *words, end) = given[:3], given[3:]
+    assert options == ["--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=0"]
+    assert (output, bash, c, node) == (f"--output={folder}/logs/slurm-%j-node-%n.log", "bash", "-c", "node")
+    env |= {"CODES": str(tmp_path / "of"), "SLURM_NODEID": "1"}
+    done = subprocess.run([bash, c, loop, node, "sh", "-c", f"exit {code}"], env=env)
+    assert (done.returncode, (tmp_path / "of-1").read_text()) == (code, f"{code}\n")
     train = ["train", f"{folder}/slurm/recipe.toml", "--run-dir", f"{folder}", "--resume"]
-    rest = ["--env", "NCCL_DEBUG=IN FO", "--nproc", "1", "--nnodes", "2", "--rdzv", "n1:20041"]
+    rest = ["--env", "NCCL_DEBUG=IN FO", "--nproc", "1", "--nnodes", "2"]
     assert [*words, end] == ["-m", "titancli", *train, *rest, ""] and Path(python).exists()
 
 
@@ -149,9 +176,40 @@ def test_nothing_is_submitted_for_a_finished_run(
     assert slurm.calls("sbatch") == []
 
 
-def test_one_node_needs_no_rendezvous(titan: Titan) -> None:
+def test_one_node_looks_for_no_others(titan: Titan) -> None:
     out = titan("launch", "slurm", "llama3_debug", "--nodes", "1", "--dry-run").out
-    assert "rdzv" not in out and "--nproc" not in out  # nobody has said how many there are
+    assert "nnodes" not in out and "--nproc" not in out  # nobody has said how many there are
+
+
+@pytest.mark.parametrize(
+    ("nodes", "more", "asked", "nnodes"),
+    [("4", [], "4", "4"), ("2", [*AGAIN, "launcher.spare_nodes=1"], "3", "2"),
+     ("2:4", [*AGAIN, "launcher.spare_nodes=1", "training.global_batch_size=96"], "2-5", "2:4")],
+)  # fmt: skip
+def test_nodes_may_be_lost_where_there_are_more_of_them_than_the_run_needs(
+    titan: Titan, nodes: str, more: list[str], asked: str, nnodes: str
+) -> None:
+    out = titan("launch", "slurm", "llama3_debug", "--nodes", nodes, *NODES, *more, "--dry-run").out
+    assert f"#SBATCH --nodes={asked}\n" in out and f"--nnodes {nnodes}\n" in out
+    assert out.count("--no-kill") == (2 if more else 0)  # of the job, and of its step
+
+
+def test_a_batch_that_some_of_the_nodes_cannot_share_is_refused_before_anything_waits(titan: Titan) -> None:
+    line = ("launch", "slurm", "llama3_debug", "--nodes", "2:4", *NODES, "training.global_batch_size=32")
+    done = titan(*line, *AGAIN)
+    assert done.code == 3 and "numbers of nodes that fit: 2, 4" in done.err
+    done = titan(*line)
+    assert done.code == 2 and "--nodes MIN:MAX needs launcher.max_restarts" in done.err
+    done = titan(*line, "launcher.spare_nodes=1")
+    assert done.code == 3 and "set launcher.max_restarts" in done.err
+
+
+def test_how_to_resume_is_said_in_the_words_of_this_command(titan: Titan, tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r/recipe.lock.toml").touch()
+    done = submit(titan, "--run-dir", "r", "--dry-run")
+    assert done.code == 5
+    assert "to resume it: titan launch slurm --nodes N llama3_debug --run-dir r --resume" in done.err
 
 
 # -------------------------------------------------------------------------------------------- the submission

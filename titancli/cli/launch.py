@@ -13,7 +13,7 @@ import click
 from titancli.cli.common import Common
 from titancli.cli.completion import RunName
 from titancli.cli.output import note, print_json, short_path
-from titancli.cli.train import check_flags, environment_of, one_recipe, start_options
+from titancli.cli.train import Nodes, check_flags, environment_of, one_recipe, start_options
 from titancli.errors import EXIT_INTERRUPTED, EXIT_OK, EnvironmentProblem, UsageError
 from titancli.runs import RunFolder
 
@@ -38,7 +38,13 @@ def command() -> None:
 
 @command.command("slurm", short_help="Submit a run as a Slurm job, and follow it.")
 @start_options
-@click.option("--nodes", type=click.IntRange(1), required=True, metavar="N", help="Number of nodes.")
+@click.option(
+    "--nodes",
+    type=Nodes(),
+    required=True,
+    metavar="N|MIN:MAX",
+    help="Number of nodes. MIN:MAX: as many as Slurm gives; the run continues while MIN are left.",
+)
 @click.option("--detach", is_flag=True, help="Do not follow the job.")
 @click.option("--dry-run", is_flag=True, help="Print the script of the job, then exit.")
 @JSON
@@ -46,7 +52,7 @@ def command() -> None:
 def slurm(
     common: Common,
     arguments: tuple[str, ...],
-    nodes: int,
+    nodes: tuple[int | None, int],
     run_dir: Path | None,
     resume: bool,
     allow_drift: bool,
@@ -73,14 +79,16 @@ def slurm(
         jobs.require("sbatch")
     files = list(common.plugin_files)
     overrides = ["launcher=slurm", *overrides]
+    again = "titan launch slurm --nodes N"
     plan = make_plan(
         Request(
-            recipe, overrides, unset, run_dir, resume, None, allow_drift, from_scratch, files, dry_run, note
+            *(recipe, overrides, unset, run_dir, resume, None, allow_drift, from_scratch, files, dry_run),
+            *(note, again),
         )
     )
     found: dict[str, Any] = {
         "run_folder": str(plan.folder.path),
-        "nodes": nodes,
+        "nodes": nodes[1],
         **dict.fromkeys(("script", "job", "state", "exit_code")),
     }
     code: int = EXIT_OK
@@ -141,18 +149,26 @@ def _launcher(plan: Plan) -> Any:
     )
 
 
-def _ranks_per_node(plan: Plan, config: Any, wanted: int | str | None, nodes: int) -> int | None:
+def _ranks_per_node(
+    plan: Plan, config: Any, wanted: int | str | None, nodes: tuple[int | None, int]
+) -> int | None:
     """Ranks on each node; None where only the nodes can tell. The layout is checked where they are known.
 
     Raises:
         RecipeError: it does not fit them.
+        UsageError: nodes may be lost, but the ranks may not be restarted.
     """
-    from titancli.run.fit import check_world
+    from titancli.run.fit import check_worlds
 
+    if nodes[0] is not None and config.max_restarts == 0:
+        raise UsageError(
+            "--nodes MIN:MAX needs launcher.max_restarts: how often the run may go on after a loss",
+            hint="add launcher.max_restarts=10",
+        )
     wanted = wanted or config.nproc
     ranks = wanted if isinstance(wanted, int) else config.gpus_per_node
     if ranks is not None:
-        check_world(plan.loaded, nodes * ranks)
+        check_worlds(plan.loaded, ranks, *nodes)
     return ranks
 
 

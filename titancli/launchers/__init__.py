@@ -25,7 +25,7 @@ class Local:
     """How many times the processes are restarted from the newest checkpoint after one of them has failed, or
     a machine was lost."""
     node_timeout_seconds: Annotated[int, Ge(3)] = 30
-    """Seconds without a sign of life after which a machine counts as lost; clocks must differ by less."""
+    """Seconds without a sign of life after which a machine counts as lost."""
     join_timeout_seconds: Annotated[int, Gt(0)] = 600
     """Seconds that the other machines wait for one that is missing."""
 
@@ -55,6 +55,8 @@ class Slurm(Local):
     """GPUs of each node (`sbatch --gpus-per-node`), and, with `nproc = "auto"`, ranks on each node."""
     cpus_per_node: Annotated[int, Gt(0)] | None = None
     """CPU cores of each node (`sbatch --cpus-per-task`; a node has one task, which starts its ranks)."""
+    spare_nodes: Annotated[int, Ge(0)] = 0
+    """Nodes of the job beyond `--nodes`: each takes the place of one that fails, within the same job."""
     signal_seconds: Annotated[int, Gt(0), Le(65535)] = 300
     """How long before the time limit the run saves and stops, to be requeued (`sbatch --signal`)."""
     sbatch: dict[str, str | int | bool] = field(default_factory=dict)
@@ -76,6 +78,9 @@ class Slurm(Local):
                 yield f"sbatch.{option}", f"--{option} cannot be set: `titan launch slurm` relies on its own"
             elif not re.fullmatch(r"[a-z][a-z0-9-]+", option):
                 yield f"sbatch.{option}", "is not the long name of an option of sbatch, without the dashes"
+        if self.spare_nodes and self.max_restarts == 0:
+            message = "a spare node takes the place of a lost one only if the ranks may be restarted"
+            yield "spare_nodes", f"{message}; set launcher.max_restarts"
         if self.time is not None:
             seconds = seconds_of(self.time)
             if seconds is None:

@@ -7,6 +7,7 @@ folder, for nothing of it may change while the job waits in the queue:
     slurm/recipe.toml  the resolved recipe
     slurm/jobs.json    the jobs of the run, the newest last
     slurm/lock         held while a job is submitted
+    slurm/exit-JOB-N   the exit code of titan on each node
     logs/slurm-JOB.log and slurm-JOB-node-N.log: what the script, and titan on each node, printed
 """
 
@@ -46,21 +47,30 @@ trap 'cancelled=1' TERM
 
 # `python -m` would look for modules in the working directory first.
 export PYTHONSAFEPATH=1
-{rendezvous}
-srun --cpu-bind=none --output={output} \\
+
+# Each node leaves the exit code of its titan here. One that was killed is started again, and joins.
+export CODES={codes}-$SLURM_JOB_ID
+rm -f "$CODES"-*
+
+srun {options} --output={output} \\
+  bash -c 'trap : TERM USR1; for try in 1 2 3; do "$@"; code=$?; [ $code -eq 137 ] || break; done
+    echo $code > "$CODES-$SLURM_NODEID"; exit $code' node \\
   {command}
 code=$?
 
-# Stopped by a signal, with all saved: the same job once more, which resumes the run.
-if [ "$code" -eq {stopped} ] && [ -z "$cancelled" ]; then
-  scontrol requeue "$SLURM_JOB_ID"
+# The greatest code, which srun returns, may be that of a node which was lost while the others went on.
+if [ "$code" -ne 0 ]; then
+  if grep -qsx 0 "$CODES"-*; then code=0
+  elif grep -qsx {stopped} "$CODES"-*; then code={stopped}
+  elif [ "$(cat "$CODES"-* 2> /dev/null | wc -l)" -lt "$SLURM_JOB_NUM_NODES" ]; then lost=1
+  fi
+fi
+
+# Stopped by a signal, with all saved, or too few nodes are left: the same job once more, which resumes.
+if [ "$code" -eq {stopped} ] || [ -n "$lost" ]; then
+  [ -n "$cancelled" ] || scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"
-"""
-RENDEZVOUS = """
-# The nodes meet on the first of them, at a port of this job's own.
-host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$((20000 + SLURM_JOB_ID % 10000))
 """
 
 
@@ -124,7 +134,7 @@ def script(
     files: SlurmFiles,
     *,
     name: str,
-    nodes: int,
+    nodes: tuple[int | None, int],
     nproc: int | None,
     plugins: Sequence[str],
     env: Mapping[str, str],
@@ -134,6 +144,7 @@ def script(
 
     Args:
         name: the recipe's.
+        nodes: the least with which the run goes on, None where the number is fixed; and the most.
         nproc: ranks on each node; None: as many as titan finds GPUs there.
         plugins: what stands after `-p`.
         env: what `titan train --env` is given.
@@ -148,25 +159,29 @@ def script(
             f"the path of the run folder contains {shown}, which Slurm would replace: {files.run}",
             hint="use another --run-dir",
         )
-    rendezvous = ["--nnodes", str(nodes), "--rdzv", '"$host:$port"'] if nodes > 1 else []
+    least, most = nodes
+    survives = least is not None or config.spare_nodes > 0
     flags = ["--resume", *flags, *(word for plugin in plugins for word in ("-p", plugin))]
     flags += [word for variable, value in env.items() for word in ("--env", f"{variable}={value}")]
     flags += ["--nproc", str(nproc)] if nproc is not None else []
+    flags += ["--nnodes", str(most) if least is None else f"{least}:{most}"] if most > 1 else []
     train = [sys.executable, "-m", "titancli", "train", str(files.recipe), "--run-dir", str(files.run)]
     return SCRIPT.format(
         directives="\n".join(f"#SBATCH {line}" for line in directives(config, files, name, nodes)),
-        rendezvous=RENDEZVOUS if nodes > 1 else "",
+        codes=shlex.quote(str(files.path / "exit")),
+        options=" ".join(["--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=0", *["--no-kill"] * survives]),
         output=shlex.quote(str(files.logs / "slurm-%j-node-%n.log")),
-        command=" ".join([shlex.join([*train, *flags]), *rendezvous]),
+        command=shlex.join([*train, *flags]),
         stopped=75,
     )
 
 
-def directives(config: Slurm, files: SlurmFiles, name: str, nodes: int) -> list[str]:
+def directives(config: Slurm, files: SlurmFiles, name: str, nodes: tuple[int | None, int]) -> list[str]:
     """Return the options of sbatch, each as it stands after `#SBATCH`."""
+    least, most = nodes[0], nodes[1] + config.spare_nodes
     options: dict[str, str | int | bool] = {
         "job-name": job_name(files, name),
-        "nodes": nodes,
+        "nodes": most if least is None else f"{least}-{most}",
         "ntasks-per-node": 1,
         "output": str(files.logs / "slurm-%j.log"),
         "open-mode": "append",
@@ -176,6 +191,8 @@ def directives(config: Slurm, files: SlurmFiles, name: str, nodes: int) -> list[
     for option, field in FIELDS.items():
         if (value := getattr(config, field)) is not None:
             options[option] = value
+    if least is not None or config.spare_nodes:
+        options["no-kill"] = True  # or Slurm would end the job as soon as one of its nodes fails
     options |= config.sbatch
     # Of two jobs of a run the second waits for the first, whoever submitted it and however.
     options["dependency"] = ",".join(["singleton", *filter(None, [str(config.sbatch.get("dependency", ""))])])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from titancli.checkpoint.start_from import start_from
 from titancli.errors import EXIT_PLUGIN, Problem, RecipeError
-from titancli.launch import LaunchRequest
 from titancli.layout.degrees import Degrees
 from titancli.recipe.check import component_checks, components
 from titancli.recipe.layout import check_layout, on, takes
@@ -42,39 +41,43 @@ def check_world(loaded: Loaded, world: int) -> tuple[Degrees, int]:
     return degrees, recipe.accumulation(degrees)
 
 
-def check_worlds(loaded: Loaded, request: LaunchRequest) -> None:
-    """Check a recipe on every number of ranks that a run may have, and that its batch is the same on all.
+def check_worlds(loaded: Loaded, nproc: int, least: int | None, most: int) -> None:
+    """Check a recipe on every number of nodes that a run may have, and that its batch is the same on all.
+
+    Args:
+        nproc: ranks on each node.
+        least: nodes with which the run goes on; None where it always has the most.
 
     Raises:
         RecipeError: it does not fit some of them; names the numbers of nodes that it fits.
     """
-    if request.min_nodes is None:
-        check_world(loaded, request.world)
+    if least is None:
+        check_world(loaded, nproc * most)
         return
-    nodes = range(request.min_nodes, request.nnodes + 1)
+    nodes = range(least, most + 1)
     if loaded.recipe.training.global_batch_size is None:
-        message = f"on {request.nodes} nodes a step needs a size that does not depend on their number"
+        message = f"on {least}:{most} nodes a step needs a size that does not depend on their number"
         raise _problem(loaded, "training.global_batch_size", message, "set training.global_batch_size")
     if not loaded.recipe.checkpoint.enable:
-        message = f"on {request.nodes} nodes the ranks start again when a node joins or is lost: at step 0"
+        message = f"on {least}:{most} nodes the ranks start again when a node joins or is lost: at step 0"
         hint = "remove it, or give --nnodes one number"
         raise _problem(loaded, "checkpoint.enable", f"{message}, without checkpoints", hint)
     wrong: dict[int, RecipeError] = {}
     for number in nodes:
         try:
-            check_world(loaded, number * request.nproc)
+            check_world(loaded, number * nproc)
         except RecipeError as error:
             wrong[number] = error
     if not wrong:
         return
     fits = ", ".join(str(number) for number in nodes if number not in wrong) or "none of them"
     first = min(wrong)
-    message = f"with {first} of {request.nodes} nodes: {wrong[first].message}"
+    message = f"with {first} of {least}:{most} nodes: {wrong[first].message}"
     raise _problem(
         loaded,
         "training.global_batch_size",
         message,
-        f"numbers of nodes that fit: {fits}; every number in {request.nodes} must fit",
+        f"numbers of nodes that fit: {fits}; every number in {least}:{most} must fit",
     )
 
 

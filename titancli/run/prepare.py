@@ -44,6 +44,8 @@ class Request:
     """Nothing will be started: missing files are listed instead of raising an error."""
     say: Callable[[str], None] = lambda line: None
     """Is told what takes long before it begins."""
+    command: str = "titan train"
+    """What hints begin with."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,9 @@ def make_plan(request: Request) -> Plan:
         return _continue(request, RunFolder.open(_run_to_resume(request)), required=True)
     if run_dir is not None and RunFolder.is_run(run_dir):
         if not request.resume:
+            again = f"{request.command} {request.reference} --run-dir {request.run_dir} --resume"
             raise EnvironmentProblem(
-                f"the run folder {run_dir} already exists",
-                hint=f"to resume it: titan train {request.reference} --run-dir {request.run_dir} --resume",
+                f"the run folder {run_dir} already exists", hint=f"to resume it: {again}"
             )
         return _continue(request, RunFolder.open(run_dir), required=request.step is not None)
     if request.resume and run_dir is not None and (plan := _from_afar(request, run_dir)) is not None:
@@ -244,9 +246,10 @@ def _run_to_resume(request: Request) -> Path:
     if path.suffix != ".toml" and (path.is_dir() or "/" in request.reference):
         RunFolder.open(path)  # says what is missing
     find_recipe(request.reference)  # a recipe that does not exist either
+    start = request.command
     raise UsageError(
         f"--resume needs a run folder, but {request.reference!r} is a recipe",
-        hint=f"titan train RUN --resume, or titan train {request.reference} --run-dir DIR --resume",
+        hint=f"{start} RUN --resume, or {start} {request.reference} --run-dir DIR --resume",
     )
 
 
@@ -287,7 +290,7 @@ def _choose_checkpoint(
     if required and not request.from_scratch and not in_memory:
         raise EnvironmentProblem(
             f"{folder.path} has no checkpoint to resume from",
-            hint=f"start a new run: titan train {folder.path}",
+            hint=f"start a new run: {request.command} {folder.path}",
         )
     if notes:
         return None, [*notes, "the run starts at step 0; these checkpoints are set aside"], True

@@ -53,7 +53,7 @@ def start(plan: Plan, request: LaunchRequest, *, announce: Callable[[RunFolder],
             run failed for a reason that a user can put right.
     """
     check_devices(plan.loaded, visible_gpus())
-    check_worlds(plan.loaded, request)
+    check_worlds(plan.loaded, request.nproc, request.min_nodes, request.nnodes)
     with environment(request.env):
         return _launch(plan, request, announce)
 
@@ -71,13 +71,15 @@ def _launch(plan: Plan, request: LaunchRequest, announce: Callable[[RunFolder], 
         if plan.seen is not None and plan.seen[0] != history(plan.folder)[0]:
             raise ChangedMeanwhile(plan.folder)
         announce(plan.folder)
-        with tempfile.TemporaryDirectory(prefix="titan-") as own:
-            lock_file = Path(own) / LOCK_NAME
-            lock_file.write_text(plan.lock_text, encoding="utf-8")
+        with _own_folder() as own:
+            lock_file = own / LOCK_NAME
             attempt = new_attempt(plan, request)
-            keep_sources(Path(own), attempt)
-            record = new_record(plan, attempt)
-            Path(own, RECORD_NAME).write_text(json.dumps(record), encoding="utf-8")
+            try:
+                lock_file.write_text(plan.lock_text, encoding="utf-8")
+                (own / RECORD_NAME).write_text(json.dumps(new_record(plan, attempt)), encoding="utf-8")
+            except OSError as error:
+                raise _no_room(own, error) from error
+            keep_sources(own, attempt)
             with environment({ATTEMPT: ""}):  # not that of a run which this command is started in
                 return launch(launcher, **replace(request, lock_file=lock_file).keywords())
     folder = make_folder(plan)
@@ -95,6 +97,22 @@ def _launch(plan: Plan, request: LaunchRequest, announce: Callable[[RunFolder], 
             return launch(launcher, **ready.keywords())
     finally:
         hold.release()
+
+
+@contextmanager
+def _own_folder() -> Iterator[Path]:
+    """A folder on this node's own disk, for as long as the command runs."""
+    try:
+        made = tempfile.TemporaryDirectory(prefix="titan-")
+    except OSError as error:
+        raise _no_room(Path(tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")), error) from error
+    with made as own:
+        yield Path(own)
+
+
+def _no_room(folder: Path, error: OSError) -> EnvironmentProblem:
+    hint = "free some space there, or set TMPDIR to a folder on another disk"
+    return EnvironmentProblem(f"cannot write {folder}: {error.strerror}", hint=hint)
 
 
 @contextmanager
