@@ -1,10 +1,12 @@
-"""The manifest in docs/clusters.md is a PyTorchJob, and starts titan with arguments that it knows.
+"""The manifests in docs/clusters.md are a TrainJob and a PyTorchJob, and start titan in words that it knows.
 
-`SCHEMA` is written by hand and has only the fields of the manifest. Those of the job itself, and what is
-required of a pod, were compared with the custom resource definition `pytorchjobs.kubeflow.org` v1 and the
-webhook of Kubeflow's Training Operator; where `SCHEMA` lists words, the definition allows any string, and
-they are those of its descriptions. Other fields of a pod are as Kubernetes documents them. No operator and
-no cluster has seen the manifest.
+The schemas are written by hand and have only the fields of the manifests. Those of the PyTorchJob itself, and
+what is required of a pod, were compared with the custom resource definition `pytorchjobs.kubeflow.org` v1 and
+the webhook of Kubeflow's Training Operator; where a schema lists words, the definition allows any string, and
+they are those of its descriptions. Those of the TrainJob were compared with the types of
+`trainer.kubeflow.org/v1alpha1` in Kubeflow Trainer 2.2, and the names `node` with its runtime
+`torch-distributed`. Other fields of a pod are as Kubernetes documents them. No operator and no cluster has
+seen the manifests.
 """
 
 from __future__ import annotations
@@ -55,11 +57,12 @@ REPLICAS = table(
     restartPolicy={"enum": ["Always", "OnFailure", "Never", "ExitCode"]},
     template=table(spec=POD),
 )
-SCHEMA = table(
+NAME = table("name", name={"type": "string", "pattern": "^[a-z]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63})
+PYTORCHJOB = table(
     "apiVersion kind metadata spec",
     apiVersion={"const": "kubeflow.org/v1"},
     kind={"const": "PyTorchJob"},
-    metadata=table("name", name={"type": "string", "pattern": "^[a-z]([-a-z0-9]*[a-z0-9])?$"}),
+    metadata=NAME,
     spec=table(
         "pytorchReplicaSpecs",
         runPolicy=table(backoffLimit=NUMBER, cleanPodPolicy={"enum": ["", "All", "Running", "None"]}),
@@ -68,29 +71,99 @@ SCHEMA = table(
 )
 
 
+# A patch may set few fields of a pod, and has to name a container that the runtime has.
+POD_PATCH = table(
+    containers=rows(
+        table("name", name={"const": "node"}, volumeMounts=CONTAINER["properties"]["volumeMounts"])
+    ),
+    volumes=rows(VOLUME),
+)
+RUNTIME_PATCH = table(
+    template=table(
+        spec=table(
+            replicatedJobs=rows(
+                table(
+                    "name",
+                    name={"const": "node"},
+                    template=table(spec=table(template=table(spec=POD_PATCH))),
+                )
+            )
+        )
+    )
+)
+TRAINJOB = table(
+    "apiVersion kind metadata spec",
+    apiVersion={"const": "trainer.kubeflow.org/v1alpha1"},
+    kind={"const": "TrainJob"},
+    metadata=NAME,
+    spec=table(
+        "runtimeRef",
+        runtimeRef=table("name", name={"const": "torch-distributed"}),
+        trainer=table(
+            image=TEXT,
+            numNodes=NUMBER,
+            command=rows(TEXT),
+            args=rows(TEXT),
+            resourcesPerNode=CONTAINER["properties"]["resources"],
+        ),
+        runtimePatches=rows(
+            table("manager", manager={**TEXT, "minLength": 1}, trainingRuntimeSpec=RUNTIME_PATCH)
+        ),
+    ),
+)
+
+
 @pytest.fixture
-def manifest() -> dict[str, Any]:
-    [text] = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    return importlib.import_module("yaml").safe_load(text)
+def manifests() -> dict[str, Any]:
+    """By kind."""
+    texts = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    found = [importlib.import_module("yaml").safe_load(text) for text in texts]
+    return {manifest["kind"]: manifest for manifest in found}
 
 
-def test_the_manifest_is_a_pytorchjob(manifest: dict[str, Any]) -> None:
-    jsonschema.validate(manifest, SCHEMA)
-    replicas = manifest["spec"]["pytorchReplicaSpecs"]
-    for change in ({"replica": 1}, {"restartPolicy": "Sometimes"}):  # the schema can tell
+def test_they_are_what_the_operators_take(manifests: dict[str, Any]) -> None:
+    assert sorted(manifests) == ["PyTorchJob", "TrainJob"]
+    jsonschema.validate(manifests["PyTorchJob"], PYTORCHJOB)
+    jsonschema.validate(manifests["TrainJob"], TRAINJOB)
+    worker = manifests["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]["Worker"]
+    for change in ({"replica": 1}, {"restartPolicy": "Sometimes"}):  # the schemas can tell
         with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate({**replicas["Worker"], **change}, REPLICAS)
+            jsonschema.validate({**worker, **change}, REPLICAS)
+    trainer = manifests["TrainJob"]["spec"]["trainer"]
+    for change in ({"nodes": 4}, {"numNodes": "4"}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(
+                {**trainer, **change}, TRAINJOB["properties"]["spec"]["properties"]["trainer"]
+            )
 
 
-def test_its_pods_start_titan_on_as_many_nodes_as_there_are(manifest: dict[str, Any]) -> None:
-    replicas = manifest["spec"]["pytorchReplicaSpecs"]
-    [container] = replicas["Master"]["template"]["spec"]["containers"]
-    assert replicas["Worker"]["template"]["spec"]["containers"] == [container]
-    titan, train, recipe, *rest = container["command"] + container["args"]
+def starts_titan(words: list[str], nodes: int, gpus: int, mounts: list[dict[str, str]]) -> None:
+    titan, train, recipe, *rest = words
     assert (titan, train, recipe) == ("titan", "train", "llama3_8b")
     parsed = command.make_context("train", [recipe, *rest]).params
-    assert parsed["nnodes"] == (None, replicas["Master"]["replicas"] + replicas["Worker"]["replicas"])
-    assert parsed["nproc"] == container["resources"]["limits"]["nvidia.com/gpu"]
-    assert parsed["resume"] and parsed["rdzv"] == "$(MASTER_ADDR):$(MASTER_PORT)"
-    mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
-    assert any(parsed["run_dir"].is_relative_to(mount) for mount in mounts)
+    assert parsed["arguments"] == ("llama3_8b", "launcher.max_restarts=100")
+    assert (parsed["nnodes"], parsed["nproc"]) == ((None, nodes), gpus)
+    assert parsed["resume"] and parsed["rdzv"] is None
+    assert any(parsed["run_dir"].is_relative_to(mount["mountPath"]) for mount in mounts)
+
+
+def test_pods_of_a_pytorchjob_start_titan_on_as_many_nodes_as_there_are(manifests: dict[str, Any]) -> None:
+    replicas = manifests["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]
+    [container] = replicas["Master"]["template"]["spec"]["containers"]
+    assert replicas["Worker"]["template"]["spec"]["containers"] == [container]
+    nodes = replicas["Master"]["replicas"] + replicas["Worker"]["replicas"]
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    starts_titan(container["command"] + container["args"], nodes, gpus, container["volumeMounts"])
+
+
+def test_pods_of_a_trainjob_do_too(manifests: dict[str, Any]) -> None:
+    spec = manifests["TrainJob"]["spec"]
+    trainer, [patch] = spec["trainer"], spec["runtimePatches"]
+    [job] = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = job["template"]["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
+    gpus = trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
+    starts_titan(trainer["command"] + trainer["args"], trainer["numNodes"], gpus, container["volumeMounts"])
