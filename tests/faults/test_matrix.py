@@ -22,6 +22,8 @@ class Row:
     """What must be so."""
     tests: tuple[str, ...]
     """`file::test`, below tests/."""
+    on_nodes: tuple[str, ...] = ()
+    """Of several nodes: whole runs on those of `tests/nodes.py`, some of them in `make test-all` alone."""
 
 
 MATRIX = {
@@ -192,11 +194,18 @@ MATRIX = {
         "a node is killed and a new one takes its place",
         "it joins, all go on from the newest good checkpoint, bitwise as if nothing had happened",
         ("run/test_several_nodes.py::test_a_node_that_is_lost_is_replaced",),
+        (
+            "run/test_several_nodes.py::test_a_node_that_is_lost_is_replaced",
+            "run/test_several_nodes.py::test_a_node_that_freezes_is_replaced_and_comes_back_as_a_spare",
+        ),
     ),
     17: Row(
         "a hot spare waits; a node is killed",
         "the spare takes over without a new job, whatever it was planned with",
         ("run/test_attempt.py::test_a_plan_from_before_another_attempt_is_brought_up_to_date",),
+        (
+            "run/test_several_nodes.py::test_a_hot_spare_takes_the_place_of_a_node_and_one_that_is_not_needed_ends_well",
+        ),
     ),
     18: Row(
         "the node of rank 0 is lost, which serves the rendezvous",
@@ -206,6 +215,7 @@ MATRIX = {
             "run/test_attempt.py::test_a_place_that_falls_silent_is_left_for_another_one",
             "run/test_attempt.py::test_two_that_begin_at_once_do_not_both_serve",
         ),
+        ("run/test_several_nodes.py::test_a_node_that_is_lost_is_replaced",),
     ),
     19: Row(
         "the network is cut during a save",
@@ -215,11 +225,18 @@ MATRIX = {
             "run/test_attempt.py::test_a_lost_node_that_holds_the_folder_is_not_waited_for",
             "run/test_two_writers.py::test_the_claim_is_asked_again_right_before_the_rename",
         ),
+        (
+            "run/test_several_nodes.py::test_a_network_that_is_cut_during_a_save_leaves_no_half_of_one",
+            "run/test_elastic.py::test_an_old_side_that_is_cut_off_in_a_save_and_comes_back_writes_no_checkpoint",
+        ),
     ),
     20: Row(
         "clocks differ by 20 s",
         "the first failure is named as the cause",
         ("run/test_failures.py::test_clocks_of_hosts_that_differ_do_not_change_the_cause",),
+        (
+            "run/test_faults_on_nodes.py::test_a_clock_that_is_minutes_off_neither_restarts_a_run_nor_hides_who_failed",
+        ),
     ),
     21: Row(
         "a node's run folder is a local disk",
@@ -228,6 +245,7 @@ MATRIX = {
             "distributed/test_shared_folder.py::test_local_disks_are_named_by_their_hosts_on_every_rank",
             "distributed/test_shared_folder.py::test_a_folder_that_cannot_be_written_on_one_node_is_named",
         ),
+        ("run/test_faults_on_nodes.py::test_local_disks_are_refused_at_the_start_by_their_names",),
     ),
     22: Row(
         "a node sees an older or damaged copy of a file",
@@ -236,6 +254,7 @@ MATRIX = {
             "checkpoint/test_layouts.py::test_a_bit_that_one_node_alone_sees_flipped_is_found",
             "checkpoint/test_layouts.py::test_a_node_with_a_stale_view_is_found",
         ),
+        ("run/test_faults_on_nodes.py::test_nodes_with_different_views_of_a_checkpoint_load_the_same_one",),
     ),
     23: Row(
         "no working lock on the shared disk, two jobs",
@@ -245,6 +264,9 @@ MATRIX = {
             "run/test_two_writers.py"
             "::test_what_an_attempt_on_another_host_is_writing_is_left_alone_until_it_is_old",
         ),
+        (
+            "run/test_faults_on_nodes.py::test_of_two_jobs_without_a_lock_the_older_one_ends_and_harms_nothing",
+        ),
     ),
     24: Row(
         "fewer nodes come back, more nodes come later",
@@ -252,6 +274,11 @@ MATRIX = {
         (
             "run/test_several_nodes.py::test_a_batch_that_some_numbers_of_nodes_cannot_share_is_refused",
             "data/test_packing.py::test_stopping_anywhere_and_going_on_with_other_ranks_changes_nothing",
+        ),
+        (
+            "run/test_several_nodes.py::test_nodes_that_come_and_go_share_the_same_batches",
+            "run/test_elastic.py::test_two_of_four_nodes_are_lost_and_two_others_are_taken_in",
+            "run/test_elastic.py::test_other_degrees_stay_as_they_are",
         ),
     ),
     25: Row(
@@ -284,8 +311,9 @@ def test_a_row_is_proved_by_tests_that_exist_and_are_run(
     number: int, record_property: Callable[[str, object], None]
 ) -> None:
     record_property("fault", asdict(MATRIX[number]))
-    assert MATRIX[number].tests
-    for name in MATRIX[number].tests:
+    row = MATRIX[number]
+    assert row.tests and bool(row.on_nodes) == (number >= 16)
+    for name in (*row.tests, *row.on_nodes):
         file, _, test = name.partition("::")
         functions = [
             node
@@ -293,8 +321,12 @@ def test_a_row_is_proved_by_tests_that_exist_and_are_run(
             if isinstance(node, ast.FunctionDef) and node.name == test
         ]
         assert functions, f"{name} does not exist"
-        assert all(is_run(mark) for mark in functions[0].decorator_list), name
+        if name in row.tests:
+            assert all(is_run(mark) for mark in functions[0].decorator_list), name
+        else:
+            assert "cluster" in [argument.arg for argument in functions[0].args.args], name
 
 
 if __name__ == "__main__":
-    print(" ".join(dict.fromkeys(f"tests/{name}" for row in MATRIX.values() for name in row.tests)))
+    names = (name for row in MATRIX.values() for name in (*row.tests, *row.on_nodes))
+    print(" ".join(dict.fromkeys(f"tests/{name}" for name in names)))

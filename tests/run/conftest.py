@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.nodes import Node
+from tests.nodes import Cluster, Node
 from tests.ranks import Ranks
 from tests.run import pool
 from titancli.observe.events import read_events
@@ -182,6 +182,15 @@ class Command:
 @pytest.fixture
 def command(here: Path) -> Callable[..., Command]:
     return lambda *arguments, **options: Command(here, *arguments, **options)
+
+
+@pytest.fixture
+def start(cluster: Cluster, here: Path) -> Callable[..., Command]:
+    """`start(node, …)`: `titan train tiny.toml … --nnodes 2` on a node."""
+    from tests.run.on_nodes import FAULTY, PATIENT
+
+    line = ("tiny.toml", "--run-dir", "r", "--nnodes", "2", "--nproc", "1", "--resume", *FAULTY, *PATIENT)
+    return lambda node, *arguments, **options: Command(here, *line, *arguments, on=node, **options)
 
 
 def losses(run: Path) -> dict[int, float]:

@@ -206,6 +206,65 @@ def test_a_place_that_falls_silent_is_left_for_another_one(tmp_path: Path, quick
         time.sleep(0.05)
 
 
+def beating(place: Meeting, **options: Any) -> tuple[threading.Event, threading.Thread]:
+    """Have a place give signs of life until the event, or until it is lost."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(0.02) and place.beat(**options):
+            pass
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    return ended, thread
+
+
+def test_a_node_that_was_started_with_something_else_does_not_come_in(tmp_path: Path, quick: None) -> None:
+    """Before its ranks meet those of the others, which would all be refused with it."""
+    first = Meeting(tmp_path / "m", 5, same={"versions": "torch 2.13", "plugin files": "none"})
+    assert first.find(lambda: False)
+    ended, thread = beating(first)
+    try:
+        wrong = Meeting(tmp_path / "m", 5, same={"versions": "torch 2.12", "plugin files": "none"})
+        with pytest.raises(EnvironmentProblem) as refused:
+            wrong.find(lambda: False)
+        assert "different versions than" in refused.value.message
+        assert ": torch 2.13\n" in refused.value.message and refused.value.message.endswith(": torch 2.12")
+        right = Meeting(tmp_path / "m", 5, same={"versions": "torch 2.13", "plugin files": "none"})
+        assert right.find(lambda: False)
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_a_place_that_others_cannot_connect_to_is_left_to_one_of_them(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its disk works and its network does not. As long as ranks run there, it stays."""
+    said: list[str] = []
+    at_work = threading.Event()
+    at_work.set()
+    first = Meeting(tmp_path / "m", 0.3, reach=0.1, say=said.append)
+    assert first.find(lambda: False)
+    cut_off = first.endpoint
+    monkeypatch.setattr(meeting, "_answers", lambda endpoint: endpoint != cut_off)
+    ended, thread = beating(first, waiting=lambda: not at_work.is_set())
+    second = Meeting(tmp_path / "m", 0.3, reach=0.1, say=said.append)
+    until = time.monotonic() + 1
+    assert not second.find(lambda: time.monotonic() > until) and first.serves
+    assert len(said) == 1 and f"cannot connect to {cut_off}" in said[0]
+    at_work.clear()
+    assert second.find(lambda: False) and second.serves
+    thread.join()
+    assert "one of them serves instead" in said[1]
+    ended, thread = beating(second)
+    assert first.find(lambda: False) and first.endpoint == second.endpoint != cut_off
+    ended.set()
+    thread.join()
+    second.leave()
+    assert not list((tmp_path / "m").iterdir())
+
+
 def test_nobody_waits_longer_than_the_command_does(tmp_path: Path, quick: None) -> None:
     alive = Meeting(tmp_path / "m", 60)
     assert alive.find(lambda: False)

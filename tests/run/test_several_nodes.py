@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,40 +13,14 @@ import pytest
 
 from tests.nodes import Cluster
 from tests.rows import rows
-from tests.run.conftest import Command, losses
+from tests.run.conftest import Command, losses, train_here
+from tests.run.on_nodes import SLOW, Start, until, until_step, worlds
 from tests.run.test_restarts import pid_of_rank
 from tests.run.test_skipped_steps import contents
 from titancli.observe.events import read_events
 from titancli.runs import RunFolder
 
 pytestmark = pytest.mark.e2e
-
-FAULTY = ("-p", "./faulty.py", "loss=faulty")
-PATIENT = ("launcher.max_restarts=3", "launcher.node_timeout_seconds=8", "comm.train_timeout_seconds=4")
-SLOW = ("loss.sleep=0.3", "training.steps=12")
-
-Start = Callable[..., Command]
-
-
-@pytest.fixture
-def start(cluster: Cluster, here: Path) -> Start:
-    """`start(node, …)`: `titan train tiny.toml … --nnodes 2` on a node."""
-    line = ("tiny.toml", "--run-dir", "r", "--nnodes", "2", "--nproc", "1", "--resume", *FAULTY, *PATIENT)
-    return lambda node, *arguments: Command(here, *line, *arguments, on=node)
-
-
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def until_step(run: Path, step: int, commands: list[Command], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not any(e["event"] == "step" and e["step"] >= step for e in read_events(run / "events.jsonl")):
-        assert time.monotonic() < deadline and all(c.process.poll() is None for c in commands)
-        time.sleep(0.05)
 
 
 def ends_as_if_nothing_had_happened(
@@ -120,6 +94,8 @@ def test_a_batch_that_some_numbers_of_nodes_cannot_share_is_refused(train: Any) 
     done = train(*line, "training.local_batch_size=1", "training.global_batch_size=8")
     assert done.code == 3 and "with 3 of 1:4 nodes: " in done.err
     assert "numbers of nodes that fit: 1, 2, 4; every number in 1:4 must fit" in done.err
+    done = train(*line, "training.local_batch_size=1", "training.global_batch_size=4", "mesh.tp=2")
+    assert done.code == 3 and "numbers of nodes that fit: 2, 4; every" in done.err
     done = train(*line)
     assert done.code == 3 and "set training.global_batch_size" in done.err
     assert train(*line[:-1], "4:2").code == 2
@@ -133,6 +109,16 @@ def test_nodes_that_come_and_go_need_checkpoints(train: Any) -> None:
     assert "remove it, or give --nnodes one number" in done.err
 
 
+def test_a_node_without_a_disk_of_its_own_says_so(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as own:
+        own.setattr(tempfile, "tempdir", "/nowhere/at/all")
+        code = train_here("tiny.toml", "--run-dir", "r", "--nproc", "1", "--nnodes", "2")
+    said = capsys.readouterr().err
+    assert code == 5 and "cannot write /nowhere/at/all: No such file" in said and "TMPDIR" in said
+
+
 @pytest.mark.slow
 def test_nodes_that_come_and_go_share_the_same_batches(
     cluster: Cluster, start: Start, reference: Any, here: Path
@@ -143,17 +129,14 @@ def test_nodes_that_come_and_go_share_the_same_batches(
     until_step(here / "r", 2, [first])
     second = start(b, *elastic)
 
-    def worlds() -> list[int]:
-        return [e["world"] for e in read_events(here / "r/events.jsonl") if e["event"] == "run_start"]
-
-    until(lambda: worlds() == [1, 2], 90)
+    until(lambda: worlds(here / "r") == [1, 2], 90)
     begun = read_events(here / "r/events.jsonl")[-1].get("step") or 0
     until_step(here / "r", begun + 4, [first, second])
     b.kill()
     done = first.wait(120)
     assert done.code == 0, done.err
     assert "more nodes join: all ranks are started anew" in done.err
-    assert worlds() == [1, 2, 1]
+    assert worlds(here / "r") == [1, 2, 1]
     expected = reference(1, "loss=faulty", *elastic[2:])[0]
     assert losses(here / "r") == pytest.approx(expected, rel=1e-5)
     assert len(RunFolder(here / "r").record()["attempts"]) == 1

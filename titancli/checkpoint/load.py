@@ -228,9 +228,15 @@ def _open_together(
     if several_ranks(group):
         mine, everywhere = everywhere[0], [None] * dist.get_world_size(group)
         dist.all_gather_object(everywhere, mine, group=group)
-    for found, *_ in everywhere:
-        if found is not None:
+    failed = [(rank, found, host) for rank, (found, _, host) in enumerate(everywhere) if found is not None]
+    if failed:
+        rank, found, host = failed[0]
+        if len(failed) == len(everywhere) or isinstance(found, DamagedCheckpoint):
             raise found
+        raise EnvironmentProblem(
+            f"the ranks read different checkpoints: rank {rank} on {host} alone: {found.message}",
+            hint="put the folder on storage that all nodes share; if it is, a node's view of it is stale",
+        )
     for rank, (_, identity, host) in enumerate(everywhere):
         if identity != everywhere[0][1]:
             raise EnvironmentProblem(

@@ -1,10 +1,10 @@
 """torchrun, as a run needs it: `python -m titancli.launchers.agent REPORT TORCHRUN-ARGUMENTS…`.
 
-The same as `python -m torch.distributed.run`, but for four things. A signal is handed on to the ranks and
+The same as `python -m torch.distributed.run`, but for five things. A signal is handed on to the ranks and
 the agent keeps waiting for them, without a time limit, since they are saving; torchrun would kill them.
 (Ranks that are too young to heed it die; those started in their place find it in their environment.) A second
 SIGINT kills them. How the ranks ended is written to REPORT as JSON, not to the terminal. And an end of the
-rendezvous, which is no failure of a rank, has an exit code of its own.
+rendezvous, which is no failure of a rank, has an exit code of its own. Clocks of nodes are not compared.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ def main(arguments: Sequence[str]) -> int:
 
     vars(api)["LocalElasticAgent"] = _agent_class()
     _count_only_nodes_that_fit()
+    _ask_no_other_clock()
     # torchrun's own handlers are kept for the one signal that means: kill them all.
     options = parse_args(["--signals-to-handle", "SIGQUIT", *rest])
     try:
@@ -126,6 +128,31 @@ def _count_only_nodes_that_fit() -> None:
         return 0 if full else waiting
 
     Handler.num_nodes_waiting = num_nodes_waiting  # type: ignore[assignment, method-assign]
+
+
+def _ask_no_other_clock() -> None:
+    """torch takes a node for lost whose last sign of life is old by the clock of whoever looks: where clocks
+    differ by more than `node_timeout_seconds`, all would lose each other. What counts is how long a sign has
+    been the last one here."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    Holder = dynamic_rendezvous._BackendRendezvousStateHolder
+    sanitize = Holder._sanitize
+    seen: dict[Any, tuple[datetime, float]] = {}
+
+    def aged(holder: Any) -> None:
+        state, now = holder._state, time.monotonic()
+        signs = dict(state.last_heartbeats)
+        for node in set(seen) - set(signs):
+            del seen[node]
+        for node, sign in signs.items():
+            if node not in seen or seen[node][0] != sign:
+                seen[node] = (sign, now)
+            state.last_heartbeats[node] = datetime.now(UTC) - timedelta(seconds=now - seen[node][1])
+        sanitize(holder)
+        state.last_heartbeats = {node: signs[node] for node in state.last_heartbeats}
+
+    Holder._sanitize = aged  # type: ignore[assignment, method-assign]
 
 
 def children(parent: int) -> list[int]:

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -44,6 +45,8 @@ from titancli.process import copy_into, rank_log
 from titancli.runs import ChangedMeanwhile, Claim, RunFolder, TakenOver, timestamp
 from titancli.signals import say
 
+PATIENCE = 10.0
+"""Seconds for which a node waits for what another one writes of the end."""
 LAST_LINES = 15
 """Of torchrun's log, shown where no rank could be started."""
 
@@ -163,12 +166,14 @@ def _result(
     signals: Signals,
 ) -> int:
     """The exit code, from what the ranks left behind."""
-    outcome = request.folder.outcome() if request.folder.record_file.exists() else None
+    outcome = _outcome(request, PATIENCE if agent_code == EXIT_OK and request.nnodes > 1 else 0.0)
     lost = agent_code < 0 and not signals.received  # somebody killed torchrun
-    if outcome is not None and (agent_code == EXIT_OK or (agent_code == -signal.SIGKILL and not lost)):
-        return exit_code(outcome)
-    if agent_code == EXIT_OK:  # rank 0 of another node wrote the outcome, and this node does not see it yet
+    if outcome is None and agent_code == EXIT_OK:  # another node has written one, which is not seen here yet
         return EXIT_OK
+    # Where the ranks of other nodes have failed, the agent of a spare ends well.
+    well = agent_code == EXIT_OK or (agent_code == -signal.SIGKILL and not lost)
+    if outcome is not None and outcome["why"] != "failed" and well:
+        return exit_code(outcome)
     kills, late_kills = _killed_ranks(request, None if step is None else step + 1)
     reports = failures.read(request.folder.logs, before=before)
     if signals.ended(reports, kills + late_kills):
@@ -179,7 +184,7 @@ def _result(
     failure = failures.cause(reports, kills, late_kills)
     if failure and failure.type == TakenOver.__name__:
         return _say_failure(failure, request, [])  # the record, and the events, are another attempt's by now
-    unmet = "the nodes did not meet, or lost each other" if agent_code == EXIT_LOST else None
+    unmet = _unmet(request) if agent_code == EXIT_LOST else None
     if failure and failure.type == ChangedMeanwhile.__name__:
         raise ChangedMeanwhile(request.folder)
     error = f"rank {failure.rank}: {failure.words}" if failure else unmet or "the ranks could not be started"
@@ -189,7 +194,28 @@ def _result(
         done = f"its ranks saved {saved}" if saved else "its ranks saved nothing"
         say(f"error: torchrun was killed by {name}; {done}")
         return EXIT_FAILED
+    if failure is None and (told := unmet or (outcome or {}).get("error")):
+        say(f"error: {told}\nlog: {launcher_log(request)}")
+        return EXIT_FAILED
     return _say_failure(failure, request, failures.silent(reports, request.world))
+
+
+def _outcome(request: LaunchRequest, patience: float) -> dict[str, Any] | None:
+    """How the run has ended. The command of another node may be about to write that it has failed."""
+    deadline = time.monotonic() + patience
+    while True:
+        outcome = request.folder.outcome() if request.folder.record_file.exists() else None
+        if outcome is not None or time.monotonic() > deadline:
+            return outcome
+        time.sleep(0.1)
+
+
+def _unmet(request: LaunchRequest) -> str:
+    where = request.rdzv or f"{request.folder.rendezvous}, which all of them must share"
+    return (
+        f"the nodes did not meet at {where}, or lost each other\n start the same command on {request.nodes} "
+        "machines; launcher.join_timeout_seconds is how long they wait for each other"
+    )
 
 
 # ----------------------------------------------------------------------------------------------- failures

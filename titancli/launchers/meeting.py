@@ -4,18 +4,26 @@ torchrun's rendezvous is a store on one of the nodes, and is gone when that node
 where it is: the files `rendezvous/1`, `rendezvous/2`, … hold HOST:PORT, the newest is where all meet, and its
 node touches it for as long as it is alive. Where that has ended, another node serves a new store and writes
 the next file; a file is made once, so only one node can. Whoever finds a newer file moves there.
+
+The second line says with what the node was started. One that was started with something else does not come
+in: its ranks would be refused, and those of all others with them.
+
+The disk may work where the network does not: a node that cannot connect to the place writes `N.unreachable`
+beside it, and where nobody else is there either, its node leaves the place to another one.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from titancli.errors import EnvironmentProblem
+from titancli.launchers.address import reachable
 
 BEAT = 1.0
 """Seconds between two signs of life."""
@@ -27,17 +35,31 @@ class Meeting:
     Args:
         folder: `rendezvous` in the run folder, on a disk that all nodes share.
         patience: seconds without a sign of life after which a node counts as lost.
+        same: what must be the same on all nodes, by name.
+        reach: seconds after which a place is given up that is alive, but that not all nodes can connect to.
+        say: is told of such a place, once.
     """
 
-    def __init__(self, folder: Path, patience: float) -> None:
-        self._folder, self._patience = folder, patience
+    def __init__(
+        self,
+        folder: Path,
+        patience: float,
+        *,
+        same: Mapping[str, str] | None = None,
+        reach: float = 150.0,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._folder, self._patience, self._reach = folder, patience, reach
+        self._same, self._say = dict(same or {}), say
         self.endpoint: str | None = None
         """HOST:PORT of the store, once it has been found."""
         self._place: Path | None = None
         self._own: Path | None = None
         self._seen: tuple[Path, int] | None = None
         self._alive = False
-        self._quiet = self._looked = self._beaten = 0.0
+        self._quiet = self._looked = self._beaten = self._left = 0.0
+        self._unanswered: tuple[Path, float] | None = None
+        """The place that is alive and cannot be reached, and since when."""
 
     @property
     def serves(self) -> bool:
@@ -51,7 +73,8 @@ class Meeting:
             False once `given_up` says that nobody waits any more.
 
         Raises:
-            EnvironmentProblem: the folder cannot be written, or could not be read to the last.
+            EnvironmentProblem: the folder cannot be written, or could not be read to the last; or the node of
+                the place was started with something else than this one.
         """
         self._place = None
         failure: OSError | None = None
@@ -65,11 +88,17 @@ class Meeting:
                 failure = error
             else:
                 if silent:
-                    if self._open(0 if newest is None else int(newest.name)):
+                    # Who has left a place that others could not reach lets one of them open the next.
+                    waits = newest is None and time.monotonic() < self._left + 2 * self._patience
+                    if not waits and self._open(0 if newest is None else int(newest.name)):
                         return True
-                elif newest and self._alive and (endpoint := _read(newest)) and _answers(endpoint):
-                    self._place, self.endpoint = newest, endpoint
-                    return True
+                elif newest and self._alive and (found := _read(newest)):
+                    endpoint, same = found
+                    self._compare(endpoint, same)
+                    if _answers(endpoint):
+                        self._place, self.endpoint = newest, endpoint
+                        return True
+                    self._cannot_reach(newest, endpoint)
             time.sleep(0.2)
         if failure is not None:
             raise EnvironmentProblem(
@@ -78,10 +107,13 @@ class Meeting:
             ) from failure
         return False
 
-    def beat(self) -> bool:
+    def beat(self, waiting: Callable[[], bool] = lambda: False) -> bool:
         """Give a sign of life; False where the place is lost, or the others meet elsewhere by now.
 
         torch may wait for a quarter of an hour for the answer of a store whose node has lost its power.
+
+        Args:
+            waiting: whether no ranks run here, since too few nodes are there.
         """
         if time.monotonic() < self._beaten + BEAT:
             return True
@@ -89,6 +121,11 @@ class Meeting:
         if self._own is not None:
             with suppress(OSError):  # the disk fails for a moment, or another node has opened the next place
                 os.utime(self._own)
+            if _knocks(self._own).exists() and waiting():
+                self._say(f"other machines cannot connect to {self.endpoint}: one of them serves instead")
+                self.leave()
+                self._left = time.monotonic()
+                return False
         with suppress(OSError):
             if self._place is None or (newest := self._newest()) is None:
                 return True
@@ -101,6 +138,7 @@ class Meeting:
         """Close the place that this node has opened."""
         if self._own is not None:
             with suppress(OSError):  # it will be silent, which says the same
+                _knocks(self._own).unlink(missing_ok=True)
                 self._own.unlink(missing_ok=True)
             self._own = None
 
@@ -132,9 +170,9 @@ class Meeting:
         place = self._folder / str(last + 1)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            endpoint = f"{socket.getfqdn()}:{_free_port()}"
+            endpoint = f"{reachable()}:{_free_port()}"
             with open(place, "x", encoding="utf-8") as file:
-                file.write(endpoint)
+                file.write(f"{endpoint}\n{json.dumps(self._same)}\n")
         except FileExistsError:
             return False
         except OSError as error:
@@ -146,14 +184,46 @@ class Meeting:
             before = self._folder / str(number)
             if not before.exists():
                 break
+            _knocks(before).unlink(missing_ok=True)
             before.unlink(missing_ok=True)
         return True
 
+    def _compare(self, endpoint: str, same: Mapping[str, str]) -> None:
+        """
+        Raises:
+            EnvironmentProblem: the node there was started with something else.
+        """
+        for what, here in self._same.items():
+            if (there := same.get(what, here)) != here:
+                raise EnvironmentProblem(
+                    f"this machine was started with different {what} than the run on the others\n"
+                    f"  on {endpoint.rpartition(':')[0]}: {there}\n  on {socket.gethostname()}: {here}",
+                    hint="run the same command, with the same files, on every node",
+                )
 
-def _read(place: Path) -> str | None:
+    def _cannot_reach(self, place: Path, endpoint: str) -> None:
+        """Say so, first to the user and then to the node there."""
+        now = time.monotonic()
+        if self._unanswered is None or self._unanswered[0] != place:
+            self._unanswered = (place, now)
+        elif now > self._unanswered[1] + self._reach:
+            with suppress(OSError):  # it is tried again
+                if not _knocks(place).exists():
+                    self._say(f"cannot connect to {endpoint}, which {place} names and which is alive: is its "
+                              "name known here, and its port open?")  # fmt: skip
+                    _knocks(place).touch()
+
+
+def _knocks(place: Path) -> Path:
+    return place.with_name(f"{place.name}.unreachable")
+
+
+def _read(place: Path) -> tuple[str, dict[str, str]] | None:
+    """HOST:PORT, and with what its node was started; None as long as they are being written."""
     try:
-        return place.read_text(encoding="utf-8").strip() or None
-    except OSError:
+        endpoint, _, rest = place.read_text(encoding="utf-8").partition("\n")
+        return (endpoint, json.loads(rest)) if rest.endswith("\n") else None
+    except (OSError, ValueError):
         return None
 
 

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from titancli.errors import EXIT_STOPPED
 from titancli.launch import LaunchRequest
 from titancli.launchers import Local
+from titancli.launchers.address import reachable, variables
 from titancli.launchers.agent import EXIT_LOST, children, signal_group
 from titancli.launchers.devices import allocator_settings
 from titancli.launchers.meeting import Meeting
@@ -23,6 +24,7 @@ from titancli.observe import failures
 from titancli.observe.console import Console, JsonLines
 from titancli.observe.events import Tail
 from titancli.observe.panel import Panel
+from titancli.provenance import code_hashes, file_hash, package_versions
 from titancli.runs import RunFolder, timestamp
 from titancli.signals import STOPPING, heeded, say
 
@@ -50,6 +52,7 @@ def torchrun_command(config: Local, request: LaunchRequest, meeting: Meeting | N
         endpoint = request.rdzv if meeting is None else meeting.endpoint
         rendezvous = [
             *("--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-id=titan-{name}"),
+            f"--local-addr={reachable()}",
             "--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in settings.items()),
         ]
     return [
@@ -69,7 +72,15 @@ def take_part(config: Local, request: LaunchRequest, log: TextIO, drawing: Drawi
     Where the rendezvous is lost, and it is with the node that serves it, the node joins the next one: as
     often as ranks may be restarted, and, as long as no step is done, for as long as others are waited for.
     """
-    meeting = None if request.rdzv else Meeting(request.folder.rendezvous, config.node_timeout_seconds)
+    meeting = None
+    if request.rdzv is None:
+        meeting = Meeting(
+            request.folder.rendezvous,
+            config.node_timeout_seconds,
+            same=_same_on_all_nodes(request),
+            reach=config.join_timeout_seconds / 4,
+            say=say,
+        )
     restarts, step, since = config.max_restarts, None, time.monotonic()
 
     def given_up() -> bool:
@@ -96,6 +107,19 @@ def take_part(config: Local, request: LaunchRequest, log: TextIO, drawing: Drawi
             meeting.leave()
 
 
+def _same_on_all_nodes(request: LaunchRequest) -> dict[str, str]:
+    """What ranks compare with each other as well, but only when they have met."""
+    files = ", ".join(f"{path.name} (SHA-256 {file_hash(path)[:12]})" for path in request.plugin_files)
+    code = ", ".join(f"{name} {digest[:12]}" for name, digest in code_hashes().items())
+    return {
+        "resolved recipes": hashlib.sha256(request.lock_file.read_bytes()).hexdigest(),
+        "numbers of machines or processes": f"--nnodes {request.nodes} --nproc {request.nproc}",
+        "versions": ", ".join(f"{name} {version}" for name, version in package_versions().items()),
+        "code of titan or its plugins": code,
+        "plugin files": files or "none",
+    }
+
+
 def run_agent(
     command: list[str],
     request: LaunchRequest,
@@ -120,7 +144,7 @@ def run_agent(
         while agent.poll() is None:
             drawing.draw()
             signals.hand_on(agent)
-            if meeting is not None and not meeting.beat():
+            if meeting is not None and not meeting.beat(lambda: not children(agent.pid)):
                 return EXIT_LOST
             time.sleep(POLL_SECONDS)
         drawing.draw()
@@ -229,6 +253,7 @@ def _environment(nproc: int, nnodes: int = 1) -> dict[str, str]:
         # Ranks meet at a store of rank 0: torchrun's own stays on the node that had rank 0 first, and a node
         # that takes the place of another never hears of it.
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        environment |= variables()
     # `python -m` would look for modules in the working directory first: a random.py there would be run.
     environment["PYTHONSAFEPATH"] = "1"
     # Where torchrun itself is signalled (it is not by us), ranks get time to save.
