@@ -14,10 +14,22 @@ import pytest
 
 from tests.data.helpers import global_rows, make
 from titancli.cli import main
-from titancli.data import HFDataset, JsonLines, Parquet, TextFiles
+from titancli.data import (
+    ByteTokenizer,
+    FillInTheMiddle,
+    HFDataset,
+    HFTokenizer,
+    JsonLines,
+    Parquet,
+    TextFiles,
+    TokenShards,
+)
 from titancli.data.batch import IGNORE
-from titancli.errors import EnvironmentProblem
+from titancli.data.shards.sources import Options, open_inputs
+from titancli.data.shards.tokenize import Job, tokenize
+from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.observe.metrics import collector
+from titancli.registry.component import build
 
 TEXTS = [chr(97 + number % 26) * (number * 7 % 40) for number in range(200)]
 S = 16
@@ -38,8 +50,10 @@ def configs(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "text").mkdir()
     for number, text in enumerate(TEXTS):
         (tmp_path / "text" / f"{number:03}.txt").write_text(text)
+    tokenize(Job(open_inputs([str(lines)], Options()), ByteTokenizer(), tmp_path / "shards", 900, 1))
     fields: dict[str, Any] = {"packing": "best_fit", "document_mask": True, "shuffle": False, "repeat": False}
     return {
+        "token_shards": TokenShards(paths=[tmp_path / "shards"], **{**fields, "shuffle": "documents"}),
         "jsonl": JsonLines(paths=[lines], **fields),
         "parquet": Parquet(paths=[tmp_path / "a.parquet"], **fields),
         "text_files": TextFiles(paths=[tmp_path / "text"], **fields),
@@ -56,7 +70,7 @@ def predictions(texts: list[str], longest: int) -> Counter[tuple[int, int, int]]
     return found
 
 
-@pytest.mark.parametrize("name", ["jsonl", "parquet", "text_files", "hf"])
+@pytest.mark.parametrize("name", ["jsonl", "parquet", "text_files", "hf", "token_shards"])
 @pytest.mark.parametrize("longest", [None, 5])
 def test_every_token_is_predicted_once_within_its_document(
     configs: Any, name: str, longest: int | None
@@ -82,8 +96,10 @@ def test_every_token_is_predicted_once_within_its_document(
     assert waste < (0.02 if longest is None else 0.07), "three pieces of 5 in a row of 16"
 
 
-def test_ranks_and_stops_change_nothing(configs: Any) -> None:
-    config = JsonLines(**{**vars(configs["jsonl"]), "repeat": True, "shuffle": True})
+@pytest.mark.parametrize("name", ["jsonl", "token_shards"])
+def test_ranks_and_stops_change_nothing(configs: Any, name: str) -> None:
+    shuffle = "documents" if name == "token_shards" else True
+    config = type(configs[name])(**{**vars(configs[name]), "repeat": True, "shuffle": shuffle})
     whole, _ = global_rows(config, 600, dp_size=1, rows=1)
     got: list[Any] = []
     state = None
@@ -94,7 +110,73 @@ def test_ranks_and_stops_change_nothing(configs: Any) -> None:
             got += part
     assert got[:580] == whole[:580] and state is not None and state["epoch"] > 0
     with pytest.raises(EnvironmentProblem, match="longest was 16 and is 5"):
-        make(JsonLines(**{**vars(config), "max_document_length": 5})).load_state_dict(state)
+        make(type(config)(**{**vars(config), "max_document_length": 5})).load_state_dict(state)
+
+
+@pytest.mark.parametrize("longest", [None, 5])
+def test_shards_in_their_order_make_the_rows_of_live_text(configs: Any, longest: int | None) -> None:
+    fields = {"max_document_length": longest, "repeat": True}
+    shards = TokenShards(**{**vars(configs["token_shards"]), **fields, "shuffle": "off"})
+    live = JsonLines(**{**vars(configs["jsonl"]), **fields})
+    assert (
+        global_rows(shards, 300, dp_size=2, rows=1, seq_len=S)[0]
+        == global_rows(live, 300, dp_size=1, rows=2, seq_len=S)[0]
+    )
+
+
+def unfilled(ids: list[int], prefix: int, middle: int, suffix: int) -> list[int]:
+    """The document that was rearranged."""
+    first, behind = ids[0], ids.index(middle)
+    if ids[1] == suffix and ids.count(prefix) == 1 and first == prefix:
+        end = ids[2:behind]
+        return ids[behind + 1 :] + end
+    at = ids.index(suffix)
+    return ids[1:at] + ids[behind + 1 :] + ids[at + 1 : behind]
+
+
+def test_middles_are_filled_in_at_the_rates_asked_for(configs: Any, bpe_folder: Path, tmp_path: Path) -> None:
+    tokenizer = build(HFTokenizer(path=bpe_folder))
+    lines = tmp_path / "many.jsonl"
+    texts = [f"{number} return document the end {number * 7}" for number in range(600)]
+    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokenize(
+        Job(open_inputs([str(lines)], Options()), HFTokenizer(path=bpe_folder), tmp_path / "out", 9000, 1)
+    )
+    names = {"prefix": "<|begin|>", "middle": "<|user|>", "suffix": "<|late|>"}
+    marks = [tokenizer.token_id(names[name]) for name in ("prefix", "middle", "suffix")]
+    fields: dict[str, Any] = {**vars(configs["token_shards"]), "paths": [tmp_path / "out"]}
+    config = TokenShards(**{**fields, "fim": FillInTheMiddle(rate=0.4, spm_rate=0.25, **names)})
+    kinds: Counter[str] = Counter()
+    found: list[list[int]] = []
+    for batch in make(config, tokenizer=tokenizer, seq_len=64, rows=2):
+        for tokens, targets, ids in zip(
+            *(batch[n].tolist() for n in ("tokens", "targets", "document_ids")), strict=True
+        ):
+            for number in range(ids[-1] + 1):
+                places = [at for at, own in enumerate(ids) if own == number and targets[at] != IGNORE]
+                if not places:
+                    continue
+                document = [tokens[at] for at in places]
+                assert targets[places[-1]] == tokenizer.eos_id
+                if marks[1] in document:
+                    kinds["spm" if document[1] == marks[2] and document[0] == marks[0] else "psm"] += 1
+                    document = unfilled(document, *marks)
+                else:
+                    kinds["plain"] += 1
+                found.append(document)
+    assert sorted(found) == sorted(tokenizer.encode(text) for text in texts), "each document once"
+    assert 0.33 < (kinds["spm"] + kinds["psm"]) / 600 < 0.47
+    assert 0.15 < kinds["spm"] / (kinds["spm"] + kinds["psm"]) < 0.36
+    whole, _ = global_rows(config, 40, dp_size=1, rows=2, tokenizer=tokenizer, seq_len=64)
+    head, state = global_rows(config, 13, dp_size=2, rows=1, tokenizer=tokenizer, seq_len=64)
+    tail, _ = global_rows(
+        config, 27, dp_size=1, rows=2, tokenizer=tokenizer, seq_len=64, state=json.loads(json.dumps(state))
+    )
+    assert head + tail == whole
+    with pytest.raises(
+        RecipeError, match=r"dataset.fim.prefix = '<\|begin\|>': the tokenizer has no such token"
+    ):
+        make(TokenShards(**{**vars(configs["token_shards"]), "fim": config.fim}))
 
 
 def test_settings_that_do_nothing_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,5 +186,11 @@ def test_settings_that_do_nothing_are_refused(tmp_path: Path, capsys: pytest.Cap
     assert "set document_mask = true" in "".join(capsys.readouterr())
     assert main(["validate", "llama3_debug", "dataset.max_document_length=5"]) == 3
     assert 'with packing = "best_fit" only' in "".join(capsys.readouterr())
+    shards = ["dataset.type=token_shards", 'dataset.paths=["x"]', "dataset.document_mask=true"]
+    assert main(["validate", "llama3_debug", *shards, "dataset.packing=best_fit"]) == 3
+    assert 'set it to "documents" or "off"' in "".join(capsys.readouterr())
+    fim = ["dataset.fim.prefix=a", "dataset.fim.middle=b", "dataset.fim.suffix=c"]
+    assert main(["validate", "llama3_debug", *shards, *fim]) == 3
+    assert "middles are filled in with packing" in "".join(capsys.readouterr())
     chosen = ["dataset.packing=best_fit", "dataset.document_mask=true", "dataset.max_document_length=5"]
     assert main(["validate", "llama3_debug", *chosen]) == 0

@@ -21,7 +21,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Gt, MinLen
+from annotated_types import Ge, Gt, Le, MinLen
 
 from titancli.registry.component import component, section
 from titancli.registry.defaults import DatasetConfigDefaults, ParallelizeConfigDefaults, with_defaults
@@ -199,6 +199,22 @@ class Parquet:
         yield from packing_keys(self)
 
 
+@section
+class FillInTheMiddle:
+    """Documents with their middle moved to the end, so that a model learns to fill it in."""
+
+    rate: Annotated[float, Ge(0), Le(1)] = 0.5
+    """Share of the documents; those that do not fit a row with three more tokens stay as they are."""
+    spm_rate: Annotated[float, Ge(0), Le(1)] = 0.5
+    """Share of these in the order suffix, prefix, middle; the others are prefix, suffix, middle."""
+    prefix: str
+    """The tokenizer's token before a prefix, e.g. `"<|fim_prefix|>"`."""
+    middle: str
+    """That before a middle."""
+    suffix: str
+    """That before a suffix."""
+
+
 @component("dataset", "token_shards", target="titancli.data.shards.dataset:build")
 class TokenShards:
     """Tokens in files: shards of `titan tokenize`, or files of other tools as they are."""
@@ -217,8 +233,21 @@ class TokenShards:
     document_mask: bool = False
     """Keep attention and positions within a document, as far as documents end with the end marker; false:
     treat a row as one document."""
+    packing: Literal["stream", "best_fit"] = "stream"
+    """`"stream"`: cut rows from the documents one after another. `"best_fit"`: put whole documents into rows
+    where they fit best, cut only what is longer than a row, and pad the rest. Needs document_mask, and
+    shuffle `"documents"` or `"off"`."""
+    max_document_length: Annotated[int, Gt(0)] | None = None
+    """With best_fit, cut documents into pieces of at most so many tokens; None: training.seq_len."""
+    fim: FillInTheMiddle | None = None
+    """With best_fit, fill in the middle of some documents, chosen by (training.seed, epoch, document)."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        yield from packing_keys(self)
+        if self.packing == "best_fit" and self.shuffle == "rows":
+            yield "shuffle", 'best_fit needs whole documents: set it to "documents" or "off"'
+        if self.packing == "stream" and self.fim is not None:
+            yield "fim", 'middles are filled in with packing = "best_fit" only: remove it'
         if (self.format == "raw") != (self.dtype is not None):
             raw = self.format == "raw"
             yield (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -55,15 +56,17 @@ def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
     Items of a bin, and bins, are in the order of their (first) items, so that short ones do not come last.
     """
     bins: list[list[int]] = []
-    room: list[int] = []
+    rooms: list[tuple[int, int]] = []  # of the bins that have some: how much, and which bin; sorted
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        fitting = [number for number, left in enumerate(room) if left >= lengths[item]]
-        if not fitting:
+        at = bisect_left(rooms, (lengths[item], 0))
+        if at == len(rooms):
+            room, number = size, len(bins)
             bins.append([])
-            room.append(size)
-        number = min(fitting, key=lambda n: room[n]) if fitting else len(bins) - 1
+        else:
+            room, number = rooms.pop(at)
         bins[number].append(item)
-        room[number] -= lengths[item]
+        if room > lengths[item]:
+            insort(rooms, (room - lengths[item], number))
     return sorted(sorted(items) for items in bins)
 
 

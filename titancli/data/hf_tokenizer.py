@@ -62,6 +62,11 @@ class HFTokenizer:
         """Text; special tokens leave no trace."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its name, special ones included; None: there is none."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
     def chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]:
         """Ids of a conversation (`{"role": …, "content": …}` each) under the folder's chat template.
 

@@ -29,6 +29,17 @@ def permuted(places: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarra
     return found.astype(np.int64)
 
 
+def drawn(numbers: np.ndarray, seed: int, epoch: int, which: int) -> np.ndarray:
+    """Return a random number from 0 to 1 for each of some things in an epoch, float64 of the same shape.
+
+    Args:
+        numbers: int64.
+        which: 0 to ROUNDS - 1, one for each thing that is to be drawn.
+    """
+    key = _keys(seed ^ _GOLDEN, epoch)[which]  # other keys than those of the order
+    return (_hash(numbers.astype(np.uint64), key) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
 def _keys(seed: int, epoch: int) -> list[int]:
     state = ((seed & _MASK) ^ _mixed(epoch + 1)) & _MASK
     return [_mixed(state + (number + 1) * _GOLDEN) for number in range(ROUNDS)]

@@ -93,7 +93,7 @@ class RowMaker(Protocol):
         ...
 
 
-class _Group(NamedTuple):
+class Group(NamedTuple):
     """Examples that may share rows."""
 
     mark: dict[str, Any]
@@ -210,16 +210,16 @@ class RowDataset:
                 return
             epoch, mark, used = epoch + 1, None, 0
 
-    def _row(self, group: _Group, examples: list[int], number: int) -> Row:
+    def _row(self, group: Group, examples: list[int], number: int) -> Row:
         return self._maker.row([group.example(example) for example in examples], number)
 
-    def _groups(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[_Group]:
+    def _groups(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Group]:
         examples = self._examples.read(epoch, mark)
         while group := list(itertools.islice(examples, self._group)):
             found = [example for example, _ in group]
-            yield _Group(group[0][1], [self._maker.length(example) for example in found], found.__getitem__)
+            yield Group(group[0][1], [self._maker.length(example) for example in found], found.__getitem__)
 
-    def _indexed_groups(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[_Group]:
+    def _indexed_groups(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Group]:
         """The same, without making an example."""
         source = cast(IndexedExamples, self._examples)
         if self._lengths is None:
@@ -234,7 +234,7 @@ class RowDataset:
             source.skipped(last - len(good))
             if len(good):
                 first, chosen = int(good[0]), rows[good]
-                yield _Group(
+                yield Group(
                     source.mark(place + first, int(rows[first])),
                     self._lengths[chosen].tolist(),
                     partial(self._example, chosen.tolist()),

@@ -61,6 +61,10 @@ class TokenizerDefaults:
     marker. With an additional argument `trailing_newline: bool = False` it can include the line break
     that the template adds after the marker."""
 
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token by its name, special ones included; None: there is none."""
+        return None
+
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray] | None:
         """Return the result of `encode_batch` as arrays; None: only `encode_batch` is available."""
         return None

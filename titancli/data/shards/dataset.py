@@ -25,6 +25,7 @@ from titancli.data.packing import (
 from titancli.data.permutation import permuted
 from titancli.data.shards import Index, read_index, require_sound
 from titancli.data.shards.foreign import MegatronDocuments, open_foreign, paths_of
+from titancli.data.shards.packed import Documents, ShardPackedDataset
 from titancli.data.shards.reader import DocumentEnds, TokenFiles, parts_of
 from titancli.data.shards.streams import DocumentStream, ListedStream
 from titancli.data.source import Size, Source
@@ -180,7 +181,7 @@ class ShardRowDataset:
 
 def build(
     config: TokenShards, *, tokenizer: Tokenizer, seq_len: int, seed: int, **runtime: Any
-) -> ShardStreamDataset | ShardRowDataset:
+) -> ShardStreamDataset | ShardRowDataset | ShardPackedDataset:
     """`[dataset] type = "token_shards"`.
 
     Raises:
@@ -194,11 +195,16 @@ def build(
             f"{LABEL}: a row needs 2 tokens or more, but the files have {tokens.files.tokens}",
             hint="use more data",
         )
-    if config.shuffle == "documents" and tokens.documents is None:
+    if tokens.documents is None and (config.shuffle == "documents" or config.packing == "best_fit"):
         raise RecipeError(
-            f"files of format {config.format!r} do not say where documents begin, so they cannot be shuffled",
-            hint='set dataset.shuffle = "rows"',
+            f"files of format {config.format!r} do not say where documents begin, so they cannot be shuffled "
+            "or packed by documents",
+            hint='set dataset.shuffle = "rows" and packing = "stream"',
         )
+    if config.packing == "best_fit":
+        documents = Documents(tokens.files, cast(DocumentEnds, tokens.documents), tokens.identity, LABEL)
+        runtime |= {"tokenizer": tokenizer, "seq_len": seq_len}
+        return ShardPackedDataset(documents, config, seed=seed, **runtime)
     kind = ShardRowDataset if config.shuffle == "rows" else ShardStreamDataset
     return kind(tokens, config, seed, tokenizer=tokenizer, seq_len=seq_len, **runtime)
 
