@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.data.helpers import global_rows, make, rows_of
+from titancli.cli import main
 from titancli.data import Chat, JsonLines, Mix, MixStage, TextFiles, TokenShards
 from titancli.data.batch import IGNORE
 from titancli.errors import EnvironmentProblem, RecipeError
@@ -181,3 +182,34 @@ def test_a_recipe_with_a_wrong_mix_is_told_all_of_it(
         "the stages must be in the order of from_step",
     ):
         assert what in said.out + said.err
+
+
+def test_bad_rows_are_summed_and_waste_is_of_all_rows(tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * 9}]
+    for name, bad in (("one", 3), ("two", 2)):
+        rows = [*([{"messages": said}] * 20), *(["bad"] * bad)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "text.bin").write_bytes(b"c" * 2000)
+    chat = {n: Chat(path=str(tmp_path / f"{n}.jsonl"), shuffle=False) for n in ("one", "two")}
+    text = TokenShards(paths=[tmp_path / "text.bin"], format="raw", dtype="uint8")
+    config = Mix(datasets={**chat, "text": text}, weights={"one": 1, "two": 1, "text": 2})
+    mixed = iter(make(config, seq_len=48, rows=4))
+    for _ in range(4):
+        next(mixed)
+    readings = collector.drain()
+    alone = iter(make(chat["one"], seq_len=48))
+    next(alone)
+    share = collector.drain()["wasted_tokens"].value
+    assert readings["bad_rows"].value == 5
+    assert 0 < readings["wasted_tokens"].value == pytest.approx(share / 2)
+
+
+def test_stages_in_a_validation_are_refused_before_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "r.toml"
+    held = "[validation]\nsteps = 1\n[validation.datasets.held]\ntype = 'mix'\nweights = {a = 1}\n"
+    held += "datasets = {a = {type = 'python_stdlib'}}\nstages = [{from_step = 3, weights = {a = 1}}]\n"
+    recipe.write_text('extends = "titan:llama3_debug"\n' + held)
+    assert main(["validate", str(recipe)]) == 3
+    assert "an evaluation has no steps: remove them" in "".join(capsys.readouterr())

@@ -415,3 +415,14 @@ def test_the_commands_show_and_verify_what_was_written(
     (tmp_path / "out" / "00000.bin").write_bytes(b"\0" * (tmp_path / "out" / "00000.bin").stat().st_size)
     assert "00000.bin: the data from byte 0 on are not" in titan("data", "verify", "out", code=5)
     assert not json.loads(titan("data", "verify", "out", "--json", code=5))["ok"]
+
+
+def test_errors_speak_of_sources_and_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from titancli.cli import main
+
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
+    write = ["--workers", "1", "--tokenizer", "byte"]
+    for source, options in (("gone", []), ("a.jsonl", ["--strict"])):
+        assert main(["tokenize", str(tmp_path / source), str(tmp_path / "out"), *write, *options]) == 5
+        said = capsys.readouterr().err
+        assert "dataset" not in said and ("--strict" in said or "SOURCE" in said), said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 import time
@@ -17,7 +18,7 @@ import click
 from titancli.cli.common import Common
 from titancli.cli.completion import RecipeOrOverride
 from titancli.cli.output import note, print_json
-from titancli.errors import EXIT_OK, UsageError
+from titancli.errors import EXIT_OK, TitanError, UsageError
 
 if TYPE_CHECKING:
     from titancli.data.shards.tokenize import Progress
@@ -77,10 +78,10 @@ def command(
                 f"OUT ({out}) lies in the source {source}, which would then hold its own shards",
                 hint="name a folder outside of the sources",
             )
-    inputs = open_inputs(sources, Options(**options))
     count = workers or len(os.sched_getaffinity(0))
     begun = time.monotonic()
-    with _reporter() as report:
+    with _own_words(), _reporter() as report:
+        inputs = open_inputs(sources, Options(**options))
         job = Job(inputs, config, out, shard_tokens, count, (common.plugin_files, common.blocked))
         index = tokenize(job, report)
     if as_json:
@@ -120,6 +121,24 @@ def tokenizer_of(folder: str | None, recipe: str | None) -> Any:
     return HFTokenizer(
         path=Path(os.path.abspath(folder)) if hosted is None else hosted.fetch(weights=False).folder
     )
+
+
+@contextmanager
+def _own_words() -> Iterator[None]:
+    """What reads the sources speaks of a recipe's keys; here they are arguments and options."""
+    try:
+        yield
+    except TitanError as error:
+        error.message = _translated(error.message)
+        error.hint = error.hint and _translated(error.hint)
+        raise
+
+
+def _translated(words: str) -> str:
+    words = words.removeprefix("dataset: ").replace("set dataset.strict = false", "leave out --strict")
+    words = words.replace("the paths of the dataset", "the sources").replace(" (dataset.max_bytes)", "")
+    words = re.sub(r"\bdataset\.paths?\b", "SOURCE", words)
+    return re.sub(r"\bdataset\.(text|name|revision|split)\b( =)?", r"--\1", words)
 
 
 @contextmanager

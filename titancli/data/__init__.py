@@ -309,6 +309,11 @@ class Mix:
                 yield f"datasets.{name}", "preference pairs cannot be mixed: each takes two rows of a batch"
             if isinstance(one, Mix):
                 yield f"datasets.{name}", "a mix cannot be part of a mix: name its datasets in this one"
+        if self.stages and any(self is one for one in recipe.validation.datasets.values()):
+            yield (
+                "stages",
+                "weights change at a step of training, and an evaluation has no steps: remove them",
+            )
         steps = [stage.from_step for stage in self.stages]
         if steps != sorted(set(steps)):
             yield "stages", "the stages must be in the order of from_step, each at a step of its own"

@@ -8,6 +8,7 @@ draws its own rows and skips those of the others.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,13 +18,17 @@ from titancli.data import Mix
 from titancli.data.batch import IGNORE, MIX, Batch
 from titancli.data.packing import STATE_VERSION, refuse_other_data
 from titancli.errors import EnvironmentProblem, RecipeError
-from titancli.observe.metrics import report
+from titancli.observe.metrics import collector, report
 from titancli.protocols import Dataset, DatasetDefaults, Tokenizer
 from titancli.registry.component import build as build_component
 from titancli.registry.defaults import with_defaults
 
 LABEL = "dataset mix"
 KEYS = ("tokens", "targets", "positions")
+COUNTS = ("bad_rows", "cut_rows")
+"""Metrics of datasets that are summed over those of a mixture."""
+WASTED = "wasted_tokens"
+"""The one that is a share of a dataset's rows."""
 
 
 class _Source:
@@ -32,15 +37,29 @@ class _Source:
     def __init__(self, name: str, dataset: Dataset) -> None:
         self.name, self.dataset = name, dataset
         self._rows = iter(dataset)
+        self.told: dict[str, float] = {}
+        """The last values of the metrics that count since the process began."""
 
     def next(self) -> Batch | None:
         """A row; None at the end."""
-        return next(self._rows, None)
+        with self._listening():
+            return next(self._rows, None)
 
     def skip(self) -> bool:
         """Go a row on; whether there was one."""
-        skipped = with_defaults(DatasetDefaults, self.dataset).skip(1)
+        with self._listening():
+            skipped = with_defaults(DatasetDefaults, self.dataset).skip(1)
         return self.next() is not None if skipped is None else skipped == 1
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        with collector.captured() as reported:
+            yield
+        for name, reading in reported.drain().items():
+            if name in (*COUNTS, WASTED):
+                self.told[name] = float(reading.value)
+            else:
+                report(name, reading.value, reduce=reading.reduce, count=reading.count)
 
     def load(self, state: dict[str, Any]) -> None:
         try:
@@ -105,7 +124,18 @@ class MixDataset:
         self._go_on(self._rows * self._dp_size)
         for name, count in self._counts.items():
             report(f"{MIX}{name}/rows", count, reduce="max")  # every rank counts those of all
+        self._report()
         return Batch({name: torch.cat([row[name] for row in found]) for name in found[0]})
+
+    def _report(self) -> None:
+        """Report what the datasets did since the process began, of all of them together."""
+        told = {name: source.told for name, source in self._sources.items()}
+        for metric in COUNTS:
+            if found := [values[metric] for values in told.values() if metric in values]:
+                report(metric, sum(found), reduce="max")
+        if any(WASTED in values for values in told.values()):
+            wasted = sum(values.get(WASTED, 0.0) * self._counts[name] for name, values in told.items())
+            report(WASTED, wasted / max(sum(self._counts.values()), 1), reduce="max")
 
     def skip(self, rows: int) -> int:
         """Go so many global rows on without making them; return how many there were."""

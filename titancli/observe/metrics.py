@@ -52,6 +52,16 @@ class Collector:
         finally:
             self._thread.muted = before
 
+    @contextmanager
+    def captured(self) -> Iterator[Collector]:
+        """Keep what this thread reports apart, in what is handed over."""
+        before, own = getattr(self._thread, "captured", None), Collector()
+        self._thread.captured = own
+        try:
+            yield own
+        finally:
+            self._thread.captured = before
+
     def add(self, name: str, value: Tensor | float, reduce: Reduce, count: Tensor | float = 1) -> None:
         if reduce not in ("mean", "max", "sum"):
             raise TitanError(f"report({name!r}): reduce is 'mean', 'max' or 'sum', not {reduce!r}")
@@ -61,6 +71,9 @@ class Collector:
                 f"report({name!r}): a metric must be one number, not a tensor of shape {list(detached.shape)}"
             )
         if getattr(self._thread, "muted", False):
+            return
+        if (captured := getattr(self._thread, "captured", None)) is not None:
+            captured.add(name, value, reduce, count)
             return
         with self._mutex:
             self._fold(name, detached, reduce, count)
