@@ -18,6 +18,7 @@ from tests.checkpoint.tensors import bits
 from titancli.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
 from titancli.checkpoint.format.manifest import DamagedCheckpoint
 from titancli.checkpoint.peers import copies as module
+from titancli.checkpoint.peers import memory
 from titancli.checkpoint.peers.copies import Copies
 from titancli.checkpoint.peers.memory import Copy, Memory, outdated, read_record
 from titancli.checkpoint.peers.nodes import Nodes
@@ -309,3 +310,18 @@ def test_a_memory_that_is_small_missing_or_another_users_is_refused_by_name(tmp_
     (tmp_path / f"titan-{OTHER}").symlink_to(tmp_path)
     with pytest.raises(EnvironmentProblem, match="belongs to somebody else"):
         Memory(tmp_path, OTHER, tmp_path)
+
+
+def test_the_memory_of_a_container_is_what_its_cgroup_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not memory._is_memory(Path("/dev/shm")):
+        pytest.skip("/dev/shm is no tmpfs here")
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
+    before = memory._available()
+    assert before > 10**6
+    for name, text in {"max": "max\n", "current": "900000\n", "stat": "anon 7\nactive_file 200000\n"}.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert memory._available() > 10**6
+    (tmp_path / "memory.max").write_text("1000000\n")
+    assert memory._available() == 300_000

@@ -36,6 +36,7 @@ RECORD = "peers.json"
 """In `RUN/checkpoints`: which copy counts."""
 FORGOTTEN = 3600.0
 """Seconds after which the copies of another run that nobody holds are deleted."""
+CGROUPS = Path("/sys/fs/cgroup")
 _NAME = re.compile(r"titan-[0-9a-f]{32}\Z")
 
 
@@ -204,9 +205,19 @@ def _is_memory(folder: Path) -> bool:
 
 
 def _available() -> int:
-    """Bytes of memory that are free, or would be at once."""
+    """Bytes of memory that are free, or would be at once: of the machine, and of the cgroups (version 2) that
+    this process is in; where a container has no more, it is killed."""
     lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    groups = Path("/proc/self/cgroup").read_text().splitlines()
+    group = CGROUPS / next((line[3:].strip("/") for line in groups if line.startswith("0::")), "")
+    for folder in (group, *group.parents):
+        with contextlib.suppress(OSError, ValueError):  # no limit is the word "max"
+            limit, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            cached = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
+            free.append(max(0, limit - used + cached))
+    return min(free)
 
 
 # ---------------------------------------------------------------------------------- which copy counts
