@@ -19,7 +19,7 @@ from tests.checkpoint.tensors import RUN, same, save, some_tensors, zeros
 from titancli.checkpoint import load_checkpoint, newest_good, read_manifest
 from titancli.checkpoint.format.manifest import faults, steps
 from titancli.checkpoint.remote.store import RemotePath, Unreachable, at
-from titancli.checkpoint.remote.transfer import newest_of_both, probe, upload
+from titancli.checkpoint.remote.transfer import mark_name, newest_of_both, probe, upload
 from titancli.checkpoint.remote.uploads import Uploads
 from titancli.errors import EnvironmentProblem, TitanError
 
@@ -66,7 +66,7 @@ def test_what_goes_up_comes_back_bit_for_bit(tmp_path: Path, url: str) -> None:
     assert [path.name for path in (tmp_path / "there").iterdir() if path.name != ".taking"] == ["step-4"]
 
 
-@pytest.mark.parametrize("after", range(5))
+@pytest.mark.parametrize("after", range(6))
 def test_an_upload_that_is_cut_off_anywhere_is_no_checkpoint(
     tmp_path: Path, url: str, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,7 +93,7 @@ def test_an_upload_that_is_cut_off_anywhere_is_no_checkpoint(
     assert found == tmp_path / "there/step-2"
     # A store has no empty folders: of nothing that arrived nothing is told.
     assert [line for line in lines if "step-4" in line and "manifest.json" in line] == lines
-    assert len(lines) == (1 if after else 0)
+    assert len(lines) == (1 if after > 1 else 0)
     upload(tmp_path / "step-4", at(url) / "step-4")
     assert not faults(at(url) / "step-4", read_manifest(at(url) / "step-4"))
 
@@ -173,12 +173,37 @@ def test_uploads_follow_the_folder_and_keep_as_many_of_this_run(tmp_path: Path, 
 
 def test_what_an_upload_that_was_cut_off_left_is_deleted_with_the_next(tmp_path: Path, url: str) -> None:
     _put(url, "step-2/rank-00000.safetensors", b"half")
+    _put(url, mark_name("step-2", RUN), b"")
     _put(url, "notes/step-2.txt", b"a user's own")
     _saved(tmp_path, 4)
     _uploads(tmp_path, url, keep=0).finish()
     assert {name for name in _objects(url) if "rank-" not in name} >= {"notes/step-2.txt"}
-    assert not [name for name in _objects(url) if name.startswith("step-2")]
+    assert not [name for name in _objects(url) if "step-2" in name and name != "notes/step-2.txt"]
     assert [path.name for path in steps(at(url))] == ["step-4"]
+
+
+def test_what_another_run_is_uploading_is_neither_deleted_nor_overwritten(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs of one name, in the middle of an upload each."""
+    save(tmp_path / "other/step-2", run_id="run-2")
+    _saved(tmp_path / "here", 2, 4)
+    told: list[str] = []
+
+    def put(self: RemotePath, source: Path, moves: Any, original: Any = RemotePath.put) -> None:
+        original(self, source, moves)
+        if "other" in source.parts and not told:
+            with pytest.raises(TitanError, match="step-2 is being uploaded by another run") as caught:
+                upload(tmp_path / "here/step-2", at(url) / "step-2")
+            told.append(caught.value.message)
+            _uploads(tmp_path / "here", url, keep=1).finish()  # deletes what was cut off
+
+    monkeypatch.setattr(RemotePath, "put", put)
+    upload(tmp_path / "other/step-2", at(url) / "step-2")
+    assert told and sorted(path.name for path in steps(at(url))) == ["step-2", "step-4"]
+    assert read_manifest(at(url) / "step-2").run_id == "run-2"
+    assert not faults(at(url) / "step-2", read_manifest(at(url) / "step-2"))
+    assert not [name for name in _objects(url) if "upload" in name]
 
 
 def test_a_run_that_went_back_keeps_what_it_does_now(tmp_path: Path, url: str) -> None:

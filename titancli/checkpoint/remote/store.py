@@ -94,6 +94,10 @@ class RemotePath:
     def name(self) -> str:
         return self._url.rpartition("/")[2]
 
+    @property
+    def parent(self) -> RemotePath:
+        return RemotePath(self._store, self._key.rpartition("/")[0], self._url.rpartition("/")[0])
+
     def __str__(self) -> str:
         return self._url
 

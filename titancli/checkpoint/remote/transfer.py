@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
@@ -29,6 +30,8 @@ from titancli.checkpoint.format.manifest import (
 )
 from titancli.checkpoint.remote.store import RemotePath, Unreachable, at
 from titancli.errors import EnvironmentProblem, TitanError
+
+_MARK = re.compile(r"\.(step-\d{1,18})\.tmp-[0-9a-f]{8}-upload\Z")
 
 
 def run_place(url: str, run_folder: Path) -> Path:
@@ -58,8 +61,11 @@ def probe(place: Path) -> None:
 def upload(folder: Path, place: Path, moves: Callable[[], None] = lambda: None) -> None:
     """Put a checkpoint where `place` is, its manifest last. `moves` is called whenever a part of it is there.
 
+    A small object beside it says meanwhile whose it is, see `of_others`.
+
     Raises:
-        TitanError: another run's checkpoint lies there, or what arrived is not what was sent.
+        TitanError: another run's checkpoint lies there, or is on its way, or what arrived is not what was
+            sent.
         Unreachable: the store refuses, or does not answer.
         OSError: the local files cannot be read.
     """
@@ -68,6 +74,14 @@ def upload(folder: Path, place: Path, moves: Callable[[], None] = lambda: None) 
     with suppress(EnvironmentProblem):  # half of one is nobody's
         if (owner := read_manifest(place).run_id) != manifest.run_id:
             raise TitanError(f"{place} was written by another run ({owner}) and is not overwritten")
+    mark = remote.parent / mark_name(place.name, manifest.run_id)
+    mark.write_bytes(manifest.run_id.encode())
+    if place.name in of_others(remote.parent, manifest.run_id):
+        mark.unlink()
+        raise TitanError(
+            f"{place} is being uploaded by another run",
+            hint=f"give this run another name (--run-dir); if none does, delete .{place.name}.tmp-*-upload",
+        )
     remote.delete()
     moves()
     for name in manifest.files:
@@ -77,6 +91,17 @@ def upload(folder: Path, place: Path, moves: Callable[[], None] = lambda: None) 
     if there != {name: digest.size for name, digest in manifest.files.items()}:
         raise TitanError(f"{place} does not contain what was uploaded: {there}")
     (remote / MANIFEST).write_bytes(manifest_bytes(manifest))
+    mark.unlink()
+
+
+def mark_name(name: str, run_id: str) -> str:
+    return f"{hidden_prefix(name, run_id)}upload"
+
+
+def of_others(place: RemotePath, run_id: str) -> set[str]:
+    """Return the names of the checkpoints that other runs are uploading to a run's place."""
+    marks = [match for path in place.iterdir() if (match := _MARK.match(path.name))]
+    return {mark[1] for mark in marks if mark[0] != mark_name(mark[1], run_id)}
 
 
 def fetch(place: Path, manifest: Manifest, parent: Path) -> list[str]:

@@ -11,7 +11,7 @@ from typing import cast
 from titancli.checkpoint.format.disk import size_text
 from titancli.checkpoint.format.manifest import STEP_NAME, Manifest, is_checkpoint, steps
 from titancli.checkpoint.remote.store import RemotePath, Unreachable
-from titancli.checkpoint.remote.transfer import upload
+from titancli.checkpoint.remote.transfer import mark_name, of_others, upload
 from titancli.errors import TitanError
 
 logger = logging.getLogger(__name__)
@@ -126,10 +126,14 @@ class Uploads:
 
     def _sweep(self) -> None:
         """Delete what uploads that were cut off have left: what is to be there has its manifest by now."""
-        for path in list(self._place.iterdir()):
-            if STEP_NAME.match(path.name) and not is_checkpoint(path):
-                cast(RemotePath, path).delete()
+        place = cast(RemotePath, self._place)
+        others = of_others(place, self._run_id)
+        for path in list(place.iterdir()):
+            if STEP_NAME.match(path.name) and path.name not in others and not is_checkpoint(cast(Path, path)):
+                path.delete()
                 self._moves()
+            elif path.name == mark_name(path.name[1:].partition(".")[0], self._run_id):
+                path.unlink()
 
     def _purge(self) -> None:
         if not self._keep:
