@@ -116,16 +116,16 @@ def test_verify_fails_where_the_weights_are_not_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """An export with q and k swapped in one layer: the kind of mistake that loads without a word."""
-    from titancli.models.llama3.model import LlamaHF
+    from titancli.models.blocks.hf import DecoderHF
 
     make_checkpoint(tmp_path / "step-1", "model.n_kv_heads=4")
-    honest = LlamaHF.sources
+    honest = DecoderHF.sources
 
-    def swapped(self: LlamaHF, name: str) -> list[str]:
+    def swapped(self: DecoderHF, name: str) -> list[str]:
         other = {"layers.1.attention.wq.weight": "wk", "layers.1.attention.wk.weight": "wq"}.get(name)
         return honest(self, f"layers.1.attention.{other}.weight" if other else name)
 
-    monkeypatch.setattr(LlamaHF, "sources", swapped)
+    monkeypatch.setattr(DecoderHF, "sources", swapped)
     code, out, _ = convert(capsys, tmp_path / "step-1", tmp_path / "out", "--to", "hf", "--verify")
     assert code == 1
     assert "verified: NO" in out

@@ -145,10 +145,14 @@ def test_weights_of_another_family_are_named(folder: Any) -> None:
 
 
 def test_a_folder_that_sees_images_too_holds_the_text_model(folder: Any) -> None:
-    from titancli.models.llama4.model import Llama4HF
+    from titancli.models.blocks.hf import DecoderHF
 
     config = bind(Llama4, Llama4.flavors["debugmodel_irope"], current())
-    there = {"model_type": "llama4", "text_config": Llama4HF(config).config_json(), "vision_config": {"a": 1}}
+    there = {
+        "model_type": "llama4",
+        "text_config": DecoderHF(config).config_json(),
+        "vision_config": {"a": 1},
+    }
     assert complaint(config, folder(there), ()) is None
     found = complaint(replace(config, qk_norm=not config.qk_norm), folder(there), ())
     assert found is not None

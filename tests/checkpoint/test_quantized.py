@@ -16,8 +16,8 @@ from tests.checkpoint.tensors import bits
 from titancli.checkpoint.hf.folder import HFReader, read_hf
 from titancli.checkpoint.hf.virtual import Virtual
 from titancli.errors import EnvironmentProblem
+from titancli.models.blocks.hf import DecoderHF
 from titancli.models.gpt_oss import GptOss
-from titancli.models.gpt_oss.model import GptOssHF
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
@@ -170,7 +170,7 @@ def test_gpt_oss_reads_its_own_release_through_its_form(tmp_path: Path):
 
     _, _, model = model_of(path, None)
     assert isinstance(model, GptOss)
-    form = GptOssHF(model)
+    form = DecoderHF(model)
     reader = read_hf(path, form)
     reader.check(parameter_shapes(model))
     for name in parameter_shapes(model):

@@ -25,7 +25,7 @@ from titancli.checkpoint import (
 from titancli.checkpoint.hf.folder import export_hf, load_hf_weights
 from titancli.engine import Engine
 from titancli.errors import EnvironmentProblem, TitanError
-from titancli.models.llama3.model import LlamaHF
+from titancli.models.blocks.hf import DecoderHF
 from titancli.recipe.schema import Checkpoint
 
 pytestmark = pytest.mark.ranks
@@ -215,4 +215,4 @@ def test_one_process_still_misses_what_nobody_asks_for(ranks: Any, tmp_path: Pat
     tensors = ranks(1, _export, str(tmp_path / "hf"))[0]
     some = {name: tensor for name, tensor in tensors.items() if "layers.3" not in name}
     with pytest.raises(EnvironmentProblem, match=r"the model lacks: model\.layers\.3"):
-        load_hf_weights(tmp_path / "hf", LlamaHF(recipe(Layout()).model), some)
+        load_hf_weights(tmp_path / "hf", DecoderHF(recipe(Layout()).model), some)

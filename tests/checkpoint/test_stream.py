@@ -35,7 +35,7 @@ from titancli.checkpoint.hf.convert import to_hf, to_titan
 from titancli.checkpoint.save import Draft
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.models import Llama3
-from titancli.models.llama3.model import LlamaHF
+from titancli.models.blocks.hf import DecoderHF
 from titancli.registry.component import build
 
 SMALL = dict(dim=16, n_layers=2, n_heads=2, hidden_dim=24, vocab_size=40, max_seq_len=64)
@@ -171,7 +171,7 @@ def test_a_cast_is_torchs_own(tmp_path: Path, source: torch.dtype, to: torch.dty
 def hf_folder(folder: Path) -> Path:
     export_hf(
         {name.removeprefix("model."): tensor for name, tensor in llama().items()},
-        LlamaHF(Llama3(**SMALL)),
+        DecoderHF(Llama3(**SMALL)),
         {},
         folder,
     )
@@ -376,7 +376,7 @@ def test_bits_are_kept_where_nothing_is_asked(tmp_path: Path):
 CONVERT = """
 import sys, threading
 from pathlib import Path
-import titancli.models.llama3.model
+import titancli.models.blocks.decoder
 from titancli.checkpoint.hf.convert import to_hf, to_titan
 
 def anonymous():

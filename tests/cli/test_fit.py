@@ -76,12 +76,12 @@ def test_degrees_that_only_the_ranks_decide(titan: Titan) -> None:
 
 
 def test_weights_of_another_model(titan: Titan) -> None:
-    from titancli.models.llama3.model import LlamaHF
+    from titancli.models.blocks.hf import DecoderHF
     from titancli.recipe import load_recipe
 
     exp(RECIPE)
     Path("w").mkdir()
-    own = LlamaHF(load_recipe("exp.toml").recipe.model).config_json()
+    own = DecoderHF(load_recipe("exp.toml").recipe.model).config_json()
     Path("w/config.json").write_text(json.dumps({**own, "hidden_size": 4096, "rope_theta": 1e4}))
     for command in (["train", "exp.toml", "--run-dir", "r"], ["validate", "exp.toml"]):
         done = titan(*command)

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titancli.models.llama3.model import Llama3Model
+from titancli.models.blocks.decoder import Decoder
 
 
-def build(config: Any, *, seq_len: int) -> Llama3Model:
+def build(config: Any, *, seq_len: int) -> Decoder:
     return FaultyModel(config)
 
 
-class FaultyModel(Llama3Model):
+class FaultyModel(Decoder):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         if config.fault == "style":

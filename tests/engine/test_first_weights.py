@@ -14,18 +14,18 @@ from titancli.checkpoint.hf.likeness import refuse_other_model
 from titancli.checkpoint.start_from import start_from
 from titancli.engine.first_weights import load_weights
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
-from titancli.models.llama3.model import LlamaHF
+from titancli.models.blocks.hf import DecoderHF
 
 
 @pytest.mark.parametrize(
     ("config", "form", "kind", "words"),
     [
-        (None, LlamaHF, EnvironmentProblem, "is neither a Hugging Face folder"),
-        ('{"model_type": "lla', LlamaHF, EnvironmentProblem, "config.json is damaged, or has no"),
-        ("[]", LlamaHF, EnvironmentProblem, "config.json is damaged, or has no model_type"),
+        (None, DecoderHF, EnvironmentProblem, "is neither a Hugging Face folder"),
+        ('{"model_type": "lla', DecoderHF, EnvironmentProblem, "config.json is damaged, or has no"),
+        ("[]", DecoderHF, EnvironmentProblem, "config.json is damaged, or has no model_type"),
         (
             '{"model_type": "gpt2"}',
-            LlamaHF,
+            DecoderHF,
             EnvironmentProblem,
             "holds a 'gpt2' model, but this .* 'llama' model",
         ),
@@ -45,7 +45,7 @@ def test_what_cannot_be_begun_from_is_told(
 
 def test_weights_of_another_rotary_base_are_refused_unless_it_is_meant(tmp_path: Path) -> None:
     own = recipe(Layout())
-    form = LlamaHF(own.model)
+    form = DecoderHF(own.model)
     (tmp_path / "config.json").write_text(json.dumps({**form.config_json(), "rope_theta": 1e7}))
     made = dataclasses.replace(own, weights=tmp_path)
     with pytest.raises(EnvironmentProblem, match=r"rope_theta is .* in the recipe and 10000000.0 there"):

@@ -11,7 +11,7 @@ from tests.engine.cases import MODEL
 from tests.rows import rows
 from titancli.engine.meter import Meter
 from titancli.models import Llama3
-from titancli.models.llama3.model import build
+from titancli.models.blocks.decoder import build
 from titancli.parallel.activation_checkpoint import apply_activation_checkpoint
 from titancli.recipe.schema import ActivationCheckpoint
 

@@ -14,7 +14,7 @@ from tests.engine.cases import ROWS, Layout, recipe, small, whole_batch, wholes
 from titancli import Batch, Engine, LossResult
 from titancli.engine.rng import generator_for
 from titancli.losses import CrossEntropy
-from titancli.models.llama3.model import Llama3Model
+from titancli.models.blocks.decoder import Decoder
 
 pytestmark = pytest.mark.ranks
 
@@ -68,7 +68,7 @@ class Plain:
 
     def __init__(self) -> None:
         made = recipe(small())
-        self.model = Llama3Model(made.model)
+        self.model = Decoder(made.model)
         self.model.init_weights(generator_for(made.training.seed, torch.device("cpu")))
         config: Any = made.optimizer
         self.optimizer = torch.optim.AdamW(

@@ -12,7 +12,7 @@ from tests.engine.cases import Layout, my_batches, recipe, whole
 from tests.ranks.layouts import EIGHT
 from titancli import Engine, TitanError
 from titancli.engine.dry_run import local
-from titancli.models.llama3.model import Llama3Model
+from titancli.models.blocks.decoder import Decoder
 from titancli.rl.decode import Row, decode
 from titancli.rl.sampling import Sampling
 
@@ -77,7 +77,7 @@ def test_experts_count_no_tokens_that_were_sampled(ranks: Any) -> None:
 
 def against_a_plain_model() -> tuple[Any, Any, list[str]]:
     engine = Engine.build(recipe(BUSY))
-    plain = Llama3Model(recipe(BUSY).model)
+    plain = Decoder(recipe(BUSY).model)
     plain.load_state_dict({name: whole(p) for name, p in engine.named_parameters()})
     batch = my_batches(engine)[0]
     messages = []

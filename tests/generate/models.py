@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from titancli.checkpoint import save_checkpoint
 from titancli.models import Llama3, RopeScaling
-from titancli.models.llama3.model import Llama3Model, LlamaHF, build
+from titancli.models.blocks.decoder import Decoder, build
+from titancli.models.blocks.hf import DecoderHF
 from titancli.recipe import load_recipe, lock_text
 from titancli.registry import component
 
@@ -31,7 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def small(variant: str = "grouped") -> Llama3Model:
+def small(variant: str = "grouped") -> Decoder:
     """Weights are wide apart, so that what is most probable is clearly so."""
     model = build(Llama3(**SMALL, **VARIANTS[variant]), seq_len=64)
     generator = torch.Generator().manual_seed(5)
@@ -42,8 +43,8 @@ def small(variant: str = "grouped") -> Llama3Model:
     return model.eval()
 
 
-def in_transformers(model: Llama3Model) -> LlamaForCausalLM:
-    form = LlamaHF(model.config)
+def in_transformers(model: Decoder) -> LlamaForCausalLM:
+    form = DecoderHF(model.config)
     theirs = LlamaForCausalLM(LlamaConfig.from_dict(form.config_json()))
     state = dict(pair for name, p in model.named_parameters() for pair in form.to_hf(name, p.detach()))
     theirs.load_state_dict(state, strict=False)  # a tied head has no tensor of its own

@@ -9,20 +9,14 @@ from typing import Any
 import torch
 
 from titancli.models import DeepSeekV3, GptOss, Llama3, Llama4, Qwen3, RopeScaling
+from titancli.models.blocks.hf import DecoderHF
 from titancli.models.blocks.state import named_state
 from titancli.models.deepseek_v3 import LatentYarn
-from titancli.models.deepseek_v3.model import DeepSeekHF
-from titancli.models.gpt_oss.model import GptOssHF
-from titancli.models.llama3.model import LlamaHF
 from titancli.models.llama4 import AttnTemperature
-from titancli.models.llama4.model import Llama4HF
-from titancli.models.qwen3.model import Qwen3HF
 from titancli.models.sections import MoE, Yarn
-from titancli.protocols import HFFormDefaults
 from titancli.registry import current
 from titancli.registry.binding import bind
 from titancli.registry.component import build
-from titancli.registry.defaults import with_defaults
 
 LENGTH = 97
 """Past every window, chunk and original context of the small configs."""
@@ -32,7 +26,6 @@ LENGTH = 97
 class Family:
     name: str
     config: Any
-    form: Any
     sizes: Mapping[str, int]
     """Published numbers of parameters, by flavor."""
     flops: Mapping[str, float]
@@ -66,7 +59,7 @@ class Family:
         config = self.variant(name)
         model = build(config, seq_len=128)
         model.init_weights(lambda name: torch.Generator().manual_seed(sum(map(ord, name))))
-        loses_biases = with_defaults(HFFormDefaults, self.form(config)).loses_biases
+        loses_biases = DecoderHF(config).loses_biases
         with torch.no_grad():
             for name, tensor in named_state(model):
                 draw = torch.Generator().manual_seed(sum(map(ord, name)))
@@ -84,7 +77,6 @@ class Family:
 LLAMA3 = Family(
     name="llama3",
     config=Llama3,
-    form=LlamaHF,
     sizes={
         "debugmodel": 6_163_712,
         "1B": 1_235_814_400,
@@ -123,7 +115,6 @@ SOFTMAX = {"score_func": "softmax", "route_norm": True, "score_before_experts": 
 QWEN3 = Family(
     name="qwen3",
     config=Qwen3,
-    form=Qwen3HF,
     sizes={
         "debugmodel": 31_987_968,
         "0.6B": 596_049_920,
@@ -186,7 +177,6 @@ YARN = Yarn(factor=4.0, original_max_position=32, truncate=False)
 GPT_OSS = Family(
     name="gpt_oss",
     config=GptOss,
-    form=GptOssHF,
     sizes={"debugmodel": 81_489_440, "20b": 20_914_757_184, "120b": 116_829_156_672},
     # As published: as if every layer saw the whole row.
     flops={"20b": 3.131e10, "120b": 4.529e10},
@@ -256,7 +246,6 @@ STRETCHED = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=1.0, o
 LLAMA4 = Family(
     name="llama4",
     config=Llama4,
-    form=Llama4HF,
     sizes={
         "debugmodel": 15_017_216,
         "debugmodel_irope": 15_017_216,
@@ -347,7 +336,6 @@ LATENT_YARN = LatentYarn(factor=4.0, original_max_position=32, mscale=0.7)
 DEEPSEEK = Family(
     name="deepseek_v3",
     config=DeepSeekV3,
-    form=DeepSeekHF,
     sizes={
         "debugmodel": 33_014_016,
         "16B": 15_706_484_224,

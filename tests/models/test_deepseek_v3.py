@@ -13,8 +13,8 @@ from tests.models.families import DEEPSEEK
 from titancli.checkpoint import export_hf, read_hf
 from titancli.errors import TitanError
 from titancli.models import DeepSeekV3
+from titancli.models.blocks.hf import DecoderHF
 from titancli.models.blocks.state import named_state
-from titancli.models.deepseek_v3.model import DeepSeekHF, softmax_scale
 from titancli.registry import current
 from titancli.registry.binding import bind
 
@@ -23,7 +23,7 @@ def test_pairs_are_told_apart():
     """Not a permutation that is its own inverse: rows 0, 1, 2, 3, … are pairs in the files."""
     config = DEEPSEEK.variant("V2", n_heads=1, qk_nope_head_dim=2, qk_rope_head_dim=6)
     rows = torch.arange(8.0)[:, None]
-    form = DeepSeekHF(config)
+    form = DecoderHF(config)
     inside = form.from_hf("layers.0.attention.wq.weight", [rows])
     assert inside.flatten().tolist() == [0, 1, 2, 4, 6, 3, 5, 7]
     ((_, back),) = form.to_hf("layers.0.attention.wq.weight", inside)
@@ -32,14 +32,14 @@ def test_pairs_are_told_apart():
 
 def test_the_scale_of_attention_grows_with_the_context():
     plain = (128 + 64) ** -0.5
-    assert softmax_scale(DEEPSEEK.flavor("671B")) == pytest.approx(plain * (0.1 * math.log(40) + 1) ** 2)
-    assert softmax_scale(DEEPSEEK.flavor("16B")) == pytest.approx(plain * (0.0707 * math.log(40) + 1) ** 2)
-    assert softmax_scale(replace(DEEPSEEK.flavor("16B"), rope_scaling=None)) == plain
-    assert softmax_scale(DEEPSEEK.variant("V2")) == pytest.approx(24**-0.5)
+    assert DEEPSEEK.flavor("671B").softmax_scale == pytest.approx(plain * (0.1 * math.log(40) + 1) ** 2)
+    assert DEEPSEEK.flavor("16B").softmax_scale == pytest.approx(plain * (0.0707 * math.log(40) + 1) ** 2)
+    assert replace(DEEPSEEK.flavor("16B"), rope_scaling=None).softmax_scale == plain
+    assert DEEPSEEK.variant("V2").softmax_scale == pytest.approx(24**-0.5)
 
 
 def test_a_v2_export_says_what_it_leaves_out(caplog):
-    form = DeepSeekHF(DEEPSEEK.variant("V2"))
+    form = DecoderHF(DEEPSEEK.variant("V2"))
     with caplog.at_level(logging.WARNING):
         assert list(form.to_hf("layers.1.moe.expert_bias", torch.ones(8))) == []
     assert "a Hugging Face folder cannot hold" in caplog.text
@@ -50,18 +50,18 @@ def test_a_bias_keeps_its_digits_and_none_is_lost(tmp_path):
     """V3's bias is fp32 in files of bf16; a model without one reads no other than zeros."""
     ours = DEEPSEEK.model("V3")
     state = {name: tensor.detach() for name, tensor in named_state(ours)}
-    export_hf(state, DeepSeekHF(ours.config), {}, tmp_path / "hf", dtype=torch.bfloat16)
-    reader = read_hf(tmp_path / "hf", DeepSeekHF(ours.config))
+    export_hf(state, DecoderHF(ours.config), {}, tmp_path / "hf", dtype=torch.bfloat16)
+    reader = read_hf(tmp_path / "hf", DecoderHF(ours.config))
     name = "layers.2.moe.expert_bias"
     assert torch.equal(reader.parameter(name), state[name])
     assert reader.parameter("output.weight").dtype == torch.bfloat16
-    without = DeepSeekHF(replace(ours.config, moe=replace(ours.config.moe, load_balance_coeff=None)))
+    without = DecoderHF(replace(ours.config, moe=replace(ours.config.moe, load_balance_coeff=None)))
     with pytest.raises(TitanError, match=r"layers.2.mlp.gate.e_score_correction_bias is not zero"):
         read_hf(tmp_path / "hf", without).parameter("layers.2.moe.router.gate.weight")
 
 
 def test_layers_that_predict_further_tokens_are_left_unread_in_words(caplog):
-    form = DeepSeekHF(DEEPSEEK.variant("V3"))
+    form = DecoderHF(DEEPSEEK.variant("V3"))
     with caplog.at_level(logging.WARNING):
         assert form.ignored("model.layers.3.eh_proj.weight")
         assert form.ignored("model.layers.3.mlp.experts.0.up_proj.weight")
@@ -116,7 +116,7 @@ def test_a_released_config_is_that_of_its_flavor():
         "v_head_dim": 128,
         "vocab_size": 102400,
     }
-    assert bind(DeepSeekV3, DeepSeekHF.from_config_json(released), current()) == DEEPSEEK.flavor("16B")
+    assert bind(DeepSeekV3, DeepSeekV3.from_config_json(released), current()) == DEEPSEEK.flavor("16B")
 
 
 @pytest.mark.parametrize(("name", "mscale"), [("16B", 0.707), ("236B", 0.707), ("671B", 1.0)])

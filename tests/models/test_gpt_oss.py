@@ -10,7 +10,8 @@ from transformers import GptOssConfig
 from tests.models.families import GPT_OSS
 from titancli.errors import TitanError
 from titancli.models import GptOss
-from titancli.models.gpt_oss.model import ClampedExperts, GptOssHF
+from titancli.models.blocks.clamped import ClampedExperts
+from titancli.models.blocks.hf import DecoderHF
 from titancli.registry import current
 from titancli.registry.binding import bind
 from titancli.registry.component import build
@@ -59,16 +60,16 @@ def test_the_clamped_product_keeps_nothing_that_it_can_make_again():
 
 
 def test_a_config_json_without_rope_has_the_familys_own():
-    config_json = GptOssHF(GPT_OSS.flavor("20b")).config_json()
-    own = GptOssHF.from_config_json(GptOssConfig.from_dict(config_json).to_dict())
+    config_json = DecoderHF(GPT_OSS.flavor("20b")).config_json()
+    own = GptOss.from_config_json(GptOssConfig.from_dict(config_json).to_dict())
     del config_json["rope_scaling"]
     for written in (config_json, GptOssConfig.from_dict(config_json).to_dict()):
-        assert bind(GptOss, GptOssHF.from_config_json(written), current()) == bind(GptOss, own, current())
+        assert bind(GptOss, GptOss.from_config_json(written), current()) == bind(GptOss, own, current())
 
 
 def test_an_export_has_gate_and_up_in_turn():
     tensor = torch.arange(2 * 6 * 4.0).view(2, 6, 4)
-    ((name, turned),) = GptOssHF(GPT_OSS.variant("as released")).to_hf("layers.1.moe.experts.w13", tensor)
+    ((name, turned),) = DecoderHF(GPT_OSS.variant("as released")).to_hf("layers.1.moe.experts.w13", tensor)
     assert (name, turned.shape) == ("model.layers.1.mlp.experts.gate_up_proj", (2, 4, 6))
     assert torch.equal(turned[0, :, 0], tensor[0, 0]) and torch.equal(turned[0, :, 1], tensor[0, 3])
 
@@ -80,9 +81,9 @@ def test_experts_begin_as_matrices_of_their_depth():
 
 
 def test_a_folder_quantized_as_released_is_read_and_another_is_refused_with_what_to_do():
-    keys = GptOssHF(GPT_OSS.flavor("120b")).config_json()
-    plain = GptOssHF.from_config_json(keys)
-    assert GptOssHF.from_config_json({**keys, "quantization_config": {"quant_method": "mxfp4"}}) == plain
+    keys = DecoderHF(GPT_OSS.flavor("120b")).config_json()
+    plain = GptOss.from_config_json(keys)
+    assert GptOss.from_config_json({**keys, "quantization_config": {"quant_method": "mxfp4"}}) == plain
     with pytest.raises(TitanError) as raised:
-        GptOssHF.from_config_json({**keys, "quantization_config": {"quant_method": "gptq"}})
+        GptOss.from_config_json({**keys, "quantization_config": {"quant_method": "gptq"}})
     assert "model.dequantize()" in raised.value.hint

@@ -13,9 +13,9 @@ from tests.models.families import CHUNK, LLAMA4
 from titancli.checkpoint import export_hf, read_hf
 from titancli.errors import TitanError
 from titancli.models import Llama4
+from titancli.models.blocks.hf import DecoderHF
 from titancli.models.blocks.moe import moe_layers
 from titancli.models.blocks.state import named_state
-from titancli.models.llama4.model import Llama4HF
 from titancli.registry import current
 from titancli.registry.binding import bind
 from titancli.registry.component import build
@@ -58,7 +58,7 @@ def test_a_released_config_is_that_of_its_flavor():
         },
         "use_qk_norm": True,
     }
-    found = bind(Llama4, Llama4HF.from_config_json({"model_type": "llama4", "text_config": text}), current())
+    found = bind(Llama4, Llama4.from_config_json({"model_type": "llama4", "text_config": text}), current())
     for name in ("17bx16e", "17bx16e_irope"):
         assert found == replace(LLAMA4.flavor(name), head_dim=128)
     text |= {
@@ -69,14 +69,14 @@ def test_a_released_config_is_that_of_its_flavor():
         "rope_scaling": None,
         "use_qk_norm": False,
     }
-    found = bind(Llama4, Llama4HF.from_config_json(text), current())
+    found = bind(Llama4, Llama4.from_config_json(text), current())
     for name in ("17bx128e", "17bx128e_irope"):
         assert found == replace(LLAMA4.flavor(name), head_dim=128)
 
 
 def test_the_text_model_of_a_folder_that_sees_images_too(tmp_path):
     ours = LLAMA4.model("Scout")
-    form = Llama4HF(ours.config)
+    form = DecoderHF(ours.config)
     vision = dict(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, image_size=28
     )
@@ -94,8 +94,8 @@ def test_the_text_model_of_a_folder_that_sees_images_too(tmp_path):
     both.save_pretrained(tmp_path / "hf")
     written = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert written["model_type"] == "llama4"
-    keys = Llama4HF.from_config_json(written)
-    again = Llama4HF(bind(Llama4, keys, current()))
+    keys = Llama4.from_config_json(written)
+    again = DecoderHF(bind(Llama4, keys, current()))
     assert again.config_json() == form.config_json()
     reader = read_hf(tmp_path / "hf", again)
     reader.check({name: tuple(tensor.shape) for name, tensor in state.items()})
@@ -112,6 +112,6 @@ def test_initial_values_of_experts_are_those_of_matrices():
 
 @pytest.mark.parametrize("change", [change for _, change in LLAMA4.refused])
 def test_what_is_refused_is_refused_of_a_text_model_inside_too(change):
-    good = Llama4HF(LLAMA4.flavor("debugmodel_irope")).config_json()
+    good = DecoderHF(LLAMA4.flavor("debugmodel_irope")).config_json()
     with pytest.raises(TitanError, match=f"llama4 does not support|{LLAMA4.refusals}"):
-        Llama4HF.from_config_json({"model_type": "llama4", "text_config": {**good, **change}})
+        Llama4.from_config_json({"model_type": "llama4", "text_config": {**good, **change}})

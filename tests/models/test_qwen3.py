@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from tests.models.families import QWEN3
+from titancli.models.blocks.hf import DecoderHF
 from titancli.models.blocks.moe import moe_layers
-from titancli.models.qwen3.model import Qwen3HF
 from titancli.registry.component import build
 
 
 def test_a_bias_that_balancing_has_moved_is_not_lost_in_silence(caplog):
-    form = Qwen3HF(QWEN3.variant("balanced experts"))
+    form = DecoderHF(QWEN3.variant("balanced experts"))
     with caplog.at_level(logging.WARNING):
         assert list(form.to_hf("layers.0.moe.expert_bias", torch.zeros(4))) == []
         assert not caplog.records

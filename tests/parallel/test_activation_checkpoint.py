@@ -15,7 +15,7 @@ from titancli.engine import Engine
 from titancli.engine.dry_run import dry_run, traffic_of
 from titancli.errors import RecipeError
 from titancli.models import Llama3
-from titancli.models.llama3.model import build
+from titancli.models.blocks.decoder import build
 from titancli.parallel.activation_checkpoint import draws
 from titancli.parallel.compile import compile_model
 from titancli.recipe.schema import ActivationCheckpoint, Compile

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from titancli.models import Llama3
-from titancli.models.llama3.model import build
+from titancli.models.blocks.decoder import build
 from titancli.parallel.tensor import on_local_parameters, tensor_parallel
 
 pytestmark = pytest.mark.ranks

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from titancli.errors import RecipeError
 from titancli.models import DeepSeekV3, Llama3
-from titancli.models.deepseek_v3.model import build as build_latent
-from titancli.models.llama3.model import Llama3Model, build
+from titancli.models.blocks.decoder import Decoder, build
+from titancli.models.blocks.decoder import build as build_latent
 from titancli.models.sections import MoE
 from titancli.parallel.activation_checkpoint import apply_activation_checkpoint
 from titancli.parallel.compile import check_inductor, compile_model, within_budget
@@ -26,14 +26,14 @@ BACKEND = "aot_eager_decomp_partition"
 """Runs inductor's partitioner, and then the graphs as they are."""
 
 
-def model() -> Llama3Model:
+def model() -> Decoder:
     torch._dynamo.reset()
     made = build(MODEL, seq_len=32)
     made.init_weights(lambda name: torch.Generator().manual_seed(len(name)))
     return made
 
 
-def step(made: Llama3Model) -> tuple[dict[str, Tensor], int]:
+def step(made: Decoder) -> tuple[dict[str, Tensor], int]:
     """Gradients by name, and the bytes that backward needed of activations."""
     tokens = torch.randint(0, 128, (2, 32), generator=torch.Generator().manual_seed(3))
     own = {p.untyped_storage().data_ptr() for p in made.parameters()}

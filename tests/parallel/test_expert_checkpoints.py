@@ -16,9 +16,9 @@ from titancli.checkpoint import CheckpointReader, export_hf
 from titancli.engine import Engine
 from titancli.errors import EnvironmentProblem
 from titancli.models import Qwen3
+from titancli.models.blocks.hf import DecoderHF
 from titancli.models.blocks.moe import moe_layers
 from titancli.models.blocks.state import named_state
-from titancli.models.qwen3.model import Qwen3HF
 
 pytestmark = pytest.mark.ranks
 
@@ -123,10 +123,10 @@ def test_an_export_of_spread_experts_loads_in_transformers(ranks, tmp_path):
     assert all(value is None for value in elsewhere.values())
     assert len([name for name in weights if ".mlp.experts.7." in name]) == 2 * 3
     model = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
-    form = Qwen3HF(EIGHT)
+    form = DecoderHF(EIGHT)
     export_hf(model, form, {}, tmp_path / "hf")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
-    from titancli.models.qwen3.model import build
+    from titancli.models.blocks.decoder import build
 
     ours = build(EIGHT, seq_len=16)
     ours.load_state_dict(model)
@@ -157,12 +157,12 @@ def refused(folder: str) -> str:
 
 
 def test_spread_experts_begin_from_a_hugging_face_folder(ranks, tmp_path):
-    from titancli.models.qwen3.model import build
+    from titancli.models.blocks.decoder import build
 
     model = build(EIGHT, seq_len=16)
     model.init_weights(lambda name: torch.Generator().manual_seed(len(name)))
     tensors = {name: tensor.detach() for name, tensor in named_state(model)}
-    export_hf(tensors, Qwen3HF(EIGHT), {}, tmp_path / "hf")
+    export_hf(tensors, DecoderHF(EIGHT), {}, tmp_path / "hf")
     for name in ("one rank", "EP2"):
         world, this = LAYOUTS[name]
         for loaded in ranks(world, begun_from, this, str(tmp_path / "hf")):

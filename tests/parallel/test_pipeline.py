@@ -23,7 +23,7 @@ from titancli.errors import RecipeError, TitanError
 from titancli.layout.degrees import Degrees
 from titancli.layout.stages import SCHEDULES, StageError
 from titancli.losses.result import LossResult
-from titancli.models.llama3.model import Llama3Model
+from titancli.models.blocks.decoder import Decoder
 from titancli.parallel.pipeline import split
 from titancli.recipe.schema import Pipeline
 from titancli.registry.component import component
@@ -45,9 +45,9 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> bool:
 # -------------------------------------------------------------------------------------------- cutting
 
 
-def model(**sizes: Any) -> Llama3Model:
+def model(**sizes: Any) -> Decoder:
     with torch.device("meta"):
-        return Llama3Model(recipe(Layout(**sizes)).model)
+        return Decoder(recipe(Layout(**sizes)).model)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -80,7 +80,7 @@ def test_tied_weights_are_refused() -> None:
 def test_a_parameter_of_the_model_itself_is_refused() -> None:
     whole_model = model()
     whole_model.scale = torch.nn.Parameter(torch.ones(()))
-    with pytest.raises(TitanError, match="Llama3Model cannot be split into pipeline stages"):
+    with pytest.raises(TitanError, match="Decoder cannot be split into pipeline stages"):
         split(whole_model, Pipeline(), 2, 0)
 
 

@@ -97,10 +97,10 @@ def test_a_wrong_scale_is_noticed(ranks, one_rank):
 
 
 def test_one_rank_gives_the_answer_of_a_plain_loop(ranks, one_rank):
-    from titancli.models.llama3.model import Llama3Model
+    from titancli.models.blocks.decoder import Decoder
 
     weights = ranks(1, cases.initial_weights, Layout())[0]
-    model = Llama3Model(cases.recipe(Layout()).model)
+    model = Decoder(cases.recipe(Layout()).model)
     model.load_state_dict(weights)
     optimizer = torch.optim.SGD(model.parameters(), lr=runs.LR)
     expected: dict[str, torch.Tensor] = {}

@@ -16,7 +16,7 @@ import pytest
 from tests.run.conftest import Finished, trained
 from titancli.checkpoint import read_manifest
 from titancli.checkpoint.format.manifest import manifest_bytes
-from titancli.models.llama3.model import LlamaHF
+from titancli.models.blocks.hf import DecoderHF
 from titancli.recipe import load_recipe
 
 Train = Callable[..., Finished]
@@ -43,7 +43,7 @@ def hostile(here: Path) -> Path:
             (here / name / file).write_bytes(BOMB)
         if name != "dcp":
             (here / name / "config.json").write_text(
-                json.dumps(LlamaHF(load_recipe("tiny.toml").recipe.model).config_json())
+                json.dumps(DecoderHF(load_recipe("tiny.toml").recipe.model).config_json())
             )
     (here / "model.pt").write_bytes(BOMB)
     return here

@@ -466,9 +466,9 @@ class KitModel(Llama3):
 
 
 def built_model(config: KitModel, *, seq_len: int) -> Any:
-    from titancli.models.llama3.model import Llama3Model
+    from titancli.models.blocks.decoder import Decoder
 
-    class Faulty(Llama3Model):
+    class Faulty(Decoder):
         def forward(self, tokens: Any, positions: Any = None, document_ids: Any = None, **more: Any) -> Any:
             return super().forward(
                 tokens, positions, None if config.fault == "sees all" else document_ids, **more

@@ -30,9 +30,9 @@ class Ranked(Llama3):
 
 def build(config, *, seq_len):
     import os
-    from titancli.models.llama3.model import Llama3Model
+    from titancli.models.blocks.decoder import Decoder
 
-    class RankedModel(Llama3Model):
+    class RankedModel(Decoder):
         def forward(self, *args, **options):
             if config.fails and os.environ.get("RANK") == "1":
                 raise ArithmeticError("on rank 1")

@@ -1,13 +1,14 @@
-"""The model families, a folder each: its `__init__.py` has the config, `model.py` the code."""
+"""The model families, a file each over `blocks`."""
 
 from __future__ import annotations
 
 from titancli.models.deepseek_v3 import DeepSeekV3
 from titancli.models.gpt_oss import GptOss
 from titancli.models.hf_causal_lm import HFCausalLM
-from titancli.models.llama3 import Llama3, RopeScaling
+from titancli.models.llama3 import Llama3
 from titancli.models.llama4 import Llama4
 from titancli.models.qwen3 import Qwen3
+from titancli.models.sections import RopeScaling
 
 __all__ = ["COMPONENTS", "DeepSeekV3", "GptOss", "HFCausalLM", "Llama3", "Llama4", "Qwen3", "RopeScaling"]
 

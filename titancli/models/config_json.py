@@ -1,13 +1,15 @@
-"""Reading config.json: which keys become `[model]`, which do not matter, and which are refused. Torch-free.
+"""config.json, both ways: one table a family, from which it is read and written. Torch-free.
 
-One file a family. A reader is a function with `@reads` on it: every key of config.json is then read, or does
-not change what the model computes, or has the value of a model without it; any other is refused by name.
+A row says what we call something, what config.json calls it, what a config.json without it means, and its
+only value, if the model knows but one. Every key of a config.json that is read is in the table, or does not
+change what the model computes, or has the value of a model without it; any other is refused by name.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 from titancli.errors import EnvironmentProblem
@@ -49,8 +51,6 @@ NEUTRAL: Mapping[str, Any] = {
 }
 """Values at which a key changes nothing, where that is not null, false, zero or empty."""
 
-Read = Callable[[Mapping[str, Any]], dict[str, Any]]
-
 
 class ConfigJSON(Mapping[str, Any]):
     """The keys of a config.json, which remembers those that were asked for."""
@@ -61,6 +61,10 @@ class ConfigJSON(Mapping[str, Any]):
         self._tables: dict[str, ConfigJSON] = {}
         self.refused: list[str] = []
         """What a reader has found that the model does not have."""
+
+    def refuse(self, key: str, value: Any) -> None:
+        """Note a key whose value the model does not have."""
+        self.refused.append(f"{self._within}{key} = {value!r}")
 
     def __getitem__(self, key: str) -> Any:
         self._asked.add(key)
@@ -78,6 +82,10 @@ class ConfigJSON(Mapping[str, Any]):
             self._tables[key] = ConfigJSON(self.get(key) or {}, f"{self._within}{key}.")
         return self._tables[key]
 
+    def noted(self) -> list[str]:
+        """What was refused, here and in tables."""
+        return [*self.refused, *(line for table in self._tables.values() for line in table.noted())]
+
     def foreign(self, ignoring: Collection[str] = ()) -> list[str]:
         """What was refused, and what nobody asked for although it changes a model, each with its value."""
         found = list(self.refused)
@@ -92,29 +100,190 @@ def _neutral(key: str, value: Any) -> bool:
     return value is None or (value == NEUTRAL[key] if key in NEUTRAL else not value)
 
 
-def reads(model: str, *, ignoring: Collection[str] = ()) -> Callable[[Callable[[ConfigJSON], Any]], Read]:
-    """Make a reader refuse every key that it leaves unread and that could change what the model computes.
+class Ours(dict[str, Any]):
+    """Fields of `[model]` by dotted name; None where there is none."""
 
-    Args:
-        model: the component's name.
-        ignoring: further keys that change nothing in this family.
+    def __missing__(self, name: str) -> None:
+        return None
+
+
+class _Fields(Ours):
+    """Those of a config."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self._config = config
+
+    def __missing__(self, name: str) -> Any:
+        return reduce(lambda value, key: getattr(value, key, None), name.split("."), self._config)
+
+
+_UNSET: Any = object()
+
+
+@dataclass(frozen=True)
+class Key:
+    """A row of a table. `default` and `only` may be functions of ours."""
+
+    ours: str | None
+    """Field of `[model]`, dotted within a section; None: it is none."""
+    theirs: str | None
+    """Key of config.json; None: it has none."""
+    default: Any = _UNSET
+    """What a config.json without it means; without a default, ours must be there."""
+    only: Any = _UNSET
+    """The only value: any other is refused, on the way in and on the way out."""
+    also: tuple[str, ...] = ()
+    """Other names of theirs."""
+    nullable: bool = False
+    """Whether null is a value of its own."""
+    written: bool = True
+    """Whether it is written, or only read."""
+    read: Callable[[ConfigJSON, Ours], Any] | None = None
+    """What ours is, where it is not what stands there."""
+    write: Callable[[Ours], Any] | None = None
+    """The other way."""
+
+    def take(self, there: ConfigJSON, ours: Ours) -> None:
+        """Read it: from config.json into ours."""
+        there.get(str(self.theirs))  # asked for, whatever is made of it
+        value = self._found(there, ours) if self.read is None else self.read(there, ours)
+        if self.ours is not None:
+            ours[self.ours] = value
+        if self.theirs is not None and self.only is not _UNSET and value != _of(self.only, ours):
+            there.refuse(self.theirs, value)
+
+    def give(self, ours: Ours, there: dict[str, Any]) -> str | None:
+        """Write it: from ours into config.json. Returns what transformers has not, if it is that."""
+        value = ours[self.ours] if self.ours is not None else _of(self.only, ours)
+        if self.ours is not None and self.only is not _UNSET and value != _of(self.only, ours):
+            return f"{self.ours} = {value!r}"
+        value = value if self.write is None else self.write(ours)
+        said = value is not _UNSET and (value is not None or self.nullable)
+        if self.theirs is not None and self.written and said:
+            there[self.theirs] = value
+        return None
+
+    def _found(self, there: ConfigJSON, ours: Ours) -> Any:
+        names = () if self.theirs is None else (self.theirs, *self.also)
+        found = [there[name] for name in names if name in there]
+        for value in found:
+            if value is not None or self.nullable:
+                return value
+        usual = self.only if self.default is _UNSET else self.default
+        value = _of(usual, ours)
+        if value is _UNSET:
+            if self.ours is not None:
+                raise KeyError(self.theirs)
+            return None
+        # null stands for false, for nothing, and for what follows from other keys
+        if found and value and not callable(usual):
+            raise KeyError(self.theirs)
+        return value
+
+
+def _of(value: Any, ours: Ours) -> Any:
+    return value(ours) if callable(value) else value
+
+
+@dataclass(frozen=True)
+class RopeKeys:
+    """The rows of RoPE: its base, and the table of what stretches it.
+
+    transformers 4 writes `rope_scaling` and `rope_theta`, 5 both into `rope_parameters`.
     """
 
-    def decorate(read: Callable[[ConfigJSON], Any]) -> Read:
-        @functools.wraps(read)
-        def from_config_json(config_json: Mapping[str, Any]) -> dict[str, Any]:
-            keys = ConfigJSON(config_json)
-            try:
-                found = read(keys)
-            except (KeyError, TypeError, ValueError):
-                _refuse(model, keys.refused)  # of another family, which explains what is missing
-                raise
-            _refuse(model, keys.foreign(ignoring))
-            return found
+    theta: float = 10000.0
+    """The base, where config.json does not say it."""
+    ours: str | None = None
+    """The section of `[model]` that stretches it; None: there is none."""
+    kind: str = "default"
+    """What transformers calls this kind of stretching."""
+    keys: tuple[Key, ...] = ()
+    """The rows of the table."""
+    plain: Mapping[str, Any] | None = None
+    """What is written where nothing is stretched."""
+    unsaid: Mapping[str, Any] | None = None
+    """The section, where config.json says nothing of RoPE."""
+    beside: tuple[Key, ...] = ()
+    """Rows that stand in the table or outside of it, as the base does."""
 
-        return from_config_json
+    def take(self, there: ConfigJSON, ours: Ours) -> None:
+        """See `Key.take`."""
+        older = there.table("rope_scaling")
+        table = there.table("rope_parameters") or older
+        for key in (Key("rope_theta", "rope_theta", self.theta), *self.beside):
+            name = str(key.theirs)
+            apart, within = there.get(name), table.get(name)
+            if apart is not None and within is not None and float(apart) != float(within):
+                there.refused.append(f"{name} = {apart!r}, but {within!r} in its table of RoPE")
+            key.take(there if apart is not None else table, ours)
+        kinds = [table[key] for key in ("rope_type", "type") if key in table]
+        kind = kinds[0] if kinds else "default"
+        if kind not in ("default", self.kind):
+            there.refuse("rope_type", kind)
+        elif kind != "default":
+            for key in self.keys:
+                key.take(table, ours)
+        elif self.unsaid and not table:
+            ours |= {f"{self.ours}.{key}": value for key, value in self.unsaid.items()}
 
-    return decorate
+    def give(self, ours: Ours, there: dict[str, Any]) -> str | None:
+        """See `Key.give`."""
+        for key in (Key("rope_theta", "rope_theta"), *self.beside):
+            key.give(ours, there)
+        table: dict[str, Any] | None = None
+        if self.ours is not None and ours[self.ours] is not None:
+            table = {"rope_type": self.kind}
+            for key in self.keys:
+                key.give(ours, table)
+        there["rope_scaling"] = self.plain if table is None else table
+        return None
+
+
+class Table:
+    """What stands in the config.json of an architecture of transformers."""
+
+    def __init__(self, architecture: str, *rows: Key | RopeKeys, ignoring: Collection[str] = ()) -> None:
+        """`ignoring`: further keys that change nothing in this family."""
+        self.architecture, self.rows, self.ignoring = architecture, rows, ignoring
+
+    def read(self, model: str, config_json: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys of `[model]` of the component `model`.
+
+        Raises:
+            EnvironmentProblem: the weights are quantized in a way that is not read, or a key, by name, is of
+                another model.
+            KeyError: something is not there.
+        """
+        quantization_of(config_json)
+        there, ours = ConfigJSON(config_json), Ours()
+        try:
+            for row in self.rows:
+                row.take(there, ours)
+        except (KeyError, TypeError, ValueError):
+            _refuse(model, there.noted())  # of another family, which explains what is missing
+            raise
+        _refuse(model, there.foreign(self.ignoring))
+        found: dict[str, Any] = {}
+        for name, value in ours.items():
+            *sections, last = name.split(".")
+            if value is not None:
+                reduce(lambda table, key: table.setdefault(key, {}), sections, found)[last] = value
+        return found
+
+    def write(self, model_type: str, config: Any) -> dict[str, Any]:
+        """The config.json of a model's config, its fields written out (`explicit`).
+
+        Raises:
+            EnvironmentProblem: transformers' model cannot be so (names all that differs).
+        """
+        found: dict[str, Any] = {"architectures": [self.architecture], "model_type": model_type}
+        ours = _Fields(config)
+        wrong = [fault for row in self.rows if (fault := row.give(ours, found)) is not None]
+        if wrong:
+            raise EnvironmentProblem(f"transformers' {self.architecture} has no {', '.join(wrong)}")
+        return found
 
 
 def _refuse(model: str, foreign: list[str]) -> None:
@@ -126,51 +295,86 @@ def _refuse(model: str, foreign: list[str]) -> None:
         )
 
 
-def refuse_others(
-    config_json: ConfigJSON, expected: Mapping[str, Any], computed: Mapping[str, Any] | None = None
-) -> None:
-    """Note the keys whose values are not as the model needs them. What is `computed` goes before the file.
+# --------------------------------------------------------------------------- what most families have
 
-    Raises:
-        EnvironmentProblem: the weights are quantized in a way that is not read.
+
+def decoder(max_seq_len: int, norm_eps: float = 1e-6) -> tuple[Key, ...]:
+    """The rows of every decoder, with what its transformers' class takes for granted."""
+    return (
+        Key("dim", "hidden_size"),
+        Key("n_layers", "num_hidden_layers"),
+        Key("n_heads", "num_attention_heads"),
+        Key("vocab_size", "vocab_size"),
+        Key("max_seq_len", "max_position_embeddings", max_seq_len),
+        Key("norm_eps", "rms_norm_eps", norm_eps),
+        Key("tied", "tie_word_embeddings", False),
+        Key(None, "hidden_act", only="silu"),
+    )
+
+
+GROUPED = (
+    Key("n_kv_heads", "num_key_value_heads", lambda ours: ours["n_heads"]),
+    Key("head_dim", "head_dim", lambda ours: ours["dim"] // ours["n_heads"]),
+)
+"""Of grouped-query attention."""
+NO_BIAS = Key(None, "attention_bias", only=False)
+LLAMA3_ROPE = tuple(
+    Key(f"rope_scaling.{ours}", theirs)
+    for ours, theirs in {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_max_position": "original_max_position_embeddings",
+    }.items()
+)
+
+
+def yarn_keys(section: str, original_max_position: Any = _UNSET) -> tuple[Key, ...]:
+    """The rows of YaRN in a table of RoPE."""
+    return (
+        Key(f"{section}.factor", "factor"),
+        Key(f"{section}.original_max_position", "original_max_position_embeddings", original_max_position),
+        Key(f"{section}.beta_fast", "beta_fast", 32.0),
+        Key(f"{section}.beta_slow", "beta_slow", 1.0),
+        Key(f"{section}.truncate", "truncate", True),
+    )
+
+
+def routing(*, groups: bool = False, **only: Any) -> tuple[Key, ...]:
+    """How transformers' experts are chosen, whatever config.json says: fields of `moe` with their values.
+    Without `groups` none of them are formed, and scores are not scaled."""
+    rows = {"score_before_experts": False, "gate_bias": False}
+    plain = {} if groups else {"num_expert_groups": None, "route_scale": 1.0}
+    return tuple(Key(f"moe.{name}", None, only=value) for name, value in (rows | plain | only).items())
+
+
+def expert_groups(
+    default: int, top_k: int, grouped: Callable[[ConfigJSON], bool] = lambda there: True
+) -> tuple[Key, ...]:
+    """DeepSeek's groups of experts, of which `top_k` scores are summed to rank them; one group is none.
+
+    Args:
+        default: how many there are where config.json does not say it.
+        grouped: of a config.json, whether it does form groups.
     """
-    quantization_of(config_json)
-    computed = computed or {}
-    for key, good in expected.items():
-        there = config_json.get(key, good)
-        value = computed.get(key, there)
-        if value != good:
-            config_json.refused.append(f"{key} = {value!r}")
 
+    def groups(there: ConfigJSON, ours: Ours) -> int | None:
+        count = there.get("n_group", default) or 1
+        return count if grouped(there) and count > 1 else None
 
-def rope_of(config_json: ConfigJSON) -> tuple[str, ConfigJSON]:
-    """The kind of rotary embedding, `"default"` for the plain one, and its parameters.
+    def limited(there: ConfigJSON, ours: Ours) -> int | None:
+        there.get("topk_group")  # it says nothing of one group
+        return there["topk_group"] if ours["moe.num_expert_groups"] else None
 
-    transformers 4 writes `rope_scaling` and `rope_theta`, 5 both into `rope_parameters`.
-    """
-    older = config_json.table("rope_scaling")
-    rope = config_json.table("rope_parameters") or older
-    kinds = [rope[key] for key in ("rope_type", "type") if key in rope]
-    return (kinds[0] if kinds else "default"), rope
+    def of(name: str) -> Callable[[Ours], Any]:
+        return lambda ours: ours[name] or 1
 
-
-def theta_of(config_json: ConfigJSON, default: float = 10000.0) -> float:
-    """The base of the rotary frequencies."""
-    apart, within = config_json.get("rope_theta"), rope_of(config_json)[1].get("rope_theta")
-    if apart and within and float(apart) != float(within):
-        config_json.refused.append(f"rope_theta = {apart!r}, but {within!r} in its table of RoPE")
-    return float(apart or within or default)
-
-
-def llama3_rope_keys(config_json: ConfigJSON) -> dict[str, Any]:
-    """The key `rope_scaling` of `[model]`, or none where frequencies are plain."""
-    kind, rope = rope_of(config_json)
-    if kind != "llama3":
-        return {}
-    scaling = {
-        "factor": float(rope["factor"]),
-        "low_freq_factor": float(rope["low_freq_factor"]),
-        "high_freq_factor": float(rope["high_freq_factor"]),
-        "original_max_position": int(rope["original_max_position_embeddings"]),
-    }
-    return {"rope_scaling": scaling}
+    return (
+        Key("moe.num_expert_groups", "n_group", read=groups, write=of("moe.num_expert_groups")),
+        Key("moe.num_limited_groups", "topk_group", read=limited, write=of("moe.num_limited_groups")),
+        Key(
+            "moe.group_top_k",
+            None,
+            only=lambda ours: top_k if ours["moe.num_expert_groups"] else ours["moe.group_top_k"],
+        ),
+    )

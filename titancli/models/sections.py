@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Ge, Gt
 
-from titancli.models.shape import Experts, mixture
-from titancli.registry.component import section
+from titancli.models.config_json import Table
+from titancli.models.names import LAYER, Names
+from titancli.models.shape import Attention, Block, Decoder, Rope, grouped_query
+from titancli.registry.component import component_info, section
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
+
+BUILD, FORM = "titancli.models.blocks.decoder:build", "titancli.models.blocks.hf:DecoderHF"
+"""The targets of a family whose module is all in its `shape`."""
 
 
 @section
@@ -39,12 +44,65 @@ class Sizes:
     # Fields that do not change what the model computes from tokens and weights.
     without_effect: ClassVar[tuple[str, ...]] = ("max_seq_len",)
 
+    # Its Hugging Face form. Tables by model_type, the first for any other; model_types are what it reads.
+    hf_tables: ClassVar[Mapping[str, Table]] = {}
+    model_types: ClassVar[tuple[str, ...]] = ()
+    # What stands before the text model's names in a folder of more, and where the rest begins.
+    text_part: ClassVar[str] = ""
+    other_parts: ClassVar[tuple[str, ...]] = ()
+    # Whether its folders may have layers beyond the last, which predict further tokens and are not read.
+    predicts_further: ClassVar[bool] = False
+
+    @property
+    def model_type(self) -> str:
+        """The one that is written."""
+        return next(iter(self.hf_tables))
+
+    @classmethod
+    def from_config_json(cls, config_json: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys of `[model]` (without `type`) for a `config.json`.
+
+        Raises:
+            EnvironmentProblem: it needs something that the model does not have; names it all.
+            KeyError: something is not there.
+        """
+        tables = cls.hf_tables
+        table = tables.get(config_json.get("model_type", ""), next(iter(tables.values())))
+        return table.read(component_info(cls).name, config_json)
+
+    def hf_names(self) -> Names:
+        """Return what transformers calls the parameters of a block."""
+        return LAYER
+
+    def layer(self, number: int) -> Block:
+        """Return the block of a number."""
+        raise NotImplementedError
+
+    def shape(self) -> Decoder:
+        """Return what the model is made of; blocks that are alike are one object."""
+        made: dict[Block, Block] = {}
+        blocks = tuple(made.setdefault(one, one) for one in map(self.layer, range(self.n_layers)))
+        return Decoder(self.dim, self.vocab_size, blocks, self.tied, self.norm_eps)
+
+    @property
+    def n_experts(self) -> int | None:
+        """What mesh.ep must divide."""
+        moe = getattr(self, "moe", None)
+        return None if moe is None else moe.num_experts
+
+    def explicit(self) -> Self:
+        """Return the config with what follows from other fields written out."""
+        return self
+
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if recipe.training.seq_len > self.max_seq_len:
             yield (
                 "max_seq_len",
                 f"training.seq_len {recipe.training.seq_len} is beyond the model's {self.max_seq_len}",
             )
+        if (moe := getattr(self, "moe", None)) is not None:
+            for key, message in moe.problems():
+                yield f"moe.{key}", message
 
 
 @section
@@ -69,6 +127,19 @@ class DecoderConfig(Sizes):
     def head_width(self) -> int:
         """Numbers of a head."""
         return self.head_dim or self.dim // self.n_heads
+
+    def attention(
+        self, *, scaling: Any = None, share: float = 1.0, length: float = 1.0, **kinds: Any
+    ) -> Attention:
+        """Return the shape of its attention.
+
+        Args:
+            scaling, length: see `titancli.models.shape.Rope`.
+            share: how much of a head is rotated.
+            kinds: see `grouped_query`.
+        """
+        rope = Rope(int(self.head_width * share), self.rope_theta, scaling, length)
+        return grouped_query(self.dim, self.n_heads, self.kv_heads, self.head_width, rope=rope, **kinds)
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if self.head_dim is None and self.dim % self.n_heads:
@@ -132,19 +203,6 @@ class MoE:
         """The same, without what counts among groups where there are none."""
         return self if self.num_expert_groups else replace(self, group_top_k=2)
 
-    def shape(self, dim: int, *, joined: bool = False) -> Experts:
-        """The sizes of the layer, as the child `moe` of a block of this width; see `mixture`."""
-        return mixture(
-            dim,
-            self.hidden_dim,
-            self.num_experts,
-            self.top_k,
-            shared=self.num_shared_experts,
-            gate_bias=self.gate_bias,
-            joined=joined,
-            score_before=self.score_before_experts,
-        )
-
     def problems(self) -> Iterator[tuple[str, str]]:
         """Fields that do not fit each other, with what is wrong."""
         if self.hidden_dim % 8:
@@ -178,6 +236,20 @@ class MoE:
                     "num_limited_groups",
                     f"{limited} groups have {limited * size} experts, fewer than top_k {self.top_k}",
                 )
+
+
+@section
+class RopeScaling:
+    """RoPE scaling of Llama 3.1, for sequences beyond the original context length."""
+
+    factor: Annotated[float, Gt(0)] = 8.0
+    """Factor by which low frequencies are divided."""
+    low_freq_factor: Annotated[float, Gt(0)] = 1.0
+    """Wavelengths above original_max_position / this are scaled by the whole factor."""
+    high_freq_factor: Annotated[float, Gt(0)] = 4.0
+    """Wavelengths below original_max_position / this are left unchanged."""
+    original_max_position: Annotated[int, Gt(0)] = 8192
+    """Original context length, in tokens."""
 
 
 @section

@@ -1,7 +1,8 @@
-"""What a decoder is made of, as plain numbers: the sizes that `titan plan` computes with. Torch-free.
+"""What a decoder is made of, as plain data: what its module is built from, how it can be split, and what
+`titan plan` computes with. Torch-free.
 
-A model's config that has a method `shape()` returns a `Decoder`; its parameters are then, name by name and
-shape by shape, those of the module that the config builds. The functions at the end make what most have.
+A family's config has a method `layer(number)` that returns a `Block`; `shape()` is the `Decoder` of them all,
+which `titancli.models.blocks.decoder` builds. The functions at the end make what most have.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 Style = Literal["column", "row", "vocab", "norm", "replicate", "expert"]
 """How a parameter is cut over mesh.tp (as in a model's `tensor_plan`) or, if an expert's, over mesh.ep."""
@@ -28,6 +29,19 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class Rope:
+    """Rotary positions."""
+
+    dim: int
+    """Numbers of a query or key that are rotated."""
+    theta: float
+    scaling: Any = None
+    """How frequencies are stretched: a `titancli.models.sections` RopeScaling or Yarn; None: they are not."""
+    length: float = 1.0
+    """Factor of cosine and sine."""
+
+
+@dataclass(frozen=True)
 class Attention:
     """Softmax attention. A head reads `head_dim` numbers of a query and a key, and `value_dim` of a value."""
 
@@ -36,8 +50,11 @@ class Attention:
     head_dim: int
     value_dim: int
     parameters: tuple[Parameter, ...]
-    qk_norm: bool = False
-    """Whether queries and keys pass through a norm of their own."""
+    rope: Rope
+    bias: Literal["", "qkv", "qkvo"] = ""
+    """Which products have a bias."""
+    qk_norm: Literal["", "head", "whole"] = ""
+    """Whether queries and keys pass through a norm of their own: each head's numbers, or those of all."""
     norm_after: bool = False
     """Whether queries and keys, once rotated, pass through a norm without weights."""
     window: int | None = None
@@ -46,8 +63,10 @@ class Attention:
     """A token sees only its own chunk of so many; None: there are no chunks."""
     rotary: bool = True
     """Whether queries and keys are rotated by their positions."""
-    scaled: bool = False
-    """Whether queries are multiplied by what follows from their positions."""
+    scaled: Any = None
+    """By what queries are multiplied, given their positions: a `titancli.models.llama4.AttnTemperature`."""
+    scale: float | None = None
+    """By what products of queries and keys are multiplied; None: 1 / √head_dim."""
     sinks: bool = False
     """Whether each head has a logit that takes its share of the softmax and gives nothing."""
     query_rank: int | None = None
@@ -79,23 +98,27 @@ class Experts:
     hidden: int
     """Of one routed expert."""
     parameters: tuple[Parameter, ...]
+    routing: Any
+    """How they are chosen: a `titancli.models.sections.MoE`."""
     shared_hidden: int = 0
     """Of all shared experts together; 0: there are none."""
     joined: bool = False
     """Whether the two matrices that an expert begins with are one."""
     score_before: bool = False
     """Whether scores multiply what goes into the experts, or what comes out of them."""
-    clamped: bool = False
-    """Whether experts have biases, and what their two halves make is clamped (gpt-oss)."""
+    clamped: tuple[float, float] | None = None
+    """alpha and limit of experts that have biases, and whose two halves are clamped (gpt-oss)."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
+    """Attention and feed-forward, each added to the residual stream."""
 
     attention: Attention
     feed_forward: FeedForward | Experts
     norms: tuple[Parameter, ...]
+    norms_after: bool = False
+    """Whether each of the two norms what it returns (OLMo 2), not what it is given."""
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -111,6 +134,7 @@ class Decoder:
     blocks: tuple[Block, ...]
     tied: bool = False
     """Whether the output uses the embedding's weight."""
+    norm_eps: float = 1e-5
 
     @property
     def embedding(self) -> Parameter:
@@ -123,6 +147,14 @@ class Decoder:
     @property
     def output(self) -> Parameter:
         return Parameter("output.weight", (self.vocab_size, self.dim), "vocab")
+
+    @property
+    def tensor_plan(self) -> dict[str, Style]:
+        """The style of every parameter, by a pattern of names."""
+        kinds = {
+            f"layers.*.{p.name}": p.style for block in dict.fromkeys(self.blocks) for p in block.parameters
+        }
+        return {p.name: p.style for p in (self.embedding, self.norm, self.output)} | kinds
 
     def parameters(self) -> Iterator[Parameter]:
         """All of them by their names in the model; a tied one once, as the embedding's."""
@@ -167,36 +199,44 @@ def grouped_query(
     kv_heads: int,
     head_dim: int,
     *,
-    qk_norm: bool = False,
-    bias: bool = False,
+    rope: Rope,
+    qk_norm: Literal["", "head", "whole"] = "",
+    bias: Literal["", "qkv", "qkvo"] = "",
     sinks: bool = False,
-    window: int | None = None,
+    **kinds: Any,
 ) -> Attention:
-    """Grouped-query attention (arXiv 2305.13245) as `titancli.models.blocks.attention` has it."""
+    """Grouped-query attention (arXiv 2305.13245) as `titancli.models.blocks.attention` has it; `kinds` are
+    further fields of `Attention`."""
     products: dict[str, tuple[int, int, Style]] = {
-        "wq": (heads * head_dim, dim, "column"),
-        "wk": (kv_heads * head_dim, dim, "column"),
-        "wv": (kv_heads * head_dim, dim, "column"),
-        "wo": (dim, heads * head_dim, "row"),
+        "q": (heads * head_dim, dim, "column"),
+        "k": (kv_heads * head_dim, dim, "column"),
+        "v": (kv_heads * head_dim, dim, "column"),
+        "o": (dim, heads * head_dim, "row"),
     }
     parameters = [Parameter("attention.sinks", (heads,), "column")] if sinks else []
     for name, (rows, columns, style) in products.items():
-        parameters.append(Parameter(f"attention.{name}.weight", (rows, columns), style))
-        if bias:
-            parameters.append(Parameter(f"attention.{name}.bias", (rows,), style))
+        parameters.append(Parameter(f"attention.w{name}.weight", (rows, columns), style))
+        if name in bias:
+            parameters.append(Parameter(f"attention.w{name}.bias", (rows,), style))
     if qk_norm:
-        parameters += [
-            Parameter(f"attention.{name}.weight", (head_dim,), "norm") for name in ("q_norm", "k_norm")
-        ]
+        one = qk_norm == "head"
+        for name, count in {"q": heads, "k": kv_heads}.items():
+            size = head_dim if one else count * head_dim
+            parameters.append(
+                Parameter(f"attention.{name}_norm.weight", (size,), "norm" if one else "column")
+            )
     return Attention(
         heads,
         kv_heads,
         head_dim,
         head_dim,
         tuple(parameters),
-        qk_norm=qk_norm,
-        window=window,
+        rope,
+        bias,
+        qk_norm,
         sinks=sinks,
+        rope_dim=None if rope.dim == head_dim else rope.dim,
+        **kinds,
     )
 
 
@@ -207,11 +247,12 @@ def latent(
     query_rank: int | None,
     kv_rank: int,
     nope_dim: int,
-    rope_dim: int,
+    rope: Rope,
     value_dim: int,
+    scale: float,
 ) -> Attention:
     """Multi-head latent attention (arXiv 2405.04434) as `titancli.models.blocks.latent` has it."""
-    head_dim = nope_dim + rope_dim
+    head_dim = nope_dim + rope.dim
     products: dict[str, tuple[int, int, Style]] = {"wq": (heads * head_dim, dim, "column")}
     if query_rank is not None:
         products = {
@@ -219,7 +260,7 @@ def latent(
             "wq_b": (heads * head_dim, query_rank, "column"),
         }
     products |= {
-        "wkv_a": (kv_rank + rope_dim, dim, "replicate"),
+        "wkv_a": (kv_rank + rope.dim, dim, "replicate"),
         "wkv_b": (heads * (nope_dim + value_dim), kv_rank, "column"),
         "wo": (dim, heads * value_dim, "row"),
     }
@@ -235,9 +276,11 @@ def latent(
         head_dim,
         value_dim,
         tuple(parameters),
+        rope,
+        scale=scale,
         query_rank=query_rank,
         kv_rank=kv_rank,
-        rope_dim=rope_dim,
+        rope_dim=rope.dim,
     )
 
 
@@ -253,23 +296,13 @@ def swiglu(dim: int, hidden: int, name: str = "feed_forward") -> FeedForward:
     )
 
 
-def mixture(
-    dim: int,
-    hidden: int,
-    experts: int,
-    top_k: int,
-    *,
-    shared: int = 0,
-    gate_bias: bool = False,
-    joined: bool = False,
-    score_before: bool = False,
-    name: str = "moe",
-) -> Experts:
-    """`titancli.models.blocks.moe`, as the child `name` of a block; `shared` experts are one of so many times
-    the width, `joined` ones have w1 and w3 as one matrix. Tensor parallelism cuts the shared alone: to the
-    others each rank brings its own part of the row."""
+def mixture(dim: int, routing: Any, *, joined: bool = False, name: str = "moe") -> Experts:
+    """`titancli.models.blocks.moe`, as the child `name` of a block, for a `titancli.models.sections.MoE`:
+    shared experts are one of so many times the width, `joined` ones have w1 and w3 as one matrix. Tensor
+    parallelism cuts the shared alone: to the others each rank brings its own part of the row."""
+    experts, hidden, shared = routing.num_experts, routing.hidden_dim, routing.num_shared_experts
     parameters = [Parameter(f"{name}.router.gate.weight", (experts, dim), "replicate")]
-    if gate_bias:
+    if routing.gate_bias:
         parameters.append(Parameter(f"{name}.router.gate.bias", (experts,), "replicate"))
     into = {"w13": 2 * hidden} if joined else {"w1": hidden, "w3": hidden}
     parameters.append(Parameter(f"{name}.experts.w2", (experts, dim, hidden), "expert"))
@@ -277,10 +310,28 @@ def mixture(
         parameters.append(Parameter(f"{name}.experts.{matrix}", (experts, rows, dim), "expert"))
     if shared:
         parameters += swiglu(dim, shared * hidden, f"{name}.shared_experts").parameters
-    return Experts(experts, top_k, hidden, tuple(parameters), shared * hidden, joined, score_before)
+    return Experts(
+        experts,
+        routing.top_k,
+        hidden,
+        tuple(parameters),
+        routing,
+        shared * hidden,
+        joined,
+        routing.score_before_experts,
+    )
 
 
-def block(dim: int, attention: Attention, feed_forward: FeedForward | Experts) -> Block:
+def clamped(experts: Experts, dim: int, alpha: float, limit: float) -> Experts:
+    """gpt-oss's `joined` experts: with biases, and a clamped SwiGLU."""
+    widths = {"w13_bias": 2 * experts.hidden, "w2_bias": dim}
+    biases = [Parameter(f"moe.experts.{k}", (experts.experts, n), "expert") for k, n in widths.items()]
+    return replace(experts, parameters=(*experts.parameters, *biases), clamped=(alpha, limit))
+
+
+def block(
+    dim: int, attention: Attention, feed_forward: FeedForward | Experts, *, norms_after: bool = False
+) -> Block:
     """With the two norms of a Llama block."""
     norms = tuple(Parameter(f"{name}.weight", (dim,), "norm") for name in ("attention_norm", "ffn_norm"))
-    return Block(attention, feed_forward, norms)
+    return Block(attention, feed_forward, norms, norms_after)

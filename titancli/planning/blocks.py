@@ -161,9 +161,8 @@ def _turned(part: Attention, work: Workload) -> Iterator[Operation]:
             yield norm(f"plain {name}", f"normed {name}", numbers / part.head_dim, part.head_dim, work)
     if part.rope_dim is None:
         # Python lets go of what comes before only when both are rotated.
-        stages = (
-            1 + part.qk_norm - (part.qk_norm and work.compute == FP32)
-        )  # a norm in fp32 keeps what it reads
+        normed = bool(part.qk_norm)
+        stages = 1 + normed - (normed and work.compute == FP32)  # a norm in fp32 keeps what it reads
         before = stages * (q + k) * work.compute
         for one in (rotation(numbers, work) for numbers in (q, k)):
             yield replace(one, alive=one.alive + before)
@@ -367,7 +366,7 @@ def _visited(part: Experts, work: Workload, x: str, visits: float) -> Iterator[O
         yield grouped("both", x, dim, 2 * part.hidden)
         if part.clamped:
             yield bias(2 * numbers)
-        yield from joined_swish_times(numbers, work, clamped=part.clamped)
+        yield from joined_swish_times(numbers, work, clamped=part.clamped is not None)
     else:
         silu, times = swish_times("e gate", "e up", "e inner", numbers, work)
         yield grouped("e gate", x, dim, part.hidden, adds=True)

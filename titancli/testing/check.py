@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titancli.checkpoint.hf.likeness import reader_of
 from titancli.errors import PluginError, TitanError
 from titancli.registry import current
 from titancli.registry.component import component_info, load_target
@@ -170,7 +171,7 @@ def _component(label: str, cls: type, trial: Trial) -> Iterator[str]:
         return
     faults = list(target_faults(info.kind, target))
     yield from faults
-    if form is not None and not (callable(form) and hasattr(form, "from_config_json")):
+    if form is not None and not (callable(form) and hasattr(reader_of(cls), "from_config_json")):
         yield f"{info.hf} has no from_config_json; see HFBuilder in titancli.protocols"
     if config is not None and not faults:
         yield from _built(label, config, target, trial)

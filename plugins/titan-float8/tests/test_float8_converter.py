@@ -19,7 +19,7 @@ from titan_float8.weight import GatheredWeight, plain
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.layout.degrees import Degrees
 from titancli.models import Llama3
-from titancli.models.llama3.model import build as build_llama3
+from titancli.models.blocks.decoder import build as build_llama3
 from titancli.recipe import load_recipe
 from titancli.testing import check_plugin
 

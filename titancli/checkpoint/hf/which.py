@@ -11,7 +11,7 @@ import torch
 from titancli.checkpoint.format.manifest import LOCK, Manifest, is_checkpoint, newest_good, read_manifest
 from titancli.checkpoint.format.tensors import Tensors
 from titancli.checkpoint.hf.libraries import type_in
-from titancli.checkpoint.hf.likeness import CONFIG, bind, model_types, read_config
+from titancli.checkpoint.hf.likeness import CONFIG, bind, model_types, read_config, reader_of
 from titancli.checkpoint.load import name_lists
 from titancli.errors import EnvironmentProblem, PluginError, TitanError, UsageError
 from titancli.models.blocks.state import named_state
@@ -72,7 +72,7 @@ def model_of(src: Path, component: str | None) -> tuple[str, dict[str, Any], Any
     if info.hf is None:
         raise UsageError(f"the model {registry.full_name(cls)} has no Hugging Face form")
     try:
-        config = load_target(info.hf).from_config_json(keys)  # type: ignore[attr-defined]
+        config = reader_of(cls).from_config_json(keys)
     except (KeyError, TypeError, ValueError) as error:
         raise EnvironmentProblem(f"{path} lacks {error}, which {registry.full_name(cls)} needs") from error
     return registry.full_name(cls), config, bind(cls, config, str(path))
@@ -84,10 +84,8 @@ def _by_type(components: Iterable[tuple[str, type]], model_type: str) -> type:
     offered: list[str] = []
     willing: list[str] = []
     for name, cls in components:
-        hf = component_info(cls).hf
-        if hf is not None:
-            form: Any = load_target(hf)
-            reads = model_types(form)
+        if component_info(cls).hf is not None:
+            reads = model_types(reader_of(cls))
             offered += reads
             willing += [] if reads else [name]
             if model_type in reads:

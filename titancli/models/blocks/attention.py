@@ -8,11 +8,12 @@ on every device. Nothing makes a matrix of S x S but masks of documents, and the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention
 
 from titancli.distributed.local import local
 from titancli.models.blocks.masks import document_mask
@@ -185,9 +186,7 @@ class Attention(nn.Module):
     """
 
     takes_local_parameters = True
-    scale: float | None = None
-    """What products of queries and keys are multiplied by; None: 1 / √head_dim."""
-    angles = "rope"
+    angles: Any = None
     """Which of the decoder's `angles` it is given as cos and sin."""
 
     def __init__(
@@ -198,26 +197,35 @@ class Attention(nn.Module):
         head_dim: int,
         *,
         qk_norm_eps: float | None = None,
-        bias: bool = False,
+        bias: Collection[str] = "",
         reach: Reach = WHOLE,
         sinks: bool = False,
+        scale: float | None = None,
+        rotary: bool = True,
+        scaled: bool = False,
+        norm_after_eps: float | None = None,
     ) -> None:
         """
         Args:
             qk_norm_eps: if given, every head's query and key are normed (RMS), with weights that heads share.
-            bias: whether the four products have one.
+            bias: which of the products q, k, v and o have one.
             reach: how far back a token sees.
             sinks: whether each head has a logit that takes its share of the softmax and gives nothing.
+            scale: what products of queries and keys are multiplied by; None: 1 / √head_dim.
+            rotary: whether queries and keys are rotated.
+            scaled: whether queries are multiplied by what comes as cos (where nothing is rotated).
+            norm_after_eps: if given, rotated queries and keys are normed, without weights.
         """
         super().__init__()
         self.head_dim = self.value_dim = head_dim
-        self.reach = reach
+        self.reach, self.scale = reach, scale
+        self.rotary, self.scaled, self.norm_after_eps = rotary, scaled, norm_after_eps
         # Known before any shape is: compiled for changing shapes, a comparison of these would be symbolic.
         self.grouped = n_heads != n_kv_heads
-        self.wq = nn.Linear(dim, n_heads * head_dim, bias=bias)
-        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
-        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
-        self.wo = nn.Linear(n_heads * head_dim, dim, bias=bias)
+        self.wq = nn.Linear(dim, n_heads * head_dim, bias="q" in bias)
+        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias="k" in bias)
+        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias="v" in bias)
+        self.wo = nn.Linear(n_heads * head_dim, dim, bias="o" in bias)
         normed = qk_norm_eps is not None
         self.q_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if normed else None
         self.k_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if normed else None
@@ -254,7 +262,14 @@ class Attention(nn.Module):
         """Queries and keys that know where they are, [B, S, heads, head_dim] each."""
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q, cos, sin), rotate(k, cos, sin)
+        if not self.rotary:
+            return ((q * cos).to(q.dtype), k) if self.scaled else (q, k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if self.norm_after_eps is None:
+            return q, k
+        return rms_norm(q, q.shape[-1:], eps=self.norm_after_eps), rms_norm(
+            k, k.shape[-1:], eps=self.norm_after_eps
+        )
 
     def core_attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = True

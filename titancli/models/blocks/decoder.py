@@ -7,41 +7,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from titancli.models import shape
+from titancli.models.blocks.attention import Attention
 from titancli.models.blocks.cache import KVCache, LayerCache
+from titancli.models.blocks.clamped import ClampedExperts
 from titancli.models.blocks.feed_forward import FeedForward
 from titancli.models.blocks.head import Output
 from titancli.models.blocks.init import fill, normal_, ones_, trunc_normal_
+from titancli.models.blocks.latent import LatentAttention
 from titancli.models.blocks.masks import document_masks
-from titancli.models.blocks.moe import Experts, MoE, moe_layers
-from titancli.models.blocks.rope import rotation
+from titancli.models.blocks.moe import Experts, JoinedExperts, MoE, moe_layers
+from titancli.models.blocks.reach import Reach
+from titancli.models.blocks.rope import frequencies, rotation
 
 if TYPE_CHECKING:
     from titancli.data.batch import Batch
     from titancli.distributed.local import RowCut
     from titancli.losses.result import LossResult
+    from titancli.models.sections import Sizes
     from titancli.protocols import Loss
-
-
-class Sizes(Protocol):
-    """What every family's config has."""
-
-    @property
-    def dim(self) -> int: ...
-    @property
-    def n_layers(self) -> int: ...
-    @property
-    def n_heads(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def norm_eps(self) -> float: ...
-    @property
-    def tied(self) -> bool: ...
 
 
 class Block(nn.Module):
@@ -83,49 +73,77 @@ class Block(nn.Module):
         return x, self.ffn_norm(x)
 
 
+def attention_of(part: shape.Attention, dim: int, norm_eps: float) -> nn.Module:
+    """The module that a shape describes."""
+    module: Any
+    if part.kv_rank is not None:
+        module = LatentAttention(
+            dim,
+            part.heads,
+            query_rank=part.query_rank,
+            kv_rank=part.kv_rank,
+            nope_dim=part.head_dim - part.rope.dim,
+            rope_dim=part.rope.dim,
+            value_dim=part.value_dim,
+            scale=part.scale,
+        )
+    else:
+        module = Attention(
+            dim,
+            part.heads,
+            part.kv_heads,
+            part.head_dim,
+            qk_norm_eps=norm_eps if part.qk_norm else None,
+            bias=part.bias,
+            reach=Reach(part.window, part.chunk),
+            sinks=part.sinks,
+            scale=part.scale,
+            rotary=part.rotary,
+            scaled=part.scaled is not None,
+            norm_after_eps=norm_eps if part.norm_after else None,
+        )
+    module.angles = part.scaled or part.rope
+    return module
+
+
+def feed_forward_of(part: shape.FeedForward | shape.Experts, dim: int) -> FeedForward | MoE:
+    """The module that a shape describes."""
+    if isinstance(part, shape.FeedForward):
+        return FeedForward(dim, part.hidden)
+    experts: Any = JoinedExperts if part.joined else Experts
+    if part.clamped is not None:
+        alpha, limit = part.clamped
+        experts = partial(ClampedExperts, alpha=alpha, limit=limit)
+    return MoE(dim, part.routing, experts)
+
+
 class Decoder(nn.Module):
-    """A decoder of blocks; a family gives the blocks and the rotary frequencies."""
+    """A decoder of blocks, built from the shape of its config (`titancli.models.shape`)."""
 
     row_cut: RowCut | None = None
     """Set by context parallel: how rows are cut over ranks."""
     inputs = ("tokens", "positions", "document_ids")
     sequence_dim: ClassVar = {"tokens": 1, "positions": 1}
-    tensor_plan: ClassVar = {
-        "tok_embeddings.weight": "vocab",
-        "layers.*.attention.w[qkv].weight": "column",
-        "layers.*.attention.w[qkv].bias": "column",
-        "layers.*.attention.wo.weight": "row",
-        "layers.*.attention.wo.bias": "row",
-        "layers.*.attention.sinks": "column",
-        "layers.*.feed_forward.w[13].weight": "column",
-        "layers.*.feed_forward.w2.weight": "row",
-        "layers.*.moe.router.gate.*": "replicate",
-        "layers.*.moe.experts.*": "expert",
-        "layers.*.moe.shared_experts.w[13].weight": "column",
-        "layers.*.moe.shared_experts.w2.weight": "row",
-        "layers.*_norm.weight": "norm",
-        "norm.weight": "norm",
-        "output.weight": "vocab",
-    }
 
-    def __init__(
-        self, config: Sizes, block: Callable[[int], Block], frequencies: Callable[[], Tensor]
-    ) -> None:
-        """
-        Args:
-            block: makes the block of a number.
-            frequencies: gives the rotary frequencies, [head_dim / 2] fp32 on the CPU.
-        """
+    def __init__(self, config: Sizes) -> None:
         super().__init__()
         self.config = config
+        self.shape = config.shape()
+        self.tensor_plan = self.shape.tensor_plan
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleDict({str(i): block(i) for i in range(config.n_layers)})
+        self.layers = nn.ModuleDict({str(i): self.block(part) for i, part in enumerate(self.shape.blocks)})
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = Output(config.dim, config.vocab_size)
         if config.tied:
             self.output.weight = self.tok_embeddings.weight
-        self._make_frequencies = frequencies
-        self._frequencies: Tensor | None = None
+        self._frequencies: dict[shape.Rope, Tensor] = {}
+
+    def block(self, part: shape.Block) -> Block:
+        """The module of a block. A family that has other modules makes them here."""
+        dim, eps = self.shape.dim, self.shape.norm_eps
+        return Block(
+            dim, eps, attention_of(part.attention, dim, eps), feed_forward_of(part.feed_forward, dim)
+        )
 
     def forward(
         self,
@@ -181,16 +199,23 @@ class Decoder(nn.Module):
             hidden = block(hidden, *angles[attention.angles], mask(attention.reach), cache.layers[name])
         return self.output(self.norm(hidden[:, -1:]))
 
-    def angles(self, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """What tells attention where tokens are, by the name under which a layer asks for it: for "rope" cos
-        and sin, [B or 1, S, 1, head_dim / 2] fp32, of positions [B or 1, S]."""
-        return {"rope": rotation(positions, self._rope_frequencies(positions.device))}
+    def angles(self, positions: Tensor) -> dict[Any, tuple[Tensor, Tensor]]:
+        """What tells attention where tokens are, of positions [B or 1, S], by what its layers ask for: cosine
+        and sine of a `titancli.models.shape.Rope`, [B or 1, S, 1, dim / 2] fp32; or what queries are
+        multiplied by, [B or 1, S, 1, 1] fp32, in both places."""
+        layers: list[Any] = [block.attention for block in self.layers.values()]
+        return {
+            one: self._rotation(one, positions) if isinstance(one, shape.Rope) else _scale(one, positions)
+            for one in dict.fromkeys(layer.angles for layer in layers)
+        }
 
-    def _rope_frequencies(self, device: torch.device) -> Tensor:
+    def _rotation(self, rope: shape.Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
         # Not a buffer: that would be garbage after construction on meta, and cast with the parameters.
-        if self._frequencies is None or self._frequencies.device != device:
-            self._frequencies = self._make_frequencies().to(device)
-        return self._frequencies
+        known = self._frequencies.get(rope)
+        if known is None or known.device != positions.device:
+            known = self._frequencies[rope] = frequencies(rope).to(positions.device)
+        cos, sin = rotation(positions, known)
+        return (cos, sin) if rope.length == 1.0 else (cos * rope.length, sin * rope.length)
 
     # ------------------------------------------------------------------------------------------ experts
 
@@ -235,23 +260,23 @@ class Decoder(nn.Module):
             layer.clear_bias()
 
     def flops_per_token(self, seq_len: int) -> float:
-        """6 per matrix weight that a token meets, and in every layer 6 · heads · (head_dim + value_dim) ·
-        seq_len, or as many tokens as it sees at most.
+        """See `titancli.models.shape.Decoder.flops_per_token`."""
+        return self.shape.flops_per_token(seq_len)
 
-        Source: PaLM (arXiv 2204.02311), appendix B.
-        """
-        matrices = float(sum(p.numel() for p in self.parameters()))
-        if not self.config.tied:
-            matrices -= self.tok_embeddings.weight.numel()
-        for layer in moe_layers(self).values():
-            idle = 1 - layer.config.top_k / layer.config.num_experts
-            matrices -= idle * sum(p.numel() for p in layer.experts.parameters())
-        layers: list[Any] = [block.attention for block in self.layers.values()]
-        seen = sum((a.head_dim + a.value_dim) * min(seq_len, a.reach.most or seq_len) for a in layers)
-        return 6.0 * matrices + 6.0 * self.config.n_heads * seen
+
+def _scale(temperature: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
+    # What pads a row in front has positions below 0, of which there would be no logarithm.
+    steps = ((positions.clamp(min=0) + 1) // temperature.floor_scale).float()
+    scale = (steps.log1p() * temperature.attn_scale + 1)[..., None, None]
+    return scale, scale
 
 
 def _std(name: str) -> float:
     layer = int(name.split(".")[1])
     ends_branch = re.search(r"\.(wo|w2|w3)(\.weight)?$", name)
     return 0.02 / (2 * (layer + 1)) ** 0.5 if ends_branch else 0.02
+
+
+def build(config: Sizes, *, seq_len: int) -> Decoder:
+    """The model on the current device, without initial values."""
+    return Decoder(config)

@@ -1,149 +1,156 @@
-"""What the Hugging Face forms of decoders share: tables of names, stacked experts, checks of routing."""
+"""The Hugging Face form of every decoder, from its config's names (`titancli.models.names`) and table
+(`titancli.models.config_json`)."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from titancli.errors import EnvironmentProblem
+from titancli.models.names import EXPERT_BIAS, GATE, TOP, Pairs, Source, Swap
 
 if TYPE_CHECKING:
-    from titancli.models import RopeScaling
-    from titancli.models.sections import MoE
-
-TOP = {
-    "tok_embeddings.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-LAYER = {
-    "attention_norm.weight": "input_layernorm.weight",
-    "attention.wq.weight": "self_attn.q_proj.weight",
-    "attention.wk.weight": "self_attn.k_proj.weight",
-    "attention.wv.weight": "self_attn.v_proj.weight",
-    "attention.wo.weight": "self_attn.o_proj.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "feed_forward.w1.weight": "mlp.gate_proj.weight",
-    "feed_forward.w2.weight": "mlp.down_proj.weight",
-    "feed_forward.w3.weight": "mlp.up_proj.weight",
-}
+    from titancli.models.sections import Sizes
 
 logger = logging.getLogger(__name__)
 
 
 class DecoderHF:
-    """A form in which names differ and values do not, save that experts are stacked here and apart there."""
+    """A model of transformers' names, with experts that are stacked here and may be apart there.
 
-    top: ClassVar[Mapping[str, str]] = TOP
-    layer: ClassVar[Mapping[str, str]] = LAYER
-    """Names within a block."""
-    expert: ClassVar[Mapping[str, str]] = {}
-    """Names within a block of stacked weights, to a name with `{}` for the expert's number."""
+    Where its folders have no place for the biases that balance experts, these are lost; where they always
+    have one, a model that is not balanced reads and writes zeros there.
+    """
 
-    def __init__(self, config: Any) -> None:
-        self.config = config
-
-    def sources(self, name: str) -> list[str]:
-        if name in self.top:
-            return [self.top[name]]
-        _, layer, rest = name.split(".", 2)
-        if rest in self.expert:
-            rests = [self.expert[rest].format(e) for e in range(self.config.moe.num_experts)]
-        else:
-            rests = [self.layer[rest]]
-        return [f"model.layers.{layer}.{hf_rest}" for hf_rest in rests]
-
-    def to_hf(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        pieces = tensor.unbind() if self._stacked(name) else (tensor,)
-        return list(zip(self.sources(name), pieces, strict=True))
-
-    def from_hf(self, name: str, tensors: list[Tensor]) -> Tensor:
-        return torch.stack(tensors) if self._stacked(name) else tensors[0]
-
-    def decoder_json(self) -> dict[str, Any]:
-        """What `config.json` says of every decoder in the same words."""
-        config = self.config
-        return {
-            "hidden_size": config.dim,
-            "num_hidden_layers": config.n_layers,
-            "num_attention_heads": config.n_heads,
-            "vocab_size": config.vocab_size,
-            "max_position_embeddings": config.max_seq_len,
-            "rms_norm_eps": config.norm_eps,
-            "rope_theta": config.rope_theta,
-            "hidden_act": "silu",
-            "tie_word_embeddings": config.tied,
+    def __init__(self, config: Sizes) -> None:
+        self.config: Any = config
+        self.model_type = config.model_type
+        self._layer = {
+            ours: Source(theirs) if isinstance(theirs, str) else theirs
+            for ours, theirs in config.hf_names().items()
         }
+        self._told: set[str] = set()
 
-    def ignored(self, hf_name: str) -> bool:
-        return self.copy_of(hf_name) is not None or hf_name.endswith("rotary_emb.inv_freq")
+    # ------------------------------------------------------------------------------------------ tensors
 
-    def copy_of(self, hf_name: str) -> str | None:
-        tied_copy = self.config.tied and hf_name == self.top["output.weight"]
-        return self.top["tok_embeddings.weight"] if tied_copy else None
-
-    def _stacked(self, name: str) -> bool:
-        return name not in self.top and name.split(".", 2)[2] in self.expert
-
-
-class UnbalancedHF(DecoderHF):
-    """A form of models whose experts may have been balanced; the biases that did it have no place in it."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self._told = False
+    def source(self, name: str) -> Source:
+        """What a parameter is made from, its name within the model and theirs within the folder's."""
+        if name in TOP:
+            return Source(TOP[name])
+        _, layer, rest = name.split(".", 2)
+        found = self._layer[rest]
+        return Source(f"model.layers.{layer}.{found.theirs}", found.steps)
 
     def sources(self, name: str) -> list[str]:
-        return [] if self._loses(name) else super().sources(name)
+        if self._loses(name):
+            return []
+        theirs = self.source(name).theirs
+        found = [theirs]
+        if "{}" in theirs:
+            found = [theirs.format(number) for number in range(self.config.moe.num_experts)]
+        return [*found, self._bias_of(name)] if self._brings_bias(name) else found
 
     def to_hf(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        if not self._loses(name):
-            return super().to_hf(name, tensor)
-        if not self._told and not tensor.is_meta and bool(tensor.any()):
-            self._told = True
-            logger.warning(
-                "a Hugging Face folder cannot hold the biases that balance the experts: without them, "
-                "tokens near the border between two experts may be routed to the other one"
-            )
-        return []
+        if self._loses(name):
+            if not tensor.is_meta and bool(tensor.any()):
+                self._tell(
+                    "a Hugging Face folder cannot hold the biases that balance the experts: without them, "
+                    "tokens near the border between two experts may be routed to the other one"
+                )
+            return []
+        if name.endswith(EXPERT_BIAS):
+            tensor = tensor.float()  # its steps are too small for less
+        source = self.source(name)
+        for step in reversed(source.steps):
+            tensor = _swapped(tensor, step) if isinstance(step, Swap) else _to_pairs(tensor, step)
+        pieces = list(tensor.unbind()) if "{}" in source.theirs else [tensor]
+        if self._brings_bias(name):
+            pieces.append(torch.zeros(len(tensor), dtype=torch.float32, device=tensor.device))
+        return list(zip(self.sources(name), pieces, strict=True))
 
     def from_hf(self, name: str, tensors: list[Tensor]) -> Tensor:
         if self._loses(name):
             return torch.zeros(self.config.moe.num_experts)
-        return super().from_hf(name, tensors)
+        if self._brings_bias(name):
+            *tensors, bias = tensors
+            if not bias.is_meta and bool(bias.any()):
+                raise EnvironmentProblem(
+                    f"{self._bias_of(name)} is not zero, but this model has no such bias",
+                    hint="set model.moe.load_balance_coeff = 0.001",
+                )
+        source = self.source(name)
+        tensor = torch.stack(tensors) if "{}" in source.theirs else tensors[0]
+        for step in source.steps:
+            tensor = _swapped(tensor, step) if isinstance(step, Swap) else _from_pairs(tensor, step)
+        return tensor
+
+    def ignored(self, hf_name: str) -> bool:
+        if self.copy_of(hf_name) is not None or hf_name.endswith("rotary_emb.inv_freq"):
+            return True
+        layer = re.match(r"model\.layers\.(\d+)\.", hf_name)
+        if layer is None or int(layer[1]) < self.config.n_layers or not self.config.predicts_further:
+            return hf_name.startswith(self.config.other_parts)
+        self._tell(f"ignoring the layers beyond the {self.config.n_layers} of the model")
+        return True
+
+    def copy_of(self, hf_name: str) -> str | None:
+        tied_copy = self.config.tied and hf_name == TOP["output.weight"]
+        return TOP["tok_embeddings.weight"] if tied_copy else None
+
+    def known_as(self, hf_name: str) -> str:
+        """The name in a folder of the text model alone."""
+        return hf_name.removeprefix(self.config.text_part)
+
+    # ------------------------------------------------------------------------------------------- biases
 
     @property
     def loses_biases(self) -> bool:
-        """Whether the biases have no place."""
-        return True
+        """Whether the biases that balance experts have no place."""
+        return EXPERT_BIAS not in self._layer
 
     def _loses(self, name: str) -> bool:
-        return self.loses_biases and name.endswith("moe.expert_bias")
+        return self.loses_biases and name.endswith(EXPERT_BIAS)
+
+    def _brings_bias(self, name: str) -> bool:
+        """Whether a gate stands for the bias as well: files that have one always do, a model that is not
+        balanced has none."""
+        return name.endswith(GATE) and not self.loses_biases and not self.config.moe.load_balance_coeff
+
+    def _bias_of(self, gate: str) -> str:
+        return self.source(gate.replace(GATE, EXPERT_BIAS)).theirs
+
+    def _tell(self, what: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            logger.warning(what)
+
+    # ------------------------------------------------------------------------------------------- config
+
+    def config_json(self) -> dict[str, Any]:
+        return self.config.hf_tables[self.model_type].write(self.model_type, self.config.explicit())
 
 
-def llama3_rope_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    """`rope_scaling` as transformers 4 reads it; 5 turns it into its `rope_parameters`."""
-    if scaling is None:
-        return None
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_position,
-    }
+def _swapped(x: Tensor, step: Swap) -> Tensor:
+    return x.transpose(step.first, step.second).contiguous()
 
 
-def refuse_other_routing(moe: MoE, theirs: str, only: Mapping[str, Any]) -> None:
-    """See to it that experts are chosen as transformers' model does.
+def _from_pairs(x: Tensor, step: Pairs) -> Tensor:
+    return _turned(x, step, (-1, 2))
 
-    Raises:
-        EnvironmentProblem: some fields are not as in `only` (names them all).
-    """
-    wrong = [f"moe.{k} = {getattr(moe, k)!r}" for k, good in only.items() if getattr(moe, k) != good]
-    if wrong:
-        raise EnvironmentProblem(f"transformers' {theirs} has no {', '.join(wrong)}")
+
+def _to_pairs(x: Tensor, step: Pairs) -> Tensor:
+    return _turned(x, step, (2, -1))
+
+
+def _turned(x: Tensor, step: Pairs, halves: tuple[int, int]) -> Tensor:
+    """`halves`: how the numbers are divided before the two change places."""
+    dim, size = step.dim, step.group or x.shape[step.dim]
+    groups, at = x.unflatten(dim, (-1, size)), dim + 1
+    kept, turned = groups.split((size - (step.last or size), step.last or size), at)
+    turned = turned.unflatten(at, halves).transpose(at, at + 1).flatten(at, at + 1)
+    return (torch.cat((kept, turned), at) if kept.shape[at] else turned).flatten(dim, at)

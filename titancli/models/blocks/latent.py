@@ -5,7 +5,7 @@ Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ class LatentAttention(nn.Module):
     """
 
     reach = WHOLE
-    angles = "rope"
+    angles: Any = None
     """Which of the decoder's `angles` it is given as cos and sin."""
 
     def __init__(
@@ -43,7 +43,7 @@ class LatentAttention(nn.Module):
         nope_dim: int,
         rope_dim: int,
         value_dim: int,
-        scale: float,
+        scale: float | None,
     ) -> None:
         """
         Args:
@@ -51,7 +51,7 @@ class LatentAttention(nn.Module):
             kv_rank: width of the latent that keys and values are made from.
             nope_dim, rope_dim: numbers of a head's query and key without positions, and rotated.
             value_dim: numbers of a head's value.
-            scale: what products of queries and keys are multiplied by.
+            scale: what products of queries and keys are multiplied by; None: 1 / √head_dim.
         """
         super().__init__()
         self.widths = (nope_dim, rope_dim)

@@ -61,6 +61,19 @@ class Experts(nn.Module):
         return grouped_linear(silu(gate) * up, weights["w2"], ends)
 
 
+class JoinedExperts(Experts):
+    """SwiGLU experts whose first two matrices are one: the gate's rows first."""
+
+    @staticmethod
+    def shapes(dim: int, hidden_dim: int) -> dict[str, tuple[int, ...]]:
+        return {"w13": (2 * hidden_dim, dim), "w2": (dim, hidden_dim)}
+
+    def compute(self, x: Tensor, counts: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        ends = counts.cumsum(0).int()
+        gate, up = grouped_linear(x, weights["w13"], ends).chunk(2, -1)
+        return grouped_linear(silu(gate) * up, weights["w2"], ends)
+
+
 class MoE(nn.Module):
     """A feed-forward layer of experts."""
 

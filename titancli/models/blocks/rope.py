@@ -13,9 +13,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from titancli.models.sections import Yarn
+
 if TYPE_CHECKING:
-    from titancli.models import RopeScaling
-    from titancli.models.sections import Yarn
+    from titancli.models.sections import RopeScaling
+    from titancli.models.shape import Rope
+
+
+def frequencies(rope: Rope) -> Tensor:
+    """[dim / 2] fp32 on the CPU: radians per position of each pair."""
+    if isinstance(rope.scaling, Yarn):
+        return yarn_frequencies(rope.dim, rope.theta, rope.scaling)
+    return inverse_frequencies(rope.dim, rope.theta, rope.scaling)
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
@@ -73,6 +82,10 @@ def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [B, S, heads, head_dim], computed in fp32, returned in x's dtype."""
+    """Rotate [B, S, heads, head_dim], computed in fp32, returned in x's dtype. Numbers of a head beyond those
+    that there are angles for stay as they are."""
+    width = 2 * cos.shape[-1]
+    if x.shape[-1] > width:
+        return torch.cat((rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

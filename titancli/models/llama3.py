@@ -1,38 +1,21 @@
-"""Llama 3's config."""
+"""Llama 3. Source: The Llama 3 Herd of Models (arXiv 2407.21783)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Gt
 
-from titancli.models.sections import DecoderConfig
-from titancli.models.shape import Decoder, block, grouped_query, swiglu
-from titancli.registry.component import component, section
-
-
-@section
-class RopeScaling:
-    """RoPE scaling of Llama 3.1, for sequences beyond the original context length."""
-
-    factor: Annotated[float, Gt(0)] = 8.0
-    """Factor by which low frequencies are divided."""
-    low_freq_factor: Annotated[float, Gt(0)] = 1.0
-    """Wavelengths above original_max_position / this are scaled by the whole factor."""
-    high_freq_factor: Annotated[float, Gt(0)] = 4.0
-    """Wavelengths below original_max_position / this are left unchanged."""
-    original_max_position: Annotated[int, Gt(0)] = 8192
-    """Original context length, in tokens."""
-
+from titancli.models.config_json import GROUPED, LLAMA3_ROPE, NO_BIAS, Key, RopeKeys, Table, decoder
+from titancli.models.sections import BUILD, FORM, DecoderConfig, RopeScaling
+from titancli.models.shape import Block, block, swiglu
+from titancli.registry.component import component
 
 _LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 8192}
 _LLAMA32 = {**_LLAMA31, "factor": 32.0}
 
 
-@component(
-    "model", "llama3", target="titancli.models.llama3.model:build", hf="titancli.models.llama3.model:LlamaHF"
-)
+@component("model", "llama3", target=BUILD, hf=FORM)
 class Llama3(DecoderConfig):
     """Llama 3, 3.1 and 3.2: dense decoder, grouped-query attention, RoPE, SwiGLU."""
 
@@ -43,6 +26,17 @@ class Llama3(DecoderConfig):
     rope_scaling: RopeScaling | None = None
     norm_eps: Annotated[float, Gt(0)] = 1e-5
 
+    hf_tables: ClassVar = {
+        "llama": Table(
+            "LlamaForCausalLM",
+            *decoder(2048),
+            *GROUPED,
+            Key("hidden_dim", "intermediate_size"),
+            RopeKeys(10000.0, "rope_scaling", "llama3", LLAMA3_ROPE),
+            NO_BIAS,
+            Key(None, "mlp_bias", only=False),
+        )
+    }
     model_types: ClassVar[tuple[str, ...]] = ("llama",)
     flavors: ClassVar[dict[str, dict[str, Any]]] = {
         "debugmodel": dict(
@@ -97,15 +91,6 @@ class Llama3(DecoderConfig):
         ),
     }
 
-    @staticmethod
-    def from_config_json(config_json: Mapping[str, Any]) -> dict[str, Any]:
-        """See `titancli.models.llama3.config_json`."""
-        from titancli.models.llama3.config_json import read
-
-        return read(config_json)
-
-    def shape(self) -> Decoder:
-        """The sizes of it all; see `titancli.models.shape`."""
-        attention = grouped_query(self.dim, self.n_heads, self.kv_heads, self.head_width)
-        one = block(self.dim, attention, swiglu(self.dim, self.hidden_dim))
-        return Decoder(self.dim, self.vocab_size, (one,) * self.n_layers, tied=self.tied)
+    def layer(self, number: int) -> Block:
+        attention = self.attention(scaling=self.rope_scaling)
+        return block(self.dim, attention, swiglu(self.dim, self.hidden_dim))

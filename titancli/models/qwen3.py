@@ -1,14 +1,19 @@
-"""Qwen 3's config."""
+"""Qwen 3, dense and mixture of experts. Source: Qwen3 Technical Report (arXiv 2505.09388).
+
+What it has beside Llama 3 is a norm of every head's query and key, a head_dim apart from dim, and experts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Gt
 
-from titancli.models.sections import DecoderConfig, MoE
-from titancli.models.shape import Decoder, block, grouped_query, swiglu
+from titancli.models.config_json import GROUPED, NO_BIAS, Key, RopeKeys, Table, decoder, routing
+from titancli.models.names import EXPERTS, LAYER, QK_NORM, Names
+from titancli.models.sections import BUILD, FORM, DecoderConfig, MoE
+from titancli.models.shape import Block, block, mixture, swiglu
 from titancli.registry.component import component
 
 if TYPE_CHECKING:
@@ -25,9 +30,18 @@ _ROUTING = {
 }
 
 
-@component(
-    "model", "qwen3", target="titancli.models.qwen3.model:build", hf="titancli.models.qwen3.model:Qwen3HF"
+_ROWS: tuple[Any, ...] = (
+    *decoder(32768),
+    *GROUPED,
+    RopeKeys(),
+    NO_BIAS,
+    Key(None, "use_sliding_window", only=False),
+    Key(None, "layer_types", only=lambda ours: ["full_attention"] * ours["n_layers"], written=False),
 )
+_IGNORED = ("sliding_window", "max_window_layers")  # they say nothing where no layer slides
+
+
+@component("model", "qwen3", target=BUILD, hf=FORM)
 class Qwen3(DecoderConfig):
     """Qwen 3, dense and mixture of experts: grouped-query attention with QK norms."""
 
@@ -41,6 +55,29 @@ class Qwen3(DecoderConfig):
     rope_theta: Annotated[float, Gt(0)] = 1000000.0
     norm_eps: Annotated[float, Gt(0)] = 1e-6
 
+    hf_tables: ClassVar = {
+        "qwen3": Table(
+            "Qwen3ForCausalLM",
+            *_ROWS,
+            Key("head_dim", "head_dim", lambda ours: 128),
+            Key("hidden_dim", "intermediate_size"),
+            ignoring=_IGNORED,
+        ),
+        "qwen3_moe": Table(
+            "Qwen3MoeForCausalLM",
+            *_ROWS,
+            Key("moe.num_experts", "num_experts", also=("num_local_experts",)),
+            Key("moe.top_k", "num_experts_per_tok"),
+            Key("moe.hidden_dim", "moe_intermediate_size"),
+            Key("moe.route_norm", "norm_topk_prob", False),
+            Key("moe.load_balance_coeff", None, 1e-3),
+            Key(None, "decoder_sparse_step", only=1),
+            Key(None, "mlp_only_layers", only=[]),
+            Key(None, "output_router_logits", only=False),
+            *routing(score_func="softmax", num_shared_experts=0),
+            ignoring=(*_IGNORED, "intermediate_size"),
+        ),
+    }
     model_types: ClassVar[tuple[str, ...]] = ("qwen3", "qwen3_moe")
     flavors: ClassVar[dict[str, dict[str, Any]]] = {
         "debugmodel": dict(
@@ -78,20 +115,16 @@ class Qwen3(DecoderConfig):
         ),
     }
 
-    @staticmethod
-    def from_config_json(config_json: Mapping[str, Any]) -> dict[str, Any]:
-        """See `titancli.models.qwen3.config_json`; what no `config.json` says is as it was released."""
-        from titancli.models.qwen3.config_json import read
+    @property
+    def model_type(self) -> str:
+        return "qwen3" if self.moe is None else "qwen3_moe"
 
-        keys = read(config_json)
-        return {**keys, "moe": {**_ROUTING, **keys["moe"]}} if "moe" in keys else keys
+    def hf_names(self) -> Names:
+        return {**LAYER, **QK_NORM, **EXPERTS}
 
-    def shape(self) -> Decoder:
-        """The sizes of it all; see `titancli.models.shape`."""
-        attention = grouped_query(self.dim, self.n_heads, self.kv_heads, self.head_dim, qk_norm=True)
-        dense = swiglu(self.dim, self.hidden_dim or 0)
-        one = block(self.dim, attention, dense if self.moe is None else self.moe.shape(self.dim))
-        return Decoder(self.dim, self.vocab_size, (one,) * self.n_layers, tied=self.tied)
+    def layer(self, number: int) -> Block:
+        part = swiglu(self.dim, self.hidden_dim or 0) if self.moe is None else mixture(self.dim, self.moe)
+        return block(self.dim, self.attention(qk_norm="head"), part)
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from super().check(recipe)
@@ -100,11 +133,3 @@ class Qwen3(DecoderConfig):
                 "hidden_dim",
                 "set hidden_dim for a dense model or moe.hidden_dim for a model with experts, not both",
             )
-        if self.moe is not None:
-            for key, message in self.moe.problems():
-                yield f"moe.{key}", message
-
-    @property
-    def n_experts(self) -> int | None:
-        """What mesh.ep must divide."""
-        return self.moe.num_experts if self.moe else None

@@ -1,0 +1,73 @@
+"""What transformers calls the parameters of a decoder, and how its tensors differ: as data. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Two dimensions have changed places."""
+
+    first: int
+    second: int
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Along `dim`, numbers stand in pairs there, (2i, 2i + 1), and half apart here, (i, i + half)."""
+
+    dim: int = 0
+    group: int | None = None
+    """They do so within every so many (a head's); None: all are one group."""
+    last: int | None = None
+    """Of a group only the last so many do; None: all."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a parameter is made from, and what turns theirs into ours, one step after the other."""
+
+    theirs: str
+    """A name within the block. With `{}`, for the number of an expert: one tensor each, stacked here."""
+    steps: tuple[Swap | Pairs, ...] = ()
+
+
+Names = Mapping[str, str | Source]
+"""From names within our block; a name alone is a source without steps."""
+
+TOP = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+LAYER: Names = {
+    "attention_norm.weight": "input_layernorm.weight",
+    "attention.wq.weight": "self_attn.q_proj.weight",
+    "attention.wk.weight": "self_attn.k_proj.weight",
+    "attention.wv.weight": "self_attn.v_proj.weight",
+    "attention.wo.weight": "self_attn.o_proj.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "feed_forward.w1.weight": "mlp.gate_proj.weight",
+    "feed_forward.w2.weight": "mlp.down_proj.weight",
+    "feed_forward.w3.weight": "mlp.up_proj.weight",
+}
+QK_NORM: Names = {
+    "attention.q_norm.weight": "self_attn.q_norm.weight",
+    "attention.k_norm.weight": "self_attn.k_norm.weight",
+}
+BIASES: Names = {f"attention.w{name}.bias": f"self_attn.{name}_proj.bias" for name in "qkvo"}
+GATE = "moe.router.gate.weight"
+EXPERT_BIAS = "moe.expert_bias"
+EXPERTS: Names = {
+    GATE: "mlp.gate.weight",
+    "moe.experts.w1": "mlp.experts.{}.gate_proj.weight",
+    "moe.experts.w2": "mlp.experts.{}.down_proj.weight",
+    "moe.experts.w3": "mlp.experts.{}.up_proj.weight",
+}
+SHARED: Names = {
+    "moe.shared_experts.w1.weight": "mlp.shared_experts.gate_proj.weight",
+    "moe.shared_experts.w2.weight": "mlp.shared_experts.down_proj.weight",
+    "moe.shared_experts.w3.weight": "mlp.shared_experts.up_proj.weight",
+}
