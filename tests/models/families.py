@@ -307,7 +307,7 @@ LLAMA4 = Family(
         (
             "plain",
             {"route_norm": True, "num_shared_experts": 0},
-            "Llama 4 has no moe.route_norm = True, moe.num_shared_experts = 0",
+            "Llama4ForCausalLM has no moe.route_norm = True, moe.num_shared_experts = 0",
         ),
     ),
     unfit=(
@@ -386,9 +386,9 @@ DEEPSEEK = Family(
         ("236B", {"n_shared_experts": None}),
     ),
     routing=(
-        ("V2", {"route_norm": True}, "DeepSeek-V2 has no moe.route_norm = True"),
-        ("V2", {**GROUPS}, "DeepSeek-V2 has no moe.group_top_k = 2"),
-        ("V3, groups, YaRN", {"group_top_k": 1}, "DeepSeek-V3 has no moe.group_top_k = 1"),
+        ("V2", {"route_norm": True}, "DeepseekV2ForCausalLM has no moe.route_norm = True"),
+        ("V2", {**GROUPS}, "DeepseekV2ForCausalLM has no moe.group_top_k = 2"),
+        ("V3, groups, YaRN", {"group_top_k": 1}, "DeepseekV3ForCausalLM has no moe.group_top_k = 1"),
         ("V3", {"score_before_experts": True, "num_shared_experts": 0}, "True, moe.num_shared_experts = 0"),
     ),
     unfit=(

@@ -345,7 +345,7 @@ def routing(*, groups: bool = False, **only: Any) -> tuple[Key, ...]:
     Without `groups` none of them are formed, and scores are not scaled."""
     rows = {"score_before_experts": False, "gate_bias": False}
     plain = {} if groups else {"num_expert_groups": None, "route_scale": 1.0}
-    return tuple(Key(f"moe.{name}", None, only=value) for name, value in (rows | plain | only).items())
+    return tuple(Key(f"moe.{name}", None, only=value) for name, value in (only | rows | plain | only).items())
 
 
 def expert_groups(

@@ -121,6 +121,7 @@ class DeepSeekV3(Sizes):
     hf_tables: ClassVar = {
         "deepseek_v3": Table(
             "DeepseekV3ForCausalLM",
+            *routing(groups=True),
             *_rows(4096, 3),
             *expert_groups(8, 2),
             Key("moe.score_func", "scoring_func", "sigmoid", only="sigmoid"),
@@ -130,11 +131,11 @@ class DeepSeekV3(Sizes):
             Key(None, "rope_interleave", only=True),
             # the layers that predict further tokens, which are not read
             Key(None, "num_nextn_predict_layers", 0, write=lambda ours: 0),
-            *routing(groups=True),
             ignoring=_SIZES,
         ),
         "deepseek_v2": Table(
             "DeepseekV2ForCausalLM",
+            *routing(groups=True),
             *_rows(2048, 0),
             *expert_groups(1, 1, _grouped),
             Key("moe.score_func", "scoring_func", "softmax", only="softmax"),
@@ -145,7 +146,6 @@ class DeepSeekV3(Sizes):
                 "topk_method",
                 write=lambda ours: "group_limited_greedy" if ours["moe.num_expert_groups"] else "greedy",
             ),
-            *routing(groups=True),
             ignoring=_SIZES,
         ),
     }
