@@ -21,6 +21,8 @@ from torch import Tensor
 
 from tests.docs.markdown import ROOT, blocks
 from titancli import Batch, Engine, LossResult, TitanError, load_recipe
+from titancli.checkpoint.format import manifest
+from titancli.checkpoint.format.hashed import file_digest
 from titancli.engine import inputs, recipes
 from titancli.engine.inputs import RESERVED
 from titancli.errors import EnvironmentProblem, RecipeError, UsageError
@@ -79,7 +81,9 @@ warmup_steps = 0
     return path
 
 
-def test_a_run_stands_for_its_recipe_and_its_newest_weights(recipe_file: Path, tmp_path: Path) -> None:
+def test_a_run_stands_for_its_recipe_and_its_newest_weights(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded = load_recipe(recipe_file, ["training.seed=3"])
     run = tmp_path / "run"
     run.mkdir()
@@ -113,6 +117,15 @@ def test_a_run_stands_for_its_recipe_and_its_newest_weights(recipe_file: Path, t
         assert new.status == wanted and state["engine"]["version"] == 2
         new.load(run, optimizer=False)
         assert new.status == wanted | {"version": 3}
+        data = folder / "rank-00000.safetensors"  # the newest; damage is found on the way into the tensors
+        whole, hashed = data.read_bytes(), []
+        data.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        monkeypatch.setattr(manifest, "file_digest", lambda p: hashed.append(p.name) or file_digest(p))
+        new.load(run)
+        assert new.status == {"step": 1, "version": 4, "accumulated": 0, "tokens_seen": 64}
+        assert torch.equal(new.forward(batch()), first)
+        assert hashed and data.name not in hashed  # by nobody but who reads them
+        data.write_bytes(whole)
     taken_over = ["checkpoint.initial_load_model_only=false", f"weights={folder}"]
     with Engine.build(recipe_file, taken_over) as continued:
         assert continued.status == wanted

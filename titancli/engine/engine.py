@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from titancli.checkpoint import load_checkpoint, save_checkpoint
 from titancli.checkpoint.exclude import NOTHING, Exclusion
+from titancli.checkpoint.format.manifest import DamagedCheckpoint, names_and_sizes
 from titancli.checkpoint.hf.kept import kept_of
 from titancli.checkpoint.hf.likeness import refuse_other_model
 from titancli.checkpoint.start_from import start_from
@@ -713,14 +714,24 @@ class Engine:
             with call.agreed():
                 call.given(f"of {Path(folder).name}, {'the whole state' if wanted else 'only its weights'}")
             with call.shared():
-                state = self._load_state(
-                    recipes.checkpoint_of(Path(folder)), optimizer=wanted, verify=verify, exclude=exclude
-                )
+                state = self._load_newest(Path(folder), optimizer=wanted, verify=verify, exclude=exclude)
             if self.begins_unbalanced:
                 self.holds_biases = hold_biases(self.parts, self.device, self.holds_biases)
             self._has_new_weights(max(self.version, before + 1))
             self.unusable = None
             return state
+
+    def _load_newest(self, folder: Path, *, verify: Verify, **how: Any) -> dict[str, Any]:
+        """Load a checkpoint, or of a run the newest that turns out to be good: ranks hash what they read."""
+        damaged: dict[Path, str] = {}
+        while True:
+            found = recipes.checkpoint_of(folder, verify=names_and_sizes(verify), damaged=damaged)
+            try:
+                return self._load_state(found, verify=verify, **how)
+            except DamagedCheckpoint as error:
+                if error.folder != found or found == folder.absolute():
+                    raise
+                damaged[found] = error.why
 
     def _load_state(
         self, folder: Path, *, optimizer: bool, verify: Verify, exclude: Exclusion

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
@@ -129,8 +130,13 @@ def weights_alone(recipe: Recipe) -> Recipe:
     return dataclasses.replace(recipe, checkpoint=checkpoint)
 
 
-def checkpoint_of(folder: Path, *, verify: Verify = "full") -> Path:
+def checkpoint_of(
+    folder: Path, *, verify: Verify = "full", damaged: Mapping[Path, str] = MappingProxyType({})
+) -> Path:
     """Return a checkpoint as it is; of a run the newest good one, as rank 0 sees it. Collective for a run.
+
+    Args:
+        damaged: what is known to be wrong with some of the run's.
 
     Raises:
         EnvironmentProblem: the run has none.
@@ -139,7 +145,9 @@ def checkpoint_of(folder: Path, *, verify: Verify = "full") -> Path:
         return folder.absolute()
 
     def look() -> Path:
-        found = newest_good(folder.absolute() / "checkpoints", verify=verify, rejected=logger.warning)
+        found = newest_good(
+            folder.absolute() / "checkpoints", verify=verify, rejected=logger.warning, damaged=damaged
+        )
         if found is None:
             raise EnvironmentProblem(
                 f"the run {folder} has no good checkpoint to load weights from",
