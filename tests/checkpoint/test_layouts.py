@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from tests.checkpoint import partial
 from tests.checkpoint.tensors import RUN, bits, parts
 from titancli.checkpoint import (
     Checkpointer,
@@ -372,3 +373,55 @@ def test_a_rank_reads_the_pieces_that_hold_its_part(ranks: Any, tmp_path: Path, 
     tables = parts(tmp_path / "step-1").values()
     counts = [len(row["xxh3_64"]) for table in tables for rows in table["tensors"].values() for row in rows]
     assert max(counts) > 3 and min(counts) == 1
+
+
+# ------------------------------------------------------------------------------------- Hugging Face folders
+
+
+# By columns gate and up lie in turn in a bf16 folder of gpt_oss, and each rank reads the other's, too.
+@pytest.mark.parametrize(
+    ("case", "placements", "most"),
+    [
+        ("bf16", [Shard(0)], 1.1),
+        ("bf16", [Shard(1)], 2.2),
+        ("mxfp4", [Shard(0)], 1.1),
+        ("mxfp4", [Shard(1)], 1.1),
+        ("fp8", [Shard(0)], 1.1),
+        ("fp8", [Shard(1)], 1.1),
+        ("fp8", [Replicate(), Shard(0)], 1.1),
+        ("bf16", [Shard(0), Shard(2)], 1.1),
+    ],
+    ids=str,
+)
+def test_each_rank_reads_its_own_part(
+    ranks: Any, tmp_path: Path, case: str, placements: list[Any], most: float
+) -> None:
+    path = str(partial.folder(tmp_path / "hf", case))
+    for read, share in ranks(4, partial.load, path, case, placements):
+        assert share <= read + 4096
+        assert read <= most * share + 4096  # headers
+    if placements == [Shard(0)]:
+        ((read, share),) = ranks(1, partial.load, path, case, placements)
+        assert read <= 1.1 * share
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["bf16", "mxfp4"])
+def test_a_load_takes_little_more_memory_than_the_shard(
+    ranks: Any, tmp_path: Path, case: str, monkeypatch: Any
+):
+    shapes = {partial.W13: (4, 8192, 1024)}  # 128 MiB in float32
+    _, tensors_of, _, method = partial.CASES[case]
+    monkeypatch.setitem(
+        partial.CASES, case, (lambda: partial.gpt_oss(1024, 4096), tensors_of, shapes, method)
+    )
+    path = str(partial.folder(tmp_path / "hf", case))
+    for world in (1, 4):
+        for more, _ in ranks(world, partial.peak, path, case, shapes):
+            assert more <= 64 * partial.MIB
+
+
+def test_a_disk_that_fails_on_one_rank_stops_them_all(ranks: Any, tmp_path: Path) -> None:
+    said = ranks(2, partial.failing, str(partial.folder(tmp_path / "hf", "mxfp4")))
+    assert said[0] == said[1]
+    assert "model.safetensors cannot be read: Input/output error" in said[0]

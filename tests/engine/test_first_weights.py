@@ -12,7 +12,7 @@ import pytest
 from tests.engine.cases import Layout, recipe
 from titancli.checkpoint.hf.likeness import refuse_other_model
 from titancli.checkpoint.start_from import start_from
-from titancli.engine.first_weights import load_weights
+from titancli.engine.first_weights import _same_on_all, load_weights
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
 from titancli.models.blocks.hf import DecoderHF
 
@@ -52,3 +52,10 @@ def test_weights_of_another_rotary_base_are_refused_unless_it_is_meant(tmp_path:
         load_weights(made, start_from(made), form, {}, [], None)
     meant = dataclasses.replace(own.checkpoint, model_differs=["rope_theta"])
     refuse_other_model(dataclasses.replace(made, checkpoint=meant), tmp_path)
+
+
+def test_ranks_that_see_different_folders_are_refused(tmp_path: Path) -> None:
+    _same_on_all(tmp_path, ["a", "a"])
+    with pytest.raises(EnvironmentProblem, match=r"rank 2 sees another .* than rank 0") as caught:
+        _same_on_all(tmp_path, ["a", "a", "b"])
+    assert caught.value.hint

@@ -178,6 +178,20 @@ def _together(ranks: _DistWrapper, folder: Path, function: Callable[[], T]) -> T
     return mine[0]
 
 
+def everywhere(doing: str, function: Callable[[], T]) -> list[T]:
+    """Return what a function returns on each rank; what is wrong on any rank is raised on all of them.
+    Collective.
+
+    Raises:
+        TitanError: the first failing rank's own, or one that names the rank and the cause.
+    """
+    group = patient_group()
+    try:
+        return _DistWrapper(group, several_ranks(group), 0).all_gather("read", function)
+    except CheckpointException as error:
+        raise_failure(error, doing)
+
+
 def boxes_of(tensor: Tensor) -> list[Box]:
     """What a rank holds of a tensor."""
     return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in _create_chunk_list(tensor)]

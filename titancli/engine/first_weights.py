@@ -150,8 +150,8 @@ def load_weights(
     folder = start.folder
     told = told_adapters(adapters, folder)
     base = folder if told is None else require_base(told, folder)
-    _load_base(recipe, replace(start, source=base), form, tensors, known)
-    first = FirstWeights(kept=kept_of(base), adapters_from=None if told is None else folder)
+    kept = _load_base(recipe, replace(start, source=base), form, tensors, known)
+    first = FirstWeights(kept=kept, adapters_from=None if told is None else folder)
     if adapters is None:
         return first
     return first._replace(base=base_of(base), begins_as_base=told is None)
@@ -159,17 +159,52 @@ def load_weights(
 
 def _load_base(
     recipe: Recipe, start: StartFrom, form: HFForm | None, tensors: dict[str, Tensor], known: Iterable[Known]
-) -> None:
-    """Fill the plain model's parameters."""
+) -> dict[str, bytes]:
+    """Fill the plain model's parameters; return what the folder has beside them. Collective: what is wrong on
+    one rank is raised on all of them."""
     from titancli.checkpoint import load_checkpoint
-    from titancli.checkpoint.hf.folder import load_hf_weights
+    from titancli.checkpoint.load import everywhere
 
     folder = start.folder
+    _same_on_all(folder, everywhere(f"reading {folder}", lambda: is_checkpoint(folder)))
     if is_checkpoint(folder):
         refuse_other_model(recipe, folder)
         filled = {f"model.{name}": tensor for name, tensor in tensors.items()}
         load_checkpoint(folder, filled, verify=recipe.checkpoint.verify, exclude=start.exclusion)
-        return
+        return kept_of(folder)
+    kept: dict[str, bytes] = {}
+    shapes = {one.name: one.shape for one in known}
+
+    def load() -> str:
+        identity = _load_hf(recipe, start, form, tensors, shapes)
+        kept.update(kept_of(folder))
+        return identity
+
+    _same_on_all(folder, everywhere(f"loading {folder}", load))
+    return kept
+
+
+def _same_on_all(folder: Path, seen: Sequence[object]) -> None:
+    for rank, there in enumerate(seen):
+        if there != seen[0]:
+            raise EnvironmentProblem(
+                f"weights: the ranks read different folders: rank {rank} sees another {folder} than rank 0",
+                hint="put the folder on storage that all nodes share, or copy the same files to each node",
+            )
+
+
+def _load_hf(
+    recipe: Recipe,
+    start: StartFrom,
+    form: HFForm | None,
+    tensors: dict[str, Tensor],
+    shapes: dict[str, tuple[int, ...]],
+) -> str:
+    """Fill them from a Hugging Face folder; see `load_hf_weights` for what is returned."""
+    from titancli.checkpoint.format.storage import several_ranks
+    from titancli.checkpoint.hf.folder import load_hf_weights
+
+    folder = start.folder
     if not (folder / "config.json").is_file():
         raise EnvironmentProblem(
             f"weights: {folder} is neither a Hugging Face folder (config.json and *.safetensors) "
@@ -188,8 +223,8 @@ def _load_base(
             hint="give a checkpoint: RUN/checkpoints/step-N",
         )
     refuse_other_model(recipe, folder)
-    shapes = {one.name: one.shape for one in known}
-    load_hf_weights(folder, form, tensors, shapes=shapes, progress=_seldom())
+    share = (dist.get_rank(), dist.get_world_size()) if several_ranks(None) else (0, 1)
+    return load_hf_weights(folder, form, tensors, shapes=shapes, share=share, progress=_seldom())
 
 
 def _seldom() -> Progress:

@@ -213,6 +213,7 @@ def load_in_transformers(folder: Path, adapters: Path | None = None) -> torch.nn
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
         )
+        model = model.float()  # what was quantized is in bfloat16
         if adapters is None:
             return model
         from peft import PeftModel

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -27,7 +28,7 @@ from titancli.checkpoint.format.tensors import (
 from titancli.checkpoint.hf.kept import CONFIG, TOKENIZER, texts
 from titancli.checkpoint.hf.libraries import Library, library_of
 from titancli.checkpoint.hf.stored import Place, Stored, as_bf16
-from titancli.checkpoint.hf.virtual import Virtual, blocks
+from titancli.checkpoint.hf.virtual import Virtual, blocks, everything
 from titancli.checkpoint.load import boxes_of, name_lists
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.models.quantization import DEQUANTISE, quantization_of
@@ -207,8 +208,17 @@ class HFReader:
             return self.form.from_hf(name, []).dtype
         return TORCH_DTYPE[self._places[sources[0]].dtype]
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    @property
+    def identity(self) -> str:
+        """Equal where names, dtypes, shapes and places of all tensors are."""
+        rows = [(name, place.dtype, place.shape, place.where) for name, place in sorted(self._places.items())]
+        return xxhash.xxh3_128(repr(rows).encode()).hexdigest()
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]], share: tuple[int, int] = (0, 1)) -> None:
         """See to it that the folder holds a model of these parameters: by its headers, and copies by value.
+
+        Args:
+            share: which part of how many is compared of each copy; others compare the other parts.
 
         Raises:
             EnvironmentProblem: names are missing or left over, or shapes differ; names them all.
@@ -235,7 +245,7 @@ class HFReader:
                 f"the weights in {self.folder} do not fit this model: {found}",
                 hint="compare its config.json with the recipe's [model]",
             )
-        self._refuse_untied()
+        self._refuse_untied(*share)
 
     def _refuse_quantised(self, wanted: Collection[str]) -> None:
         found = [
@@ -248,13 +258,18 @@ class HFReader:
             listed = name_lists({"its weights are quantized": sorted(found)}, limit=3)
             raise EnvironmentProblem(f"{self.folder} cannot be used: {listed}", hint=DEQUANTISE)
 
-    def _refuse_untied(self) -> None:
+    def _refuse_untied(self, number: int, count: int) -> None:
         """What is left unread as a copy must be one: transformers uses it where it is not."""
         copy_of = with_defaults(HFFormDefaults, self.form).copy_of
         for name in self._places:
             if (original := copy_of(name)) in self._places:
-                one, other = self._places[name].whole(), self._places[original].whole()
-                if one.dtype != other.dtype or not torch.equal(one, other):
+                one, other = (self._places[key].virtual() for key in (name, original))
+                rows = len(one)
+                mine = (range(rows * number // count, rows * (number + 1) // count),)
+                region = (*mine, *everything(one.shape[1:]))
+                if (one.dtype, one.shape) != (other.dtype, other.shape) or any(
+                    not torch.equal(one.part(block), other.part(block)) for block in blocks(one, region)
+                ):
                     raise EnvironmentProblem(
                         f"{self.folder}: {name} differs from {original}, but config.json says that they "
                         f"are tied",
@@ -341,22 +356,27 @@ def load_hf_weights(
     parameters: Mapping[str, Tensor],
     *,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
+    share: tuple[int, int] = (0, 1),
     progress: Progress = no_progress,
-) -> None:
+) -> str:
     """Fill parameters in place, one tensor at a time; each rank reads its own part of it.
 
     Values are cast to the parameters' dtypes. No rank talks to another. `shapes` are those of the whole
-    model, where `parameters` are only some of it.
+    model, where `parameters` are only some of it. `share`: see `HFReader.check`.
+
+    Returns:
+        What is equal on all ranks that see the same files: see `HFReader.identity`.
 
     Raises:
         EnvironmentProblem: the folder does not hold this model; names everything that is wrong.
     """
     reader = read_hf(folder, form)
     own = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    reader.check(own if shapes is None else shapes)
+    reader.check(own if shapes is None else shapes, share)
     for done, (name, parameter) in enumerate(parameters.items(), start=1):
         put(parameter, reader.virtual(name))
         progress(name, done, len(parameters))
+    return reader.identity
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from titancli.checkpoint.hf.virtual import Region, Virtual, blocks, everything
 from titancli.errors import EnvironmentProblem
 from titancli.models.quantization import Quantization
 
-GAP = 512
+GAP = 256
 """Bytes between two wanted ones that are read with them: another call costs more."""
 WIDENED = 1 << 24
 """Bytes that are read at most, all in all, where unwanted ones are among them."""
@@ -45,6 +45,11 @@ class Place(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def where(self) -> tuple[str, int]:
+        """The file, and where in it the values begin."""
+        ...
 
     def virtual(self) -> Virtual:
         """The tensor, unread."""
@@ -69,6 +74,10 @@ class Stored:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.entry.shape
+
+    @property
+    def where(self) -> tuple[str, int]:
+        return self.path.name, self.entry.start
 
     def virtual(self) -> Virtual:
         return Virtual.of(self.shape, TORCH_DTYPE[self.dtype], self.part)
@@ -147,6 +156,10 @@ class Quantised:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
+
+    @property
+    def where(self) -> tuple[str, int]:
+        return self.values.where
 
     def virtual(self) -> Virtual:
         return Virtual.of(self.shape, torch.bfloat16, self.part)

@@ -219,6 +219,9 @@ def _reshaped(x: Virtual, shape: Sequence[int]) -> Moved:
     def part(region: Region) -> Tensor:
         wanted: list[range] = []
         for dims, made in groups:
+            if pieces := _pieces(x.shape[dims], shape[made], region[made]):
+                dim, ranges = made.start + pieces[0], pieces[1]
+                return torch.cat([part((*region[:dim], r, *region[dim + 1 :])) for r in ranges], dim)
             wanted += _covering(x.shape[dims], shape[made], region[made])
         values = x.part(tuple(wanted))
         place = 0
@@ -269,6 +272,31 @@ def _ends(shape: Sequence[int], region: Sequence[range]) -> tuple[int, int]:
     return low, high
 
 
+def _pieces(
+    before: Sequence[int], after: Sequence[int], region: Sequence[range]
+) -> tuple[int, list[range]] | None:
+    """The dimension, and its parts, by which a region of one shape of a group is divided so that each of them
+    is a region of the other; None: it is one."""
+    numbers = _flat(after, region)
+    if numbers is None:
+        dim = next(dim for dim, r in enumerate(region) if len(r) > 1)
+        return dim, [range(i, i + 1) for i in region[dim]]
+    if len(after) != 1 or numbers.step != 1:
+        return None
+    low, high, start = numbers.start, numbers[-1], 0
+    for dim in range(len(before)):
+        inner = math.prod(before[dim + 1 :])
+        first, last = low // inner, high // inner
+        if first == last:
+            low, high, start = low - first * inner, high - first * inner, start + first * inner
+            continue
+        cut = (first + 1) * inner if low % inner else last * inner if (high + 1) % inner else None
+        if cut is None:
+            return None
+        return 0, [range(numbers.start, start + cut), range(start + cut, numbers.stop)]
+    return None
+
+
 def _covering(before: Sequence[int], after: Sequence[int], region: Sequence[range]) -> list[range]:
     """The least region of one shape of a group that has the elements of a region of the other."""
     numbers = _flat(after, region)
@@ -297,15 +325,9 @@ def _picked(
     """Values of the dimensions of a group, from `place` on, as a region of its other shape."""
     flat = values.flatten(place, place + len(have) - 1) if have else values.unsqueeze(place)
     there, numbers = _flat(before, have), _flat(after, region)
-    if there is None:
-        raise NotImplementedError(f"{have} of {before} is not evenly spaced")  # _covering gives no such
-    if numbers is None:
-        chosen = torch.zeros((), dtype=torch.int64)
-        for dim, r in enumerate(region):
-            stride = math.prod(after[dim + 1 :])
-            chosen = chosen[..., None] + torch.arange(r.start, r.stop, r.step) * stride
-        flat = flat.index_select(place, (chosen.flatten() - there.start) // there.step)
-    elif numbers != there:
+    if there is None or numbers is None:
+        raise NotImplementedError(f"{have} of {before} as {region} of {after}")  # `_pieces` leaves no such
+    if numbers != there:
         start = (numbers.start - there.start) // there.step
         step = max(1, numbers.step // there.step)
         index = slice(start, start + (len(numbers) - 1) * step + 1, step)
