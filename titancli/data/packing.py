@@ -183,12 +183,19 @@ class PackedDataset:
 
 
 def document_tensors(begins: np.ndarray) -> dict[str, torch.Tensor]:
-    """Return `document_ids` (from 0 in each row) and `positions` out of which tokens begin a document."""
-    ids = np.cumsum(begins, axis=1, dtype=np.int32)
-    ids -= ids[:, :1]
-    index = np.arange(begins.shape[1], dtype=np.int64)
-    start = np.maximum.accumulate(np.where(begins, index, 0), axis=1)
-    return {"document_ids": torch.from_numpy(ids), "positions": torch.from_numpy(index - start)}
+    """Return `document_ids` (from 0 in each row) and `positions` out of which tokens begin a document.
+
+    Args:
+        begins: bool [rows, seq_len]; the first of each row becomes true.
+    """
+    rows, size = begins.shape
+    begins[:, 0] = True
+    starts = begins.reshape(-1).nonzero()[0]
+    lengths = np.append(starts[1:], rows * size) - starts
+    numbers = np.arange(len(starts)) - starts.searchsorted(starts - starts % size)  # within the row
+    ids = numbers.astype(np.int32).repeat(lengths).reshape(rows, size)
+    positions = (np.arange(rows * size) - starts.repeat(lengths)).reshape(rows, size)
+    return {"document_ids": torch.from_numpy(ids), "positions": torch.from_numpy(positions)}
 
 
 def tokenizer_identity(tokenizer: Tokenizer) -> str:

@@ -156,7 +156,9 @@ class ShardRowDataset:
         }
         if self._config.document_mask:
             begins = np.zeros((self._rows, self._seq_len), bool)
-            begins[:, 1:] = inputs[:, :-1] == self._eos_id
+            np.equal(data[:, : self._seq_len - 1], self._eos_id, out=begins[:, 1:])
+            for row in np.flatnonzero(~whole).tolist():
+                begins[row, 1:] = inputs[row, :-1] == self._eos_id  # the end markers that fill it up too
             tensors |= document_tensors(begins)
         return Batch(tensors)
 
