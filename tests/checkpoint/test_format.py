@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.tensors import bits, rewritten, save, some_tensors
 from titancli.checkpoint import CheckpointReader, newest_good, read_manifest
+from titancli.checkpoint.format.hashed import Digest, file_digest
 from titancli.checkpoint.format.layout import tile
 from titancli.checkpoint.format.manifest import Manifest, Verify, faults, is_checkpoint, manifest_bytes
 from titancli.checkpoint.format.metadata import open_metadata
@@ -236,6 +237,38 @@ def test_a_part_that_unpacks_to_more_than_the_limit_is_refused(
     (tmp_path / "metadata-00000.json.gz").write_bytes(gzip.compress(b" " * (1 << 20)))
     with pytest.raises(EnvironmentProblem, match=r"metadata-00000\.json\.gz is malformed"):
         open_metadata(tmp_path).everything()
+
+
+def _files(folder: Path) -> dict[str, Digest]:
+    return {path.name: file_digest(path) for path in folder.iterdir()}
+
+
+def test_what_few_bytes_may_claim_is_proportional_to_them(tmp_path: Path):
+    """Boxes have a row each in a part, and rows take bytes: 4 million of them would take 12 seconds."""
+    many = _group(ranks=[[0, 1 << 21]], offsets=[[[0, 1 << 21]]], sizes=[[[4, 1 << 21]]])
+    (tmp_path / "metadata.json").write_text(json.dumps(many))
+    (tmp_path / "metadata-00000.json.gz").write_bytes(gzip.compress(b" " * (1 << 25)))
+    with pytest.raises(EnvironmentProblem, match="more boxes than its parts have bytes"):
+        open_metadata(tmp_path, _files(tmp_path))
+    (tmp_path / "metadata.json").write_text(json.dumps(_group()))
+    with pytest.raises(EnvironmentProblem, match=r"metadata-00000\.json\.gz is malformed"):
+        open_metadata(tmp_path, _files(tmp_path)).everything()
+
+
+def test_a_part_full_of_checksums_of_zeros_is_read(tmp_path: Path):
+    """They compress to next to nothing."""
+    pieces = 100_000
+    (tmp_path / "metadata.json").write_text(
+        json.dumps(_group(shape=[pieces << 18], sizes=[[[pieces << 18, 1]]]))
+    )
+    rows = [
+        {"offsets": [0], "shape": [pieces << 18], "file": "rank-00000.safetensors", "key": "a", "start": 8}
+    ]
+    rows[0]["xxh3_64"] = ["0" * 16] * pieces
+    part = {"format": 2, "piece": 1 << 20, "headers": {}, "tensors": {"a": rows}}
+    (tmp_path / "metadata-00000.json.gz").write_bytes(gzip.compress(json.dumps(part).encode()))
+    files = _files(tmp_path) | {"rank-00000.safetensors": Digest(pieces << 20, "")}
+    assert len(open_metadata(tmp_path, files).everything()["a"].chunks[0].checksums) == pieces
 
 
 @pytest.mark.parametrize("text", ["", "[" * 100_000, "{", "\xff"])
