@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from titancli.models import DeepSeekV3, GptOss, Llama3, Llama4, Qwen3, RopeScaling
-from titancli.models.blocks.hf import DecoderHF
+from titancli.checkpoint.hf.which import hf_form
+from titancli.models import DeepSeekV3, GptOss, Llama3, Llama4, Qwen3, Qwen3Next, RopeScaling
 from titancli.models.blocks.state import named_state
 from titancli.models.deepseek_v3 import LatentYarn
 from titancli.models.llama4 import AttnTemperature
@@ -59,17 +59,19 @@ class Family:
         config = self.variant(name)
         model = build(config, seq_len=128)
         model.init_weights(lambda name: torch.Generator().manual_seed(sum(map(ord, name))))
-        loses_biases = DecoderHF(config).loses_biases
+        loses_biases = hf_form(config).loses_biases
         with torch.no_grad():
             for name, tensor in named_state(model):
                 draw = torch.Generator().manual_seed(sum(map(ord, name)))
                 if "norm" in name:
-                    tensor.normal_(1.0, 0.2, generator=draw)
+                    tensor += torch.empty_like(tensor).normal_(0.0, 0.2, generator=draw)
                 elif name.endswith("expert_bias"):
                     tensor.normal_(0.0, 0.0 if loses_biases else 0.1, generator=draw)
                 elif name.endswith(("bias", "sinks")):
                     tensor.normal_(0.0, 0.5, generator=draw)
-                elif "layers" in name:
+                elif name.endswith("A_log"):
+                    tensor.clamp_(max=0.0)  # transformers loses digits of faster decay
+                elif "layers" in name and not name.endswith("conv"):
                     tensor.mul_(8)  # the blocks weigh as much as the embedding
         return model.eval()
 
@@ -169,6 +171,81 @@ QWEN3 = Family(
             {"score_func": "sigmoid", "score_before_experts": True},
             "no moe.score_func = 'sigmoid', moe.score_before_experts = True",
         ),
+    ),
+)
+
+SHARED = {**SOFTMAX, "num_shared_experts": 1}
+QWEN3_NEXT = Family(
+    name="qwen3_next",
+    config=Qwen3Next,
+    sizes={"debugmodel": 1_951_632, "debugmodel_dense": 1_193_360, "80B-A3B": 79_674_391_296},
+    flops={},
+    counted=("debugmodel", "debugmodel_dense"),
+    small=dict(
+        dim=64,
+        n_layers=4,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=24,
+        partial_rotary_factor=0.25,
+        vocab_size=128,
+        rope_theta=10000.0,
+        full_attention_interval=2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=12,
+        linear_value_head_dim=20,
+    ),
+    variants={
+        "as released": dict(moe=MoE(num_experts=8, top_k=3, hidden_dim=48, **SHARED)),
+        "balanced, a value head each, tied": dict(
+            n_layers=3,
+            full_attention_interval=3,
+            linear_num_key_heads=4,
+            linear_conv_kernel_dim=2,
+            tied=True,
+            moe=MoE(
+                num_experts=4,
+                top_k=2,
+                hidden_dim=24,
+                load_balance_coeff=1e-3,
+                **{**SHARED, "num_shared_experts": 2},
+            ),
+        ),
+        "mostly delta, not renormalised": dict(
+            full_attention_interval=4,
+            moe=MoE(num_experts=4, top_k=2, hidden_dim=24, **{**SHARED, "route_norm": False}),
+        ),
+        "3.5": dict(hidden_dim=96, tied=True),
+        "3.5, experts": dict(hf_layout="qwen3_5", moe=MoE(num_experts=8, top_k=3, hidden_dim=48, **SHARED)),
+    },
+    caches=("as released", "3.5"),
+    refused=tuple(
+        ("80B-A3B", change)
+        for change in (
+            {"attention_bias": True},
+            {"hidden_act": "gelu"},
+            {"attn_output_gate": False},
+            {"layer_types": ["full_attention", *["linear_attention"] * 47]},
+            {"layer_types": ["linear_attention"] * 47 + ["sliding_attention"]},
+            {"mlp_only_layers": [0]},
+            {"decoder_sparse_step": 2},
+            {"shared_expert_intermediate_size": 500},
+            {"shared_expert_intermediate_size": 0},
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        )
+    ),
+    refusals="quantized with|cannot be read",
+    routing=(
+        ("as released", {"score_func": "sigmoid"}, "no moe.score_func = 'sigmoid'"),
+        ("3.5, experts", {"route_norm": False}, "no moe.route_norm = False"),
+    ),
+    unfit=(
+        ("model.hidden_dim=64", "set hidden_dim for a dense model or moe.hidden_dim"),
+        ("model.moe.num_shared_experts=0", "qwen3_next has a shared expert in each layer"),
+        ("model.partial_rotary_factor=0.02", "partial_rotary_factor of head_dim is 1"),
+        ("model.linear_num_value_heads=6", "linear_num_value_heads 6 is not divisible by"),
+        ("mesh.cp=2 model.linear_num_key_heads=1", "mesh.tp x mesh.cp = 2 does not divide"),
     ),
 )
 
@@ -410,4 +487,4 @@ DEEPSEEK = Family(
     ),
 )
 
-FAMILIES = (LLAMA3, QWEN3, GPT_OSS, LLAMA4, DEEPSEEK)
+FAMILIES = (LLAMA3, QWEN3, QWEN3_NEXT, GPT_OSS, LLAMA4, DEEPSEEK)

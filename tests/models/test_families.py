@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.models.families import FAMILIES, LENGTH, Family
 from titancli.checkpoint import export_hf, read_hf
+from titancli.checkpoint.hf.which import hf_form
 from titancli.errors import RecipeError, TitanError
-from titancli.models.blocks.hf import DecoderHF
 from titancli.models.blocks.moe import moe_layers
 from titancli.models.blocks.state import named_state
 from titancli.recipe import load_recipe
@@ -74,7 +74,7 @@ def test_flops_are_those_that_torch_counts(family: Family, name: str) -> None:
 
 @named(lambda family: [name for name in family.sizes if not name.startswith("debug")])
 def test_transformers_takes_a_flavors_config_for_its_own_model(family: Family, name: str, tmp_path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(DecoderHF(family.flavor(name)).config_json()))
+    (tmp_path / "config.json").write_text(json.dumps(hf_form(family.flavor(name)).config_json()))
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     assert sum(p.numel() for p in theirs.parameters()) == family.sizes[name]
@@ -88,7 +88,7 @@ def exported(request, tmp_path_factory) -> Iterator[Any]:
     """A small model, its family's form, its export, and transformers' reading of that."""
     family, name = request.param
     ours = family.model(name)
-    form = DecoderHF(ours.config)
+    form = hf_form(ours.config)
     folder = tmp_path_factory.mktemp("hf") / "model"
     export_hf({n: t.detach() for n, t in named_state(ours)}, form, {}, folder)
     theirs, told = AutoModelForCausalLM.from_pretrained(
@@ -129,7 +129,7 @@ def test_an_export_comes_back_bit_for_bit(exported, tmp_path) -> None:
             assert torch.equal(reader.parameter(name), tensor), name
             assert reader.dtype(name) == tensor.dtype
         keys = family.config.from_config_json(json.loads((source / "config.json").read_text()))
-        assert DecoderHF(bind(family.config, keys, current())).config_json() == form.config_json()
+        assert hf_form(bind(family.config, keys, current())).config_json() == form.config_json()
         assert keys == family.config.from_config_json(form.config_json())
     inside = {name: reader.parameter(name) for name in state}
     export_hf(inside, form, {}, tmp_path / "third")
@@ -140,7 +140,7 @@ def test_an_export_comes_back_bit_for_bit(exported, tmp_path) -> None:
 @named(lambda family: family.caches)
 def test_weights_in_bf16_come_back_bit_for_bit(family: Family, name: str, tmp_path) -> None:
     model = family.model(name)
-    form = DecoderHF(model.config)
+    form = hf_form(model.config)
     kept = {n: t.dtype if "expert_bias" in n else torch.bfloat16 for n, t in named_state(model)}
     state = {n: t.detach().to(kept[n]) for n, t in named_state(model)}
     export_hf(state, form, {}, tmp_path / "hf")
@@ -153,7 +153,7 @@ def test_weights_in_bf16_come_back_bit_for_bit(family: Family, name: str, tmp_pa
 @each(lambda family: family.refused)
 def test_a_config_that_a_family_cannot_express_is_refused(family: Family, row: Any) -> None:
     name, change = row
-    good = DecoderHF(family.flavor(name)).config_json()
+    good = hf_form(family.flavor(name)).config_json()
     family.config.from_config_json(json.loads(json.dumps(good)))
     with pytest.raises(TitanError, match=f"{family.name} does not support|{family.refusals}"):
         family.config.from_config_json({**good, **change})
@@ -164,7 +164,7 @@ def test_routing_that_transformers_cannot_express_is_refused(family: Family, row
     name, change, message = row
     config = family.variant(name)
     with pytest.raises(TitanError, match=message):
-        DecoderHF(replace(config, moe=replace(config.moe, **change))).config_json()
+        hf_form(replace(config, moe=replace(config.moe, **change))).config_json()
 
 
 @each(lambda family: family.unfit)
@@ -214,4 +214,6 @@ def test_initial_values(family: Family, name: str) -> None:
     model.init_weights(lambda name: torch.Generator().manual_seed(0))
     for parameter, tensor in named_state(model):
         assert tensor.isfinite().all(), parameter
-        assert not (parameter.endswith("bias") and tensor.any()), parameter
+        assert not (parameter.endswith("bias") and not parameter.endswith("dt_bias") and tensor.any()), (
+            parameter
+        )

@@ -10,7 +10,7 @@ from tests.models import hf_configs
 from titan_float8 import Float8Linear
 from titancli.layout.stages import SCHEDULES
 from titancli.losses import CrossEntropyFull
-from titancli.models import DeepSeekV3, GptOss, Llama4, Qwen3
+from titancli.models import DeepSeekV3, GptOss, Llama4, Qwen3, Qwen3Next
 from titancli.models.deepseek_v3 import LatentYarn
 from titancli.models.llama4 import AttnTemperature
 from titancli.models.sections import MoE, Yarn
@@ -287,6 +287,42 @@ CHUNKS = {
         4, config=IROPE, cp=2, tp=2, documents=True, compile="aot_eager", activation_checkpoint=FULL_AC
     ),
 }
+DELTA = Qwen3Next(
+    **{**SIZES, "n_layers": 4},
+    full_attention_interval=2,
+    partial_rotary_factor=0.5,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    linear_key_head_dim=8,
+    linear_value_head_dim=4,
+    moe=MoE(num_experts=4, top_k=2, hidden_dim=16, num_shared_experts=1, load_balance_coeff=1e-2, **ROUTING),
+)
+DENSE_DELTA = replace(DELTA, n_layers=2, moe=None, hidden_dim=32)
+STATES = {
+    "delta, CP2xTP2, documents": case(4, config=DENSE_DELTA, cp=2, tp=2, documents=True),
+    "delta, PP2xEP2": case(4, config=DELTA, pp=2, dp_shard=2, ep=2),
+    "delta, FSDP2": case(2, "adam", config=DENSE_DELTA, dp_shard=2),
+    "delta, TP2": case(2, config=DENSE_DELTA, tp=2),
+    "delta, CP2, allgather": case(2, config=DENSE_DELTA, cp=2),
+    "delta, CP2, ulysses, documents": case(
+        2, config=DENSE_DELTA, cp=2, context_parallel="ulysses", documents=True
+    ),
+    "delta, EP2xTP2": case(4, config=DELTA, dp_shard=2, tp=2, ep=2),
+    "delta, EP2 of CP2xTP2, AC by op": case(
+        4, config=DELTA, cp=2, tp=2, ep=2, documents=True, activation_checkpoint=BY_OP
+    ),
+    "delta, PP2xCP2, backward in two": case(
+        4, config=DELTA, pp=2, cp=2, documents=True, pipeline={"schedule": "ZBVZeroBubble"}
+    ),
+    "delta, FSDP2, bf16": case(2, config=DENSE_DELTA, dp_shard=2, dtype="bfloat16", tolerance=0.05),
+    "delta, FSDP2, AC full": case(2, config=DENSE_DELTA, dp_shard=2, activation_checkpoint=FULL_AC),
+    "delta, EP2, compiled, AC by op": case(
+        2, config=DELTA, dp_shard=2, ep=2, compile="aot_eager", activation_checkpoint=BY_OP
+    ),
+    "delta, CP2xTP2, documents, compiled, AC full": case(
+        4, config=DELTA, cp=2, tp=2, documents=True, compile="aot_eager", activation_checkpoint=FULL_AC
+    ),
+}
 # Sliding windows, a scaled embedding and norms of transformers' own classes; and tied weights.
 GEMMA, TIED = hf_configs.config("gemma3"), hf_configs.config("llama, tied")
 TRANSFORMERS = {
@@ -317,6 +353,7 @@ LAYOUTS: dict[str, Case] = {
     **SINKS,
     **LATENTS,
     **CHUNKS,
+    **STATES,
     **TRANSFORMERS,
 }
 WITH_FSDP2 = ("1F1B", "ZBVZeroBubble", "DualPipeV")
@@ -354,5 +391,6 @@ SLOW = {
     *("transformers, FSDP2, bf16", "transformers, FSDP2xTP2, tied", "transformers, FSDP2, AC by op"),
     *("EP2, compiled, AC by op", "gpt_oss, PP2xEP2", "FSDP2xTP2, tied"),
     *("llama4, EP2xTP2", "shared, EP2xTP2"),
+    *(name for name in STATES if name not in ("delta, CP2xTP2, documents", "delta, PP2xEP2")),
 }
 """Left to `make test-all`: all that is in them is in some row that is not left out, if not all at once."""

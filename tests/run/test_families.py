@@ -63,6 +63,32 @@ lr = 1e-2
 [lr_scheduler]
 total_steps = 8
 """,
+    "qwen3_next": """\
+extends = ["titan:qwen3_next_debug", "tiny.toml"]
+name = "tiny_qwen3_next"
+[model]
+type = "qwen3_next"
+flavor = "debugmodel"
+dim = 32
+n_layers = 2
+n_heads = 4
+n_kv_heads = 2
+head_dim = 8
+vocab_size = 257
+full_attention_interval = 2
+linear_num_key_heads = 2
+linear_num_value_heads = 4
+linear_key_head_dim = 8
+linear_value_head_dim = 8
+[model.moe]
+num_experts = 4
+hidden_dim = 16
+[optimizer]
+type = "adamw"
+lr = 1e-2
+[lr_scheduler]
+total_steps = 8
+""",
     "gpt_oss": """\
 extends = ["titan:gpt_oss_debug", "tiny.toml"]
 name = "tiny_gpt_oss"

@@ -92,19 +92,24 @@ class RowCut:
                 hint=f"under mesh.cp = {self.group.size} the length of rows must be a multiple of "
                 f"{self.pieces}",
             )
+        return self.part(x, self.group.rank, dim)
+
+    def part(self, x: Tensor, rank: int, dim: int) -> Tensor:
+        """A rank's part of whole rows."""
         pieces = x.chunk(self.pieces, dim)
-        return torch.cat([pieces[number] for number in self.mine], dim)
+        return torch.cat([pieces[number] for number in self._of(rank)], dim)
 
     def join(self, x: Tensor, dim: int) -> Tensor:
         """The parts of all ranks, in document order; every rank goes on to compute the same with them, and
         backward keeps this rank's part of the gradient."""
-        return self._in_order(gather_same(x, 0, self.group), dim)
+        return self.in_order(gather_same(x, 0, self.group), dim)
 
     def gathered(self, x: Tensor, dim: int) -> Tensor:
         """As `join`, where each rank goes on to compute something else: backward sums over the ranks."""
-        return self._in_order(gather(x, 0, self.group), dim)
+        return self.in_order(gather(x, 0, self.group), dim)
 
-    def _in_order(self, stacked: Tensor, dim: int) -> Tensor:
+    def in_order(self, stacked: Tensor, dim: int) -> Tensor:
+        """Whole rows, of the parts of all ranks along dimension 0."""
         found: dict[int, Tensor] = {}
         for rank, part in enumerate(stacked.chunk(self.group.size)):
             numbers = self._of(rank)

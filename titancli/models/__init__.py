@@ -8,8 +8,19 @@ from titancli.models.hf_causal_lm import HFCausalLM
 from titancli.models.llama3 import Llama3
 from titancli.models.llama4 import Llama4
 from titancli.models.qwen3 import Qwen3
+from titancli.models.qwen3_next import Qwen3Next
 from titancli.models.sections import RopeScaling
 
-__all__ = ["COMPONENTS", "DeepSeekV3", "GptOss", "HFCausalLM", "Llama3", "Llama4", "Qwen3", "RopeScaling"]
+__all__ = [
+    "COMPONENTS",
+    "DeepSeekV3",
+    "GptOss",
+    "HFCausalLM",
+    "Llama3",
+    "Llama4",
+    "Qwen3",
+    "Qwen3Next",
+    "RopeScaling",
+]
 
-COMPONENTS: list[type] = [Llama3, Llama4, Qwen3, DeepSeekV3, GptOss, HFCausalLM]
+COMPONENTS: list[type] = [Llama3, Llama4, Qwen3, Qwen3Next, DeepSeekV3, GptOss, HFCausalLM]

@@ -75,10 +75,40 @@ class Attention:
     """Width of the latent that keys and values are made from; None: from the stream."""
     rope_dim: int | None = None
     """Numbers of a query or key that are rotated; None: all."""
+    gated: bool = False
+    """Whether what a head gives is multiplied by a gate, which comes out of the product with the query."""
 
     def most(self, seq_len: int) -> int:
         """Tokens that any token of a row so long sees at most."""
         return min(seq_len, self.window or seq_len, self.chunk or seq_len)
+
+    def flops(self, seq_len: int) -> float:
+        """Forward and backward of one token, its matrices left out."""
+        return 6.0 * self.heads * (self.head_dim + self.value_dim) * self.most(seq_len)
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """A gated DeltaNet layer: each head of values keeps a matrix of `key_dim` x `value_dim`."""
+
+    key_heads: int
+    heads: int
+    """Of values."""
+    key_dim: int
+    value_dim: int
+    kernel: int
+    """Tokens that the convolution covers."""
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def mixed(self) -> int:
+        """Numbers of a token that pass the convolution."""
+        return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
+
+    def flops(self, seq_len: int) -> float:
+        """Forward and backward of one token, its matrices left out: a head's matrix is read twice and written
+        once. Products of chunks, which do the same in another order, are more."""
+        return 18.0 * self.heads * self.key_dim * self.value_dim
 
 
 @dataclass(frozen=True)
@@ -108,13 +138,15 @@ class Experts:
     """Whether scores multiply what goes into the experts, or what comes out of them."""
     clamped: tuple[float, float] | None = None
     """alpha and limit of experts that have biases, and whose two halves are clamped (gpt-oss)."""
+    shared_gate: bool = False
+    """Whether what the shared experts make of a token is multiplied by a sigmoid of it."""
 
 
 @dataclass(frozen=True)
 class Block:
     """Attention and feed-forward, each added to the residual stream."""
 
-    attention: Attention
+    attention: Attention | DeltaNet
     feed_forward: FeedForward | Experts
     norms: tuple[Parameter, ...]
     norms_after: bool = False
@@ -135,6 +167,8 @@ class Decoder:
     tied: bool = False
     """Whether the output uses the embedding's weight."""
     norm_eps: float = 1e-5
+    zero_centred: bool = False
+    """Whether norms, but those of gated DeltaNet, multiply by 1 + weight."""
 
     @property
     def embedding(self) -> Parameter:
@@ -184,10 +218,7 @@ class Decoder:
     def flops_per_token(self, seq_len: int) -> float:
         """Forward and backward of one token: 6 per active parameter, and a layer has 12 · width of attention
         per token of the row (PaLM, arXiv 2204.02311, appendix B)."""
-        return 6.0 * self.active_size + sum(
-            6.0 * a.heads * (a.head_dim + a.value_dim) * a.most(seq_len)
-            for a in (block.attention for block in self.blocks)
-        )
+        return 6.0 * self.active_size + sum(block.attention.flops(seq_len) for block in self.blocks)
 
 
 # --------------------------------------------------------------------------- what most families have
@@ -203,12 +234,13 @@ def grouped_query(
     qk_norm: Literal["", "head", "whole"] = "",
     bias: Literal["", "qkv", "qkvo"] = "",
     sinks: bool = False,
+    gated: bool = False,
     **kinds: Any,
 ) -> Attention:
     """Grouped-query attention (arXiv 2305.13245) as `titancli.models.blocks.attention` has it; `kinds` are
     further fields of `Attention`."""
     products: dict[str, tuple[int, int, Style]] = {
-        "q": (heads * head_dim, dim, "column"),
+        "q": (heads * head_dim * (1 + gated), dim, "column"),
         "k": (kv_heads * head_dim, dim, "column"),
         "v": (kv_heads * head_dim, dim, "column"),
         "o": (dim, heads * head_dim, "row"),
@@ -236,8 +268,25 @@ def grouped_query(
         qk_norm,
         sinks=sinks,
         rope_dim=None if rope.dim == head_dim else rope.dim,
+        gated=gated,
         **kinds,
     )
+
+
+def delta_net(dim: int, key_heads: int, heads: int, key_dim: int, value_dim: int, kernel: int) -> DeltaNet:
+    """Gated DeltaNet (arXiv 2412.06464) as `titancli.models.blocks.delta` has it."""
+    mixed, values = 2 * key_heads * key_dim + heads * value_dim, heads * value_dim
+    shapes: dict[str, tuple[tuple[int, ...], Style]] = {
+        "conv": ((mixed, kernel), "column"),
+        "A_log": ((heads,), "column"),
+        "dt_bias": ((heads,), "column"),
+        "wqkvz.weight": ((mixed + values, dim), "column"),
+        "wba.weight": ((2 * heads, dim), "column"),
+        "wo.weight": ((dim, values), "row"),
+        "out_norm.weight": ((value_dim,), "norm"),
+    }
+    parameters = tuple(Parameter(f"attention.{name}", *found) for name, found in shapes.items())
+    return DeltaNet(key_heads, heads, key_dim, value_dim, kernel, parameters)
 
 
 def latent(
@@ -296,7 +345,9 @@ def swiglu(dim: int, hidden: int, name: str = "feed_forward") -> FeedForward:
     )
 
 
-def mixture(dim: int, routing: Any, *, joined: bool = False, name: str = "moe") -> Experts:
+def mixture(
+    dim: int, routing: Any, *, joined: bool = False, shared_gate: bool = False, name: str = "moe"
+) -> Experts:
     """`titancli.models.blocks.moe`, as the child `name` of a block, for a `titancli.models.sections.MoE`:
     shared experts are one of so many times the width, `joined` ones have w1 and w3 as one matrix. Tensor
     parallelism cuts the shared alone: to the others each rank brings its own part of the row."""
@@ -310,6 +361,8 @@ def mixture(dim: int, routing: Any, *, joined: bool = False, name: str = "moe") 
         parameters.append(Parameter(f"{name}.experts.{matrix}", (experts, rows, dim), "expert"))
     if shared:
         parameters += swiglu(dim, shared * hidden, f"{name}.shared_experts").parameters
+    if shared_gate:
+        parameters.append(Parameter(f"{name}.shared_gate.weight", (1, dim), "replicate"))
     return Experts(
         experts,
         routing.top_k,
@@ -319,6 +372,7 @@ def mixture(dim: int, routing: Any, *, joined: bool = False, name: str = "moe") 
         shared * hidden,
         joined,
         routing.score_before_experts,
+        shared_gate=shared_gate,
     )
 
 
@@ -330,7 +384,11 @@ def clamped(experts: Experts, dim: int, alpha: float, limit: float) -> Experts:
 
 
 def block(
-    dim: int, attention: Attention, feed_forward: FeedForward | Experts, *, norms_after: bool = False
+    dim: int,
+    attention: Attention | DeltaNet,
+    feed_forward: FeedForward | Experts,
+    *,
+    norms_after: bool = False,
 ) -> Block:
     """With the two norms of a Llama block."""
     norms = tuple(Parameter(f"{name}.weight", (dim,), "norm") for name in ("attention_norm", "ffn_norm"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
+from titancli.models.shape import Attention
 from titancli.registry.component import component, component_info
 from titancli.registry.defaults import DatasetConfigDefaults, ModelConfigDefaults, with_defaults
 
@@ -50,7 +51,8 @@ def _not_around_a_ring(recipe: Recipe) -> Iterator[str]:
     if with_defaults(DatasetConfigDefaults, recipe.dataset).document_mask:
         yield "the ring cannot keep attention within documents: dataset.document_mask is true"
     shape = with_defaults(ModelConfigDefaults, recipe.model).shape()
-    layers = [block.attention for block in shape.blocks] if shape is not None else []
+    blocks = shape.blocks if shape is not None else ()
+    layers = [block.attention for block in blocks if isinstance(block.attention, Attention)]
     if any(layer.head_dim != layer.value_dim for layer in layers):
         name = component_info(recipe.model).name
         yield f"the ring needs keys and values of the same width, which the model {name} does not have"

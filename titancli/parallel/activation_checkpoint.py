@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titancli.errors import RecipeError
+from titancli.models.blocks.delta_rule import gated_delta_rule
 from titancli.models.blocks.grouped import grouped_linear
 from titancli.parallel.ring import ring_forward
 from titancli.protocols import ModuleDefaults
@@ -30,6 +31,7 @@ KEPT = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
     ring_forward._opoverload,
+    gated_delta_rule._opoverload,
     # What has come over the network does not travel again.
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_to_all_single.default,

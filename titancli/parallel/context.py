@@ -12,7 +12,7 @@ DeepSpeed Ulysses (arXiv 2309.14509); the ring is in `titancli.parallel.ring`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,7 +41,8 @@ def context_parallel(model: Any, mesh: Mesh, how: str, *, device: torch.device, 
     """Have a model compute on this rank's part of its rows; in place.
 
     The plan sets `model.row_cut`, by which the engine cuts what goes in, and the output's, which joins what
-    comes out. Attention is found by its method `core_attention(q, k, v, mask, causal)`.
+    comes out. Attention is found by its method `core_attention(q, k, v, mask, causal)`,
+    and what goes through rows in order by `core_recurrence(per_head, mask, heads)`.
 
     Args:
         how: "allgather", "ulysses" or "ring".
@@ -60,12 +61,15 @@ def context_parallel(model: Any, mesh: Mesh, how: str, *, device: torch.device, 
         )
     row_cut = RowCut(Group.of(mesh.cp_group), head_tail=how != "ulysses")
     found = [module for module in model.modules() if with_defaults(ModuleDefaults, module).core_attention]
-    if not found and len(model.layers):  # a pipeline stage may have no block
+    in_order = [m for m in model.modules() if with_defaults(ModuleDefaults, m).core_recurrence]
+    if not (found or in_order) and len(model.layers):  # a pipeline stage may have no block
         raise TitanError(
             f"mesh.cp = {row_cut.group.size}: no module of the model has a method `core_attention`",
             hint="see docs/plugins.md on what a model declares as splittable",
         )
     _replace(found, how, row_cut)
+    for module in in_order:
+        module.core_recurrence = partial(_over_heads, module.core_recurrence, row_cut)
     model.row_cut = row_cut
     if model.output is not None:  # under a pipeline the last stage alone has one
         model.output.row_cut = row_cut
@@ -171,6 +175,21 @@ def _ulysses(core: Core, group: Group, q: Tensor, k: Tensor, v: Tensor, mask: Te
     out = core(q, k, v, mask)
     sent = out.unflatten(SEQUENCE, (ranks, length)).movedim(1, 0)
     back = all_to_all(sent.flatten(0, 1), group).view(sent.shape)
+    return back.movedim(0, 2).flatten(2, 3)
+
+
+def _over_heads(core: Core, row_cut: RowCut, per_head: Sequence[Tensor], mask: Tensor | None) -> Tensor:
+    """`core_recurrence` where rows are cut: whole rows of some heads, whichever way they are cut, since state
+    goes through a row from its beginning to its end."""
+    group, (rows, length, heads) = row_cut.group, per_head[0].shape[:3]
+    each = heads // group.size
+    whole = []
+    for x in per_head:
+        dealt = x.unflatten(2, (group.size, each)).movedim(2, 0).flatten(0, 1)
+        whole.append(row_cut.in_order(all_to_all(dealt, group), SEQUENCE))
+    out = core(whole, mask, slice(group.rank * each, (group.rank + 1) * each))
+    parts = torch.cat([row_cut.part(out, rank, SEQUENCE) for rank in range(group.size)])
+    back = all_to_all(parts, group).view(group.size, rows, length, each, *out.shape[3:])
     return back.movedim(0, 2).flatten(2, 3)
 
 

@@ -11,7 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
-from titancli.models.shape import Attention, Block, Experts
+from titancli.models.shape import Attention, Block, DeltaNet, Experts
+from titancli.planning.delta import delta_operations, gated
 from titancli.planning.operations import (
     FP32,
     Operation,
@@ -41,7 +42,7 @@ def block_operations(block: Block, work: Workload) -> list[Operation]:
     stream = (work.stream_tokens, work.shape.dim, work)
     found = [
         replace(norm("x", "n1", *stream, residual=True), enters="x"),
-        *_attention(block.attention, work),
+        *_mixed(block.attention, work),
         add(work),
         norm("x1", "n2", *stream, residual=True),
     ]
@@ -101,21 +102,31 @@ def head_operations(work: Workload) -> list[Operation]:
 # --------------------------------------------------------------------------------------------- attention
 
 
-def _attention(part: Attention, work: Workload) -> Iterator[Operation]:
+def _mixed(part: Attention | DeltaNet, work: Workload) -> Iterator[Operation]:
+    """What mixes tokens."""
     c, dim, tokens, tp = work.compute, work.shape.dim, work.tokens, work.degrees.tp
     x = "n1"
     if tp > 1:
         x = "g1"
         yield gather(x, tokens * dim * c, "tp", tp)
+    mixed = "mixed"
+    for one in delta_operations(part, work, x) if isinstance(part, DeltaNet) else _attention(part, work, x):
+        mixed = one.result or mixed
+        yield one
+    yield linear("o", mixed, tokens, part.heads / tp * part.value_dim, dim, c, residual=tp == 1)
+    if tp > 1:
+        yield scatter("o sum", tokens * dim * c, tp)
+
+
+def _attention(part: Attention, work: Workload, x: str) -> Iterator[Operation]:
     yield from _products(part, work, x)
     yield from _turned(part, work)
     mixed = "mixed"
     for one in _core(part, work):
         mixed = one.result or mixed
         yield one
-    yield linear("o", mixed, tokens, part.heads / tp * part.value_dim, dim, c, residual=tp == 1)
-    if tp > 1:
-        yield scatter("o sum", tokens * dim * c, tp)
+    if part.gated:
+        yield from gated(mixed, work.tokens * part.heads / work.degrees.tp * part.value_dim, work)
 
 
 def _products(part: Attention, work: Workload, x: str) -> Iterator[Operation]:
@@ -137,7 +148,7 @@ def _products(part: Attention, work: Workload, x: str) -> Iterator[Operation]:
         if name == "k" and (part.rotary or part.sinks):
             name = "plain k"
         yield linear(
-            name,
+            "plain q, gate" if name == "plain q" and part.gated else name,
             source,
             work.tokens,
             read,
@@ -159,7 +170,7 @@ def _turned(part: Attention, work: Workload) -> Iterator[Operation]:
     if part.qk_norm:
         for name, numbers in (("q", q), ("k", k)):
             yield norm(f"plain {name}", f"normed {name}", numbers / part.head_dim, part.head_dim, work)
-    if part.rope_dim is None:
+    if part.rope_dim is None or part.kv_rank is None:
         # Python lets go of what comes before only when both are rotated.
         normed = bool(part.qk_norm)
         stages = 1 + normed - (normed and work.compute == FP32)  # a norm in fp32 keeps what it reads

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from titancli.models.shape import Block, Parameter
+from titancli.models.shape import Attention, Block, Parameter
 from titancli.planning.blocks import block_operations, head_operations, runs_through
 from titancli.planning.operations import FP32
 from titancli.planning.pipeline import in_flight
@@ -282,8 +282,9 @@ class _Step:
         return RankMemory(self.pp_rank, own, tally.peak, tally.moment)
 
     def _angles(self) -> float:
-        widths = [block.attention.head_dim for block in self.work.shape.blocks]
-        return self.work.tokens * max(widths) * 4  # cosine and sine, fp32, of half a head
+        layers = [block.attention for block in self.work.shape.blocks]
+        widths = [one.rope_dim or one.head_dim for one in layers if isinstance(one, Attention)]
+        return self.work.tokens * max(widths, default=0) * 4  # cosine and sine, fp32, of half a head
 
     def _accumulated(self, every: list[Group]) -> None:
         """Gradients that are there from earlier passes of the same step."""

@@ -95,6 +95,11 @@ class ModuleDefaults:
 
     core_attention: Callable[..., Tensor] | None = None
     """For an attention: `core_attention(q, k, v, mask, causal=True)`, which context parallelism replaces."""
+    core_recurrence: Callable[..., Tensor] | None = None
+    """For a layer that goes through rows in order: `core_recurrence(per_head, mask, heads=slice(None))`,
+    which context parallelism replaces. `per_head` are tensors [B, S, heads, ...], `mask` is [B, S] bool
+    (the tokens with which a document begins) or None, and `heads` tells which of this rank's heads the
+    tensors hold."""
     reach: Any = None
     """For an attention: how far back a token sees, a `titancli.models.blocks.reach.Reach`; None: to the
     start of the row."""

@@ -197,6 +197,7 @@ class Attention(nn.Module):
         head_dim: int,
         *,
         qk_norm_eps: float | None = None,
+        norm: type[nn.RMSNorm] = nn.RMSNorm,
         bias: Collection[str] = "",
         reach: Reach = WHOLE,
         sinks: bool = False,
@@ -204,10 +205,12 @@ class Attention(nn.Module):
         rotary: bool = True,
         scaled: bool = False,
         norm_after_eps: float | None = None,
+        gated: bool = False,
     ) -> None:
         """
         Args:
             qk_norm_eps: if given, every head's query and key are normed (RMS), with weights that heads share.
+            norm: the class of these norms.
             bias: which of the products q, k, v and o have one.
             reach: how far back a token sees.
             sinks: whether each head has a logit that takes its share of the softmax and gives nothing.
@@ -215,20 +218,22 @@ class Attention(nn.Module):
             rotary: whether queries and keys are rotated.
             scaled: whether queries are multiplied by what comes as cos (where nothing is rotated).
             norm_after_eps: if given, rotated queries and keys are normed, without weights.
+            gated: whether `wq` makes as many numbers again, whose sigmoids multiply what heads give.
         """
         super().__init__()
+        self.gated = gated
         self.head_dim = self.value_dim = head_dim
         self.reach, self.scale = reach, scale
         self.rotary, self.scaled, self.norm_after_eps = rotary, scaled, norm_after_eps
         # Known before any shape is: compiled for changing shapes, a comparison of these would be symbolic.
         self.grouped = n_heads != n_kv_heads
-        self.wq = nn.Linear(dim, n_heads * head_dim, bias="q" in bias)
+        self.wq = nn.Linear(dim, n_heads * head_dim * (1 + gated), bias="q" in bias)
         self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias="k" in bias)
         self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias="v" in bias)
         self.wo = nn.Linear(n_heads * head_dim, dim, bias="o" in bias)
         normed = qk_norm_eps is not None
-        self.q_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if normed else None
-        self.k_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if normed else None
+        self.q_norm = norm(head_dim, eps=qk_norm_eps) if normed else None
+        self.k_norm = norm(head_dim, eps=qk_norm_eps) if normed else None
         self.sinks = nn.Parameter(torch.empty(n_heads)) if sinks else None
 
     @property
@@ -246,7 +251,8 @@ class Attention(nn.Module):
         """
         rows, length, _ = x.shape
         # Head counts are read off the result, so that the same code works on a tensor-parallel shard.
-        q = self.wq(x).view(rows, length, -1, self.head_dim)
+        q = self.wq(x).view(rows, length, -1, self.head_dim * (1 + self.gated))
+        q, gate = q.chunk(2, -1) if self.gated else (q, None)
         k = self.wk(x).view(rows, length, -1, self.head_dim)
         v = self.wv(x).view(rows, length, -1, self.head_dim)
         q, k = self.place(q, k, cos, sin)
@@ -256,6 +262,7 @@ class Attention(nn.Module):
             q, k = with_sinks(q, k, local(self.sinks), self.scale)
         # A token that comes alone may see all that the cache holds; else no shape decides what is masked.
         out = self.core_attention(q, k, v, mask, causal=cache is None or length > 1)
+        out = out if gate is None else out * gate.sigmoid()
         return self.wo(out.reshape(rows, length, -1))
 
     def place(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,13 +6,14 @@ training. It holds rows that grow together: each call adds the same number of to
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from titancli.models.blocks.masks import MaskOf
-from titancli.models.blocks.reach import Reach
+from titancli.models.blocks.reach import IN_ORDER, Reach
 
 
 class LayerCache:
@@ -52,19 +53,34 @@ class LayerCache:
         return kept
 
 
+class StateCache:
+    """What a layer that goes through rows in order has of them: tensors of a row each, however long it is."""
+
+    def __init__(self, length: int) -> None:
+        self.state: tuple[Tensor, Tensor] | None = None
+
+    def select(self, rows: Tensor) -> None:
+        """See `KVCache.select`."""
+        if self.state is not None:
+            self.state = self.state[0][rows], self.state[1][rows]
+
+
 class KVCache:
     """Keys and values of every layer, and what follows from their number: positions and the mask."""
 
-    def __init__(self, layers: Iterable[str], length: int, padding: Tensor | None = None) -> None:
+    def __init__(self, layers: Mapping[str, Any], length: int, padding: Tensor | None = None) -> None:
         """An empty cache.
 
         Args:
-            layers: their names, the keys of `layers`.
+            layers: the attention of each, by name.
             length: how many tokens a row can have, padding included.
             padding: [B] int64, how many tokens at the beginning of each row are not part of it, so that rows
                 of unequal length end together; None: none in any row.
         """
-        self.layers = {name: LayerCache(length) for name in layers}
+        self.layers: dict[str, LayerCache | StateCache] = {
+            name: (StateCache if attention.reach is IN_ORDER else LayerCache)(length)
+            for name, attention in layers.items()
+        }
         self.used = 0
         """Tokens seen of each row, padding included."""
         self.padding = padding
@@ -82,7 +98,9 @@ class KVCache:
         padding = 0 if self.padding is None else self.padding[:, None]
         made: dict[Reach, Tensor] = {}
 
-        def mask(reach: Reach) -> Tensor | None:
+        def mask(reach: Reach | None) -> Tensor | None:
+            if reach is IN_ORDER:  # what pads a row is a document before it
+                return None if self.padding is None else slots == padding
             alone = count == 1 and not reach.limits(self.used)
             if self.padding is None and (start == 0 or alone):
                 return None

@@ -17,12 +17,14 @@ from titancli.models import shape
 from titancli.models.blocks.attention import Attention
 from titancli.models.blocks.cache import KVCache, LayerCache
 from titancli.models.blocks.clamped import ClampedExperts
+from titancli.models.blocks.delta import GatedDeltaNet
 from titancli.models.blocks.feed_forward import FeedForward
 from titancli.models.blocks.head import Output
 from titancli.models.blocks.init import fill, normal_, ones_, trunc_normal_
 from titancli.models.blocks.latent import LatentAttention
 from titancli.models.blocks.masks import document_masks
 from titancli.models.blocks.moe import Experts, JoinedExperts, MoE, moe_layers
+from titancli.models.blocks.norm import ZeroCentredRMSNorm
 from titancli.models.blocks.reach import Reach
 from titancli.models.blocks.rope import frequencies, rotation
 
@@ -38,13 +40,18 @@ class Block(nn.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
     def __init__(
-        self, dim: int, norm_eps: float, attention: nn.Module, feed_forward: FeedForward | MoE
+        self,
+        dim: int,
+        norm_eps: float,
+        attention: nn.Module,
+        feed_forward: FeedForward | MoE,
+        norm: type[nn.RMSNorm] = nn.RMSNorm,
     ) -> None:
         """`attention`: called as `titancli.models.blocks.attention.Attention` is."""
         super().__init__()
-        self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.attention_norm = norm(dim, eps=norm_eps)
         self.attention = attention
-        self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.ffn_norm = norm(dim, eps=norm_eps)
         # Under names that say which it is: patterns for one should not match the other.
         self.moe = feed_forward if isinstance(feed_forward, MoE) else None
         self.feed_forward = feed_forward if isinstance(feed_forward, FeedForward) else None
@@ -73,9 +80,21 @@ class Block(nn.Module):
         return x, self.ffn_norm(x)
 
 
-def attention_of(part: shape.Attention, dim: int, norm_eps: float) -> nn.Module:
+def attention_of(
+    part: shape.Attention | shape.DeltaNet, dim: int, norm_eps: float, norm: type[nn.RMSNorm] = nn.RMSNorm
+) -> nn.Module:
     """The module that a shape describes."""
     module: Any
+    if isinstance(part, shape.DeltaNet):
+        return GatedDeltaNet(
+            dim,
+            part.key_heads,
+            part.heads,
+            part.key_dim,
+            part.value_dim,
+            kernel=part.kernel,
+            norm_eps=norm_eps,
+        )
     if part.kv_rank is not None:
         module = LatentAttention(
             dim,
@@ -94,6 +113,7 @@ def attention_of(part: shape.Attention, dim: int, norm_eps: float) -> nn.Module:
             part.kv_heads,
             part.head_dim,
             qk_norm_eps=norm_eps if part.qk_norm else None,
+            norm=norm,
             bias=part.bias,
             reach=Reach(part.window, part.chunk),
             sinks=part.sinks,
@@ -101,6 +121,7 @@ def attention_of(part: shape.Attention, dim: int, norm_eps: float) -> nn.Module:
             rotary=part.rotary,
             scaled=part.scaled is not None,
             norm_after_eps=norm_eps if part.norm_after else None,
+            gated=part.gated,
         )
     module.angles = part.scaled or part.rope
     return module
@@ -114,7 +135,7 @@ def feed_forward_of(part: shape.FeedForward | shape.Experts, dim: int) -> FeedFo
     if part.clamped is not None:
         alpha, limit = part.clamped
         experts = partial(ClampedExperts, alpha=alpha, limit=limit)
-    return MoE(dim, part.routing, experts)
+    return MoE(dim, part.routing, experts, shared_gate=part.shared_gate)
 
 
 class Decoder(nn.Module):
@@ -132,7 +153,7 @@ class Decoder(nn.Module):
         self.tensor_plan = self.shape.tensor_plan
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): self.block(part) for i, part in enumerate(self.shape.blocks)})
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = self._norm(config.dim, eps=config.norm_eps)
         self.output = Output(config.dim, config.vocab_size)
         if config.tied:
             self.output.weight = self.tok_embeddings.weight
@@ -140,10 +161,13 @@ class Decoder(nn.Module):
 
     def block(self, part: shape.Block) -> Block:
         """The module of a block. A family that has other modules makes them here."""
-        dim, eps = self.shape.dim, self.shape.norm_eps
-        return Block(
-            dim, eps, attention_of(part.attention, dim, eps), feed_forward_of(part.feed_forward, dim)
-        )
+        dim, eps, norm = self.shape.dim, self.shape.norm_eps, self._norm
+        attention = attention_of(part.attention, dim, eps, norm)
+        return Block(dim, eps, attention, feed_forward_of(part.feed_forward, dim), norm)
+
+    @property
+    def _norm(self) -> type[nn.RMSNorm]:
+        return ZeroCentredRMSNorm if self.shape.zero_centred else nn.RMSNorm
 
     def forward(
         self,
@@ -188,7 +212,7 @@ class Decoder(nn.Module):
 
     def new_cache(self, length: int, padding: Tensor | None = None) -> KVCache:
         """An empty cache for `forward(tokens, cache=…)`; see `KVCache`."""
-        return KVCache(self.layers, length, padding)
+        return KVCache({name: block.attention for name, block in self.layers.items()}, length, padding)
 
     def _continue(self, tokens: Tensor, cache: KVCache) -> Tensor:
         positions, mask = cache.advance(tokens.shape[1], tokens.device)
@@ -204,10 +228,11 @@ class Decoder(nn.Module):
         and sine of a `titancli.models.shape.Rope`, [B or 1, S, 1, dim / 2] fp32; or what queries are
         multiplied by, [B or 1, S, 1, 1] fp32, in both places."""
         layers: list[Any] = [block.attention for block in self.layers.values()]
-        return {
-            one: self._rotation(one, positions) if isinstance(one, shape.Rope) else _scale(one, positions)
-            for one in dict.fromkeys(layer.angles for layer in layers)
-        }
+        found: dict[Any, Any] = {None: (None, None)}  # of those that do not ask
+        for one in dict.fromkeys(layer.angles for layer in layers if layer.angles is not None):
+            rope = isinstance(one, shape.Rope)
+            found[one] = self._rotation(one, positions) if rope else _scale(one, positions)
+        return found
 
     def _rotation(self, rope: shape.Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
         # Not a buffer: that would be garbage after construction on meta, and cast with the parameters.
@@ -242,7 +267,8 @@ class Decoder(nn.Module):
     # ------------------------------------------------------------------------------------------- values
 
     def init_weights(self, generator_for: Callable[[str], torch.Generator]) -> None:
-        """Matrices N(0, 0.02), those that end a branch scaled down with depth; norms 1; biases 0."""
+        """Matrices N(0, 0.02), those that end a branch scaled down with depth; norms 1; biases 0; and what a
+        module begins with that says so itself (`init_own`)."""
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
                 ones_(parameter)
@@ -256,6 +282,9 @@ class Decoder(nn.Module):
                 trunc_normal_(parameter, self.config.dim**-0.5, generator_for(name))
             else:
                 trunc_normal_(parameter, _std(name), generator_for(name))
+        for path, module in self.named_modules():
+            if isinstance(module, (ZeroCentredRMSNorm, GatedDeltaNet)):
+                module.init_own(partial(_within, generator_for, path))
         for layer in moe_layers(self).values():
             layer.clear_bias()
 
@@ -269,6 +298,10 @@ def _scale(temperature: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
     steps = ((positions.clamp(min=0) + 1) // temperature.floor_scale).float()
     scale = (steps.log1p() * temperature.attn_scale + 1)[..., None, None]
     return scale, scale
+
+
+def _within(generator_for: Callable[[str], torch.Generator], path: str, name: str) -> torch.Generator:
+    return generator_for(f"{path}.{name}")
 
 
 def _std(name: str) -> float:

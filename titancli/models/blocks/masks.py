@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any, Union
 import torch
 from torch import Tensor
 
-from titancli.models.blocks.reach import WHOLE, Piece, Reach, first_seen
+from titancli.models.blocks.reach import IN_ORDER, WHOLE, Piece, Reach, first_seen
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 Mask = Union[Tensor, "BlockMask", tuple["Tensor | BlockMask", ...]]
 """[B or 1, 1, S, T], bool or as blocks (`titancli.models.blocks.flex`); a tuple of them: `document_masks`."""
-MaskOf = Callable[[Reach], "Mask | None"]
-"""The mask of layers that see so far; None: none is needed beside the reach itself."""
+MaskOf = Callable[["Reach | None"], "Mask | None"]
+"""The mask of layers that see so far; None: none is needed beside the reach itself. Of layers that go through
+rows in order (`IN_ORDER`): [B, S] bool, the tokens with which a document begins, of whole rows."""
 
 
 def document_mask(document_ids: Tensor, reach: Reach = WHOLE, piece: Piece | None = None) -> Tensor:
@@ -44,11 +45,13 @@ def document_masks(document_ids: Tensor | None, pieces: Sequence[range] | None =
         pieces: the queries that are here, where context parallel has others elsewhere. A mask is then a
             tuple, for each of the pieces one of its queries and of the keys that `Piece.of` says.
     """
-    made: dict[Reach, Mask] = {}
+    made: dict[Reach | None, Mask] = {}
 
-    def of(reach: Reach) -> Mask | None:
+    def of(reach: Reach | None) -> Mask | None:
         if document_ids is None:
             return None
+        if reach is IN_ORDER:
+            return begins(document_ids)
         if reach not in made:
             make: Any = _block_mask if document_ids.device.type == "cuda" else document_mask
             if pieces is None:
@@ -58,6 +61,11 @@ def document_masks(document_ids: Tensor | None, pieces: Sequence[range] | None =
         return made[reach]
 
     return of
+
+
+def begins(document_ids: Tensor) -> Tensor:
+    """[B, S] bool: the tokens with which a document begins."""
+    return torch.cat((torch.ones_like(document_ids[:, :1]), document_ids.diff(dim=1)), 1) != 0
 
 
 def _block_mask(document_ids: Tensor, reach: Reach, piece: Piece | None = None) -> BlockMask:

@@ -84,14 +84,21 @@ class MoE(nn.Module):
         dim: int,
         config: MoEConfig,
         experts: Callable[[int, int, int], Experts] = Experts,
+        *,
+        shared_gate: bool = False,
     ) -> None:
-        """`experts` makes them out of dim, hidden_dim and num_experts."""
+        """
+        Args:
+            experts: makes them out of dim, hidden_dim and num_experts.
+            shared_gate: whether what the shared experts make of a token is multiplied by a sigmoid of it.
+        """
         super().__init__()
         self.config = config
         self.router = Router(dim, config)
         self.experts = experts(dim, config.hidden_dim, config.num_experts)
         shared = config.num_shared_experts
         self.shared_experts = FeedForward(dim, shared * config.hidden_dim) if shared else None
+        self.shared_gate = nn.Linear(dim, 1, bias=False) if shared_gate else None
         balanced = bool(config.load_balance_coeff)
         # A buffer: it moves without gradients, and is no parameter that an optimizer might decay.
         self.register_buffer("expert_bias", torch.zeros(config.num_experts) if balanced else None)
@@ -114,7 +121,10 @@ class MoE(nn.Module):
             routes = routes._replace(scores=scores)
         self._count(routes)
         out = self._routed(tokens, routes).view_as(x)
-        return out if self.shared_experts is None else out + self.shared_experts(x)
+        if self.shared_experts is None:
+            return out
+        shared = self.shared_experts(x)
+        return out + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)
 
     def _routed(self, tokens: Tensor, routes: Routes) -> Tensor:
         top_k = self.config.top_k

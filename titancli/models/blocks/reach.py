@@ -48,6 +48,8 @@ class Reach(NamedTuple):
 
 WHOLE = Reach()
 """All that is before a token, and itself."""
+IN_ORDER = None
+"""The reach of a layer that does not look back but goes through a row token by token."""
 
 
 def document_positions(document_ids: Tensor) -> Tensor:

@@ -1,0 +1,156 @@
+"""Gated DeltaNet: linear attention whose memory is a matrix of each head, corrected token by token.
+
+Source: arXiv 2412.06464, as Qwen3-Next has it: queries, keys and values pass a short causal convolution
+first, and what heads read is normed and gated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad, silu, softplus
+
+from titancli.distributed.local import local
+from titancli.models.blocks.delta_rule import gated_delta_rule
+from titancli.models.blocks.init import fill
+from titancli.models.blocks.reach import IN_ORDER
+
+if TYPE_CHECKING:
+    from titancli.models.blocks.cache import StateCache
+
+ALL = slice(None)
+
+
+class GatedDeltaNet(nn.Module):
+    """In place of attention. A *group* is a head of queries and keys, and those of values that share it; what
+    belongs to a group lies together, so that tensor parallelism shards by groups.
+
+    `mask` is [B, S] bool, the tokens with which a document begins, of whole rows; None: rows are not divided.
+    """
+
+    takes_local_parameters = True
+    reach = IN_ORDER
+    angles = None
+
+    def __init__(
+        self,
+        dim: int,
+        key_heads: int,
+        value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        *,
+        kernel: int,
+        norm_eps: float,
+    ) -> None:
+        """`kernel`: tokens that the convolution sees."""
+        super().__init__()
+        self.key_dim, self.value_dim = key_dim, value_dim
+        self.shared_by = value_heads // key_heads
+        mixed = 2 * key_dim + self.shared_by * value_dim
+        # Of each group its query, its key, its values, and their gates; and β and decay of each value head.
+        self.wqkvz = nn.Linear(dim, key_heads * (mixed + self.shared_by * value_dim), bias=False)
+        self.wba = nn.Linear(dim, 2 * value_heads, bias=False)
+        self.conv = nn.Parameter(torch.empty(key_heads * mixed, kernel))
+        self.A_log = nn.Parameter(torch.empty(value_heads))
+        self.dt_bias = nn.Parameter(torch.empty(value_heads))
+        self.out_norm = nn.RMSNorm(value_dim, eps=norm_eps)
+        self.wo = nn.Linear(value_heads * value_dim, dim, bias=False)
+
+    def init_own(self, generator_for: Callable[[str], torch.Generator]) -> None:
+        """Draw what is no matrix: heads forget at rates of 0.01 to 16 times a step of softplus(1), and the
+        convolution begins as torch's own does."""
+        decay, bound = generator_for("A_log"), self.conv.shape[1] ** -0.5
+        fill(self.A_log, lambda whole: whole.uniform_(0.01, 16, generator=decay).log_())
+        fill(self.dt_bias, lambda whole: whole.fill_(1.0))
+        taps = generator_for("conv")
+        fill(self.conv, lambda whole: whole.uniform_(-bound, bound, generator=taps))
+
+    def forward(
+        self, x: Tensor, cos: None, sin: None, mask: Tensor | None, cache: StateCache | None = None
+    ) -> Tensor:
+        """[B, S, dim] -> [B, S, dim]; cos and sin are None, since order is in the recurrence."""
+        rows, length, _ = x.shape
+        values = self.shared_by * self.value_dim
+        widths = (2 * self.key_dim + values, values)
+        mixed, gate = self.wqkvz(x).view(rows, length, -1, sum(widths)).split(widths, -1)
+        beta, step = self.wba(x).view(rows, length, -1, 2 * self.shared_by).chunk(2, -1)
+        bias, rate = (local(p).view(-1, self.shared_by) for p in (self.dt_bias, self.A_log))
+        wide = torch.promote_types(step.dtype, torch.float32)
+        log_decay = -rate.to(wide).exp() * softplus(step.to(wide) + bias)
+        per_head = (mixed, torch.cat((log_decay, beta.to(wide).sigmoid()), -1))
+        out = self.core_recurrence(per_head, mask) if cache is None else self._continue(per_head, mask, cache)
+        out = self.out_norm(out) * silu(gate.view_as(out).to(wide))
+        return self.wo(out.to(x.dtype).reshape(rows, length, -1))
+
+    def core_recurrence(self, per_head: Sequence[Tensor], mask: Tensor | None, heads: slice = ALL) -> Tensor:
+        """What goes along whole rows, of some groups; a plan may put a method in its place that brings rows
+        together and calls this one with them (`titancli.parallel.context`).
+
+        Args:
+            per_head: [B, S, groups, …] each.
+            mask: [B, S] bool.
+            heads: which of this rank's groups these are.
+
+        Returns:
+            [B, S, groups, value heads of a group, value_dim].
+        """
+        return self._pass(per_head, mask, None, None, heads)[0]
+
+    def _continue(self, per_head: Sequence[Tensor], mask: Tensor | None, cache: StateCache) -> Tensor:
+        mixed, kept = per_head[0], self.conv.shape[1] - 1
+        before, state = cache.state or (mixed.new_zeros(len(mixed), kept, *mixed.shape[2:]), None)
+        out, state = self._pass(per_head, mask, before, state)
+        row = torch.cat((before, mixed), 1)
+        if mask is not None:  # of the last token's document alone: in a later call nothing tells them apart
+            document = pad(mask.int().cumsum(1), (kept, 0))
+            row = row * (document == document[:, -1:])[..., None, None]
+        cache.state = row[:, row.shape[1] - kept :], state
+        return out
+
+    def _pass(
+        self,
+        per_head: Sequence[Tensor],
+        mask: Tensor | None,
+        before: Tensor | None,
+        state: Tensor | None,
+        heads: slice = ALL,
+    ) -> tuple[Tensor, Tensor]:
+        mixed, gates = per_head
+        widths = (self.key_dim, self.key_dim, self.shared_by * self.value_dim)
+        weight = local(self.conv).view(-1, sum(widths), self.conv.shape[1])[heads]
+        q, k, v = silu(short_convolution(mixed, weight, mask, before)).split(widths, -1)
+        log_decay, beta = gates.chunk(2, -1)
+        v = v.unflatten(-1, (self.shared_by, self.value_dim))
+        return gated_delta_rule(q, k, v, log_decay, beta, mask, state)
+
+
+def short_convolution(x: Tensor, weight: Tensor, begins: Tensor | None, before: Tensor | None) -> Tensor:
+    """Each channel's own causal convolution, which does not see across documents; summed in fp32 or more.
+
+    Args:
+        x: [B, S, …].
+        weight: […, kernel], the last for the token itself.
+        begins: [B, S] bool, the tokens with which a document begins; None: none does.
+        before: [B, kernel - 1, …], what stands in front of the row; None: zeros.
+
+    Returns:
+        [B, S, …] in x's dtype.
+    """
+    length, kernel = x.shape[1], weight.shape[-1]
+    front = (0, 0) * (x.ndim - 2) + (kernel - 1, 0)
+    row = pad(x, front) if before is None else torch.cat((before, x), 1)
+    weight = weight.to(torch.promote_types(x.dtype, torch.float32))
+    out = x * weight[..., -1]
+    document = None if begins is None else pad(begins.int().cumsum(1), (kernel - 1, 0))
+    for back in range(1, kernel):
+        at = kernel - 1 - back
+        part = row[:, at : at + length] * weight[..., at]
+        if document is not None:
+            same = document[:, kernel - 1 :] == document[:, at : at + length]
+            part = part * same[(...,) + (None,) * (x.ndim - 2)]
+        out = out + part
+    return out.to(x.dtype)

@@ -1,0 +1,33 @@
+"""A norm whose weights count from 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
+
+from titancli.distributed.local import local
+from titancli.models.blocks.init import fill
+
+
+class ZeroCentredRMSNorm(nn.RMSNorm):
+    """RMSNorm by 1 + weight, so that weight decay draws towards no change; in fp32 or more."""
+
+    takes_local_parameters = True
+
+    def __init__(self, dim: int, eps: float, **options: Any) -> None:
+        super().__init__(dim, eps=eps, **options)
+
+    def init_own(self, generator_for: Callable[[str], torch.Generator]) -> None:
+        """Begin as a norm that multiplies by 1."""
+        fill(self.weight, lambda whole: whole.zero_())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., dim] -> [..., dim] in the same dtype."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return rms_norm(x.to(wide), self.normalized_shape, 1 + local(self.weight).to(wide), self.eps).to(
+            x.dtype
+        )

@@ -1,0 +1,95 @@
+"""The operations of gated DeltaNet: `titancli.models.blocks.delta`. Sizes are bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from titancli.models.shape import DeltaNet
+from titancli.planning.operations import FP32, Operation, exchange, linear, norm
+from titancli.planning.workload import Workload
+
+CHUNK = 64
+"""Tokens whose products are computed together: `titancli.models.blocks.delta_rule`."""
+
+
+def delta_operations(part: DeltaNet, work: Workload, x: str) -> Iterator[Operation]:
+    """Of what is between the norm before it, `x`, and its last product."""
+    c, tokens, tp = work.compute, work.tokens, work.degrees.tp
+    heads, mixed = part.heads / tp, tokens * part.mixed / tp * c
+    values, rates = tokens * heads * part.value_dim, tokens * heads * FP32
+    made = part.mixed / tp + heads * part.value_dim
+    yield linear("mixed, gate", x, tokens, work.shape.dim, made, c, adds=True)
+    yield linear("steps", x, tokens, work.shape.dim, 2 * heads, c)
+    saves = {"wide steps": 2 * rates, "kept": 2 * rates}
+    yield Operation("rates", 2 * rates, saves=saves, done=2 * rates, gradients=2 * rates, moved=8 * rates)
+    before = "mixed, gate"
+    if work.degrees.cp > 1:
+        yield exchange("whole rows", mixed, "cp")
+        yield exchange("whole rates", 2 * rates, "cp")
+        before = "whole rows"
+    yield Operation(
+        "convolved",
+        mixed,
+        saves={before: mixed, "after zeros": mixed},
+        done=mixed,
+        gradients=mixed,
+        beside=2 * mixed + 3 * mixed * FP32 / c,
+        alive=3 * mixed * FP32 / c,
+        moved=4 * mixed,
+        backward_moved=8 * mixed,
+    )
+    yield Operation(
+        "qkv",
+        mixed,
+        saves={"convolved": mixed},
+        done=mixed,
+        gradients=mixed,
+        moved=2 * mixed,
+        backward_moved=3 * mixed,
+    )
+    # As in attention, the scores are made again in backward; each chunk has them, and a step of the state.
+    width = part.key_dim + part.value_dim
+    flops = 2.0 * tokens * heads * (2 * CHUNK * width + part.key_dim * (part.key_dim + 4 * part.value_dim))
+    out = values * c
+    yield Operation(
+        "read",
+        out,
+        saves={"qkv": mixed, "rates": 2 * rates, "read": out},
+        keeps=("read",),
+        done=out,
+        gradients=mixed + 2 * rates,
+        flops=flops,
+        backward_flops=3 * flops,
+        moved=mixed + out,
+        backward_moved=2 * (mixed + out),
+        kind="attention",
+    )
+    if work.degrees.cp > 1:
+        yield exchange("own read", out, "cp")
+    yield norm("read", "normed read", tokens * heads, part.value_dim, work)
+    yield from gated("normed read", values, work, swish=True)
+
+
+def gated(x: str, numbers: float, work: Workload, *, swish: bool = False) -> Iterator[Operation]:
+    """`x` times a function of a gate that came out of a product: a sigmoid or, in fp32, a swish."""
+    size, own = numbers * (FP32 if swish else work.compute), numbers * work.compute
+    reads = "wide gate" if swish else "open gate"
+    yield Operation(
+        "open gate",
+        size,
+        saves={reads: size},
+        done=size,
+        gradients=own,
+        moved=2 * size,
+        backward_moved=3 * size,
+    )
+    yield Operation(
+        "mixed",
+        own,
+        saves={x: own, "open gate": size},
+        done=own,
+        gradients=own + size,
+        beside=size if swish else 0.0,
+        moved=own + 2 * size,
+        backward_moved=2 * own + 3 * size,
+    )
