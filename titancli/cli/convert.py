@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -49,6 +49,11 @@ class Size(click.ParamType):
     show_default=True,
     help="Maximum file size; a larger tensor gets a file of its own.",
 )
+@click.option(
+    "--quantise",
+    type=click.Choice(["fp8", "mxfp4"]),
+    help="With --to hf: write the matrices quantized: in blocks of fp8, or (gpt_oss) MXFP4.",
+)
 @click.option("--verify", is_flag=True, help="Compare the logits with those of transformers (or peft).")
 @click.option(
     "--model-component",
@@ -61,10 +66,13 @@ def command(
     to: str,
     dtype: str | None,
     max_shard: int,
+    quantise: Literal["fp8", "mxfp4"] | None,
     verify: bool,
     model_component: str | None,
 ) -> int:
     """Convert a checkpoint to a Hugging Face folder (--to hf), or back (--to titan).
+
+    Quantized folders are read as bfloat16; --quantise writes them.
 
     Adapters of the lora converter are merged into the base model (--to hf) or exported for peft (--to peft).
 
@@ -75,11 +83,20 @@ def command(
     from titancli.checkpoint.format.stream import no_progress
     from titancli.checkpoint.hf import convert
 
+    if quantise and to != "hf":
+        raise UsageError(f"--quantise cannot be used with --to {to}", hint="remove it, or use --to hf")
     show = _progress if sys.stderr.isatty() else no_progress
     if to == "hf":
         with on_disk(src, dst.absolute().parent, say=note) as folder:
             result = convert.to_hf(
-                folder, dst, dtype=dtype, max_shard=max_shard, verify=verify, progress=show, say=note
+                folder,
+                dst,
+                dtype=dtype,
+                quantise=quantise,
+                max_shard=max_shard,
+                verify=verify,
+                progress=show,
+                say=note,
             )
     elif to == "peft":
         from titancli.checkpoint.hf.peft import to_peft

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from titancli.checkpoint import base as bases
 from titancli.checkpoint.format.manifest import adapters_of as told_by
 from titancli.checkpoint.format.manifest import is_checkpoint, read_manifest
-from titancli.checkpoint.hf.folder import put
+from titancli.checkpoint.hf.virtual import put
 from titancli.checkpoint.load import name_lists
 from titancli.distributed import process_group
 from titancli.errors import TitanError

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from titancli.checkpoint.base import open_weights
 from titancli.checkpoint.format.manifest import is_checkpoint
-from titancli.checkpoint.hf.folder import put, read_hf
+from titancli.checkpoint.hf.folder import read_hf
+from titancli.checkpoint.hf.virtual import put
 from titancli.checkpoint.hf.which import (
     check_parameters,
     find_checkpoint,

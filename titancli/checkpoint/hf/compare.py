@@ -10,15 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titancli.checkpoint.base import MergedReader
+from titancli.checkpoint.base import HFTensors, MergedReader
 from titancli.checkpoint.format.tensors import Tensors
-from titancli.checkpoint.hf.folder import cast_of, put
+from titancli.checkpoint.hf.folder import cast_of
 from titancli.checkpoint.hf.libraries import library_of
+from titancli.checkpoint.hf.virtual import put
 from titancli.checkpoint.hf.which import hf_form
 from titancli.converters.lora import AdaptedLinear
 from titancli.errors import EnvironmentProblem, UsageError
 from titancli.models.blocks.state import named_state
 from titancli.models.hf_causal_lm.config_json import kernels_of_the_hub
+from titancli.models.quantization import Quantization, quantization_of
 from titancli.registry.component import build
 
 VERIFY_LIMIT = 1e-3
@@ -55,7 +57,9 @@ def verdict(
     form = hf_form(model)
     tokens = verify_tokens(model)
     theirs = load_in_transformers(hf_folder)
-    if exported:
+    if _quantisation(hf_folder) is not None:
+        found = _quantised_differences(model, reader, theirs, hf_folder, tokens, dtype, exported)
+    elif exported:
         made = logits_of(theirs, tokens)
         del theirs
         found = _export_differences(model, reader, made, tokens, dtype)
@@ -70,6 +74,34 @@ def verdict(
             "not compared, because a Hugging Face folder cannot hold them: the experts' balancing biases"
         )
     return lines, good
+
+
+def _quantised_differences(
+    model: Any,
+    reader: Tensors,
+    theirs: torch.nn.Module,
+    folder: Path,
+    tokens: Tensor,
+    dtype: torch.dtype | None,
+    exported: bool,
+) -> list[tuple[Tensor, Tensor]]:
+    """See `verdict_on`: transformers multiplies values by scales in float32, and what is read here is
+    bfloat16, so both sides are compared once more as bfloat16. Of an export, that is what was written."""
+    if isinstance(reader, MergedReader):
+        meant = logits_beside(model, reader.base, reader.adapters, reader.scale, tokens)
+    else:
+        meant = our_logits(model, reader, tokens)
+    found = [(logits_of(theirs, tokens), meant)]
+    for rounding in (torch.bfloat16, *([] if dtype is None or exported else [dtype]), torch.bfloat16):
+        _round(theirs, rounding)
+    written = HFTensors(folder, model) if exported else reader
+    ours = our_logits(model, Rounded(written, torch.bfloat16), tokens)
+    return [*found, (logits_of(theirs, tokens), ours)]
+
+
+def _quantisation(folder: Path) -> Quantization | None:
+    file = folder / "config.json"
+    return quantization_of(json.loads(file.read_bytes())) if file.is_file() else None
 
 
 def _export_differences(
@@ -189,6 +221,17 @@ def logits_of(model: Any, tokens: Tensor) -> Tensor:
     return model.eval()(input_ids=tokens).logits
 
 
+def _dequantised(folder: Path) -> dict[str, Any]:
+    """Arguments by which transformers unpacks quantized weights, and asks the Hub for no kernels for them."""
+    how = _quantisation(folder)
+    if how is None or how.method == "compressed-tensors":
+        return {}
+    from transformers import FineGrainedFP8Config, Mxfp4Config
+
+    wanted: Any = Mxfp4Config if how.method == "mxfp4" else FineGrainedFP8Config
+    return {"quantization_config": wanted(dequantize=True)}
+
+
 def load_in_transformers(folder: Path, adapters: Path | None = None) -> torch.nn.Module:
     """The folder as transformers loads it, in float32 on the CPU; with adapters as peft loads those.
 
@@ -211,7 +254,11 @@ def load_in_transformers(folder: Path, adapters: Path | None = None) -> torch.nn
 
         disable_progress_bar()
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+            folder,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+            **_dequantised(folder),
         )
         model = model.float()  # what was quantized is in bfloat16
         if adapters is None:

@@ -24,6 +24,7 @@ from titancli.checkpoint.hf.compare import refuse_incomparable, verdict
 from titancli.checkpoint.hf.folder import HFReader, cast_of, export_hf, read_hf
 from titancli.checkpoint.hf.kept import kept_of, not_kept, of_another_tokenizer
 from titancli.checkpoint.hf.libraries import library_of
+from titancli.checkpoint.hf.quantise import Method, quantisation
 from titancli.checkpoint.hf.which import (
     Say,
     check_parameters,
@@ -54,12 +55,16 @@ def to_hf(
     dst: Path,
     *,
     dtype: str | None = None,
+    quantise: Method | None = None,
     max_shard: int | None = None,
     verify: bool = False,
     progress: Progress = no_progress,
     say: Say,
 ) -> Result:
     """Export a checkpoint, or a run's newest good one.
+
+    `quantise`: see `titancli.checkpoint.hf.quantise`; what is left as it is becomes bfloat16, unless `dtype`
+    says otherwise.
 
     The checkpoint's files are compared with their checksums while they are being converted, and the folder
     appears only when they are right.
@@ -73,6 +78,8 @@ def to_hf(
     form = hf_form(model)
     if verify:
         refuse_incomparable(form)
+    how = None if quantise is None else quantisation(quantise, model, form)
+    cast = torch.bfloat16 if how is not None and dtype is None else dtype_of(dtype)
     reader = open_weights(folder, model, verify="size", reuse=True, say=say)
     check_parameters(reader, model, folder)
     say(f"exporting {folder}")
@@ -93,7 +100,8 @@ def to_hf(
             form,
             files,
             dst,
-            dtype=dtype_of(dtype),
+            dtype=cast,
+            quantise=how,
             max_shard=max_shard,
             eos_id=eos_id,
             bos_id=with_defaults(TokenizerDefaults, built).bos_id,
@@ -103,7 +111,7 @@ def to_hf(
             before_rename=checksums.check,
         )
     dst = dst.absolute()
-    lines, good = verdict(model, reader, dst, dtype_of(dtype)) if verify else ([], True)
+    lines, good = verdict(model, reader, dst, cast) if verify else ([], True)
     lines += [
         f"Hugging Face folder: {dst}",
         f"load it with: {library_of(form).how_to_load(form, str(dst))}",

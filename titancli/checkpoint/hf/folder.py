@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import xxhash
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from titancli.checkpoint.format.disk import write_file
 from titancli.checkpoint.format.newfolder import new_folder
@@ -27,11 +26,12 @@ from titancli.checkpoint.format.tensors import (
 )
 from titancli.checkpoint.hf.kept import CONFIG, TOKENIZER, texts
 from titancli.checkpoint.hf.libraries import Library, library_of
+from titancli.checkpoint.hf.quantise import Quantise
 from titancli.checkpoint.hf.stored import Place, Stored, as_bf16
-from titancli.checkpoint.hf.virtual import Virtual, blocks, everything
-from titancli.checkpoint.load import boxes_of, name_lists
+from titancli.checkpoint.hf.virtual import blocks, everything, put
+from titancli.checkpoint.load import name_lists
 from titancli.errors import EnvironmentProblem, TitanError
-from titancli.models.quantization import DEQUANTISE, quantization_of
+from titancli.models.quantization import DEQUANTISE, KEY, quantization_of
 from titancli.protocols import HFForm, HFFormDefaults
 from titancli.registry.defaults import with_defaults
 
@@ -54,6 +54,7 @@ def export_hf(
     out: Path,
     *,
     dtype: torch.dtype | None = None,
+    quantise: Quantise | None = None,
     max_shard: int | None = None,
     eos_id: int | None = None,
     bos_id: int | None = None,
@@ -70,6 +71,7 @@ def export_hf(
         tokenizer_files: file name to the file that is copied.
         out: a folder that does not exist or is empty. It appears only when it is complete.
         dtype: what floating-point tensors are cast to; None keeps each one's own.
+        quantise: what is written quantized, see `titancli.checkpoint.hf.quantise`.
         max_shard: bytes of data in one file at most, save that no tensor is cut; None: 5 GB.
         eos_id, bos_id: the tokenizer's, for config.json and generation_config.json.
         kept: what the folder that the weights once came from had beside them
@@ -83,11 +85,11 @@ def export_hf(
             does not fit into `dtype`.
     """
     source = MemoryTensors(tensors) if isinstance(tensors, Mapping) else tensors
-    jobs = _jobs(source, form, dtype)
+    jobs = _jobs(source, form, dtype, quantise)
     needed = sum(entry.nbytes for job in jobs for entry in job.entries)
     small = {
         name: (json.dumps(text, indent=2) + "\n").encode()
-        for name, text in _texts(form, jobs, kept or {}, eos_id, bos_id).items()
+        for name, text in _texts(form, jobs, kept or {}, eos_id, bos_id, quantise).items()
     }
     small |= {name: data for name, data in (kept or {}).items() if name in TOKENIZER}
     small |= {Path(name).name: _bytes_of(Path(path)) for name, path in tokenizer_files.items()}
@@ -98,24 +100,29 @@ def export_hf(
         before_rename()
 
 
-def _jobs(source: Tensors, form: HFForm, dtype: torch.dtype | None) -> list[Job]:
+def _jobs(source: Tensors, form: HFForm, dtype: torch.dtype | None, quantise: Quantise | None) -> list[Job]:
     """What is read and what comes of it: the form is run on tensors without data."""
     jobs = []
     owners: dict[str, str] = {}
     for name in sorted(source.names(), key=_natural):
         empty = torch.empty(source.shape(name), dtype=cast_of(source.dtype(name), dtype), device="meta")
         entries = []
-        for hf_name, tensor in form.to_hf(name, empty):
+        for hf_name, tensor in _out(form, quantise, name, empty):
             if hf_name in owners:
                 raise TitanError(f"the parameters {owners[hf_name]} and {name} would both become {hf_name}")
             owners[hf_name] = name
             entries.append(Entry(hf_name, dtype_name(hf_name, tensor.dtype), tuple(tensor.shape)))
-        jobs.append(Job(name, tuple(entries), partial(_made, source, form, name)))
+        jobs.append(Job(name, tuple(entries), partial(_made, source, form, quantise, name)))
     return jobs
 
 
-def _made(source: Tensors, form: HFForm, name: str) -> list[Tensor]:
-    return [value for _, value in form.to_hf(name, source.read(name))]
+def _made(source: Tensors, form: HFForm, quantise: Quantise | None, name: str) -> list[Tensor]:
+    return [value for _, value in _out(form, quantise, name, source.read(name))]
+
+
+def _out(form: HFForm, quantise: Quantise | None, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+    found = form.to_hf(name, tensor)
+    return found if quantise is None else quantise.out(found)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -140,7 +147,12 @@ def _write_weights(
 
 
 def _texts(
-    form: HFForm, jobs: Iterable[Job], kept: Mapping[str, bytes], eos_id: int | None, bos_id: int | None
+    form: HFForm,
+    jobs: Iterable[Job],
+    kept: Mapping[str, bytes],
+    eos_id: int | None,
+    bos_id: int | None,
+    quantise: Quantise | None,
 ) -> dict[str, dict[str, Any]]:
     """The JSON files. transformers' config.json names the dtype that most numbers are stored in."""
     if not library_of(form).text:
@@ -149,7 +161,9 @@ def _texts(
     for entry in (entry for job in jobs for entry in job.entries):
         sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.nbytes
     made = texts(form.config_json(), kept, eos_id, bos_id)
-    if sizes:
+    if quantise is not None:
+        made[CONFIG] |= {"dtype": "bfloat16", KEY: dict(quantise.table)}
+    elif sizes:
         most = TORCH_DTYPE[max(sizes, key=lambda name: sizes[name])]
         made[CONFIG]["dtype"] = str(most).removeprefix("torch.")
     return made
@@ -377,20 +391,3 @@ def load_hf_weights(
         put(parameter, reader.virtual(name))
         progress(name, done, len(parameters))
     return reader.identity
-
-
-@torch.no_grad()
-def put(parameter: Tensor, whole: Tensor) -> None:
-    """Copy a whole tensor into a parameter, or this rank's part of it into a sharded one. Of a virtual one
-    only that part is read, a block at a time."""
-    target = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    for offsets, sizes in boxes_of(parameter):
-        if tuple(sizes) != tuple(target.shape):
-            raise TitanError(f"a part of {list(target.shape)} is not where it should be: {offsets}, {sizes}")
-        region = tuple(range(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-        if not isinstance(whole, Virtual):
-            target.copy_(whole[tuple(slice(r.start, r.stop) for r in region)])
-            continue
-        for block in blocks(whole, region):
-            inside = tuple(slice(r.start - o, r.stop - o) for r, o in zip(block, offsets, strict=True))
-            target[inside].copy_(whole.part(block))

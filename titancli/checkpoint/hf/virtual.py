@@ -13,7 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
+
+from titancli.checkpoint.load import boxes_of
+from titancli.errors import TitanError
 
 Region = tuple[range, ...]
 """The indices that are wanted along each dimension, ascending."""
@@ -96,6 +100,23 @@ def blocks(tensor: Virtual, region: Region, limit: int = BLOCK) -> Iterator[Regi
         yield from blocks(
             tensor, (*region[:dim], region[dim][start : start + rows], *region[dim + 1 :]), limit
         )
+
+
+@torch.no_grad()
+def put(parameter: Tensor, whole: Tensor) -> None:
+    """Copy a whole tensor into a parameter, or this rank's part of it into a sharded one. Of a virtual one
+    only that part is read, a block at a time."""
+    target = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    for offsets, sizes in boxes_of(parameter):
+        if tuple(sizes) != tuple(target.shape):
+            raise TitanError(f"a part of {list(target.shape)} is not where it should be: {offsets}, {sizes}")
+        region = tuple(range(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+        if not isinstance(whole, Virtual):
+            target.copy_(whole[tuple(slice(r.start, r.stop) for r in region)])
+            continue
+        for block in blocks(whole, region):
+            inside = tuple(slice(r.start - o, r.stop - o) for r, o in zip(block, offsets, strict=True))
+            target[inside].copy_(whole.part(block))
 
 
 def _likes(values: Any) -> Any:
