@@ -11,13 +11,13 @@ import pytest
 
 from tests.nodes import Cluster
 from tests.run.conftest import Finished, losses
-from tests.run.test_several_nodes import ends_as_if_nothing_had_happened, start, until_step
+from tests.run.on_nodes import Start, until_step
+from tests.run.test_several_nodes import ends_as_if_nothing_had_happened
 from tests.run.test_skipped_steps import contents
 from titancli.checkpoint import save
 from titancli.observe.events import read_events
 
 pytestmark = pytest.mark.e2e
-__all__ = ["start"]
 
 Train = Callable[..., Finished]
 PEERS = ("checkpoint.peer_interval=1", "checkpoint.peer_folder=memory")
@@ -107,7 +107,7 @@ def test_a_memory_that_cannot_be_used_is_refused_before_the_first_step(train: Tr
 @pytest.mark.slow
 @pytest.mark.parametrize("harm", ["nothing", "a flipped byte"])
 def test_a_node_that_is_lost_costs_no_step_where_another_has_its_copy(
-    cluster: Cluster, start: Any, reference: Any, here: Path, harm: str
+    cluster: Cluster, start: Start, reference: Any, here: Path, harm: str
 ) -> None:
     """The newest checkpoint on the disk is of step 4, and the run is at step 6 or 7."""
     peers = ("checkpoint.peer_interval=1", f"checkpoint.peer_folder={cluster.local}")
