@@ -33,7 +33,7 @@ installed() {
     rm -rf "$2" && "$1" -m venv "$2" && grep -v '^torch==' constraints.txt >"$2/constraints.txt" &&
         "${pip[@]}" "torch==$3" numpy &&
         "${pip[@]}" -e ".[dev]" -e plugins/titan-eval -e plugins/titan-float8 -e "plugins/titan-flux[dev]" \
-            -e plugins/titan-muon -e plugins/titan-trackio -e plugins/titan-wandb &&
+            -e plugins/titan-grain -e plugins/titan-muon -e plugins/titan-trackio -e plugins/titan-wandb &&
         echo "$state" >"$2/.installed"
 }
 
