@@ -26,8 +26,11 @@ from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.losses import CrossEntropy
 from titancli.models import HFCausalLM
 from titancli.models.blocks.state import named_state
-from titancli.models.hf_causal_lm.model import SameNames, TransformersModel, build
-from titancli.models.hf_causal_lm.modules import hf_config, plan_fault
+from titancli.models.hf_causal_lm.model import TransformersModel, build
+from titancli.models.hf_causal_lm.tensor_plan import plan_fault
+from titancli.models.hf_causal_lm.theirs import hf_config
+from titancli.models.hf_causal_lm.tiny import tiny
+from titancli.models.hf_causal_lm.weights import FolderForm
 from titancli.registry.component import build as build_component
 
 CLOSE = dict(rtol=1e-5, atol=1e-6)
@@ -179,12 +182,12 @@ def test_a_cache_gives_the_logits_of_the_whole_row(name: str) -> None:
         torch.testing.assert_close(model(new, cache=cache)[:, 0], wanted, **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama, tied", "gemma3", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "gemma3", "gpt2", "gpt_neox", "experts"])
 def test_a_folder_of_transformers_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     theirs = in_transformers(made(name)).to(torch.bfloat16)
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     component = HFCausalLM(config=tmp_path / "theirs")
-    form = SameNames(component)
+    form = FolderForm(component)
     with torch.device("meta"):
         shapes = {key: tuple(t.shape) for key, t in named_state(build(component, seq_len=1))}
     reader = read_hf(tmp_path / "theirs", form)
@@ -202,10 +205,10 @@ def test_a_folder_of_transformers_comes_back_bit_for_bit(name: str, tmp_path: Pa
     }
 
 
-@pytest.mark.parametrize("name", ["experts", "gpt_neox"])
-def test_files_that_are_converted_are_refused(name: str) -> None:
-    with pytest.raises(EnvironmentProblem, match="transformers converts the tensors of a "):
-        SameNames(config(name)).sources("model.embed_tokens.weight")
+def test_files_that_do_not_become_single_parameters_are_refused() -> None:
+    values = {**CONFIG_MAPPING["hrm_text"]().to_dict(), "model_type": "hrm_text"}
+    with pytest.raises(EnvironmentProblem, match="hrm_text: the rules by which transformers reads a folder"):
+        FolderForm(HFCausalLM(config=tiny(values))).sources("model.embed_tokens.weight")
 
 
 def test_experts_that_a_token_does_not_visit_cost_nothing() -> None:
@@ -256,13 +259,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": (dict(model_type="no_such_model"), "has no such model"),
     "an encoder": (dict(model_type="bert"), "BertLMHeadModel has no output layer that is a single matrix"),
     "no causal model": (dict(model_type="vit"), "no causal language model of this type"),
-    "scaled logits": (
-        {**LLAMA, "model_type": "granite"},
-        "GraniteForCausalLM does more than multiply by one matrix",
+    "more than a matrix": (
+        dict(model_type="electra"),
+        "ElectraForCausalLM has parameters outside its blocks: generator_predictions",
     ),
-    "capped attention": ({**LLAMA, "model_type": "gemma2"}, "Gemma2ForCausalLM has its own attention"),
-    "sinks": ({**LLAMA, "model_type": "gpt_oss"}, "GptOssForCausalLM has its own attention"),
-    "no attention": (dict(model_type="mamba", num_hidden_layers=1), "has its own attention"),
     "multimodal": (dict(model_type="gemma3"), "a multimodal model"),
     "dropout": ({**LLAMA, "attention_dropout": 0.1}, "uses dropout (attention_dropout = 0.1)"),
     "both directions": (

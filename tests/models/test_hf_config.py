@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import tomli
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.models.hf_configs import CONFIGS, LLAMA
 from titancli.errors import Problem, RecipeError
 from titancli.models import HFCausalLM
 from titancli.models.hf_causal_lm import decoded, encoded
+from titancli.models.hf_causal_lm.tiny import tiny
 from titancli.recipe import load_recipe, lock_text
 
 RECIPE = """\
@@ -167,10 +169,10 @@ def test_degrees_that_it_is_not_cut_by(write: Callable[..., None]) -> None:
 
 
 def test_an_export_that_would_fail_is_told_before_the_run(write: Callable[..., None]) -> None:
-    write(CONFIGS["experts"])
+    write({**tiny(CONFIG_MAPPING["hrm_text"]().to_dict()), "model_type": "hrm_text"})
     load_recipe("exp.toml")
     assert told(wrong("checkpoint.last_save_in_hf=true")).startswith(
-        "checkpoint.last_save_in_hf: transformers converts the tensors of a qwen3_moe folder"
+        "checkpoint.last_save_in_hf: hrm_text: the rules by which transformers reads a folder "
     )
 
 

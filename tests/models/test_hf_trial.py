@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
-from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +18,10 @@ from tests.models.hf_configs import CONFIGS, LLAMA, SPARSE
 from tests.models.test_hf_causal_lm import CLOSE, Reads, in_transformers, made_of, tokens
 from titancli.errors import RecipeError, TitanError
 from titancli.models import HFCausalLM
-from titancli.models.hf_causal_lm import modules, trial
+from titancli.models.blocks.masks import document_masks
+from titancli.models.hf_causal_lm import attention, trial
 from titancli.models.hf_causal_lm.model import build
+from titancli.models.hf_causal_lm.theirs import hf_config
 from titancli.models.hf_causal_lm.tiny import tiny
 
 
@@ -89,18 +93,17 @@ def test_what_attention_would_leave_out_is_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("given", "word"),
     [
-        (dict(s_aux=torch.ones(4)), "s_aux"),
-        (dict(softcap=30.0), "softcap"),
+        (dict(position_bias=torch.ones(4)), "position_bias"),
         (dict(dropout=0.1), "dropout"),
         (dict(is_causal=False), "is_causal"),
         (dict(something_new=1), "something_new"),
     ],
 )
 def test_arguments_that_nobody_knows_are_refused(given: dict[str, Any], word: str) -> None:
-    modules._register_attention()
+    attention.register_attention()
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    attend = ALL_ATTENTION_FUNCTIONS[modules.ATTENTION]
+    attend = ALL_ATTENTION_FUNCTIONS[attention.ATTENTION]
     q, module = torch.randn(1, 4, 6, 8), torch.nn.Module()
     known = dict(position_ids=torch.arange(6), sliding_window=4, output_attentions=False, cache=None)
     out, _ = attend(module, q, q, q, None, scaling=0.5, is_causal=True, **known)
@@ -118,15 +121,15 @@ def scaled(honest: Callable[..., Any]) -> Callable[..., Any]:
 
 def without_documents(honest: Callable[..., Any]) -> Callable[..., Any]:
     def mask(*, config: Any, **rest: Any) -> Any:
-        config.titan_rows = modules.Rows(None)
+        config.titan_rows = attention.Rows(None, document_masks(None))
         return honest(config=config, **rest)
 
     return mask
 
 
 def without_gradients(honest: Callable[..., Any]) -> Callable[..., Any]:
-    def attend(sdpa: Any, module: Any, query: Tensor, key: Tensor, *rest: Any, **more: Any) -> Any:
-        return honest(sdpa, module, query, key.detach(), *rest, **more)
+    def attend(module: Any, query: Tensor, key: Tensor, *rest: Any, **more: Any) -> Any:
+        return honest(module, query, key.detach(), *rest, **more)
 
     return attend
 
@@ -134,14 +137,9 @@ def without_gradients(honest: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("place", "wrong", "words"),
     [
-        ("_attention", scaled, "on a tiny copy of the model, logits differ from those of transformers by"),
+        ("attention", scaled, "on a tiny copy of the model, logits differ from those of transformers by"),
         (
-            "_mask",
-            without_documents,
-            "on a tiny copy of the model, logits of documents differ from those of transformers by",
-        ),
-        (
-            "_attention",
+            "attention",
             without_gradients,
             "on a tiny copy of the model, gradients differ from those of transformers by",
         ),
@@ -150,20 +148,30 @@ def without_gradients(honest: Callable[..., Any]) -> Callable[..., Any]:
 def test_a_model_that_computes_something_else_is_refused(
     monkeypatch: pytest.MonkeyPatch, place: str, wrong: Callable[..., Any], words: str
 ) -> None:
-    monkeypatch.setattr(modules, place, wrong(getattr(modules, place)))
+    monkeypatch.setattr(attention, place, wrong(getattr(attention, place)))
     values = CONFIGS["mistral"]
     message = said(values)
     assert message.startswith("model.config: mistral: ") and words in message
     monkeypatch.undo()
-    modules._register_attention()
+    attention.register_attention()
     trial._tried.clear()
     on_meta(values)
+
+
+def test_documents_that_layers_do_not_keep_apart_become_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever joins them: here it is a mask without them, in a recurrent model its layers."""
+    monkeypatch.setattr(attention, "mask", without_documents(attention.mask))
+    assert on_meta(CONFIGS["mistral"]).apart
+    monkeypatch.undo()
+    attention.register_attention()
+    trial._tried.clear()
+    assert not on_meta(CONFIGS["mistral"]).apart
 
 
 def test_a_config_is_tried_once_a_process_whatever_the_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
     honest = trial._try
-    monkeypatch.setattr(trial, "_try", lambda v, make: (tried.append(v["model_type"]), honest(v, make)))
+    monkeypatch.setattr(trial, "_try", lambda v, make: (tried.append(v["model_type"]), honest(v, make))[1])
     for _ in range(2):
         on_meta(CONFIGS["llama"])
         said(SPARSE)
@@ -230,7 +238,7 @@ def test_all_that_decides_how_far_attention_looks_is_within_a_row() -> None:
 
 @pytest.mark.parametrize("name", LARGE)  # of 405, 27 and 235 billion parameters
 def test_a_copy_is_small_and_has_every_kind_of_layer(name: str) -> None:
-    whole = modules.hf_config(LARGE[name]).to_dict() | {"model_type": LARGE[name]["model_type"]}
+    whole = hf_config(LARGE[name]).to_dict() | {"model_type": LARGE[name]["model_type"]}
     copy = tiny(whole)
     with torch.device("meta"):
         model = build(HFCausalLM(config=copy), seq_len=16)
@@ -303,49 +311,29 @@ def test_one_long_row_is_generated_from_as_transformers_does() -> None:
 
 # -------------------------------------------------------------------------------- everything transformers has
 
-MORE: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {**LATENT, "topk_method": "greedy"},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
-    | {"num_experts_per_tok": 2},
-    "lfm2_moe": {"layer_types": ["full_attention"] * 32, "num_hidden_layers": 32},
-    "ministral": {"head_dim": 32},
-    "nemotron": {"num_key_value_heads": 8, "head_dim": 32},
-    "hunyuan_v1_dense": {"head_dim": 32},
-    "hunyuan_v1_moe": {"head_dim": 32, "num_experts": 4, "moe_topk": [2] * 32},
-    "minimax_m3_vl_text": SPARSE,
-    "phimoe": {"input_jitter_noise": 0.0, "router_jitter_noise": 0.0},
-}
-"""What a default config lacks to be a model that anybody has."""
+
+def survey() -> Any:
+    """benchmarks/survey.py."""
+    path = Path(__file__).parents[2] / "benchmarks" / "survey.py"
+    spec = importlib.util.spec_from_file_location("titan_survey", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("model_type", ["granite", "gemma2", "gpt_oss", "mamba", "phi", "gptj"])
+def test_other_outputs_attention_and_layers_equal_transformers(model_type: str) -> None:
+    """Scaled logits; capped ones and capped scores; sinks; no attention; a bias; attention of its own."""
+    found = survey().survey(model_type)
+    assert found.accepted and found.wrong is None and found.weights == "yes", found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 def test_what_is_accepted_computes_what_transformers_does(model_type: str) -> None:
     """On a copy of default values, other weights, longer rows and three documents; or it is refused."""
-    try:
-        values = CONFIG_MAPPING[model_type]().to_dict()
-    except Exception as error:
-        pytest.skip(f"transformers has no default config: {error}")
-    values |= {"model_type": model_type, **MORE.get(model_type, {})}
-    values |= {key: 0.0 for key, v in values.items() if "drop" in key and isinstance(v, float)}
-    values["model_type"] = model_type
-    copy = tiny(values)
-    try:
-        on_meta(copy)
-    except TitanError as error:
-        pytest.skip(f"refused: {error.message}")
-    model, text = made_of(copy), tokens(2, 40)
-    theirs = in_transformers(model).eval()
-    cuts = [0, 9, 17, 40]
-    parts = list(pairwise(cuts))
-    positions = torch.cat([torch.arange(stop - start) for start, stop in parts]).expand(2, -1)
-    documents = torch.cat([torch.full((stop - start,), n) for n, (start, stop) in enumerate(parts)]).int()
-    with torch.no_grad():
-        whole = torch.cat([theirs(row[None], use_cache=False).logits for row in text])
-        apart = [theirs(text[:, start:stop], use_cache=False).logits for start, stop in parts]
-        assert far(model(text), whole) < 1e-4
-        assert far(model(text, positions, documents.expand(2, -1)), torch.cat(apart, dim=1)) < 1e-4
-
-
-def far(found: Tensor, meant: Tensor) -> float:
-    return float((found - meant).abs().max() / meant.abs().max())
+    found = survey().survey(model_type)
+    assert found.wrong is None, found.wrong
+    if not found.accepted:
+        pytest.skip(f"refused: {found.why}")

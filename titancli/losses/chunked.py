@@ -47,6 +47,7 @@ def linear_token_loss(
     token_weights: Tensor,
     group: Group | None = None,
     backend: str | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """−Σ w·log softmax(hidden · weightᵀ)[target].
 
@@ -57,6 +58,7 @@ def linear_token_loss(
         token_weights: [...]; what stands where there is no target is not read.
         group: the ranks that the vocabulary is cut over, evenly.
         backend: of torch.compile, for what is done with each chunk's logits; None: nothing is compiled.
+        cap: logits x are cap · tanh(x / cap), in fp32; None: they are as they are.
 
     Returns:
         The sum (fp32 scalar, with gradient), and the log-probabilities [...] (fp32, without; 0 where there is
@@ -66,25 +68,36 @@ def linear_token_loss(
         # An autograd Function is told that they want gradients all the same, and this one would make them.
         hidden, weight = hidden.detach(), weight.detach()
     total, log_probs = _TokenLoss.apply(
-        hidden.flatten(0, -2), weight, targets.flatten(), token_weights.flatten().float(), group, backend
+        hidden.flatten(0, -2), weight, targets.flatten(), token_weights.flatten().float(), group, backend, cap
     )
     return total, log_probs.view(targets.shape)
 
 
 def linear_log_probs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, group: Group | None = None, backend: str | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    group: Group | None = None,
+    backend: str | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """log softmax(hidden · weightᵀ)[target], [...] fp32, 0 where there is no target; arguments as above."""
-    found, _ = _LogProbs.apply(hidden.flatten(0, -2), weight, targets.flatten(), group, backend, False)
+    found, _ = _LogProbs.apply(hidden.flatten(0, -2), weight, targets.flatten(), group, backend, cap, False)
     return found.view(targets.shape)
 
 
 def linear_log_probs_and_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, group: Group | None = None, backend: str | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    group: Group | None = None,
+    backend: str | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same, and the entropy −Σ p·log p of softmax(hidden · weightᵀ) over the whole vocabulary, in nats:
     [...] fp32, without gradient, 0 where there is no target."""
-    found, entropy = _LogProbs.apply(hidden.flatten(0, -2), weight, targets.flatten(), group, backend, True)
+    rows = hidden.flatten(0, -2)
+    found, entropy = _LogProbs.apply(rows, weight, targets.flatten(), group, backend, cap, True)
     return found.view(targets.shape), entropy.view(targets.shape)
 
 
@@ -114,19 +127,22 @@ class _TokenLoss(torch.autograd.Function):
         token_weights: Tensor,
         group: Group | None,
         backend: str | None,
+        cap: float | None,
     ) -> Any:
         log_probs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         gradients = _Gradients(hidden, weight, wants_hidden, wants_weight)
         token_loss = chunk.compiled(chunk.token_loss, backend)
-        for rows in _chunks(hidden, *_sizes(hidden, weight), backend=backend):
-            logits = hidden[rows] @ weight.t()
+        for rows in _chunks(hidden, *_sizes(hidden, weight), backend=backend, cap=cap):
+            logits, slope = capped(hidden[rows] @ weight.t(), cap)
             log_probs[rows], at_targets = token_loss(
                 logits, targets[rows], token_weights[rows], group, wants_hidden or wants_weight
             )
             if at_targets is not None:
-                gradients.add(rows, chunk.put(logits, targets[rows], at_targets, group))
-            del logits  # or they would lie beside the next chunk's
+                gradients.add(
+                    rows, _uncapped(chunk.put(logits, targets[rows], at_targets, group), slope, hidden)
+                )
+            del logits, slope  # or they would lie beside the next chunk's
         ctx.gradients = gradients
         ctx.mark_non_differentiable(log_probs)
         return -(log_probs * token_weights).sum(), log_probs
@@ -140,7 +156,7 @@ class _TokenLoss(torch.autograd.Function):
         # Pipeline schedules that split backward come twice: for the hidden states, and for the weight.
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.gradients = None
-        return *gradients.times(scale), None, None, None, None
+        return *gradients.times(scale), None, None, None, None, None
 
 
 class _LogProbs(torch.autograd.Function):
@@ -152,6 +168,7 @@ class _LogProbs(torch.autograd.Function):
         targets: Tensor,
         group: Group | None,
         backend: str | None,
+        cap: float | None,
         wants_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         log_probs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
@@ -159,13 +176,14 @@ class _LogProbs(torch.autograd.Function):
         entropy = torch.empty_like(log_probs) if wants_entropy else log_probs.new_empty(0)
         of_chunk = chunk.compiled(chunk.log_probs, backend)
         tensors = 2 if wants_entropy else 1
-        for rows in _chunks(hidden, *_sizes(hidden, weight), tensors=tensors, backend=backend):
-            made = of_chunk(hidden[rows] @ weight.t(), targets[rows], group, wants_entropy)
+        for rows in _chunks(hidden, *_sizes(hidden, weight), tensors=tensors, backend=backend, cap=cap):
+            # No name for the logits: they would lie beside what is made of them.
+            made = of_chunk(capped(hidden[rows] @ weight.t(), cap)[0], targets[rows], group, wants_entropy)
             log_probs[rows], normalisers[rows], found = made
             if wants_entropy:
                 entropy[rows] = found
         ctx.save_for_backward(hidden, weight, targets, normalisers)
-        ctx.group, ctx.backend = group, backend
+        ctx.group, ctx.backend, ctx.cap = group, backend, cap
         ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
 
@@ -176,12 +194,30 @@ class _LogProbs(torch.autograd.Function):
         gradients = _Gradients(hidden, weight, *ctx.needs_input_grad[:2])
         grad = grad.masked_fill(targets < 0, 0.0)
         of_chunk = chunk.compiled(chunk.log_probs_gradient, ctx.backend)
-        for rows in _chunks(hidden, *_sizes(hidden, weight), backend=ctx.backend):
-            logits = hidden[rows] @ weight.t()
+        for rows in _chunks(hidden, *_sizes(hidden, weight), backend=ctx.backend, cap=ctx.cap):
+            logits, slope = capped(hidden[rows] @ weight.t(), ctx.cap)
             at_targets = of_chunk(logits, normalisers[rows], targets[rows], grad[rows], ctx.group)
-            gradients.add(rows, chunk.put(logits, targets[rows], at_targets, ctx.group))
-            del logits  # or they would lie beside the next chunk's
-        return *gradients.values(), None, None, None, None
+            gradients.add(
+                rows, _uncapped(chunk.put(logits, targets[rows], at_targets, ctx.group), slope, hidden)
+            )
+            del logits, slope  # or they would lie beside the next chunk's
+        return *gradients.values(), None, None, None, None, None
+
+
+def capped(logits: Tensor, cap: float | None) -> tuple[Tensor, Tensor | None]:
+    """Return cap · tanh(logits / cap) in fp32, and its derivative; without a cap the logits, and None.
+
+    Source: Gemma 2 (arXiv 2408.00118, section 2).
+    """
+    if cap is None:
+        return logits, None
+    bent = torch.tanh(logits.float() / cap)
+    return bent * cap, 1 - bent * bent
+
+
+def _uncapped(grad: Tensor, slope: Tensor | None, hidden: Tensor) -> Tensor:
+    """The gradient by logits before they were capped, in the dtype of the products."""
+    return grad if slope is None else grad.mul_(slope).to(hidden.dtype)
 
 
 class _Gradients:
@@ -241,14 +277,20 @@ def rows_at_once(most: int) -> int:
 
 
 def _chunks(
-    beside: Tensor, rows: int, columns: int, *, tensors: int = 1, backend: str | None = None
+    beside: Tensor,
+    rows: int,
+    columns: int,
+    *,
+    tensors: int = 1,
+    backend: str | None = None,
+    cap: float | None = None,
 ) -> Iterator[slice]:
     """Rows whose logits fit in the limit of the device that `beside` is on, so many fp32 tensors of them; of
-    compiled code on a GPU, in the dtype of `beside`."""
+    compiled code on a GPU, in the dtype of `beside`. Those that are capped come with their derivative."""
     on_gpu = beside.device.type not in CHUNK_BYTES
     limit = CHUNK_BYTES.get(beside.device.type, CHUNK_BYTES_GPU)
-    of_row = 4 * columns * tensors
-    if on_gpu and backend is not None:
+    of_row = 4 * columns * (tensors if cap is None else tensors + 1)
+    if on_gpu and backend is not None and cap is None:
         limit, of_row = CHUNK_BYTES_COMPILED, beside.element_size() * columns
     size = rows_at_once(limit // of_row)
     return (slice(start, start + size) for start in range(0, rows, size))

@@ -1,8 +1,8 @@
 """Expert parallel: each rank has some of a layer's experts, and tokens travel to the ranks that have theirs.
 
 The parameters become DTensors cut along the experts, which FSDP2 then cuts further over the ranks that are
-left. `Experts.forward` gets a dispatch around it: an all-to-all of counts, one of tokens, the products, and
-an all-to-all back. Source: GShard (arXiv 2006.16668), dropless as in MegaBlocks (arXiv 2211.15841).
+left. `Experts.over_experts` gets a dispatch around it: an all-to-all of counts, one of tokens, the products,
+and an all-to-all back. Source: GShard (arXiv 2006.16668), dropless as in MegaBlocks (arXiv 2211.15841).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def expert_parallel(experts: Mapping[str, nn.Module], mesh: DeviceMesh) -> None:
         for key, parameter in list(layer.named_parameters(recurse=False)):
             cut = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
             setattr(layer, key, nn.Parameter(cut, requires_grad=parameter.requires_grad))
-        layer.forward = partial(_dispatched, layer, group)  # type: ignore[method-assign]
+        layer.over_experts = partial(_dispatched, layer, group)  # type: ignore[method-assign]
 
 
 def _dispatched(layer: Experts, group: Group, x: Tensor, counts: Tensor) -> Tensor:
-    """`Experts.forward` where each rank has its own tokens and its own experts."""
+    """`Experts.over_experts` where each rank has its own tokens and its own experts."""
     weights = {key: _local(p) for key, p in layer.named_parameters(recurse=False)}
     received, to_ranks, from_ranks = _exchange_counts(layer, group, x, counts)
     visitors = all_to_all(x, group, from_ranks, to_ranks)

@@ -66,7 +66,15 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attend_in_blocks(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, *, scale: float, grouped: bool, sink: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    *,
+    scale: float,
+    grouped: bool,
+    sink: Tensor | None,
+    cap: float | None = None,
 ) -> Tensor:
     """softmax(scale · q·kᵀ) · v of what the mask lets each query see.
 
@@ -74,12 +82,15 @@ def attend_in_blocks(
         q, k, v: as in `titancli.models.blocks.attention.attend`, without a sink's dimensions.
         sink: [B, S, heads], a logit that takes its share of the softmax and gives nothing; None: there is
             none.
+        cap: scores x become cap · tanh(x / cap); None: they stay as they are.
 
     Returns:
         [B, S, heads, value_dim].
     """
     run = _compiled if q.device.type == "cuda" else flex_attention
     options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": grouped}
+    if cap is not None:
+        options["score_mod"] = lambda score, *_: torch.tanh(score / cap) * cap
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if sink is None:
         return run(q, k, v, **options).transpose(1, 2)

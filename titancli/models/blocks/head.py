@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from titancli.data.batch import IGNORE, MIX, Batch
 from titancli.distributed.collectives import Group, gather, gather_same, sum_same
 from titancli.distributed.local import SEQUENCE, local
 from titancli.losses.chunked import (
+    capped,
     entropy,
     linear_log_probs,
     linear_log_probs_and_entropy,
@@ -43,9 +45,13 @@ class Output(nn.Linear):
     """How rows are cut over ranks: hidden states are those of this rank's part."""
     loss_backend: str | None = None
     """What compiles the loss's arithmetic, if anything does."""
+    scale: float = 1.0
+    """What logits are multiplied by, the bias included."""
+    cap: float | None = None
+    """What scaled logits are capped at: x becomes cap · tanh(x / cap)."""
 
-    def __init__(self, dim: int, vocab_size: int) -> None:
-        super().__init__(dim, vocab_size, bias=False)
+    def __init__(self, dim: int, vocab_size: int, *, bias: bool = False) -> None:
+        super().__init__(dim, vocab_size, bias=bias)
 
     def tensor_parallel(self, group: Group, style: str | None) -> None:
         """Called by the `decoder` plan; the style is "vocab"."""
@@ -57,27 +63,29 @@ class Output(nn.Linear):
         """[B, S, dim] -> logits [B, S, V], or a LossResult when a loss is given."""
         if self.tensor_group is not None:
             hidden = gather(hidden, SEQUENCE, self.tensor_group)
+        hidden, weight = self._factors(hidden)
         if loss is None:
-            return self._logits(hidden)
+            return self._logits(hidden, weight)
         if batch is None:
             raise TypeError("a loss needs its batch")
         wants_entropy = with_defaults(LossDefaults, loss).entropy
         if loss.output == "model":
-            logits = self._logits(hidden)
+            logits = self._logits(hidden, weight)
             if wants_entropy:
                 batch = _with_entropy(batch, entropy(logits, batch["targets"]))
             return loss(logits, batch)
         weights = with_defaults(LossDefaults, loss).token_weights(batch)
         if weights is None or wants_entropy:
-            return self._from_log_probs(hidden, batch, loss, weights, wants_entropy)
+            return self._from_log_probs(hidden, weight, batch, loss, weights, wants_entropy)
         # The loss says what its parts weigh; its sum is known with its gradient already.
         total, log_probs = linear_token_loss(
             hidden,
-            local(self.weight),
+            weight,
             self._my_part(batch["targets"]),
             self._my_part(weights),
             self.tensor_group,
             self.loss_backend,
+            self.cap,
         )
         if self.row_cut is not None:
             total = sum_same(total, self.row_cut.group)
@@ -85,12 +93,30 @@ class Output(nn.Linear):
         report_by_dataset(log_probs, batch)
         return loss(log_probs, batch)._replace(sum=total)
 
+    def _factors(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states and a matrix whose product the logits are, before they are capped: a bias is one more
+        column, and zeros beside it keep the width a multiple of eight."""
+        weight = local(self.weight)
+        if self.scale != 1.0:
+            hidden = hidden * self.scale
+        if self.bias is not None:
+            columns = (local(self.bias)[:, None], weight.new_zeros(weight.shape[0], 7))
+            hidden = torch.cat((hidden, hidden.new_full((*hidden.shape[:-1], 1), self.scale)), -1)
+            hidden, weight = pad(hidden, (0, 7)), torch.cat((weight, *columns), 1)
+        return hidden, weight
+
     def _from_log_probs(
-        self, hidden: Tensor, batch: Batch, loss: Loss, weights: Tensor | None, wants_entropy: bool
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        batch: Batch,
+        loss: Loss,
+        weights: Tensor | None,
+        wants_entropy: bool,
     ) -> LossResult:
         """The loss of log-probabilities that carry their gradient; with weights it is −Σ w·log p."""
         targets = self._my_part(batch["targets"])
-        given = (hidden, local(self.weight), targets, self.tensor_group, self.loss_backend)
+        given = (hidden, weight, targets, self.tensor_group, self.loss_backend, self.cap)
         if wants_entropy:
             log_probs, found = linear_log_probs_and_entropy(*given)
             batch = _with_entropy(batch, self._whole_rows(found))
@@ -104,8 +130,10 @@ class Output(nn.Linear):
         weights = weights.masked_fill(batch["targets"] < 0, 0.0)
         return result._replace(sum=-(log_probs * weights).sum())
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        logits = linear(hidden, local(self.weight))
+    def _logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        logits = linear(hidden, weight)
+        if self.cap is not None:
+            logits = capped(logits, self.cap)[0].to(logits.dtype)
         if self.tensor_group is not None:
             logits = gather_same(logits, logits.ndim - 1, self.tensor_group)
         return self._whole_rows(logits)

@@ -2,7 +2,7 @@
 that evens out its choices.
 
 Source: the sparsely gated layer (arXiv 1701.06538), shared experts and limited groups (DeepSeek-V2, arXiv
-2405.04434), balancing without a loss (arXiv 2408.15664). Single-device code: `Experts.forward` is where
+2405.04434), balancing without a loss (arXiv 2408.15664). Single-device code: `Experts.over_experts` is where
 `titancli.parallel.expert` sends tokens to the ranks that have their experts.
 """
 
@@ -50,6 +50,10 @@ class Experts(nn.Module):
         Returns:
             [N, dim], in the same order.
         """
+        return self.over_experts(x, counts)
+
+    def over_experts(self, x: Tensor, counts: Tensor) -> Tensor:
+        """`forward` itself; a plan puts a method in its place that sends tokens to other ranks' experts."""
         # As attributes: a plan may have them computed with in another dtype than they are stored in.
         return self.compute(x, counts, {name: getattr(self, name) for name in self._parameters})
 

@@ -49,7 +49,7 @@ class FolderOrTable:
     "model",
     "hf_causal_lm",
     target="titancli.models.hf_causal_lm.model:build",
-    hf="titancli.models.hf_causal_lm.model:SameNames",
+    hf="titancli.models.hf_causal_lm.weights:FolderForm",
 )
 class HFCausalLM:
     """Any causal language model of transformers, by its config.json: its modules, titan's engine."""
@@ -85,7 +85,7 @@ class HFCausalLM:
         transformers is there already to name them."""
         values = self.values
         if "transformers" in sys.modules:
-            from titancli.models.hf_causal_lm.modules import hf_config
+            from titancli.models.hf_causal_lm.theirs import hf_config
 
             values = hf_config(values).to_dict()
         ropes = (values.get("rope_parameters") or {}, values.get("rope_scaling") or {})
@@ -122,11 +122,12 @@ class HFCausalLM:
         if wrong or not (exports or recipe.mesh.tp > 1):
             return
         # Only transformers knows, and to ask it takes seconds; nobody else waits for it.
-        from titancli.models.hf_causal_lm.modules import conversion_fault, plan_fault
+        from titancli.models.hf_causal_lm.conversion import weights_fault
+        from titancli.models.hf_causal_lm.tensor_plan import plan_fault
 
         if recipe.mesh.tp > 1 and (fault := plan_fault(values)):
             yield "config", f"mesh.tp = {recipe.mesh.tp}: {fault}"
-        if exports and (fault := conversion_fault(values)):
+        if exports and (fault := weights_fault(values)):
             yield "config", f"checkpoint.last_save_in_hf: {fault}"
 
     def try_out(self) -> None:

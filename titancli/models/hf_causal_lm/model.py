@@ -7,7 +7,6 @@ not depend on the layout; and the styles of tensor parallel, from the plan that 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,27 +15,23 @@ import torch
 from torch import Tensor, nn
 
 from titancli.distributed.local import with_local_parameters
-from titancli.errors import EnvironmentProblem
 from titancli.models.blocks.head import Output
 from titancli.models.blocks.init import fill
+from titancli.models.blocks.masks import document_masks
+from titancli.models.blocks.reach import document_positions
 from titancli.models.hf_causal_lm import HFCausalLM
-from titancli.models.hf_causal_lm.modules import (
-    GrowingRope,
-    Parts,
-    Rows,
-    conversion_fault,
-    initial_values,
-    is_norm,
-    seen_by_attention,
-    take_apart,
-    tensor_plan,
-)
+from titancli.models.hf_causal_lm.attention import Rows
+from titancli.models.hf_causal_lm.cache import Cache
+from titancli.models.hf_causal_lm.parts import run_base, take_apart
+from titancli.models.hf_causal_lm.rope import GrowingRope
+from titancli.models.hf_causal_lm.tensor_plan import is_norm, tensor_plan
 from titancli.models.hf_causal_lm.trial import try_once
-from titancli.models.quantization import KEY
+from titancli.models.hf_causal_lm.values import initial_values
 
 if TYPE_CHECKING:
     from titancli.data.batch import Batch
     from titancli.distributed.collectives import Group
+    from titancli.distributed.local import RowCut
     from titancli.losses.result import LossResult
     from titancli.protocols import Loss
 
@@ -56,7 +51,10 @@ class TransformersModel(nn.Module):
 
     inputs = ("tokens", "positions", "document_ids")
     sequence_dim: ClassVar = {"tokens": 1, "positions": 1}
-    experts: ClassVar[dict[str, nn.Module]] = {}
+    row_cut: RowCut | None = None
+    """Set by context parallel: how rows are cut over ranks."""
+    apart = False
+    """Whether documents are rows of their own, as layers that are no attention need it."""
 
     def __init__(self, config: HFCausalLM) -> None:
         """On meta; see `build`."""
@@ -64,10 +62,8 @@ class TransformersModel(nn.Module):
         self.config = config
         parts = take_apart(config.values)
         self._parts = parts
-        output = Output(parts.head.in_features, parts.head.out_features)
-        output.weight = parts.head.weight  # the embedding's, where they are tied
         self.add_module(parts.base_name, parts.base)
-        self.add_module(parts.head_name, output)
+        self.add_module(parts.head_name, parts.head)
         self.layers.__class__ = Blocks
         self._tied = self.tied
         for module in filter(is_norm, parts.base.modules()):
@@ -81,6 +77,20 @@ class TransformersModel(nn.Module):
     @property
     def output(self) -> Output:
         return getattr(self, self._parts.head_name)
+
+    @property
+    def whole(self) -> Any:
+        """transformers' own model of these modules, without values of its own."""
+        return self._parts.whole
+
+    @property
+    def head_name(self) -> str:
+        return self._parts.head_name
+
+    @property
+    def experts(self) -> dict[str, nn.Module]:
+        """Stacked experts by name."""
+        return {f"{self._parts.base_name}.{name}": module for name, module in self._parts.experts.items()}
 
     @property
     def rope(self) -> GrowingRope | None:
@@ -129,14 +139,33 @@ class TransformersModel(nn.Module):
             self.rope.refuse(self._parts.config, tokens.shape[1])
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        with seen_by_attention(self._parts.config, Rows(document_ids)):
-            hidden = self.base(
-                input_ids=tokens,
-                position_ids=positions,
-                attention_mask=torch.ones_like(tokens),
-                use_cache=False,
-            )[0]
+        if self.apart and document_ids is not None:
+            hidden = self._documents_apart(tokens, document_ids)
+        else:
+            hidden = self._hidden(tokens, positions, document_ids)
         return self.output(hidden, batch, loss)
+
+    def _hidden(self, tokens: Tensor, positions: Tensor, document_ids: Tensor | None) -> Tensor:
+        pieces = None
+        if self.row_cut is not None and document_ids is not None:
+            pieces = self.row_cut.queries(document_ids.shape[1])
+        rows = Rows(document_ids, document_masks(document_ids, pieces))
+        return run_base(self.base, self._parts.config, tokens, positions, rows)
+
+    def _documents_apart(self, tokens: Tensor, document_ids: Tensor) -> Tensor:
+        """Hidden states [B, S, dim], for which each document is a row of its own, as long as the longest one:
+        its size waits for the device, and no layer sees another document. What fills a row up comes after its
+        document, which sees nothing of it."""
+        begins = torch.ones_like(document_ids, dtype=torch.bool)
+        begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+        row = begins.flatten().cumsum(0) - 1
+        position = document_positions(document_ids).flatten()
+        count, longest = (torch.stack((row[-1], position.max())) + 1).tolist()
+        place = row * longest + position
+        apart = tokens.new_zeros(count * longest).index_copy(0, place, tokens.flatten())
+        counted = torch.arange(longest, device=tokens.device)[None]
+        hidden = self._hidden(apart.view(count, longest), counted, None)
+        return hidden.flatten(0, 1)[place].view(*tokens.shape, -1)
 
     def new_cache(self, length: int, padding: Tensor | None = None) -> Cache:
         """An empty cache for `forward(tokens, cache=…)`; its memory grows with the rows."""
@@ -213,47 +242,6 @@ def _cut_norm(module: nn.Module, group: Group, style: str | None) -> None:
     with_local_parameters(module)
 
 
-class Cache:
-    """transformers' cache of a model's layers, for rows that grow together."""
-
-    def __init__(self, parts: Parts, padding: Tensor | None) -> None:
-        from transformers import DynamicCache
-
-        self._parts = parts
-        self._states = DynamicCache(config=parts.config)
-        self._padding = padding
-        self._used = 0
-
-    def extend(self, base: Any, tokens: Tensor) -> Tensor:
-        """Hidden states [B, S, dim] of tokens [B, S] that follow those that the cache holds.
-
-        Raises:
-            TitanError: they come to where RoPE depends on other rows, or on what was there before.
-        """
-        start, self._used = self._used, self._used + tokens.shape[1]
-        if (rope := self._parts.rope) is not None:
-            alone = rope.kind == "longrope" and len(tokens) == 1 and not 0 < start <= rope.length
-            rope.refuse(self._parts.config, 0 if alone else self._used)
-        slots = torch.arange(self._used, device=tokens.device)
-        positions, mask = slots[None, start:], None
-        if self._padding is not None:
-            padding = self._padding[:, None]
-            positions, mask = (positions - padding).clamp(min=0), (slots >= padding).long()
-        return base(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=self._states,
-            use_cache=True,
-        )[0]
-
-    def select(self, rows: Tensor) -> None:
-        """See `titancli.protocols.Cache`."""
-        self._states.batch_select_indices(rows)
-        if self._padding is not None:
-            self._padding = self._padding[rows]
-
-
 def build(config: HFCausalLM, *, seq_len: int) -> TransformersModel:
     """The model on the current device, without initial values.
 
@@ -263,7 +251,7 @@ def build(config: HFCausalLM, *, seq_len: int) -> TransformersModel:
     device = torch.get_default_device()
     with torch.device("meta"):
         model = TransformersModel(config)
-    try_once(config.values, _on_meta)
+    model.apart = try_once(config.values, _on_meta).apart
     if device.type != "meta":
         model.to_empty(device=device)
         model.tie()
@@ -273,73 +261,3 @@ def build(config: HFCausalLM, *, seq_len: int) -> TransformersModel:
 def _on_meta(values: Mapping[str, Any]) -> TransformersModel:
     with torch.device("meta"):
         return TransformersModel(HFCausalLM(config=dict(values)))
-
-
-class SameNames:
-    """The Hugging Face form: names and values are those of the modules.
-
-    It reads no model_type unless it is asked to: a folder's own family comes first.
-    """
-
-    model_types: ClassVar[tuple[str, ...]] = ()
-
-    def __init__(self, config: HFCausalLM) -> None:
-        self.config = config
-        self.values = config.values
-        self._copies: dict[str, str] | None = None
-        self._ignored: list[str] = []
-
-    @property
-    def model_type(self) -> str:
-        return self.values["model_type"]
-
-    def sources(self, name: str) -> list[str]:
-        self._look()
-        return [name]
-
-    def to_hf(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        self._look()
-        return [(name, tensor)]
-
-    def from_hf(self, name: str, tensors: list[Tensor]) -> Tensor:
-        return tensors[0]
-
-    def ignored(self, hf_name: str) -> bool:
-        self._look()
-        return self.copy_of(hf_name) is not None or any(re.search(p, hf_name) for p in self._ignored)
-
-    def copy_of(self, hf_name: str) -> str | None:
-        self._look()
-        return (self._copies or {}).get(hf_name)
-
-    def _look(self) -> None:
-        """Find out, once, what a folder may hold beside the parameters.
-
-        Raises:
-            EnvironmentProblem: its files have other names than the modules.
-        """
-        if self._copies is not None:
-            return
-        if fault := conversion_fault(self.values):
-            raise EnvironmentProblem(
-                fault,
-                hint="use a model family that reads them (titan list-components model); training from "
-                "scratch, checkpoints and generation need no such folder",
-            )
-        with torch.device("meta"):
-            model = TransformersModel(self.config)
-        head = f"{model._parts.head_name}.weight"
-        name_of = {id(p): name for name, p in model.named_parameters()}
-        self._copies = {head: name_of[id(model.output.weight)]} if model.tied else {}
-        buffers = [re.escape(name) + "$" for name, _ in model.named_buffers()]
-        self._ignored = [r"rotary_emb\.inv_freq$", *buffers]
-        self._ignored += getattr(model.base, "_keys_to_ignore_on_load_unexpected", None) or []
-
-    def config_json(self) -> dict[str, Any]:
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-        left_out = ("torch_dtype", "dtype", KEY, "transformers_version", "_name_or_path")
-        kept = {key: value for key, value in self.values.items() if key not in left_out}
-        return {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.model_type]], **kept}
-
-    from_config_json = staticmethod(HFCausalLM.from_config_json)

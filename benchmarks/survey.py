@@ -1,0 +1,272 @@
+"""Every causal language model of transformers under `hf_causal_lm`, against transformers itself.
+
+    python benchmarks/survey.py [--only TYPE ...] [--json FILE] [--write]
+
+Of each type a tiny copy of its default config is made, with dropout and noise at 0 and random weights, and
+its logits are compared with those of transformers' eager forward: whole rows longer than any window, rows of
+three documents (each of which transformers is given by itself), and rows padded on the right. Then its
+weights are read from a folder that transformers has saved, and exported to one that transformers reads.
+A type takes seconds, and is given up after LIMIT.
+
+Prints a table: accepted, or refused and why; and whether what was accepted is right. `--write` puts it into
+docs/hf-causal-lm.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from titancli.checkpoint import export_hf, read_hf
+from titancli.errors import TitanError
+from titancli.models import HFCausalLM
+from titancli.models.blocks.state import named_state
+from titancli.models.hf_causal_lm.model import build
+from titancli.models.hf_causal_lm.tiny import tiny
+from titancli.models.hf_causal_lm.weights import FolderForm
+
+LIMIT = 60
+"""Seconds that a type may take."""
+CLOSE = 1e-4
+"""The largest difference of logits, relative to the largest one."""
+ROWS, LENGTH, CUTS = 2, 40, (0, 9, 17, 40)
+PAGE = Path(__file__).parents[1] / "docs" / "hf-causal-lm.md"
+MARKS = ("<!-- survey: made by benchmarks/survey.py -->", "<!-- end of survey -->")
+
+LATENT = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+LACKING: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {**LATENT, "topk_method": "greedy"},
+    "dots1": {**LATENT, "n_shared_experts": 1},
+    "ministral": {"head_dim": 32},
+    "nemotron": {"num_key_value_heads": 8, "head_dim": 32},
+    "hunyuan_v1_dense": {"head_dim": 32},
+    "hunyuan_v1_moe": {"head_dim": 32, "num_experts": 4, "moe_topk": [2] * 32},
+    "phimoe": {"input_jitter_noise": 0.0, "router_jitter_noise": 0.0},
+}
+"""What a default config lacks to be a model that anybody has."""
+
+
+@dataclass
+class Found:
+    """What came out for a type."""
+
+    model_type: str
+    accepted: bool = False
+    wrong: str | None = None
+    """What differs though it was accepted."""
+    why: str = ""
+    """Why it is refused."""
+    weights: str = ""
+    """"yes", or why not."""
+    seconds: float = 0.0
+
+
+class TooLong(Exception):
+    """A type has taken LIMIT seconds."""
+
+
+@contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise TooLong(f"longer than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def values_of(model_type: str) -> dict[str, Any]:
+    """A tiny copy of a type's default values."""
+    values = CONFIG_MAPPING[model_type]().to_dict()
+    values |= {"model_type": model_type, **LACKING.get(model_type, {})}
+    values |= {key: 0.0 for key, v in values.items() if "drop" in key and isinstance(v, float)}
+    return tiny(values)
+
+
+def made(values: dict[str, Any]) -> Any:
+    """titan's model, with random weights under which everything shows."""
+    with torch.device("meta"):
+        model = build(HFCausalLM(config=values), seq_len=LENGTH)
+    model.to_empty(device="cpu")
+    model.tie()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim < 2:
+                parameter.uniform_(0.6, 1.4, generator=generator)
+            else:
+                parameter.normal_(0, max(parameter.shape[-2:]) ** -0.5, generator=generator)
+    return model.eval()
+
+
+def in_transformers(model: Any) -> Any:
+    values = model.config.values
+    config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    theirs.load_state_dict(model.state_dict())
+    return theirs.eval()
+
+
+@torch.no_grad()
+def differences(model: Any, theirs: Any) -> Iterator[tuple[str, float]]:
+    """How far logits are from those of transformers, by what the rows are."""
+    vocabulary = theirs.get_input_embeddings().weight.shape[0]
+    text = torch.randint(0, vocabulary, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    whole = torch.cat([theirs(row[None], use_cache=False).logits for row in text])
+    yield "whole rows", far(model(text), whole)
+    parts = list(pairwise(CUTS))
+    places = torch.cat([torch.arange(end - start) for start, end in parts]).expand(ROWS, -1)
+    ids = torch.cat([torch.full((end - start,), n) for n, (start, end) in enumerate(parts)]).int()
+    apart = torch.cat([theirs(text[:, a:b], use_cache=False).logits for a, b in parts], dim=1)
+    yield "documents", far(model(text, places, ids.expand(ROWS, -1)), apart)
+    lengths = (LENGTH - 13, LENGTH)
+    padding = torch.stack([(torch.arange(LENGTH) >= length).int() for length in lengths])
+    places = torch.where(padding > 0, torch.arange(LENGTH) - (LENGTH - 13), torch.arange(LENGTH))
+    found = model(text, places, padding)
+    rows = [found[row, :length] for row, length in enumerate(lengths)]
+    padded = theirs(text, attention_mask=1 - padding, use_cache=False).logits
+    meant = [padded[row, :length] for row, length in enumerate(lengths)]
+    yield "right padding", far(torch.cat(rows), torch.cat(meant))
+
+
+def far(found: Tensor, meant: Tensor) -> float:
+    return float((found - meant).abs().max() / meant.abs().max())
+
+
+@torch.no_grad()
+def through_folders(model: Any, theirs: Any) -> str | None:
+    """Read a folder that transformers has written, and write one that it reads; what differs, if anything."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        theirs.save_pretrained(folder / "theirs")
+        config = HFCausalLM(config=folder / "theirs")
+        form = FolderForm(config)
+        mine = dict(named_state(model))
+        reader = read_hf(folder / "theirs", form)
+        reader.check({key: tuple(value.shape) for key, value in mine.items()})
+        for key, value in mine.items():
+            if not torch.equal(reader.parameter(key), value):
+                return f"{key} is read wrongly"
+        export_hf(mine, form, {}, folder / "ours")
+        again = AutoModelForCausalLM.from_pretrained(folder / "ours", dtype=torch.float32)
+        found = again.state_dict()
+        for key, value in theirs.state_dict().items():
+            if not torch.equal(found[key], value):
+                return f"{key} is written wrongly"
+    return None
+
+
+def survey(model_type: str) -> Found:
+    found, start = Found(model_type), time.monotonic()
+    try:
+        with at_most(LIMIT):
+            look(found)
+    except TooLong as error:
+        found.accepted, found.why = False, str(error)
+    found.seconds = time.monotonic() - start
+    return found
+
+
+def look(found: Found) -> None:
+    try:
+        values = values_of(found.model_type)
+    except Exception as error:  # whatever it is, it is of transformers
+        found.why = f"transformers has no default config: {error}"
+        return
+    try:
+        model = made(values)
+    except TitanError as error:
+        found.why = " ".join(error.message.split()).removeprefix(f"model.config: {found.model_type}: ")
+        return
+    found.accepted = True
+    theirs = in_transformers(model)
+    wrong = [f"{what}: {value:.1e}" for what, value in differences(model, theirs) if not value < CLOSE]
+    found.wrong = ", ".join(wrong) or None
+    try:
+        found.weights = through_folders(model, theirs) or "yes"
+    except TooLong:
+        raise
+    except TitanError as error:
+        found.weights = error.message
+    except Exception as error:  # whatever it is, weights do not come through
+        found.weights = f"{type(error).__name__}: {error}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", default=None)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.disable_progress_bar()
+    rows = []
+    for model_type in args.only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        rows.append(found := survey(model_type))
+        state = "refused" if not found.accepted else "WRONG" if found.wrong else "accepted"
+        told = found.why or found.wrong or f"weights: {found.weights}"
+        print(f"{model_type:28} {state:9} {found.seconds:5.1f} s  {told[:150]}", flush=True)
+        if args.json:
+            args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    good = [row for row in rows if row.accepted]
+    print(
+        f"{len(rows)} types: {len(good)} accepted, {sum(bool(r.wrong) for r in good)} wrong, "
+        f"{sum(r.weights == 'yes' for r in good)} with weights"
+    )
+    if args.write:
+        write(rows)
+    return 1 if any(row.wrong for row in rows) else 0
+
+
+def write(rows: list[Found]) -> None:
+    """Put the tables into the page."""
+    good = [row for row in rows if row.accepted and not row.wrong]
+    lines = [
+        f"Of the {len(rows)} types of causal language models in transformers {transformers.__version__}, "
+        f"{len(good)} are accepted, {sum(row.weights == 'yes' for row in good)} with weights:",
+        "",
+        "| type | weights |",
+        "|---|---|",
+        *(f"| {row.model_type} | {'yes' if row.weights == 'yes' else 'no'} |" for row in good),
+        "",
+        "| rejected | why |",
+        "|---|---|",
+        *(f"| {row.model_type} | {plain(row.why or row.wrong or '')} |" for row in rows if row not in good),
+    ]
+    text = PAGE.read_text()
+    before, after = text.partition(MARKS[0])[0], text.partition(MARKS[1])[2]
+    PAGE.write_text("".join([before, MARKS[0], "\n", "\n".join(lines), "\n", MARKS[1], after]))
+
+
+def plain(why: str) -> str:
+    """The first words of a reason, for a table's cell."""
+    words = " ".join(why.replace("|", "\\|").split()).removeprefix("model.config: ")
+    return words if len(words) <= 120 else words[:120].rsplit(" ", 1)[0] + " …"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

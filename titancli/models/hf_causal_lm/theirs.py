@@ -1,0 +1,112 @@
+"""transformers' config and model of a config.json's values, and refusals in titan's words."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from titancli.errors import RecipeError
+from titancli.models.hf_causal_lm.config_json import KERNEL_KEYS, faults
+from titancli.models.hf_causal_lm.tiny import tiny
+from titancli.models.quantization import KEY
+
+
+def refused(values: Mapping[str, Any], what: str, hint: str | None = None) -> RecipeError:
+    return RecipeError(f"model.config: {values.get('model_type')}: {what}", hint=hint)
+
+
+def hf_config(values: Mapping[str, Any]) -> Any:
+    """transformers' config of these values.
+
+    Raises:
+        RecipeError: they ask for what is refused, or transformers does not know them.
+    """
+    with quiet():
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    for fault in faults(values):
+        raise RecipeError(f"model.config: {fault}")
+    if values["model_type"] not in CONFIG_MAPPING:
+        import transformers
+
+        raise refused(values, f"transformers {transformers.__version__} has no such model")
+    try:
+        with quiet():
+            # Kernels are titan's to choose, and transformers would download some of them.
+            # Weights are read unquantized, whatever the folder holds.
+            left_out = {*KERNEL_KEYS, KEY}
+            chosen = {key: value for key, value in values.items() if str(key).lstrip("_") not in left_out}
+            kind: Any = CONFIG_MAPPING[values["model_type"]]
+            return kind.from_dict(kind._decode_special_floats(chosen))  # infinity, which JSON has not
+    except Exception as error:  # whatever it is, it is of what was written
+        raise refused(values, f"transformers rejects this config: {line_of(error)}") from error
+
+
+def whole_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with transformers' defaults."""
+    return hf_config(values).to_dict() | {"model_type": values["model_type"]}
+
+
+def tiny_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a tiny copy (`titancli.models.hf_causal_lm.tiny`)."""
+    return tiny(whole_values(values))
+
+
+def made(values: Mapping[str, Any], attention: str, experts: str) -> Any:
+    """transformers' model on meta, in float32.
+
+    Args:
+        attention, experts: the names of their functions in transformers' tables.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    config = hf_config(values)
+    with quiet():
+        from transformers import AutoModelForCausalLM
+
+        kind: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if kind is None:
+        raise refused(values, "transformers has no causal language model of this type")
+    if config.get_text_config() is not config:
+        raise refused(
+            values,
+            "a multimodal model",
+            hint="use its text_config, if transformers has a model for it",
+        )
+    try:
+        with quiet(), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    except Exception as error:  # whatever it is, it is of what was written
+        raise refused(values, f"transformers cannot build it: {line_of(error)}") from error
+    # Not asked for when it is built: what a model declares to support is of transformers' own functions.
+    choose(model, attention, experts)
+    return model
+
+
+def choose(model: Any, attention: str, experts: str) -> None:
+    """Have a model's modules look for their attention and experts under these names."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            config._attn_implementation, config._experts_implementation = attention, experts
+
+
+def line_of(error: Exception) -> str:
+    told = " ".join(str(error).split())
+    return f"{type(error).__name__}: {told[:300]}" if told else type(error).__name__
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what transformers warns of along the way: kernels that are not there, for one."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,70 @@
+"""The values of transformers' buffers and its initial values of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titancli.errors import RecipeError
+from titancli.models.hf_causal_lm.theirs import refused
+
+
+def buffer_values(values: Mapping[str, Any], base: Any) -> dict[str, Tensor]:
+    """What transformers' own initialisation puts into each buffer; it promises to, for models that it loads.
+
+    Tried on zeros and on ones: a buffer that is left as it was is refused.
+    """
+    found: list[dict[str, Tensor]] = []
+    for number in (0, 1):
+        with torch.device("cpu"), torch.no_grad():
+            for module in base.modules():
+                own = dict(module.named_buffers(recurse=False))
+                for name, buffer in own.items():
+                    module._buffers[name] = torch.full(buffer.shape, number, dtype=buffer.dtype)
+                if own:
+                    base._init_weights(module)  # parameters are on meta, where nothing is drawn
+            found.append({name: buffer.clone() for name, buffer in base.named_buffers()})
+    left = [name for name, value in found[0].items() if not torch.equal(value, found[1][name])]
+    if left:
+        raise refused(values, f"transformers does not define the contents of the buffers {', '.join(left)}")
+    base.to("meta")
+    return found[0]
+
+
+@contextmanager
+def seeded(generator: torch.Generator) -> Iterator[None]:
+    """Draw from torch's default generators as from a fresh one with this one's seed."""
+    devices = [generator.device] if generator.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(generator.initial_seed())
+        yield
+
+
+def initial_values(
+    base: Any, unit: nn.Module, path: str, generator: torch.Generator
+) -> Iterator[tuple[str, Tensor]]:
+    """Whole fp32 values of a unit's parameters, by name, as transformers would draw them.
+
+    Args:
+        base: whose `_init_weights` it is.
+        unit: on meta, and not needed afterwards.
+
+    Raises:
+        RecipeError: transformers leaves a parameter without a value.
+    """
+    unit.to_empty(device=generator.device)
+    with torch.no_grad(), torch.device(generator.device), seeded(generator):
+        for parameter in unit.parameters():
+            parameter.fill_(float("nan"))
+        unit.apply(base._init_weights)
+    for name, parameter in unit.named_parameters(prefix=path):
+        if bool(parameter.isnan().any()):
+            raise RecipeError(
+                f"model.config: transformers does not define the initial value of {name}", hint="give weights"
+            )
+        yield name, parameter.detach()
+    unit.to("meta")
