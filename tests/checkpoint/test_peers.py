@@ -76,8 +76,8 @@ class Cluster:
         data = path.read_bytes()
         path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
-    def copies(self) -> Copies:
-        return Copies(self.memory(dist.get_rank() // self.each), self.checkpoints, RUN)
+    def copies(self, attempt: int = 1) -> Copies:
+        return Copies(self.memory(dist.get_rank() // self.each), self.checkpoints, RUN, attempt)
 
 
 def copy(cluster: Cluster, steps: list[int], mode: str = "disabled") -> None:
@@ -93,11 +93,11 @@ def copy(cluster: Cluster, steps: list[int], mode: str = "disabled") -> None:
     copies.close()
 
 
-def load(cluster: Cluster) -> str:
+def load(cluster: Cluster, attempt: int = 1, wanted: bool = True) -> str:
     """What a resume gets; or what the ranks say, each the same."""
-    copies = cluster.copies()
+    copies = cluster.copies(attempt)
     try:
-        if (folder := copies.newest(wanted=True)) is None:
+        if (folder := copies.newest(wanted=wanted)) is None:
             return "nothing"
         tensors = sharded({name: torch.zeros_like(tensor) for name, tensor in whole(0).items()})
         try:
@@ -252,6 +252,16 @@ def test_copies_of_different_states_are_never_mixed(ranks: Any, cluster: Cluster
     assert ranks(3, load, cluster) == ["nothing"] * 3
 
 
+@pytest.mark.ranks
+def test_an_attempt_that_was_asked_for_a_step_takes_its_own_copies_alone(
+    ranks: Any, cluster: Cluster
+) -> None:
+    """However often its ranks are started anew, and wherever the start before was interrupted."""
+    ranks(2, copy, cluster, [3])
+    assert ranks(2, load, cluster, 1, False) == ["step 3, none sent"] * 2
+    assert ranks(2, load, cluster, 2, False) == ["nothing"] * 2
+
+
 # -------------------------------------------------------------------------------------------- one process
 
 
@@ -267,15 +277,15 @@ def test_a_copy_counts_until_a_later_checkpoint_is_saved_or_one_is_removed(tmp_p
     def save(step: int) -> None:
         save_checkpoint(tmp_path / f"step-{step}", {"model.a": torch.ones(1)}, {}, lock_text="", run_id=RUN)
 
-    assert outdated(tmp_path, Copy(3, "", 0)) is None
+    assert outdated(tmp_path, Copy(3, "", 0, 1)) is None
     save(4)
-    assert outdated(tmp_path, Copy(3, "", 0)) and outdated(tmp_path, Copy(4, "", 0)) is None
-    assert outdated(tmp_path, Copy(6, "", 1)) is None
+    assert outdated(tmp_path, Copy(3, "", 0, 1)) and outdated(tmp_path, Copy(4, "", 0, 1)) is None
+    assert outdated(tmp_path, Copy(6, "", 1, 1)) is None
     save(8)
-    assert outdated(tmp_path, Copy(6, "", 1)) and outdated(tmp_path, Copy(4, "", 0))
-    assert outdated(tmp_path, Copy(9, "", 2)) is None
+    assert outdated(tmp_path, Copy(6, "", 1, 1)) and outdated(tmp_path, Copy(4, "", 0, 1))
+    assert outdated(tmp_path, Copy(9, "", 2, 1)) is None
     shutil.rmtree(tmp_path / "step-8")  # to go back to step 4
-    assert outdated(tmp_path, Copy(9, "", 2))
+    assert outdated(tmp_path, Copy(9, "", 2, 1))
 
 
 def test_runs_share_a_node_and_only_what_is_forgotten_is_deleted(tmp_path: Path) -> None:

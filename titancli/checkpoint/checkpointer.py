@@ -269,6 +269,8 @@ class Checkpointer:
 
     def _write(self, pieces: Pieces, draft: Draft) -> None:
         run_save(pieces, draft, self._group, self._plan)
+        if self._copies is not None:
+            self._copies.saved()
         if self._main:
             self._tidy()
 

@@ -41,7 +41,7 @@ def open_uploads(recipe: Recipe, folder: RunFolder, run_id: str) -> Uploads | No
     return Uploads(folder.checkpoints, place, run_id, section.keep_latest_k)
 
 
-def open_copies(recipe: Recipe, folder: RunFolder, run_id: str, stack: ExitStack) -> Copies | None:
+def open_copies(recipe: Recipe, folder: RunFolder, record: dict[str, Any], stack: ExitStack) -> Copies | None:
     """Open what keeps the run's state in memory; None where the recipe does not want it. Collective.
 
     Raises:
@@ -52,7 +52,8 @@ def open_copies(recipe: Recipe, folder: RunFolder, run_id: str, stack: ExitStack
         return None
     from titancli.checkpoint.peers.copies import Copies
 
-    copies = Copies(section.peer_folder, folder.checkpoints, run_id)
+    attempt = len(record["attempts"])
+    copies = Copies(section.peer_folder, folder.checkpoints, record["run_id"], attempt)
     stack.callback(copies.close)
     return copies
 

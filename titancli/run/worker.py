@@ -183,9 +183,9 @@ class Rank:
         # Asked of rank 0: on a shared disk the others may not see yet what it wrote.
         record = process_group.on_rank_zero(self._own_record)
         loggers = self._loggers(recipe, listeners)
-        self._copies = saving.open_copies(recipe, self.folder, record["run_id"], self._stack)
-        asked_for = not self.restart and record["attempts"][-1].get("step") is not None
-        copy = self._copies.newest(wanted=not asked_for) if self._copies else None
+        self._copies = saving.open_copies(recipe, self.folder, record, self._stack)
+        newest = record["attempts"][-1].get("step") is None
+        copy = self._copies.newest(wanted=newest) if self._copies else None
         start = Start(loaded, lock_text, record, copy or checkpoint, device)
         damaged: dict[Path, str] = {}
         try:

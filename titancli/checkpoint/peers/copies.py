@@ -47,11 +47,12 @@ class Copies:
     and the run folder names it; until then the one before it does.
     """
 
-    def __init__(self, root: Path, checkpoints: Path, run_id: str) -> None:
+    def __init__(self, root: Path, checkpoints: Path, run_id: str, attempt: int) -> None:
         """
         Args:
             root: a folder in memory, on every node.
             checkpoints: those of the run, on the disk that all nodes share.
+            attempt: the number of the run's attempt.
 
         Raises:
             EnvironmentProblem: the folder cannot be written on a node; on all ranks.
@@ -65,7 +66,9 @@ class Copies:
         if refused := [one for one in found if isinstance(one, EnvironmentProblem)]:
             raise refused[0]
         self._nodes = Nodes.of([str(one) for one in found])
-        self._checkpoints = checkpoints
+        self._checkpoints, self._attempt = checkpoints, attempt
+        self._serial: int | None = None
+        """On rank 0: of the newest checkpoint on the disk; None: it is to be looked up."""
         self._step: int | None = None
         """Of the copy that counts, if there is one."""
         self._sources: Sources | None = None
@@ -78,7 +81,8 @@ class Copies:
         the run continues from elsewhere, and there is no copy any longer.
 
         Args:
-            wanted: whether the newest state is, not another one that somebody has asked for.
+            wanted: whether the newest state is; else somebody has asked this attempt for another one, and
+                only its own copies may take the place of that.
         """
         team = self._team(patient_group())
         try:
@@ -136,6 +140,10 @@ class Copies:
         """Let go of the memory, which keeps what it holds."""
         self._memory.close()
 
+    def saved(self) -> None:
+        """Take note that a checkpoint was saved on the disk."""
+        self._serial = None
+
     def reserve(self, pieces: Pieces, plan: SavePlan, group: dist.ProcessGroup | None) -> None:
         """See to it that there is room for the copies that are to come.
 
@@ -179,7 +187,7 @@ class Copies:
             team.together(
                 "copying",
                 lambda: self._complete(hidden, small, draft.folder.name) if team.is_first else None,
-                lambda done: self._name(draft),
+                lambda done: self._name(draft, small[MANIFEST]),
             )
         except TitanError:  # of anything else nobody knows whether this copy counts by now
             if team.is_first:
@@ -199,7 +207,8 @@ class Copies:
         copy = read_record(self._checkpoints)
         if copy is None:
             return None
-        why = outdated(self._checkpoints, copy) if wanted else "another checkpoint was asked for"
+        other = not wanted and copy.attempt != self._attempt
+        why = "another checkpoint was asked for" if other else outdated(self._checkpoints, copy)
         if why is not None:
             logger.info("the copy of step %d in memory is not used: %s", copy.step, why)
             return None
@@ -225,8 +234,9 @@ class Copies:
         small = draft.description(plan.groups)
         files = {name: digest for files in written for name, digest in files.items()}
         files |= {n: Digest(len(data), xxhash.xxh3_64(data).hexdigest()) for n, data in small.items()}
-        serial = last_serial(self._checkpoints)
-        return {**small, MANIFEST: manifest_bytes(draft.manifest(files, serial))}
+        if self._serial is None:
+            self._serial = last_serial(self._checkpoints)
+        return {**small, MANIFEST: manifest_bytes(draft.manifest(files, self._serial))}
 
     def _send(self, hidden: Path, written: list[dict[str, Digest]], team: Team) -> None:
         """Send each rank's files to the next node, which compares their checksums."""
@@ -248,13 +258,12 @@ class Copies:
             write_file(hidden / file, data)
         hidden.rename(self._memory.folder / name)
 
-    def _name(self, draft: Draft) -> None:
+    def _name(self, draft: Draft, manifest: bytes) -> None:
         """On rank 0, once all nodes have it: the run folder names it."""
         if draft.claim is not None:
             draft.claim.check()
-        identity = identity_of(self._memory.folder / draft.folder.name)
-        serial = last_serial(self._checkpoints)
-        write_record(self._checkpoints, Copy(draft.step, identity, serial))
+        serial = 0 if self._serial is None else self._serial
+        write_record(self._checkpoints, Copy(draft.step, identity_of(manifest), serial, self._attempt))
 
 
 def _compare(

@@ -18,7 +18,7 @@ import shutil
 import socket
 import stat
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 import xxhash
@@ -49,6 +49,8 @@ class Copy:
     """Checksum of its manifest."""
     serial: int
     """Of the newest checkpoint on the disk when it was made: one that was saved later is newer."""
+    attempt: int
+    """The attempt that has made it, counted from 1."""
 
 
 class Memory:
@@ -68,7 +70,7 @@ class Memory:
             found = self.folder.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
                 raise EnvironmentProblem(f"{self.folder} on {socket.gethostname()} belongs to somebody else")
-            self._held = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+            self._held = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             fcntl.flock(self._held, fcntl.LOCK_SH)
             with contextlib.suppress(FileExistsError):
                 (self.folder / "run").symlink_to(run)
@@ -123,7 +125,7 @@ class Memory:
             return {}, []
         try:
             manifest = read_manifest(folder)
-            if identity_of(folder) != copy.identity:
+            if identity_of((folder / MANIFEST).read_bytes()) != copy.identity:
                 return {}, [f"{folder} is another copy"]
             present = {n: d for n, d in manifest.files.items() if _size(folder / n) == d.size}
             damaged = {
@@ -167,8 +169,8 @@ def description(manifest: Manifest) -> list[str]:
     return [name for name in manifest.files if not (FILE_NAME.match(name) or PART_NAME.match(name))]
 
 
-def identity_of(folder: Path) -> str:
-    return xxhash.xxh3_128((folder / MANIFEST).read_bytes()).hexdigest()
+def identity_of(manifest: bytes) -> str:
+    return xxhash.xxh3_128(manifest).hexdigest()
 
 
 def _size(path: Path) -> int | None:
@@ -226,7 +228,10 @@ def _available() -> int:
 def read_record(checkpoints: Path) -> Copy | None:
     """Return the copy that counts, as far as the run folder knows; None where there is none."""
     try:
-        return Copy(**json.loads((checkpoints / RECORD).read_text(encoding="utf-8")))
+        copy = Copy(**json.loads((checkpoints / RECORD).read_text(encoding="utf-8")))
+        if [type(value) for value in astuple(copy)] != [int, str, int, int]:
+            raise ValueError("it is malformed")
+        return copy
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
@@ -242,7 +247,10 @@ def write_record(checkpoints: Path, copy: Copy) -> None:
 
 def forget(checkpoints: Path) -> None:
     """Have no copy count any longer."""
-    (checkpoints / RECORD).unlink(missing_ok=True)
+    try:
+        (checkpoints / RECORD).unlink(missing_ok=True)
+    except OSError as error:
+        raise EnvironmentProblem(f"{checkpoints / RECORD} cannot be deleted: {error.strerror}") from error
 
 
 def outdated(checkpoints: Path, copy: Copy) -> str | None:
