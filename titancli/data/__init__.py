@@ -220,7 +220,9 @@ class TokenShards:
     """Tokens in files: shards of `titan tokenize`, or files of other tools as they are."""
 
     paths: Annotated[list[Path], MinLen(1)]
-    """Folders that `titan tokenize` wrote; for other formats: files, folders and globs (`"data/*.bin"`)."""
+    """Folders that `titan tokenize` wrote, or URLs of such folders (`"s3://…"`, `"hf://datasets/…"`), whose
+    parts are kept in titan's cache once they are read; for other formats: files, folders and globs
+    (`"data/*.bin"`)."""
     format: Literal["titan", "megatron", "llm.c", "raw"] = "titan"
     """`"megatron"`: `.bin` files with their `.idx` files. `"llm.c"`: `.bin` files with a header of 1 KiB.
     `"raw"`: little-endian integers alone, as of nanoGPT and OLMo-core."""

@@ -155,7 +155,7 @@ def faults(index: Index, *, whole: bool = False) -> Iterator[str]:
             try:
                 status = os.stat(path)
                 if status.st_size != size:
-                    yield _wrong_size(path, size, status.st_size)
+                    yield wrong_size(path, size, status.st_size)
                 elif whole or status.st_mtime_ns != modified:
                     found = file_sums(str(path)) if whole else chunk_sums(str(path))
                     if found != sums:
@@ -165,7 +165,8 @@ def faults(index: Index, *, whole: bool = False) -> Iterator[str]:
                 yield f"{path} cannot be read: {error.strerror or error}"
 
 
-def _wrong_size(path: Path, size: int, found: int) -> str:
+def wrong_size(path: Path | str, size: int, found: int) -> str:
+    """Return what is wrong with a file that should have `size` bytes."""
     if found < size:
         return f"{path} is truncated at byte {found:,}: {INDEX} says {size:,} bytes"
     return f"{path} has {found:,} bytes, but {INDEX} says {size:,}: it ends at byte {size:,}"

@@ -27,11 +27,13 @@ from titancli.data.shards import Index, read_index, require_sound
 from titancli.data.shards.foreign import MegatronDocuments, open_foreign, paths_of
 from titancli.data.shards.packed import Documents, ShardPackedDataset
 from titancli.data.shards.reader import DocumentEnds, TokenFiles, parts_of
+from titancli.data.shards.remote import RemoteFiles
 from titancli.data.shards.streams import DocumentStream, ListedStream
 from titancli.data.source import Size, Source
 from titancli.data.stream import Position
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.protocols import Tokenizer
+from titancli.recipe.find import url_of
 
 LABEL = "dataset token_shards"
 AHEAD = 1024
@@ -214,12 +216,15 @@ def build(
 def _open(config: TokenShards, tokenizer: Tokenizer, order: str) -> Tokens:
     documents: DocumentEnds | MegatronDocuments | None
     if config.format == "titan":
-        indexes = [read_index(path) for path in paths_of(config)]
-        for index in indexes:
-            _require_tokenizer(index, tokenizer)
-            require_sound(index)
-        files = TokenFiles(parts_of(indexes), indexes[0].dtype, tokenizer.vocab_size)
-        documents = DocumentEnds(indexes)
+        opened, indexes = RemoteFiles(), []
+        for path in paths_of(config):
+            url = url_of(path)
+            indexes.append(read_index(path) if url is None else opened.index(url.rstrip("/")))
+            _require_tokenizer(indexes[-1], tokenizer)
+            if url is None:
+                require_sound(indexes[-1])
+        files = TokenFiles(parts_of(indexes), indexes[0].dtype, tokenizer.vocab_size, opened)
+        documents = DocumentEnds(indexes, opened)
         contents = {"contents": ", ".join(index.digest for index in indexes)}
     else:
         foreign = open_foreign(config, LABEL)

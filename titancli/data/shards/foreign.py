@@ -15,6 +15,7 @@ from titancli.data.files import TextFile, corpus_identity, files_of
 from titancli.data.shards import DTYPES
 from titancli.data.shards.reader import OpenFiles, Part, TokenFiles
 from titancli.errors import EnvironmentProblem
+from titancli.recipe.find import url_of
 
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")
@@ -42,6 +43,11 @@ def open_foreign(config: TokenShards, label: str) -> Foreign:
     Raises:
         EnvironmentProblem: there is none, or one is not of the format.
     """
+    if far := [url for path in config.paths if (url := url_of(path))]:
+        raise EnvironmentProblem(
+            f"{label}: files of format {config.format!r} are read from this machine only, not from {far[0]}",
+            hint="copy them, or tokenize to shards of titan and upload the folder",
+        )
     files = files_of(config.paths)
     if config.format == "megatron":
         files = [file for file in files if not file.path.endswith(".idx")]
@@ -198,5 +204,6 @@ class MegatronDocuments:
 
 
 def paths_of(config: TokenShards) -> list[Path]:
-    """Return the folders of titan's own format, each once."""
-    return list(dict.fromkeys(Path(os.path.abspath(path)) for path in config.paths))
+    """Return the folders of titan's own format, each once; a URL as it is."""
+    paths = (path if url_of(path) else Path(os.path.abspath(path)) for path in config.paths)
+    return list(dict.fromkeys(paths))

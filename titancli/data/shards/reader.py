@@ -42,6 +42,7 @@ class OpenFiles:
             EnvironmentProblem: the file cannot be read, or ends before.
         """
         view = memoryview(buffer).cast("B")
+        self.ready(path, byte, len(view))
         try:
             descriptor = self.descriptor(path)
             while len(view):
@@ -56,6 +57,9 @@ class OpenFiles:
             raise EnvironmentProblem(
                 f"cannot read {path} at byte {byte:,}: {error.strerror or error}", hint="make it readable"
             ) from error
+
+    def ready(self, path: str, byte: int, size: int) -> None:
+        """See to it that so many bytes are in the file; here they are."""
 
     def descriptor(self, path: str) -> int:
         """
@@ -74,12 +78,18 @@ class OpenFiles:
 class TokenFiles:
     """The tokens of files, one after another."""
 
-    def __init__(self, parts: Sequence[Part], dtype: str, vocab_size: int | None = None) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        dtype: str,
+        vocab_size: int | None = None,
+        files: OpenFiles | None = None,
+    ) -> None:
         """`vocab_size`: an id from there on is an error."""
         self._parts, self._vocab_size = parts, vocab_size
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._starts = np.cumsum([0, *(part.tokens for part in parts)])
-        self._files = OpenFiles()
+        self._files = files or OpenFiles()
 
     @property
     def tokens(self) -> int:
@@ -115,6 +125,7 @@ class TokenFiles:
         for piece, (number, first, size, fits) in enumerate(rows):
             part, end = self._parts[number], at + size * width
             if fits:  # the fast way; what fails goes the slow one, which says why
+                self._files.ready(part.path, part.first_byte + first * width, end - at)
                 try:
                     descriptor = self._files.descriptor(part.path)
                     fits = os.preadv(descriptor, [view[at:end]], part.first_byte + first * width) == end - at
@@ -147,12 +158,12 @@ class TokenFiles:
 class DocumentEnds:
     """Where documents begin and end in the tokens of shards, read from their `.idx` files."""
 
-    def __init__(self, indexes: Sequence[Index]) -> None:
+    def __init__(self, indexes: Sequence[Index], files: OpenFiles | None = None) -> None:
         counts = [(shard.documents, shard.tokens) for index in indexes for shard in index.shards]
         self._firsts = np.cumsum([0, *(documents for documents, _ in counts)])
         self._tokens = np.cumsum([0, *(tokens for _, tokens in counts)])
         self._paths = [str(index.files(shard)[1][0]) for index in indexes for shard in index.shards]
-        self._files = OpenFiles()
+        self._files = files or OpenFiles()
 
     @property
     def documents(self) -> int:

@@ -1,0 +1,162 @@
+"""Token shards in an object store: the same rows, each range read once, and a cache that may be read-only."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from tests.data.helpers import global_rows, make
+from titancli.data import ByteTokenizer, TokenShards
+from titancli.data.shards import remote
+from titancli.data.shards.sources import Options, open_inputs
+from titancli.data.shards.tokenize import Job, tokenize
+from titancli.errors import EnvironmentProblem
+
+TEXTS = [f"{number}: " + "xyz" * (number * 5 % 11) for number in range(60)]
+ORDERS: list[dict[str, Any]] = [
+    {},
+    {"shuffle": "documents"},
+    {"shuffle": "documents", "document_mask": True, "packing": "best_fit"},
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TITAN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(remote, "BLOCK", 256)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    inputs = open_inputs([str(tmp_path / "corpus.jsonl")], Options())
+    tokenize(Job(inputs, ByteTokenizer(), tmp_path / "out", 500, 1))
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def store(local: Path) -> Iterator[Any]:
+    found = fsspec.filesystem("memory")
+    found.put(str(local), "/bucket/out", recursive=True)
+    yield found
+    found.store.clear()
+    found.pseudo_dirs[:] = [""]
+
+
+URL = Path("memory://bucket/out")
+
+
+def ranges(store: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    asked: list[tuple[str, int]] = []
+    real = type(store).cat_file
+
+    def counted(self: Any, path: str, start: int | None = None, end: int | None = None) -> bytes:
+        if start is not None:
+            asked.append((path, start))
+        return real(self, path, start, end)
+
+    monkeypatch.setattr(type(store), "cat_file", counted)
+    return asked
+
+
+@pytest.mark.parametrize("fields", ORDERS)
+def test_rows_are_those_of_the_folder_and_each_range_is_read_once(
+    local: Path, store: Any, monkeypatch: pytest.MonkeyPatch, cache: Path, fields: dict[str, Any]
+) -> None:
+    asked = ranges(store, monkeypatch)
+    near, far = (TokenShards(paths=[path], **fields) for path in (local, URL))
+    wanted, state = global_rows(near, 60, dp_size=1, rows=2)
+    assert global_rows(far, 60, dp_size=2, rows=1) == (wanted, state), "the identity is that of the data"
+    assert asked and len(asked) == len(set(asked))
+    asked.clear()
+    for folder in [*cache.rglob("*/"), cache]:
+        folder.chmod(0o500)
+    for file in cache.rglob("*.*"):
+        file.chmod(0o400)
+    monkeypatch.setattr(remote.fcntl, "lockf", None)  # which a read-only cache does not need
+    assert global_rows(far, 60, dp_size=1, rows=2)[0] == wanted and not asked
+
+
+def test_a_rank_reads_no_more_than_its_rows(store: Any, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    asked = ranges(store, monkeypatch)
+    next(iter(make(TokenShards(paths=[URL], shuffle="off"), rows=1)))
+    assert len(asked) == 1
+    held = next(cache.rglob("00000.bin"))
+    assert held.stat().st_size <= 256
+
+
+def test_a_damaged_block_of_the_cache_is_read_again(store: Any, cache: Path) -> None:
+    config = TokenShards(paths=[URL])
+    wanted, _ = global_rows(config, 20, dp_size=1, rows=2)
+    for file in cache.rglob("*.bin"):
+        with open(file, "r+b") as opened:
+            opened.write(b"\0\0\0\0")
+    assert global_rows(config, 20, dp_size=1, rows=2)[0] == wanted
+
+
+def test_what_is_wrong_is_named_before_the_first_step_where_it_can_be(
+    store: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = TokenShards(paths=[URL])
+    with pytest.raises(EnvironmentProblem, match=r"memory://bucket/gone cannot be read: FileNotFoundError"):
+        make(TokenShards(paths=[Path("memory://bucket/gone")]))
+    with pytest.raises(
+        EnvironmentProblem, match=r"'raw' are read from this machine only, not from memory://"
+    ):
+        make(TokenShards(paths=[URL], format="raw", dtype="uint8"))
+    with pytest.raises(EnvironmentProblem, match=r"nope://x is not the URL of a store"):
+        make(TokenShards(paths=[Path("nope://x")]))
+    dataset = make(config)
+    store.rm("/bucket/out/00000.bin")
+    with pytest.raises(EnvironmentProblem, match=r"memory://bucket/out/00000.bin, from byte [\d,]+ on"):
+        list(zip(range(99), dataset, strict=False))
+    with pytest.raises(EnvironmentProblem, match=r"FileNotFoundError: /bucket/out/00000\.bin"):
+        make(config)
+    store.pipe("/bucket/out/00000.bin", b"x" * 10)
+    with pytest.raises(EnvironmentProblem, match=r"out/00000\.bin is truncated at byte 10"):
+        make(config)
+    with pytest.raises(EnvironmentProblem, match=r"from byte 256 on were asked for, and 0 came"):
+        dataset._tokens.files._files.ready(str(next(cache.rglob("index.json")).parent / "00000.bin"), 256, 1)
+    cache.joinpath("shards").rename(cache / "away")
+    (cache / "shards").write_text("a file")
+    with pytest.raises(EnvironmentProblem, match="cannot be read: "):
+        make(config)
+
+
+class Ranges(SimpleHTTPRequestHandler):
+    """Files, and ranges of them, as stores answer."""
+
+    def do_GET(self) -> None:
+        path = Path(self.translate_path(self.path))
+        asked = self.headers.get("Range")
+        if asked is None or not path.is_file():
+            super().do_GET()
+            return
+        first, last = (int(number) for number in asked.removeprefix("bytes=").split("-"))
+        data = path.read_bytes()[first : last + 1]
+        self.send_response(206)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Range", f"bytes {first}-{first + len(data) - 1}/{path.stat().st_size}")
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+def test_over_http(local: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Ranges, directory=str(local.parent))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = Path(f"http://127.0.0.1:{server.server_address[1]}/out")
+        wanted = global_rows(TokenShards(paths=[local]), 30, dp_size=1, rows=2)
+        assert global_rows(TokenShards(paths=[url]), 30, dp_size=1, rows=2) == wanted
+        server.shutdown()

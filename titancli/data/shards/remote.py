@@ -1,0 +1,171 @@
+"""Token shards in an object store: read by ranges, each kept on this machine once it was read.
+
+fsspec knows the stores. A shard's file in titan's cache is as long as in the store, with holes; beside it are
+the checksums of the blocks that are there, which are verified once in each process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import xxhash
+
+from titancli.data.shards import INDEX, Index, read_index, wrong_size
+from titancli.data.shards.reader import OpenFiles
+from titancli.errors import EnvironmentProblem
+from titancli.fingerprint import cache_folder
+
+BLOCK = 1 << 21
+"""Bytes that are read at once."""
+SUM_BYTES = 8
+EXTRAS = {"s3": "s3", "s3a": "s3"}
+"""Which of titan's extras brings a protocol's package."""
+
+
+@dataclass
+class _Object:
+    """A file in a store."""
+
+    store: Any
+    key: str
+    url: str
+    size: int
+    sound: bytearray
+    """For each block, whether this process has seen that it is there."""
+
+
+class RemoteFiles(OpenFiles):
+    """Files of the cache, which are filled as far as they are read; others are as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._objects: dict[str, _Object] = {}
+
+    def index(self, url: str) -> Index:
+        """Return the index of token shards in a store, in whose folder of the cache files are then read.
+
+        Raises:
+            EnvironmentProblem: the store cannot be reached, or its files are not as long as the index says.
+        """
+        store, key = _store(url)
+        try:
+            text = store.cat_file(f"{key}/{INDEX}")
+            folder = cache_folder() / "shards" / xxhash.xxh3_128_hexdigest(url.encode() + b"\0" + text)
+            if not (folder / INDEX).is_file():
+                folder.mkdir(parents=True, exist_ok=True)
+                part = folder / f"{INDEX}.{os.getpid()}"
+                part.write_bytes(text)
+                os.replace(part, folder / INDEX)
+            index = read_index(folder)
+            sizes = {
+                row["name"].rstrip("/").rpartition("/")[2]: row.get("size")
+                for row in store.ls(key, detail=True)
+            }
+            for shard in index.shards:
+                for path, size in index.files(shard):
+                    found = sizes.get(path.name)
+                    found = store.info(f"{key}/{path.name}")["size"] if found is None else found
+                    if found != size:
+                        raise EnvironmentProblem(
+                            f"token shards: {wrong_size(f'{url}/{path.name}', size, found)}",
+                            hint="upload the folder again",
+                        )
+                    blocks = bytearray(-(-size // BLOCK))
+                    self._objects[str(path)] = _Object(
+                        store, f"{key}/{path.name}", f"{url}/{path.name}", size, blocks
+                    )
+        except EnvironmentProblem:
+            raise
+        except Exception as error:  # each store has its own classes of errors
+            _failed(url, error)
+        return index
+
+    def ready(self, path: str, byte: int, size: int) -> None:
+        """See to it that these bytes are in the file.
+
+        Raises:
+            EnvironmentProblem: the store cannot be reached, or the cache cannot be written.
+        """
+        if size and (found := self._objects.get(path)) is not None:
+            for block in range(byte // BLOCK, (byte + size - 1) // BLOCK + 1):
+                if not found.sound[block]:
+                    self._fetch(path, found, block)
+                    found.sound[block] = True
+
+    def _fetch(self, path: str, found: _Object, block: int) -> None:
+        first = block * BLOCK
+        size, sums = min(BLOCK, found.size - first), f"{path}.sums"
+        if _kept(path, sums, block, size):
+            return
+        try:
+            with open(path, "ab"), open(sums, "ab"):
+                pass  # there they are
+            with open(path, "r+b", buffering=0) as file, open(sums, "r+b", buffering=0) as marks:
+                fcntl.lockf(marks, fcntl.LOCK_EX, SUM_BYTES, block * SUM_BYTES)  # until it is closed
+                if _kept(path, sums, block, size):  # another rank was faster
+                    return
+                data = self._read(found, first, size)
+                _write(file.fileno(), data, first)
+                _write(marks.fileno(), xxhash.xxh3_64_digest(data), block * SUM_BYTES)
+        except OSError as error:
+            raise EnvironmentProblem(
+                f"{found.url} cannot be kept in {path}: {error.strerror or error}",
+                hint="make room there, or choose another folder with TITAN_CACHE",
+            ) from error
+
+    def _read(self, found: _Object, first: int, size: int) -> bytes:
+        try:
+            data: bytes = found.store.cat_file(found.key, start=first, end=first + size)
+        except Exception as error:  # each store has its own classes of errors
+            _failed(f"{found.url}, from byte {first:,} on,", error)
+        if len(data) != size:
+            raise EnvironmentProblem(
+                f"{found.url}: {size:,} bytes from byte {first:,} on were asked for, and {len(data):,} came",
+                hint="the store must answer requests for ranges",
+            )
+        return data
+
+
+def _kept(path: str, sums: str, block: int, size: int) -> bool:
+    """Whether a block is in the cache, as it was written."""
+    try:
+        with open(sums, "rb") as marks, open(path, "rb") as file:
+            wanted = os.pread(marks.fileno(), SUM_BYTES, block * SUM_BYTES)
+            if len(wanted) < SUM_BYTES or wanted == bytes(SUM_BYTES):
+                return False
+            return xxhash.xxh3_64_digest(os.pread(file.fileno(), size, block * BLOCK)) == wanted
+    except FileNotFoundError:
+        return False
+
+
+def _write(descriptor: int, data: bytes, byte: int) -> None:
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(descriptor, view, byte)
+        view, byte = view[count:], byte + count
+
+
+def _store(url: str) -> tuple[Any, str]:
+    import fsspec
+
+    protocol = url.partition("://")[0]
+    try:
+        store, key = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        hint = f"pip install 'titancli[{EXTRAS[protocol]}]'" if protocol in EXTRAS else str(error)
+        raise EnvironmentProblem(f"{url} needs a package that is not installed", hint=hint) from error
+    except ValueError as error:
+        raise EnvironmentProblem(
+            f"{url} is not the URL of a store: {error}", hint="such as s3://…"
+        ) from error
+    return store, key.rstrip("/")
+
+
+def _failed(what: str, error: Exception) -> NoReturn:
+    raise EnvironmentProblem(
+        f"{what} cannot be read: {type(error).__name__}: {error}",
+        hint="check the URL, the network and the credentials in the environment (AWS_PROFILE, HF_TOKEN, …)",
+    ) from error
