@@ -227,6 +227,7 @@ MATRIX = {
         ),
         (
             "run/test_several_nodes.py::test_a_network_that_is_cut_during_a_save_leaves_no_half_of_one",
+            "run/test_several_nodes.py::test_a_node_that_serves_and_is_cut_off_leaves_it_to_the_others",
             "run/test_elastic.py::test_an_old_side_that_is_cut_off_in_a_save_and_comes_back_writes_no_checkpoint",
         ),
     ),

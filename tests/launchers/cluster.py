@@ -103,11 +103,22 @@ def lose(name: str) -> None:
 
 def kill_titan(name: str) -> None:
     """Kill the command on a node, as the kernel does where memory runs out."""
+    for process in running(name, b"titancli"):
+        os.kill(process, signal.SIGKILL)
+
+
+def running(name: str, module: bytes) -> list[int]:
+    """The processes of `python [-u] -m MODULE` on a node."""
     node = os.readlink(f"/proc/{daemons[name]}/ns/uts")
-    for process in filter(lambda process: _on(process, node), _processes()):
-        words = (Path("/proc") / str(process) / "cmdline").read_bytes().split(b"\0")
-        if words[1:4] == [b"-m", b"titancli", b"train"]:
-            os.kill(process, signal.SIGKILL)
+    words = {process: _words(process) for process in _processes() if _on(process, node)}
+    return [process for process, line in words.items() if [b"-m", module] in (line[1:3], line[2:4])]
+
+
+def _words(process: int) -> list[bytes]:
+    try:
+        return (Path("/proc") / str(process) / "cmdline").read_bytes().split(b"\0")
+    except OSError:  # it has ended meanwhile
+        return []
 
 
 def _processes() -> list[int]:

@@ -1,8 +1,9 @@
-"""`titan launch slurm` under a real Slurm of three nodes, on this machine."""
+"""`titan launch slurm` under a real Slurm of four nodes, on this machine."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ RUN = 'odd \'dir "x" $y #ü/run 1'
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[None]:
-    with cluster.cluster(3):
+    with cluster.cluster(4):
         yield
 
 
@@ -91,23 +92,37 @@ def test_a_job_that_fails_is_not_requeued(nodes: None, tmp_path: Path) -> None:
 LOSES = ("launcher.max_restarts=3", "launcher.node_timeout_seconds=8", "comm.train_timeout_seconds=4")
 
 
-@pytest.mark.parametrize("harm", ["titan is killed", "the node is lost"])
-def test_a_node_that_fails_is_replaced_within_the_job(nodes: None, tmp_path: Path, harm: str) -> None:
-    """It is the one of rank 0. A titan that is killed is started again; a spare takes the place of a node."""
+@pytest.mark.parametrize(
+    ("harm", "spare", "requeued"),
+    [("titan is killed", 0, 1), ("another node is lost", 1, 0), ("the node of the script is lost", 0, 1)],
+)
+def test_a_run_outlives_what_happens_to_a_node(
+    nodes: None, tmp_path: Path, harm: str, spare: int, requeued: int
+) -> None:
+    """A spare takes the place of a node. Where a titan is killed its ranks save, all stop, and the job starts
+    anew; so it does elsewhere where Slurm loses the node on which the script runs, which has rank 0."""
     folder = furnish(tmp_path)
-    spare = 1 if harm == "the node is lost" else 0
     launch = ["launch", "slurm", "./tiny.toml", "--nodes", "2", "--run-dir", RUN, "launcher.nproc=1", *LOSES]
     long = ["training.steps=300", "checkpoint.interval=20", f"launcher.spare_nodes={spare}", "--detach"]
     done = titan(folder, *launch, *long)
     assert done.returncode == 0, done.stderr
     cluster.until(lambda: (status(folder)[3] or 0) > 40, "steps", 120)
-    [attempt] = json.loads((folder / RUN / "run.json").read_text())["attempts"]
-    if harm == "the node is lost":
-        cluster.lose(attempt["host"])
+    [job] = json.loads((folder / RUN / "slurm" / "jobs.json").read_text())["jobs"]
+    shown = cluster.told("scontrol", "show", "job", job["id"])
+    script_on = re.findall(r"BatchHost=(\S+)", shown)[0]
+    if harm == "titan is killed":
+        cluster.kill_titan(script_on)
     else:
-        cluster.kill_titan(attempt["host"])
-    cluster.until(lambda: status(folder)[0] not in ("RUNNING", "COMPLETING"), "the end", 240)
+        cluster.lose(script_on if harm.startswith("the") else other_than(script_on))
+    cluster.until(lambda: status(folder)[0] in ("COMPLETED", "FAILED"), "the end", 300)
     logs = titan(folder, "launch", "logs", RUN).stdout
-    assert status(folder) == ("COMPLETED", 0, "finished", 300), logs
-    [attempt] = json.loads((folder / RUN / "run.json").read_text())["attempts"]
-    assert attempt["restarts"] == 1
+    assert status(folder) == ("COMPLETED", requeued, "finished", 300), logs
+    *_, attempt = attempts = json.loads((folder / RUN / "run.json").read_text())["attempts"]
+    assert (len(attempts), attempt.get("restarts", 0)) == ((2, 0) if requeued else (1, 1))
+
+
+def other_than(node: str) -> str:
+    """Another node, which has a rank."""
+    return next(
+        name for name in cluster.daemons if name != node and cluster.running(name, b"titancli.run.worker")
+    )

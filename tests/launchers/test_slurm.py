@@ -113,9 +113,10 @@ def test_dry_run_prints_the_script_and_makes_nothing(titan: Titan, tmp_path: Pat
         (137, (75,), False, 75, True),  # one is gone, the other has saved
         (137, (75,), True, 75, False),
         (137, (0,), False, 0, False),  # one is gone, the others have finished
+        (137, (137, 75), False, 75, True),  # one was killed, so that the others have saved and stopped
         (137, (1,), False, 137, True),  # one is gone, and the others cannot go on without it
-        (137, (137, 1), False, 137, False),  # killed again and again
-        (1, (), False, 1, True),  # the step could not even be started on the nodes
+        (137, (137, 1), False, 137, False),
+        (1, (), False, 1, False),  # it could not even be started
     ],
 )
 def test_the_script_starts_titan_and_is_requeued_where_the_run_goes_on(
@@ -137,7 +138,7 @@ def test_the_script_starts_titan_and_is_requeued_where_the_run_goes_on(
     while_titan_runs += "kill -TERM $PPID; " if term else ""
     (slurm.folder / "srun").write_text(FAKE.replace("exit", f"{while_titan_runs}exit"))
     slurm.calls()
-    env = {**os.environ, "SLURM_JOB_ID": "41", "SLURM_JOB_NUM_NODES": "2"}
+    env = {**os.environ, "SLURM_JOB_ID": "41", "SLURM_JOB_NUM_NODES": "2", "lost": "x"}
     script = subprocess.run(["bash", folder / "slurm" / "job.sh"], env=env, capture_output=True, text=True)
     assert (script.returncode, script.stderr) == (ends, "")
     assert ("scontrol requeue 41" in slurm.calls("scontrol")) is again

@@ -265,6 +265,25 @@ def test_a_place_that_others_cannot_connect_to_is_left_to_one_of_them(
     assert not list((tmp_path / "m").iterdir())
 
 
+def test_a_place_that_cannot_be_connected_to_any_more_is_lost(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the disk shows that it is alive; torch would wait for its answer for a quarter of an hour."""
+    first, second = Meeting(tmp_path / "m", 0.6), Meeting(tmp_path / "m", 0.6)
+    assert first.find(lambda: False)
+    ended, thread = beating(first)
+    assert second.find(lambda: False)
+    beats(second, 0.8)
+    monkeypatch.setattr(meeting, "_answers", lambda endpoint: False)
+    deadline = time.monotonic() + 10
+    while second.beat():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert first.serves and thread.is_alive()
+    ended.set()
+    thread.join()
+
+
 def test_nobody_waits_longer_than_the_command_does(tmp_path: Path, quick: None) -> None:
     alive = Meeting(tmp_path / "m", 60)
     assert alive.find(lambda: False)

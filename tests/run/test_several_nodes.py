@@ -160,6 +160,25 @@ def test_a_network_that_is_cut_during_a_save_leaves_no_half_of_one(
 
 
 @pytest.mark.slow
+def test_a_node_that_serves_and_is_cut_off_leaves_it_to_the_others(
+    cluster: Cluster, start: Start, reference: Any, here: Path
+) -> None:
+    """Its disk works, so that it looks alive; the others are enough, and cannot connect to it."""
+    a, b, c = (cluster.node(name) for name in "abc")
+    patient = (*SLOW, "launcher.join_timeout_seconds=40")
+    running = [start(a, *patient)]
+    until(lambda: (here / "r/rendezvous/1").exists())
+    running += [start(node, *patient) for node in (b, c)]
+    until_step(here / "r", 3, running)
+    a.unplug()
+    until_step(here / "r", 8, running)
+    a.plug()
+    told = ends_as_if_nothing_had_happened(here / "r", running, reference)
+    assert "one of them serves instead" in told[0]
+    assert any("cannot connect to a:" in err for err in told[1:])
+
+
+@pytest.mark.slow
 def test_a_node_that_freezes_is_replaced_and_comes_back_as_a_spare(
     cluster: Cluster, start: Start, reference: Any, here: Path
 ) -> None:

@@ -57,6 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     vars(api)["LocalElasticAgent"] = _agent_class()
     _count_only_nodes_that_fit()
     _ask_no_other_clock()
+    _record_no_steps()
     # torchrun's own handlers are kept for the one signal that means: kill them all.
     options = parse_args(["--signals-to-handle", "SIGQUIT", *rest])
     try:
@@ -153,6 +154,18 @@ def _ask_no_other_clock() -> None:
         state.last_heartbeats = {node: signs[node] for node in state.last_heartbeats}
 
     Holder._sanitize = aged  # type: ignore[assignment, method-assign]
+
+
+def _record_no_steps() -> None:
+    """torch has a record of each step of a rendezvous, which nobody reads here. It looks through all modules
+    for its own name meanwhile; so nodes that join at once are late with what they write, and write again."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    replaced: dict[str, Any] = {
+        "get_method_name": lambda depth=2: "",
+        "construct_and_record_rdzv_event": lambda *facts, **more: None,
+    }
+    vars(dynamic_rendezvous).update(replaced)
 
 
 def children(parent: int) -> list[int]:

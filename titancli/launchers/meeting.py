@@ -57,7 +57,7 @@ class Meeting:
         self._own: Path | None = None
         self._seen: tuple[Path, int] | None = None
         self._alive = False
-        self._quiet = self._looked = self._beaten = self._left = 0.0
+        self._quiet = self._looked = self._beaten = self._left = self._asked = self._answered = 0.0
         self._unanswered: tuple[Path, float] | None = None
         """The place that is alive and cannot be reached, and since when."""
 
@@ -97,6 +97,7 @@ class Meeting:
                     self._compare(endpoint, same)
                     if _answers(endpoint):
                         self._place, self.endpoint = newest, endpoint
+                        self._asked = self._answered = time.monotonic()
                         return True
                     self._cannot_reach(newest, endpoint)
             time.sleep(0.2)
@@ -131,8 +132,17 @@ class Meeting:
                 return True
             if newest != self._place:
                 return int(newest.name) < int(self._place.name)
-            return self.serves or not self._silent(newest)
+            return self.serves or not (self._silent(newest) or self._cut_off())
         return True
+
+    def _cut_off(self) -> bool:
+        """Whether the place, which the disk shows to be alive, could not be connected to for too long."""
+        now = time.monotonic()
+        if self.endpoint and now > self._asked + self._patience / 4:
+            self._asked = now
+            if _answers(self.endpoint):
+                self._answered = now
+        return now > self._answered + self._patience
 
     def leave(self) -> None:
         """Close the place that this node has opened."""

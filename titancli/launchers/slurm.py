@@ -48,21 +48,23 @@ trap 'cancelled=1' TERM
 # `python -m` would look for modules in the working directory first.
 export PYTHONSAFEPATH=1
 
-# Each node leaves the exit code of its titan here. One that was killed is started again, and joins.
+# Each node leaves the exit code of its titan here.
 export CODES={codes}-$SLURM_JOB_ID
 rm -f "$CODES"-*
 
 srun {options} --output={output} \\
-  bash -c 'trap : TERM USR1; for try in 1 2 3; do "$@"; code=$?; [ $code -eq 137 ] || break; done
-    echo $code > "$CODES-$SLURM_NODEID"; exit $code' node \\
+  bash -c 'trap : TERM USR1; "$@"; code=$?; echo $code > "$CODES-$SLURM_NODEID"; exit $code' node \\
   {command}
 code=$?
+lost=
 
-# The greatest code, which srun returns, may be that of a node which was lost while the others went on.
+# The greatest code, which srun returns, may be that of a node which was lost, or whose titan was killed.
 if [ "$code" -ne 0 ]; then
   if grep -qsx 0 "$CODES"-*; then code=0
   elif grep -qsx {stopped} "$CODES"-*; then code={stopped}
-  elif [ "$(cat "$CODES"-* 2> /dev/null | wc -l)" -lt "$SLURM_JOB_NUM_NODES" ]; then lost=1
+  else
+    left=$(cat "$CODES"-* 2> /dev/null | wc -l)
+    if [ "$left" -gt 0 ] && [ "$left" -lt "$SLURM_JOB_NUM_NODES" ]; then lost=1; fi
   fi
 fi
 

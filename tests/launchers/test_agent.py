@@ -1,0 +1,46 @@
+"""What titan's agent changes in torch's rendezvous."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from titancli.launchers import agent
+
+
+@pytest.fixture
+def holder(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What one node knows of the others: `a` and `b`, lost after 8 seconds."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torchs
+
+    monkeypatch.setattr(  # put back at the end
+        torchs._BackendRendezvousStateHolder, "_sanitize", torchs._BackendRendezvousStateHolder._sanitize
+    )
+    agent._ask_no_other_clock()
+    settings = Mock(keep_alive_interval=timedelta(seconds=1), keep_alive_max_attempt=8, min_nodes=1)
+    made = torchs._BackendRendezvousStateHolder(Mock(), settings)
+    for rank, name in enumerate("ab"):
+        made.state.participants[torchs._NodeDesc(name, 1, 0)] = rank
+    return made
+
+
+def test_a_node_is_lost_when_it_has_given_no_sign_for_long_whatever_its_clock(
+    holder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    a, b = holder.state.participants
+    behind, ahead = (datetime.now(UTC) + timedelta(seconds=shift) for shift in (-300, 300))
+    holder.state.last_heartbeats = {a: behind, b: ahead}
+    for _ in range(3):
+        holder._sanitize()
+        assert holder.state.last_heartbeats == {a: behind, b: ahead}  # they are what the nodes have written
+        now += 3.9
+    assert set(holder.state.participants) == {a, b}
+    holder.state.last_heartbeats[a] += timedelta(seconds=1)
+    holder._sanitize()
+    assert set(holder.state.participants) == {a} and set(holder.state.last_heartbeats) == {a}
