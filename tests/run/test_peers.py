@@ -99,6 +99,14 @@ def test_the_last_step_is_saved_where_only_memory_has_it(
     assert resumed_at(here / "r") == [0, 6] and (here / "r/checkpoints/step-6").is_dir()
 
 
+def test_a_run_that_is_stopped_leaves_nothing_in_memory(train: Train, here: Path) -> None:
+    (here / "memory").mkdir()
+    line = ("tiny.toml", "--run-dir", "r", *PEERS, "checkpoint.async_mode=async", *FAULTY)
+    assert train(*line, "loss.fault=signal", "loss.call=3").code == 75
+    assert list((here / "memory").iterdir()) == [] and not (here / "r/checkpoints/peers.json").exists()
+    assert (here / "r/checkpoints/step-3").is_dir()
+
+
 def test_a_memory_that_cannot_be_used_is_refused_before_the_first_step(train: Train, here: Path) -> None:
     done = train("tiny.toml", "--run-dir", "r", *PEERS)
     assert done.code == 5 and "checkpoint.peer_folder" in done.err and resumed_at(here / "r") == []
