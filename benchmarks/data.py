@@ -8,7 +8,7 @@ workers; the tokenizer is a byte-level BPE of 8,192 tokens, trained on the spot 
 Reading: tokens per second of one core as batches of int64, of `token_shards` in each order, of a plain
 `numpy.memmap` in order, of Megatron-LM's format read by NumPy in a random order, and of `datasets` in
 Arrow; and how long the first batch after a resume takes. Memory: what 10 TB of tokens (sparse files) add to
-a process.
+a process. Waiting: the share of its time that a run waits for rows that take 5 ms each, by worker processes.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ def reading(folder: Path, names: Path, seconds: float) -> None:
 
     def resumed(**fields: Any) -> float:
         state = shards(**fields).state_dict()
-        place = {"row": 10**9} if "row" in state else {"mark": {"document": 777}, "offset": 3}
+        place: dict[str, Any] = {"group": {"document": 777, "past": 0}, "used": 3}
+        if "group" not in state:
+            place = {"row": 10**9} if "row" in state else {"mark": {"document": 777}, "offset": 3}
         dataset = shards(**fields)
         begun = time.perf_counter()
         dataset.load_state_dict({**state, **place})
@@ -145,6 +147,7 @@ def reading(folder: Path, names: Path, seconds: float) -> None:
         "token_shards, document_mask": {"document_mask": True},
         "token_shards, documents": {"shuffle": "documents"},
         "token_shards, off": {"shuffle": "off"},
+        "token_shards, best_fit": {"shuffle": "documents", "document_mask": True, "packing": "best_fit"},
     }.items():
         print(f"| {name} | {rate(iter(shards(**fields)), seconds) / 1e6:,.0f} | {resumed(**fields):.1f} |")
     print(f"| numpy.memmap in order | {rate(listed, seconds) / 1e6:,.0f} | |")
@@ -202,6 +205,21 @@ def memory(folder: Path) -> None:
     print(f"10 TiB in 10,240 shards: opened in {opened:.2f} s; after 1,000 batches {more:.1f} MiB more")
 
 
+def waiting(folder: Path) -> None:
+    """The share of its time that a run waits for rows that take 5 ms each, by `titan train`."""
+    plugin = Path(__file__).parents[1] / "tests/data/slow_plugin.py"
+    run = [sys.executable, "-m", "titancli", "train", "llama3_debug", "-p", str(plugin), "dataset.type=slow"]
+    run += ["dataset.seconds=0.005", "training.local_batch_size=64", "training.seq_len=8", "-q"]
+    run += ["training.steps=30", "metrics.log_freq=1", "checkpoint.enable=false", "model.dim=32"]
+    for workers in (0, 2, 8):
+        out = folder / f"waiting{workers}"
+        more = [f"training.dataloader.num_workers={workers}", "--run-dir", str(out)]
+        subprocess.run([*run, *more], check=True, capture_output=True)
+        events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+        steps = [event["metrics"] for event in events if event["event"] == "step"][10:]
+        print(f"| {workers} | {sum(step['data_wait_share'] for step in steps) / len(steps):.3f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=200)
@@ -219,6 +237,8 @@ def main() -> None:
         print("| reader | million tokens/s a core | resume, ms |\n|---|---|---|")
         reading(folder, names, chosen.seconds)
         memory(folder)
+        print("\n| num_workers | data_wait_share |\n|---|---|")
+        waiting(folder)
 
 
 if __name__ == "__main__":
