@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.models.families import DEEPSEEK
 from titancli.checkpoint import export_hf, read_hf
+from titancli.checkpoint.hf.which import model_of
 from titancli.errors import TitanError
 from titancli.models import DeepSeekV3
 from titancli.models.blocks.hf import DecoderHF
@@ -117,6 +121,98 @@ def test_a_released_config_is_that_of_its_flavor():
         "vocab_size": 102400,
     }
     assert bind(DeepSeekV3, DeepSeekV3.from_config_json(released), current()) == DEEPSEEK.flavor("16B")
+
+
+KIMI_K2 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "aux_loss_alpha": 0.001,
+    "ep_size": 1,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 131072,
+    "model_type": "kimi_k2",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+}
+
+
+@pytest.mark.parametrize("within", [None, "kimi_k25"])
+def test_kimi_k2_is_a_deepseek_v3(within: str | None) -> None:
+    there = KIMI_K2 if within is None else {"model_type": within, "vision_config": {}, "text_config": KIMI_K2}
+    config = bind(DeepSeekV3, DeepSeekV3.from_config_json(there), current())
+    assert there["model_type"] in DeepSeekV3.model_types
+    assert (config.model_type, config.rope_theta, config.moe.route_scale) == ("deepseek_v3", 50000.0, 2.827)
+    assert config.moe.num_expert_groups is None
+    assert config.shape().size == 1_026_408_232_448 - 60 * 384  # the release counts balancing biases
+
+
+def test_a_folder_of_kimi_k2_is_read(tmp_path: Path) -> None:
+    """Under its own model_type; with what sees images in it, the text model alone."""
+    ours = DEEPSEEK.model("V3")
+    state = {name: tensor.detach() for name, tensor in named_state(ours)}
+    export_hf(state, DecoderHF(ours.config), {}, tmp_path / "hf")
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    more = {f"language_model.{name}": tensor for name, tensor in weights.items()}
+    save_file({**more, "vision_tower.patch_embed.weight": torch.ones(2)}, tmp_path / "hf/model.safetensors")
+    keys = json.loads((tmp_path / "hf" / "config.json").read_text())
+    whole = {"model_type": "kimi_k25", "text_config": {**keys, "model_type": "kimi_k2"}}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(whole))
+    name, _, config = model_of(tmp_path / "hf", None)
+    assert name == "titan/deepseek_v3"
+    reader = read_hf(tmp_path / "hf", DecoderHF(config))
+    reader.check({name: tuple(tensor.shape) for name, tensor in state.items()})
+    assert all(torch.equal(reader.parameter(name), tensor) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize(("model_type", "instead"), [("deepseek_v32", "V3.1"), ("glm_moe_dsa", "GLM-4.5")])
+def test_sparse_attention_is_refused_with_what_to_use(model_type: str, instead: str, tmp_path: Path) -> None:
+    keys = {**KIMI_K2, "model_type": model_type, "index_topk": 2048, "index_n_heads": 64}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    with pytest.raises(TitanError, match="index_topk = 2048 keys for each token") as caught:
+        model_of(tmp_path, None)
+    assert instead in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(("name", "mscale"), [("16B", 0.707), ("236B", 0.707), ("671B", 1.0)])

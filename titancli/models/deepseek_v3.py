@@ -7,11 +7,12 @@ shared.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt
 
+from titancli.errors import EnvironmentProblem
 from titancli.models.config_json import (
     NO_BIAS,
     ConfigJSON,
@@ -91,6 +92,8 @@ def _grouped(there: ConfigJSON) -> bool:
 
 
 _SIZES = ("head_dim", "qk_head_dim")  # they follow from others
+_SPARSE = {"deepseek_v32": "DeepSeek-V3.1", "glm_moe_dsa": "GLM-4.5 or GLM-4.6"}
+"""Types whose attention selects its keys, and the releases before them, which do not."""
 
 
 @component("model", "deepseek_v3", target=BUILD, hf=FORM)
@@ -149,7 +152,14 @@ class DeepSeekV3(Sizes):
             ignoring=_SIZES,
         ),
     }
-    model_types: ClassVar[tuple[str, ...]] = ("deepseek_v3", "deepseek_v2")
+    # Kimi K2 is a DeepSeek-V3 of other sizes; K2.5 has it beside what sees images. The sparse are refused.
+    model_types: ClassVar[tuple[str, ...]] = (
+        *hf_tables,
+        *("kimi_k2", "kimi_k25"),
+        *_SPARSE,
+    )
+    text_part: ClassVar[str] = "language_model."
+    other_parts: ClassVar[tuple[str, ...]] = ("vision_tower.", "mm_projector.", "multi_modal_projector.")
     predicts_further: ClassVar[bool] = True
     flavors: ClassVar[dict[str, dict[str, Any]]] = {
         "debugmodel": dict(
@@ -218,6 +228,19 @@ class DeepSeekV3(Sizes):
     @property
     def model_type(self) -> str:
         return "deepseek_v3" if self.moe.score_func == "sigmoid" else "deepseek_v2"
+
+    @classmethod
+    def from_config_json(cls, config_json: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Sizes.from_config_json`; of a model that sees images too, for its text model."""
+        quantised, text = config_json.get("quantization_config"), config_json.get("text_config", config_json)
+        if text.get("index_topk") or text.get("model_type") in _SPARSE:
+            instead = _SPARSE.get(text.get("model_type", ""), "DeepSeek-V3.1")
+            raise EnvironmentProblem(
+                f"config.json is of a model with sparse attention: an indexer selects index_topk = "
+                f"{text.get('index_topk')} keys for each token, which titan neither computes nor trains",
+                hint=f"use a release with attention to all keys: {instead}",
+            )
+        return super().from_config_json({"quantization_config": quantised, **text})
 
     def hf_names(self) -> Names:
         nope, rope = self.qk_nope_head_dim, self.qk_rope_head_dim

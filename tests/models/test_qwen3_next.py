@@ -1,0 +1,116 @@
+"""What is Qwen3-Next's and Qwen 3.5's own; what holds for every family is in `test_families.py`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.models.families import QWEN3_NEXT
+from titancli.checkpoint import export_hf, read_hf
+from titancli.checkpoint.hf.which import hf_form, model_of
+from titancli.models import Qwen3Next
+from titancli.models.blocks.state import named_state
+from titancli.registry import current
+from titancli.registry.binding import bind
+
+RELEASED: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "decoder_sparse_step": 1,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_next",
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "output_router_logits": False,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def test_the_released_config_is_that_of_the_flavor() -> None:
+    assert bind(Qwen3Next, Qwen3Next.from_config_json(RELEASED), current()) == QWEN3_NEXT.flavor("80B-A3B")
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["experts apart", "experts in one tensor"])
+def test_of_a_folder_that_sees_images_the_text_model_is_read(tmp_path: Path, stacked: bool) -> None:
+    """With positions of three kinds in its config, and a head for several tokens."""
+    ours = QWEN3_NEXT.model("3.5, experts")
+    state = {name: tensor.detach() for name, tensor in named_state(ours)}
+    folder = tmp_path / "hf"
+    export_hf(state, hf_form(ours.config), {}, folder)
+    weights = load_file(folder / "model.safetensors")
+    if stacked:
+        for layer in range(4):
+            experts = f"model.layers.{layer}.mlp.experts"
+            weights = {name: x for name, x in weights.items() if not name.startswith(experts)}
+            weights[f"{experts}.gate_up_proj"] = state[f"layers.{layer}.moe.experts.w13"].clone()
+            weights[f"{experts}.down_proj"] = state[f"layers.{layer}.moe.experts.w2"].clone()
+    more = {name.replace("model.", "model.language_model.", 1): x for name, x in weights.items()}
+    more |= {"model.visual.patch.weight": torch.ones(2), "mtp.fc.weight": torch.ones(2)}
+    save_file(more, folder / "model.safetensors")
+    keys = json.loads((folder / "config.json").read_text())
+    rope = {
+        "rope_type": "default",
+        "rope_theta": keys.pop("rope_theta"),
+        "partial_rotary_factor": keys.pop("partial_rotary_factor"),
+        "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    }
+    text = {**keys, "rope_parameters": rope, "mtp_num_hidden_layers": 1, "attn_output_gate": True}
+    whole = {"model_type": "qwen3_5_moe", "vision_config": {}, "text_config": text}
+    (folder / "config.json").write_text(json.dumps(whole))
+    name, _, config = model_of(folder, None)
+    assert name == "titan/qwen3_next"
+    reader = read_hf(folder, hf_form(config))
+    reader.check({name: tuple(tensor.shape) for name, tensor in state.items()})
+    for name, tensor in state.items():
+        assert torch.equal(reader.parameter(name), tensor), name
+
+
+@pytest.mark.parametrize("first", [1, 4, 6, 8])
+def test_padding_does_not_reach_a_row_whatever_comes_in_a_call(first: int) -> None:
+    """The convolution looks back over a call's edge: to tokens of the row, not to those that pad it."""
+    model = QWEN3_NEXT.model("3.5")
+    row = torch.randint(0, 128, (2, 14), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        wanted = model(row[1:, 5:])[:, -1]
+        cache = model.new_cache(14, padding=torch.tensor([0, 5]))
+        for start, end in ((0, first), (first, first + 2), (first + 2, 14)):
+            logits = model(row[:, start:end], cache=cache)
+        torch.testing.assert_close(logits[1:, 0], wanted, rtol=1e-4, atol=1e-4)
+        other = model.new_cache(14, padding=torch.tensor([0, 5]))
+        model(row[:, :13], cache=other)
+        other.select(torch.tensor([1, 1]))
+        again = model(row[[1, 1], 13:], cache=other)
+        torch.testing.assert_close(again[:, 0], wanted.expand(2, -1), rtol=1e-4, atol=1e-4)
