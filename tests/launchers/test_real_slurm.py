@@ -103,10 +103,11 @@ def test_a_run_outlives_what_happens_to_a_node(
     anew; so it does elsewhere where Slurm loses the node on which the script runs, which has rank 0."""
     folder = furnish(tmp_path)
     launch = ["launch", "slurm", "./tiny.toml", "--nodes", "2", "--run-dir", RUN, "launcher.nproc=1", *LOSES]
-    long = ["training.steps=300", "checkpoint.interval=20", f"launcher.spare_nodes={spare}", "--detach"]
-    done = titan(folder, *launch, *long)
+    slow = ["-p", "faulty.py", "loss=faulty", "loss.sleep=0.1", "training.steps=120"]
+    more = ["checkpoint.interval=20", f"launcher.spare_nodes={spare}", "--detach"]
+    done = titan(folder, *launch, *slow, *more)
     assert done.returncode == 0, done.stderr
-    cluster.until(lambda: (status(folder)[3] or 0) > 40, "steps", 120)
+    cluster.until(lambda: (status(folder)[3] or 0) > 25, "steps", 120)
     [job] = json.loads((folder / RUN / "slurm" / "jobs.json").read_text())["jobs"]
     shown = cluster.told("scontrol", "show", "job", job["id"])
     script_on = re.findall(r"BatchHost=(\S+)", shown)[0]
@@ -114,9 +115,9 @@ def test_a_run_outlives_what_happens_to_a_node(
         cluster.kill_titan(script_on)
     else:
         cluster.lose(script_on if harm.startswith("the") else other_than(script_on))
-    cluster.until(lambda: status(folder)[0] in ("COMPLETED", "FAILED"), "the end", 300)
+    cluster.until(lambda: status(folder)[0] in ("COMPLETED", "FAILED"), "the end", 200)
     logs = titan(folder, "launch", "logs", RUN).stdout
-    assert status(folder) == ("COMPLETED", requeued, "finished", 300), logs
+    assert status(folder) == ("COMPLETED", requeued, "finished", 120), logs
     *_, attempt = attempts = json.loads((folder / RUN / "run.json").read_text())["attempts"]
     assert (len(attempts), attempt.get("restarts", 0)) == ((2, 0) if requeued else (1, 1))
 

@@ -80,6 +80,21 @@ def test_a_hot_spare_takes_the_place_of_a_node_and_one_that_is_not_needed_ends_w
 
 
 @pytest.mark.slow
+def test_nodes_whose_own_names_mean_a_loopback_address_find_each_other(
+    cluster: Cluster, start: Start, reference: Any, here: Path
+) -> None:
+    """As in `/etc/hosts` of many machines; nor do they know the names of each other."""
+    nodes = [cluster.node(name) for name in "ab"]
+    for node in nodes:
+        hosts = here / f"hosts-{node.name}"
+        hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {node.name}\n")
+        node.run("mount", "--bind", str(hosts), "/etc/hosts")
+    running = [start(node, *SLOW, "launcher.join_timeout_seconds=40") for node in nodes]
+    ends_as_if_nothing_had_happened(here / "r", running, reference)
+    assert len(RunFolder(here / "r").record()["attempts"]) == 1
+
+
+@pytest.mark.slow
 def test_a_rank_that_is_killed_restarts_those_of_the_other_node(
     cluster: Cluster, start: Start, reference: Any, here: Path
 ) -> None:
