@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titancli.models.blocks.attention import attend, with_sinks
+from titancli.models.blocks.attention import attend
 from titancli.models.blocks.flex import BLOCK, document_block_mask
 from titancli.models.blocks.masks import document_mask, document_masks
 from titancli.models.blocks.reach import WHOLE, Piece, Reach
@@ -126,9 +126,7 @@ def attention(mask, length: int, kind: str, device: str, dtype: torch.dtype = to
     for tensor in given:
         tensor.requires_grad_()
     q, k, v, sinks = given
-    if kind == "sinks":
-        q, k = with_sinks(q, k, sinks, SCALE)
-    return attend(q, k, v, mask, scale=SCALE, grouped=True, sinks=kind == "sinks"), given
+    return attend(q, k, v, mask, scale=SCALE, grouped=True, sinks=sinks if kind == "sinks" else None), given
 
 
 def compare(found, expected, tolerance: float) -> None:

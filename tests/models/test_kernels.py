@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,8 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from titancli.models.blocks import kernels
-from titancli.models.blocks.attention import Attention
+from titancli.models.blocks.attention import Attention, attend
+from titancli.models.blocks.latent import LatentAttention
 
 
 def test_cudnn_leads_from_hopper_on_and_flash_before() -> None:
@@ -53,6 +55,30 @@ def test_a_gpu_is_given_the_order_once_and_the_choice_is_logged(
     assert torch._C._get_sdp_priority_order() == before
     said = [record.getMessage() for record in caplog.records if record.name == kernels.logger.name]
     assert said == ["attention runs on flash attention"] * 2
+
+
+@pytest.mark.parametrize(
+    ("capability", "takes", "fills"), [((9, 0), True, False), ((9, 0), False, True), ((8, 0), True, True)]
+)
+def test_narrow_values_are_filled_up_unless_cudnn_takes_them(
+    capability: tuple[int, int], takes: bool, fills: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for the GPU; what cuDNN takes is asked of torch."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(kernels, "can_use_cudnn_attention", lambda params: asked.append(params) or takes)
+    monkeypatch.setattr(kernels, "_preference", nullcontext())
+    sizes = dict(query_rank=None, kv_rank=4, nope_dim=16, rope_dim=8, value_dim=16, scale=0.2)
+    module, empty = LatentAttention(8, 2, **sizes), torch.empty
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda shape, device, **rest: empty(shape, **rest))
+        kernels.prefer_fast_kernels(module, SimpleNamespace(type="cuda"), torch.bfloat16, 64)
+    assert module.fills is fills
+    for params in asked:
+        assert (params.query.shape, params.value.shape) == ((1, 1, 64, 24), (1, 1, 64, 16))
+    q, k, v = (torch.randn(1, 6, 2, width) for width in (24, 24, 16))
+    filled, bare = (attend(q, k, v, None, fill=fill) for fill in (True, False))
+    torch.testing.assert_close(bare, filled)
 
 
 def test_what_no_fast_kernel_can_do_falls_to_plain_products() -> None:

@@ -24,7 +24,8 @@ from titancli.errors import RecipeError, TitanError
 from titancli.layout.degrees import Degrees
 from titancli.losses import CrossEntropyFull
 from titancli.losses.result import LossResult
-from titancli.models.blocks.attention import Attention, with_sinks
+from titancli.models.blocks.attention import Attention, attend
+from titancli.models.blocks.flash import Queries, flash, flash_backward
 from titancli.models.blocks.masks import document_mask
 from titancli.models.blocks.reach import WHOLE, Reach
 from titancli.parallel.context import (
@@ -33,10 +34,8 @@ from titancli.parallel.context import (
     _ring,
     _ulysses,
     context_parallel,
-    flash_lower_right,
-    has_flash,
 )
-from titancli.parallel.ring import _flash, _flash_backward, _Queries, ring_attention, runs_here
+from titancli.parallel.ring import ring_attention, runs_here
 from titancli.registry.component import component
 
 WAYS = ("allgather", "ulysses", "ring")
@@ -232,7 +231,7 @@ def _pairs(how: str) -> int:
 
     def core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = True) -> Tensor:
         nonlocal count
-        here = torch.ones(q.shape[1], k.shape[1]).tril() if mask is None else mask
+        here = torch.ones(q.shape[1], k.shape[1]).tril(k.shape[1] - q.shape[1]) if mask is None else mask
         count += int(here.sum()) * q.shape[2]
         return q
 
@@ -275,14 +274,13 @@ def _attention(how: str, kv_heads: int, documents: bool, seen: str) -> dict[str,
     ids = torch.randint(0, 3, (2, LENGTH), generator=generator).sort().values
     mask = document_mask(ids, reach) if documents else None
     core = module.core_attention
-    attend = {
-        "allgather": partial(_allgather, core, cut, seen == "whole", reach),
+    over_rows = {
+        "allgather": partial(_allgather, core, cut, kv_heads == 2 and seen != "chunks", reach),
         "ulysses": partial(_ulysses, core, group),
         "ring": partial(_ring, group),
     }
-    queries, keys = with_sinks(q, k, sinks) if seen != "whole" else (q, k)
-    arguments = (queries, keys, v, mask)
-    out = core(*arguments) if group.size == 1 else attend[how](*arguments)
+    more = {"sinks": sinks} if seen != "whole" else {}
+    out = (core if group.size == 1 else over_rows[how])(q, k, v, mask, **more)
     (out * cut.cut(weights, 1)).sum().backward()
     found = {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad}
     joined = {name: cut.join(x, 1) for name, x in found.items()}  # type: ignore[arg-type]
@@ -435,8 +433,8 @@ def test_the_gpus_flash_kernel_tells_the_log_sum_exp_and_takes_it_back(causal):
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = ((2, 4, 128, 64), (2, 2, 128, 64), (2, 2, 128, 64), (2, 4, 128, 64))
     q, k, v, grad = (torch.randn(s, device="cuda", generator=generator).bfloat16() for s in shapes)
-    out, lse = _flash(q, k, v, causal=causal)
-    grads = _flash_backward(_Queries(grad, q, out, lse), k, v, causal=causal)
+    out, lse = flash(q, k, v, causal=causal)
+    grads = flash_backward(Queries(grad, q, out, lse), k, v, causal=causal)
     exact = [x.float().requires_grad_() for x in (q, k, v)]
     keys, values = (x.repeat_interleave(2, 1) for x in exact[1:])
     scores = exact[0] @ keys.transpose(-1, -2) / 8
@@ -457,42 +455,8 @@ def test_the_gpus_lower_right_kernel_gives_what_a_mask_gives(compiled):
     shapes = ((1, 32, 4, 64), (1, 96, 2, 64), (1, 96, 2, 64))
     tensors = [torch.randn(s, device="cuda", generator=generator).bfloat16().requires_grad_() for s in shapes]
     mask = torch.ones(32, 96, dtype=torch.bool, device="cuda").tril(64)
-    function = torch.compile(flash_lower_right, fullgraph=True) if compiled else flash_lower_right
-    found, expected = function(*tensors), Attention(256, 4, 2, 64).core_attention(*tensors, mask)
+    function = torch.compile(attend, fullgraph=True) if compiled else attend
+    found, expected = (function(*tensors, seen, grouped=True) for seen in (None, mask))
     grads = [torch.autograd.grad(out.float().square().sum(), tensors) for out in (found, expected)]
     for mine, reference in zip((found, *grads[0]), (expected, *grads[1]), strict=True):
         assert (mine - reference).float().norm() <= 0.02 * reference.float().norm()
-
-
-# What can be seen without one: torch's own shapes for the GPU's operators.
-
-
-def test_the_gpus_operators_take_what_they_are_given():
-    shapes = ((2, 4, 8, 64), (2, 2, 24, 64), (2, 2, 24, 64))
-    q, k, v = (torch.empty(s, device="meta", dtype=torch.bfloat16, requires_grad=True) for s in shapes)
-    out, lse = _flash(q, k, v, causal=False)
-    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
-    grads = _flash_backward(_Queries(out, q, out, lse), k, v, causal=False)
-    assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
-    rows = [x.transpose(1, 2) for x in (q, k, v)]
-    compiled = torch.compile(flash_lower_right, backend="aot_eager", fullgraph=True)
-    for function in (flash_lower_right, compiled):
-        found = function(*rows)
-        assert found.shape == rows[0].shape
-        assert [x.shape for x in torch.autograd.grad(found.sum(), (q, k, v))] == [*shapes]
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "dims", "expected"),
-    [
-        ("cuda", torch.bfloat16, (128, 128), True),
-        ("cuda", torch.float16, (256, 256), True),
-        ("cuda", torch.float32, (128, 128), False),
-        ("cuda", torch.bfloat16, (192, 128), False),
-        ("cuda", torch.bfloat16, (100, 100), False),
-        ("cuda", torch.bfloat16, (512, 512), False),
-        ("cpu", torch.bfloat16, (128, 128), False),
-    ],
-)
-def test_where_flash_attention_runs(device, dtype, dims, expected):
-    assert has_flash(torch.device(device), dtype, *dims) is expected

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from titancli.errors import RecipeError
 from titancli.models.blocks.delta_rule import gated_delta_rule
+from titancli.models.blocks.flash import attention_forward
 from titancli.models.blocks.grouped import grouped_linear
 from titancli.parallel.ring import ring_forward
 from titancli.protocols import ModuleDefaults
@@ -32,6 +33,7 @@ KEPT = {
     torch.ops.higher_order.flex_attention,
     ring_forward._opoverload,
     gated_delta_rule._opoverload,
+    attention_forward._opoverload,
     # What has come over the network does not travel again.
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_to_all_single.default,

@@ -23,6 +23,8 @@ from titancli.distributed.collectives import Group, all_to_all
 from titancli.distributed.local import RowCut
 from titancli.distributed.mesh import Mesh
 from titancli.errors import RecipeError, TitanError
+from titancli.models.blocks.attention import Attention
+from titancli.models.blocks.latent import LatentAttention
 from titancli.models.blocks.reach import WHOLE, Reach
 from titancli.parallel.ring import ring_attention, runs_here
 from titancli.protocols import ModuleDefaults
@@ -30,11 +32,13 @@ from titancli.registry.defaults import with_defaults
 
 SEQUENCE = 1
 """Of [B, S, heads, head_dim]."""
+TAKE_LAST = (Attention.core_attention, LatentAttention.core_attention)
+"""Methods that know of queries that are the last of the keys; others are given a mask."""
 
 Core = Callable[..., Tensor]
 """A module's own `core_attention`, of whole rows."""
-OverRows = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
-"""Attention of this rank's part of rows, q, k, v and mask."""
+OverRows = Callable[..., Tensor]
+"""Attention of this rank's part of rows: q, k, v, mask and, where there are any, `sinks`."""
 
 
 def context_parallel(model: Any, mesh: Mesh, how: str, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -91,28 +95,38 @@ def _replace(modules: Iterable[nn.Module], how: str, row_cut: RowCut) -> None:
             over_rows = partial(_ulysses, core, row_cut.group)
         else:
             reach = with_defaults(ModuleDefaults, module).reach or WHOLE
-            over_rows = partial(_allgather, core, row_cut, plain, reach)
+            # Whether it takes queries that are the last of the keys without a mask. Chunks are counted from
+            # where a row begins.
+            last = reach.chunk is None and getattr(type(module), "core_attention", None) in TAKE_LAST
+            over_rows = partial(_allgather, core, row_cut, last, reach)
         module.core_attention = partial(_causal, over_rows)  # type: ignore[assignment]
 
 
 def _causal(
-    over_rows: OverRows, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = True
+    over_rows: OverRows,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool = True,
+    **sinks: Tensor,
 ) -> Tensor:
     """`core_attention` of a module whose rows are cut; shapes as there, of this rank's part."""
     if mask is None and not causal:
         raise TitanError("with mesh.cp a model cannot generate with a cache", hint="set mesh.cp = 1")
-    return over_rows(q, k, v, mask)
+    return over_rows(q, k, v, mask, **sinks)
 
 
 def _allgather(
     core: Core,
     row_cut: RowCut,
-    plain: bool,
+    last: bool,
     reach: Reach,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: Any,
+    **sinks: Tensor,
 ) -> Tensor:
     """Each piece of this rank's queries against the keys that it can see. The mask is of whole rows, or for
     each piece its own (`titancli.models.blocks.masks.document_masks`)."""
@@ -126,37 +140,20 @@ def _allgather(
         first = reach.first(begin)
         keys, values = k[:, first:end], v[:, first:end]
         if isinstance(mask, tuple):
-            out.append(core(part, keys, values, mask[place]))
+            seen = mask[place]
         elif mask is not None:
-            out.append(core(part, keys, values, mask[:, :, begin:end, first:end]))
-        elif number == 0:
-            out.append(core(part, keys, values, None))
-        elif plain and has_flash(q.device, q.dtype, q.shape[-1], v.shape[-1]):
-            out.append(flash_lower_right(part, keys, values))
+            seen = mask[:, :, begin:end, first:end]
+        elif number == 0 or last:
+            seen = None
         else:
-            seen = reach.mask(range(begin, end), range(first, end), q.device)
-            out.append(core(part, keys, values, seen[None, None]))
+            seen = reach.mask(range(begin, end), range(first, end), q.device)[None, None]
+        out.append(core(part, keys, values, seen, **sinks))
     return torch.cat(out, SEQUENCE)
 
 
-def has_flash(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
-    """Whether flash attention runs here for such heads."""
-    fits = head_dim == value_dim and head_dim % 8 == 0 and head_dim <= 256
-    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and fits
-
-
-def flash_lower_right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of queries that are the last of the keys, without a mask in memory.
-
-    Shapes as of `core_attention`. It is the operator itself, since `is_causal` of
-    `scaled_dot_product_attention` counts from the upper left, and torch's `causal_lower_right`, which comes
-    to this, cannot be made in compiled code.
-    """
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0].transpose(1, 2)
-
-
-def _ulysses(core: Core, group: Group, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def _ulysses(
+    core: Core, group: Group, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **sinks: Tensor
+) -> Tensor:
     """Whole rows of some heads, for a part of the rows of all heads."""
     ranks, (rows, length) = group.size, q.shape[:2]
     for x in (q, k):
@@ -172,7 +169,8 @@ def _ulysses(core: Core, group: Group, q: Tensor, k: Tensor, v: Tensor, mask: Te
     whole = received.movedim(0, 1).flatten(1, 2)
     pieces = whole.split([x.shape[3] * x.shape[4] for x in dealt], -1)
     q, k, v = (piece.unflatten(-1, tuple(x.shape[3:])) for piece, x in zip(pieces, dealt, strict=True))
-    out = core(q, k, v, mask)
+    mine = {name: logits.chunk(ranks)[group.rank] for name, logits in sinks.items()}
+    out = core(q, k, v, mask, **mine)
     sent = out.unflatten(SEQUENCE, (ranks, length)).movedim(1, 0)
     back = all_to_all(sent.flatten(0, 1), group).view(sent.shape)
     return back.movedim(0, 2).flatten(2, 3)

@@ -14,7 +14,7 @@ kernels of FlashAttention-2 (arXiv 2307.08691).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from titancli.distributed.collectives import Group
 from titancli.errors import TitanError
+from titancli.models.blocks.flash import Queries, flash, flash_backward
 
-_aten = torch.ops.aten
 _collective = torch.ops._c10d_functional
 
 
@@ -60,18 +60,18 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, name: str, size: int, rank: in
     """On [B, heads, S / cp, head_dim]: the output, and the log-sum-exp [B, heads, S / cp] fp32."""
     travelling, q_tail = torch.stack((k, v)), q.chunk(2, 2)[1]
     coming = _send(travelling, name, size, rank)
-    out, lse = _flash(q, k, v, causal=True)
+    out, lse = flash(q, k, v, causal=True)
     (head, tail), (head_lse, tail_lse) = out.float().chunk(2, 2), lse.chunk(2, 2)
     for step in range(1, size):
         travelling = _collective.wait_tensor(coming)
         if step < size - 1:  # under way while this rank computes
             coming = _send(travelling, name, size, rank)
         if step <= rank:  # of a rank before this one
-            out, lse = _flash(q, *travelling.chunk(2, 3)[0].unbind(), causal=False)
+            out, lse = flash(q, *travelling.chunk(2, 3)[0].unbind(), causal=False)
             (early, late), (early_lse, late_lse) = out.chunk(2, 2), lse.chunk(2, 2)
             head, head_lse = _merge(head, head_lse, early, early_lse)
         else:
-            late, late_lse = _flash(q_tail, *travelling.unbind(), causal=False)
+            late, late_lse = flash(q_tail, *travelling.unbind(), causal=False)
         tail, tail_lse = _merge(tail, tail_lse, late, late_lse)
     out, lse = torch.cat((head, tail), 2).to(q.dtype), torch.cat((head_lse, tail_lse), 2)
     return out.contiguous(), lse.contiguous()
@@ -82,11 +82,11 @@ def ring_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, name: str, size: int, rank: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
-    whole = _Queries(grad, q, out, lse)
-    tails = _Queries(*(x.chunk(2, 2)[1].contiguous() for x in whole))
+    whole = Queries(grad, q, out, lse)
+    tails = Queries(*(x.chunk(2, 2)[1].contiguous() for x in whole))
     travelling = torch.stack((k, v))
     coming = _send(travelling, name, size, rank)
-    grad_q, *grads = _flash_backward(whole, k, v, causal=True)
+    grad_q, *grads = flash_backward(whole, k, v, causal=True)
     grad_q, summed = grad_q.float(), torch.stack(grads).float()
     for step in range(1, size):
         travelling = _collective.wait_tensor(coming)
@@ -95,11 +95,11 @@ def ring_backward(
         # The gradients of keys and values go with them, each rank adding its own.
         arriving = _send(summed, name, size, rank)
         if step <= rank:
-            part_q, *grads = _flash_backward(whole, *travelling.chunk(2, 3)[0].unbind(), causal=False)
+            part_q, *grads = flash_backward(whole, *travelling.chunk(2, 3)[0].unbind(), causal=False)
             part = torch.stack(grads)
             part = torch.cat((part, torch.zeros_like(part)), 3)
         else:
-            part_q, *grads = _flash_backward(tails, *travelling.unbind(), causal=False)
+            part_q, *grads = flash_backward(tails, *travelling.unbind(), causal=False)
             part_q = torch.cat((torch.zeros_like(part_q), part_q), 2)
             part = torch.stack(grads)
         grad_q, summed = grad_q + part_q, _collective.wait_tensor(arriving) + part
@@ -163,31 +163,3 @@ def _merge(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, 
     """Attention over two sets of keys out of attention over each, in fp32."""
     lse = torch.logaddexp(a_lse, b_lse)
     return a * (a_lse - lse).exp()[..., None] + b * (b_lse - lse).exp()[..., None], lse
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Output, and log-sum-exp [B, heads, S] fp32."""
-    if q.device.type == "cpu":
-        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
-    return out, lse
-
-
-class _Queries(NamedTuple):
-    """What backward knows of some queries; `out` and `lse` are those over all keys."""
-
-    grad: Tensor
-    q: Tensor
-    out: Tensor
-    lse: Tensor
-
-
-def _flash_backward(of: _Queries, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v for these keys."""
-    given = (of.grad, of.q, k, v, of.out, of.lse)
-    if of.q.device.type == "cpu":
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal)
-    lengths = (None, None, of.q.shape[2], k.shape[2])  # none: rows of one length
-    # The state of a random generator, of which nothing is read without dropout.
-    state = torch.empty(2, dtype=torch.uint64, device=of.q.device)
-    return _aten._scaled_dot_product_flash_attention_backward(*given, *lengths, 0.0, causal, state, state)

@@ -31,8 +31,6 @@ from titancli.planning.operations import (
 )
 from titancli.planning.workload import Workload, local_shape
 
-SINK = 8
-"""Dimensions that a head gets for its sink: `titancli.models.blocks.attention`."""
 ONES = 8
 """Rows by which the gradient of an expert's bias is summed up."""
 
@@ -143,9 +141,9 @@ def _products(part: Attention, work: Workload, x: str) -> Iterator[Operation]:
         if latent:
             source = f"normed {before}"
             yield norm(before, source, work.tokens, read, work)
-        if name == "q" and (part.rotary or part.scaled or part.sinks):
+        if name == "q" and (part.rotary or part.scaled):
             name = "plain q"
-        if name == "k" and (part.rotary or part.sinks):
+        if name == "k" and part.rotary:
             name = "plain k"
         yield linear(
             "plain q, gate" if name == "plain q" and part.gated else name,
@@ -192,15 +190,14 @@ def _turned(part: Attention, work: Workload) -> Iterator[Operation]:
 
 def _core(part: Attention, work: Workload) -> Iterator[Operation]:
     """Attention, its scores never in memory: q, k, v, the result and its log-sum-exps stay. With what context
-    parallelism does around it, and, where heads have sinks, or values are narrower than keys, with the
-    numbers that fill them up."""
+    parallelism does around it; where values are narrower than keys, with the numbers that fill them up; and
+    where a window is cut into rows of their own, with these."""
     c, cp, how = work.compute, work.degrees.cp, work.context if work.degrees.cp > 1 else ""
     heads, kv_heads = part.heads / work.degrees.tp, part.kv_heads / work.degrees.tp
-    wide = part.head_dim + SINK * part.sinks
-    filled = part.sinks or part.value_dim < part.head_dim
+    filled = part.value_dim < part.head_dim
     length = keys = work.row_tokens
     whole = work.rows * work.seq_len * c
-    k, v, own = kv_heads * wide, kv_heads * part.value_dim, work.tokens * heads * part.value_dim * c
+    k, v, own = kv_heads * part.head_dim, kv_heads * part.value_dim, work.tokens * heads * part.value_dim * c
     names = ["q", "k", "v"]
     if how == "allgather":
         yield gather("all k", whole * k, "cp", cp)
@@ -210,48 +207,42 @@ def _core(part: Attention, work: Workload) -> Iterator[Operation]:
         yield Operation(kind="collective", sends=("cp", whole * (k + v)))
     elif how == "ulysses":
         length = keys = work.seq_len
-        for name, size in zip(names, (heads * wide, k, v), strict=True):
+        for name, size in zip(names, (heads * part.head_dim, k, v), strict=True):
             yield exchange(f"all {name}", work.tokens * size * c, "cp")
         heads, kv_heads, names = heads / cp, kv_heads / cp, [f"all {name}" for name in names]
-    window, pieces, twice, seen = (part.window if part.sinks else None), how == "allgather", 1.0, keys
-    if pieces:  # a rank's two pieces of a row see more than the row, or as far as the window
-        seen = keys + length / 2 if window is None else min(keys, length + 2 * window)
-    elif window is not None and window < length:
-        twice = 2 - window / length  # blocks of queries, each with the keys of two
-    key = work.rows * kv_heads * c * twice
-    q = work.rows * length * heads * wide * c
-    k = key * (seen if part.sinks else keys) * wide
+    pieces = how == "allgather"
+    window = part.window if part.window is not None and part.window < length else None
+    blocks = window is not None and not pieces and (not work.device.is_gpu or c == FP32)
+    twice = (
+        2 - window / length if blocks and window is not None else 1.0
+    )  # blocks of queries, with two of keys
+    key, q = work.rows * kv_heads * c * twice, work.rows * length * heads * part.head_dim * c
+    k, narrow = key * keys * part.head_dim, key / twice * keys * part.value_dim
     v, out = key * keys * part.value_dim, work.rows * length * heads * part.value_dim * c
-    if filled:
-        narrow, v, out = key / twice * keys * part.value_dim, key * seen * wide, q
+    if filled or blocks:
+        if filled:
+            v, out = key * keys * part.head_dim, q
         # Values that came with keys are views of one tensor, which stays for the keys' sake.
         saves = {names[2]: narrow} if names[2] == "all v" else {}
-        before = narrow + (q + k / twice if part.sinks else 0.0)
-        after = v + (q + k if part.sinks else 0.0)
-        beside = 2 * narrow + (2 * q if twice > 1 else 0.0)
+        before, after = narrow, v
+        if blocks:  # the first block's are views of all
+            saves |= {names[0]: q, names[1]: k / twice, names[2]: narrow}
+            before, after = narrow + q + k / twice, v + q + k
         yield Operation(
             saves=saves,
             done=after,
             gradients=before,
-            beside=beside,
+            beside=2 * narrow + (2 * q if blocks else 0.0),
             moved=2 * after,
             backward_moved=2 * before,
         )
-        names = [f"filled {name}" if part.sinks or name == names[2] else name for name in names]
+        names = [f"filled {name}" if blocks or name == names[2] else name for name in names]
     flops = 2.0 * (q + out) / c * work.seen(part)
     yield _softmax(dict(zip(names, (q, k, v), strict=True)), out, work.rows * length * heads * FP32, flops)
     if how == "ulysses":
         yield exchange("mixed", own, "cp")
-    elif filled or pieces:
-        yield Operation(
-            "mixed",
-            own,
-            done=own,
-            gradients=out,
-            beside=out if part.sinks else 0.0,
-            moved=2 * own,
-            backward_moved=own + out,
-        )
+    elif filled or pieces or blocks:
+        yield Operation("mixed", own, done=own, gradients=out, moved=2 * own, backward_moved=own + out)
 
 
 def _softmax(reads: dict[str, float], out: float, lse: float, flops: float) -> Operation:

@@ -27,7 +27,8 @@ class Model(Protocol):
 
     With context parallelism a plan replaces the method `core_attention(q, k, v, mask, causal=True)` of each
     attention by one that calls the original method with whole keys and values, or with whole rows of some
-    heads; it also sets `row_cut` on the model and on its output.
+    heads; it also sets `row_cut` on the model and on its output. An attention with sinks passes them as
+    `sinks`, [heads], and is given those of the heads.
 
     Optional members of a model are in `ModelDefaults`, those of its modules in `ModuleDefaults`.
     """

@@ -1,21 +1,22 @@
 """Self-attention: one door to torch's kernels, and the module of grouped queries that most families have.
 
 `attend` is the door: whatever a family's layers see (all before them, a sliding window, chunks, their
-document, a sink), it comes here and leaves as calls of `scaled_dot_product_attention`, which has fast kernels
-on every device. Nothing makes a matrix of S x S but masks of documents, and these are blocks on a GPU
+document, a sink), it comes here and leaves as calls of what `kernel_of` says, which has fast kernels on every
+device. Nothing makes a matrix of S x S but masks of documents, and these are blocks on a GPU
 (`titancli.models.blocks.flex`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention
 
 from titancli.distributed.local import local
+from titancli.models.blocks.flash import flash_attention, runs_flash
 from titancli.models.blocks.masks import document_mask
 from titancli.models.blocks.reach import WHOLE, Reach
 from titancli.models.blocks.rope import rotate
@@ -25,10 +26,60 @@ if TYPE_CHECKING:
 
     from titancli.models.blocks.cache import LayerCache
 
-__all__ = ["Attention", "attend", "document_mask", "with_sinks"]
+__all__ = ["Attention", "attend", "document_mask"]
 
-EXTRA = 8
-"""Dimensions that a head gets for its sink: kernels want multiples of eight."""
+
+class Asked(NamedTuple):
+    """What a kernel of attention is chosen by."""
+
+    device: str
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    mask: Literal["none", "dense", "blocks"] = "none"
+    causal: bool = True
+    """Without a mask, whether a token sees those before it and itself alone."""
+    square: bool = True
+    """Whether there are as many queries as keys; else the queries are the last."""
+    window: bool = False
+    """Whether it limits what a token sees of this row."""
+    chunk: bool = False
+    sinks: bool = False
+
+
+Kernel = Literal["sdpa", "flash", "flex", "chunks", "windows", "masked", "written out"]
+
+
+def kernel_of(asked: Asked) -> Kernel:
+    """Return what computes an attention.
+
+    - "sdpa": `scaled_dot_product_attention`, which chooses among kernels itself.
+    - "flash": `titancli.models.blocks.flash`, which knows of sinks and, on a GPU, of windows and of queries
+      that are the last of the keys.
+    - "flex": `titancli.models.blocks.flex`, in blocks.
+    - "chunks", "windows": each chunk, or as many queries as a window is wide, as a row of its own; of these
+      it is asked again.
+    - "masked": a mask is made, and it is asked again.
+    - "written out": by matrices of queries and keys, which are few where a GPU samples.
+    """
+    if asked.mask == "blocks":
+        return "flex"
+    flash = runs_flash(asked.device, asked.dtype, asked.head_dim, asked.value_dim)
+    if asked.mask == "dense" or not asked.causal:
+        if not asked.sinks:
+            return "sdpa"
+        return "written out" if asked.device == "cuda" else "flash"
+    if asked.chunk:
+        return "chunks" if asked.square and not asked.window else "masked"
+    if flash and (asked.window or asked.sinks or not asked.square):
+        return "flash"
+    if not asked.square:
+        return "masked"
+    if asked.sinks and asked.device == "cuda":
+        return "flex"
+    if asked.window:
+        return "windows"
+    return "flash" if asked.sinks else "sdpa"
 
 
 def attend(
@@ -41,7 +92,8 @@ def attend(
     reach: Reach = WHOLE,
     scale: float | None = None,
     grouped: bool = False,
-    sinks: bool = False,
+    sinks: Tensor | None = None,
+    fill: bool = True,
 ) -> Tensor:
     """softmax(scale · q·kᵀ) · v of what each query sees.
 
@@ -50,104 +102,108 @@ def attend(
         k: [B, T, kv heads, head_dim].
         v: [B, T, kv heads, value_dim].
         mask: [B or 1, 1, S, T], bool or in blocks, the reach in it already; None: `causal` says.
-        causal: without a mask, whether a token sees those before it and itself, within `reach`; S is T then.
+        causal: without a mask, whether a token sees those before it and itself, within `reach`; of T keys the
+            queries are the last S.
         reach: how far back a token sees.
         scale: None: 1 / √head_dim.
         grouped: whether there are fewer heads of keys than of queries.
-        sinks: whether q and k come from `with_sinks`.
+        sinks: [heads], a logit of each head that takes its share of the softmax and gives nothing.
+        fill: whether values that are narrower than keys are filled up, where kernels want heads of one width.
 
     Returns:
         [B, S, heads, value_dim].
     """
-    if scale is None:
-        scale = (q.shape[-1] - EXTRA if sinks else q.shape[-1]) ** -0.5
-    if mask is not None and not isinstance(mask, Tensor):
-        return _in_blocks(q, k, v, mask, scale, grouped, sinks)
-    core = _Core(scale, grouped, sinks)
-    if mask is not None or not causal or not reach.limits(q.shape[1]):
-        return core(q, k, v, mask, causal)
-    if reach.window is None and reach.chunk is not None:
-        return _in_chunks(core, q, k, v, reach.chunk)
-    if reach.chunk is None and reach.window is not None:
-        return _in_window(core, q, k, v, reach.window)
-    row = range(q.shape[1])
-    return core(q, k, v, reach.mask(row, row, q.device)[None, None], causal)
-
-
-def with_sinks(q: Tensor, k: Tensor, sinks: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """Queries and keys for attention that has a sink: a logit of each head, which takes its share of the
-    softmax and gives nothing.
-
-    It becomes one more key, whose product with a query is that logit: heads get eight more dimensions, in the
-    first of which the query has the logit (over the scale) and that key alone is not zero. So kernels that
-    know of no sinks do, and what differs between heads travels with their queries.
-
-    Args:
-        q: [B, S, heads, head_dim].
-        k: [B, T, kv heads, head_dim].
-        sinks: [heads].
-        scale: as in `attend`.
-
-    Returns:
-        [B, S, heads, head_dim + 8] and [B, T, kv heads, head_dim + 8].
-    """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    logits = (sinks / scale).to(q.dtype).expand(q.shape[:-1])[..., None]
-    return torch.cat((q, pad(logits, (0, EXTRA - 1))), -1), pad(k, (0, EXTRA))
+    core = _Core(scale, grouped, sinks, fill)
+    return core(q, k, v, mask, causal, reach)
 
 
 class _Core:
-    """One call of torch's kernel, after its needs."""
+    """Attention of some queries, keys and values; shapes as of `attend`."""
 
-    def __init__(self, scale: float, grouped: bool, sinks: bool) -> None:
-        self.scale, self.grouped, self.sinks = scale, grouped, sinks
+    def __init__(self, scale: float, grouped: bool, sinks: Tensor | None, fill: bool) -> None:
+        self.scale, self.grouped, self.sinks, self.fill = scale, grouped, sinks, fill
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-        """Shapes as of `attend`."""
-        width, causal = v.shape[-1], mask is None and causal
-        if self.sinks:
-            k, v = _before(k, _unit(k)), pad(v, (0, 0, 0, 0, 1, 0))
-            if mask is not None:
-                mask = pad(mask, (1, 0), value=True)
-            elif causal:  # a query before the others, so that the rows still make a square
-                q = pad(q, (0, 0, 0, 0, 1, 0))
-        if width < q.shape[-1] and q.device.type != "meta":  # where kernels want heads of one width
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | BlockMask | None,
+        causal: bool = True,
+        reach: Reach = WHOLE,
+    ) -> Tensor:
+        # Only what differs for it is asked of a shape: compiled for changing ones, a comparison is symbolic.
+        limited = mask is None and causal and reach.limits(k.shape[1])
+        given = mask if isinstance(mask, Tensor) else None
+        kernel = kernel_of(
+            Asked(
+                device=q.device.type,
+                dtype=q.dtype,
+                head_dim=q.shape[-1],
+                value_dim=v.shape[-1],
+                mask="none" if mask is None else "dense" if isinstance(mask, Tensor) else "blocks",
+                causal=causal,
+                square=mask is not None or not causal or q.shape[1] == k.shape[1],
+                window=limited and reach.window is not None,
+                chunk=limited and reach.chunk is not None,
+                sinks=self.sinks is not None,
+            )
+        )
+        if kernel == "chunks" and reach.chunk is not None:
+            return _in_chunks(self, q, k, v, reach.chunk)
+        if kernel == "windows" and reach.window is not None:
+            return _in_window(self, q, k, v, reach.window)
+        if kernel == "masked":
+            first = k.shape[1] - q.shape[1]
+            seen = reach.mask(range(first, k.shape[1]), range(k.shape[1]), q.device)
+            return self(q, k, v, seen[None, None])
+        if kernel == "flex":
+            return self._flex(q, k, v, None if isinstance(mask, Tensor) else mask, reach)
+        if kernel == "written out":
+            return self._written_out(q, k, v, given)
+        causal, width = mask is None and causal, v.shape[-1]
+        # On meta nothing runs.
+        if width < q.shape[-1] and q.device.type != "meta" and (self.fill or kernel == "flash"):
             v = pad(v, (0, q.shape[-1] - width))
-        out = scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=causal,
-            scale=self.scale,
-            enable_gqa=self.grouped,
-        ).transpose(1, 2)
-        out = out[:, 1:] if self.sinks and causal else out
+        if kernel == "flash":
+            window = reach.window if limited else None
+            out = flash_attention(
+                q, k, v, scale=self.scale, causal=causal, window=window, mask=given, sinks=self.sinks
+            )
+        else:
+            out = scaled_dot_product_attention(
+                q.transpose(1, 2),
+                k.transpose(1, 2),
+                v.transpose(1, 2),
+                attn_mask=given,
+                is_causal=causal,
+                scale=self.scale,
+                enable_gqa=self.grouped,
+            ).transpose(1, 2)
         return out[..., :width] if out.shape[-1] != width else out
 
+    def _flex(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, reach: Reach) -> Tensor:
+        # These bring torch's compiler.
+        from titancli.models.blocks.flex import attend_in_blocks, document_block_mask
 
-def _unit(k: Tensor) -> Tensor:
-    """The key of the sink, [1, 1, 1, head_dim + 8]."""
-    unit = k.new_zeros(k.shape[-1])
-    unit[-EXTRA].fill_(1)
-    return unit[None, None, None]
+        if mask is None:  # one document
+            mask = document_block_mask(q.new_zeros((1, q.shape[1]), dtype=torch.int32), reach)
+        return attend_in_blocks(q, k, v, mask, scale=self.scale, grouped=self.grouped, sinks=self.sinks)
 
-
-def _before(x: Tensor, first: Tensor) -> Tensor:
-    return torch.cat((first.expand(x.shape[0], 1, x.shape[2], -1), x), 1)
-
-
-def _in_blocks(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, grouped: bool, sinks: bool
-) -> Tensor:
-    """A sink is no key there: what it takes follows from the sums of the softmax."""
-    from titancli.models.blocks.flex import attend_in_blocks  # brings torch's compiler
-
-    sink = None
-    if sinks:
-        width = q.shape[-1] - EXTRA
-        q, k, sink = q[..., :width], k[..., :width], q[..., width] * scale
-    return attend_in_blocks(q, k, v, mask, scale=scale, grouped=grouped, sink=sink)
+    def _written_out(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        groups = q.shape[1] // k.shape[1]
+        scores = (q.unflatten(1, (k.shape[1], groups)) @ k[:, :, None].transpose(-1, -2)).float() * self.scale
+        scores = scores.flatten(1, 2)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        if self.sinks is not None:
+            sink = self.sinks.float()[:, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat((scores, sink), -1)
+        weights = scores.softmax(-1)[..., : k.shape[2]].to(v.dtype)
+        out = weights.unflatten(1, (k.shape[1], groups)) @ v[:, :, None]
+        return out.flatten(1, 2).transpose(1, 2)
 
 
 def _in_chunks(core: _Core, q: Tensor, k: Tensor, v: Tensor, chunk: int) -> Tensor:
@@ -155,17 +211,17 @@ def _in_chunks(core: _Core, q: Tensor, k: Tensor, v: Tensor, chunk: int) -> Tens
     rows, length = q.shape[:2]
     whole = length // chunk * chunk
     pieces = [x[:, :whole].reshape(-1, chunk, *x.shape[2:]) for x in (q, k, v)]
-    out = core(pieces[0], pieces[1], pieces[2], None, True).reshape(rows, whole, q.shape[2], -1)
+    out = core(pieces[0], pieces[1], pieces[2], None).reshape(rows, whole, q.shape[2], -1)
     if whole == length:
         return out
-    return torch.cat((out, core(q[:, whole:], k[:, whole:], v[:, whole:], None, True)), 1)
+    return torch.cat((out, core(q[:, whole:], k[:, whole:], v[:, whole:], None)), 1)
 
 
 def _in_window(core: _Core, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     """Blocks of as many queries as the window is wide see their own block's keys and those of the one before;
     the first block's are plainly causal."""
     rows, length = q.shape[:2]
-    first = core(q[:, :window], k[:, :window], v[:, :window], None, True)
+    first = core(q[:, :window], k[:, :window], v[:, :window], None)
     blocks = -(-length // window)
     q, k, v = (pad(x, (0, 0, 0, 0, 0, blocks * window - length)) for x in (q, k, v))
     queries = q[:, window:].reshape(-1, window, *q.shape[2:])
@@ -174,7 +230,7 @@ def _in_window(core: _Core, q: Tensor, k: Tensor, v: Tensor, window: int) -> Ten
         for x in (x.unflatten(1, (blocks, window)) for x in (k, v))
     )
     mask = Reach(window).mask(range(window, 2 * window), range(2 * window), q.device)[None, None]
-    rest = core(queries, k, v, mask, True).reshape(rows, (blocks - 1) * window, q.shape[2], -1)
+    rest = core(queries, k, v, mask).reshape(rows, (blocks - 1) * window, q.shape[2], -1)
     return torch.cat((first, rest[:, : length - window]), 1)
 
 
@@ -258,10 +314,9 @@ class Attention(nn.Module):
         q, k = self.place(q, k, cos, sin)
         if cache is not None:
             k, v = cache.append(k, v)
-        if self.sinks is not None:
-            q, k = with_sinks(q, k, local(self.sinks), self.scale)
+        more = {} if self.sinks is None else {"sinks": local(self.sinks)}
         # A token that comes alone may see all that the cache holds; else no shape decides what is masked.
-        out = self.core_attention(q, k, v, mask, causal=cache is None or length > 1)
+        out = self.core_attention(q, k, v, mask, causal=cache is None or length > 1, **more)
         out = out if gate is None else out * gate.sigmoid()
         return self.wo(out.reshape(rows, length, -1))
 
@@ -279,7 +334,13 @@ class Attention(nn.Module):
         )
 
     def core_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = True
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        causal: bool = True,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """q [B, S, heads, head_dim], k and v [B, T, kv heads, head_dim] -> [B, S, heads, head_dim].
 
@@ -288,7 +349,9 @@ class Attention(nn.Module):
 
         Args:
             mask: [B or 1, 1, S, T] bool, the module's reach in it; None: `causal` says.
-            causal: without a mask, whether a token sees those before it and itself alone; S is T then.
+            causal: without a mask, whether a token sees those before it and itself alone; the queries are
+                the last S of T.
+            sinks: [heads], given where the module has them, of the heads that are here.
         """
         return attend(
             q,
@@ -299,5 +362,5 @@ class Attention(nn.Module):
             reach=self.reach,
             scale=self.scale,
             grouped=self.grouped,
-            sinks=self.sinks is not None,
+            sinks=sinks,
         )

@@ -73,15 +73,13 @@ def attend_in_blocks(
     *,
     scale: float,
     grouped: bool,
-    sink: Tensor | None,
+    sinks: Tensor | None,
     cap: float | None = None,
 ) -> Tensor:
     """softmax(scale · q·kᵀ) · v of what the mask lets each query see.
 
     Args:
-        q, k, v: as in `titancli.models.blocks.attention.attend`, without a sink's dimensions.
-        sink: [B, S, heads], a logit that takes its share of the softmax and gives nothing; None: there is
-            none.
+        q, k, v, sinks: as in `titancli.models.blocks.attention.attend`.
         cap: scores x become cap · tanh(x / cap); None: they stay as they are.
 
     Returns:
@@ -92,8 +90,8 @@ def attend_in_blocks(
     if cap is not None:
         options["score_mod"] = lambda score, *_: torch.tanh(score / cap) * cap
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if sink is None:
+    if sinks is None:
         return run(q, k, v, **options).transpose(1, 2)
     out, aux = run(q, k, v, return_aux=AuxRequest(lse=True), **options)
-    share = torch.sigmoid(aux.lse - sink.transpose(1, 2).float())
+    share = torch.sigmoid(aux.lse - sinks.float()[:, None])
     return (out * share[..., None].to(out.dtype)).transpose(1, 2)

@@ -17,6 +17,7 @@ from torch.backends.cuda import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titancli.models.blocks.attention import Attention
+from titancli.models.blocks.latent import LatentAttention
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,9 @@ def prefer_fast_kernels(model: nn.Module, device: torch.device, dtype: torch.dty
     if _preference is None:
         _preference = sdpa_kernel(backends, set_priority=True)
         _preference.__enter__()
+    for module in model.modules():
+        if isinstance(module, LatentAttention):
+            module.fills = not takes_narrow_values(module, device, dtype, seq_len, backends)
     attention = next((module for module in model.modules() if isinstance(module, Attention)), None)
     if attention is None:  # a plugin's own: what shapes it will have is not known
         return
@@ -61,6 +65,25 @@ def prefer_fast_kernels(model: nn.Module, device: torch.device, dtype: torch.dty
     q, k, v = (torch.empty(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes)
     params = SDPAParams(q, k, v, None, 0.0, True, heads != kv_heads)
     logger.info("attention runs on %s", NAMES[first_usable(backends, params)])
+
+
+def takes_narrow_values(
+    attention: LatentAttention,
+    device: torch.device,
+    dtype: torch.dtype,
+    seq_len: int,
+    backends: list[SDPBackend],
+) -> bool:
+    """Return whether the first of the backends is cuDNN's and takes values narrower than keys, as DeepSeek's
+    of 128 beside 192 from Hopper on; filled up, none of its kernels has heads so wide."""
+    if backends[0] != SDPBackend.CUDNN_ATTENTION:
+        return False
+    widths = (attention.head_dim, attention.head_dim, attention.value_dim)
+    q, k, v = (
+        torch.empty((1, 1, seq_len, width), device=device, dtype=dtype, requires_grad=True)
+        for width in widths
+    )
+    return bool(can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, True, False)))
 
 
 def first_usable(backends: list[SDPBackend], params: SDPAParams) -> SDPBackend:

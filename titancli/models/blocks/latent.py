@@ -32,6 +32,8 @@ class LatentAttention(nn.Module):
     reach = WHOLE
     angles: Any = None
     """Which of the decoder's `angles` it is given as cos and sin."""
+    fills = True
+    """Whether values are filled up to the width of keys: `titancli.models.blocks.kernels` knows better."""
 
     def __init__(
         self,
@@ -90,7 +92,7 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         """q [B, S, heads, head_dim], k [B, T, heads, head_dim], v [B, T, heads, value_dim] ->
         [B, S, heads, value_dim]; see `titancli.models.blocks.attention.Attention.core_attention`."""
-        return attend(q, k, v, mask, causal=causal, scale=self.scale)
+        return attend(q, k, v, mask, causal=causal, scale=self.scale, fill=self.fills)
 
     def _queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q = self.wq_b(self.q_norm(self.wq_a(x))) if self.from_latent else self.wq(x)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from titancli.distributed.local import local
 from titancli.errors import RecipeError
-from titancli.models.blocks.attention import attend, with_sinks
+from titancli.models.blocks.attention import attend
 from titancli.models.blocks.masks import Mask, MaskOf, document_mask
 from titancli.models.blocks.reach import WHOLE, Reach
 
@@ -203,6 +203,8 @@ def attention(
     ]
     if dropout:
         other.append("dropout")
+    if softcap is not None and s_aux is not None:
+        other.append("softcap beside s_aux")
     if is_causal is False and attention_mask is None:
         other.append("is_causal")
     if other:
@@ -212,13 +214,12 @@ def attention(
         )
     what = Attending(scaling, softcap, s_aux is not None)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if s_aux is not None:
-        q, k = with_sinks(q, k, local(s_aux), scaling)
+    sinks = {} if s_aux is None else {"sinks": local(s_aux)}
     if isinstance(attention_mask, Seen):
         _declare(module, what, attention_mask.reach, query.shape[-1])
-        return module.core_attention(q, k, v, attention_mask.mask), None  # type: ignore[operator]
+        return module.core_attention(q, k, v, attention_mask.mask, **sinks), None  # type: ignore[operator]
     causal = attention_mask is None and q.shape[1] > 1
-    return core(what, WHOLE, q, k, v, attention_mask, causal), None
+    return core(what, WHOLE, q, k, v, attention_mask, causal, **sinks), None
 
 
 DECLARED = ("attending", "reach", "is_plain_softmax", "core_attention")
@@ -245,14 +246,13 @@ def core(
     v: Tensor,
     mask: Any,
     causal: bool = True,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """A module's `core_attention`; shapes as of `titancli.models.blocks.attention.attend`."""
     grouped = q.shape[2] != k.shape[2]
     if what.cap is not None:
         return _capped(what, what.cap, reach, q, k, v, mask, causal)
-    return attend(
-        q, k, v, mask, causal=causal, reach=reach, scale=what.scale, grouped=grouped, sinks=what.sinks
-    )
+    return attend(q, k, v, mask, causal=causal, reach=reach, scale=what.scale, grouped=grouped, sinks=sinks)
 
 
 def _capped(
@@ -267,7 +267,7 @@ def _capped(
         from titancli.models.blocks.flex import attend_in_blocks  # brings torch's compiler
 
         grouped = q.shape[2] != k.shape[2]
-        return attend_in_blocks(q, k, v, mask, scale=scale, grouped=grouped, sink=None, cap=cap)
+        return attend_in_blocks(q, k, v, mask, scale=scale, grouped=grouped, sinks=None, cap=cap)
     if mask is None and causal:
         row = range(q.shape[1])
         mask = reach.mask(row, row, q.device)[None, None]

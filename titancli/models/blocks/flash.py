@@ -1,0 +1,242 @@
+"""Flash attention by torch's own operators, for what `scaled_dot_product_attention` does not say or take: the
+log-sum-exp of each query, windows, queries that are the last of the keys, and sinks.
+
+A sink is a logit of each head that takes its share of the softmax and gives nothing. Attention without it,
+`out` with the log-sum-exp `lse` of its scores, is all that it takes: with it the log-sum-exp is
+logaddexp(lse, sink), and the output is `out` times exp(lse) over the exponential of that, which is
+sigmoid(lse − sink). Backward of flash attention (arXiv 2307.08691, 3.1.2) makes the weights again from
+the log-sum-exp that it is given, and needs of the others only Σ grad · out: given the new two, its gradients
+are those of attention with the sink, and the sink's own is −exp(sink − lse') Σ grad · out', over all queries.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+_aten = torch.ops.aten
+
+
+def runs_flash(device: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
+    """Return whether flash attention takes such heads on a GPU."""
+    fits = head_dim == value_dim and head_dim % 8 == 0 and head_dim <= 256
+    return device == "cuda" and dtype in (torch.bfloat16, torch.float16) and fits
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None = None,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """softmax(scale · q·kᵀ) · v of what each query sees.
+
+    Args:
+        q: [B, S, heads, head_dim].
+        k, v: [B, T, kv heads, head_dim].
+        causal: whether a query sees keys up to its own place, the last query being at the last key. On a CPU
+            S is T then.
+        window: with `causal`, how many keys it sees at most. None on a CPU.
+        mask: [B or 1, 1, S, T] bool, without `causal`. None on a GPU.
+        sinks: [heads].
+
+    Returns:
+        [B, S, heads, head_dim].
+    """
+    out, _ = attention_forward(q, k, v, sinks, mask, causal, window, scale)
+    return out
+
+
+@torch.library.custom_op("titancli::attention_forward", mutates_args=())
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    mask: Tensor | None,
+    causal: bool,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """As `flash_attention`, with the log-sum-exp [B, heads, S], in fp32 and the sink in it."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse = flash(q, k, v, causal=causal, window=window, mask=mask, scale=scale)
+    if sinks is not None:
+        whole = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+        out.mul_((lse - whole).exp()[..., None])  # in fp32, and rounded once
+        lse = whole
+    return out.transpose(1, 2).contiguous(), lse.contiguous()
+
+
+@torch.library.custom_op("titancli::attention_backward", mutates_args=())
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v."""
+    grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
+    of = Queries(grad, q, out, lse)
+    grads = flash_backward(of, k, v, causal=causal, window=window, mask=mask, scale=scale)
+    grad_q, grad_k, grad_v = (x.transpose(1, 2).contiguous() for x in grads)
+    return grad_q, grad_k, grad_v
+
+
+@attention_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    lse = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=lse)
+
+
+@attention_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, mask, *how = inputs
+    ctx.save_for_backward(q, k, v, sinks, mask, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.how = how
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    q, k, v, sinks, mask, out, lse = ctx.saved_tensors
+    grads = attention_backward(grad.contiguous(), q, k, v, out, lse, mask, *ctx.how)
+    for_sinks = None
+    if sinks is not None and ctx.needs_input_grad[3]:
+        shared = (grad * out).sum(-1, dtype=lse.dtype).transpose(1, 2)  # [B, heads, S]
+        share = (sinks.to(lse.dtype)[:, None] - lse).exp()
+        for_sinks = -(share * shared).sum((0, 2)).to(sinks.dtype)
+    return *grads, for_sinks, None, None, None, None
+
+
+attention_forward.register_autograd(_backward, setup_context=_keep)
+
+
+def _pairs(q: Any, k: Any, causal: bool, window: int | None) -> int:
+    """Of queries and keys over all heads, counted as torch does: the rectangle, or as far as a window."""
+    batch, length, heads, _ = q
+    seen = k[1] if window is None else min(k[1], window)
+    return int(batch * heads * length * seen)
+
+
+@register_flop_formula(torch.ops.titancli.attention_forward)
+def _forward_flops(
+    q: Any, k: Any, v: Any, sinks: Any, mask: Any, causal: bool, window: int | None, scale: float, **more: Any
+) -> int:
+    return 2 * 2 * _pairs(q, k, causal, window) * int(q[3])
+
+
+@register_flop_formula(torch.ops.titancli.attention_backward)
+def _backward_flops(
+    grad: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    mask: Any,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    **more: Any,
+) -> int:
+    return 5 * 2 * _pairs(q, k, causal, window) * int(q[3])
+
+
+# -------------------------------------------------------------------------------- the operators of a device
+
+
+class Queries(NamedTuple):
+    """What backward knows of some queries, [B, heads, S, head_dim]; `out` and `lse` are over all keys."""
+
+    grad: Tensor
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    window: int | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output, and log-sum-exp [B, heads, S] fp32; q, k and v are [B, heads, S or T, head_dim]."""
+    if q.device.type == "cpu":
+        return _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=_added(mask, q), scale=scale
+        )
+    if window is None:
+        out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        return out, lse
+    rows = (x.transpose(1, 2) for x in (q, k, v))
+    lengths = (None, None, q.shape[2], k.shape[2])  # none: rows of one length
+    out, lse, *_ = _aten._flash_attention_forward(
+        *rows, *lengths, 0.0, False, False, scale=scale, window_size_left=window - 1, window_size_right=0
+    )
+    return out.transpose(1, 2), lse
+
+
+def flash_backward(
+    of: Queries,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    window: int | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v for these keys."""
+    given = (of.grad, of.q, k, v, of.out, of.lse)
+    if of.q.device.type == "cpu":
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *given, 0.0, causal, attn_mask=_added(mask, of.q), scale=scale
+        )
+    lengths = (None, None, of.q.shape[2], k.shape[2])
+    # The state of a random generator, of which nothing is read without dropout.
+    state = torch.empty(2, dtype=torch.uint64, device=of.q.device)
+    if window is None:
+        return _aten._scaled_dot_product_flash_attention_backward(
+            *given, *lengths, 0.0, causal, state, state, scale=scale
+        )
+    rows = (x.transpose(1, 2) for x in given[:5])
+    grads = _aten._flash_attention_backward(
+        *rows,
+        of.lse,
+        *lengths,
+        0.0,
+        False,
+        state,
+        state,
+        scale=scale,
+        window_size_left=window - 1,
+        window_size_right=0,
+    )
+    return tuple(x.transpose(1, 2) for x in grads)
+
+
+def _added(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """A bool mask as what is added to the scores."""
+    return None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
