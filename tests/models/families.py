@@ -9,7 +9,18 @@ from typing import Any
 import torch
 
 from titancli.checkpoint.hf.which import hf_form
-from titancli.models import DeepSeekV3, GptOss, Llama3, Llama4, Qwen3, Qwen3Next, RopeScaling
+from titancli.models import (
+    DeepSeekV3,
+    Glm4Moe,
+    GptOss,
+    Llama3,
+    Llama4,
+    Mixtral,
+    Olmo3,
+    Qwen3,
+    Qwen3Next,
+    RopeScaling,
+)
 from titancli.models.blocks.state import named_state
 from titancli.models.deepseek_v3 import LatentYarn
 from titancli.models.llama4 import AttnTemperature
@@ -487,4 +498,96 @@ DEEPSEEK = Family(
     ),
 )
 
-FAMILIES = (LLAMA3, QWEN3, QWEN3_NEXT, GPT_OSS, LLAMA4, DEEPSEEK)
+DENSE = dict(dim=64, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=128, max_seq_len=256)
+MIXTRAL = Family(
+    name="mixtral",
+    config=Mixtral,
+    sizes={"debugmodel": 8_005_888, "8x7B": 46_702_792_704, "8x22B": 140_620_634_112},
+    flops={},
+    counted=("debugmodel",),
+    small=dict(DENSE, n_layers=2, moe=MoE(num_experts=8, top_k=2, hidden_dim=48, **SOFTMAX)),
+    variants={
+        "as released": {},
+        "window, head_dim": dict(sliding_window=16, head_dim=24, rope_theta=10000.0),
+        "tied, balanced": dict(
+            tied=True, moe=MoE(num_experts=4, top_k=3, hidden_dim=48, load_balance_coeff=1e-3, **SOFTMAX)
+        ),
+    },
+    caches=("as released", "window, head_dim"),
+    refused=(
+        ("8x7B", {"attention_bias": True}),
+        ("8x7B", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}),
+        ("8x7B", {"quantization_config": {"quant_method": "awq"}}),
+    ),
+    routing=(("as released", {"route_norm": False}, "MixtralForCausalLM has no moe.route_norm = False"),),
+    unfit=(("mesh.ep=3", "mesh.ep = 3 does not divide n_experts 8"),),
+)
+OLMO3_YARN = Yarn(factor=4.0, original_max_position=32)
+OLMO3 = Family(
+    name="olmo3",
+    config=Olmo3,
+    sizes={"debugmodel": 4_066_816, "7B": 7_298_011_136, "32B": 32_233_522_176},
+    flops={},
+    counted=("debugmodel",),
+    small=dict(DENSE, n_layers=5, hidden_dim=96, sliding_window=16),
+    variants={
+        "grouped": {},
+        "as released": dict(n_kv_heads=4, rope_scaling=OLMO3_YARN),
+        "tied, head_dim": dict(tied=True, head_dim=24, sliding_window=300),
+    },
+    caches=("grouped", "as released"),
+    refused=(
+        ("7B", {"attention_bias": True}),
+        ("7B", {"rope_theta": 10000.0}),
+        ("7B", {"layer_types": ["full_attention"] * 32}),
+        ("7B", {"rope_scaling": {"rope_type": "llama3"}}),
+        (
+            "debugmodel",
+            {
+                "rope_parameters": {
+                    k: {"rope_type": "linear"} for k in ("full_attention", "sliding_attention")
+                }
+            },
+        ),
+        (
+            "debugmodel",
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "default", "rope_theta": 500000.0},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                }
+            },
+        ),
+    ),
+    unfit=(("mesh.cp=2 parallelize.context_parallel=ring", "that of the model has sliding windows"),),
+)
+GLM_EXPERTS = MoE(**{**V3, "route_scale": 1.5})
+GLM4_MOE = Family(
+    name="glm4_moe",
+    config=Glm4Moe,
+    sizes={"debugmodel": 7_612_160, "106B-A12B": 106_852_245_504, "355B-A32B": 352_797_814_784},
+    flops={},
+    counted=("debugmodel",),
+    small=dict(DENSE, n_layers=3, hidden_dim=96, moe=GLM_EXPERTS),
+    variants={
+        "Air": {},
+        "as released": dict(qk_norm=True, head_dim=24, n_dense_layers=2),
+        "groups, no bias": dict(attention_bias=False, moe=replace(GLM_EXPERTS, **GROUPS, route_norm=False)),
+        "whole heads, tied": dict(
+            tied=True, partial_rotary_factor=1.0, moe=replace(GLM_EXPERTS, load_balance_coeff=None)
+        ),
+    },
+    caches=("Air", "as released"),
+    refused=(
+        ("106B-A12B", {"hidden_act": "gelu"}),
+        ("106B-A12B", {"n_shared_experts": 0}),
+        ("106B-A12B", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}),
+    ),
+    routing=(("Air", {"score_func": "softmax"}, "Glm4MoeForCausalLM has no moe.score_func = 'softmax'"),),
+    unfit=(
+        ("model.partial_rotary_factor=0.2", "rotary embedding needs an even number of dimensions"),
+        ("model.n_dense_layers=9", "leaves none of the 4 layers with experts"),
+    ),
+)
+
+FAMILIES = (LLAMA3, QWEN3, QWEN3_NEXT, GPT_OSS, LLAMA4, DEEPSEEK, MIXTRAL, OLMO3, GLM4_MOE)

@@ -95,6 +95,7 @@ def exported(request, tmp_path_factory) -> Iterator[Any]:
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    theirs.get_input_embeddings().padding_idx = None  # whose row would have no gradient
     return family, ours, form, folder, theirs.eval()
 
 
@@ -111,6 +112,7 @@ def test_logits_and_gradients_equal_transformers(exported, record_property, leng
     given, compared = dict(theirs.named_parameters()), set()
     for name, parameter in ours.named_parameters():
         for hf_name, gradient in form.to_hf(name, parameter.grad):
+            hf_name = hf_name.replace("block_sparse_moe", "mlp")  # as transformers has it once it is read
             if hf_name in given:  # transformers has the experts of some families in other tensors
                 reference = given[hf_name].grad
                 assert (gradient - reference).norm() <= 2e-5 * reference.norm(), name

@@ -10,7 +10,7 @@ from tests.models import hf_configs
 from titan_float8 import Float8Linear
 from titancli.layout.stages import SCHEDULES
 from titancli.losses import CrossEntropyFull
-from titancli.models import DeepSeekV3, GptOss, Llama4, Qwen3, Qwen3Next
+from titancli.models import DeepSeekV3, Glm4Moe, GptOss, Llama4, Mixtral, Olmo3, Qwen3, Qwen3Next
 from titancli.models.deepseek_v3 import LatentYarn
 from titancli.models.llama4 import AttnTemperature
 from titancli.models.sections import MoE, Yarn
@@ -323,6 +323,29 @@ STATES = {
         4, config=DELTA, cp=2, tp=2, documents=True, compile="aot_eager", activation_checkpoint=FULL_AC
     ),
 }
+OLMO3 = Olmo3(
+    **{**SIZES, "n_layers": 4, "rope_theta": 500000.0},
+    hidden_dim=48,
+    sliding_window=4,
+    rope_scaling=Yarn(factor=4.0, original_max_position=8),
+)
+GLM = Glm4Moe(
+    **SIZES,
+    hidden_dim=48,
+    qk_norm=True,
+    moe=MoE(num_experts=4, top_k=2, hidden_dim=16, num_shared_experts=1, score_before_experts=False),
+)
+MIXTRAL = Mixtral(**SIZES, sliding_window=6, moe=MoE(num_experts=4, top_k=2, hidden_dim=16, **ROUTING))
+OTHERS = {
+    "olmo3, TP2": case(2, "adam", config=OLMO3, tp=2),
+    "olmo3, CP2xTP2, documents": case(4, config=OLMO3, cp=2, tp=2, documents=True),
+    "olmo3, PP2xFSDP2": case(4, config=OLMO3, pp=2, dp_shard=2),
+    "olmo3, TP2, compiled, AC by op": case(
+        2, config=OLMO3, tp=2, compile="aot_eager", activation_checkpoint=BY_OP
+    ),
+    "glm4_moe, EP2xTP2": case(4, config=GLM, dp_shard=2, tp=2, ep=2),
+    "mixtral, EP2 of FSDP2xCP2": case(4, config=MIXTRAL, dp_shard=2, cp=2, ep=2),
+}
 # Sliding windows, a scaled embedding and norms of transformers' own classes; and tied weights.
 GEMMA, TIED = hf_configs.config("gemma3"), hf_configs.config("llama, tied")
 TRANSFORMERS = {
@@ -354,11 +377,14 @@ LAYOUTS: dict[str, Case] = {
     **LATENTS,
     **CHUNKS,
     **STATES,
+    **OTHERS,
     **TRANSFORMERS,
 }
 WITH_FSDP2 = ("1F1B", "ZBVZeroBubble", "DualPipeV")
 SLOW = {
     "TP2, compiled",
+    *("olmo3, CP2xTP2, documents", "olmo3, PP2xFSDP2", "olmo3, TP2, compiled, AC by op"),
+    "mixtral, EP2 of FSDP2xCP2",
     *("FSDP2, documents", "TP2, bf16", "TP2, documents", "CP2, full logits"),
     *("CP2xTP2, allgather", "PP2, AC by op", "EP4", "EP2 of FSDP2xCP2", "llama4, PP2xEP2"),
     *("gpt_oss, CP2xTP2, documents", "gpt_oss, EP2, AC by op", "latent, PP2xEP2", "llama4, EP2, AC by op"),

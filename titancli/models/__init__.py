@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from titancli.models.deepseek_v3 import DeepSeekV3
+from titancli.models.glm4_moe import Glm4Moe
 from titancli.models.gpt_oss import GptOss
 from titancli.models.hf_causal_lm import HFCausalLM
 from titancli.models.llama3 import Llama3
 from titancli.models.llama4 import Llama4
+from titancli.models.mixtral import Mixtral
+from titancli.models.olmo3 import Olmo3
 from titancli.models.qwen3 import Qwen3
 from titancli.models.qwen3_next import Qwen3Next
 from titancli.models.sections import RopeScaling
@@ -14,13 +17,27 @@ from titancli.models.sections import RopeScaling
 __all__ = [
     "COMPONENTS",
     "DeepSeekV3",
+    "Glm4Moe",
     "GptOss",
     "HFCausalLM",
     "Llama3",
     "Llama4",
+    "Mixtral",
+    "Olmo3",
     "Qwen3",
     "Qwen3Next",
     "RopeScaling",
 ]
 
-COMPONENTS: list[type] = [Llama3, Llama4, Qwen3, Qwen3Next, DeepSeekV3, GptOss, HFCausalLM]
+COMPONENTS: list[type] = [
+    Llama3,
+    Llama4,
+    Qwen3,
+    Qwen3Next,
+    DeepSeekV3,
+    GptOss,
+    Mixtral,
+    Olmo3,
+    Glm4Moe,
+    HFCausalLM,
+]

@@ -207,11 +207,17 @@ class RopeKeys:
     """The section, where config.json says nothing of RoPE."""
     beside: tuple[Key, ...] = ()
     """Rows that stand in the table or outside of it, as the base does."""
+    by_layer: bool = False
+    """Whether layers with a sliding window are never stretched; transformers 5 has a table for each kind."""
 
     def take(self, there: ConfigJSON, ours: Ours) -> None:
         """See `Key.take`."""
         older = there.table("rope_scaling")
         table = there.table("rope_parameters") or older
+        if self.by_layer and "full_attention" in table:
+            table, sliding = table.table("full_attention"), table.table("sliding_attention")
+            Key(None, "rope_type", only="default").take(sliding, ours)
+            Key(None, "rope_theta", only=lambda ours: table.get("rope_theta")).take(sliding, ours)
         for key in (Key("rope_theta", "rope_theta", self.theta), *self.beside):
             name = str(key.theirs)
             apart, within = there.get(name), table.get(name)
@@ -327,6 +333,20 @@ LLAMA3_ROPE = tuple(
         "original_max_position": "original_max_position_embeddings",
     }.items()
 )
+
+SHARED_EXPERTS = (
+    Key("moe.num_experts", "n_routed_experts"),
+    Key("moe.top_k", "num_experts_per_tok"),
+    Key("moe.hidden_dim", "moe_intermediate_size"),
+    Key(
+        "moe.num_shared_experts",
+        "n_shared_experts",
+        read=lambda there, ours: there["n_shared_experts"],
+        only=lambda ours: max(1, ours["moe.num_shared_experts"] or 0),
+    ),
+    Key("moe.load_balance_coeff", None, 1e-3),
+)
+"""Of DeepSeek's experts, some of which every token visits, and whose choice is balanced by a bias."""
 
 
 def yarn_keys(section: str, original_max_position: Any = _UNSET) -> tuple[Key, ...]:

@@ -15,6 +15,7 @@ from annotated_types import Ge, Gt
 from titancli.errors import EnvironmentProblem
 from titancli.models.config_json import (
     NO_BIAS,
+    SHARED_EXPERTS,
     ConfigJSON,
     Key,
     RopeKeys,
@@ -70,16 +71,7 @@ def _rows(max_seq_len: int, dense: int) -> tuple[Any, ...]:
         NO_BIAS,
         Key(None, "num_key_value_heads", only=lambda ours: ours["n_heads"]),
         Key(None, "moe_layer_freq", only=1),
-        Key("moe.num_experts", "n_routed_experts"),
-        Key("moe.top_k", "num_experts_per_tok"),
-        Key("moe.hidden_dim", "moe_intermediate_size"),
-        Key(
-            "moe.num_shared_experts",
-            "n_shared_experts",
-            read=lambda there, ours: there["n_shared_experts"],
-            only=lambda ours: max(1, ours["moe.num_shared_experts"] or 0),
-        ),
-        Key("moe.load_balance_coeff", None, 1e-3),
+        *SHARED_EXPERTS,
     )
 
 

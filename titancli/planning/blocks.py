@@ -38,18 +38,21 @@ ONES = 8
 def block_operations(block: Block, work: Workload) -> list[Operation]:
     """In the order of forward: "x" is what comes in."""
     stream = (work.stream_tokens, work.shape.dim, work)
-    found = [
-        replace(norm("x", "n1", *stream, residual=True), enters="x"),
-        *_mixed(block.attention, work),
-        add(work),
-        norm("x1", "n2", *stream, residual=True),
-    ]
-    if isinstance(block.feed_forward, Experts):  # its parts are run again one by one: `Block.parts`
-        found = [replace(one, part="attention") for one in found]
-        found += [*_experts(block.feed_forward, work), add(work)]
+    attention, part = list(_mixed(block.attention, work)), block.feed_forward
+    sparse = isinstance(part, Experts)
+    after = list(_experts(part, work) if isinstance(part, Experts) else _swiglu(work, part.hidden))
+    if block.norms_after:
+        attention = [*_reading(attention, "n1", "x"), norm("o", "normed o", *stream)]
+        after = [*_reading(after, "n2", "x1"), norm("f", "normed f", *stream)]
     else:
-        found += [*_swiglu(work, block.feed_forward.hidden), add(work)]
-        found = [replace(one, part="block") for one in found]
+        attention = [norm("x", "n1", *stream, residual=True), *attention]
+    attention = [replace(attention[0], enters="x"), *attention[1:], add(work)]
+    if not block.norms_after:
+        attention.append(norm("x1", "n2", *stream, residual=True))
+    if sparse:  # its parts are run again one by one: `Block.parts`
+        found = [*(replace(one, part="attention") for one in attention), *after, add(work)]
+    else:
+        found = [replace(one, part="block") for one in (*attention, *after, add(work))]
     # Of each part the first matrix product is kept, the third, …, or all:
     # `titancli.parallel.activation_checkpoint`.
     products: dict[str, int] = defaultdict(int)
@@ -59,6 +62,19 @@ def block_operations(block: Block, work: Workload) -> list[Operation]:
             if products[one.part] % 2 or work.recompute == "products":
                 found[number] = replace(one, keeps=(one.result,))
     return found
+
+
+def _reading(operations: list[Operation], old: str, new: str) -> list[Operation]:
+    """The same operations, of another tensor."""
+    names = {old: new}
+    return [
+        replace(
+            one,
+            saves={names.get(name, name): size for name, size in one.saves.items()},
+            enters=names.get(one.enters, one.enters),
+        )
+        for one in operations
+    ]
 
 
 def runs_through(operations: list[Operation]) -> list[bool]:
@@ -175,6 +191,10 @@ def _turned(part: Attention, work: Workload) -> Iterator[Operation]:
         before = stages * (q + k) * work.compute
         for one in (rotation(numbers, work) for numbers in (q, k)):
             yield replace(one, alive=one.alive + before)
+    elif part.kv_rank is None:  # of every head a part
+        share = part.rope_dim / part.head_dim
+        for numbers in (q, k):
+            yield joined(numbers * work.compute, rotation(numbers * share, work))
     else:  # parts of them, which are cut off and put back
         yield joined(q * work.compute, rotation(work.tokens * heads * part.rope_dim, work))
         rotated = rotation(work.tokens * part.rope_dim, work)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention
 
+from titancli.distributed.collectives import Group, gather
 from titancli.distributed.local import local
 from titancli.models.blocks.flash import flash_attention, runs_flash
 from titancli.models.blocks.masks import document_mask
@@ -234,6 +235,29 @@ def _in_window(core: _Core, q: Tensor, k: Tensor, v: Tensor, window: int) -> Ten
     return torch.cat((first, rest[:, : length - window]), 1)
 
 
+class HeadsNorm(nn.RMSNorm):
+    """A norm over the numbers of all heads, also where ranks have some heads each."""
+
+    tensor_group: Group | None = None
+    """The ranks that have the other heads."""
+
+    def tensor_parallel(self, group: Group, style: str | None) -> None:
+        """Called by the `decoder` plan; the style is "column"."""
+        self.tensor_group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, heads, head_dim] -> the same."""
+        flat, weight = x.flatten(-2), local(self.weight)
+        if self.tensor_group is None:
+            return rms_norm(flat, self.normalized_shape, weight, self.eps).view_as(x)
+        wide = flat.float()
+        # Each rank goes on with other heads, so that the gradient of the sum is a sum as well.
+        squares = gather(wide.square().sum(-1, keepdim=True), 2, self.tensor_group).sum(-1, keepdim=True)
+        count = flat.shape[-1] * self.tensor_group.size
+        normed = wide * torch.rsqrt(squares / count + (self.eps or 0.0))
+        return (normed * weight.float()).to(x.dtype).view_as(x)
+
+
 class Attention(nn.Module):
     """Grouped-query attention.
 
@@ -262,11 +286,13 @@ class Attention(nn.Module):
         scaled: bool = False,
         norm_after_eps: float | None = None,
         gated: bool = False,
+        qk_norm_whole: bool = False,
     ) -> None:
         """
         Args:
             qk_norm_eps: if given, every head's query and key are normed (RMS), with weights that heads share.
             norm: the class of these norms.
+            qk_norm_whole: whether they are normed over all heads together instead.
             bias: which of the products q, k, v and o have one.
             reach: how far back a token sees.
             sinks: whether each head has a logit that takes its share of the softmax and gives nothing.
@@ -287,9 +313,13 @@ class Attention(nn.Module):
         self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias="k" in bias)
         self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias="v" in bias)
         self.wo = nn.Linear(n_heads * head_dim, dim, bias="o" in bias)
-        normed = qk_norm_eps is not None
-        self.q_norm = norm(head_dim, eps=qk_norm_eps) if normed else None
-        self.k_norm = norm(head_dim, eps=qk_norm_eps) if normed else None
+        self.q_norm = self.k_norm = None
+        if qk_norm_eps is not None and qk_norm_whole:
+            self.q_norm = HeadsNorm(n_heads * head_dim, eps=qk_norm_eps)
+            self.k_norm = HeadsNorm(n_kv_heads * head_dim, eps=qk_norm_eps)
+        elif qk_norm_eps is not None:
+            self.q_norm = norm(head_dim, eps=qk_norm_eps)
+            self.k_norm = norm(head_dim, eps=qk_norm_eps)
         self.sinks = nn.Parameter(torch.empty(n_heads)) if sinks else None
 
     @property

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Block(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
+    """Attention and feed-forward, each added to the residual stream, with norms before or after them."""
 
     def __init__(
         self,
@@ -46,9 +46,12 @@ class Block(nn.Module):
         attention: nn.Module,
         feed_forward: FeedForward | MoE,
         norm: type[nn.RMSNorm] = nn.RMSNorm,
+        *,
+        norms_after: bool = False,
     ) -> None:
         """`attention`: called as `titancli.models.blocks.attention.Attention` is."""
         super().__init__()
+        self.norms_after = norms_after
         self.attention_norm = norm(dim, eps=norm_eps)
         self.attention = attention
         self.ffn_norm = norm(dim, eps=norm_eps)
@@ -60,10 +63,10 @@ class Block(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None = None
     ) -> Tensor:
         """[B, S, dim] -> [B, S, dim]."""
-        x, normed = self.attention_branch(x, cos, sin, mask, cache)
+        x, given = self.attention_branch(x, cos, sin, mask, cache)
         for branch in (self.moe, self.feed_forward):
             if branch is not None:
-                x = x + branch(normed)
+                x = x + (self.ffn_norm(branch(given)) if self.norms_after else branch(given))
         return x
 
     def parts(self) -> list[tuple[nn.Module, str]]:
@@ -75,7 +78,10 @@ class Block(nn.Module):
     def attention_branch(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream after attention, and the same normed."""
+        """The residual stream after attention, and what feed-forward is given of it."""
+        if self.norms_after:
+            x = x + self.attention_norm(self.attention(x, cos, sin, mask, cache))
+            return x, x
         x = x + self.attention(self.attention_norm(x), cos, sin, mask, cache)
         return x, self.ffn_norm(x)
 
@@ -114,6 +120,7 @@ def attention_of(
             part.head_dim,
             qk_norm_eps=norm_eps if part.qk_norm else None,
             norm=norm,
+            qk_norm_whole=part.qk_norm == "whole",
             bias=part.bias,
             reach=Reach(part.window, part.chunk),
             sinks=part.sinks,
@@ -163,7 +170,8 @@ class Decoder(nn.Module):
         """The module of a block. A family that has other modules makes them here."""
         dim, eps, norm = self.shape.dim, self.shape.norm_eps, self._norm
         attention = attention_of(part.attention, dim, eps, norm)
-        return Block(dim, eps, attention, feed_forward_of(part.feed_forward, dim), norm)
+        feed_forward = feed_forward_of(part.feed_forward, dim)
+        return Block(dim, eps, attention, feed_forward, norm, norms_after=part.norms_after)
 
     @property
     def _norm(self) -> type[nn.RMSNorm]:
