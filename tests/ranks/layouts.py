@@ -337,7 +337,7 @@ GLM = Glm4Moe(
 )
 MIXTRAL = Mixtral(**SIZES, sliding_window=6, moe=MoE(num_experts=4, top_k=2, hidden_dim=16, **ROUTING))
 OTHERS = {
-    "olmo3, TP2": case(2, "adam", config=OLMO3, tp=2),
+    "olmo3, TP2": case(2, config=OLMO3, tp=2),
     "olmo3, CP2xTP2, documents": case(4, config=OLMO3, cp=2, tp=2, documents=True),
     "olmo3, PP2xFSDP2": case(4, config=OLMO3, pp=2, dp_shard=2),
     "olmo3, TP2, compiled, AC by op": case(

@@ -1,7 +1,7 @@
 """OLMo 3. Source: Olmo 3 (Ai2, 2025), as in transformers' Olmo3ForCausalLM.
 
-What it has beside Llama 3: norms come after attention and feed-forward (OLMo 2, arXiv 2501.00656), queries and
-keys are normed over all heads, three of four layers have a sliding window, and only the fourth has YaRN.
+What it has beside Llama 3: norms come after attention and feed-forward (OLMo 2, arXiv 2501.00656), queries
+and keys are normed over all heads, three of four layers have a sliding window, and only the fourth has YaRN.
 """
 
 from __future__ import annotations
