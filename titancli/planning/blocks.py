@@ -191,10 +191,6 @@ def _turned(part: Attention, work: Workload) -> Iterator[Operation]:
         before = stages * (q + k) * work.compute
         for one in (rotation(numbers, work) for numbers in (q, k)):
             yield replace(one, alive=one.alive + before)
-    elif part.kv_rank is None:  # of every head a part
-        share = part.rope_dim / part.head_dim
-        for numbers in (q, k):
-            yield joined(numbers * work.compute, rotation(numbers * share, work))
     else:  # parts of them, which are cut off and put back
         yield joined(q * work.compute, rotation(work.tokens * heads * part.rope_dim, work))
         rotated = rotation(work.tokens * part.rope_dim, work)
