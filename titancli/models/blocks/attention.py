@@ -313,13 +313,10 @@ class Attention(nn.Module):
         self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias="k" in bias)
         self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias="v" in bias)
         self.wo = nn.Linear(n_heads * head_dim, dim, bias="o" in bias)
-        self.q_norm = self.k_norm = None
-        if qk_norm_eps is not None and qk_norm_whole:
-            self.q_norm = HeadsNorm(n_heads * head_dim, eps=qk_norm_eps)
-            self.k_norm = HeadsNorm(n_kv_heads * head_dim, eps=qk_norm_eps)
-        elif qk_norm_eps is not None:
-            self.q_norm = norm(head_dim, eps=qk_norm_eps)
-            self.k_norm = norm(head_dim, eps=qk_norm_eps)
+        normed, kind = qk_norm_eps is not None, HeadsNorm if qk_norm_whole else norm
+        widths = [n * head_dim if qk_norm_whole else head_dim for n in (n_heads, n_kv_heads)]
+        self.q_norm = kind(widths[0], eps=qk_norm_eps) if normed else None
+        self.k_norm = kind(widths[1], eps=qk_norm_eps) if normed else None
         self.sinks = nn.Parameter(torch.empty(n_heads)) if sinks else None
 
     @property
