@@ -17,33 +17,33 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.checkpoint.tensors import bits
 from titancli.checkpoint.hf.folder import load_hf_weights, read_hf
+from titancli.checkpoint.hf.which import hf_form
 from titancli.checkpoint.load import everywhere
 from titancli.errors import EnvironmentProblem
 from titancli.models.deepseek_v3 import DeepSeekV3
-from titancli.models.deepseek_v3.model import DeepSeekHF
 from titancli.models.gpt_oss import GptOss
-from titancli.models.gpt_oss.model import GptOssHF
 from titancli.models.sections import MoE
+from titancli.protocols import HFForm
 
 MIB = 1 << 20
 
 
-def gpt_oss(dim: int = 2048, hidden_dim: int = 512) -> GptOssHF:
+def gpt_oss(dim: int = 2048, hidden_dim: int = 512) -> HFForm:
     moe = MoE(num_experts=4, top_k=2, hidden_dim=hidden_dim)
-    return GptOssHF(GptOss(dim=dim, n_layers=1, n_heads=4, n_kv_heads=4, vocab_size=64, moe=moe))
+    return hf_form(GptOss(dim=dim, n_layers=1, n_heads=4, n_kv_heads=4, vocab_size=64, moe=moe))
 
 
-def deepseek() -> DeepSeekHF:
+def deepseek() -> HFForm:
     sizes: dict[str, Any] = dict(dim=2048, n_layers=1, n_heads=8, hidden_dim=64, vocab_size=64)
     moe = MoE(num_experts=4, top_k=2, hidden_dim=128, score_func="sigmoid")
-    return DeepSeekHF(DeepSeekV3(**sizes, n_dense_layers=0, q_lora_rank=2048, moe=moe))
+    return hf_form(DeepSeekV3(**sizes, n_dense_layers=0, q_lora_rank=2048, moe=moe))
 
 
 def numbers(*shape: int, high: int = 256) -> Tensor:
     return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def mxfp4(form: GptOssHF, name: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def mxfp4(form: HFForm, name: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
     many, outer, inner = shape
     (source,) = form.sources(name)
     return {
@@ -52,7 +52,7 @@ def mxfp4(form: GptOssHF, name: str, shape: tuple[int, ...]) -> dict[str, Tensor
     }
 
 
-def fp8(form: DeepSeekHF, name: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def fp8(form: HFForm, name: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
     found = {}
     many = form.sources(name)
     rows, columns = shape[-2:]
