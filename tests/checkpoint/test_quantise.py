@@ -153,6 +153,9 @@ def test_an_fp8_folder_has_what_both_readers_read(tmp_path: Path, capsys: pytest
     table = json.loads((tmp_path / "a" / "config.json").read_text())["quantization_config"]
     assert {"lm_head", f"{layer}.self_attn.q_proj"} <= set(table["modules_to_not_convert"])
     assert f"{layer}.self_attn.o_proj" not in table["modules_to_not_convert"]
+    theirs = [tmp_path / "b", "--to", "titan", "--model-component", "hf_causal_lm", "--verify"]
+    code, out, err = convert(capsys, tmp_path / "a", *theirs)
+    assert code == 0, out + err
 
 
 @pytest.mark.parametrize(

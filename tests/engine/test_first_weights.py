@@ -11,6 +11,7 @@ import pytest
 
 from tests.engine.cases import Layout, recipe
 from titancli.checkpoint.hf.likeness import refuse_other_model
+from titancli.checkpoint.hf.which import hf_form
 from titancli.checkpoint.start_from import start_from
 from titancli.engine.first_weights import _same_on_all, load_weights
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
@@ -59,3 +60,15 @@ def test_ranks_that_see_different_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem, match=r"rank 2 sees another .* than rank 0") as caught:
         _same_on_all(tmp_path, ["a", "a", "b"])
     assert caught.value.hint
+
+
+def test_a_quantized_folder_is_the_same_model_and_one_that_is_not_read_is_refused(tmp_path: Path) -> None:
+    own = recipe(Layout())
+    keys = hf_form(own.model).config_json()
+    how: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({**keys, "quantization_config": how}))
+    refuse_other_model(own, tmp_path)
+    how["quant_method"] = "awq"
+    (tmp_path / "config.json").write_text(json.dumps({**keys, "quantization_config": how}))
+    with pytest.raises(EnvironmentProblem, match="quantized with 'awq'; read are fp8"):
+        refuse_other_model(own, tmp_path)
