@@ -211,6 +211,8 @@ def _outcome(request: LaunchRequest, patience: float) -> dict[str, Any] | None:
 
 
 def _unmet(request: LaunchRequest) -> str:
+    if request.nnodes == 1:
+        return "torchrun has lost the rendezvous that it serves itself"
     where = request.rdzv or f"{request.folder.rendezvous}, which all of them must share"
     return (
         f"the nodes did not meet at {where}, or lost each other\n start the same command on {request.nodes} "
