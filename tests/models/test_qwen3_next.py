@@ -13,8 +13,13 @@ from safetensors.torch import load_file, save_file
 from tests.models.families import QWEN3_NEXT
 from titancli.checkpoint import export_hf, read_hf
 from titancli.checkpoint.hf.which import hf_form, model_of
+from titancli.distributed.collectives import Group
+from titancli.distributed.local import RowCut
+from titancli.errors import TitanError
 from titancli.models import Qwen3Next
+from titancli.models.blocks.delta import GatedDeltaNet
 from titancli.models.blocks.state import named_state
+from titancli.parallel.context import _over_heads
 from titancli.registry import current
 from titancli.registry.binding import bind
 
@@ -114,3 +119,14 @@ def test_padding_does_not_reach_a_row_whatever_comes_in_a_call(first: int) -> No
         other.select(torch.tensor([1, 1]))
         again = model(row[[1, 1], 13:], cache=other)
         torch.testing.assert_close(again[:, 0], wanted.expand(2, -1), rtol=1e-4, atol=1e-4)
+
+
+def test_heads_that_ranks_cannot_share_are_refused_where_degrees_follow_from_the_ranks() -> None:
+    """A mesh.tp or mesh.cp of -1 is known only when there are ranks."""
+    layer = GatedDeltaNet(8, 2, 4, 4, 4, kernel=4, norm_eps=1e-6)
+    layer.wqkvz = torch.nn.Linear(8, layer.wqkvz.out_features // 4, bias=False)  # a shard of tp = 4
+    with pytest.raises(TitanError, match=r"mesh\.tp does not divide the query heads"):
+        layer(torch.zeros(1, 3, 8), None, None, None)
+    rows = RowCut(Group("none", 3, 0), head_tail=True)
+    with pytest.raises(TitanError, match=r"2 heads .* among the 3 ranks of mesh\.cp"):
+        _over_heads(layer.core_recurrence, rows, [torch.zeros(1, 6, 2, 16)], None)

@@ -180,6 +180,12 @@ def _over_heads(core: Core, row_cut: RowCut, per_head: Sequence[Tensor], mask: T
     """`core_recurrence` where rows are cut: whole rows of some heads, whichever way they are cut, since state
     goes through a row from its beginning to its end."""
     group, (rows, length, heads) = row_cut.group, per_head[0].shape[:3]
+    if heads % group.size:
+        raise TitanError(
+            f"{heads} heads of a layer that goes through rows in order cannot be exchanged among the "
+            f"{group.size} ranks of mesh.cp",
+            hint="use a mesh.cp that divides them",
+        )
     each = heads // group.size
     whole = []
     for x in per_head:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu, softplus
 
 from titancli.distributed.local import local
+from titancli.errors import TitanError
 from titancli.models.blocks.delta_rule import gated_delta_rule
 from titancli.models.blocks.init import fill
 from titancli.models.blocks.reach import IN_ORDER
@@ -76,7 +77,13 @@ class GatedDeltaNet(nn.Module):
         rows, length, _ = x.shape
         values = self.shared_by * self.value_dim
         widths = (2 * self.key_dim + values, values)
-        mixed, gate = self.wqkvz(x).view(rows, length, -1, sum(widths)).split(widths, -1)
+        made = self.wqkvz(x)
+        if made.shape[-1] % sum(widths):
+            raise TitanError(
+                "mesh.tp does not divide the query heads of gated DeltaNet (linear_num_key_heads)",
+                hint="use a mesh.tp that does",
+            )
+        mixed, gate = made.view(rows, length, -1, sum(widths)).split(widths, -1)
         beta, step = self.wba(x).view(rows, length, -1, 2 * self.shared_by).chunk(2, -1)
         bias, rate = (local(p).view(-1, self.shared_by) for p in (self.dt_bias, self.A_log))
         wide = torch.promote_types(step.dtype, torch.float32)
