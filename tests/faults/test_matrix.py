@@ -291,7 +291,10 @@ MATRIX = {
             "checkpoint/test_peers.py::test_a_copy_that_fails_on_one_rank_leaves_the_one_before",
             "run/test_peers.py::test_a_run_that_failed_continues_from_memory_or_else_from_the_disk",
         ),
-        ("run/test_peers.py::test_a_node_that_is_lost_costs_no_step_where_another_has_its_copy",),
+        (
+            "run/test_peers.py::test_a_node_that_is_lost_costs_no_step_where_another_has_its_copy",
+            "run/test_peers.py::test_fewer_nodes_continue_from_the_copies_of_more",
+        ),
     ),
 }
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.nodes import Cluster
 from tests.run.conftest import Finished, losses
-from tests.run.on_nodes import Start, until_step
+from tests.run.on_nodes import Start, until, until_step, worlds
 from tests.run.test_several_nodes import ends_as_if_nothing_had_happened
 from tests.run.test_skipped_steps import contents
 from titancli.checkpoint import save
@@ -135,3 +135,26 @@ def test_a_node_that_is_lost_costs_no_step_where_another_has_its_copy(
         assert step == 4
         assert "the copy in memory cannot be used: rank-00001.safetensors is damaged" in told
     assert a.run("ls", str(cluster.local)) == ""
+
+
+@pytest.mark.slow
+def test_fewer_nodes_continue_from_the_copies_of_more(
+    cluster: Cluster, start: Start, reference: Any, here: Path
+) -> None:
+    """The disk has the step at which the second node joined."""
+    batch = ("training.global_batch_size=4", "loss.sleep=0.3", "training.steps=40", "checkpoint.interval=100")
+    peers = ("--nnodes", "1:2", "checkpoint.peer_interval=1", f"checkpoint.peer_folder={cluster.local}")
+    a, b = (cluster.node(name) for name in "ab")
+    running = [start(a, *batch, *peers)]
+    until_step(here / "r", 2, running)
+    running.append(start(b, *batch, *peers))
+    until(lambda: worlds(here / "r") == [1, 2], 90)
+    joined = resumed_at(here / "r")[-1]
+    until_step(here / "r", joined + 4, running)
+    b.kill()
+    done = running[0].wait()
+    assert done.code == 0, done.err
+    assert worlds(here / "r") == [1, 2, 1]
+    step = resumed_at(here / "r")[-1]
+    assert step >= joined + 3 and f"step {step} was loaded from the memory of the nodes" in done.err
+    assert losses(here / "r") == pytest.approx(reference(1, "loss=faulty", *batch)[0], rel=1e-5)
