@@ -24,7 +24,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,8 @@ class Found:
     """Why it is refused."""
     weights: str = ""
     """"yes", or why not."""
+    layouts: dict[str, str] = field(default_factory=dict)
+    """By technique: "yes", "", or what went wrong."""
     seconds: float = 0.0
 
 
@@ -215,21 +217,85 @@ def look(found: Found) -> None:
         found.weights = f"{type(error).__name__}: {error}"
 
 
+# ------------------------------------------------------------------------------------------------- layouts
+
+LAYOUTS = {"tp": {"tp": 2}, "cp": {"cp": 2}, "pp": {"pp": 2}, "ep": {"dp_shard": 2, "ep": 2}}
+SAME = 1e-4
+"""The largest difference of a gradient from that of one rank, relative to its norm."""
+
+
+def gradients(values: dict[str, Any], mesh: dict[str, int], untie: bool) -> dict[str, Tensor] | str:
+    """On a rank: gradients of a step on rows of documents, and the loss; or why there are none."""
+    from tests.engine import cases
+    from titancli.engine import Engine
+
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    if untie:
+        values = {**values, "tie_word_embeddings": False}
+    try:
+        layout = cases.Layout(mesh=mesh, config=HFCausalLM(config=values), documents=True)
+        engine = Engine.build(cases.recipe(layout))
+        metrics = engine.forward_backward(cases.my_batches(engine, 0, documents=True))
+    except Exception as error:  # whatever it is, the layout is not for this type
+        return " ".join(f"{type(error).__name__}: {error}".split())
+    found = cases.wholes((n, p.grad) for n, p in engine.named_parameters() if p.grad is not None)
+    return {**found, "loss": metrics["loss"].clone()}
+
+
+def try_layouts(found: Found, ranks: Any, only: list[str]) -> None:
+    values = values_of(found.model_type)
+    for name in only:
+        mesh = LAYOUTS[name]
+        untie = name == "pp"
+        try:
+            alone = ranks(1, gradients, values, {}, untie)[0]
+            answers = ranks(2, gradients, values, mesh, untie)
+        except AssertionError as error:
+            found.layouts[name] = " ".join(str(error).split())[-200:]
+            continue
+        told = [answer for answer in (alone, *answers) if isinstance(answer, str)]
+        found.layouts[name] = told[0] if told else unlike(alone, answers[0]) or "yes"
+
+
+def unlike(alone: dict[str, Tensor], found: dict[str, Tensor]) -> str | None:
+    if alone.keys() != found.keys():
+        return f"WRONG: other gradients, {sorted(alone.keys() ^ found.keys())[:3]}"
+    for name, meant in alone.items():
+        difference = float((found[name] - meant).norm() / meant.norm().clamp(min=1e-12))
+        if not difference <= SAME and float((found[name] - meant).norm()) > 1e-6:
+            return f"WRONG: {name} differs by {difference:.1e}"
+    return None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=None)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--layouts", nargs="*", default=[], choices=LAYOUTS, help="on 2 ranks, too")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     transformers.utils.logging.disable_progress_bar()
+    ranks = None
+    if args.layouts:
+        sys.path.insert(0, str(PAGE.parents[1]))
+        sys.modules.setdefault("survey", sys.modules[__name__])
+        gradients.__module__ = "survey"
+        sys.path.insert(0, str(Path(__file__).parent))
+        from tests.ranks import Ranks
+
+        ranks = Ranks()
     rows = []
     for model_type in args.only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         rows.append(found := survey(model_type))
+        if ranks is not None and found.accepted and not found.wrong:
+            try_layouts(found, ranks, args.layouts)
         state = "refused" if not found.accepted else "WRONG" if found.wrong else "accepted"
         told = found.why or found.wrong or f"weights: {found.weights}"
-        print(f"{model_type:28} {state:9} {found.seconds:5.1f} s  {told[:150]}", flush=True)
+        told = "; ".join([told[:100], *(f"{name}: {what[:150]}" for name, what in found.layouts.items())])
+        print(f"{model_type:28} {state:9} {found.seconds:5.1f} s  {told}", flush=True)
         if args.json:
             args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
     good = [row for row in rows if row.accepted]

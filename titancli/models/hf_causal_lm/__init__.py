@@ -58,7 +58,7 @@ class HFCausalLM:
     """A folder with config.json; or the keys of such a file as a table, where "null" stands for null; or a
     table whose `type` is the folder, plus the keys to override."""
 
-    mesh_degrees = ("dp_replicate", "dp_shard", "tp")
+    mesh_degrees = ("dp_replicate", "dp_shard", "cp", "tp", "ep")
 
     @property
     def values(self) -> dict[str, Any]:
@@ -119,14 +119,18 @@ class HFCausalLM:
                     f"the type {kind} depends on the longest row in a batch",
                 )
         exports = recipe.checkpoint.last_save_in_hf
-        if wrong or not (exports or recipe.mesh.tp > 1):
+        mesh = recipe.mesh
+        if wrong or not (exports or mesh.tp != 1 or mesh.cp != 1 or mesh.ep != 1):
             return
         # Only transformers knows, and to ask it takes seconds; nobody else waits for it.
         from titancli.models.hf_causal_lm.conversion import weights_fault
+        from titancli.models.hf_causal_lm.parts import experts_fault
         from titancli.models.hf_causal_lm.tensor_plan import plan_fault
 
-        if recipe.mesh.tp > 1 and (fault := plan_fault(values)):
-            yield "config", f"mesh.tp = {recipe.mesh.tp}: {fault}"
+        if mesh.tp != 1 and (fault := plan_fault(values)):
+            yield "config", f"mesh.tp = {mesh.tp}: {fault}"
+        if mesh.ep != 1 and (fault := experts_fault(values)):
+            yield "config", f"mesh.ep = {mesh.ep}: {fault}"
         if exports and (fault := weights_fault(values)):
             yield "config", f"checkpoint.last_save_in_hf: {fault}"
 
@@ -155,6 +159,12 @@ class HFCausalLM:
     def n_kv_heads(self) -> int | None:
         """Key and value heads."""
         return first(self.values, "num_key_value_heads")
+
+    @property
+    def n_experts(self) -> int | None:
+        """Routed experts of a layer."""
+        names = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+        return first(self.values, *names)
 
     @property
     def hidden_dim(self) -> int | None:

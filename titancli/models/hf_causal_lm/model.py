@@ -8,13 +8,12 @@ not depend on the layout; and the styles of tensor parallel, from the plan that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from titancli.distributed.local import with_local_parameters
+from titancli.errors import RecipeError
 from titancli.models.blocks.head import Output
 from titancli.models.blocks.init import fill
 from titancli.models.blocks.masks import document_masks
@@ -24,16 +23,18 @@ from titancli.models.hf_causal_lm.attention import Rows
 from titancli.models.hf_causal_lm.cache import Cache
 from titancli.models.hf_causal_lm.parts import run_base, take_apart
 from titancli.models.hf_causal_lm.rope import GrowingRope
-from titancli.models.hf_causal_lm.tensor_plan import is_norm, tensor_plan
+from titancli.models.hf_causal_lm.tensor_plan import prepare, tensor_plan
 from titancli.models.hf_causal_lm.trial import try_once
 from titancli.models.hf_causal_lm.values import initial_values
 
 if TYPE_CHECKING:
     from titancli.data.batch import Batch
-    from titancli.distributed.collectives import Group
     from titancli.distributed.local import RowCut
     from titancli.losses.result import LossResult
     from titancli.protocols import Loss
+
+
+JOINS = "not only titan's attention joins tokens, and between blocks rows are sharded"
 
 
 class Blocks(nn.ModuleList):
@@ -55,6 +56,8 @@ class TransformersModel(nn.Module):
     """Set by context parallel: how rows are cut over ranks."""
     apart = False
     """Whether documents are rows of their own, as layers that are no attention need it."""
+    tokenwise = True
+    """Whether all that joins tokens is attention that a plan can cut."""
 
     def __init__(self, config: HFCausalLM) -> None:
         """On meta; see `build`."""
@@ -66,8 +69,7 @@ class TransformersModel(nn.Module):
         self.add_module(parts.head_name, parts.head)
         self.layers.__class__ = Blocks
         self._tied = self.tied
-        for module in filter(is_norm, parts.base.modules()):
-            module.tensor_parallel = partial(_cut_norm, module)
+        prepare(parts.config, parts.base, set(parts.experts.values()))
 
     @property
     def base(self) -> Any:
@@ -136,7 +138,8 @@ class TransformersModel(nn.Module):
             hidden = cache.extend(self.base, tokens)
             return self.output(hidden[:, -1:])
         if self.rope is not None:
-            self.rope.refuse(self._parts.config, tokens.shape[1])
+            ranks = 1 if self.row_cut is None else self.row_cut.group.size
+            self.rope.refuse(self._parts.config, tokens.shape[1] * ranks)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         if self.apart and document_ids is not None:
@@ -216,7 +219,10 @@ class TransformersModel(nn.Module):
     @property
     def tensor_plan(self) -> dict[str, str]:
         """From transformers' plan; empty where there is none."""
-        return tensor_plan(self._parts.config, self, self.base, self.output)
+        parts = self._parts
+        if not self.tokenwise:
+            raise RecipeError(f"mesh.tp: {parts.config.model_type}: {JOINS}", hint="set mesh.tp = 1")
+        return tensor_plan(parts.config, self, self.base, self.output, set(parts.experts.values()))
 
     def flops_per_token(self, seq_len: int) -> float:
         """6 per matrix weight that a token meets, and 12 · layers · width of attention · seq_len.
@@ -237,11 +243,6 @@ class TransformersModel(nn.Module):
         return 6.0 * matrices + 12.0 * len(self.layers) * heads * head_dim * seq_len
 
 
-def _cut_norm(module: nn.Module, group: Group, style: str | None) -> None:
-    """Called by the `decoder` plan: transformers has many classes of norms."""
-    with_local_parameters(module)
-
-
 def build(config: HFCausalLM, *, seq_len: int) -> TransformersModel:
     """The model on the current device, without initial values.
 
@@ -251,7 +252,11 @@ def build(config: HFCausalLM, *, seq_len: int) -> TransformersModel:
     device = torch.get_default_device()
     with torch.device("meta"):
         model = TransformersModel(config)
-    model.apart = try_once(config.values, _on_meta).apart
+    model.apart, model.tokenwise = try_once(config.values, _on_meta)
+    if not model.tokenwise:  # context parallel then finds no attention, and says so
+        for module in model.modules():
+            vars(module).pop("core_attention", None)
+            vars(module).pop("attending", None)
     if device.type != "meta":
         model.to_empty(device=device)
         model.tie()

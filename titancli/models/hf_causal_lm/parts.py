@@ -30,7 +30,7 @@ from titancli.models.hf_causal_lm.attention import (
 )
 from titancli.models.hf_causal_lm.experts import EXPERTS, register_experts, stacked_experts
 from titancli.models.hf_causal_lm.rope import GrowingRope, growing_rope
-from titancli.models.hf_causal_lm.theirs import choose, line_of, made, refused
+from titancli.models.hf_causal_lm.theirs import choose, line_of, made, refused, tiny_values
 from titancli.models.hf_causal_lm.values import buffer_values
 
 
@@ -104,6 +104,16 @@ def take_apart(values: Mapping[str, Any]) -> Parts:
     return Parts(
         whole, config, base_name, base, head_name, output, layers_path, experts, buffers, rope, untraced
     )
+
+
+def experts_fault(values: Mapping[str, Any]) -> str | None:
+    """Why a model's experts cannot be spread over ranks; None: they can. Seen in a tiny copy."""
+    try:
+        with torch.device("meta"):
+            found = take_apart(tiny_values(values)).experts
+    except RecipeError as error:
+        return error.message
+    return None if found else f"{values['model_type']} has no stacked experts that titan computes"
 
 
 def _trace(base: Any, config: Any) -> str | None:

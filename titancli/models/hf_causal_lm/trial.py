@@ -35,6 +35,8 @@ class Tried(NamedTuple):
 
     apart: bool
     """Whether documents must be rows of their own: a layer that is no attention joins tokens."""
+    tokenwise: bool
+    """Whether nothing but attention that a plan can cut joins tokens."""
 
 
 def try_once(values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], Any]) -> Tried:
@@ -72,14 +74,14 @@ def _try(values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], Any]) ->
         except Exception as error:  # whatever it is, it is of what was written
             what = f"a tiny copy of the model does not run: {line_of(error)}"
             raise refused(values, what, HINT) from error
-    for name, difference in found:
-        if not difference <= LIMIT:  # NaN is not
-            what = (
-                f"on a tiny copy of the model, {name} differ from those of transformers by "
-                f"{difference:.2g} (eager attention)"
-            )
-            raise refused(values, what, HINT)
-    return Tried(ours.apart)
+        for name, difference in found:
+            if not difference <= LIMIT:  # NaN is not
+                what = (
+                    f"on a tiny copy of the model, {name} differ from those of transformers by "
+                    f"{difference:.2g} (eager attention)"
+                )
+                raise refused(values, what, HINT)
+        return Tried(ours.apart, not ours.apart and _tokenwise(ours))
 
 
 HINT = "hf_causal_lm cannot train it; titan list-components model lists titan's own model families"
@@ -183,6 +185,25 @@ def _differences(ours: Any, theirs: Any) -> Iterator[tuple[str, float]]:
         reference = expected.get(name, torch.zeros_like(parameter))
         squares += torch.stack(((grad - reference).square().sum(), reference.square().sum()))
     yield "gradients", float((squares[0] / squares[1]).sqrt())
+
+
+@torch.no_grad()
+def _tokenwise(ours: Any) -> bool:
+    """Whether a part of a row by itself is that part of the row, where no token sees another."""
+    attentions: list[Any] = [module for module in ours.modules() if hasattr(module, "core_attention")]
+    for module in attentions:
+        module.core_attention = _alone
+    tokens = _tokens(ours.base)
+    tokens = tokens[:, : LENGTH if ours.rope is None else min(LENGTH, ours.rope.length)]
+    half = tokens.shape[1] // 2
+    positions = torch.arange(tokens.shape[1]).expand(ROWS, -1)
+    whole, part = ours(tokens, positions), ours(tokens[:, half:], positions[:, half:])
+    return bool(attentions) and _far(part, whole[:, half:]) <= LIMIT
+
+
+def _alone(q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool = True) -> Tensor:
+    """Attention in which a token sees itself alone."""
+    return v.repeat_interleave(q.shape[2] // v.shape[2], 2)
 
 
 def _far(found: Tensor, meant: Tensor) -> float:
