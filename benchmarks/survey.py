@@ -224,15 +224,13 @@ SAME = 1e-4
 """The largest difference of a gradient from that of one rank, relative to its norm."""
 
 
-def gradients(values: dict[str, Any], mesh: dict[str, int], untie: bool) -> dict[str, Tensor] | str:
+def gradients(values: dict[str, Any], mesh: dict[str, int]) -> dict[str, Tensor] | str:
     """On a rank: gradients of a step on rows of documents, and the loss; or why there are none."""
     from tests.engine import cases
     from titancli.engine import Engine
 
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    if untie:
-        values = {**values, "tie_word_embeddings": False}
     try:
         layout = cases.Layout(mesh=mesh, config=HFCausalLM(config=values), documents=True)
         engine = Engine.build(cases.recipe(layout))
@@ -244,18 +242,20 @@ def gradients(values: dict[str, Any], mesh: dict[str, int], untie: bool) -> dict
 
 
 def try_layouts(found: Found, ranks: Any, only: list[str]) -> None:
-    values = values_of(found.model_type)
+    values = {**values_of(found.model_type), "tie_word_embeddings": False}
+    try:
+        alone = ranks(1, gradients, values, {})[0]
+    except AssertionError as error:
+        found.layouts = dict.fromkeys(only, " ".join(str(error).split())[-200:])
+        return
     for name in only:
-        mesh = LAYOUTS[name]
-        untie = name == "pp"
         try:
-            alone = ranks(1, gradients, values, {}, untie)[0]
-            answers = ranks(2, gradients, values, mesh, untie)
+            answers = ranks(2, gradients, values, LAYOUTS[name])
         except AssertionError as error:
             found.layouts[name] = " ".join(str(error).split())[-200:]
             continue
         told = [answer for answer in (alone, *answers) if isinstance(answer, str)]
-        found.layouts[name] = told[0] if told else unlike(alone, answers[0]) or "yes"
+        found.layouts[name] = told[0] if told else unlike(alone, answers[1] | answers[0]) or "yes"
 
 
 def unlike(alone: dict[str, Tensor], found: dict[str, Tensor]) -> str | None:

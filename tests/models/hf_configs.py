@@ -61,6 +61,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16,
     },
 }
+# one matrix for q, k and v, and another for gate and up, whose outputs ranks gather
+PHI3: dict[str, Any] = {
+    **LLAMA,
+    "model_type": "phi3",
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 # attention that chooses its keys, which SDPA would not
 SPARSE: dict[str, Any] = {
     **LLAMA,
@@ -83,4 +91,5 @@ SPARSE: dict[str, Any] = {
 
 
 def config(name: str, **changes: Any) -> HFCausalLM:
-    return HFCausalLM(config={**CONFIGS[name], **changes})
+    values = PHI3 if name == "phi3" else CONFIGS[name]
+    return HFCausalLM(config={**values, **changes})

@@ -285,7 +285,6 @@ def test_what_would_be_wrong_is_refused_by_name(case: str) -> None:
 
 PLANS = {
     "gpt2": "transformers declares no tensor parallel plan for gpt2",
-    "experts": "uses moe_tp_experts, packed_colwise, which titan does not support",
 }
 
 

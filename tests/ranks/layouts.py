@@ -348,6 +348,7 @@ OTHERS = {
 }
 # Sliding windows, a scaled embedding and norms of transformers' own classes; and tied weights.
 GEMMA, TIED = hf_configs.config("gemma3"), hf_configs.config("llama, tied")
+UNTIED_GEMMA = hf_configs.config("gemma3", tie_word_embeddings=False)
 TRANSFORMERS = {
     "transformers, FSDP2, AC by op": case(
         2, config=GEMMA, dp_shard=2, activation_checkpoint=BY_OP, documents=True
@@ -365,6 +366,12 @@ TRANSFORMERS = {
     "transformers, mistral, TP2, documents": case(
         2, config=hf_configs.config("mistral"), tp=2, documents=True
     ),
+    "transformers, gemma3, CP2, documents": case(2, config=UNTIED_GEMMA, cp=2, documents=True),
+    "transformers, gemma3, PP2, documents": case(2, config=UNTIED_GEMMA, pp=2, documents=True),
+    "transformers, experts, EP2": case(2, config=hf_configs.config("experts"), dp_shard=2, ep=2),
+    "transformers, experts, TP2": case(2, config=hf_configs.config("experts"), tp=2),
+    "transformers, experts, PP2xTP2": case(4, config=hf_configs.config("experts"), pp=2, tp=2),
+    "transformers, phi3, TP2": case(2, config=hf_configs.config("phi3"), tp=2),
 }
 LAYOUTS: dict[str, Case] = {
     **DATA,
@@ -382,6 +389,8 @@ LAYOUTS: dict[str, Case] = {
 }
 WITH_FSDP2 = ("1F1B", "ZBVZeroBubble", "DualPipeV")
 SLOW = {
+    *("transformers, experts, TP2", "transformers, experts, PP2xTP2", "transformers, gemma3, PP2, documents"),
+    *("transformers, experts, FSDP2", "transformers, gemma3, CP2, documents"),
     "TP2, compiled",
     *("olmo3, CP2xTP2, documents", "olmo3, PP2xFSDP2", "olmo3, TP2, compiled, AC by op"),
     "mixtral, EP2 of FSDP2xCP2",

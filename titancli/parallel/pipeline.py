@@ -14,7 +14,9 @@ from torch import nn
 
 from titancli.errors import TitanError
 from titancli.layout.stages import StageError, cut, stage_ranks
+from titancli.protocols import ModelDefaults
 from titancli.recipe.schema import Pipeline
+from titancli.registry.defaults import with_defaults
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,12 @@ def split(model: Any, section: Pipeline, pp: int, rank: int) -> tuple[list[Any],
         StageError: the recipe's stages do not fit the model, or the first and the last would share a weight.
         TitanError: the model is not made of children alone.
     """
+    own = with_defaults(ModelDefaults, model).stage
+    if own is not None:
+        before, after = with_defaults(ModelDefaults, model).stage_ends
+        stages = cut(section, pp, len(model.layers), before=before, after=after)
+        placement = Placement(tuple(stage_ranks(section.schedule, pp, len(stages))), rank)
+        return [own(stages[stage]) for stage in placement.mine], placement
     children = [name for name, _ in model.named_children()]
     if "layers" not in children or next(model.parameters(recurse=False), None) is not None:
         raise TitanError(

@@ -77,6 +77,12 @@ class ModelDefaults:
     tokens, where the first `padding` ([B] int64) tokens of each row do not count. `forward(tokens,
     cache=cache)` appends tokens to the cache and returns the logits of the last one, [B, 1, V]."""
 
+    stage: Callable[..., Any] | None = None
+    """For a model whose children are not its stages: `stage(names)`, the part that has these modules, named
+    `layers.0` and on and as in `stage_ends`."""
+    stage_ends: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    """With `stage`: the names of what comes before the blocks, and after them."""
+
     def token_counts(self) -> dict[str, Tensor]:
         """Return how many tokens each expert has trained on here since the last step, by layer; for a
         model with state that depends on these counts and not on gradients. It keeps that state in

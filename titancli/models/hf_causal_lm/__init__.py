@@ -58,7 +58,8 @@ class HFCausalLM:
     """A folder with config.json; or the keys of such a file as a table, where "null" stands for null; or a
     table whose `type` is the folder, plus the keys to override."""
 
-    mesh_degrees = ("dp_replicate", "dp_shard", "cp", "tp", "ep")
+    mesh_degrees = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+    stage_ends = (("embeddings",), ("output",))
 
     @property
     def values(self) -> dict[str, Any]:
@@ -159,6 +160,16 @@ class HFCausalLM:
     def n_kv_heads(self) -> int | None:
         """Key and value heads."""
         return first(self.values, "num_key_value_heads")
+
+    @property
+    def n_layers(self) -> int | None:
+        """Blocks."""
+        return first(self.values, "num_hidden_layers", "n_layer", "num_layers")
+
+    @property
+    def dim(self) -> int | None:
+        """Width of hidden states."""
+        return first(self.values, "hidden_size", "n_embd", "d_model")
 
     @property
     def n_experts(self) -> int | None:

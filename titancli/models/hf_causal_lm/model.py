@@ -7,7 +7,7 @@ not depend on the layout; and the styles of tensor parallel, from the plan that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,14 +17,16 @@ from titancli.errors import RecipeError
 from titancli.models.blocks.head import Output
 from titancli.models.blocks.init import fill
 from titancli.models.blocks.masks import document_masks
+from titancli.models.blocks.moe import Experts
 from titancli.models.blocks.reach import document_positions
 from titancli.models.hf_causal_lm import HFCausalLM
 from titancli.models.hf_causal_lm.attention import Rows
 from titancli.models.hf_causal_lm.cache import Cache
 from titancli.models.hf_causal_lm.parts import run_base, take_apart
 from titancli.models.hf_causal_lm.rope import GrowingRope
+from titancli.models.hf_causal_lm.stages import AFTER, BEFORE, Border, Passed, stage_of
 from titancli.models.hf_causal_lm.tensor_plan import prepare, tensor_plan
-from titancli.models.hf_causal_lm.trial import try_once
+from titancli.models.hf_causal_lm.trial import try_cache_once, try_once
 from titancli.models.hf_causal_lm.values import initial_values
 
 if TYPE_CHECKING:
@@ -41,10 +43,10 @@ class Blocks(nn.ModuleList):
     """A list of blocks that can be asked as the dict that a model's `layers` is."""
 
     def items(self) -> Iterable[tuple[str, nn.Module]]:
-        return list(self._modules.items())
+        return [(name, block) for name, block in self._modules.items() if not isinstance(block, Passed)]
 
     def values(self) -> Iterable[nn.Module]:
-        return list(self)
+        return [block for _, block in self.items()]
 
 
 class TransformersModel(nn.Module):
@@ -56,6 +58,13 @@ class TransformersModel(nn.Module):
     """Set by context parallel: how rows are cut over ranks."""
     apart = False
     """Whether documents are rows of their own, as layers that are no attention need it."""
+    staged = True
+    """Whether blocks pass each other nothing but hidden states."""
+    stage_ends = ((BEFORE,), (AFTER,))
+    first = last = True
+    """Whether this stage has what stands before the blocks, and after them."""
+    border: Border | None = None
+    """Of a stage: what enters and leaves it."""
     tokenwise = True
     """Whether all that joins tokens is attention that a plan can cut."""
 
@@ -92,7 +101,28 @@ class TransformersModel(nn.Module):
     @property
     def experts(self) -> dict[str, nn.Module]:
         """Stacked experts by name."""
-        return {f"{self._parts.base_name}.{name}": module for name, module in self._parts.experts.items()}
+        return {name: module for name, module in self.named_modules() if isinstance(module, Experts)}
+
+    def stage(self, names: Collection[str]) -> TransformersModel:
+        """The part of it that a pipeline's stage has.
+
+        Raises:
+            RecipeError: more than hidden states passes between blocks, or the first and the last would share
+                a weight.
+        """
+        if not self.staged:
+            raise RecipeError(
+                f"mesh.pp: {self._parts.config.model_type}: blocks pass each other more than hidden states",
+                hint="set mesh.pp = 1",
+            )
+        if self.tied:
+            raise RecipeError(
+                "mesh.pp: tied weights cannot be split into pipeline stages: the first and last stage would "
+                "share a parameter",
+                hint="set mesh.pp = 1, or model.config.tie_word_embeddings = false",
+            )
+        part: TransformersModel = stage_of(self, names, self._parts.gives_tuples)
+        return part
 
     @property
     def rope(self) -> GrowingRope | None:
@@ -107,6 +137,8 @@ class TransformersModel(nn.Module):
     @property
     def tied(self) -> bool:
         """Whether the output uses the embedding's weight."""
+        if self.border is not None:
+            return False
         return self.output.weight is self.base.get_input_embeddings().weight
 
     def tie(self) -> None:
@@ -137,6 +169,8 @@ class TransformersModel(nn.Module):
         if cache is not None:
             hidden = cache.extend(self.base, tokens)
             return self.output(hidden[:, -1:])
+        if self.border is not None:
+            return self._stage(self.border, tokens, positions, document_ids, batch, loss)
         if self.rope is not None:
             ranks = 1 if self.row_cut is None else self.row_cut.group.size
             self.rope.refuse(self._parts.config, tokens.shape[1] * ranks)
@@ -147,6 +181,28 @@ class TransformersModel(nn.Module):
         else:
             hidden = self._hidden(tokens, positions, document_ids)
         return self.output(hidden, batch, loss)
+
+    def _stage(
+        self,
+        border: Border,
+        entering: Tensor,
+        positions: Tensor | None,
+        document_ids: Tensor | None,
+        batch: Batch | None,
+        loss: Loss | None,
+    ) -> Any:
+        """`forward` of a stage: tokens enter the first, hidden states the others, which leave all but the
+        last."""
+        if positions is None:
+            raise TypeError("a stage needs positions")
+        if self.rope is not None:
+            ranks = 1 if self.row_cut is None else self.row_cut.group.size
+            self.rope.refuse(self._parts.config, positions.shape[1] * ranks)
+        border.received, border.sent = None if self.first else entering, None
+        tokens = entering if self.first else torch.zeros_like(positions)
+        hidden, sent = self._hidden(tokens, positions, document_ids), border.sent
+        border.received = border.sent = None
+        return self.output(hidden, batch, loss) if self.last else sent
 
     def _hidden(self, tokens: Tensor, positions: Tensor, document_ids: Tensor | None) -> Tensor:
         pieces = None
@@ -171,7 +227,12 @@ class TransformersModel(nn.Module):
         return hidden.flatten(0, 1)[place].view(*tokens.shape, -1)
 
     def new_cache(self, length: int, padding: Tensor | None = None) -> Cache:
-        """An empty cache for `forward(tokens, cache=…)`; its memory grows with the rows."""
+        """An empty cache for `forward(tokens, cache=…)`; its memory grows with the rows.
+
+        Raises:
+            RecipeError: with transformers' cache a tiny copy gives other logits.
+        """
+        try_cache_once(self.config.values, _on_meta)
         return Cache(self._parts, padding)
 
     # ------------------------------------------------------------------------------------------- values
@@ -252,7 +313,7 @@ def build(config: HFCausalLM, *, seq_len: int) -> TransformersModel:
     device = torch.get_default_device()
     with torch.device("meta"):
         model = TransformersModel(config)
-    model.apart, model.tokenwise = try_once(config.values, _on_meta)
+    model.apart, model.tokenwise, model.staged = try_once(config.values, _on_meta)
     if not model.tokenwise:  # context parallel then finds no attention, and says so
         for module in model.modules():
             vars(module).pop("core_attention", None)

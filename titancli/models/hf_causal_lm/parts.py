@@ -57,6 +57,8 @@ class Parts:
     """Where a row's RoPE depends on the rows beside it."""
     untraced: str | None
     """Why the base cannot run on meta; None: it has, and attention is declared."""
+    gives_tuples: bool
+    """Whether a block returns its hidden states in a tuple."""
 
 
 def take_apart(values: Mapping[str, Any]) -> Parts:
@@ -97,12 +99,28 @@ def take_apart(values: Mapping[str, Any]) -> Parts:
     rope = growing_rope(base)
     experts = stacked_experts(base)
     buffers = buffer_values(values, base)
+    shapes: list[bool] = []
+    hook = base.get_submodule(layers_path)[0].register_forward_hook(
+        lambda module, given, out: shapes.append(isinstance(out, tuple))
+    )
     untraced = _trace(base, config)
     if untraced == LOOKED_INTO:
         choose(whole, DENSE, EXPERTS)
         untraced = _trace(base, config)
+    hook.remove()
     return Parts(
-        whole, config, base_name, base, head_name, output, layers_path, experts, buffers, rope, untraced
+        whole,
+        config,
+        base_name,
+        base,
+        head_name,
+        output,
+        layers_path,
+        experts,
+        buffers,
+        rope,
+        untraced,
+        any(shapes),
     )
 
 

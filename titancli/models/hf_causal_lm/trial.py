@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from titancli.errors import RecipeError
+from titancli.models.hf_causal_lm.cache import Cache
+from titancli.models.hf_causal_lm.stages import stage_of
 from titancli.models.hf_causal_lm.theirs import hf_config, line_of, quiet, refused, whole_values
 from titancli.models.hf_causal_lm.tiny import fewer_layers, tiny
 
@@ -37,6 +39,8 @@ class Tried(NamedTuple):
     """Whether documents must be rows of their own: a layer that is no attention joins tokens."""
     tokenwise: bool
     """Whether nothing but attention that a plan can cut joins tokens."""
+    staged: bool
+    """Whether blocks pass each other nothing but hidden states."""
 
 
 def try_once(values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], Any]) -> Tried:
@@ -81,7 +85,41 @@ def _try(values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], Any]) ->
                     f"{difference:.2g} (eager attention)"
                 )
                 raise refused(values, what, HINT)
-        return Tried(ours.apart, not ours.apart and _tokenwise(ours))
+        staged = not ours.apart and _staged(ours)
+        return Tried(ours.apart, not ours.apart and _tokenwise(ours), staged)
+
+
+_tried_cache: dict[str, str | None] = {}
+
+
+def try_cache_once(values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], Any]) -> None:
+    """Compare a tiny copy with a cache, row by row and token by token, with the copy's own whole rows.
+
+    Raises:
+        RecipeError: they differ, or the cache cannot be used; says which.
+    """
+    key = json.dumps(values, sort_keys=True, default=str)
+    if key not in _tried_cache:
+        with _undisturbed(), torch.no_grad():
+            model = make(_eager(values)[0]).to_empty(device="cpu").eval()
+            model.tie()
+            _draw(model)
+            try:
+                _tried_cache[key] = _cache_fault(model)
+            except Exception as error:  # whatever it is, it is of transformers
+                _tried_cache[key] = line_of(error)
+    if (fault := _tried_cache[key]) is not None:
+        raise refused(values, f"it cannot generate with transformers' cache ({fault})")
+
+
+def _cache_fault(model: Any) -> str | None:
+    tokens = _tokens(model.base)[:, : 8 if model.rope is None else min(8, model.rope.length)]
+    cache = Cache(model._parts, None)
+    whole, start = model(tokens), tokens.shape[1] - 2
+    made = [model(tokens[:, :start], cache=cache)[:, 0]]
+    made += [model(tokens[:, n : n + 1], cache=cache)[:, 0] for n in range(start, tokens.shape[1])]
+    far = _far(torch.stack(made, 1), whole[:, start - 1 :])
+    return None if far <= LIMIT else f"logits differ by {far:.2g}"
 
 
 HINT = "hf_causal_lm cannot train it; titan list-components model lists titan's own model families"
@@ -185,6 +223,25 @@ def _differences(ours: Any, theirs: Any) -> Iterator[tuple[str, float]]:
         reference = expected.get(name, torch.zeros_like(parameter))
         squares += torch.stack(((grad - reference).square().sum(), reference.square().sum()))
     yield "gradients", float((squares[0] / squares[1]).sqrt())
+
+
+@torch.no_grad()
+def _staged(ours: Any) -> bool:
+    """Whether stages one after the other compute what the whole does."""
+    tokens = _tokens(ours.base)
+    tokens = tokens[:, : LENGTH if ours.rope is None else min(LENGTH, ours.rope.length)]
+    positions = torch.arange(tokens.shape[1]).expand(ROWS, -1)
+    documents = (positions > 4).int()
+    whole, count = ours(tokens, positions, documents), len(ours.layers)
+    blocks = [f"layers.{number}" for number in range(count)]
+    made = tokens
+    try:
+        for names in (("embeddings", *blocks[: count // 2]), blocks[count // 2 :], ("output",)):
+            part = stage_of(ours, names, ours._parts.gives_tuples)
+            made = part(made, positions, documents)
+    except Exception:  # what it asks a block of another stage for is not there
+        return False
+    return made is not None and made.shape == whole.shape and _far(made, whole) <= LIMIT
 
 
 @torch.no_grad()

@@ -1,0 +1,126 @@
+"""Stages of a pipeline out of a transformers' base, which runs whole in each of them.
+
+The base's own forward goes on to do what it does around blocks: rotary embeddings, masks, which attention a
+layer has. Blocks of other stages pass hidden states on; the one before the stage's first gives those that it
+received, and the one after its last keeps those that are sent. What else has parameters stands in as zeros of
+the same shape. That nothing but hidden states passes between blocks is tried on a tiny copy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+BEFORE, AFTER = "embeddings", "output"
+"""All that has parameters before the blocks, and after them, as stages name it."""
+
+
+class Border:
+    """What enters a stage and what leaves it, in the forward that is under way."""
+
+    def __init__(self) -> None:
+        self.received: Tensor | None = None
+        self.sent: Tensor | None = None
+
+
+class Passed(nn.Module):
+    """Stands for a block of another stage, with the attributes by which a base asks for what it is."""
+
+    def __init__(self, block: nn.Module, border: Border, *, gives: bool, keeps: bool, as_tuple: bool) -> None:
+        super().__init__()
+        for name, value in vars(block).items():
+            if name not in vars(self):
+                vars(self)[name] = value
+        self.training = block.training
+        self._border, self._gives, self._keeps, self._as_tuple = border, gives, keeps, as_tuple
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if self._keeps:
+            self._border.sent = hidden
+        if self._gives and self._border.received is not None:
+            hidden = self._border.received
+        return (hidden,) if self._as_tuple else hidden
+
+
+class StandIn(nn.Module):
+    """Zeros of the shape of what a module of another stage gives."""
+
+    def __init__(self, module: nn.Module, border: Border, *, gives: bool, keeps: bool) -> None:
+        """
+        Args:
+            gives: what was received, for the embedding.
+            keeps: what it is given, if no block has, for what follows the blocks.
+        """
+        super().__init__()
+        self._meta = (copy.deepcopy(module).to("meta"),)  # in a tuple, so that it is no module of the stage
+        self._border, self._gives, self._keeps = border, gives, keeps
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._meta[0], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._gives and self._border.received is not None:
+            return self._border.received
+        if self._keeps and self._border.sent is None:
+            self._border.sent = args[0]
+        given: list[Tensor] = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        device, dtype = given[0].device, next((x.dtype for x in given if x.is_floating_point()), None)
+        on_meta = tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
+        out = self._meta[0](*on_meta[0], **on_meta[1])
+        return tree_map_only(
+            Tensor, lambda x: torch.zeros(x.shape, dtype=dtype or x.dtype, device=device), out
+        )
+
+
+def stage_of(model: Any, names: Collection[str], as_tuple: bool) -> Any:
+    """A copy of a model that has the modules of these names alone: `embeddings`, `layers.0`, …, `output`."""
+    part, border = _copied(model), Border()
+    part.border = border
+    part.first, part.last = BEFORE in names, AFTER in names
+    above, front = part, True
+    path = [part._parts.base_name, *part._parts.layers_path.split(".")]
+    embedding = model.base.get_input_embeddings()
+    for step in path:
+        for name, child in list(above.named_children()):
+            if name == step:
+                front = False
+                continue
+            kept = part.first if front else part.last
+            if not kept and next(child.parameters(), None) is not None:
+                if child is model.output:
+                    vars(above)["_modules"][name] = None
+                else:
+                    vars(above)["_modules"][name] = StandIn(
+                        child, border, gives=child is embedding, keeps=not front
+                    )
+        front = True
+        below = _copied(getattr(above, step))
+        vars(above)["_modules"][step] = below
+        above = below
+    mine = [int(name.removeprefix("layers.")) for name in names if name.startswith("layers.")]
+    first = min(mine, default=len(above) if part.last else 0)
+    end = max(mine, default=first - 1) + 1
+    for number, (name, block) in enumerate(list(vars(above)["_modules"].items())):
+        if not first <= number < end:
+            vars(above)["_modules"][name] = Passed(
+                block, border, gives=number == first - 1, keeps=number == end, as_tuple=as_tuple
+            )
+    return part
+
+
+def _copied(module: Any) -> Any:
+    """A module of its own with the same children."""
+    made = copy.copy(module)
+    for name, value in vars(module).items():
+        if isinstance(value, dict | set):
+            vars(made)[name] = copy.copy(value)
+    return made
