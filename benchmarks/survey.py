@@ -311,13 +311,16 @@ def main() -> int:
 def write(rows: list[Found]) -> None:
     """Put the tables into the page."""
     good = [row for row in rows if row.accepted and not row.wrong]
+    tried = [row for row in good if row.layouts]
     lines = [
         f"Of the {len(rows)} types of causal language models in transformers {transformers.__version__}, "
-        f"{len(good)} are accepted, {sum(row.weights == 'yes' for row in good)} with weights:",
+        f"{len(good)} are accepted, {sum(row.weights == 'yes' for row in good)} with weights. On two ranks "
+        f"{len(tried)} of them have been compared with one, gradients included; a dash is refused or fails "
+        f"with an error, an empty cell has not been tried.",
         "",
-        "| type | weights |",
-        "|---|---|",
-        *(f"| {row.model_type} | {'yes' if row.weights == 'yes' else 'no'} |" for row in good),
+        f"| type | weights | {' | '.join(LAYOUTS)} |",
+        f"|---|---|{'---|' * len(LAYOUTS)}",
+        *(f"| {row.model_type} | {' | '.join(cells(row))} |" for row in good),
         "",
         "| rejected | why |",
         "|---|---|",
@@ -326,6 +329,12 @@ def write(rows: list[Found]) -> None:
     text = PAGE.read_text()
     before, after = text.partition(MARKS[0])[0], text.partition(MARKS[1])[2]
     PAGE.write_text("".join([before, MARKS[0], "\n", "\n".join(lines), "\n", MARKS[1], after]))
+
+
+def cells(row: Found) -> list[str]:
+    """Weights and layouts."""
+    told = [row.weights, *(row.layouts.get(name) for name in LAYOUTS)]
+    return ["" if what is None else "yes" if what == "yes" else "–" for what in told]
 
 
 def plain(why: str) -> str:

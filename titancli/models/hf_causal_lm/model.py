@@ -314,7 +314,8 @@ def build(config: HFCausalLM, *, seq_len: int) -> TransformersModel:
     with torch.device("meta"):
         model = TransformersModel(config)
     model.apart, model.tokenwise, model.staged = try_once(config.values, _on_meta)
-    if not model.tokenwise:  # context parallel then finds no attention, and says so
+    if not model.tokenwise or model._parts.untraced is not None or model.output.bias is not None:
+        # Context parallel then finds no attention, and says so.
         for module in model.modules():
             vars(module).pop("core_attention", None)
             vars(module).pop("attending", None)
