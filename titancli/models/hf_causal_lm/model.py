@@ -299,8 +299,8 @@ class TransformersModel(nn.Module):
         if chosen and experts:
             stacked = sum(p.numel() for n, p in self.named_parameters() if ".experts." in n)
             matrices -= (1 - chosen / experts) * stacked
-        heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        heads = getattr(config, "num_attention_heads", None) or 0  # a recurrent model has none
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
         return 6.0 * matrices + 12.0 * len(self.layers) * heads * head_dim * seq_len
 
 
