@@ -119,6 +119,33 @@ def test_gather(ranks, dim, mode):
     check(ranks, "gather", PIECES[dim], (dim, "group"), together, False, mode)
 
 
+@pytest.mark.parametrize("call", ["gather", "gather_same", "reduce_scatter"])
+def test_of_one_row_a_part_along_the_sequence(ranks, call):
+    """As tensor parallel has it with one row: nothing is copied but by the collective."""
+
+    def together(xs: list[Tensor]) -> list[Tensor]:
+        return list(sum(xs).chunk(WORLD, 1)) if call == "reduce_scatter" else [torch.cat(xs, 1)] * WORLD
+
+    check(ranks, call, (1, 6, 4), (1, "group"), together, call == "gather_same", "eager")
+    assert ranks(WORLD, copies, call, (1, 6, 4)) == [0] * WORLD
+    assert ranks(WORLD, copies, call, (2, 6, 4)) == [1] * WORLD
+
+
+def copies(call: str, shape: tuple[int, ...]) -> int:
+    """How often tensors are joined."""
+    joined, cat = 0, torch.cat
+
+    def counted(*args: Any) -> Tensor:
+        nonlocal joined
+        joined += 1
+        return cat(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "cat", counted)
+        getattr(collectives, call)(torch.ones(shape), 1, Group.of(torch.distributed.group.WORLD))
+    return joined
+
+
 @MODES
 @DIMS
 def test_gather_same(ranks, dim, mode):

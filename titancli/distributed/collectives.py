@@ -75,11 +75,17 @@ def _wait(x: Tensor) -> Tensor:
 
 def _all_gather(x: Tensor, dim: int, name: str, size: int) -> Tensor:
     joined = _wait(_ops.all_gather_into_tensor(x.contiguous(), size, name))
-    return joined if dim == 0 else torch.cat(joined.chunk(size), dim)
+    if x.shape[:dim].numel() == 1:  # the pieces lie in memory as they are wanted: one row along its sequence
+        return joined.view(*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :])
+    return torch.cat(joined.chunk(size), dim)
 
 
 def _sum_pieces(x: Tensor, dim: int, name: str, size: int) -> Tensor:
-    stacked = x if dim == 0 else torch.cat(x.chunk(size, dim))
+    if x.shape[:dim].numel() == 1:
+        stacked = x.contiguous().view(size, *x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
+        stacked = stacked.flatten(0, 1)
+    else:
+        stacked = torch.cat(x.chunk(size, dim))
     return _wait(_ops.reduce_scatter_tensor(stacked.contiguous(), "sum", size, name))
 
 
