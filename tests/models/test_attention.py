@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from titancli.models.blocks.attention import Attention, attend
+from titancli.distributed.collectives import Group
+from titancli.models.blocks import attention
+from titancli.models.blocks.attention import Attention, HeadsNorm, attend
 from titancli.models.blocks.cache import KVCache
 from titancli.models.blocks.masks import document_mask
 from titancli.models.blocks.reach import WHOLE, Reach, document_positions
@@ -117,3 +119,25 @@ def test_a_cache_gives_what_the_whole_row_gives(reach, sinks, padded):
     torch.testing.assert_close(together[0], whole[0], rtol=1e-5, atol=1e-5)
     start = 3 if padded else 0
     torch.testing.assert_close(together[1, start:], whole[1, : 20 - start], rtol=1e-5, atol=1e-5)
+
+
+def test_a_norm_over_all_heads_is_the_same_where_ranks_have_some_each(monkeypatch):
+    """With gradients, in float64: the reduction of all ranks' squares is all that is between them."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 5, 4, 6, generator=draw, dtype=torch.float64, requires_grad=True)
+    whole = HeadsNorm(24, eps=1e-3, dtype=torch.float64)
+    torch.nn.init.normal_(whole.weight, generator=draw)
+    pieces = x.chunk(2, 2)
+    squares = [piece.flatten(-2).square().sum(-1, keepdim=True) for piece in pieces]
+    monkeypatch.setattr(attention, "gather", lambda mine, dim, group: torch.cat(squares, dim))
+    parts = []
+    for rank, (piece, weight) in enumerate(zip(pieces, whole.weight.chunk(2), strict=True)):
+        part = HeadsNorm(12, eps=1e-3, dtype=torch.float64)
+        part.tensor_parallel(Group("none", 2, rank), "column")
+        del part.weight
+        part.weight = weight
+        parts.append(part(piece))
+    found, expected = torch.cat(parts, 2), whole(x)
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+    one, other = (torch.autograd.grad(out.pow(3).sum(), (x, whole.weight)) for out in (found, expected))
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

@@ -250,12 +250,12 @@ class HeadsNorm(nn.RMSNorm):
         flat, weight = x.flatten(-2), local(self.weight)
         if self.tensor_group is None:
             return rms_norm(flat, self.normalized_shape, weight, self.eps).view_as(x)
-        wide = flat.float()
+        wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
         # Each rank goes on with other heads, so that the gradient of the sum is a sum as well.
         squares = gather(wide.square().sum(-1, keepdim=True), 2, self.tensor_group).sum(-1, keepdim=True)
         count = flat.shape[-1] * self.tensor_group.size
         normed = wide * torch.rsqrt(squares / count + (self.eps or 0.0))
-        return (normed * weight.float()).to(x.dtype).view_as(x)
+        return (normed * weight.to(wide.dtype)).to(x.dtype).view_as(x)
 
 
 class Attention(nn.Module):
