@@ -585,7 +585,8 @@ GLM4_MOE = Family(
     ),
     routing=(("Air", {"score_func": "softmax"}, "Glm4MoeForCausalLM has no moe.score_func = 'softmax'"),),
     unfit=(
-        ("model.partial_rotary_factor=0.2", "rotary embedding needs an even number of dimensions"),
+        ("model.partial_rotary_factor=0.2", "partial_rotary_factor of head_dim is 3"),
+        ("model.partial_rotary_factor=0.05", "partial_rotary_factor of head_dim is 0"),
         ("model.n_dense_layers=9", "leaves none of the 4 layers with experts"),
     ),
 )

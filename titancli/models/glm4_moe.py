@@ -113,7 +113,9 @@ class Glm4Moe(DecoderConfig):
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from super().check(recipe)
-        if int(self.head_width * self.partial_rotary_factor) % 2:
-            yield "partial_rotary_factor", "rotary embedding needs an even number of dimensions"
+        rotated = int(self.head_width * self.partial_rotary_factor)
+        if rotated % 2 or not rotated:
+            message = f"RoPE rotates pairs, and partial_rotary_factor of head_dim is {rotated}"
+            yield "partial_rotary_factor", message
         if self.n_dense_layers >= self.n_layers:
             yield "n_dense_layers", f"it leaves none of the {self.n_layers} layers with experts"
