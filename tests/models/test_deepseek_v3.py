@@ -180,7 +180,8 @@ KIMI_K2 = {
 
 @pytest.mark.parametrize("within", [None, "kimi_k25"])
 def test_kimi_k2_is_a_deepseek_v3(within: str | None) -> None:
-    there = KIMI_K2 if within is None else {"model_type": within, "vision_config": {}, "text_config": KIMI_K2}
+    text = {**KIMI_K2, "num_beam_groups": 1, "num_return_sequences": 1, "top_k": 50, "typical_p": 1.0}
+    there = KIMI_K2 if within is None else {"model_type": within, "vision_config": {}, "text_config": text}
     config = bind(DeepSeekV3, DeepSeekV3.from_config_json(there), current())
     assert there["model_type"] in DeepSeekV3.model_types
     assert (config.model_type, config.rope_theta, config.moe.route_scale) == ("deepseek_v3", 50000.0, 2.827)

@@ -5,6 +5,14 @@ from __future__ import annotations
 import torch
 
 from tests.models.families import LLAMA3
+from titancli.checkpoint.hf.which import hf_form
+from titancli.models import Llama3
+
+
+def test_what_smollm2_has_in_its_config_besides_changes_nothing():
+    good = hf_form(LLAMA3.variant("tied")).config_json()
+    more = {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}}
+    assert Llama3.from_config_json({**good, **more}) == Llama3.from_config_json(good)
 
 
 def test_a_compiled_block_takes_rows_of_another_length():

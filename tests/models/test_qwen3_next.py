@@ -67,6 +67,67 @@ def test_the_released_config_is_that_of_the_flavor() -> None:
     assert bind(Qwen3Next, Qwen3Next.from_config_json(RELEASED), current()) == QWEN3_NEXT.flavor("80B-A3B")
 
 
+QWEN36_27B: dict[str, Any] = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_output_gate": True,
+    "bos_token_id": 248044,
+    "dtype": "bfloat16",
+    "eos_token_id": 248044,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "initializer_range": 0.02,
+    "intermediate_size": 17408,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 16,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "model_type": "qwen3_5_text",
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "num_attention_heads": 24,
+    "num_hidden_layers": 64,
+    "num_key_value_heads": 4,
+    "output_gate_type": "swish",
+    "pad_token_id": None,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "use_cache": True,
+    "vocab_size": 248320,
+}
+"""Its text_config; what holds for all of the model stands beside that."""
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_dense_release_that_sees_images_is_read(tied: bool) -> None:
+    whole = {"model_type": "qwen3_5", "tie_word_embeddings": tied, "vision_config": {}}
+    config = bind(Qwen3Next, Qwen3Next.from_config_json({**whole, "text_config": QWEN36_27B}), current())
+    assert (config.tied, config.hidden_dim, config.partial_rotary_factor) == (tied, 17408, 0.25)
+    assert config.shape().size == 26_895_998_464 - tied * 248320 * 5120
+
+
+@pytest.mark.parametrize("change", [{"output_gate_type": "sigmoid"}, {"norm_topk_prob": False}])
+def test_a_gate_or_a_routing_that_transformers_does_not_compute_is_refused(change: dict[str, Any]) -> None:
+    good = {**hf_form(QWEN3_NEXT.variant("3.5, experts")).config_json()}
+    good |= {"output_gate_type": "silu", "norm_topk_prob": True}
+    assert Qwen3Next.from_config_json(good)["moe"]["route_norm"]
+    with pytest.raises(TitanError, match=f"{next(iter(change))} = "):
+        Qwen3Next.from_config_json({**good, **change})
+
+
 @pytest.mark.parametrize("stacked", [False, True], ids=["experts apart", "experts in one tensor"])
 def test_of_a_folder_that_sees_images_the_text_model_is_read(tmp_path: Path, stacked: bool) -> None:
     """With positions of three kinds in its config, and a head for several tokens."""

@@ -19,22 +19,22 @@ from titancli.models.quantization import KEY, quantization_of
 HARMLESS = frozenset(
     (
         # what it is called, and how it is stored
-        "architectures", "auto_map", "dtype", "model_type", KEY, "tokenizer_class", "torch_dtype",
-        "transformers_version",
+        "architectures", "auto_map", "dtype", "is_llama_config", "model_type", KEY, "tokenizer_class",
+        "torch_dtype", "transformers.js_config", "transformers_version",
         # tokens
         "bos_token_id", "cls_token_id", "decoder_start_token_id", "eos_token_id", "mask_token_id",
         "pad_token_id", "sep_token_id",
         # what transformers returns, and how it goes about it
         "cache_implementation", "chunk_size_feed_forward", "ep_size", "id2label", "label2id",
-        "max_position_embeddings", "num_labels", "output_attentions", "output_hidden_states",
-        "output_router_logits", "pretraining_tp", "problem_type", "return_dict",
-        "task_specific_params", "use_cache",
+        "max_position_embeddings", "num_labels", "output_attentions", "output_hidden_states", "use_cache",
+        "output_router_logits", "pretraining_tp", "problem_type", "return_dict", "task_specific_params",
         # training alone
         "attention_dropout", "aux_loss_alpha", "initializer_range", "router_aux_loss_coef",
         "router_jitter_noise", "seq_aux",
         # sampling, where it stood before there was a generation_config.json
-        "do_sample", "length_penalty", "max_length", "max_new_tokens", "min_length", "num_beams",
-        "repetition_penalty", "temperature", "top_p",
+        "do_sample", "length_penalty", "max_length", "max_new_tokens", "min_length", "num_beam_groups",
+        "num_beams", "num_return_sequences", "repetition_penalty", "temperature", "top_k", "top_p",
+        "typical_p",
     )
 )
 # fmt: on

@@ -223,8 +223,8 @@ class DeepSeekV3(Sizes):
 
     @classmethod
     def from_config_json(cls, config_json: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Sizes.from_config_json`; of a model that sees images too, for its text model."""
-        quantised, text = config_json.get("quantization_config"), config_json.get("text_config", config_json)
+        """See `Sizes.from_config_json`."""
+        text = cls.text_config(config_json)
         if text.get("index_topk") or text.get("model_type") in _SPARSE:
             instead = _SPARSE.get(text.get("model_type", ""), "DeepSeek-V3.1")
             raise EnvironmentProblem(
@@ -232,7 +232,7 @@ class DeepSeekV3(Sizes):
                 f"{text.get('index_topk')} keys for each token, which titan neither computes nor trains",
                 hint=f"use a release with attention to all keys: {instead}",
             )
-        return super().from_config_json({"quantization_config": quantised, **text})
+        return super().from_config_json(text)
 
     def hf_names(self) -> Names:
         nope, rope = self.qk_nope_head_dim, self.qk_rope_head_dim

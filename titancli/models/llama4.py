@@ -6,7 +6,7 @@ have no RoPE (iRoPE), and there a temperature (arXiv 2501.19399).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Gt
@@ -222,13 +222,6 @@ class Llama4(DecoderConfig):
     def has_rope(self, number: int) -> bool:
         """Whether the block of this number (from 0) has RoPE."""
         return self.every_n_layers_nope is None or (number + 1) % self.every_n_layers_nope != 0
-
-    @classmethod
-    def from_config_json(cls, config_json: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Sizes.from_config_json`; of a model that sees images too, for its text model."""
-        quantised = config_json.get("quantization_config")
-        text = config_json.get("text_config", config_json)
-        return super().from_config_json({"quantization_config": quantised, **text})
 
     def hf_names(self) -> Names:
         # Without RoPE too, where the order changes no product of the two.

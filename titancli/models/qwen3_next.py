@@ -7,7 +7,7 @@ releases' head that predicts several tokens is not part of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -74,6 +74,11 @@ def _interval(there: ConfigJSON, ours: Ours) -> int:
     return max(interval, ours["n_layers"] + 1)
 
 
+def _gate(there: ConfigJSON, ours: Ours) -> str:
+    """Of gated DeltaNet; swish is another name of silu."""
+    return str(there.get("output_gate_type") or "swish").replace("silu", "swish")
+
+
 def _shared(there: ConfigJSON, ours: Ours) -> int:
     width = there.get("shared_expert_intermediate_size", 512)
     if not width or width % ours["moe.hidden_dim"]:
@@ -89,6 +94,7 @@ _ROWS: tuple[Any, ...] = (
     NO_BIAS,
     Key(None, "use_sliding_window", only=False, written=False),
     Key(None, "attn_output_gate", only=True, written=False),
+    Key(None, "output_gate_type", only="swish", written=False, read=_gate),
     Key("full_attention_interval", "full_attention_interval", read=_interval),
     Key(None, "layer_types", only=_layer_types),
     *(Key(name, name, default) for name, default in _DELTA.items()),
@@ -163,7 +169,7 @@ class Qwen3Next(DecoderConfig):
             "Qwen3_5MoeForCausalLM",
             *_ROWS,
             *_EXPERTS,
-            Key("moe.route_norm", None, only=True),
+            Key("moe.route_norm", "norm_topk_prob", only=True, written=False),
             Key("hf_layout", None, "qwen3_5"),
             ignoring=(*_IGNORED, "intermediate_size"),
         ),
@@ -193,12 +199,6 @@ class Qwen3Next(DecoderConfig):
         if self.moe is None:
             return "qwen3_5_text"
         return "qwen3_next" if self.hf_layout == "qwen3_next" else "qwen3_5_moe_text"
-
-    @classmethod
-    def from_config_json(cls, config_json: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Sizes.from_config_json`; of a model that sees images too, for its text model."""
-        quantised, text = config_json.get("quantization_config"), config_json.get("text_config", config_json)
-        return super().from_config_json({"quantization_config": quantised, **text})
 
     def hf_names(self) -> Names:
         return {

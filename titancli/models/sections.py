@@ -16,6 +16,7 @@ from titancli.registry.component import component_info, section
 if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
 
+_OF_ALL = ("quantization_config", "tie_word_embeddings")  # what may hold for all parts of a model
 BUILD, FORM = "titancli.models.blocks.decoder:build", "titancli.models.blocks.hf:DecoderHF"
 """The targets of a family whose module is all in its `shape`."""
 
@@ -60,15 +61,24 @@ class Sizes:
 
     @classmethod
     def from_config_json(cls, config_json: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keys of `[model]` (without `type`) for a `config.json`.
+        """Return the keys of `[model]` (without `type`) for a `config.json`; of a model that sees images too,
+        for its text model.
 
         Raises:
             EnvironmentProblem: it needs something that the model does not have; names it all.
             KeyError: something is not there.
         """
-        tables = cls.hf_tables
-        table = tables.get(config_json.get("model_type", ""), next(iter(tables.values())))
-        return table.read(component_info(cls).name, config_json)
+        text, tables = cls.text_config(config_json), cls.hf_tables
+        table = tables.get(text.get("model_type", ""), next(iter(tables.values())))
+        return table.read(component_info(cls).name, text)
+
+    @classmethod
+    def text_config(cls, config_json: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what a `config.json` says of the text model; beside it may stand what holds for all."""
+        text = config_json.get("text_config") if cls.text_part else None
+        if text is None:
+            return config_json
+        return {**{key: config_json[key] for key in _OF_ALL if key in config_json}, **text}
 
     def hf_names(self) -> Names:
         """Return what transformers calls the parameters of a block."""
