@@ -78,8 +78,8 @@ def modules(site: Path, *arguments: str) -> list[str]:
     ("arguments", "limit"),
     [
         (("--help",), 260),
-        (("list-components",), 270),
-        (("validate", "llama3_debug"), 390),
+        (("list-components",), 285),
+        (("validate", "llama3_debug"), 405),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )

@@ -198,7 +198,7 @@ def test_parts_are_equal_and_together_are_the_row(size, head_tail):
     cuts = [RowCut(Group("", size, rank), head_tail=head_tail) for rank in range(size)]
     parts = [cut.cut(row, 1) for cut in cuts]
     assert {part.shape for part in parts} == {(2, 24 // size)}
-    assert torch.equal(cuts[0]._in_order(torch.cat(parts), 1), row)
+    assert torch.equal(cuts[0].in_order(torch.cat(parts), 1), row)
     assert torch.equal(torch.cat(parts, 1).sort(1).values, row)
 
 

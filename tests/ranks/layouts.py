@@ -344,6 +344,7 @@ OTHERS = {
         2, config=OLMO3, tp=2, compile="aot_eager", activation_checkpoint=BY_OP
     ),
     "glm4_moe, EP2xTP2": case(4, config=GLM, dp_shard=2, tp=2, ep=2),
+    "mixtral, EP2": case(2, config=MIXTRAL, dp_shard=2, ep=2),
     "mixtral, EP2 of FSDP2xCP2": case(4, config=MIXTRAL, dp_shard=2, cp=2, ep=2),
 }
 # Sliding windows, a scaled embedding and norms of transformers' own classes; and tied weights.
