@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.generate.models import VARIANTS, small, tokens
-from titancli.models.blocks.cache import KVCache
+from titancli.models.blocks.cache import KVCache, LayerCache
 from titancli.models.blocks.reach import WHOLE
 
 CLOSE = dict(atol=1e-5, rtol=1e-5)
@@ -61,7 +61,7 @@ def test_selected_rows_go_on_as_themselves(padding: list[int] | None) -> None:
 
 
 def test_a_cache_takes_the_dtype_of_what_comes_and_no_more_memory_than_it_needs() -> None:
-    cache = KVCache(["0"], 10).layers["0"]
+    cache = LayerCache(10)
     keys = torch.zeros(2, 3, 1, 4, dtype=torch.bfloat16)
     found, _ = cache.append(keys, keys)
     assert (found.dtype, found.shape) == (torch.bfloat16, (2, 3, 1, 4))
@@ -70,7 +70,7 @@ def test_a_cache_takes_the_dtype_of_what_comes_and_no_more_memory_than_it_needs(
 
 def test_a_mask_is_made_only_where_one_is_needed() -> None:
     cpu = torch.device("cpu")
-    cache = KVCache([], 8)
+    cache = KVCache({}, 8)
     assert cache.advance(4, cpu)[1](WHOLE) is None
     assert cache.advance(1, cpu)[1](WHOLE) is None
     positions, mask_of = cache.advance(2, cpu)

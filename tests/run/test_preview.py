@@ -8,7 +8,7 @@ import pytest
 
 from titancli.cli import main
 from titancli.engine.dry_run import dry_run
-from titancli.models.sections import DecoderConfig
+from titancli.models.sections import Sizes
 from titancli.recipe import load_recipe
 from titancli.run.preview import parameters_of_a_rank
 
@@ -31,7 +31,7 @@ def test_the_memory_of_a_rank_is_that_of_the_one_with_the_most(name):
 
 def test_a_model_that_does_not_say_its_sizes_lies_evenly_on_the_ranks(monkeypatch):
     recipe = load_recipe("llama3_debug", ["mesh.dp_replicate=2"]).recipe
-    monkeypatch.delattr(DecoderConfig, "shape")
+    monkeypatch.delattr(Sizes, "shape")
     assert parameters_of_a_rank(recipe, recipe.degrees(8), 800) == 200
 
 

@@ -223,7 +223,7 @@ def test_a_layer_that_is_whole_on_every_rank_is_refused(ranks):
     from test_float8_converter import llama
 
     model = llama()
-    model.tensor_plan = {"layers.*.attention.wk.weight": "replicate", **model.tensor_plan}
+    model.tensor_plan = {**model.tensor_plan, "layers.*.attention.wk.weight": "replicate"}
     with pytest.raises(RecipeError, match=r"has all of layers\.\*\.attention\.wk") as caught:
         build(Float8Linear(), mesh=Degrees(tp=2), compile=False).convert(model)
     assert "add 'layers.*.attention.wk' to skip" in str(caught.value.problems[0].hint)

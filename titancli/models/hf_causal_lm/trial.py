@@ -258,7 +258,7 @@ def _tokenwise(ours: Any) -> bool:
     return bool(attentions) and _far(part, whole[:, half:]) <= LIMIT
 
 
-def _alone(q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool = True) -> Tensor:
+def _alone(q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool = True, sinks: Any = None) -> Tensor:
     """Attention in which a token sees itself alone."""
     return v.repeat_interleave(q.shape[2] // v.shape[2], 2)
 
