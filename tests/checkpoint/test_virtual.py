@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.checkpoint.test_quantized import Same, folder
 from titancli.checkpoint.format import files
 from titancli.checkpoint.format.tensorfile import read_header
 from titancli.checkpoint.hf import stored
+from titancli.checkpoint.hf.folder import read_hf
 from titancli.checkpoint.hf.stored import Stored
 from titancli.checkpoint.hf.virtual import Region, Virtual, blocks, everything
 
@@ -67,6 +69,30 @@ def test_a_part_of_a_transform_is_that_part_of_its_result(move: str, data: st.Da
     part = wanted[tuple(slice(r.start, r.stop, r.step) for r in region)]
     assert torch.equal(made.part(tuple(region)), part)
     assert torch.equal(made.whole(), wanted)
+
+
+@pytest.mark.parametrize("write", [lambda x: x.mul_(2), lambda x: x.clone()[0].fill_(1), lambda x: x.t_()])
+def test_what_is_written_to_is_refused_and_not_lost(write: Callable[[Tensor], Tensor]):
+    with pytest.raises(RuntimeError, match="writes to a tensor that is not in memory"):
+        write(of(torch.ones(4, 6)))
+
+
+class Writing(Same):
+    """A form as plugins may have it."""
+
+    def from_hf(self, name: str, tensors: list[Tensor]) -> Tensor:
+        if name == "numpy":
+            return torch.from_numpy(tensors[0].numpy() * 2)
+        made = tensors[0].clone()
+        made[1] = 7.0
+        return made
+
+
+def test_a_form_that_writes_or_wants_memory_gets_whole_tensors(tmp_path: Path):
+    x = torch.arange(6.0).reshape(3, 2)
+    reader = read_hf(folder(tmp_path, {"written": x, "numpy": x.clone()}, None), Writing())  # type: ignore[arg-type]
+    assert reader.virtual("written").tolist() == [[0, 1], [7, 7], [4, 5]]
+    assert torch.equal(reader.virtual("numpy"), 2 * x)
 
 
 def test_no_block_is_larger_than_the_limit_and_together_they_are_the_region():

@@ -205,7 +205,10 @@ class HFReader:
         Raises:
             EnvironmentProblem: the folder lacks what it is made of.
         """
-        return self.form.from_hf(name, [place.virtual() for place in self._sources(name)])
+        try:
+            return self.form.from_hf(name, [place.virtual() for place in self._sources(name)])
+        except RuntimeError:  # the form writes to tensors, or wants their memory: it is given whole ones
+            return self.parameter(name)
 
     def _sources(self, name: str) -> list[Place]:
         for hf_name in self.form.sources(name):

@@ -2,7 +2,8 @@
 
 A form's transforms are written for whole tensors. Given virtual ones, an operation that only moves values (a
 transposition, a stack of experts, another order of rows) reads nothing: its result is virtual too, and knows
-which part of its operands a part of it needs. Any other operation reads its operands whole.
+which part of its operands a part of it needs. Any other operation reads its operands whole, and none can be
+written to.
 """
 
 from __future__ import annotations
@@ -74,6 +75,9 @@ class Virtual(Tensor):
             if isinstance(made, list):
                 return [Virtual(meta, *one) for meta, one in zip(like, made, strict=True)]
             return Virtual(like, *made)
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.is_write and isinstance(value, Virtual):
+                raise RuntimeError(f"{func} writes to a tensor that is not in memory")
         args, kwargs = tree_map_only(Virtual, Virtual.whole, (args, kwargs))
         return func(*args, **kwargs)
 
