@@ -145,7 +145,8 @@ def test_packed_int4_is_what_numpy_makes_of_it(tmp_path: Path, dtype: torch.dtyp
         "x.weight_scale": scales,
         "x.weight_shape": torch.tensor([6, 128]),
     }
-    reader = opened(tmp_path, tensors, INT4)
+    how = INT4 if groups > 1 else _with_weights(strategy="channel", group_size=None)
+    reader = opened(tmp_path, tensors, how)
     same(reader, "x.weight", ((codes - 8).to(dtype) * scales.repeat_interleave(128 // groups, 1)).bfloat16())
 
 
@@ -216,6 +217,7 @@ GOOD: dict[str, tuple[Any, dict[str, Tensor]]] = {
         ("mxfp4", {"x_blocks": random(1, 2, 1, 8, dtype=torch.uint8)}, r"not U8 \[..., 16\]"),
         ("int4", {"x.weight_shape": None}, "x.weight_scale .* has no x.weight_shape"),
         ("int4", {"x.weight_scale": torch.ones(2, 3)}, r"needs scales of the shape \[2, groups\]"),
+        ("int4", {"x.weight_scale": torch.ones(2, 2)}, r"F32 \[2, 2\], but .* one for each 32 values"),
         ("int4", {"x.weight_packed": random(2, 4, dtype=torch.int64)}, "I64 .* not I32"),
     ],
 )  # fmt: skip
@@ -266,7 +268,9 @@ def _with_weights(**keys: Any) -> dict[str, Any]:
         (_with_weights(num_bits=8), "num_bits = 8 in group_0"),
         (_with_weights(symmetric=False), "symmetric = False in group_0"),
         (_with_weights(actorder="group"), "actorder = 'group' in group_0"),
+        (_with_weights(group_size=None), "group_size = None in group_0"),
         ({**INT4, "config_groups": None}, "malformed table"),
+        ({**INT4, "transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}, "a transform_config"),
     ],
 )
 def test_other_ways_are_refused_by_name_with_those_that_are_read(tmp_path: Path, how: Any, words: str):

@@ -26,6 +26,8 @@ class Quantization:
     """As config.json calls it: `fp8`, `mxfp4` or `compressed-tensors`."""
     block: tuple[int, int] | None = None
     """Of fp8: rows and columns that share a scale; None: all do."""
+    groups: frozenset[int | None] = frozenset()
+    """Of compressed-tensors: how many values of a row may share a scale; None: all of a row."""
 
 
 def quantization_of(config_json: Mapping[str, Any]) -> Quantization | None:
@@ -81,12 +83,18 @@ def _mxfp4(table: Mapping[str, Any]) -> Found:
 def _compressed(table: Mapping[str, Any]) -> Found:
     if (form := table.get("format")) != "pack-quantized":
         return None, f"format = {form!r}"
+    if table.get("transform_config"):  # weights are rotated, and so must be what they are multiplied with
+        return None, "a transform_config"
+    groups: set[int | None] = set()
     for name, group in table["config_groups"].items():
         weights = group["weights"]
         wanted = {"num_bits": 4, "type": "int", "symmetric": True}
         other = {key: weights.get(key) for key, good in wanted.items() if weights.get(key) != good}
         if weights.get("strategy") not in ("group", "channel"):
             other["strategy"] = weights.get("strategy")
+        size = weights.get("group_size") if weights.get("strategy") == "group" else None
+        if weights.get("strategy") == "group" and not (isinstance(size, int) and size > 0):
+            other["group_size"] = size
         if weights.get("actorder"):
             other["actorder"] = weights["actorder"]
         if group.get("format") not in (None, "pack-quantized"):
@@ -94,4 +102,5 @@ def _compressed(table: Mapping[str, Any]) -> Found:
         if other:
             said = ", ".join(f"{key} = {value!r}" for key, value in other.items())
             return None, f"{said} in {name}"
-    return Quantization("compressed-tensors"), ""
+        groups.add(size)
+    return Quantization("compressed-tensors", groups=frozenset(groups)), ""

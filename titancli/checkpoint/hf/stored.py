@@ -288,6 +288,8 @@ class PackedInt4(Quantised):
 
     told: Stored
     """What the folder says that the shape is."""
+    groups: frozenset[int | None]
+    """Values of a row that may share a scale; None: all of a row."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -320,8 +322,11 @@ class PackedInt4(Quantised):
         if values.dtype != "I32" or len(values.shape) != 2:
             return f"{values.entry.key} is {values.dtype} {list(values.shape)}, not I32 [rows, columns / 8]"
         alike = len(scales.shape) == 2 and scales.shape[0] == self.shape[0] and scales.shape[1]
-        if not alike or self.shape[1] % scales.shape[1] or scales.dtype not in ("F32", "BF16", "F16"):
-            return self._says(f"scales of the shape [{self.shape[0]}, groups]")
+        size = self.shape[1] // scales.shape[1] if alike and not self.shape[1] % scales.shape[1] else 0
+        wanted = {min(group or self.shape[1], self.shape[1]) for group in self.groups}
+        if size not in wanted or scales.dtype not in ("F32", "BF16", "F16"):
+            of = " or ".join(map(str, sorted(wanted)))
+            return self._says(f"scales of the shape [{self.shape[0]}, groups], one for each {of} values")
         if self.told.shape != (2,) or self.told.dtype not in ("I64", "I32"):
             return f"{self.told.entry.key} is {self.told.dtype} {list(self.told.shape)}, not I64 [2]"
         return None
@@ -348,7 +353,7 @@ def _way(how: Quantization) -> _Way:
         return _Way("", "_scale_inv", partial(BlockFP8, block=how.block), unused=unused)
     if how.method == "mxfp4":
         return _Way("_blocks", "_scales", MXFP4)
-    return _Way("_packed", "_scale", PackedInt4, ("_shape",))
+    return _Way("_packed", "_scale", partial(PackedInt4, groups=how.groups), ("_shape",))
 
 
 def as_bf16(places: dict[str, Stored], how: Quantization) -> dict[str, Place]:
