@@ -62,15 +62,16 @@ def test_a_forward_that_would_be_passed_by_is_told(ranks):
 
 
 class Biased(nn.Module):
-    """A region with a bias before it and one after."""
+    """A region with a bias before it and one after, which is given rows, or the tokens of rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, flat: bool) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(8)
-        self.inner = Inner()
+        self.inner, self.flat = Inner(), flat
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(self.norm(x))
+        given = self.norm(x)
+        return x + self.inner(given.flatten(0, 1) if self.flat else given).view_as(x)
 
 
 class Inner(nn.Module):
@@ -93,7 +94,7 @@ class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(16, 8)
-        self.layers = nn.ModuleDict({str(n): Biased() for n in range(2)})
+        self.layers = nn.ModuleDict({str(n): Biased(n == 1) for n in range(2)})
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)

@@ -209,14 +209,17 @@ class _Region(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         group = self._tensor_group
+        part = args[0] if args else kwargs["hidden_states"]
+        # Rows that were flattened to tokens [N, dim] are gathered as such.
+        dim = min(SEQUENCE, part.ndim - 2)
         if args:
-            args = (gather(args[0], SEQUENCE, group), *args[1:])
+            args = (gather(part, dim, group), *args[1:])
         else:
-            kwargs["hidden_states"] = gather(kwargs["hidden_states"], SEQUENCE, group)
+            kwargs["hidden_states"] = gather(part, dim, group)
         out = super().forward(*args, **kwargs)
         if isinstance(out, tuple):
-            return reduce_scatter(out[0], SEQUENCE, group), *out[1:]
-        return reduce_scatter(out, SEQUENCE, group)
+            return reduce_scatter(out[0], dim, group), *out[1:]
+        return reduce_scatter(out, dim, group)
 
 
 class _Linear(nn.Linear):
