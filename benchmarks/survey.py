@@ -1,15 +1,16 @@
 """Every causal language model of transformers under `hf_causal_lm`, against transformers itself.
 
-    python benchmarks/survey.py [--only TYPE ...] [--json FILE] [--write]
+    python benchmarks/survey.py [--only TYPE ...] [--json FILE] [--layouts NAME ...] [--write]
 
 Of each type a tiny copy of its default config is made, with dropout and noise at 0 and random weights, and
 its logits are compared with those of transformers' eager forward: whole rows longer than any window, rows of
 three documents (each of which transformers is given by itself), and rows padded on the right. Then its
 weights are read from a folder that transformers has saved, and exported to one that transformers reads.
-A type takes seconds, and is given up after LIMIT.
+A type takes seconds, and is given up after `--limit`. With `--layouts`, what is accepted takes a step on two
+ranks in each of these layouts as well, and its gradients are compared with those of one rank.
 
-Prints a table: accepted, or refused and why; and whether what was accepted is right. `--write` puts it into
-docs/hf-causal-lm.md.
+Prints a table: accepted, or refused and why; and whether what was accepted is right. `--json` keeps the
+results, and adds to those that a file has already; `--write` puts all of them into docs/hf-causal-lm.md.
 """
 
 from __future__ import annotations
@@ -45,11 +46,12 @@ from titancli.models.hf_causal_lm.tiny import tiny
 from titancli.models.hf_causal_lm.weights import FolderForm
 
 LIMIT = 60
-"""Seconds that a type may take."""
+"""Seconds that a type may take, unless `--limit` says otherwise."""
 CLOSE = 1e-4
 """The largest difference of logits, relative to the largest one."""
 ROWS, LENGTH, CUTS = 2, 40, (0, 9, 17, 40)
 PAGE = Path(__file__).parents[1] / "docs" / "hf-causal-lm.md"
+UNKNOWN = "not known"
 MARKS = ("<!-- survey: made by benchmarks/survey.py -->", "<!-- end of survey -->")
 
 LATENT = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
@@ -82,8 +84,8 @@ class Found:
     seconds: float = 0.0
 
 
-class TooLong(Exception):
-    """A type has taken LIMIT seconds."""
+class TooLong(BaseException):
+    """A type has taken too long; not an error of its, which others would handle."""
 
 
 @contextmanager
@@ -181,13 +183,13 @@ def through_folders(model: Any, theirs: Any) -> str | None:
     return None
 
 
-def survey(model_type: str) -> Found:
+def survey(model_type: str, limit: int = LIMIT) -> Found:
     found, start = Found(model_type), time.monotonic()
     try:
-        with at_most(LIMIT):
+        with at_most(limit):
             look(found)
     except TooLong as error:
-        found.accepted, found.why = False, str(error)
+        found.accepted, found.wrong, found.why = False, None, f"{UNKNOWN}: {error}"
     found.seconds = time.monotonic() - start
     return found
 
@@ -209,8 +211,6 @@ def look(found: Found) -> None:
     found.wrong = ", ".join(wrong) or None
     try:
         found.weights = through_folders(model, theirs) or "yes"
-    except TooLong:
-        raise
     except TitanError as error:
         found.weights = error.message
     except Exception as error:  # whatever it is, weights do not come through
@@ -222,6 +222,10 @@ def look(found: Found) -> None:
 LAYOUTS = {"tp": {"tp": 2}, "cp": {"cp": 2}, "pp": {"pp": 2}, "ep": {"dp_shard": 2, "ep": 2}}
 SAME = 1e-4
 """The largest difference of a gradient from that of one rank, relative to its norm."""
+NOTHING = 1e-2
+"""The least norm of a gradient that it is compared with, relative to that of all of them."""
+REFUSED = ("refused", "RecipeError", "TitanError")
+"""How what is said of a layout that is refused by name begins."""
 
 
 def gradients(values: dict[str, Any], mesh: dict[str, int]) -> dict[str, Tensor] | str:
@@ -243,12 +247,14 @@ def gradients(values: dict[str, Any], mesh: dict[str, int]) -> dict[str, Tensor]
 
 def try_layouts(found: Found, ranks: Any, only: list[str]) -> None:
     values = {**values_of(found.model_type), "tie_word_embeddings": False}
+    found.layouts |= {name: why for name in only if (why := refusal(values, LAYOUTS[name]))}
+    names = [name for name in only if name not in found.layouts]
     try:
-        alone = ranks(1, gradients, values, {})[0]
+        alone = ranks(1, gradients, values, {})[0] if names else {}
     except AssertionError as error:
-        found.layouts = dict.fromkeys(only, " ".join(str(error).split())[-200:])
+        found.layouts |= dict.fromkeys(names, " ".join(str(error).split())[-200:])
         return
-    for name in only:
+    for name in names:
         try:
             answers = ranks(2, gradients, values, LAYOUTS[name])
         except AssertionError as error:
@@ -258,12 +264,24 @@ def try_layouts(found: Found, ranks: Any, only: list[str]) -> None:
         found.layouts[name] = told[0] if told else unlike(alone, answers[1] | answers[0]) or "yes"
 
 
+def refusal(values: dict[str, Any], mesh: dict[str, int]) -> str | None:
+    """What `titan validate` says of a layout."""
+    from tests.engine import cases
+
+    config = HFCausalLM(config=values)
+    recipe = cases.recipe(cases.Layout(mesh=mesh, config=config, documents=True))
+    return next((f"{REFUSED}: {why}" for _, why in config.check(recipe)), None)
+
+
 def unlike(alone: dict[str, Tensor], found: dict[str, Tensor]) -> str | None:
     if alone.keys() != found.keys():
         return f"WRONG: other gradients, {sorted(alone.keys() ^ found.keys())[:3]}"
+    # What is 0 but for rounding, as the gradient of a bias of keys, is no measure of its own.
+    norms = [value.norm() for name, value in alone.items() if name != "loss"]
+    least = NOTHING * float(torch.stack(norms).norm())
     for name, meant in alone.items():
-        difference = float((found[name] - meant).norm() / meant.norm().clamp(min=1e-12))
-        if not difference <= SAME and float((found[name] - meant).norm()) > 1e-6:
+        difference = float((found[name] - meant).norm()) / max(float(meant.norm()), least)
+        if not difference <= SAME:
             return f"WRONG: {name} differs by {difference:.1e}"
     return None
 
@@ -271,6 +289,7 @@ def unlike(alone: dict[str, Tensor], found: dict[str, Tensor]) -> str | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=None)
+    parser.add_argument("--limit", type=int, default=LIMIT, help="seconds for each type")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--layouts", nargs="*", default=[], choices=LAYOUTS, help="on 2 ranks, too")
     parser.add_argument("--write", action="store_true")
@@ -287,9 +306,11 @@ def main() -> int:
         from tests.ranks import Ranks
 
         ranks = Ranks()
-    rows = []
+    kept: dict[str, Found] = {}
+    if args.json and args.json.exists():
+        kept = {row["model_type"]: Found(**row) for row in json.loads(args.json.read_text())}
     for model_type in args.only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        rows.append(found := survey(model_type))
+        kept[model_type] = found = survey(model_type, args.limit)
         if ranks is not None and found.accepted and not found.wrong:
             try_layouts(found, ranks, args.layouts)
         state = "refused" if not found.accepted else "WRONG" if found.wrong else "accepted"
@@ -297,13 +318,16 @@ def main() -> int:
         told = "; ".join([told[:100], *(f"{name}: {what[:150]}" for name, what in found.layouts.items())])
         print(f"{model_type:28} {state:9} {found.seconds:5.1f} s  {told}", flush=True)
         if args.json:
-            args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+            args.json.write_text(json.dumps([asdict(row) for row in kept.values()], indent=1))
+    rows = [kept[name] for name in sorted(kept)]
     good = [row for row in rows if row.accepted]
     print(
         f"{len(rows)} types: {len(good)} accepted, {sum(bool(r.wrong) for r in good)} wrong, "
         f"{sum(r.weights == 'yes' for r in good)} with weights"
     )
     if args.write:
+        if missing := MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - kept.keys():
+            parser.error(f"--write needs the results of all types; {len(missing)} are not in --json")
         write(rows)
     return 1 if any(row.wrong for row in rows) else 0
 
@@ -315,14 +339,15 @@ def write(rows: list[Found]) -> None:
     lines = [
         f"Of the {len(rows)} types of causal language models in transformers {transformers.__version__}, "
         f"{len(good)} are accepted, {sum(row.weights == 'yes' for row in good)} with weights. On two ranks "
-        f"{len(tried)} of them have been compared with one, gradients included; a dash is refused or fails "
-        f"with an error, an empty cell has not been tried.",
+        f"{len(tried)} of them have been compared with one, gradients included: a dash is refused, with the "
+        f"reason in the message; an error is not refused by name, but the run ends with it; an empty cell "
+        f"has not been tried.",
         "",
         f"| type | weights | {' | '.join(LAYOUTS)} |",
         f"|---|---|{'---|' * len(LAYOUTS)}",
         *(f"| {row.model_type} | {' | '.join(cells(row))} |" for row in good),
         "",
-        "| rejected | why |",
+        "| not accepted | why |",
         "|---|---|",
         *(f"| {row.model_type} | {plain(row.why or row.wrong or '')} |" for row in rows if row not in good),
     ]
@@ -333,8 +358,14 @@ def write(rows: list[Found]) -> None:
 
 def cells(row: Found) -> list[str]:
     """Weights and layouts."""
-    told = [row.weights, *(row.layouts.get(name) for name in LAYOUTS)]
-    return ["" if what is None else "yes" if what == "yes" else "–" for what in told]
+    found = ["yes" if row.weights == "yes" else "–"]
+    for what in (row.layouts.get(name) for name in LAYOUTS):
+        if what is None or what == "yes":
+            found.append(what or "")
+        else:
+            word = "wrong" if what.startswith("WRONG") else "error"
+            found.append("–" if what.startswith(REFUSED) else word)
+    return found
 
 
 def plain(why: str) -> str:
