@@ -27,7 +27,8 @@ from titancli.losses import CrossEntropy
 from titancli.models import HFCausalLM
 from titancli.models.blocks.state import named_state
 from titancli.models.hf_causal_lm.model import TransformersModel, build
-from titancli.models.hf_causal_lm.tensor_plan import plan_fault
+from titancli.models.hf_causal_lm.parts import take_apart
+from titancli.models.hf_causal_lm.tensor_plan import modules_fault, plan_fault
 from titancli.models.hf_causal_lm.theirs import hf_config
 from titancli.models.hf_causal_lm.tiny import tiny
 from titancli.models.hf_causal_lm.weights import FolderForm
@@ -299,6 +300,31 @@ def test_what_a_plan_leaves_out_has_no_style() -> None:
     styles = {key: model.tensor_plan.get(key) for key, _ in model.named_parameters()}
     assert styles["transformer.wte.weight"] == "vocab" and styles["transformer.ln_f.bias"] == "norm"
     assert styles["transformer.h.0.attn.c_attn.weight"] is None
+
+
+def tiny_default(model_type: str) -> dict[str, Any]:
+    return tiny({**CONFIG_MAPPING[model_type]().to_dict(), "model_type": model_type})
+
+
+NOT_SHARDED = {
+    "deepseek_v3": "transformers' plan for deepseek_v3 does not shard its attention (DeepseekV3Attention)",
+    "gemma3n_text": "embed_tokens_per_layer (Gemma3nTextScaledWordEmbedding) is a second embedding",
+}
+
+
+@pytest.mark.parametrize("model_type", NOT_SHARDED)
+def test_a_plan_that_leaves_whole_rows_to_modules_is_refused(model_type: str) -> None:
+    with torch.device("meta"):
+        parts = take_apart(tiny_default(model_type))
+    assert NOT_SHARDED[model_type] in (modules_fault(parts.config, parts.base) or "")
+
+
+def test_a_model_whose_rows_cannot_be_sharded_still_says_its_styles() -> None:
+    """Adapters ask for them on one rank, too."""
+    with torch.device("meta"):
+        model = build(HFCausalLM(config=tiny_default("bloom")), seq_len=16)
+    assert set(model.mesh_faults) == {"cp", "tp"}
+    assert model.tensor_plan["transformer.word_embeddings.weight"] == "vocab"
 
 
 def test_the_plan_is_the_one_that_transformers_declares() -> None:

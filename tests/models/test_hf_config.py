@@ -125,7 +125,10 @@ def test_a_config_that_is_no_object(write: Callable[..., None], text: str) -> No
 ORIGINAL = "original_max_position_embeddings"
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "no model_type": ({"hidden_size": 8}, "config.json has no model_type"),
-    "code": ({**LLAMA, "auto_map": {"AutoConfig": "code.Config"}}, "(auto_map), which titan does not run"),
+    "code": (
+        {**LLAMA, "auto_map": {"AutoConfig": "code.Config"}},
+        "which titan does not run; remove the key if transformers' own llama is meant",
+    ),
     "kernel": ({**LLAMA, "attn_implementation": "who/k"}, "attn_implementation = 'who/k' names a kernel on"),
     "kernel below": (
         {**LLAMA, "x": {"_attn_implementation": "who/k"}},
@@ -162,6 +165,14 @@ def test_degrees_that_it_is_not_cut_by(write: Callable[..., None]) -> None:
     load_recipe("exp.toml", ["mesh.cp=2"])
     message = " ".join(problem.message for problem in wrong("mesh.ep=2"))
     assert "llama has no stacked experts" in message
+
+
+def test_rows_are_not_sharded_where_tokens_meet_outside_of_attention(write: Callable[..., None]) -> None:
+    write({**tiny(CONFIG_MAPPING["bloom"]().to_dict()), "model_type": "bloom"})
+    load_recipe("exp.toml")
+    assert told(wrong("mesh.cp=2")).startswith(
+        "mesh.cp = 2: bloom: rows cannot be sharded, because not only titan's attention joins tokens ("
+    )
 
 
 def test_an_export_that_would_fail_is_told_before_the_run(write: Callable[..., None]) -> None:

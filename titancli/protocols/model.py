@@ -72,6 +72,8 @@ class ModelDefaults:
     """Set by a parallelize plan: how rows are sharded over the ranks of mesh.cp."""
     config: Any = None
     """The config that the model was built from."""
+    mesh_faults: Mapping[str, str] = {}
+    """By degree of [mesh], why the model cannot be sharded by it; a run with such a degree is refused."""
     new_cache: Callable[..., Cache] | None = None
     """For a model that can generate: `new_cache(length, padding=None)`, for rows of at most `length`
     tokens, where the first `padding` ([B] int64) tokens of each row do not count. `forward(tokens,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from titancli.errors import EnvironmentProblem, TitanError
+from titancli.errors import EnvironmentProblem, RecipeError, TitanError
 from titancli.models.config_json import HARMLESS
 from titancli.models.hf_causal_lm.config_json import (
     decoded,
@@ -126,10 +126,16 @@ class HFCausalLM:
         # Only transformers knows, and to ask it takes seconds; nobody else waits for it.
         from titancli.models.hf_causal_lm.conversion import weights_fault
         from titancli.models.hf_causal_lm.parts import experts_fault
-        from titancli.models.hf_causal_lm.tensor_plan import plan_fault
 
-        if mesh.tp != 1 and (fault := plan_fault(values)):
-            yield "config", f"mesh.tp = {mesh.tp}: {fault}"
+        if mesh.tp != 1 or mesh.cp != 1:
+            try:
+                faults_by_degree = self._on_meta().mesh_faults
+            except RecipeError as error:
+                yield "config", error.message.removeprefix("model.config: ")
+                return
+            for degree, reason in faults_by_degree.items():
+                if (ranks := getattr(mesh, degree)) != 1:
+                    yield "config", f"mesh.{degree} = {ranks}: {reason}"
         if mesh.ep != 1 and (fault := experts_fault(values)):
             yield "config", f"mesh.ep = {mesh.ep}: {fault}"
         if exports and (fault := weights_fault(values)):
@@ -141,12 +147,15 @@ class HFCausalLM:
         Raises:
             RecipeError: titan cannot train it.
         """
+        self._on_meta()
+
+    def _on_meta(self) -> Any:
         import torch
 
         from titancli.registry.component import build
 
         with torch.device("meta"):
-            build(self, seq_len=1)
+            return build(self, seq_len=1)
 
     # ------------------------------------------------------------------------------------------- sizes
     # By transformers' usual names. None where config.json leaves them to the architecture's defaults.

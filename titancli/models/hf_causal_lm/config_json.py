@@ -24,7 +24,7 @@ def faults(values: Mapping[str, Any]) -> Iterator[str]:
     if values.get("auto_map"):
         yield (
             "config.json refers to code that comes with the weights (auto_map), which titan does not "
-            "run; remove the key if transformers' own {values['model_type']} is meant"
+            f"run; remove the key if transformers' own {values['model_type']} is meant"
         )
     for key, name in kernels_of_the_hub(values):
         yield (

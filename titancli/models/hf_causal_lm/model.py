@@ -7,7 +7,7 @@ not depend on the layout; and the styles of tensor parallel, from the plan that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -25,7 +25,7 @@ from titancli.models.hf_causal_lm.cache import Cache
 from titancli.models.hf_causal_lm.parts import run_base, take_apart
 from titancli.models.hf_causal_lm.rope import GrowingRope
 from titancli.models.hf_causal_lm.stages import AFTER, BEFORE, Border, Passed, stage_of
-from titancli.models.hf_causal_lm.tensor_plan import prepare, tensor_plan
+from titancli.models.hf_causal_lm.tensor_plan import modules_fault, plan_fault, prepare, tensor_plan
 from titancli.models.hf_causal_lm.trial import try_cache_once, try_once
 from titancli.models.hf_causal_lm.values import initial_values
 
@@ -36,7 +36,10 @@ if TYPE_CHECKING:
     from titancli.protocols import Loss
 
 
-JOINS = "not only titan's attention joins tokens, and between blocks rows are sharded"
+JOINS = (
+    "rows cannot be sharded, because not only titan's attention joins tokens (recurrent layers, "
+    "convolutions, or attention in the model's own code do)"
+)
 
 
 class Blocks(nn.ModuleList):
@@ -67,6 +70,8 @@ class TransformersModel(nn.Module):
     """Of a stage: what enters and leaves it."""
     tokenwise = True
     """Whether all that joins tokens is attention that a plan can cut."""
+    mesh_faults: Mapping[str, str] = {}
+    """See `titancli.protocols.ModelDefaults`; set by `build`."""
 
     def __init__(self, config: HFCausalLM) -> None:
         """On meta; see `build`."""
@@ -281,8 +286,6 @@ class TransformersModel(nn.Module):
     def tensor_plan(self) -> dict[str, str]:
         """From transformers' plan; empty where there is none."""
         parts = self._parts
-        if not self.tokenwise:
-            raise RecipeError(f"mesh.tp: {parts.config.model_type}: {JOINS}", hint="set mesh.tp = 1")
         return tensor_plan(parts.config, self, self.base, self.output, set(parts.experts.values()))
 
     def flops_per_token(self, seq_len: int) -> float:
@@ -294,8 +297,9 @@ class TransformersModel(nn.Module):
         matrices = float(sum(p.numel() for p in self.parameters()))
         looked_up = (module.weight for module in self.modules() if isinstance(module, nn.Embedding))
         matrices -= sum(weight.numel() for weight in looked_up if weight is not self.output.weight)
-        chosen, experts = (getattr(config, name, None) for name in ("num_experts_per_tok", "num_experts"))
-        experts = experts or getattr(config, "num_local_experts", None)
+        chosen = getattr(config, "num_experts_per_tok", None)
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        experts = next((n for name in names if (n := getattr(config, name, None))), None)
         if chosen and experts:
             stacked = sum(p.numel() for n, p in self.named_parameters() if ".experts." in n)
             matrices -= (1 - chosen / experts) * stacked
@@ -314,15 +318,26 @@ def build(config: HFCausalLM, *, seq_len: int) -> TransformersModel:
     with torch.device("meta"):
         model = TransformersModel(config)
     model.apart, model.tokenwise, model.staged = try_once(config.values, _on_meta)
-    if not model.tokenwise or model._parts.untraced is not None or model.output.bias is not None:
-        # Context parallel then finds no attention, and says so.
-        for module in model.modules():
-            vars(module).pop("core_attention", None)
-            vars(module).pop("attending", None)
+    model.mesh_faults = dict(_mesh_faults(model))
     if device.type != "meta":
         model.to_empty(device=device)
         model.tie()
     return model
+
+
+def _mesh_faults(model: TransformersModel) -> Iterator[tuple[str, str]]:
+    parts, values = model._parts, model.config.values
+    kind = parts.config.model_type
+    if not model.tokenwise:
+        yield "cp", f"{kind}: {JOINS}"
+    elif parts.untraced is not None:
+        yield "cp", f"{kind}: its attention is not known before it runs on data ({parts.untraced})"
+    if fault := plan_fault(values):
+        yield "tp", fault
+    elif not model.tokenwise:
+        yield "tp", f"{kind}: {JOINS}"
+    elif fault := modules_fault(parts.config, model.base):
+        yield "tp", fault
 
 
 def _on_meta(values: Mapping[str, Any]) -> TransformersModel:

@@ -56,6 +56,28 @@ def plan_fault(values: Mapping[str, Any]) -> str | None:
     return None
 
 
+def modules_fault(config: Any, base: Any) -> str | None:
+    """Why tensor parallelism would compute something else with these modules; None: nothing is known.
+
+    Outside of regions each rank has a part of every row: attention there would see that part alone, and an
+    embedding there would look up whole rows.
+    """
+    styles = _declared(getattr(config, "base_model_tp_plan", None) or {}, base)
+    within: set[nn.Module] = set()
+    for path, module in base.named_modules():
+        if any(STYLES[styles.get(child, "replicate")] == "row" for child in module.children()):
+            if module in within:
+                return f"in transformers' plan for {config.model_type}, {path} is within what is sharded"
+            within |= set(module.modules())
+    for path, module in base.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, nn.Embedding) and module is not base.get_input_embeddings():
+            return f"{config.model_type}: {path} ({kind}) is a second embedding, which titan does not shard"
+        if (hasattr(module, "core_attention") or hasattr(module, "is_causal")) and module not in within:
+            return f"transformers' plan for {config.model_type} does not shard its attention ({kind})"
+    return None
+
+
 def is_norm(module: nn.Module) -> bool:
     """Whether it norms single tokens, or heads; by its name, as transformers itself finds them."""
     own = list(module.parameters(recurse=False))
