@@ -322,6 +322,36 @@ def test_a_memory_that_is_small_missing_or_another_users_is_refused_by_name(tmp_
         Memory(tmp_path, OTHER, tmp_path)
 
 
+def test_a_memory_that_is_emptied_meanwhile_costs_copies_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By systemd, where its user logs out; or by the end of another run, in a copy of the run folder."""
+    cluster = Cluster(tmp_path)
+    cluster.make()
+    copies = Copies(cluster.memory(0), cluster.checkpoints, RUN, 1)
+    section = Checkpoint(interval=100, peer_interval=1)
+    checkpointer = Checkpointer(cluster.checkpoints, section, lock_text="", run_id=RUN, copies=copies)
+    for step in (1, 2):
+        assert checkpointer.due(step)
+        checkpointer.save(step, {"model.a": torch.ones(2)}, {"step": step})
+        cluster.lose(0)
+    assert "step 2 was not copied into memory: " in caplog.text
+    copies.end()
+    copies.close()
+    assert read_record(cluster.checkpoints) is None
+
+
+def test_what_cannot_be_copied_is_named_at_the_start(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    cluster.make()
+    copies = Copies(cluster.memory(0), cluster.checkpoints, RUN, 1)
+    section = Checkpoint(peer_interval=1)
+    checkpointer = Checkpointer(cluster.checkpoints, section, lock_text="", run_id=RUN, copies=copies)
+    with pytest.raises(TitanError, match=r"the checkpoint's entry 'optimizer\.note' is not a tensor"):
+        checkpointer.reserve({"model.a": torch.ones(2), "optimizer.note": "text"})  # type: ignore[dict-item]
+    copies.close()
+
+
 def test_the_memory_of_a_container_is_what_its_cgroup_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

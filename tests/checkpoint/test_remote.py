@@ -206,6 +206,15 @@ def test_what_another_run_is_uploading_is_neither_deleted_nor_overwritten(
     assert not [name for name in _objects(url) if "upload" in name]
 
 
+def test_what_to_do_about_the_upload_of_another_run_is_said(tmp_path: Path, url: str) -> None:
+    """Which may have been killed in the middle of it, weeks ago."""
+    _saved(tmp_path / "here", 2)
+    _put(url, mark_name("step-2", "run-2"), b"")
+    said = r"is being uploaded by another run \(.* delete \.step-2\.tmp-\*-upload\)"
+    with pytest.raises(TitanError, match=said):
+        _uploads(tmp_path / "here", url, keep=0).finish()
+
+
 def test_a_run_that_went_back_keeps_what_it_does_now(tmp_path: Path, url: str) -> None:
     _saved(tmp_path / "before", 2, 4, 6)
     upload(tmp_path / "before/step-6", at(url) / "step-6")

@@ -203,6 +203,9 @@ def test_a_batch_that_some_of_the_nodes_cannot_share_is_refused_before_anything_
     assert done.code == 2 and "--nodes MIN:MAX needs launcher.max_restarts" in done.err
     done = titan(*line, "launcher.spare_nodes=1")
     assert done.code == 3 and "set launcher.max_restarts" in done.err
+    alone = ("launch", "slurm", "llama3_debug", "--nodes", "1", *NODES, *AGAIN, "launcher.spare_nodes=1")
+    done = titan(*alone, "--dry-run")
+    assert done.code == 2 and "launcher.spare_nodes needs --nodes 2 or more" in done.err
 
 
 def test_how_to_resume_is_said_in_the_words_of_this_command(titan: Titan, tmp_path: Path) -> None:

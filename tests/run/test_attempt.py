@@ -244,14 +244,13 @@ def test_a_place_that_others_cannot_connect_to_is_left_to_one_of_them(
     said: list[str] = []
     at_work = threading.Event()
     at_work.set()
-    first = Meeting(tmp_path / "m", 0.3, reach=0.1, say=said.append)
+    first = Meeting(tmp_path / "m", 2, reach=0.1, say=said.append)
     assert first.find(lambda: False)
     cut_off = first.endpoint
     monkeypatch.setattr(meeting, "_answers", lambda endpoint: endpoint != cut_off)
     ended, thread = beating(first, waiting=lambda: not at_work.is_set())
-    second = Meeting(tmp_path / "m", 0.3, reach=0.1, say=said.append)
-    until = time.monotonic() + 1
-    assert not second.find(lambda: time.monotonic() > until) and first.serves
+    second = Meeting(tmp_path / "m", 2, reach=0.1, say=said.append)
+    assert not second.find((tmp_path / "m/1.unreachable").exists) and first.serves
     assert len(said) == 1 and f"cannot connect to {cut_off}" in said[0]
     at_work.clear()
     assert second.find(lambda: False) and second.serves
@@ -263,6 +262,20 @@ def test_a_place_that_others_cannot_connect_to_is_left_to_one_of_them(
     thread.join()
     second.leave()
     assert not list((tmp_path / "m").iterdir())
+
+
+def test_who_can_connect_after_all_takes_back_that_it_could_not(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the place would be left as soon as no ranks run there, and they are just starting again."""
+    first, second = Meeting(tmp_path / "m", 5), Meeting(tmp_path / "m", 5, reach=0.1)
+    assert first.find(lambda: False)
+    ended, thread = beating(first)
+    monkeypatch.setattr(meeting, "_answers", lambda endpoint: (tmp_path / "m/1.unreachable").exists())
+    assert second.find(lambda: False) and second.endpoint == first.endpoint
+    ended.set()
+    thread.join()
+    assert [path.name for path in (tmp_path / "m").iterdir()] == ["1"]
 
 
 def test_a_place_that_cannot_be_connected_to_any_more_is_lost(
@@ -301,3 +314,15 @@ def test_a_disk_that_fails_for_a_moment_does_not_end_the_search(
     until = time.monotonic() + 0.3
     with pytest.raises(EnvironmentProblem, match=r"cannot read .*/m: Stale file handle"):
         Meeting(tmp_path / "m", 60).find(lambda: time.monotonic() > until)
+
+
+def test_nor_does_it_end_the_node_that_serves(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stale = Mock(side_effect=OSError(errno.ESTALE, "Stale file handle"))
+    monkeypatch.setattr(meeting, "_knocks", lambda place: Mock(exists=stale, unlink=stale))
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m/1").touch()
+    serving = Meeting(tmp_path / "m", 0.1)
+    assert serving.find(lambda: False) and serving.serves
+    assert serving.beat(lambda: True) and serving.serves and stale.call_count == 2

@@ -156,7 +156,7 @@ def _ranks_per_node(
 
     Raises:
         RecipeError: it does not fit them.
-        UsageError: nodes may be lost, but the ranks may not be restarted.
+        UsageError: nodes may be lost, but the ranks may not be restarted; or one node alone has a spare one.
     """
     from titancli.run.fit import check_worlds
 
@@ -164,6 +164,11 @@ def _ranks_per_node(
         raise UsageError(
             "--nodes MIN:MAX needs launcher.max_restarts: how often the run may go on after a loss",
             hint="add launcher.max_restarts=10",
+        )
+    if config.spare_nodes and nodes[1] == 1:
+        raise UsageError(
+            "launcher.spare_nodes needs --nodes 2 or more: one node alone has no others to go on with",
+            hint="add launcher.spare_nodes=0: the job is requeued when its node fails",
         )
     wanted = wanted or config.nproc
     ranks = wanted if isinstance(wanted, int) else config.gpus_per_node

@@ -48,7 +48,7 @@ def _reached_by(name: str) -> bool:
     """Whether a name has an address that is not a loopback one, as far as this machine knows."""
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(name, None)}
-    except OSError:  # this machine does not know it
+    except (OSError, UnicodeError):  # this machine does not know it, or DNS has no such names
         return False
     return not any(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in found)
 

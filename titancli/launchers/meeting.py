@@ -60,6 +60,8 @@ class Meeting:
         self._quiet = self._looked = self._beaten = self._left = self._asked = self._answered = 0.0
         self._unanswered: tuple[Path, float] | None = None
         """The place that is alive and cannot be reached, and since when."""
+        self._knocked: Path | None = None
+        """The place of which this node has written that."""
 
     @property
     def serves(self) -> bool:
@@ -98,6 +100,9 @@ class Meeting:
                     if _answers(endpoint):
                         self._place, self.endpoint = newest, endpoint
                         self._asked = self._answered = time.monotonic()
+                        if self._knocked == newest:
+                            with suppress(OSError):
+                                _knocks(newest).unlink(missing_ok=True)
                         return True
                     self._cannot_reach(newest, endpoint)
             time.sleep(0.2)
@@ -120,9 +125,11 @@ class Meeting:
             return True
         self._beaten = time.monotonic()
         if self._own is not None:
+            knocked = False
             with suppress(OSError):  # the disk fails for a moment, or another node has opened the next place
                 os.utime(self._own)
-            if _knocks(self._own).exists() and waiting():
+                knocked = _knocks(self._own).exists()
+            if knocked and waiting():
                 self._say(f"other machines cannot connect to {self.endpoint}: one of them serves instead")
                 self.leave()
                 self._left = time.monotonic()
@@ -191,11 +198,12 @@ class Meeting:
             ) from error
         self._own, self._place, self.endpoint = place, place, endpoint
         for number in range(last, 0, -1):
-            before = self._folder / str(number)
-            if not before.exists():
-                break
-            _knocks(before).unlink(missing_ok=True)
-            before.unlink(missing_ok=True)
+            with suppress(OSError):  # nobody looks there any more
+                before = self._folder / str(number)
+                if not before.exists():
+                    break
+                _knocks(before).unlink(missing_ok=True)
+                before.unlink(missing_ok=True)
         return True
 
     def _compare(self, endpoint: str, same: Mapping[str, str]) -> None:
@@ -222,6 +230,7 @@ class Meeting:
                     self._say(f"cannot connect to {endpoint}, which {place} names and which is alive: is its "
                               "name known here, and its port open?")  # fmt: skip
                     _knocks(place).touch()
+                    self._knocked = place
 
 
 def _knocks(place: Path) -> Path:

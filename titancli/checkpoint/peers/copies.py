@@ -149,11 +149,11 @@ class Copies:
 
         Raises:
             EnvironmentProblem: there is not, on a node; on all ranks.
+            TitanError: an entry is no tensor.
         """
         team = self._team(group)
-        needed = self._needed(plan.agree(pieces.items, team.wrapper), team)
-        room = KEPT * needed[team.rank] - self._memory.used()
-        team.on_nodes("copying", lambda: self._memory.need(room))
+        needed = self._needed(team.agree("copying", pieces.items, plan), team)
+        team.on_nodes("copying", lambda: self._memory.need(KEPT * needed[team.rank] - self._memory.used()))
         if team.rank == 0:
             nodes = len(self._nodes.ranks)
             logger.info(
@@ -172,7 +172,7 @@ class Copies:
         if draft.step == self._step:
             return
         draft.ranks = team.wrapper.get_world_size()
-        items = plan.agree(pieces.items, team.wrapper)
+        items = team.agree("copying", pieces.items, plan)
         needed = self._needed(items, team)[team.rank]
         name = team.together("copying", lambda: secrets.token_hex(4), lambda names: names[0])
         hidden = self._memory.folder / f".step-{draft.step}.tmp-{name}"

@@ -145,9 +145,10 @@ class Memory:
 
     def tidy(self, keep: int | None) -> None:
         """Delete everything but the copy of a step; what cannot be deleted stays."""
-        for path in self.folder.iterdir():
-            if path.name not in ("run", f"step-{keep}"):
-                shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # others may have emptied the memory
+            for path in list(self.folder.iterdir()):
+                if path.name not in ("run", f"step-{keep}"):
+                    shutil.rmtree(path, ignore_errors=True)
 
     def sweep(self) -> None:
         """Delete what other runs of this user have left: those whose folder is gone, or an hour old."""

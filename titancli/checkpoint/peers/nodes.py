@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from titancli.checkpoint.format.plan import SavePlan
 from titancli.checkpoint.format.storage import several_ranks
 from titancli.checkpoint.peers.memory import Memory
 from titancli.checkpoint.save import raise_failure
@@ -87,6 +89,13 @@ class Team:
 
         try:
             return self.wrapper.all_reduce("copy", guarded(function), guarded(reduce))
+        except CheckpointException as error:
+            raise_failure(error, doing)
+
+    def agree(self, doing: str, items: Sequence[WriteItem], plan: SavePlan) -> list[WriteItem]:
+        """Return which of its items this rank writes; raises like `together`."""
+        try:
+            return plan.agree(items, self.wrapper)
         except CheckpointException as error:
             raise_failure(error, doing)
 

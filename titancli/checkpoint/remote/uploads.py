@@ -153,4 +153,6 @@ class Uploads:
 
 
 def _words(error: Exception) -> str:
-    return error.message if isinstance(error, TitanError) else f"{type(error).__name__}: {error}"
+    if not isinstance(error, TitanError):
+        return f"{type(error).__name__}: {error}"
+    return f"{error.message} ({error.hint})" if error.hint else error.message
