@@ -105,17 +105,6 @@ def test_a_finished_save_is_announced_at_the_next_step(tmp_path: Path):
     assert saved == [1]
 
 
-def test_staging_buffers_are_used_again(tmp_path: Path):
-    checkpointer = make(tmp_path, interval=1, async_mode="async")
-    tensors = some_tensors()
-    places = []
-    for step in (1, 2):
-        checkpointer.save(step, tensors, {})
-        checkpointer.wait()
-        places.append(sorted(buffer.data_ptr() for buffer in checkpointer._staging._buffers.values()))
-    assert places[0] == places[1]
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_failed_save_is_told_and_the_next_one_works(tmp_path: Path, mode: str):
     folder = tmp_path / "checkpoints"

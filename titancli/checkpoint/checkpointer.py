@@ -10,10 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.planner import WriteItem
 
 from titancli.checkpoint.format.manifest import remove, steps
 from titancli.checkpoint.format.plan import SavePlan
@@ -21,6 +19,7 @@ from titancli.checkpoint.format.storage import Pieces, pieces_of, several_ranks
 from titancli.checkpoint.peers.copies import Copies
 from titancli.checkpoint.remote.uploads import Uploads
 from titancli.checkpoint.save import Draft, mesh_of, run_save
+from titancli.checkpoint.staging import Staging
 from titancli.distributed.process_group import all_gather, new_patient_group
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.recipe.schema import Checkpoint
@@ -106,11 +105,14 @@ class Checkpointer:
         return any(all_gather(busy)) if self._section.async_mode != "disabled" else False
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
-        """See to it that there is memory for copies of such tensors.
+        """See to it that there is memory for copies of such tensors. What asynchronous saves stage them in is
+        pinned meanwhile.
 
         Raises:
-            EnvironmentProblem: there is not.
+            EnvironmentProblem: there is not enough for the copies that ranks keep.
         """
+        if self._section.async_mode == "async_with_pinned_mem":
+            self._staging.reserve(pieces_of(tensors))
         if self._copies is not None:
             self._meet()
             self._copies.reserve(pieces_of(tensors), self._plan, self._group)
@@ -315,37 +317,6 @@ class Writing:
             what = self.path or f"step {self.step}"
             self.error = TitanError(f"saving {what} failed: {type(error).__name__}: {error}")
             self.error.__cause__ = error
-
-
-class Staging:
-    """Host buffers for this rank's pieces, allocated once and used again."""
-
-    def __init__(self, *, pinned: bool) -> None:
-        self._pinned = pinned
-        self._buffers: dict[Any, Tensor] = {}
-
-    @torch.no_grad()
-    def copy(self, pieces: Pieces) -> Pieces:
-        """The same pieces with a copy of the data, complete when this returns."""
-        buffers: dict[Any, Tensor] = {}
-        on_device = False
-        for item in pieces.items:
-            value = pieces.resolve(item)
-            buffer = self._buffers.get(item.index)
-            pinned = self._pinned and value.is_cuda
-            if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
-                buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
-            buffer.copy_(value, non_blocking=pinned)
-            buffers[item.index] = buffer
-            on_device = on_device or pinned
-        if on_device:
-            torch.cuda.current_stream().synchronize()
-        self._buffers = buffers
-
-        def staged(item: WriteItem) -> Tensor:
-            return buffers[item.index]
-
-        return Pieces(pieces.items, staged)
 
 
 def purge(folder: Path, run_id: str, keep: int, busy: Path | None = None) -> None:

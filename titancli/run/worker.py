@@ -283,7 +283,7 @@ class Rank:
                 from_zero=start.checkpoint is None,
                 copies=self._copies,
             )
-            if self._copies is not None:
+            if self._copies is not None or recipe.checkpoint.async_mode == "async_with_pinned_mem":
                 run.checkpoints.reserve(engine.live_state()[0])
         if probe is not None:
             run.steps = probe.asked.step
