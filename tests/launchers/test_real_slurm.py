@@ -18,6 +18,7 @@ from titancli.observe.events import read_events
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
+    pytest.mark.timeout(900),  # nothing here is forked from a process that has torch: Slurm starts it
     pytest.mark.skipif(cluster.missing() is not None, reason=f"a real Slurm {cluster.missing()}"),
 ]
 RUN = 'odd \'dir "x" $y #ü/run 1'
@@ -31,7 +32,7 @@ def nodes() -> Iterator[None]:
 
 def titan(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "titancli", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
 
 
 def status(folder: Path) -> tuple[str, int, str | None, int | None]:

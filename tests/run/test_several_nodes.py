@@ -17,6 +17,7 @@ from tests.run.conftest import Command, losses, train_here
 from tests.run.on_nodes import SLOW, Start, until, until_step, worlds
 from tests.run.test_restarts import pid_of_rank
 from tests.run.test_skipped_steps import contents
+from titancli.launchers import torchrun
 from titancli.observe.events import read_events
 from titancli.runs import RunFolder
 
@@ -132,6 +133,23 @@ def test_a_node_without_a_disk_of_its_own_says_so(
         code = train_here("tiny.toml", "--run-dir", "r", "--nproc", "1", "--nnodes", "2")
     said = capsys.readouterr().err
     assert code == 5 and "cannot write /nowhere/at/all: No such file" in said and "TMPDIR" in said
+
+
+def test_a_node_that_waits_for_others_says_so_and_can_be_stopped(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def say(line: str) -> None:
+        print(line)
+        if "waiting" in line:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(torchrun, "say", say)
+    monkeypatch.setattr(torchrun, "LOOK_SECONDS", 0.2)
+    code = train_here("tiny.toml", "--run-dir", "r", "--nproc", "1", "--nnodes", "2")
+    said = capsys.readouterr().out
+    assert code == 75 and "SIGTERM: stopping\n" in said
+    assert said.count("waiting for other machines (--nnodes 2), at most 600 seconds") == 1
+    assert not (here / "r/run.json").exists() and not list((here / "r/rendezvous").iterdir())
 
 
 @pytest.mark.slow

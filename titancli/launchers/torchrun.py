@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -31,6 +32,8 @@ from titancli.signals import STOPPING, heeded, say
 POLL_SECONDS = 0.1
 KILL_SECONDS = 10.0
 """How long ranks that were killed may take to go."""
+LOOK_SECONDS = 10.0
+"""How often a node looks whether ranks run on it. torchrun itself takes seconds to start."""
 
 
 def torchrun_command(config: Local, request: LaunchRequest, meeting: Meeting | None = None) -> list[str]:
@@ -82,19 +85,23 @@ def take_part(config: Local, request: LaunchRequest, log: TextIO, drawing: Drawi
             say=say,
         )
     restarts, step, since = config.max_restarts, None, time.monotonic()
+    waiting = Waiting(config, request, drawing)
 
     def given_up() -> bool:
         waited = time.monotonic() - since
         return bool(signals.waiting) or waited > config.join_timeout_seconds
+
+    def goes_on(agent: int) -> bool:
+        waiting.look(agent)
+        return meeting is None or meeting.beat(lambda: not children(agent))
 
     try:
         while True:
             if meeting is not None and not meeting.find(given_up):
                 signals.hand_on(None)
                 return EXIT_STOPPED if signals.received else EXIT_LOST
-            code = run_agent(
-                torchrun_command(config, request, meeting), request, log, drawing, signals, meeting
-            )
+            command = torchrun_command(config, request, meeting)
+            code = run_agent(command, request, log, drawing, signals, goes_on)
             if code != EXIT_LOST or signals.received or drawing.ended:
                 return code
             if drawing.step != step:
@@ -126,9 +133,10 @@ def run_agent(
     log: TextIO,
     drawing: Drawing,
     signals: Signals,
-    meeting: Meeting | None = None,
+    goes_on: Callable[[int], bool] = lambda agent: True,
 ) -> int:
-    """Run torchrun to its end and return its exit code."""
+    """Run torchrun to its end and return its exit code; `goes_on` is asked all the time, with its process id,
+    and a False ends it."""
     ends_file(request).unlink(missing_ok=True)
     log.write(f"--- {timestamp()} {' '.join(command)}\n")
     log.flush()
@@ -144,7 +152,7 @@ def run_agent(
         while agent.poll() is None:
             drawing.draw()
             signals.hand_on(agent)
-            if meeting is not None and not meeting.beat(lambda: not children(agent.pid)):
+            if not goes_on(agent.pid):
                 return EXIT_LOST
             time.sleep(POLL_SECONDS)
         drawing.draw()
@@ -153,6 +161,35 @@ def run_agent(
     if agent.returncode < 0:
         _outlast(request.folder, signals)
     return agent.returncode
+
+
+class Waiting:
+    """Says that no ranks run on this node, once each time: others are waited for, or it is a spare."""
+
+    def __init__(self, config: Local, request: LaunchRequest, drawing: Drawing) -> None:
+        self._others = (
+            f"waiting for other machines (--nnodes {request.nodes}), at most {config.join_timeout_seconds} "
+            "seconds (launcher.join_timeout_seconds)"
+        )
+        self._drawing, self._looked = drawing, time.monotonic()
+        self._idle = self._said = self._spare = False
+        self._step: int | None = None
+        """The run's step when this node was first found without ranks."""
+
+    def look(self, agent: int) -> None:
+        """Look whether the agent has ranks, now and then."""
+        if time.monotonic() < self._looked + LOOK_SECONDS:
+            return
+        self._looked, before = time.monotonic(), self._idle
+        self._idle = not children(agent)
+        if not (self._idle and before):
+            self._said, self._spare, self._step = False, False, self._drawing.step
+        elif self._drawing.step != self._step and not self._spare:
+            say("the run has enough machines: this one waits as a spare")
+            self._said = self._spare = True
+        elif not self._said:
+            say(self._others)
+            self._said = True
 
 
 class Drawing:
@@ -209,6 +246,8 @@ class Signals:
             name = signal.Signals(number).name
             if again:
                 say("\ninterrupted again: exiting now")
+            elif agent is None or not children(agent.pid):
+                say(f"\n{name}: stopping")
             else:
                 more = "; press Ctrl-C again to exit now" if number == signal.SIGINT else ""
                 say(f"\n{name}: {STOPPING.get()}{more}")
