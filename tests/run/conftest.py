@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -148,8 +149,7 @@ class Command:
         titan = Path(sys.executable).with_name("titan")
         if on is not None:
             options["env"] = {**options.get("env", os.environ), **on.environment}
-        name = on.name if on else "command"
-        self._files = [open(here / f"{name}.{end}", "w+") for end in ("out", "err")]  # noqa: SIM115
+        self._files = [tempfile.TemporaryFile("w+") for _ in ("out", "err")]  # noqa: SIM115
         self.process = subprocess.Popen(
             [str(titan), "train", *arguments],
             cwd=here,
