@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -26,6 +27,26 @@ def holder(monkeypatch: pytest.MonkeyPatch) -> Any:
     for rank, name in enumerate("ab"):
         made.state.participants[torchs._NodeDesc(name, 1, 0)] = rank
     return made
+
+
+def test_a_report_that_cannot_be_written_is_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+    from torch.distributed.launcher import api
+
+    def fails(options: Any) -> None:
+        raise ChildFailedError("rank", {1: ProcessFailure(0, 7, -9, "N/A")})
+
+    for name in ("_count_only_nodes_that_fit", "_ask_no_other_clock", "_record_no_steps", "die_with_parent"):
+        monkeypatch.setattr(agent, name, lambda: None)
+    monkeypatch.setattr(api, "LocalElasticAgent", api.LocalElasticAgent)  # put back at the end
+    monkeypatch.setattr(agent, "heeded", list)
+    monkeypatch.setattr(run, "run", fails)
+    assert agent.main([str(tmp_path / "no/report.json"), "--standalone", "script.py"]) == 1
+    said = capsys.readouterr().err
+    assert "report.json: No such file or directory; ranks that failed: [{'rank': 1, 'exit_code': -9" in said
 
 
 def test_a_node_is_lost_when_it_has_given_no_sign_for_long_whatever_its_clock(

@@ -8,6 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,7 +18,9 @@ from tests.run.conftest import Command, losses, train_here
 from tests.run.on_nodes import SLOW, Start, until, until_step, worlds
 from tests.run.test_restarts import pid_of_rank
 from tests.run.test_skipped_steps import contents
-from titancli.launchers import torchrun
+from titancli.launch import LaunchRequest
+from titancli.launchers import Local, local, torchrun
+from titancli.observe import failures
 from titancli.observe.events import read_events
 from titancli.runs import RunFolder
 
@@ -138,6 +141,8 @@ def test_a_node_without_a_disk_of_its_own_says_so(
 def test_a_node_that_waits_for_others_says_so_and_can_be_stopped(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Also where its ranks have failed, with those of a node that was lost."""
+
     def say(line: str) -> None:
         print(line)
         if "waiting" in line:
@@ -145,11 +150,60 @@ def test_a_node_that_waits_for_others_says_so_and_can_be_stopped(
 
     monkeypatch.setattr(torchrun, "say", say)
     monkeypatch.setattr(torchrun, "LOOK_SECONDS", 0.2)
+    lost = failures.killed(0, 2, signal.SIGKILL, 4)
+    monkeypatch.setattr(local, "_killed_ranks", lambda request, step: ([lost], []))
     code = train_here("tiny.toml", "--run-dir", "r", "--nproc", "1", "--nnodes", "2")
     said = capsys.readouterr().out
     assert code == 75 and "SIGTERM: stopping\n" in said
     assert said.count("waiting for other machines (--nnodes 2), at most 600 seconds") == 1
     assert not (here / "r/run.json").exists() and not list((here / "r/rendezvous").iterdir())
+
+
+def test_after_a_signal_no_replacement_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The signal came while ranks were there; they failed, since a node was lost."""
+    monkeypatch.setattr(torchrun, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(torchrun, "torchrun_command", lambda *given: ["sleep", "60"])
+    (tmp_path / "logs").mkdir()
+    request = LaunchRequest(tmp_path, tmp_path / "lock", None, [], 1, 2, "a:1", False, False)
+    signals, drawing = torchrun.Signals(), Mock(step=3, ended=False)
+    signals.received.append(signal.SIGUSR1)
+    with open(tmp_path / "log", "w") as log:
+        assert torchrun.take_part(Local(), request, log, drawing, signals) == 75
+
+
+def test_an_end_on_another_node_that_nobody_recorded_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(local, "PATIENCE", 0.0)
+    monkeypatch.setattr(local, "take_part", lambda *given: 0)
+    request = LaunchRequest(tmp_path, tmp_path / "lock", None, [], 1, 2, "a:1", False, False)
+    assert local.launch(Local(), **request.keywords()) == 1
+    assert "ended on another machine" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [False, True])
+def test_a_signal_while_a_replacement_is_waited_for_stops_the_run(
+    cluster: Cluster, start: Start, reference: Any, here: Path, late: bool
+) -> None:
+    """Or while the ranks have not noticed yet that a node is lost. Slurm requeues a job that ends with 75."""
+    a, b = cluster.node("a"), cluster.node("b")
+    running = [start(node, *SLOW) for node in (a, b)]
+    until_step(here / "r", 3, running)
+    b.kill()
+    if late:
+        until(lambda: bool(list((here / "r/logs").glob("rank-0.error.json"))))
+        until(lambda: len(a.processes()) <= 3)  # the holder, titan and torchrun
+    running[0].process.send_signal(signal.SIGUSR1)
+    done = running[0].wait(60)
+    assert done.code == 75 and "Traceback" not in done.err, done.err
+    outcome = RunFolder(here / "r").outcome()
+    assert outcome is not None and (outcome["why"], outcome["signal"]) == ("stopped", "SIGUSR1")
+    ends_as_if_nothing_had_happened(
+        here / "r", [start(node, *SLOW) for node in (a, cluster.node("c"))], reference
+    )
 
 
 @pytest.mark.slow

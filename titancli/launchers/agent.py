@@ -67,7 +67,10 @@ def main(arguments: Sequence[str]) -> int:
             {"rank": rank, "exit_code": failure.exitcode, "time": failure.timestamp}
             for rank, failure in error.failures.items()
         ]
-        report.write_text(json.dumps(ends))
+        try:
+            report.write_text(json.dumps(ends))
+        except OSError as failure:
+            print(f"cannot write {report}: {failure.strerror}; ranks that failed: {ends}", file=sys.stderr)
         return EXIT_FAILED
     except (RendezvousError, DistError) as error:
         print(f"the rendezvous is lost: {type(error).__name__}: {error}", file=sys.stderr)

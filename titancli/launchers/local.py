@@ -45,8 +45,8 @@ from titancli.process import copy_into, rank_log
 from titancli.runs import ChangedMeanwhile, Claim, RunFolder, TakenOver, timestamp
 from titancli.signals import say
 
-PATIENCE = 10.0
-"""Seconds for which a node waits for what another one writes of the end."""
+PATIENCE = 60.0
+"""Seconds for which a node waits for what another one writes of the end: a network disk may show it late."""
 LAST_LINES = 15
 """Of torchrun's log, shown where no rank could be started."""
 
@@ -168,15 +168,18 @@ def _result(
     """The exit code, from what the ranks left behind."""
     outcome = _outcome(request, PATIENCE if agent_code == EXIT_OK and request.nnodes > 1 else 0.0)
     lost = agent_code < 0 and not signals.received  # somebody killed torchrun
-    if outcome is None and agent_code == EXIT_OK:  # another node has written one, which is not seen here yet
-        return EXIT_OK
+    if outcome is None and agent_code == EXIT_OK:  # so ends torchrun too where another node's has given up
+        say(f"error: the run has ended on another machine, and {request.folder.record_file} does not say how"
+            f"\nsee what was printed there; log: {launcher_log(request)}")  # fmt: skip
+        return EXIT_FAILED
     # Where the ranks of other nodes have failed, the agent of a spare ends well.
     well = agent_code == EXIT_OK or (agent_code == -signal.SIGKILL and not lost)
     if outcome is not None and outcome["why"] != "failed" and well:
         return exit_code(outcome)
     kills, late_kills = _killed_ranks(request, None if step is None else step + 1)
     reports = failures.read(request.folder.logs, before=before)
-    if signals.ended(reports, kills + late_kills):
+    waited = agent_code == EXIT_STOPPED  # for other nodes, when the signal came; its ranks had failed before
+    if signals.received and (waited or signals.ended(reports, kills + late_kills)):
         interrupted = signals.received[0] == signal.SIGINT
         why = "interrupted" if interrupted else "stopped"
         _record_outcome(request, watcher, why, signals.received[0], step)

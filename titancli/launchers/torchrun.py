@@ -91,9 +91,12 @@ def take_part(config: Local, request: LaunchRequest, log: TextIO, drawing: Drawi
         waited = time.monotonic() - since
         return bool(signals.waiting) or waited > config.join_timeout_seconds
 
-    def goes_on(agent: int) -> bool:
+    def ends(agent: int) -> int | None:
         waiting.look(agent)
-        return meeting is None or meeting.beat(lambda: not children(agent))
+        lost = meeting is not None and not meeting.beat(lambda: not children(agent))
+        if signals.received and (lost or waiting.idle):  # the ranks that heard the signal are gone
+            return EXIT_STOPPED
+        return EXIT_LOST if lost else None
 
     try:
         while True:
@@ -101,7 +104,7 @@ def take_part(config: Local, request: LaunchRequest, log: TextIO, drawing: Drawi
                 signals.hand_on(None)
                 return EXIT_STOPPED if signals.received else EXIT_LOST
             command = torchrun_command(config, request, meeting)
-            code = run_agent(command, request, log, drawing, signals, goes_on)
+            code = run_agent(command, request, log, drawing, signals, ends)
             if code != EXIT_LOST or signals.received or drawing.ended:
                 return code
             if drawing.step != step:
@@ -133,10 +136,10 @@ def run_agent(
     log: TextIO,
     drawing: Drawing,
     signals: Signals,
-    goes_on: Callable[[int], bool] = lambda agent: True,
+    ends: Callable[[int], int | None] = lambda agent: None,
 ) -> int:
-    """Run torchrun to its end and return its exit code; `goes_on` is asked all the time, with its process id,
-    and a False ends it."""
+    """Run torchrun to its end and return its exit code; or that which `ends` gives, which is asked all the
+    time, with torchrun's process id, whether to end it."""
     ends_file(request).unlink(missing_ok=True)
     log.write(f"--- {timestamp()} {' '.join(command)}\n")
     log.flush()
@@ -152,8 +155,8 @@ def run_agent(
         while agent.poll() is None:
             drawing.draw()
             signals.hand_on(agent)
-            if not goes_on(agent.pid):
-                return EXIT_LOST
+            if (code := ends(agent.pid)) is not None:
+                return code
             time.sleep(POLL_SECONDS)
         drawing.draw()
     finally:
@@ -172,7 +175,9 @@ class Waiting:
             "seconds (launcher.join_timeout_seconds)"
         )
         self._drawing, self._looked = drawing, time.monotonic()
-        self._idle = self._said = self._spare = False
+        self._none = self._said = self._spare = False
+        self.idle = False
+        """Whether there have been no ranks for a while."""
         self._step: int | None = None
         """The run's step when this node was first found without ranks."""
 
@@ -180,9 +185,10 @@ class Waiting:
         """Look whether the agent has ranks, now and then."""
         if time.monotonic() < self._looked + LOOK_SECONDS:
             return
-        self._looked, before = time.monotonic(), self._idle
-        self._idle = not children(agent)
-        if not (self._idle and before):
+        self._looked, before = time.monotonic(), self._none
+        self._none = not children(agent)
+        self.idle = self._none and before
+        if not self.idle:
             self._said, self._spare, self._step = False, False, self._drawing.step
         elif self._drawing.step != self._step and not self._spare:
             say("the run has enough machines: this one waits as a spare")
