@@ -18,6 +18,7 @@ from titancli.models.hf_causal_lm.config_json import (
     growing_rope,
     merged,
     read_folder,
+    text_part,
 )
 from titancli.registry.component import component
 
@@ -72,14 +73,15 @@ class HFCausalLM:
 
     @staticmethod
     def from_config_json(config_json: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys of `[model]` for a `config.json`.
+        """The keys of `[model]` for a `config.json`; of a model that sees images too, for its text model.
 
         Raises:
             EnvironmentProblem: code that comes with the weights, quantised weights, an encoder.
         """
-        for fault in faults(config_json):
+        values = text_part(dict(config_json))
+        for fault in faults(values):
             raise EnvironmentProblem(fault)
-        return {"config": encoded(dict(config_json))}
+        return {"config": encoded(values)}
 
     def explicit(self) -> HFCausalLM:
         """The same, without keys that do not change what is computed; with the architecture's defaults where
@@ -206,7 +208,7 @@ def _table(value: Any) -> Any:
     """A folder's table in place of the folder. Errors are those that pydantic takes."""
     above = value if isinstance(value, dict) else {"type": value}
     if not isinstance(above.get("type"), str):
-        return value
+        return text_part(value) if isinstance(value, dict) else value
     try:
         return merged(read_folder(Path(above["type"])), {k: v for k, v in above.items() if k != "type"})
     except TitanError as error:

@@ -3,17 +3,65 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from titancli.errors import EnvironmentProblem
-from titancli.models.quantization import quantization_of
+from titancli.models.quantization import KEY, quantization_of
 
 KERNEL_KEYS = {"attn_implementation", "experts_implementation"}
 """Keys that only say which kernels transformers uses; some begin with an underscore."""
 NULL = "null"
 """What stands in a table for JSON's null, which TOML has not."""
+
+
+TEXT_TYPES = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+"""Types of text models that are other types where all that they see is text: RoPE by rows and columns of an
+image counts tokens there."""
+FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
+"""Types whose config.json may have the keys of its text model beside those of its others."""
+NAMED_OTHERWISE = (("language_model.", ""), ("model.language_model.", "model."))
+"""How names of tensors in a folder of more than a text model begin, and in one of the text model alone."""
+BESIDE_TEXT = re.compile(
+    r"(model\.)?(vision\w*|visual|audio\w*|embed_vision|embed_audio|multi_modal_projector|mm_projector|"
+    r"patch_merger|image_newline)(\.|$)"
+)
+"""Names of tensors that text does not meet."""
+
+
+def text_part(values: dict[str, Any]) -> dict[str, Any]:
+    """Return what a config.json says of its text model; all that it says, where it describes nothing else."""
+    text, kind = values.get("text_config"), values.get("model_type")
+    if isinstance(text, dict) and isinstance(text.get("model_type"), str):
+        # What is said of the whole holds, as in transformers.
+        text = text | {key: values[key] for key in (KEY, "tie_word_embeddings") if key in values}
+    elif kind in FLAT and isinstance(values.get("hidden_size"), int):
+        others = ("text_config", "vision_config", "auto_map", "architectures")
+        text = {key: value for key, value in values.items() if key not in others}
+        text["model_type"] = FLAT[kind]
+    else:
+        return values
+    if text["model_type"] not in TEXT_TYPES:
+        return text
+    text["model_type"] = TEXT_TYPES[text["model_type"]]
+    return {key: _counting_tokens(value) if key in ROPES else value for key, value in text.items()}
+
+
+ROPES = ("rope_scaling", "rope_parameters")
+
+
+def _counting_tokens(rope: Any) -> Any:
+    if not isinstance(rope, dict):
+        return rope
+    kept = {key: value for key, value in rope.items() if not key.startswith("mrope")}
+    return {key: "default" if value == "mrope" else value for key, value in kept.items()}
 
 
 def faults(values: Mapping[str, Any]) -> Iterator[str]:
@@ -99,7 +147,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
         raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise EnvironmentProblem(f"{path} does not contain an object")
-    return encoded(values)
+    return encoded(text_part(values))
 
 
 def merged(lower: dict[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:

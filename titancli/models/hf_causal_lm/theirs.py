@@ -75,8 +75,7 @@ def made(values: Mapping[str, Any], attention: str, experts: str) -> Any:
     if config.get_text_config() is not config:
         raise refused(
             values,
-            "a multimodal model",
-            hint="use its text_config, if transformers has a model for it",
+            "a multimodal model whose config.json has no text_config of a type that titan could train",
         )
     try:
         with quiet(), torch.device("meta"):

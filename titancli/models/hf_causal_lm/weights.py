@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -12,9 +13,12 @@ from torch import Tensor
 from titancli.errors import EnvironmentProblem
 from titancli.models.blocks.state import named_state
 from titancli.models.hf_causal_lm import HFCausalLM
+from titancli.models.hf_causal_lm.config_json import BESIDE_TEXT, NAMED_OTHERWISE
 from titancli.models.hf_causal_lm.conversion import Conversion, no_form, sources_of
 from titancli.models.hf_causal_lm.model import TransformersModel
 from titancli.models.quantization import KEY
+
+logger = logging.getLogger(__name__)
 
 
 class FolderForm:
@@ -30,6 +34,7 @@ class FolderForm:
         self.values = config.values
         self._copies: dict[str, str] | None = None
         self._ignored: list[str] = []
+        self._told: set[str] = set()
         self._conversion: Conversion
         self._sources: dict[str, list[str]] = {}
 
@@ -49,13 +54,28 @@ class FolderForm:
         self._look()
         return self._conversion.from_files(name, zip(self._sources[name], tensors, strict=True))
 
+    def known_as(self, hf_name: str) -> str:
+        """The name in a folder of the text model alone."""
+        for start, ours in NAMED_OTHERWISE:
+            if hf_name.startswith(start):
+                return ours + hf_name.removeprefix(start)
+        return hf_name
+
     def ignored(self, hf_name: str) -> bool:
+        if found := BESIDE_TEXT.match(hf_name):
+            self._tell(f"leaving out what stands beside the text model: {found[0]}")
+            return True
         self._look()
         return self.copy_of(hf_name) is not None or any(re.search(p, hf_name) for p in self._ignored)
 
     def copy_of(self, hf_name: str) -> str | None:
         self._look()
         return (self._copies or {}).get(hf_name)
+
+    def _tell(self, what: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            logger.warning(what)
 
     def _look(self) -> None:
         """Find out, once, what a folder holds.
