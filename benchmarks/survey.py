@@ -60,6 +60,8 @@ LACKING: dict[str, dict[str, Any]] = {
     "dots1": {**LATENT, "n_shared_experts": 1},
     "ministral": {"head_dim": 32},
     "nemotron": {"num_key_value_heads": 8, "head_dim": 32},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "hunyuan_v1_dense": {"head_dim": 32},
     "hunyuan_v1_moe": {"head_dim": 32, "num_experts": 4, "moe_topk": [2] * 32},
     "phimoe": {"input_jitter_noise": 0.0, "router_jitter_noise": 0.0},

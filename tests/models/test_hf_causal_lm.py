@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -27,8 +28,7 @@ from titancli.losses import CrossEntropy
 from titancli.models import HFCausalLM
 from titancli.models.blocks.state import named_state
 from titancli.models.hf_causal_lm.model import TransformersModel, build
-from titancli.models.hf_causal_lm.parts import take_apart
-from titancli.models.hf_causal_lm.tensor_plan import modules_fault, plan_fault
+from titancli.models.hf_causal_lm.tensor_plan import parts_fault
 from titancli.models.hf_causal_lm.theirs import hf_config
 from titancli.models.hf_causal_lm.tiny import tiny
 from titancli.models.hf_causal_lm.weights import FolderForm
@@ -284,14 +284,12 @@ def test_what_would_be_wrong_is_refused_by_name(case: str) -> None:
     assert caught.value.message.startswith("model.config: ")
 
 
-PLANS = {
-    "gpt2": "transformers declares no tensor parallel plan for gpt2",
-}
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_tensor_parallel_without_a_plan_is_refused(name: str) -> None:
-    assert PLANS[name] in (plan_fault(config(name).values) or "")
+def test_tensor_parallel_without_a_plan_is_refused() -> None:
+    with torch.device("meta"):
+        model = build(config("gpt2"), seq_len=16)
+    assert model.mesh_faults == {
+        "tp": "transformers declares no tensor parallel plan for gpt2, and its layers have other names"
+    }
 
 
 def test_what_a_plan_leaves_out_has_no_style() -> None:
@@ -306,17 +304,64 @@ def tiny_default(model_type: str) -> dict[str, Any]:
     return tiny({**CONFIG_MAPPING[model_type]().to_dict(), "model_type": model_type})
 
 
-NOT_SHARDED = {
-    "deepseek_v3": "transformers' plan for deepseek_v3 does not shard its attention (DeepseekV3Attention)",
-    "gemma3n_text": "embed_tokens_per_layer (Gemma3nTextScaledWordEmbedding) is a second embedding",
+WHOLE = {
+    "deepseek_v3": "transformers' plan leaves it out",
+    "diffllama": "pairs of heads are far from each other, so that parts do not add up",
 }
 
 
-@pytest.mark.parametrize("model_type", NOT_SHARDED)
-def test_a_plan_that_leaves_whole_rows_to_modules_is_refused(model_type: str) -> None:
+@pytest.mark.parametrize("model_type", WHOLE)
+def test_attention_that_is_not_sharded_is_computed_whole(model_type: str) -> None:
     with torch.device("meta"):
-        parts = take_apart(tiny_default(model_type))
-    assert NOT_SHARDED[model_type] in (modules_fault(parts.config, parts.base) or "")
+        model = build(HFCausalLM(config=tiny_default(model_type)), seq_len=16)
+    assert "layers.0.self_attn" in model.sharded.whole and "layers.0.mlp" in model.sharded.regions
+    assert model.tensor_plan["model.layers.0.self_attn.o_proj.weight"] == "replicate"
+    assert model.tensor_plan["model.layers.0.mlp.down_proj.weight"] == "row"
+    assert not model.mesh_faults
+
+
+STAGED: dict[str, tuple[dict[str, Any], bool]] = {
+    "a norm without parameters follows the last block": ({"model_type": "olmo"}, True),
+    "embeddings are scaled in place": ({"model_type": "ctrl"}, False),
+    "embeddings are scaled": ({"model_type": "granite", "embedding_multiplier": 3.0}, False),
+}
+
+
+@pytest.mark.parametrize("what", STAGED)
+def test_embeddings_that_are_changed_stay_with_the_first_block(what: str) -> None:
+    values, alone = STAGED[what]
+    plain = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    with torch.device("meta"):
+        model = build(HFCausalLM(config={**tiny_default(values["model_type"]), **plain, **values}), seq_len=8)
+    assert model.staged and model.embeds_alone is alone
+    blocks = [f"layers.{n}" for n in range(len(model.layers))]
+    if alone:
+        assert model.stage(["embeddings"]).first
+    else:
+        with pytest.raises(RecipeError, match="embeddings are changed before the first block"):
+            model.stage(blocks)
+
+
+def test_parts_that_do_not_add_up_are_found() -> None:
+    """A scale of a part's own, which no plan knows of."""
+    module = Mlp()
+    styles = {"up_proj": "colwise", "down_proj": "rowwise"}
+    assert parts_fault(module, styles, (torch.ones(1, 3, 8),), {}) is None
+    module.uneven = True
+    assert "parts differ by" in (parts_fault(module, styles, (torch.ones(1, 3, 8),), {}) or "")
+    assert "shape" in (parts_fault(module, {"up_proj": "colwise"}, (torch.ones(1, 3, 8),), {}) or "")
+
+
+class Mlp(nn.Module):
+    uneven = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.up_proj(x)
+        return self.down_proj(inner / inner.shape[-1] if self.uneven else inner)
 
 
 def test_a_model_whose_rows_cannot_be_sharded_still_says_its_styles() -> None:

@@ -185,7 +185,9 @@ def test_an_export_that_would_fail_is_told_before_the_run(write: Callable[..., N
 
 def test_tensor_parallel_needs_a_plan_and_sizes_that_it_divides(write: Callable[..., None]) -> None:
     write(CONFIGS["gpt2"])
-    assert told(wrong("mesh.tp=2")) == "mesh.tp = 2: transformers declares no tensor parallel plan for gpt2"
+    assert told(wrong("mesh.tp=2")) == (
+        "mesh.tp = 2: transformers declares no tensor parallel plan for gpt2, and its layers have other names"
+    )
     write(LLAMA)
     load_recipe("exp.toml", ["mesh.tp=2"])
     assert "mesh.tp = 4 does not divide n_kv_heads 2" in wrong("mesh.tp=4")[0].message

@@ -83,7 +83,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
             for name, _ in module.named_parameters(recurse=False)
             if (f"{path}.{name}" if path else name) in styles
         }
-        if own:
+        if own or with_defaults(ModuleDefaults, module).tensor_parallel is not None:
             _prepare(path, module, own, group)
         if any(
             styles.get(f"{path}.{child}.weight" if path else f"{child}.weight") == "row"

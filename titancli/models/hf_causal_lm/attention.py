@@ -217,7 +217,8 @@ def attention(
     sinks = {} if s_aux is None else {"sinks": local(s_aux)}
     if isinstance(attention_mask, Seen):
         _declare(module, what, attention_mask.reach, query.shape[-1])
-        return module.core_attention(q, k, v, attention_mask.mask, **sinks), None  # type: ignore[operator]
+        out: Tensor = module.core_attention(q, k, v, attention_mask.mask, **sinks)  # type: ignore[operator]
+        return out.contiguous(), None  # some ask for a view of it
     causal = attention_mask is None and q.shape[1] > 1
     return core(what, WHOLE, q, k, v, attention_mask, causal, **sinks), None
 

@@ -25,7 +25,7 @@ from titancli.models.hf_causal_lm.cache import Cache
 from titancli.models.hf_causal_lm.parts import run_base, take_apart
 from titancli.models.hf_causal_lm.rope import GrowingRope
 from titancli.models.hf_causal_lm.stages import AFTER, BEFORE, Border, Passed, stage_of
-from titancli.models.hf_causal_lm.tensor_plan import modules_fault, plan_fault, prepare, tensor_plan
+from titancli.models.hf_causal_lm.tensor_plan import Sharded, plan_fault, prepare, sharded, tensor_plan
 from titancli.models.hf_causal_lm.trial import try_cache_once, try_once
 from titancli.models.hf_causal_lm.values import initial_values
 
@@ -70,6 +70,10 @@ class TransformersModel(nn.Module):
     """Of a stage: what enters and leaves it."""
     tokenwise = True
     """Whether all that joins tokens is attention that a plan can cut."""
+    embeds_alone = True
+    """Whether what stands before the blocks can be a stage of its own."""
+    sharded: Sharded
+    """By tensor parallelism; set by `build`."""
     mesh_faults: Mapping[str, str] = {}
     """See `titancli.protocols.ModelDefaults`; set by `build`."""
 
@@ -83,7 +87,6 @@ class TransformersModel(nn.Module):
         self.add_module(parts.head_name, parts.head)
         self.layers.__class__ = Blocks
         self._tied = self.tied
-        prepare(parts.config, parts.base, set(parts.experts.values()))
 
     @property
     def base(self) -> Any:
@@ -119,6 +122,11 @@ class TransformersModel(nn.Module):
             raise RecipeError(
                 f"mesh.pp: {self._parts.config.model_type}: blocks pass each other more than hidden states",
                 hint="set mesh.pp = 1",
+            )
+        if not self.embeds_alone and (BEFORE in names) != ("layers.0" in names):
+            raise RecipeError(
+                f"mesh.pp: {self._parts.config.model_type}: embeddings are changed before the first block",
+                hint="have the first stage begin with embeddings and layers.0",
             )
         if self.tied:
             raise RecipeError(
@@ -284,9 +292,10 @@ class TransformersModel(nn.Module):
 
     @property
     def tensor_plan(self) -> dict[str, str]:
-        """From transformers' plan; empty where there is none."""
+        """From transformers' plan, or by usual names; where there is nothing to shard, of what needs none."""
         parts = self._parts
-        return tensor_plan(parts.config, self, self.base, self.output, set(parts.experts.values()))
+        experts = set(parts.experts.values())
+        return tensor_plan(self, self.base, self.output, experts, self.sharded)
 
     def flops_per_token(self, seq_len: int) -> float:
         """6 per matrix weight that a token meets, and 12 · layers · width of attention · seq_len.
@@ -317,7 +326,11 @@ def build(config: HFCausalLM, *, seq_len: int) -> TransformersModel:
     device = torch.get_default_device()
     with torch.device("meta"):
         model = TransformersModel(config)
-    model.apart, model.tokenwise, model.staged = try_once(config.values, _on_meta)
+    tried = try_once(config.values, _on_meta)
+    model.apart, model.tokenwise, model.staged = tried.apart, tried.tokenwise, tried.staged
+    model.embeds_alone = tried.embeds_alone
+    model.sharded = sharded(model._parts.config, model.base, tried.unlike)
+    prepare(model.base, set(model._parts.experts.values()), model.sharded)
     model.mesh_faults = dict(_mesh_faults(model))
     if device.type != "meta":
         model.to_empty(device=device)
@@ -326,17 +339,14 @@ def build(config: HFCausalLM, *, seq_len: int) -> TransformersModel:
 
 
 def _mesh_faults(model: TransformersModel) -> Iterator[tuple[str, str]]:
-    parts, values = model._parts, model.config.values
+    parts = model._parts
     kind = parts.config.model_type
     if not model.tokenwise:
-        yield "cp", f"{kind}: {JOINS}"
-    elif parts.untraced is not None:
+        yield from dict.fromkeys(("cp", "tp"), f"{kind}: {JOINS}").items()
+        return
+    if parts.untraced is not None:
         yield "cp", f"{kind}: its attention is not known before it runs on data ({parts.untraced})"
-    if fault := plan_fault(values):
-        yield "tp", fault
-    elif not model.tokenwise:
-        yield "tp", f"{kind}: {JOINS}"
-    elif fault := modules_fault(parts.config, model.base):
+    if fault := plan_fault(parts.config, model.sharded):
         yield "tp", fault
 
 

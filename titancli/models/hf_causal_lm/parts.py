@@ -73,7 +73,8 @@ def take_apart(values: Mapping[str, Any]) -> Parts:
     if has_own_attention(type(whole)):
         choose(whole, DENSE, EXPERTS)
     config = whole.config
-    base_name = whole.base_model_prefix
+    # Some have the prefix of the model of which they are a part.
+    base_name = whole.base_model_prefix if hasattr(whole, whole.base_model_prefix) else "model"
     base, head = getattr(whole, base_name, None), whole.get_output_embeddings()
     children = dict(whole.named_children())
     head_name = next((name for name, child in children.items() if child is head), None)

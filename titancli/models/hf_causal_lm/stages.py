@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,15 +52,15 @@ class Passed(nn.Module):
 class StandIn(nn.Module):
     """Zeros of the shape of what a module of another stage gives."""
 
-    def __init__(self, module: nn.Module, border: Border, *, gives: bool, keeps: bool) -> None:
+    def __init__(self, module: nn.Module, border: Border, *, embeds: bool, gives: bool) -> None:
         """
         Args:
-            gives: what was received, for the embedding.
-            keeps: what it is given, if no block has, for what follows the blocks.
+            embeds: zeros are like what was received.
+            gives: what was received instead, if no block does.
         """
         super().__init__()
         self._meta = (copy.deepcopy(module).to("meta"),)  # in a tuple, so that it is no module of the stage
-        self._border, self._gives, self._keeps = border, gives, keeps
+        self._border, self._embeds, self._gives = border, embeds, gives
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -68,10 +69,9 @@ class StandIn(nn.Module):
             return getattr(self._meta[0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._gives and self._border.received is not None:
-            return self._border.received
-        if self._keeps and self._border.sent is None:
-            self._border.sent = args[0]
+        received = self._border.received
+        if self._embeds and received is not None:
+            return received if self._gives else torch.zeros_like(received)
         given: list[Tensor] = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         device, dtype = given[0].device, next((x.dtype for x in given if x.is_floating_point()), None)
         on_meta = tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
@@ -87,6 +87,7 @@ def stage_of(model: Any, names: Collection[str], as_tuple: bool) -> Any:
     part.border = border
     part.first, part.last = BEFORE in names, AFTER in names
     above, front = part, True
+    mine = [int(name.removeprefix("layers.")) for name in names if name.startswith("layers.")]
     path = [part._parts.base_name, *part._parts.layers_path.split(".")]
     embedding = model.base.get_input_embeddings()
     for step in path:
@@ -100,13 +101,12 @@ def stage_of(model: Any, names: Collection[str], as_tuple: bool) -> Any:
                     vars(above)["_modules"][name] = None
                 else:
                     vars(above)["_modules"][name] = StandIn(
-                        child, border, gives=child is embedding, keeps=not front
+                        child, border, embeds=child is embedding, gives=0 in mine
                     )
         front = True
         below = _copied(getattr(above, step))
         vars(above)["_modules"][step] = below
         above = below
-    mine = [int(name.removeprefix("layers.")) for name in names if name.startswith("layers.")]
     first = min(mine, default=len(above) if part.last else 0)
     end = max(mine, default=first - 1) + 1
     for number, (name, block) in enumerate(list(vars(above)["_modules"].items())):
@@ -114,7 +114,14 @@ def stage_of(model: Any, names: Collection[str], as_tuple: bool) -> Any:
             vars(above)["_modules"][name] = Passed(
                 block, border, gives=number == first - 1, keeps=number == end, as_tuple=as_tuple
             )
+    if end == len(above) and mine and not part.last:
+        # Above FSDP2's hook on the same block, which only casts what comes out for itself.
+        above[-1].register_forward_hook(partial(_keep, border))
     return part
+
+
+def _keep(border: Border, module: nn.Module, args: Any, out: Any) -> None:
+    border.sent = out[0] if isinstance(out, tuple) else out
 
 
 def _copied(module: Any) -> Any:

@@ -1,29 +1,34 @@
-"""How transformers' modules are cut by tensor parallelism: from the plan that transformers declares.
+"""How transformers' modules are sharded by tensor parallelism: by the plan that transformers declares, or by
+the usual names of matrices.
 
 A module with a `rowwise` child is a region, entered with whole rows and left with a sum over the ranks
 (`titancli.parallel.tensor`). What the plan says nothing of stays whole: outside of regions it works on single
-tokens, of which each rank has others; within one, its gradient on each rank is a part of the sum.
+tokens, of which each rank has others; within one, its gradient on each rank is a part of the sum. Attention
+that is in no region is computed whole on each rank, which keeps its part of the rows.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from titancli.distributed.collectives import gather
-from titancli.distributed.local import local, with_local_parameters
-from titancli.errors import RecipeError
-from titancli.models.hf_causal_lm.theirs import hf_config
+from titancli.distributed.local import SEQUENCE, local, with_local_parameters
+from titancli.models.hf_causal_lm.theirs import line_of
 
 if TYPE_CHECKING:
     from titancli.distributed.collectives import Group
 
 GATHERED, SPLIT = "colwise_gather_output", "rowwise_split_input"
+LOCAL = "local_params"
+"""A module computes with its own parameters, which have styles of their own."""
 STYLES = {
     "colwise": "column",
     "rowwise": "row",
@@ -36,46 +41,127 @@ STYLES = {
 """transformers' ways to cut a module, by ours."""
 
 
-def plan_fault(values: Mapping[str, Any]) -> str | None:
-    """Why a model cannot be cut by tensor parallelism, as far as its config says; None: it may."""
-    try:
-        config = hf_config(values)
-    except RecipeError as error:
-        return error.message
-    plan = getattr(config, "base_model_tp_plan", None)
-    if not plan:
-        return f"transformers declares no tensor parallel plan for {config.model_type}"
-    of_experts = {pattern for pattern in plan if "experts" in pattern.split(".")}
-    other = sorted({style for pattern, style in plan.items() if style not in STYLES} - {None})
-    other = sorted({plan[pattern] for pattern in plan.keys() - of_experts} & set(other))
-    if other:
-        return (
-            f"transformers' plan for {config.model_type} uses {', '.join(other)}, which titan does "
-            f"not support"
-        )
-    return None
+USUAL = (
+    {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"},
+    {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "out_proj": "rowwise"},
+    {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"},
+    {"up_proj": "colwise", "down_proj": "rowwise"},
+)
+"""The matrices of attention and of feed-forward networks that transformers declares no plan for."""
 
 
-def modules_fault(config: Any, base: Any) -> str | None:
-    """Why tensor parallelism would compute something else with these modules; None: nothing is known.
+class Sharded(NamedTuple):
+    """How the modules of a base are sharded, by their names in it."""
 
-    Outside of regions each rank has a part of every row: attention there would see that part alone, and an
-    embedding there would look up whole rows.
+    styles: dict[str, str]
+    """transformers' style of modules and of parameters that belong to none of those."""
+    regions: list[str]
+    whole: list[str]
+    """Attention that each rank computes whole."""
+
+
+def sharded(config: Any, base: nn.Module, unlike: Collection[str] = ()) -> Sharded:
+    """Return how tensor parallelism shards a base.
+
+    Args:
+        unlike: classes of regions that do not compute in parts what they do as a whole; they are not sharded.
     """
-    styles = _declared(getattr(config, "base_model_tp_plan", None) or {}, base)
+    plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    styles: dict[str, str] = {}
+    regions: list[str] = []
     within: set[nn.Module] = set()
-    for path, module in base.named_modules():
-        if any(STYLES[styles.get(child, "replicate")] == "row" for child in module.children()):
-            if module in within:
-                return f"in transformers' plan for {config.model_type}, {path} is within what is sharded"
-            within |= set(module.modules())
-    for path, module in base.named_modules():
-        kind = type(module).__name__
-        if isinstance(module, nn.Embedding) and module is not base.get_input_embeddings():
-            return f"{config.model_type}: {path} ({kind}) is a second embedding, which titan does not shard"
-        if (hasattr(module, "core_attention") or hasattr(module, "is_causal")) and module not in within:
-            return f"transformers' plan for {config.model_type} does not shard its attention ({kind})"
+    for path, parent in base.named_modules():
+        prefix = f"{path}." if path else ""
+        linears = {n: child for n, child in parent.named_children() if isinstance(child, nn.Linear)}
+        own = {
+            name: style
+            for name in (*linears, *parent._parameters)
+            if (style := _planned(plan, prefix + name)) in STYLES
+        }
+        rows = [name for name, style in own.items() if STYLES[style] == "row"]
+        if not rows and (not plan or attends(parent)):
+            own = _usual(parent, linears) or own
+            rows = [name for name, style in own.items() if STYLES[style] == "row"]
+        if rows and (type(parent).__name__ in unlike or parent in within):
+            continue
+        if rows:
+            regions.append(path)
+            within |= set(parent.modules())
+        # An output that is gathered outside of a region is not sharded.
+        kept = own if rows else {n: style for n, style in own.items() if style != GATHERED}
+        styles |= {prefix + name: style for name, style in kept.items()}
+    whole = [path for path, module in base.named_modules() if attends(module) and module not in within]
+    return Sharded(styles, regions, whole)
+
+
+def _planned(plan: Mapping[str, str], place: str) -> str | None:
+    return next((style for pattern, style in plan.items() if fnmatchcase(place, pattern)), None)
+
+
+def _usual(parent: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, str]:
+    known = next((styles for styles in USUAL if styles.keys() == linears.keys()), None)
+    if known is None or any(True for module in linears.values() if type(module) is not nn.Linear):
+        return {}
+    return {**known, **{name: "colwise" for name in parent._parameters if name == "sinks"}}
+
+
+def attends(module: nn.Module) -> bool:
+    """Return whether it is an attention."""
+    return hasattr(module, "core_attention") or hasattr(module, "is_causal")
+
+
+def plan_fault(config: Any, found: Sharded) -> str | None:
+    """Why a model cannot be sharded by tensor parallelism; None: nothing is known."""
+    kind = config.model_type
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    known = {*STYLES, LOCAL, *(s for p, s in plan.items() if "experts" in p.split(".")), None}
+    if other := sorted({style for style in plan.values() if style not in known}):
+        return f"transformers' plan for {kind} uses {', '.join(other)}, which titan does not support"
+    if not found.regions and plan:
+        return f"transformers' tensor parallel plan for {kind} shards no layer that titan could shard"
+    if not found.regions:
+        return f"transformers declares no tensor parallel plan for {kind}, and its layers have other names"
     return None
+
+
+def parts_fault(module: nn.Module, styles: Mapping[str, str], args: Any, kwargs: Any) -> str | None:
+    """Why a region's two parts do not add up to what it computes as a whole; None: they do."""
+    meant = _first(module(*args, **kwargs)).detach()
+    summed = torch.zeros_like(meant)
+    try:
+        for rank in range(2):
+            part = copy.deepcopy(module)
+            for name, style in styles.items():
+                _take_part(part, name, style, rank)
+            summed += _first(part(*args, **kwargs)).detach()
+    except Exception as error:  # sizes that do not go together
+        return line_of(error)
+    far = float((summed - meant).abs().max() / meant.abs().max())
+    return None if far <= 1e-4 else f"parts differ by {far:.2g}"
+
+
+def _first(out: Any) -> Tensor:
+    found: Tensor = out[0] if isinstance(out, tuple) else out
+    return found
+
+
+def _take_part(module: Any, name: str, style: str, rank: int) -> None:
+    """Leave what one of two ranks has of a region's child or parameter."""
+    child = getattr(module, name)
+    if isinstance(child, nn.Parameter):
+        setattr(module, name, nn.Parameter(child.chunk(2)[rank]))
+    elif STYLES[style] == "column" and style != GATHERED:
+        child.weight = nn.Parameter(child.weight.chunk(2)[rank])
+        if child.bias is not None:
+            child.bias = nn.Parameter(child.bias.chunk(2)[rank])
+    elif STYLES[style] == "row":
+        weight = child.weight.chunk(2, 1)[rank]
+        if style == SPLIT:
+            others = [x if n == rank else x * 0 for n, x in enumerate(child.weight.chunk(2, 1))]
+            weight = torch.cat(others, 1)
+        child.weight = nn.Parameter(weight.clone())
+        if child.bias is not None and rank > 0:
+            child.bias = nn.Parameter(torch.zeros_like(child.bias))
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -85,33 +171,37 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def tensor_plan(
-    config: Any, model: nn.Module, base: Any, output: nn.Module, experts: Collection[nn.Module]
+    model: nn.Module, base: Any, output: nn.Module, experts: Collection[nn.Module], found: Sharded
 ) -> dict[str, str]:
-    """Every parameter's style, from the plan that transformers declares for a base's modules; where it
-    declares none, those that need none."""
-    plan = getattr(config, "base_model_tp_plan", None) or {}
-    found: dict[str, str] = {}
-    styles = _declared(plan, base)
+    """Every parameter's style; where nothing is sharded, those that need none."""
+    named: dict[str, str] = {}
+    kinds = {module: found.styles.get(path, "replicate") for path, module in base.named_modules()}
     for path, module in model.named_modules():
         own = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
-        if module in (output, base.get_input_embeddings()):
-            found |= dict.fromkeys(own, "vocab")
+        if module is output or isinstance(module, nn.Embedding):
+            named |= dict.fromkeys(own, "vocab")
         elif module in experts:
-            found |= dict.fromkeys(own, "expert")
+            named |= dict.fromkeys(own, "expert")
         elif is_norm(module):
-            found |= dict.fromkeys(own, "norm")
-        elif plan:
-            found |= dict.fromkeys(own, STYLES[styles.get(module, "replicate")])
-    return found
+            named |= dict.fromkeys(own, "norm")
+        elif found.regions:
+            named |= dict.fromkeys(own, STYLES[kinds.get(module, "replicate")])
+    if found.regions:
+        start = next(path for path, module in model.named_modules() if module is base)
+        sharded_ones = (path for path, _ in base.named_parameters() if path in found.styles)
+        named |= {f"{start}.{path}": STYLES[found.styles[path]] for path in sharded_ones}
+    return named
 
 
-def prepare(config: Any, base: Any, experts: Collection[nn.Module]) -> None:
+def prepare(base: Any, experts: Collection[nn.Module], found: Sharded) -> None:
     """Tell modules what tensor parallelism is to do with them, where it does not know by their class."""
-    styles = _declared(getattr(config, "base_model_tp_plan", None) or {}, base)
-    for module in base.modules():
-        style = styles.get(module, "replicate")
+    whole = {base.get_submodule(path) for path in found.whole}
+    for path, module in base.named_modules():
+        style = found.styles.get(path, "replicate")
         if style in (GATHERED, SPLIT):
             module.tensor_parallel = partial(_cut, module, style)
+        elif module in whole:
+            module.tensor_parallel = partial(_on_whole_rows, module)
         elif module in experts or next(module.parameters(recurse=False), None) is None:
             continue
         elif is_norm(module) or (
@@ -120,27 +210,39 @@ def prepare(config: Any, base: Any, experts: Collection[nn.Module]) -> None:
             module.tensor_parallel = partial(_whole, module)
 
 
-def _declared(plan: Mapping[str, str], base: nn.Module) -> dict[nn.Module, str]:
-    """transformers' style of each linear layer; an output that is gathered outside of a region is not cut."""
-    found: dict[nn.Module, str] = {}
-    for path, parent in base.named_modules():
-        within: dict[nn.Module, str] = {}
-        for name, child in parent.named_children():
-            place = f"{path}.{name}" if path else name
-            style = next((style for pattern, style in plan.items() if fnmatchcase(place, pattern)), None)
-            if isinstance(child, nn.Linear) and style in STYLES:
-                within[child] = style
-        region = any(STYLES[style] == "row" for style in within.values())
-        found |= {
-            child: "replicate" if style == GATHERED and not region else style
-            for child, style in within.items()
-        }
-    return found
-
-
 def _whole(module: nn.Module, group: Group, style: str | None) -> None:
     """Called by the `decoder` plan: transformers has many classes of norms and routers."""
     with_local_parameters(module)
+
+
+def _on_whole_rows(module: Any, group: Group, style: str | None) -> None:
+    """Called by the `decoder` plan."""
+    with_local_parameters(module)
+    kind: Any = type(module)
+    module.__class__ = _on_whole_rows_of(kind)
+    module._tensor_group = group
+
+
+@cache
+def _on_whole_rows_of(kind: Any) -> type[nn.Module]:
+    return type(kind.__name__, (_OnWholeRows, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+class _OnWholeRows(nn.Module):
+    """Enters with a part of the sequence, computes all of it, and leaves with the same part."""
+
+    _tensor_group: Group
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        group = self._tensor_group
+        part = args[0] if args else kwargs["hidden_states"]
+        rows = gather(part, SEQUENCE, group)
+        # Some are given the same for queries, keys and values.
+        args = tuple(rows if x is part else x for x in args)
+        kwargs = {name: rows if x is part else x for name, x in kwargs.items()}
+        out = super().forward(*args, **kwargs)
+        mine = _first(out).chunk(group.size, SEQUENCE)[group.rank]
+        return (mine, *out[1:]) if isinstance(out, tuple) else mine
 
 
 def _cut(module: Any, declared: str, group: Group, style: str | None) -> None:

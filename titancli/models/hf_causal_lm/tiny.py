@@ -16,14 +16,19 @@ or an index takes in, and layers."""
 
 DEPTH = ("num_hidden_layers", "n_layer", "num_layers")
 HEADS = ("num_attention_heads", "n_head", "num_heads")
+MAMBA = ("mamba_expand", "mamba_d_head")
+"""What says together with the hidden size how many heads there are."""
 KV_HEADS = re.compile(r"(num|n)_(\w+_)?(key_value|kv)_heads|n_head_kv|num_kv_heads")
 CAPS = [
     (re.compile(r"vocab_size(_per_layer_input)?"), VOCABULARY),
     (re.compile(r"\w*(intermediate_size|ffn_hidden_size|ffn_dim|hidden_dim)|n_inner"), INNER),
     (re.compile(r"hidden_size_per_\w+"), RANK),
     (re.compile(r"\w*lora_rank"), RANK),
+    (re.compile(r"linear_num_heads"), 2),
+    (re.compile(r"linear_head_dim"), RANK),
     (re.compile(r"n_groups?|num_expert_groups?"), 2),
     (re.compile(r"topk_groups?"), 1),
+    (re.compile(r"num_experts_per_token"), 2),
     (re.compile(r"num_experts_per_tok|moe_topk|moe_k|top_k_experts|num_selected_experts|experts_top_k"), 2),
     (re.compile(r"n_shared_experts|num_shared_experts|moe_num_shared_experts"), 1),
     (re.compile(r"n_routed_experts|(moe_)?num_(local_)?experts|zero_expert_num|num_routed_experts"), EXPERTS),
@@ -62,6 +67,9 @@ def tiny(values: Mapping[str, Any]) -> dict[str, Any]:
             made[key] = (value // heads if value % heads == 0 else max(value // heads // 8 * 8, 8)) * fewer
         elif key == "num_attention_heads_per_layer" and isinstance(value, list):
             made[key] = [fewer] * len(value)
+    if all(isinstance(made.get(key), int) for key in (*MAMBA, "hidden_size", "mamba_n_heads")):
+        expand, width = (made[key] for key in MAMBA)
+        made["mamba_n_heads"] = max(expand * made["hidden_size"] // width, 1)
     return made
 
 

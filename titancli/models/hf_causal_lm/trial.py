@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from titancli.errors import RecipeError
 from titancli.models.hf_causal_lm.cache import Cache
 from titancli.models.hf_causal_lm.stages import stage_of
+from titancli.models.hf_causal_lm.tensor_plan import parts_fault, sharded
 from titancli.models.hf_causal_lm.theirs import hf_config, line_of, quiet, refused, whole_values
 from titancli.models.hf_causal_lm.tiny import fewer_layers, tiny
 
@@ -41,6 +42,10 @@ class Tried(NamedTuple):
     """Whether nothing but attention that a plan can cut joins tokens."""
     staged: bool
     """Whether blocks pass each other nothing but hidden states."""
+    embeds_alone: bool
+    """Whether what stands before the blocks can be a stage of its own."""
+    unlike: frozenset[str]
+    """Classes of modules that compute something else where tensor parallelism shards them."""
 
 
 def try_once(values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], Any]) -> Tried:
@@ -85,8 +90,11 @@ def _try(values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], Any]) ->
                     f"{difference:.2g} (eager attention)"
                 )
                 raise refused(values, what, HINT)
-        staged = not ours.apart and _staged(ours)
-        return Tried(ours.apart, not ours.apart and _tokenwise(ours), staged)
+        if ours.apart:
+            return Tried(True, False, False, False, frozenset())
+        staged, alone = (_staged(ours, first) for first in (len(ours.layers) // 2, 0))
+        unlike = _unlike(ours)
+        return Tried(False, _tokenwise(ours), staged, staged and alone, unlike)
 
 
 _tried_cache: dict[str, str | None] = {}
@@ -226,8 +234,8 @@ def _differences(ours: Any, theirs: Any) -> Iterator[tuple[str, float]]:
 
 
 @torch.no_grad()
-def _staged(ours: Any) -> bool:
-    """Whether stages one after the other compute what the whole does."""
+def _staged(ours: Any, first: int) -> bool:
+    """Whether stages one after the other compute what the whole does, the first with so many blocks."""
     tokens = _tokens(ours.base)
     tokens = tokens[:, : LENGTH if ours.rope is None else min(LENGTH, ours.rope.length)]
     positions = torch.arange(tokens.shape[1]).expand(ROWS, -1)
@@ -236,12 +244,36 @@ def _staged(ours: Any) -> bool:
     blocks = [f"layers.{number}" for number in range(count)]
     made = tokens
     try:
-        for names in (("embeddings", *blocks[: count // 2]), blocks[count // 2 :], ("output",)):
+        for names in (("embeddings", *blocks[:first]), blocks[first:], ("output",)):
             part = stage_of(ours, names, ours._parts.gives_tuples)
             made = part(made, positions, documents)
     except Exception:  # what it asks a block of another stage for is not there
         return False
     return made is not None and made.shape == whole.shape and _far(made, whole) <= LIMIT
+
+
+@torch.no_grad()
+def _unlike(ours: Any) -> frozenset[str]:
+    """The classes of regions whose parts do not add up to the whole, on two ranks."""
+    found, given = sharded(ours._parts.config, ours.base), {}
+    hooks = [
+        ours.base.get_submodule(path).register_forward_pre_hook(
+            lambda module, args, kwargs, path=path: given.update({path: (args, kwargs)}), with_kwargs=True
+        )
+        for path in found.regions
+    ]
+    tokens = _tokens(ours.base)
+    ours(tokens[:, : LENGTH if ours.rope is None else min(LENGTH, ours.rope.length)])
+    for hook in hooks:
+        hook.remove()
+    unlike = set()
+    for path, (args, kwargs) in given.items():
+        module, start = ours.base.get_submodule(path), f"{path}."
+        own = {name.removeprefix(start): s for name, s in found.styles.items() if name.startswith(start)}
+        own = {name: style for name, style in own.items() if "." not in name}
+        if parts_fault(module, own, args, kwargs) is not None:
+            unlike.add(type(module).__name__)
+    return frozenset(unlike)
 
 
 @torch.no_grad()
