@@ -1,18 +1,46 @@
 #!/bin/sh
-# Gather what train_gpu.py needs on a GPU machine without network: sh benchmarks/wheels.sh FOLDER
-# There: python3.12 -m venv env && env/bin/pip install --no-index --find-links FOLDER titancli titan-float8 torch
-# torchtitan 0.2.2 and 0.3.0 want environments of their own: install each beside torch in its own venv.
+# What train_gpu.py needs on a machine without network that has PyTorch, transformers and pytest, but not titan:
+#
+#   sh benchmarks/wheels.sh FOLDER             where there is network: gathers 15 MB of wheels
+#   sh benchmarks/wheels.sh install FOLDER TO  over there: unpacks them to TO/titan, TO/torchtitan-0.2.2, TO/…-0.3.0
+#   PYTHONPATH=TO/titan python benchmarks/train_gpu.py --out OUT \
+#       --torchtitan 0.2.2=TO/torchtitan-0.2.2 0.3.0=TO/torchtitan-0.3.0
+#   PYTHONPATH=TO/titan python -m pytest -m gpu tests plugins/titan-float8
+#
+# PYTHON=3.12 (the default) is the Python over there. torchtitan 0.3.0 wants a torch newer than 2.11.
 set -eu
-folder=${1:?usage: sh benchmarks/wheels.sh FOLDER}
-python=${PYTHON:-3.12} torch=${TORCH:-torch==2.11.0}
-mkdir -p "$folder"
+usage="usage: sh benchmarks/wheels.sh [install] FOLDER [TO]"
+if [ "${1:-}" = install ]; then
+    from=${2:?$usage} to=${3:?$usage}
+    for site in titan torchtitan-0.2.2 torchtitan-0.3.0; do
+        python3 -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$to/$site" "$from/$site"/*.whl
+    done
+    exit
+fi
+folder=${1:?$usage} python=${PYTHON:-3.12}
 here=$(cd "$(dirname "$0")/.." && pwd)
-python3 -m pip wheel --no-deps --wheel-dir "$folder" "$here" "$here/plugins/titan-float8"
-python3 -m pip download --dest "$folder" --python-version "$python" --only-binary=:all: \
-    --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
-    --find-links "$folder" "$torch" titancli titan-float8 transformers
-for version in 0.2.2 0.3.0; do
-    python3 -m pip download --dest "$folder" --no-deps --python-version "$python" --only-binary=:all: \
-        "torchtitan==$version"
-done
-ls "$folder" | wc -l
+
+# pinned NAME...: as constraints.txt has them
+pinned() { for name; do grep -i "^$name==" "$here/constraints.txt"; done; }
+
+# fetch SITE REQUIREMENT...
+fetch() {
+    site=$1 && shift && mkdir -p "$folder/$site"
+    python3 -m pip download -q --no-deps --only-binary=:all: --dest "$folder/$site" --implementation cp \
+        --python-version "$python" --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
+        --platform manylinux2014_x86_64 --platform manylinux_2_24_x86_64 "$@"
+}
+
+of_titan="tomli tomli_w pydantic pydantic_core annotated-types typing-inspection torchao datasets dill multiprocess"
+# shellcheck disable=SC2086 # one word for each
+wanted=$(pinned $of_titan)
+# shellcheck disable=SC2086
+fetch titan $wanted
+python3 -m pip wheel -q --no-deps --wheel-dir "$folder/titan" "$here" "$here/plugins/titan-float8" "$here/plugins/titan-muon"
+read_by="torchdata==0.11.0 tyro==1.0.17 docstring-parser==0.18.0 typeguard==4.6.0 einops==0.8.2 datasets==4.7.0 dill==0.4.1
+    multiprocess==0.70.19 tomli==2.5.0"
+# shellcheck disable=SC2086
+fetch torchtitan-0.2.2 torchtitan==0.2.2 $read_by
+# shellcheck disable=SC2086
+fetch torchtitan-0.3.0 torchtitan==0.3.0 spmd_types==0.2.3 torch_checkpointing==0.1.1 $read_by
+du -sh "$folder"
