@@ -23,6 +23,7 @@ from tests.docs.markdown import ROOT, blocks
 from titancli import Batch, Engine, LossResult, TitanError, load_recipe
 from titancli.checkpoint.format import manifest
 from titancli.checkpoint.format.hashed import file_digest
+from titancli.checkpoint.format.tensorfile import read_header
 from titancli.engine import inputs, recipes
 from titancli.engine.inputs import RESERVED
 from titancli.errors import EnvironmentProblem, RecipeError, UsageError
@@ -125,6 +126,15 @@ def test_a_run_stands_for_its_recipe_and_its_newest_weights(
         assert new.status == {"step": 1, "version": 4, "accumulated": 0, "tokens_seen": 64}
         assert torch.equal(new.forward(batch()), first)
         assert hashed and data.name not in hashed  # by nobody but who reads them
+        with Engine.build(run) as new:  # which needs the weights alone, and they are whole
+            assert torch.equal(new.forward(batch()), trained)
+        place = read_header(data)["model.output.weight"].start
+        data.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with Engine.build(run) as new:
+            assert torch.equal(new.forward(batch()), first)
+        with pytest.raises(EnvironmentProblem, match="step-2 is damaged"):
+            Engine.build(folder)
+        assert data.name not in hashed
         data.write_bytes(whole)
     taken_over = ["checkpoint.initial_load_model_only=false", f"weights={folder}"]
     with Engine.build(recipe_file, taken_over) as continued:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,10 +16,10 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from titancli.checkpoint.exclude import NOTHING, Exclusion
+from titancli.checkpoint.format.columns import Columns, shared_by_columns
 from titancli.checkpoint.format.hashed import Digest
 from titancli.checkpoint.format.layout import FILE_NAME, Box, Chunk
 from titancli.checkpoint.format.manifest import (
@@ -30,7 +31,7 @@ from titancli.checkpoint.format.manifest import (
     read_manifest,
 )
 from titancli.checkpoint.format.metadata import PART_NAME, Described, Metadata, open_metadata
-from titancli.checkpoint.format.reader import Reader
+from titancli.checkpoint.format.reader import Reader, parts_of
 from titancli.checkpoint.format.replicas import shared_among_replicas
 from titancli.checkpoint.format.storage import several_ranks
 from titancli.checkpoint.format.tensors import TORCH_DTYPE, TensorFiles
@@ -106,33 +107,66 @@ def _fill(
 ) -> None:
     """Read tensors that are known to be in the checkpoint, cast to the dtypes they have; collective.
 
-    Each byte is read and hashed once, but for small tensors: replicas read a part each, and when all ranks
-    have found what they read to be good, give it to each other.
+    Each byte is read and hashed once, but for small tensors: ranks that hold a tensor by columns read rows of
+    it, and send each other the columns; replicas read a part each, and when all ranks have found what they
+    read to be good, give it to each other.
     """
     ranks = _DistWrapper(group, several_ranks(group), 0)
     all_ranks = ranks.use_dist and ranks.get_world_size() == dist.get_world_size()
     shared = shared_among_replicas(tensors, alike) if all_ranks else {}
     mine = {name: tensor for name, tensor in tensors.items() if name not in shared or shared[name].mine}
-    wanted = {name: boxes_of(tensor) for name, tensor in mine.items()}
+    columns: dict[str, Columns] = {}
+    if all_ranks:
+        columns = _together(ranks, folder, lambda: shared_by_columns(mine, alike, metadata))
+    parts = parts_of({name: tensor for name, tensor in mine.items() if name not in columns})
+    rows = [columns[name].part(name, mine[name]) for name in sorted(columns)]
+    wanted: dict[str, list[Box]] = {name: [] for name in mine}
+    for part in (*parts, *rows):
+        wanted[part.name].append(part.box)
 
     def reader() -> Reader:
         return Reader(folder, metadata.layouts(wanted), digests)
 
     def read() -> None:
-        reading = reader()
-        reading.fill(mine)
-        if digests is not None and sources is None:
-            reading.check_headers(metadata.headers(ranks.get_rank(), ranks.get_world_size()))
+        failures: list[Exception] = []
+        with _kept(failures):
+            reading = reader()
+            reading.fill(parts)
+            if digests is not None and sources is None:
+                reading.check_headers(metadata.headers(ranks.get_rank(), ranks.get_world_size()))
+        for part in rows:
+            memory = torch.empty(part.memory.shape, dtype=part.memory.dtype)
+            if not failures:
+                with _kept(failures):
+                    reading.fill([part._replace(memory=memory)])
+            # Whatever has failed here: the others wait.
+            columns[part.name].exchange(memory, mine[part.name], group)
+        if failures:
+            raise failures[0]
 
     sources = sources_of(folder)
     if sources is None:
         _together(ranks, folder, read)
     else:
         _fill_from(
-            sources, ranks, folder, lambda: metadata.parts(wanted), lambda: reader().ranges(mine), read
+            sources,
+            ranks,
+            folder,
+            lambda: metadata.parts(wanted),
+            lambda: reader().ranges([*parts, *rows]),
+            read,
         )
     for name, replicas in shared.items():
         replicas.give(tensors[name])
+
+
+@contextmanager
+def _kept(failures: list[Exception]) -> Iterator[None]:
+    """Keep what is raised inside for later."""
+    try:
+        yield
+    except Exception as error:
+        failures.append(error)
 
 
 def _fill_from(
@@ -190,11 +224,6 @@ def everywhere(doing: str, function: Callable[[], T]) -> list[T]:
         return _DistWrapper(group, several_ranks(group), 0).all_gather("read", function)
     except CheckpointException as error:
         raise_failure(error, doing)
-
-
-def boxes_of(tensor: Tensor) -> list[Box]:
-    """What a rank holds of a tensor."""
-    return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in _create_chunk_list(tensor)]
 
 
 Asked = dict[str, tuple[tuple[int, ...], torch.dtype]]

@@ -246,7 +246,7 @@ class Engine:
         """
         chosen = process_group.join(device, recipes.JOIN_SECONDS)
         try:
-            engine, _ = cls._built(lambda: recipes.recipe_of(model, parts, chosen), chosen, frozen)
+            engine, _ = cls._built(lambda: (recipes.recipe_of(model, parts, chosen), None), chosen, frozen)
             if "training" not in parts:  # nobody has said how long rows are
                 engine.settings = replace(engine.settings, limits=engine.settings.limits.of_model())
             return engine
@@ -256,7 +256,7 @@ class Engine:
     @classmethod
     def _built(
         cls,
-        recipe_here: Callable[[], Recipe],
+        recipe_here: Callable[[], tuple[Recipe, Path | None]],
         device: torch.device,
         frozen: bool,
         checkpoint: Path | None = None,
@@ -264,7 +264,7 @@ class Engine:
         """The engine, and its recipe as it was read here: all ranks must have read the same."""
         call = recipes.call()
         with call.shared():
-            found = recipe_here()
+            found, run = recipe_here()
         with call.agreed():
             recipes.compare(call, found, frozen, checkpoint)
         recipe = recipes.weights_alone(found) if frozen else found
@@ -272,11 +272,24 @@ class Engine:
             if recipe.debug.deterministic:
                 ends.enter_context(determinism(recipe.debug.deterministic))
             recipes.limit(recipe.comm)
-            engine = build_engine(cls, recipe, device=device, frozen=frozen, checkpoint=checkpoint)
+            damaged: dict[Path, str] = {}
+            while True:
+                try:
+                    engine = build_engine(cls, recipe, device=device, frozen=frozen, checkpoint=checkpoint)
+                    break
+                except DamagedCheckpoint as error:  # found on the way into the tensors
+                    if run is None or error.folder != recipe.weights:
+                        raise
+                    damaged[error.folder] = error.why
+                    verify = names_and_sizes(recipe.checkpoint.verify)
+                    recipe = replace(
+                        recipe, weights=recipes.checkpoint_of(run, verify=verify, damaged=damaged)
+                    )
             process_group.enlist(engine)
             ends.callback(process_group.leave, engine)
             if engine.adapters_from is not None:
-                engine.load(engine.adapters_from, optimizer=False, verify=recipe.checkpoint.verify)
+                adapters = run or engine.adapters_from
+                engine.load(adapters, optimizer=False, verify=recipe.checkpoint.verify)
             engine._ends = ends.pop_all()
         return engine, found
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 import torch.distributed as dist
 
-from titancli.checkpoint.format.manifest import LOCK, is_checkpoint, newest_good
+from titancli.checkpoint.format.manifest import LOCK, is_checkpoint, names_and_sizes, newest_good
 from titancli.checkpoint.start_from import start_from
 from titancli.distributed import process_group
 from titancli.engine.agreement import Call
@@ -81,8 +81,9 @@ BUILT += ("optimizer", "loss", "lr_scheduler", "training", "stability", "comm")
 """The sections of a recipe that an engine is built of; they are the same on every rank."""
 
 
-def recipe_from(recipe: Recipe | str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Return a checked recipe; that of a run or of a checkpoint starts from its weights.
+def recipe_from(recipe: Recipe | str | Path, overrides: Sequence[str] = ()) -> tuple[Recipe, Path | None]:
+    """Return a checked recipe; that of a run or of a checkpoint starts from its weights. And the run, if its
+    newest checkpoint was chosen here: of the bytes of that nothing was read yet.
 
     Args:
         recipe: a path, a bundled name, a run folder (its newest good checkpoint), a checkpoint; or a Recipe,
@@ -100,7 +101,7 @@ def recipe_from(recipe: Recipe | str | Path, overrides: Sequence[str] = ()) -> R
                 "overrides cannot be combined with a Recipe object",
                 hint="change it with dataclasses.replace",
             )
-        return recipe
+        return recipe, None
     if not isinstance(recipe, str | Path):
         raise UsageError(
             f"an engine must be built from a recipe, not from a {type(recipe).__name__}",
@@ -119,9 +120,10 @@ def recipe_from(recipe: Recipe | str | Path, overrides: Sequence[str] = ()) -> R
     _remark(loaded)
     own_weights = any(override.partition("=")[0].strip() == "weights" for override in overrides)
     if own_weights or not (is_checkpoint(folder) or RunFolder.is_run(folder)):
-        return loaded
-    weights = checkpoint_of(folder, verify=loaded.checkpoint.verify)
-    return dataclasses.replace(weights_alone(loaded), weights=weights)
+        return loaded, None
+    weights = checkpoint_of(folder, verify=names_and_sizes(loaded.checkpoint.verify))
+    run = None if is_checkpoint(folder) else folder
+    return dataclasses.replace(weights_alone(loaded), weights=weights), run
 
 
 def weights_alone(recipe: Recipe) -> Recipe:

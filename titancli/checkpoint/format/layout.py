@@ -106,6 +106,18 @@ def chunk_from(row: dict[str, Any], dtype: str, shape: tuple[int, ...], *, piece
     return chunk
 
 
+def common(offsets: Sequence[int], sizes: Sequence[int], box: Box) -> Box | None:
+    """Return what a box has in common with another one, in the other's own coordinates; None: nothing."""
+    start, size = [], []
+    for low, length, first, count in zip(offsets, sizes, *box, strict=True):
+        begin, end = max(low, first), min(low + length, first + count)
+        if begin >= end:
+            return None
+        start.append(begin - first)
+        size.append(end - begin)
+    return tuple(start), tuple(size)
+
+
 def tile(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
     """Return whether boxes cover a tensor, each element once; in time linear in their number.
 

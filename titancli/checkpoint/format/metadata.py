@@ -28,6 +28,7 @@ from titancli.checkpoint.format.layout import (
     Chunk,
     TensorLayout,
     chunk_from,
+    common,
     described,
     tensor_from,
     tile,
@@ -203,6 +204,7 @@ class Metadata:
         self.tensors = {name: tensors[name] for name in sorted(tensors, key=_by_numbers)}
         self._parts: dict[int, _Part] = {}
         self._found: dict[Any, list[Cell]] = {}
+        self._crossed: dict[Any, bool] = {}
 
     def layouts(self, wanted: Mapping[str, Sequence[Box] | None]) -> dict[str, TensorLayout]:
         """Return where the boxes that are wanted of each tensor lie; None: all of it."""
@@ -215,6 +217,18 @@ class Metadata:
             name: TensorLayout(*self.tensors[name], tuple(self._chunk(name, cell) for cell in found))
             for name, found in cells.items()
         }
+
+    def crosses(self, name: str, dim: int, bounds: tuple[int, ...]) -> bool:
+        """Return whether a stored box of a tensor lies on both sides of a bound along a dimension."""
+        groups = self._groups[name]
+        key = (*map(id, groups), dim, bounds)
+        if key not in self._crossed:
+            try:
+                spans = {(c.offsets[dim], c.offsets[dim] + c.sizes[dim]) for g in groups for c in g.cells}
+            except ValueError as error:
+                raise EnvironmentProblem(f"{self._folder / METADATA} is malformed: {error}") from error
+            self._crossed[key] = any(low < bound < high for low, high in spans for bound in bounds)
+        return self._crossed[key]
 
     def parts(self, wanted: Mapping[str, Sequence[Box] | None]) -> list[str]:
         """Return the files that `layouts` will read."""
@@ -252,11 +266,11 @@ class Metadata:
         if key not in self._found:
             cells = [cell for group in groups for cell in group.cells]
             found: dict[Cell, Box] = {}
-            for offsets, sizes in wanted:
-                common = {cell: both for cell in cells if (both := _common(cell, offsets, sizes))}
-                if 0 not in sizes and not tile(sizes, common.values()):
+            for box in wanted:
+                inside = {c: both for c in cells if (both := common(c.offsets, c.sizes, box))}
+                if 0 not in box[1] and not tile(box[1], inside.values()):
                     raise ValueError(f"the boxes of {name!r}, {list(shape)}, overlap or leave gaps")
-                found |= common
+                found |= inside
             self._found[key] = list(found)
         return self._found[key]
 
@@ -271,7 +285,12 @@ class Metadata:
             unpack = zlib.decompressobj(31)
             table = json.loads(unpack.decompress(data, limit))
             headers = {name: Digest(size, digest) for name, (size, digest) in table["headers"].items()}
-            if table["format"] != FORMAT or type(table["piece"]) is not int or table["piece"] < 1:
+            if (
+                table["format"] != FORMAT
+                or type(table["piece"]) is not int
+                or table["piece"] < 1
+                or table["piece"] % 8
+            ):
                 raise ValueError("it is of another format")
             if not unpack.eof or any(type(header.size) is not int for header in headers.values()):
                 raise ValueError("it is cut off, or too large")
@@ -305,18 +324,6 @@ def _writers(cells: Mapping[str, Iterable[Cell]]) -> set[int]:
 def _by_numbers(name: str) -> list[tuple[int, str]]:
     """A key that sorts layer 10 after layer 9."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
-
-
-def _common(cell: Cell, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box | None:
-    """What a cell and a box have in common, in the box's own coordinates."""
-    start, size = [], []
-    for low, length, first, count in zip(cell.offsets, cell.sizes, offsets, sizes, strict=True):
-        begin, end = max(low, first), min(low + length, first + count)
-        if begin >= end:
-            return None
-        start.append(begin - first)
-        size.append(end - begin)
-    return tuple(start), tuple(size)
 
 
 def open_metadata(folder: Path, files: Mapping[str, Digest] | None = None) -> Metadata:

@@ -1,36 +1,66 @@
-"""Reading what a rank needs into the tensors that wait for it: each byte once, hashed on its way."""
+"""Reading what a rank needs into the memory that waits for it: each byte once, hashed on its way."""
 
 from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+from torch.distributed.tensor import DTensor
 
 from titancli.checkpoint.format.files import read_into
 from titancli.checkpoint.format.hashed import Digest, checksum, file_digest
-from titancli.checkpoint.format.layout import Chunk, TensorLayout
+from titancli.checkpoint.format.layout import Box, Chunk, TensorLayout, common
 from titancli.checkpoint.format.manifest import DamagedCheckpoint
 from titancli.checkpoint.format.tensorfile import ITEM_SIZE, Entry
 from titancli.checkpoint.format.tensors import TORCH_DTYPE, TensorFiles
+from titancli.errors import TitanError
 
-_BLOCK = 1 << 24
+_BLOCK = 1 << 23
 """Bytes that a thread reads and hashes at a time."""
+_ROOM = 1 << 25
+"""Bytes that are read beside the tensors at a time, where these cannot be read into."""
 _THREADS = 4
+
+
+class Part(NamedTuple):
+    """A part of a tensor, and where its values go."""
+
+    name: str
+    box: Box
+    memory: Tensor
+    """Of the box's sizes; on any device, of any dtype."""
+
+
+def boxes_of(tensor: Tensor) -> list[Box]:
+    """What a rank holds of a tensor."""
+    return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in _create_chunk_list(tensor)]
+
+
+def parts_of(tensors: Mapping[str, Tensor]) -> list[Part]:
+    """Return what this rank holds of tensors.
+
+    Raises:
+        TitanError: it is not one box.
+    """
+    parts = []
+    for name, tensor in tensors.items():
+        memory = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        for box in boxes_of(tensor):
+            if not memory.numel():
+                continue
+            if tuple(memory.shape) != box[1]:
+                raise TitanError(f"what a rank has of {name}, {list(memory.shape)}, is not one part of it")
+            parts.append(Part(name, box, memory.detach()))
+    return parts
 
 
 class Reader:
@@ -51,27 +81,30 @@ class Reader:
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._hashed: set[str] = set()
 
-    def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill tensors in place, whatever part of the checkpoint's they are."""
-        planner, work = self._plan(tensors)
+    @torch.no_grad()
+    def fill(self, parts: Iterable[Part]) -> None:
+        """Fill parts of tensors, however the checkpoint has them divided."""
         with self._threads() as pool:
-            for chunk, entry, items in sorted(work, key=lambda one: (one[0].file, one[1].start)):
-                self._read_chunk(chunk, entry, items, planner, pool)
+            for work in sorted(self._work(parts), key=lambda work: (work.chunk.file, work.entry.start)):
+                self._read(work, pool)
 
-    def ranges(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, int, int]]:
+    def ranges(self, parts: Iterable[Part]) -> Iterator[tuple[str, int, int]]:
         """Yield the bytes that `fill` will read: a file, from, to."""
-        for chunk, entry, items in self._plan(tensors)[1]:
-            span = _Span.of(chunk, entry, items)
-            yield chunk.file, entry.start + span.low, entry.start + span.high
+        for work in self._work(parts):
+            for block in work.blocks():
+                for low, high in block.spans():
+                    yield work.chunk.file, work.entry.start + low, work.entry.start + high
 
-    def _plan(self, tensors: Mapping[str, Tensor]) -> tuple[LoadPlanner, list[_Work]]:
-        planner = DefaultLoadPlanner(flatten_state_dict=False)
-        metadata = Metadata({name: _dcp_metadata(self._layouts[name]) for name in tensors})
-        planner.set_up_planner(dict(tensors), metadata, True)
-        items: dict[tuple[str, int], list[ReadItem]] = {}
-        for item in planner.create_local_plan().items:
-            items.setdefault((item.storage_index.fqn, item.storage_index.index or 0), []).append(item)
-        return planner, [(*self._place(self._layouts[name], n), found) for (name, n), found in items.items()]
+    def _work(self, parts: Iterable[Part]) -> Iterator[_Work]:
+        for name, (offsets, sizes), memory in parts:
+            layout = self._layouts[name]
+            for number, chunk in enumerate(layout.chunks):
+                if (inside := common(offsets, sizes, (chunk.offsets, chunk.shape))) is None:
+                    continue
+                target = memory
+                for dim, (start, length) in enumerate(zip(*inside, strict=True)):
+                    target = target.narrow(dim, start + chunk.offsets[dim] - offsets[dim], length)
+                yield _Work(*self._place(layout, number), inside[0], target)
 
     def check_headers(self, headers: Mapping[str, Digest]) -> None:
         """Compare what data files begin with."""
@@ -102,34 +135,31 @@ class Reader:
             return chunk, Entry(chunk.key, layout.dtype, chunk.shape, chunk.start)
         return chunk, self._files.entry(chunk.file, chunk.key, layout.dtype, chunk.shape)
 
-    def _read_chunk(
-        self, chunk: Chunk, entry: Entry, items: list[ReadItem], planner: LoadPlanner, pool: _Pool
-    ) -> None:
-        target = planner.resolve_tensor(items[0]).detach()
-        if len(items) == 1 and _takes(target, entry):
-            self._read_rows(chunk, entry, 0, entry.nbytes, target.reshape(-1).view(torch.uint8), pool)
-            planner.commit_tensor(items[0], target)
+    def _read(self, work: _Work, pool: _Pool) -> None:
+        entry, target = work.entry, work.target
+        if _takes(target, entry):
+            self._read_pieces(work, 0, entry.nbytes, target.reshape(-1).view(torch.uint8), pool)
             return
-        first, last, row, low, high = _Span.of(chunk, entry, items)
-        if self._scratch.numel() < high - low:
-            self._scratch = torch.empty(high - low, dtype=torch.uint8)
-        memory = self._scratch[: high - low]
-        self._read_rows(chunk, entry, low, high, memory, pool)
-        pool.settle()
-        rows = memory[first * row - low : last * row - low].view(TORCH_DTYPE[entry.dtype])
-        value = rows.view(last - first, *entry.shape[1:]) if entry.shape else rows.view(())
-        for item in items:
-            _put(value, item, planner, first)
+        for block in work.blocks():
+            spans = block.spans()
+            begin, end = spans[0][0], spans[-1][1]
+            if self._scratch.numel() < end - begin:
+                self._scratch = torch.empty(end - begin, dtype=torch.uint8)
+            for low, high in spans:
+                self._read_pieces(work, low, high, self._scratch[low - begin : high - begin], pool)
+            pool.settle()
+            values = self._scratch[: end - begin].view(TORCH_DTYPE[entry.dtype])
+            first = block.first - begin // ITEM_SIZE[entry.dtype]
+            block.target.copy_(values.as_strided(block.target.shape, block.strides, first))
 
-    def _read_rows(
-        self, chunk: Chunk, entry: Entry, low: int, high: int, memory: Tensor, pool: _Pool
-    ) -> None:
+    def _read_pieces(self, work: _Work, low: int, high: int, memory: Tensor, pool: _Pool) -> None:
         """Have bytes of a chunk read, from the beginning of a piece to the end of one, and hashed."""
+        chunk, start = work.chunk, work.entry.start
         view = memory.numpy().data
         step = max(1, _BLOCK // chunk.piece) * chunk.piece
-        for start in range(low, high, step):
-            part = view[start - low : min(start + step, high) - low]
-            pool.submit(self._read_block, chunk, entry.start + start, start // chunk.piece, part)
+        for place in range(low, high, step):
+            part = view[place - low : min(place + step, high) - low]
+            pool.submit(self._read_block, chunk, start + place, place // chunk.piece, part)
 
     def _read_block(self, chunk: Chunk, position: int, number: int, memory: memoryview) -> None:
         read_into(self._files.folder / chunk.file, position, memory)
@@ -147,26 +177,65 @@ class Reader:
         return DamagedCheckpoint(self._files.folder, why, file)
 
 
-_Work = tuple[Chunk, Entry, list[ReadItem]]
-"""A chunk, where it lies, and what is needed of it."""
+class _Work(NamedTuple):
+    """A box of a chunk that is needed."""
 
+    chunk: Chunk
+    entry: Entry
+    start: tuple[int, ...]
+    """Its first element in the chunk."""
+    target: Tensor
+    """Where it goes; of its sizes."""
 
-class _Span(NamedTuple):
-    """The rows of a chunk that are needed, and the whole pieces that they lie in, in bytes."""
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """How many elements of the chunk lie between neighbours, in each dimension."""
+        return tuple(math.prod(self.entry.shape[dim + 1 :]) for dim in range(len(self.start)))
 
-    first: int
-    last: int
-    row: int
-    low: int
-    high: int
+    @property
+    def first(self) -> int:
+        """The number of its first element in the chunk."""
+        return sum(start * stride for start, stride in zip(self.start, self.strides, strict=True))
 
-    @classmethod
-    def of(cls, chunk: Chunk, entry: Entry, items: Sequence[ReadItem]) -> _Span:
-        first = min(item.storage_offsets[0] for item in items) if entry.shape else 0
-        last = max(item.storage_offsets[0] + item.lengths[0] for item in items) if entry.shape else 1
-        row = math.prod(entry.shape[1:]) * ITEM_SIZE[entry.dtype]
-        low = first * row // chunk.piece * chunk.piece
-        return cls(first, last, row, low, min(-(-last * row // chunk.piece) * chunk.piece, entry.nbytes))
+    def blocks(self) -> Iterator[_Work]:
+        """Divide it so that each begins and ends less than `_ROOM` apart in the file, and where it can be at
+        the end of a piece."""
+        item, sizes, strides = ITEM_SIZE[self.entry.dtype], self.target.shape, self.strides
+        last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        several = [dim for dim, size in enumerate(sizes) if size > 1]
+        if (last + 1) * item <= _ROOM or not several:
+            yield self
+            return
+        dim = several[0]
+        low, stop, row = self.start[dim], self.start[dim] + sizes[dim], strides[dim] * item
+        even = self.chunk.piece // math.gcd(self.chunk.piece, row)
+        while low < stop:
+            high = min(stop, low + max(1, _ROOM // row))
+            if high < stop and high - high % even > low:
+                high -= high % even
+            start = (*self.start[:dim], low, *self.start[dim + 1 :])
+            target = self.target.narrow(dim, low - self.start[dim], high - low)
+            yield from _Work(self.chunk, self.entry, start, target).blocks()
+            low = high
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Return the bytes of the chunk, in whole pieces, in which its elements lie."""
+        item, piece = ITEM_SIZE[self.entry.dtype], self.chunk.piece
+        starts, run, alone = np.array([self.first * item]), item, True
+        for size, whole, stride in zip(
+            reversed(self.target.shape), reversed(self.entry.shape), reversed(self.strides), strict=True
+        ):
+            if alone:
+                run, alone = run * size, size == whole
+            else:
+                starts = np.add.outer(np.arange(size) * stride * item, starts).ravel()
+        lows, highs = starts // piece, -(-(starts + run) // piece)
+        apart = np.flatnonzero(lows[1:] > highs[:-1]) + 1
+        begins, ends = lows[np.r_[0, apart]], highs[np.r_[apart - 1, len(highs) - 1]]
+        return [
+            (int(low) * piece, min(int(high) * piece, self.entry.nbytes))
+            for low, high in zip(begins, ends, strict=True)
+        ]
 
 
 class _Pool:
@@ -192,23 +261,4 @@ def _takes(target: Tensor, entry: Entry) -> bool:
         and target.dtype == TORCH_DTYPE[entry.dtype]
         and tuple(target.shape) == entry.shape
         and target.is_contiguous()
-    )
-
-
-def _put(piece: Tensor, item: ReadItem, planner: LoadPlanner, first: int) -> None:
-    """Copy the part of a stored piece, of which there are the rows from `first` on, that an item asks for to
-    where it belongs."""
-    for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        piece = piece.narrow(dim, offset - (0 if dim else first), length)
-    target = planner.resolve_tensor(item)
-    target.detach().copy_(piece)
-    planner.commit_tensor(item, target)
-
-
-def _dcp_metadata(layout: TensorLayout) -> TensorStorageMetadata:
-    chunks: Sequence[Chunk] = layout.chunks
-    return TensorStorageMetadata(
-        TensorProperties(TORCH_DTYPE[layout.dtype]),
-        torch.Size(layout.shape),
-        [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape)) for chunk in chunks],
     )

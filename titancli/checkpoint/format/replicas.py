@@ -49,22 +49,21 @@ def shared_among_replicas(tensors: Mapping[str, Tensor], alike: Sequence[str]) -
     # Of each group by itself: what its ranks read for others, in groups across it, not all of them know.
     load: dict[tuple[int, ...], Counter[int]] = {}
     for name, tensor in sorted(tensors.items()):
-        group = _replicas_of(tensor)
-        if group is None:
+        if not isinstance(tensor, DTensor) or (group := _replicas_of(tensor)) is None:
             continue
         ranks = tuple(dist.get_process_group_ranks(group))
         if len({alike[rank] for rank in ranks}) > 1:
             continue
         given = load.setdefault(ranks, Counter())
         reader = min(ranks, key=lambda rank: (given[rank], rank))
-        given[reader] += _local_bytes(tensor)
+        given[reader] += share(tensor)
         shared[name] = Replicas(group, reader)
     return shared
 
 
-def _replicas_of(tensor: Tensor) -> dist.ProcessGroup | None:
+def _replicas_of(tensor: DTensor) -> dist.ProcessGroup | None:
     """The largest group along one dimension of its mesh in which all hold the same part of a tensor."""
-    if not isinstance(tensor, DTensor) or _local_bytes(tensor) < WORTH or not dist.is_initialized():
+    if share(tensor) < WORTH or not dist.is_initialized():
         return None
     mesh = tensor.device_mesh
     dims = [
@@ -77,6 +76,10 @@ def _replicas_of(tensor: Tensor) -> dist.ProcessGroup | None:
     return mesh.get_group(max(dims, key=lambda dim: (mesh.size(dim), -dim)))
 
 
-def _local_bytes(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return math.prod(local.shape) * local.dtype.itemsize
+def share(tensor: DTensor) -> int:
+    """Return the bytes of a rank's part of a tensor; equal on all ranks, of which some may have less."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    ranks = math.prod(
+        mesh.size(dim) for dim, placement in enumerate(placements) if not placement.is_replicate()
+    )
+    return -(-math.prod(tensor.shape) * tensor.dtype.itemsize // ranks)

@@ -1,0 +1,140 @@
+"""Tensors that several ranks hold by columns: each reads some rows, and they send each other the columns.
+
+The checksums of a checkpoint are of neighbouring bytes, which belong to whole rows: alone, each of these
+ranks would have to read and hash all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from titancli.checkpoint.format import replicas
+from titancli.checkpoint.format.layout import Box
+from titancli.checkpoint.format.metadata import Metadata
+from titancli.checkpoint.format.reader import Part, boxes_of
+
+_BLOCK = 1 << 23
+"""Bytes of a rank's rows that are sent at a time."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The ranks that hold some rows of a tensor together, divided along another dimension."""
+
+    ranks: tuple[int, ...]
+    """In the order of their columns."""
+    place: int
+    """Of this rank among them."""
+    dim: int
+    """The dimension along which they hold a part each."""
+    box: Box
+    """What they hold together: all columns of some rows."""
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Where each rank's columns begin, and where the last ones end."""
+        return _bounds(self.box[1][self.dim], len(self.ranks))
+
+    def part(self, name: str, tensor: Tensor) -> Part:
+        """Return the rows that this rank is to read; the memory is on meta."""
+        (offset, *others), (count, *sizes) = self.box
+        low, high = _bounds(count, len(self.ranks))[self.place : self.place + 2]
+        box = (offset + low, *others), (high - low, *sizes)
+        return Part(name, box, torch.empty(box[1], dtype=tensor.dtype, device="meta"))
+
+    @torch.no_grad()
+    def exchange(self, rows: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+        """Send each rank its columns of these rows, and put those of all rows into this rank's part of the
+        tensor; collective over the ranks.
+
+        Args:
+            rows: what `part` describes, on the CPU.
+            group: of all ranks; gloo.
+        """
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        columns, places = self.bounds, _bounds(self.box[1][0], len(self.ranks))
+        step = max(1, _BLOCK // (math.prod(self.box[1][1:]) * tensor.dtype.itemsize))
+        for start in range(0, places[1], step):
+            works: list[Any] = []
+            came: list[tuple[Tensor, Tensor]] = []
+            for number, rank in enumerate(self.ranks):
+                width = columns[number + 1] - columns[number]
+                sent = rows[start : start + step].narrow(self.dim, columns[number], width)
+                theirs = local[places[number] : places[number + 1]][start : start + step]
+                if number == self.place:
+                    theirs.copy_(sent)
+                    continue
+                if sent.numel():
+                    works.append(dist.isend(_flat(sent.contiguous()), rank, group=group))
+                if theirs.numel():
+                    came.append((theirs, torch.empty(theirs.shape, dtype=theirs.dtype)))
+                    works.append(dist.irecv(_flat(came[-1][1]), rank, group=group))
+            for work in works:
+                work.wait()
+            for target, values in came:
+                target.copy_(values)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _bounds(size: int, count: int) -> tuple[int, ...]:
+    """Where the parts of a dimension that DTensor divides begin, and where the last one ends."""
+    each = -(-size // count)
+    return tuple(min(number * each, size) for number in range(count + 1))
+
+
+def shared_by_columns(
+    tensors: Mapping[str, Tensor], alike: Sequence[str], metadata: Metadata
+) -> dict[str, Columns]:
+    """Choose the tensors whose rows are shared; equal on all ranks that hold parts of one.
+
+    Args:
+        alike: of each rank a checksum of the names, shapes and dtypes that it loads.
+
+    Raises:
+        EnvironmentProblem: the metadata is malformed.
+    """
+    shared = {}
+    for name, tensor in tensors.items():
+        columns = _columns_of(tensor, alike)
+        # Where what is stored belongs to one rank each, they read it faster by themselves.
+        if columns is not None and metadata.crosses(name, columns.dim, columns.bounds[1:-1]):
+            shared[name] = columns
+    return shared
+
+
+def _columns_of(tensor: Tensor, alike: Sequence[str]) -> Columns | None:
+    """Who holds the other columns of a tensor; None: it is divided in another way, or too small."""
+    if not isinstance(tensor, DTensor) or replicas.share(tensor) < replicas.WORTH:
+        return None
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    divided = [
+        (number, placement)
+        for number, placement in enumerate(tensor.placements)
+        if mesh.size(number) > 1 and not placement.is_replicate()
+    ]
+    if not divided or coordinate is None or len({alike[rank] for rank in mesh.mesh.flatten().tolist()}) > 1:
+        return None
+    *outer, (number, last) = divided
+    if type(last) is not Shard or last.dim == 0:
+        return None
+    if any(type(placement) is not Shard or placement.dim != 0 for _, placement in outer):
+        return None
+    place: list[Any] = list(coordinate)
+    place[number] = slice(None)
+    ranks = tuple(mesh.mesh[tuple(place)].tolist())
+    ((offsets, sizes),) = boxes_of(tensor)
+    box = (offsets[0], *[0] * (tensor.ndim - 1)), (sizes[0], *tensor.shape[1:])
+    columns = Columns(ranks, coordinate[number], last.dim, box)
+    # As many rows as ranks, and columns for each of them.
+    return columns if sizes[0] >= len(ranks) and columns.bounds[-2] < columns.bounds[-1] else None
