@@ -41,6 +41,7 @@ from titancli.checkpoint import export_hf, read_hf
 from titancli.errors import TitanError
 from titancli.models import HFCausalLM
 from titancli.models.blocks.state import named_state
+from titancli.models.hf_causal_lm.config_json import text_part
 from titancli.models.hf_causal_lm.model import build
 from titancli.models.hf_causal_lm.tiny import tiny
 from titancli.models.hf_causal_lm.weights import FolderForm
@@ -202,6 +203,9 @@ def look(found: Found) -> None:
     except Exception as error:  # whatever it is, it is of transformers
         found.why = f"transformers has no default config: {error}"
         return
+    if (text := text_part(values)) is not values:
+        found.why = f"a multimodal model; a folder of it is trained as its text model ({text['model_type']})"
+        return
     try:
         model = made(values)
     except TitanError as error:
@@ -343,7 +347,8 @@ def write(rows: list[Found]) -> None:
         f"{len(good)} are accepted, {sum(row.weights == 'yes' for row in good)} with weights. On two ranks "
         f"{len(tried)} of them have been compared with one, gradients included: a dash is refused, with the "
         f"reason in the message; an error is not refused by name, but the run ends with it; an empty cell "
-        f"has not been tried.",
+        f"has not been tried. {sum(all_three(row) for row in good)} can do all of tensor, context and "
+        f"pipeline parallel; {sum(row.layouts.get('ep') == 'yes' for row in good)} spread their experts.",
         "",
         f"| type | weights | {' | '.join(LAYOUTS)} |",
         f"|---|---|{'---|' * len(LAYOUTS)}",
@@ -356,6 +361,10 @@ def write(rows: list[Found]) -> None:
     text = PAGE.read_text()
     before, after = text.partition(MARKS[0])[0], text.partition(MARKS[1])[2]
     PAGE.write_text("".join([before, MARKS[0], "\n", "\n".join(lines), "\n", MARKS[1], after]))
+
+
+def all_three(row: Found) -> bool:
+    return all(row.layouts.get(name) == "yes" for name in ("tp", "cp", "pp"))
 
 
 def cells(row: Found) -> list[str]:

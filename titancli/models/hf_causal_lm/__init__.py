@@ -64,12 +64,13 @@ class HFCausalLM:
 
     @property
     def values(self) -> dict[str, Any]:
-        """What config.json says.
+        """What config.json says of the text model.
 
         Raises:
             EnvironmentProblem: there is no such file.
         """
-        return decoded(read_folder(self.config) if isinstance(self.config, Path) else self.config)
+        table = read_folder(self.config) if isinstance(self.config, Path) else self.config
+        return text_part(decoded(table))
 
     @staticmethod
     def from_config_json(config_json: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,13 +124,14 @@ class HFCausalLM:
                 )
         exports = recipe.checkpoint.last_save_in_hf
         mesh = recipe.mesh
-        if wrong or not (exports or mesh.tp != 1 or mesh.cp != 1 or mesh.ep != 1):
+        degrees = (mesh.tp, mesh.cp, mesh.pp)
+        if wrong or not (exports or mesh.ep != 1 or degrees != (1, 1, 1)):
             return
         # Only transformers knows, and to ask it takes seconds; nobody else waits for it.
         from titancli.models.hf_causal_lm.conversion import weights_fault
         from titancli.models.hf_causal_lm.parts import experts_fault
 
-        if mesh.tp != 1 or mesh.cp != 1:
+        if degrees != (1, 1, 1):
             try:
                 faults_by_degree = self._on_meta().mesh_faults
             except RecipeError as error:
@@ -208,7 +210,7 @@ def _table(value: Any) -> Any:
     """A folder's table in place of the folder. Errors are those that pydantic takes."""
     above = value if isinstance(value, dict) else {"type": value}
     if not isinstance(above.get("type"), str):
-        return text_part(value) if isinstance(value, dict) else value
+        return value
     try:
         return merged(read_folder(Path(above["type"])), {k: v for k, v in above.items() if k != "type"})
     except TitanError as error:

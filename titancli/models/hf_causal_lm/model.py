@@ -26,7 +26,7 @@ from titancli.models.hf_causal_lm.parts import run_base, take_apart
 from titancli.models.hf_causal_lm.rope import GrowingRope
 from titancli.models.hf_causal_lm.stages import AFTER, BEFORE, Border, Passed, stage_of
 from titancli.models.hf_causal_lm.tensor_plan import Sharded, plan_fault, prepare, sharded, tensor_plan
-from titancli.models.hf_causal_lm.trial import try_cache_once, try_once
+from titancli.models.hf_causal_lm.trial import Tried, try_cache_once, try_once
 from titancli.models.hf_causal_lm.values import initial_values
 
 if TYPE_CHECKING:
@@ -61,15 +61,11 @@ class TransformersModel(nn.Module):
     """Set by context parallel: how rows are cut over ranks."""
     apart = False
     """Whether documents are rows of their own, as layers that are no attention need it."""
-    staged = True
-    """Whether blocks pass each other nothing but hidden states."""
     stage_ends = ((BEFORE,), (AFTER,))
     first = last = True
     """Whether this stage has what stands before the blocks, and after them."""
     border: Border | None = None
     """Of a stage: what enters and leaves it."""
-    tokenwise = True
-    """Whether all that joins tokens is attention that a plan can cut."""
     embeds_alone = True
     """Whether what stands before the blocks can be a stage of its own."""
     sharded: Sharded
@@ -118,11 +114,8 @@ class TransformersModel(nn.Module):
             RecipeError: more than hidden states passes between blocks, or the first and the last would share
                 a weight.
         """
-        if not self.staged:
-            raise RecipeError(
-                f"mesh.pp: {self._parts.config.model_type}: blocks pass each other more than hidden states",
-                hint="set mesh.pp = 1",
-            )
+        if (fault := self.mesh_faults.get("pp")) is not None:
+            raise RecipeError(f"mesh.pp: {fault}", hint="set mesh.pp = 1")
         if not self.embeds_alone and (BEFORE in names) != ("layers.0" in names):
             raise RecipeError(
                 f"mesh.pp: {self._parts.config.model_type}: embeddings are changed before the first block",
@@ -327,21 +320,24 @@ def build(config: HFCausalLM, *, seq_len: int) -> TransformersModel:
     with torch.device("meta"):
         model = TransformersModel(config)
     tried = try_once(config.values, _on_meta)
-    model.apart, model.tokenwise, model.staged = tried.apart, tried.tokenwise, tried.staged
-    model.embeds_alone = tried.embeds_alone
+    model.apart, model.embeds_alone = tried.apart, tried.embeds_alone
     model.sharded = sharded(model._parts.config, model.base, tried.unlike)
     prepare(model.base, set(model._parts.experts.values()), model.sharded)
-    model.mesh_faults = dict(_mesh_faults(model))
+    model.mesh_faults = dict(_mesh_faults(model, tried))
     if device.type != "meta":
         model.to_empty(device=device)
         model.tie()
     return model
 
 
-def _mesh_faults(model: TransformersModel) -> Iterator[tuple[str, str]]:
+def _mesh_faults(model: TransformersModel, tried: Tried) -> Iterator[tuple[str, str]]:
     parts = model._parts
     kind = parts.config.model_type
-    if not model.tokenwise:
+    if tried.apart:
+        yield "pp", f"{kind}: documents are computed as rows of their own, which stages do not do"
+    elif not tried.staged:
+        yield "pp", f"{kind}: blocks pass each other more than hidden states"
+    if not tried.tokenwise:
         yield from dict.fromkeys(("cp", "tp"), f"{kind}: {JOINS}").items()
         return
     if parts.untraced is not None:

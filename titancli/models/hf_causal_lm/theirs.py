@@ -75,7 +75,7 @@ def made(values: Mapping[str, Any], attention: str, experts: str) -> Any:
     if config.get_text_config() is not config:
         raise refused(
             values,
-            "a multimodal model whose config.json has no text_config of a type that titan could train",
+            "a multimodal model whose config.json does not say which text model it has",
         )
     try:
         with quiet(), torch.device("meta"):
