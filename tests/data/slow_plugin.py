@@ -23,6 +23,8 @@ class Slow:
     """Of each row."""
     at: int | None = None
     then: Literal["end", "raise", "die"] = "end"
+    differs: bool = False
+    """Whether each rank has data of its own."""
 
 
 class Dataset:
@@ -56,7 +58,7 @@ class Dataset:
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        return {"row": self._next}
+        return {"row": self._next, **({"data": {"of rank": self._dp_rank}} if self._config.differs else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._next = state["row"]

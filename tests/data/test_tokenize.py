@@ -426,3 +426,5 @@ def test_errors_speak_of_sources_and_options(tmp_path: Path, capsys: pytest.Capt
         assert main(["tokenize", str(tmp_path / source), str(tmp_path / "out"), *write, *options]) == 5
         said = capsys.readouterr().err
         assert "dataset" not in said and ("--strict" in said or "SOURCE" in said), said
+    assert main(["tokenize", str(tmp_path / "dataset.text"), str(tmp_path / "out"), *write]) == 5
+    assert "/dataset.text does not exist" in capsys.readouterr().err

@@ -48,6 +48,14 @@ def test_a_worker_that_dies_ends_the_run_as_bad_data_do(train: Callable[..., Fin
     )
 
 
+@pytest.mark.ranks
+def test_ranks_that_have_different_data_do_not_begin(train_on: Callable[..., Finished], here: Path) -> None:
+    shutil.copy(slow_plugin.__file__, here / "differing.py")
+    ended = train_on(2, "tiny.toml", "-p", "./differing.py", "dataset.type=slow", "dataset.differs=true")
+    assert ended.code == 5 and "the ranks were started with different data" in ended.err
+    assert '{"of rank": 0}' in ended.err and '{"of rank": 1}' in ended.err
+
+
 @pytest.mark.parametrize(
     ("recipe", "said"),
     [

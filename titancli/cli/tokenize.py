@@ -137,8 +137,8 @@ def _own_words() -> Iterator[None]:
 def _translated(words: str) -> str:
     words = words.removeprefix("dataset: ").replace("set dataset.strict = false", "leave out --strict")
     words = words.replace("the paths of the dataset", "the sources").replace(" (dataset.max_bytes)", "")
-    words = re.sub(r"\bdataset\.paths?\b", "SOURCE", words)
-    return re.sub(r"\bdataset\.(text|name|revision|split)\b( =)?", r"--\1", words)
+    words = re.sub(r"(?<![\w/.-])dataset\.paths?\b", "SOURCE", words)  # not in a path
+    return re.sub(r"(?<![\w/.-])dataset\.(text|name|revision|split)\b( =)?", r"--\1", words)
 
 
 @contextmanager

@@ -14,12 +14,13 @@ import json
 import logging
 import multiprocessing
 import os
-import pickle
 import signal
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -123,7 +124,7 @@ class Workers:
             for number in range(10**18):
                 process, connection = workers[number % self._count]
                 try:
-                    sent = pickle.loads(connection.recv_bytes())
+                    sent: _Sent = connection.recv()
                 except (EOFError, OSError) as error:
                     raise self._dead(process, number, state) from error
                 _repeat(sent)
@@ -147,16 +148,21 @@ class Workers:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         # The environment of now: the server has that of its start.
-        made_of = (dict(os.environ), registry.plugin_files(), pickle.dumps(self._rebuild))
-        shared = (*made_of, state, self._count, self._depth)
-        for number in range(self._count):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_work, args=(theirs, number, *shared), name=f"titan-data-{number}"
-            )
-            process.start()
-            theirs.close()
-            workers.append((process, ours))
+        made_of = (dict(os.environ), registry.plugin_files())
+        resource_tracker.ensure_running()  # it would unblock signals
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)  # the server and its forks inherit it
+        try:
+            for number in range(self._count):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_work, args=(theirs, *made_of), name=f"titan-data-{number}")
+                process.start()
+                theirs.close()
+                workers.append((process, ours))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for number, (_, connection) in enumerate(workers):
+            with suppress(ConnectionError):  # it is dead, as reading from it says
+                connection.send((self._rebuild, state, number, self._count, self._depth))
 
     def _rows(self, number: int, state: dict[str, Any]) -> str:
         first = number * self._rebuild.stride + self._rebuild.dp_rank * self._rebuild.rows
@@ -227,6 +233,10 @@ class _Share:
         return not rows or with_defaults(DatasetDefaults, self._dataset).skip(rows) == rows
 
 
+class _Closed(Exception):
+    """The rank reads no more."""
+
+
 class _Records(logging.Handler):
     """Keeps what is logged until it is sent."""
 
@@ -242,16 +252,7 @@ class _Records(logging.Handler):
         return found
 
 
-def _work(
-    connection: Connection,
-    number: int,
-    environment: dict[str, str],
-    plugin_files: Sequence[Path],
-    rebuild: bytes,
-    state: dict[str, Any],
-    workers: int,
-    depth: int,
-) -> None:
+def _work(connection: Connection, environment: dict[str, str], plugin_files: Sequence[Path]) -> None:
     """Prepare batches and send them, until the other end is closed."""
     for ignored in IGNORED:
         signal.signal(ignored, signal.SIG_IGN)
@@ -267,22 +268,25 @@ def _work(
         at: dict[str, Any] = {} if loader is None else loader.state
         unit = 1 if batch is None else batch.unit
         sent = _Sent(tensors, unit, at, error, collector.drain(), records.drain())
-        connection.send_bytes(pickle.dumps(sent, pickle.HIGHEST_PROTOCOL))
+        try:
+            connection.send(sent)
+        except ConnectionError as closed:
+            raise _Closed from closed
 
     try:
         registry.configure(files=plugin_files, checks=False)
         registry.current().names("dataset")  # the configs may be of plugin files, which only this imports
-        made: Rebuild = pickle.loads(rebuild)
-        dataset = made()
+        rebuild: Rebuild
+        rebuild, state, number, workers, depth = connection.recv()
+        dataset = rebuild()
         dataset.load_state_dict(state)
-        loader = Loader(_Share(dataset, made.stride, number, workers), device="cpu", prefetch=depth)
+        loader = Loader(_Share(dataset, rebuild.stride, number, workers), device="cpu", prefetch=depth)
         for batch in loader:
             send(batch)
         send(None)
-    except (BrokenPipeError, ConnectionResetError):
-        return
     except BaseException as error:  # whatever it is, it belongs to the rank
-        send(None, _plain(error))
+        with suppress(_Closed):
+            send(None, _plain(error))
     finally:
         if loader is not None:
             loader.close()
@@ -293,14 +297,12 @@ def _flat(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype, tuple[int, ...
 
 
 def _plain(error: BaseException) -> BaseException:
-    """The error as one that can be sent: a TitanError as it is, of others the traceback too."""
-    trace = "".join(traceback.format_exception(error))
-    try:
-        found: BaseException = pickle.loads(pickle.dumps(error))
-        if type(found) is not type(error):
-            raise TypeError
-    except Exception:  # classes of others may not take what pickle gives them
-        found = RuntimeError(f"{type(error).__name__}: {error}")
-    if not isinstance(found, TitanError):
-        found.add_note(trace)
+    """The error as one that can be sent: one of titan's, or another with its traceback as a note."""
+    if isinstance(error, TitanError):
+        kind = next(cls for cls in type(error).__mro__ if cls.__module__ == TitanError.__module__)
+        return error if kind is type(error) else kind(error.message, hint=error.hint)
+    found = error
+    if any(cls.__module__ != "builtins" for cls in (type(error), *map(type, error.args))):
+        found = RuntimeError(f"{type(error).__name__}: {error}")  # others may not take what they are made of
+    found.add_note("".join(traceback.format_exception(error)))
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import json
 import logging
 import os
 import socket
@@ -418,6 +419,7 @@ class Rank:
         ]
 
     def _observe(self, start: Start, engine: Engine, loggers: list[Any], data: Any) -> Observers:
+        from titancli.distributed import process_group
         from titancli.observe.machine import machine
         from titancli.observe.observers import Observers
         from titancli.observe.peaks import device_name, device_peak
@@ -431,8 +433,9 @@ class Rank:
             "device": device_name(start.device),
             "restarts": self.restart,
         }
+        identity = None if data is None else identity_of(data.state)
+        process_group.require_same("data", json.dumps(identity, sort_keys=True), socket.gethostname())
         if self.is_main:
-            identity = None if data is None else identity_of(data.state)
             here = {"machine": machine(), "data": identity, "data_digest": digest_of(identity)}
             self.folder.update_attempt(**found, checkpoint=checkpoint, **here)
             found["epochs"] = epochs(recipe, data, engine)
