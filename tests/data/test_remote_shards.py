@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import multiprocessing
+import os
+import shutil
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -13,9 +18,9 @@ from typing import Any
 import fsspec
 import pytest
 
-from tests.data.helpers import global_rows, make
+from tests.data.helpers import global_rows, make, rows_of
 from titancli.data import ByteTokenizer, TokenShards
-from titancli.data.shards import remote
+from titancli.data.shards import reader, remote
 from titancli.data.shards.sources import Options, open_inputs
 from titancli.data.shards.tokenize import Job, tokenize
 from titancli.errors import EnvironmentProblem
@@ -92,6 +97,60 @@ def test_a_rank_reads_no_more_than_its_rows(store: Any, monkeypatch: pytest.Monk
     assert len(asked) == 1
     held = next(cache.rglob("00000.bin"))
     assert held.stat().st_size <= 256
+
+
+def test_ranks_that_want_a_range_at_once_read_it_once(
+    store: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fork = multiprocessing.get_context("fork")
+    together, real = fork.Barrier(3), type(store).cat_file
+
+    def slow(self: Any, path: str, start: int | None = None, end: int | None = None) -> bytes:
+        if start is not None:
+            with open(tmp_path / "asked", "a") as file:
+                file.write(f"{path} {start}\n")
+            time.sleep(0.1)
+        return real(self, path, start, end)
+
+    monkeypatch.setattr(type(store), "cat_file", slow)
+    dataset = make(TokenShards(paths=[URL], shuffle="off"), rows=1)
+
+    def rank() -> None:
+        together.wait(60)
+        next(iter(dataset))
+
+    processes = [fork.Process(target=rank) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert len((tmp_path / "asked").read_text().splitlines()) == 1
+
+
+def test_the_cache_may_be_removed_while_it_is_used(store: Any, cache: Path, monkeypatch: Any) -> None:
+    config = TokenShards(paths=[URL], shuffle="documents")
+    wanted, _ = global_rows(config, 40, dp_size=1, rows=2)
+    first, second = (make(config) for _ in range(2))
+    streams = iter(first), iter(second)
+    got = rows_of([next(streams[0])])
+    for number in range(13):
+        shutil.rmtree(cache / "shards")
+        assert rows_of([next(streams[1])])  # which makes files that lack what the first has seen
+        monkeypatch.setattr(reader, "OPEN_FILES", 1 + number % 3)
+        got += rows_of([next(streams[0]) for _ in range(3)])
+    assert got == wanted
+
+
+def test_a_disk_without_locks_keeps_what_was_read(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    config = TokenShards(paths=[URL])
+    wanted, _ = global_rows(config, 5, dp_size=1, rows=2)
+    monkeypatch.setenv("TITAN_CACHE", os.environ["TITAN_CACHE"] + "2")
+    monkeypatch.setattr(remote.fcntl, "lockf", none)
+    assert global_rows(config, 5, dp_size=1, rows=2)[0] == wanted
 
 
 def test_a_damaged_block_of_the_cache_is_read_again(store: Any, cache: Path) -> None:

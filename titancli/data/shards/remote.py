@@ -7,9 +7,11 @@ the checksums of the blocks that are there, which are verified once in each proc
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import xxhash
 
@@ -17,6 +19,8 @@ from titancli.data.shards import INDEX, Index, read_index, wrong_size
 from titancli.data.shards.reader import OpenFiles
 from titancli.errors import EnvironmentProblem
 from titancli.fingerprint import cache_folder
+
+logger = logging.getLogger(__name__)
 
 BLOCK = 1 << 21
 """Bytes that are read at once."""
@@ -34,7 +38,7 @@ class _Object:
     url: str
     size: int
     sound: bytearray
-    """For each block, whether this process has seen that it is there."""
+    """For each block, whether this process has seen that it is there, since it opened the file."""
 
 
 class RemoteFiles(OpenFiles):
@@ -89,11 +93,32 @@ class RemoteFiles(OpenFiles):
         Raises:
             EnvironmentProblem: the store cannot be reached, or the cache cannot be written.
         """
-        if size and (found := self._objects.get(path)) is not None:
-            for block in range(byte // BLOCK, (byte + size - 1) // BLOCK + 1):
-                if not found.sound[block]:
-                    self._fetch(path, found, block)
-                    found.sound[block] = True
+        found = self._objects.get(path)
+        if not size or found is None:
+            return
+        while True:  # the file may be removed at any time, and made again by another rank
+            if path not in self._open:
+                found.sound = bytearray(len(found.sound))
+            descriptor = self._descriptor(path, found)
+            blocks = range(byte // BLOCK, (byte + size - 1) // BLOCK + 1)
+            missing = [block for block in blocks if not found.sound[block]]
+            for block in missing:
+                self._fetch(path, found, block)
+                found.sound[block] = True
+            if not missing or _is_at(descriptor, path):
+                return
+            self._open.pop(path).close()
+
+    def _descriptor(self, path: str, found: _Object) -> int:
+        """Open the file, which is made if it is not there."""
+        try:
+            with suppress(FileNotFoundError):
+                return self.descriptor(path)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "ab"):
+                return self.descriptor(path)
+        except OSError as error:
+            _not_kept(found.url, path, error)
 
     def _fetch(self, path: str, found: _Object, block: int) -> None:
         first = block * BLOCK
@@ -101,20 +126,21 @@ class RemoteFiles(OpenFiles):
         if _kept(path, sums, block, size):
             return
         try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(path, "ab"), open(sums, "ab"):
                 pass  # there they are
             with open(path, "r+b", buffering=0) as file, open(sums, "r+b", buffering=0) as marks:
-                fcntl.lockf(marks, fcntl.LOCK_EX, SUM_BYTES, block * SUM_BYTES)  # until it is closed
-                if _kept(path, sums, block, size):  # another rank was faster
+                try:  # until it is closed
+                    fcntl.lockf(marks, fcntl.LOCK_EX, SUM_BYTES, block * SUM_BYTES)
+                except OSError as error:
+                    logger.debug("no locks on this disk, so several ranks may read a range: %s", error)
+                if _sound(file, marks, block, size):  # another rank was faster
                     return
                 data = self._read(found, first, size)
                 _write(file.fileno(), data, first)
                 _write(marks.fileno(), xxhash.xxh3_64_digest(data), block * SUM_BYTES)
         except OSError as error:
-            raise EnvironmentProblem(
-                f"{found.url} cannot be kept in {path}: {error.strerror or error}",
-                hint="make room there, or choose another folder with TITAN_CACHE",
-            ) from error
+            _not_kept(found.url, path, error)
 
     def _read(self, found: _Object, first: int, size: int) -> bytes:
         try:
@@ -129,16 +155,36 @@ class RemoteFiles(OpenFiles):
         return data
 
 
+def _not_kept(url: str, path: str, error: OSError) -> NoReturn:
+    raise EnvironmentProblem(
+        f"{url} cannot be kept in {path}: {error.strerror or error}",
+        hint="make room there, or choose another folder with TITAN_CACHE",
+    ) from error
+
+
+def _is_at(descriptor: int, path: str) -> bool:
+    """Whether an open file is the one at a path."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
 def _kept(path: str, sums: str, block: int, size: int) -> bool:
     """Whether a block is in the cache, as it was written."""
     try:
         with open(sums, "rb") as marks, open(path, "rb") as file:
-            wanted = os.pread(marks.fileno(), SUM_BYTES, block * SUM_BYTES)
-            if len(wanted) < SUM_BYTES or wanted == bytes(SUM_BYTES):
-                return False
-            return xxhash.xxh3_64_digest(os.pread(file.fileno(), size, block * BLOCK)) == wanted
+            return _sound(file, marks, block, size)
     except FileNotFoundError:
         return False
+
+
+def _sound(file: IO[bytes], marks: IO[bytes], block: int, size: int) -> bool:
+    """The same of files that are open: to close one would end the locks that this process has on it."""
+    wanted = os.pread(marks.fileno(), SUM_BYTES, block * SUM_BYTES)
+    if len(wanted) < SUM_BYTES or wanted == bytes(SUM_BYTES):
+        return False
+    return xxhash.xxh3_64_digest(os.pread(file.fileno(), size, block * BLOCK)) == wanted
 
 
 def _write(descriptor: int, data: bytes, byte: int) -> None:
