@@ -96,7 +96,7 @@ def test_every_token_is_predicted_once_within_its_document(
     assert waste < (0.02 if longest is None else 0.07), "three pieces of 5 in a row of 16"
 
 
-@pytest.mark.parametrize("name", ["jsonl", "token_shards"])
+@pytest.mark.parametrize("name", [pytest.param("jsonl", marks=pytest.mark.slow), "token_shards"])
 def test_ranks_and_stops_change_nothing(configs: Any, name: str) -> None:
     shuffle = "documents" if name == "token_shards" else True
     config = type(configs[name])(**{**vars(configs[name]), "repeat": True, "shuffle": shuffle})

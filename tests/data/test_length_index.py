@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import random
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +18,7 @@ import pytest
 
 from tests.data.helpers import global_rows, make, rows_of, same
 from tests.data.test_workers import loader
-from titancli.data import Chat, Preference
+from titancli.data import Chat, Preference, lengths
 from titancli.data.chat import ConversationReader
 from titancli.data.lengths import BAD, CHUNK, row_lengths
 from titancli.errors import EnvironmentProblem
@@ -119,6 +120,16 @@ def test_a_bad_row_ends_a_strict_run_before_its_first_batch(chats: str) -> None:
             next(iter(dataset))
 
 
+def test_other_limits_have_lengths_of_their_own(chats: str) -> None:
+    for limits in ({"max_bytes": 130}, {}):  # in the first, most rows are too long
+        plain = Chat(path=chats, **limits)
+        wanted, _ = global_rows(plain, 9, dp_size=1, rows=4, seq_len=96)
+        indexed = replace(plain, length_index=True)
+        assert global_rows(indexed, 9, dp_size=1, rows=4, seq_len=96)[0] == wanted
+    with pytest.raises(EnvironmentProblem, match="'messages' is str"):
+        next(iter(make(replace(indexed, strict=True), seq_len=96)))
+
+
 def test_a_tokenizer_that_changes_its_mind_is_noticed(chats: str) -> None:
     config = Chat(path=chats, length_index=True)
     dataset = make(config, seq_len=96)
@@ -142,31 +153,38 @@ def test_what_was_measured_is_kept_when_measuring_raises(cache: Path) -> None:
             raise EnvironmentProblem("stop")
         return BAD if row % 7 == 0 else row
 
+    def each(rows: range) -> list[int]:
+        return [measure(row) for row in rows]
+
     wanted = [BAD if row % 7 == 0 else row for row in range(count)]
     with pytest.raises(EnvironmentProblem, match="stop"):
-        row_lengths({"a": 1}, count, measure)
-    assert row_lengths({"a": 1}, count, measure).tolist() == wanted
+        row_lengths({"a": 1}, count, each)
+    assert row_lengths({"a": 1}, count, each).tolist() == wanted
     twice = {row // CHUNK for row, times in Counter(asked).items() if times > 1}
     assert len(twice) == 1, "only the chunk that raised is measured again"
     asked.clear()
-    assert row_lengths({"a": 1}, count, measure).tolist() == wanted and not asked
+    assert row_lengths({"a": 1}, count, each).tolist() == wanted and not asked
     cache.chmod(0o500)
-    assert row_lengths({"a": 1}, count, measure).tolist() == wanted and not asked
-    assert row_lengths({"a": 2}, 3, measure).tolist() == wanted[:3], "other rows, other lengths"
+    assert row_lengths({"a": 1}, count, each).tolist() == wanted and not asked
+    assert row_lengths({"a": 2}, 3, each).tolist() == wanted[:3], "other rows, other lengths"
 
 
 def test_processes_share_the_work_and_take_over_from_one_that_dies(tmp_path: Path) -> None:
     count = 6 * CHUNK
     fork = multiprocessing.get_context("fork")
+    together = fork.Barrier(3)
 
     def part(number: int) -> None:
-        def measure(row: int) -> int:
+        def measure(rows: range) -> range:
             with open(tmp_path / f"{number}.rows", "a") as file:
-                file.write(f"{row}\n")
-            if number == 0 and row % CHUNK == 9:
+                file.writelines(f"{row}\n" for row in rows)
+            time.sleep(0.05)
+            if number == 0:
                 os._exit(1)
-            return row
+            return rows
 
+        (tmp_path / f"{number}.rows").touch()
+        together.wait(60)
         found = row_lengths({"a": 1}, count, measure)
         np.save(tmp_path / f"{number}.npy", found)
 
@@ -179,6 +197,14 @@ def test_processes_share_the_work_and_take_over_from_one_that_dies(tmp_path: Pat
     measured = [len((tmp_path / f"{n}.rows").read_text().split()) for n in (1, 2)]
     assert sum(measured) == count, "none is measured twice"
     assert all(np.load(tmp_path / f"{n}.npy").tolist() == list(range(count)) for n in (1, 2))
+
+
+def test_a_disk_that_is_full_costs_time_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lengths.os, "pwrite", lambda descriptor, data, place: len(data) // 2)
+    assert row_lengths({"a": 1}, 5, list).tolist() == [0, 1, 2, 3, 4]
+    assert "lengths cannot be kept" in caplog.text
 
 
 def test_a_cache_that_cannot_be_written_costs_time_alone(

@@ -16,7 +16,7 @@ from tests.data.helpers import global_rows, make, same, stream
 from titancli.data import ByteTokenizer, HFTokenizer, JsonLines, TokenShards
 from titancli.data.batch import IGNORE
 from titancli.data.permutation import permuted
-from titancli.data.shards import Index, Shard
+from titancli.data.shards import Index, Shard, reader
 from titancli.data.shards.sources import Options, open_inputs
 from titancli.data.shards.tokenize import Job, tokenize
 from titancli.errors import EnvironmentProblem, RecipeError
@@ -308,7 +308,10 @@ def test_what_is_not_of_the_format_is_named_with_its_byte(
 
 
 @pytest.mark.parametrize("shuffle", ["rows", "off"])
-def test_an_id_beyond_the_vocabulary_is_named_with_its_byte(tmp_path: Path, shuffle: Any) -> None:
+def test_an_id_beyond_the_vocabulary_is_named_with_its_byte(
+    tmp_path: Path, shuffle: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "SAMPLED_TOKENS", 20)
     np.array([*TOKENS[:50], 300, *TOKENS[:60]], "<u2").tofile(tmp_path / "a.bin")
     dataset = make(TokenShards(paths=[tmp_path / "a.bin"], format="raw", dtype="uint16", shuffle=shuffle))
     with pytest.raises(
@@ -316,6 +319,9 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_byte(tmp_path: Path, shuf
     ):
         for _, _batch in zip(range(20), dataset, strict=False):
             pass
+    monkeypatch.undo()
+    with pytest.raises(EnvironmentProblem, match="the token at byte 100 is 300"):  # seen at once
+        make(TokenShards(paths=[tmp_path / "a.bin"], format="raw", dtype="uint16", shuffle=shuffle))
 
 
 def test_masks_need_end_markers(tmp_path: Path) -> None:

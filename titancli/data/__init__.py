@@ -102,7 +102,13 @@ class HFDataset:
     where they fit best, cut only what is longer than a row, and pad the rest. Needs document_mask."""
     max_document_length: Annotated[int, Gt(0)] | None = None
     """With best_fit, cut documents into pieces of at most so many tokens; None: training.seq_len."""
-    skips_rows: ClassVar[bool] = False
+    length_index: bool = False
+    """Measure all documents once, before the first step, and keep their lengths in titan's cache: then each
+    rank and each worker process tokenizes its own rows only. The rows stay the same."""
+
+    @property
+    def skips_rows(self) -> bool:
+        return self.length_index
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", _absolute(self.path))
@@ -114,6 +120,11 @@ class HFDataset:
             yield "shuffle", "a shuffled stream cannot be resumed exactly: remove shuffle or streaming"
         if self.streaming and "[" in self.split:
             yield "split", f"a slice of a split ({self.split!r}) needs streaming = false"
+        if self.streaming and self.length_index:
+            yield (
+                "length_index",
+                "the documents of a stream cannot be counted before: remove it, or streaming",
+            )
 
 
 def _absolute(path: str) -> str:
@@ -167,7 +178,13 @@ class JsonLines:
     where they fit best, cut only what is longer than a row, and pad the rest. Needs document_mask."""
     max_document_length: Annotated[int, Gt(0)] | None = None
     """With best_fit, cut documents into pieces of at most so many tokens; None: training.seq_len."""
-    skips_rows: ClassVar[bool] = False
+    length_index: bool = False
+    """Measure all documents once, before the first step, and keep their lengths in titan's cache: then each
+    rank and each worker process tokenizes its own rows only. The rows stay the same."""
+
+    @property
+    def skips_rows(self) -> bool:
+        return self.length_index
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from packing_keys(self)

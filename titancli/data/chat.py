@@ -133,7 +133,7 @@ def build(
     rows = rows_of(config, "chat", seed=seed, dp_rank=dp_rank)
     settings = {"messages": config.messages, "train_on": config.train_on, "too_long": config.too_long}
     return ConversationRows(
-        ChatExamples(rows, read, strict=config.strict),
+        ChatExamples(rows, read, config),
         PackedRows(seq_len, tokenizer.eos_id, pack=config.pack),
         tokenizer=tokenizer,
         seq_len=seq_len,

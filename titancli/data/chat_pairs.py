@@ -145,7 +145,7 @@ def build(
     read = PairReader(config, masked, seq_len)
     found = rows_of(config, "preference", seed=seed, dp_rank=dp_rank)
     return ConversationRows(
-        ChatExamples(found, read, strict=config.strict),
+        ChatExamples(found, read, config),
         PairRows(seq_len, tokenizer.eos_id, reference=config.reference_logps),
         tokenizer=tokenizer,
         seq_len=seq_len,

@@ -172,9 +172,10 @@ def _bundled(path: str) -> Path:
 class ChatExamples:
     """Examples made of rows by a function: the `titancli.data.rows.Examples` of conversations and pairs."""
 
-    def __init__(self, rows: Rows, make: Callable[[dict[str, Any]], Any], *, strict: bool) -> None:
+    def __init__(self, rows: Rows, make: Callable[[dict[str, Any]], Any], config: Chat | Preference) -> None:
         """`make` turns a row into an example, or raises BadRow or ChatRefused."""
-        self._rows, self._make, self._bad = rows, make, BadRows(strict=strict)
+        self._rows, self._make, self._bad = rows, make, BadRows(strict=config.strict)
+        self.limits = {"strict": config.strict, "max_bytes": config.max_bytes}
         self.label, self.identity = rows.label, rows.identity
         self.order, self.mark, self.place = rows.order, rows.mark, rows.place
 

@@ -12,6 +12,9 @@ from titancli.data.batch import IGNORE
 from titancli.data.rows import Row
 from titancli.observe.metrics import report
 
+PIECES = 1024
+"""Documents, or pieces of long ones, that may share rows."""
+
 
 class Conversation(NamedTuple):
     """Tokens, and which of them are trained on."""

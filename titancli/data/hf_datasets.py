@@ -12,9 +12,11 @@ import glob
 import itertools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any, NoReturn
+
+import numpy as np
 
 from titancli.data import HFDataset, hub_keys
 from titancli.data.source import Piece, Size, document_order
@@ -58,17 +60,40 @@ class IndexedSource:
         }
         self._dataset = dataset.select_columns([config.text])
         self.size = Size(len(dataset), "documents")
+        self.count = len(dataset)
+        self.limits: dict[str, Any] = {}
+
+    def index(self) -> None:
+        """The rows are counted already."""
+
+    def count_bad(self, bad: int) -> None:
+        """There are none: what is no text ends a run."""
+
+    def order(self, epoch: int) -> np.ndarray:
+        """Return the rows in the order of an epoch, int64 [count]."""
+        return document_order(self._seed, epoch, self.count, shuffle=self._shuffle)
+
+    def mark(self, place: int, row: int) -> dict[str, Any]:
+        """Return the mark of the row at a place of the order."""
+        return {"document": place}
+
+    def place(self, mark: dict[str, Any]) -> int:
+        return int(mark["document"])
+
+    def texts(self, rows: Sequence[int]) -> list[str | None]:
+        """Return the documents of rows."""
+        try:
+            found = self._dataset[list(rows)][self._column]
+        except Exception as error:  # whatever the file system or Arrow says
+            _failed(self.label, "cannot be read", error)
+        return [_text(self.label, self._column, text) for text in found]
 
     def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Piece]:
         """The epoch's documents; a mark is a document's place in the order."""
-        order = document_order(self._seed, epoch, len(self._dataset), shuffle=self._shuffle)
+        order = self.order(epoch)
         for first in range(mark["document"] if mark else 0, len(order), GROUP):
-            try:
-                texts = self._dataset[order[first : first + GROUP].tolist()][self._column]
-            except Exception as error:  # whatever the file system or Arrow says
-                _failed(self.label, "cannot be read", error)
-            for i, text in enumerate(texts):
-                yield Piece(_text(self.label, self._column, text), True, True, {"document": first + i})
+            for i, text in enumerate(self.texts(order[first : first + GROUP].tolist())):
+                yield Piece(text or "", True, True, {"document": first + i})
 
 
 class StreamedSource:

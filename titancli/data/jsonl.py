@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -53,15 +53,18 @@ class LineReader:
 
     def __init__(self, files: list[TextFile], *, shuffle: bool, seed: int, max_bytes: int) -> None:
         self._files, self._shuffle, self._seed, self._max_bytes = files, shuffle, seed, max_bytes
+        self._starts: list[np.ndarray] = []
         if shuffle:
             self.index()
 
     def index(self) -> None:
-        """Find where each row begins.
+        """Find where each row begins, once.
 
         Raises:
             EnvironmentProblem: a file cannot be read, or is compressed.
         """
+        if self._starts:
+            return
         for file in self._files:
             if file.path.endswith(SUFFIXES):
                 raise EnvironmentProblem(
@@ -185,6 +188,29 @@ class JsonLinesSource:
         self.identity: dict[str, Any] = {**found, "key": config.text}
         self._rows = LineReader(files, shuffle=config.shuffle, seed=seed, max_bytes=config.max_bytes)
         self._bad = BadRows(strict=config.strict)
+        self.limits = {"strict": config.strict, "max_bytes": config.max_bytes}
+        self.index, self.order = self._rows.index, self._rows.order
+        self.mark, self.place = self._rows.mark, self._rows.place
+
+    @property
+    def count(self) -> int:
+        return self._rows.count
+
+    def texts(self, rows: Sequence[int]) -> list[str | None]:
+        """Return the documents of rows; None, and reported, for one that is none."""
+        return [self._document(*self._rows.row(row)) for row in rows]
+
+    def _document(self, file: TextFile, row: Row) -> str | None:
+        try:
+            return _text(row.data, self._config)
+        except BadRow as reason:
+            self._bad.tell(f"{file.path}, line {row.line}", reason)
+            return None
+
+    def count_bad(self, bad: int) -> None:
+        """Report how many rows are none, if any."""
+        self._bad.skipped = bad
+        self._bad.count()
 
     @property
     def skipped(self) -> int:

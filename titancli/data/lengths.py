@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -25,8 +26,10 @@ _STORED = 2
 """Added to each length in the file, whose zeros are rows that nobody has measured yet."""
 
 
-def row_lengths(identity: Mapping[str, Any], count: int, measure: Callable[[int], int]) -> np.ndarray:
-    """Return the length of each of `count` rows, int32, as `measure` says it; BAD for one that is none.
+def row_lengths(
+    identity: Mapping[str, Any], count: int, measure: Callable[[range], Sequence[int]]
+) -> np.ndarray:
+    """Return the length of each of `count` rows, int32, as `measure` says them; BAD for one that is none.
 
     Every process that asks at the same time measures other rows than the rest, and waits for them.
 
@@ -53,13 +56,15 @@ def row_lengths(identity: Mapping[str, Any], count: int, measure: Callable[[int]
                     _measure(descriptor, range(chunk * CHUNK, min(count, (chunk + 1) * CHUNK)), measure, wait)
         finally:
             os.close(descriptor)
-        return np.fromfile(path, "<i4") - _STORED
+        if not (found := np.fromfile(path, "<i4")).all():
+            raise OSError(errno.ENOSPC, "not all of them were written")
+        return found - _STORED
     except OSError as error:
         logger.warning("lengths cannot be kept in %s (%s): each rank measures all rows", path, error)
-        return np.array([measure(row) for row in range(count)], np.int32)
+        return np.array(measure(range(count)), np.int32)
 
 
-def _measure(descriptor: int, rows: range, measure: Callable[[int], int], wait: bool) -> None:
+def _measure(descriptor: int, rows: range, measure: Callable[[range], Sequence[int]], wait: bool) -> None:
     """Measure some rows if nobody has, or does at the moment; with `wait`, see to it that they are."""
     place = (4 * len(rows), 4 * rows.start)
     if np.frombuffer(os.pread(descriptor, *place), "<i4").all():
@@ -72,7 +77,7 @@ def _measure(descriptor: int, rows: range, measure: Callable[[int], int], wait: 
         logger.debug("no locks on this disk, so several processes may measure the same rows: %s", error)
     try:
         if not np.frombuffer(os.pread(descriptor, *place), "<i4").all():
-            found = np.array([measure(row) + _STORED for row in rows], "<i4")
+            found = np.array(measure(rows), "<i4") + _STORED
             os.pwrite(descriptor, found.tobytes(), place[1])
     finally:
         with suppress(OSError):

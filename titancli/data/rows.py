@@ -52,6 +52,8 @@ class IndexedExamples(Examples, Protocol):
 
     count: int
     """Rows, those included that are no example."""
+    limits: dict[str, Any]
+    """What else decides which rows are none."""
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the rows in the order of an epoch, int64 [count]."""
@@ -244,11 +246,12 @@ class RowDataset:
     @property
     def _unordered(self) -> dict[str, Any]:
         """What the lengths depend on."""
-        return {name: value for name, value in self._identity.items() if name != "order"}
+        limits = cast(IndexedExamples, self._examples).limits
+        return {name: value for name, value in (self._identity | limits).items() if name != "order"}
 
-    def _measured(self, row: int) -> int:
-        example = cast(IndexedExamples, self._examples).example(row)
-        return BAD if example is None else self._maker.length(example)
+    def _measured(self, rows: Sequence[int]) -> list[int]:
+        found = map(cast(IndexedExamples, self._examples).example, rows)
+        return [BAD if example is None else self._maker.length(example) for example in found]
 
     def _example(self, rows: list[int], number: int) -> Any:
         found = cast(IndexedExamples, self._examples).example(rows[number])

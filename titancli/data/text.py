@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from titancli.data.fitting import Conversation, PackedRows
+from titancli.data.fitting import PIECES, Conversation, PackedRows
+from titancli.data.indexed_text import IndexedSource, TextPackedDataset, TextStreamDataset, TextTokens
 from titancli.data.packing import PackedDataset
 from titancli.data.rows import RowDataset
 from titancli.data.source import Source
 from titancli.data.stream import encode, groups, with_end
 from titancli.protocols import Tokenizer
-
-GROUP = 1024
-"""Documents, or pieces of long ones, that may share rows."""
 
 
 class _Documents:
@@ -41,7 +39,15 @@ def text_dataset(
     source: Source, config: Any, *, tokenizer: Tokenizer, seq_len: int, **runtime: Any
 ) -> PackedDataset | RowDataset:
     """Return the dataset of a config that has the fields `packing`, `max_document_length`, `repeat` and
-    `document_mask`."""
+    `document_mask`; perhaps `length_index`, for an `IndexedSource`."""
+    if getattr(config, "length_index", False):
+        tokens = TextTokens(cast(IndexedSource, source), tokenizer)
+        options = {"tokenizer": tokenizer, "seq_len": seq_len, **runtime}
+        if config.packing == "stream":
+            return TextStreamDataset(
+                tokens, repeat=config.repeat, document_mask=config.document_mask, **options
+            )
+        return TextPackedDataset(tokens, config, seed=0, **options)  # all order is the source's
     if config.packing == "stream":
         return PackedDataset(
             source,
@@ -59,7 +65,7 @@ def text_dataset(
         seq_len=seq_len,
         repeat=config.repeat,
         settings={"packing": config.packing, "longest": longest},
-        group=GROUP,
+        group=PIECES,
         templated=False,
         **runtime,
     )

@@ -66,9 +66,11 @@ class ShardStreamDataset(PackedDataset):
         if self._config.shuffle == "off":
             return ListedStream(self._tokens.files, at, repeat=self._repeat, eos_id=eos)
         documents = cast(DocumentEnds | MegatronDocuments, self._tokens.documents)  # `build` has checked it
-        return DocumentStream(
-            self._tokens.files, documents, at, repeat=self._repeat, eos_id=eos, seed=self._seed
-        )
+
+        def order(epoch: int, places: np.ndarray) -> np.ndarray:
+            return permuted(places, documents.documents, self._seed, epoch)
+
+        return DocumentStream(self._tokens.files, documents, at, repeat=self._repeat, order=order, eos_id=eos)
 
     def epoch_tokens(self) -> tuple[int, bool]:
         return self._tokens.files.tokens, True
@@ -229,6 +231,7 @@ def _open(config: TokenShards, tokenizer: Tokenizer, order: str) -> Tokens:
     else:
         foreign = open_foreign(config, LABEL)
         files = TokenFiles(foreign.parts, foreign.dtype, tokenizer.vocab_size)
+        files.check_ends()
         documents, contents = foreign.documents, foreign.identity
         if config.document_mask and isinstance(documents, MegatronDocuments):
             documents.require_end_markers(files, tokenizer.eos_id)

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from titancli.data import FillInTheMiddle, TokenShards
-from titancli.data.fitting import Conversation, PackedRows
+from titancli.data import FillInTheMiddle
+from titancli.data.fitting import PIECES, Conversation, PackedRows
 from titancli.data.permutation import drawn, permuted
 from titancli.data.rows import Examples, Group, RowDataset
 from titancli.data.shards.reader import DocumentEnds, TokenFiles
-from titancli.data.text import GROUP
 from titancli.errors import RecipeError
 from titancli.protocols import Tokenizer, TokenizerDefaults
 from titancli.registry.defaults import with_defaults
@@ -43,19 +42,21 @@ class ShardPackedDataset(RowDataset):
     def __init__(
         self,
         documents: Documents,
-        config: TokenShards,
+        config: Any,
         *,
         tokenizer: Tokenizer,
         seq_len: int,
         seed: int,
         **runtime: Any,
     ) -> None:
+        """`config`: one with the fields `packing`, `max_document_length` and `repeat`, perhaps `fim`."""
         self._documents, self._config, self._seed = documents, config, seed
         self._longest = min(seq_len, config.max_document_length or seq_len)
-        self._fim = None if config.fim is None else marker_ids(config.fim, tokenizer)
+        self._fim_config: FillInTheMiddle | None = getattr(config, "fim", None)
+        self._fim = None if self._fim_config is None else marker_ids(self._fim_config, tokenizer)
         settings: dict[str, Any] = {"packing": config.packing, "longest": self._longest}
-        if config.fim is not None:
-            settings["fim"] = [config.fim.rate, config.fim.spm_rate, *(self._fim or ()), seed]
+        if (fim := self._fim_config) is not None:
+            settings["fim"] = [fim.rate, fim.spm_rate, *(self._fim or ()), seed]
         super().__init__(
             cast(Examples, documents),  # which nobody reads one by one
             PackedRows(seq_len, tokenizer.eos_id, pack=True),
@@ -63,7 +64,7 @@ class ShardPackedDataset(RowDataset):
             seq_len=seq_len,
             repeat=config.repeat,
             settings=settings,
-            group=GROUP,
+            group=PIECES,
             templated=False,
             length_index=True,
             **runtime,
@@ -75,7 +76,7 @@ class ShardPackedDataset(RowDataset):
 
     def _indexed_groups(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Group]:
         held = np.zeros((0, 6), np.int64)
-        for pieces in self._pieces(epoch, mark or {"document": 0, "past": 0}):
+        for pieces in self._pieces(epoch, *(self._at(mark) if mark else (0, 0))):
             held = np.concatenate((held, pieces))
             while len(held) >= self._group:
                 yield self._group_of(epoch, held[: self._group])
@@ -84,18 +85,29 @@ class ShardPackedDataset(RowDataset):
             yield self._group_of(epoch, held)
 
     def _group_of(self, epoch: int, pieces: np.ndarray) -> Group:
-        mark = {"document": int(pieces[0, 0]), "past": int(pieces[0, 1])}
+        mark = self._mark(epoch, int(pieces[0, 0]), int(pieces[0, 1]))
         return Group(mark, pieces[:, 4].tolist(), partial(self._piece, epoch, pieces))
 
-    def _pieces(self, epoch: int, at: dict[str, Any]) -> Iterator[np.ndarray]:
-        """Pieces from a mark on, int64 [n, 6]: the place of the document in the order, its tokens before the
+    def _order(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        """Which documents stand at some places of an epoch."""
+        shuffled = self._config.shuffle == "documents"
+        return permuted(places, self._documents.ends.documents, self._seed, epoch) if shuffled else places
+
+    def _mark(self, epoch: int, place: int, past: int) -> dict[str, Any]:
+        return {"document": place, "past": past}
+
+    def _at(self, mark: dict[str, Any]) -> tuple[int, int]:
+        """The place of a document, and its tokens before the piece, that a mark leads to."""
+        return mark["document"], mark["past"]
+
+    def _pieces(self, epoch: int, begin: int, before: int) -> Iterator[np.ndarray]:
+        """Pieces from one on, int64 [n, 6]: the place of the document in the order, its tokens before the
         piece, the document's number, the piece's first token in the files, how many inputs it makes, and
         whether its middle is filled in."""
         count, longest = self._documents.ends.documents, self._longest
-        for first in range(at["document"], count, BLOCK):
+        for first in range(begin, count, BLOCK):
             places = np.arange(first, min(count, first + BLOCK))
-            shuffled = self._config.shuffle == "documents"
-            numbers = permuted(places, count, self._seed, epoch) if shuffled else places
+            numbers = self._order(epoch, places)
             bounds = self._documents.ends.bounds(numbers)
             inputs = np.maximum(0, bounds[:, 1] - bounds[:, 0] - 1)
             each = -(-inputs // longest)
@@ -105,15 +117,15 @@ class ShardPackedDataset(RowDataset):
             sizes = np.minimum(longest, inputs[which] - past) + MARKERS * fills
             first_tokens = bounds[which, 0] + past
             found = np.stack((places[which], past, numbers[which], first_tokens, sizes, fills), 1)
-            if first == at["document"]:
-                found = found[(which > 0) | (past >= at["past"])]
+            if first == begin:
+                found = found[(which > 0) | (past >= before)]
             yield found
 
     def _fills(self, numbers: np.ndarray, inputs: np.ndarray, epoch: int) -> np.ndarray:
         """Whether the middles of documents are filled in, bool: of those that then still are one piece."""
-        if self._config.fim is None:
+        if self._fim_config is None:
             return np.zeros(len(numbers), bool)
-        chosen = drawn(numbers, self._seed, epoch, 0) < self._config.fim.rate
+        chosen = drawn(numbers, self._seed, epoch, 0) < self._fim_config.rate
         return chosen & (inputs > 0) & (inputs + MARKERS <= self._longest)
 
     def _piece(self, epoch: int, pieces: np.ndarray, index: int) -> Conversation:
@@ -130,7 +142,7 @@ class ShardPackedDataset(RowDataset):
 
         Bavarian et al., "Efficient Training of Language Models to Fill in the Middle" (2022), on tokens.
         """
-        config = cast(FillInTheMiddle, self._config.fim)
+        config = cast(FillInTheMiddle, self._fim_config)
         prefix_id, middle_id, suffix_id = cast(tuple[int, int, int], self._fim)
         kind, *cuts = (float(drawn(document, self._seed, epoch, which)[0]) for which in (1, 2, 3))
         low, high = sorted(int(cut * len(tokens)) for cut in cuts)  # from 0 to all but the end marker

@@ -18,6 +18,8 @@ from titancli.data.shards import END_BYTES, Index
 from titancli.errors import EnvironmentProblem
 
 OPEN_FILES = 64
+SAMPLED_FILES, SAMPLED_TOKENS = 64, 8192
+"""What is looked at of files that do not say which ids they have."""
 
 
 class Part(NamedTuple):
@@ -110,6 +112,19 @@ class TokenFiles:
             self._files.read(part.path, here, byte)
             self._check(part.path, here, byte)
             filled, at, number = filled + len(here), 0, number + 1
+
+    def check_ends(self) -> None:
+        """Read both ends of some files: a wrong type or tokenizer is mostly seen there.
+
+        Raises:
+            EnvironmentProblem: as for `read`.
+        """
+        for number in np.unique(np.linspace(0, len(self._parts) - 1, SAMPLED_FILES, dtype=np.int64)):
+            begin, end = (int(at) for at in self._starts[number : number + 2])
+            sample = np.empty(min(SAMPLED_TOKENS, end - begin), self.dtype)
+            if len(sample):
+                self.read(begin, sample)
+                self.read(end - len(sample), sample)
 
     def gather(self, starts: np.ndarray, sizes: np.ndarray, into: np.ndarray) -> None:
         """Fill an array with pieces, one behind the other: `sizes` tokens from `starts` on; see `read`.

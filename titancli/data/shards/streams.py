@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 
-from titancli.data.permutation import permuted
 from titancli.data.shards.reader import TokenFiles
 from titancli.data.stream import Position
 
@@ -58,7 +58,7 @@ class ListedStream:
 
 
 class DocumentStream:
-    """Whole documents in a random order; a position is a document's place in the epoch, and a token in it."""
+    """Whole documents in any order; a position is a document's place in the epoch, and a token in it."""
 
     def __init__(
         self,
@@ -67,11 +67,12 @@ class DocumentStream:
         at: Position,
         *,
         repeat: bool,
-        eos_id: int | None,
-        seed: int,
+        order: Callable[[int, np.ndarray], np.ndarray],
+        eos_id: int | None = None,
     ) -> None:
+        """`order`: which documents stand at some places of an epoch."""
         self._files, self._documents, self._repeat, self._eos_id = files, documents, repeat, eos_id
-        self._seed, self._epoch, self._offset = seed, at.epoch, at.offset
+        self._order, self._epoch, self._offset = order, at.epoch, at.offset
         self._place: int = at.mark["document"] if at.mark else 0
         self._block: tuple[tuple[int, int], np.ndarray, np.ndarray] | None = None
 
@@ -93,15 +94,19 @@ class DocumentStream:
     def read(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Go `count` tokens on; return them and the one after them, and which begin a document."""
         tokens = np.empty(self.available(count + 1), self._files.dtype)
-        self._walk(len(tokens), tokens)
+        starts = np.zeros(len(tokens), bool)
+        self._walk(len(tokens), (tokens, starts))
         if len(tokens) > count:
             self._back()
-        return tokens, begins(tokens, self._eos_id)
+        return tokens, self._begins(tokens, starts)
 
     def skip(self, count: int) -> int:
         skipped = self.available(count)
         self._walk(skipped, None)
         return skipped
+
+    def _begins(self, tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        return begins(tokens, self._eos_id)
 
     def _back(self) -> None:
         """Go one token back."""
@@ -113,8 +118,8 @@ class DocumentStream:
             self._offset = int(lengths[within])
         self._offset -= 1
 
-    def _walk(self, count: int, into: np.ndarray | None) -> None:
-        """Go so many tokens on, which there are, and fill an array with them."""
+    def _walk(self, count: int, into: tuple[np.ndarray, np.ndarray] | None) -> None:
+        """Go so many tokens on, which there are; fill arrays with them, and with which start a document."""
         filled = 0
         while filled < count:
             starts, lengths, within = self._bounds(self._epoch, self._place)
@@ -126,7 +131,10 @@ class DocumentStream:
                 firsts[0] += self._offset
                 sizes[0] -= self._offset
                 sizes[-1] -= max(0, int(ends[whole]) - (count - filled))
-                self._files.gather(firsts, sizes, into[filled : filled + int(sizes.sum())])
+                self._files.gather(firsts, sizes, into[0][filled : filled + int(sizes.sum())])
+                new = sizes > 0
+                new[0] &= self._offset == 0
+                into[1][(filled + np.cumsum(sizes) - sizes)[new]] = True
             if last < len(ends) and ends[last] > count - filled:  # it ends within a document
                 before = int(ends[last - 1]) if last else -self._offset
                 self._place, self._offset = self._place + last, count - filled - before
@@ -142,7 +150,7 @@ class DocumentStream:
         if self._block is None or self._block[0] != (epoch, number):
             count = self._documents.documents
             places = np.arange(number * BLOCK, min(count, (number + 1) * BLOCK))
-            found = self._documents.bounds(permuted(places, count, self._seed, epoch))
+            found = self._documents.bounds(self._order(epoch, places))
             self._block = ((epoch, number), found[:, 0], found[:, 1] - found[:, 0])
         return self._block[1], self._block[2], within
 

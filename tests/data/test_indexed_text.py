@@ -1,0 +1,154 @@
+"""Text by lengths that are measured once: the same rows, and each rank tokenizes its own only."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.helpers import global_rows, make, rows_of, same
+from tests.data.test_workers import loader
+from titancli.data import ByteTokenizer, HFDataset, JsonLines
+from titancli.data.byte_tokenizer import build as byte_tokenizer
+from titancli.errors import EnvironmentProblem
+from titancli.observe.metrics import collector
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("TITAN_CACHE", str(tmp_path / "cache"))
+    collector.drain()
+    yield tmp_path / "cache"
+    collector.drain()
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """200 rows in two files: bad, empty, short, and far longer than a row."""
+    draw = random.Random(0)
+    for name in ("a", "b"):
+        rows = []
+        for _ in range(100):
+            text = "".join(draw.choice("abcé\n") for _ in range(draw.choice([1, 3, 20, 300])))
+            rows.append("no JSON" if draw.random() < 0.1 else json.dumps({"text": text}))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    return tmp_path / "*.jsonl"
+
+
+class Counting:
+    """A byte tokenizer that counts its documents."""
+
+    def __init__(self) -> None:
+        self._own, self.documents = byte_tokenizer(ByteTokenizer()), 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def encode_arrays(self, texts: list[str]) -> Any:
+        self.documents += sum(1 for text in texts if text)
+        return self._own.encode_arrays(texts)
+
+
+@pytest.mark.parametrize(
+    ("packing", "mask", "shuffle"),
+    [("stream", False, True), ("stream", True, False), ("best_fit", True, True), ("best_fit", True, False)],
+)
+def test_rows_are_those_without_an_index_to_and_fro(
+    texts: Path, packing: Any, mask: bool, shuffle: bool
+) -> None:
+    plain = JsonLines(paths=[texts], shuffle=shuffle, packing=packing, document_mask=mask)
+    indexed, shape = replace(plain, length_index=True), {"rows": 4, "seq_len": 32}
+    whole, state = global_rows(plain, 150, dp_size=1, **shape)
+    bad = collector.drain()["bad_rows"].value
+    assert state["epoch"] >= 1
+    assert global_rows(indexed, 150, dp_size=1, **shape) == (whole, state)
+    assert 0 < collector.drain()["bad_rows"].value <= bad
+    batches = [[b for _, b in zip(range(9), make(c, **shape), strict=False)] for c in (plain, indexed)]
+    assert all(map(same, *batches)), "positions and document ids too"
+    draw, got, at = random.Random(1), [], None
+    while len(got) < 500:
+        config, dp_size, rows = draw.choice([plain, indexed]), draw.choice([1, 2, 4]), draw.choice([1, 5])
+        part, at = global_rows(config, draw.randint(1, 40), dp_size=dp_size, rows=rows, state=at, seq_len=32)
+        at, got = json.loads(json.dumps(at)), got + part
+    assert got[:500] == whole[:500]
+    once = replace(plain, repeat=False)
+    ends = [global_rows(c, 999, dp_size=2, **shape) for c in (once, replace(once, length_index=True))]
+    assert ends[0][0] == ends[1][0]
+    assert global_rows(once, 9, dp_size=1, state=ends[1][1], **shape)[0] == [], "the end is the end"
+
+
+@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+def test_each_rank_tokenizes_its_own_documents_and_what_is_skipped_costs_nothing(
+    tmp_path: Path, packing: Any
+) -> None:
+    lines = [json.dumps({"text": f"{n:015d}"}) for n in range(2048)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    config = JsonLines(paths=[tmp_path / "a.jsonl"], length_index=True, packing=packing, document_mask=True)
+    tokenizer = Counting()
+    shape = {"rows": 4, "seq_len": 64, "dp_rank": 1, "dp_size": 4, "tokenizer": tokenizer}
+    next(iter(make(config, **shape)))
+    assert 2048 <= tokenizer.documents <= 2048 + 4 * 5 + 1, "lengths, and rows of about four documents"
+    tokenizer.documents = 0
+    again = make(config, **shape)
+    assert again.skip(160) == 160 and tokenizer.documents == 0
+    batches = [batch for _, batch in zip(range(3), again, strict=False)]
+    assert tokenizer.documents <= 3 * 4 * 5 + 1
+    plain = make(replace(config, length_index=False), rows=16, seq_len=64)
+    rows = rows_of([batch for _, batch in zip(range(13), plain, strict=False)])
+    assert rows_of(batches) == [row for n in (10, 11, 12) for row in rows[16 * n + 4 : 16 * n + 8]]
+
+
+def test_a_document_of_many_rows_is_tokenized_once(tmp_path: Path) -> None:
+    long = json.dumps({"text": "x" * 20_000})
+    (tmp_path / "a.jsonl").write_text(f'{long}\n{{"text": "y"}}\n')
+    tokenizer = Counting()
+    for packing in ("stream", "best_fit"):
+        config = JsonLines(
+            paths=[tmp_path / "a.jsonl"], length_index=True, packing=packing, document_mask=True, repeat=False
+        )
+        tokenizer.documents = 0
+        assert len(list(make(config, rows=2, seq_len=50, tokenizer=tokenizer))) > 199
+        assert tokenizer.documents == {"stream": 4, "best_fit": 2}[packing], "lengths, once, and rows"
+
+
+def test_a_dataset_on_disk(tmp_path: Path) -> None:
+    import datasets
+
+    rows = [{"text": "x" * (n % 50) if n % 9 else None} for n in range(300)]
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    for shuffle in (True, False):
+        plain = HFDataset(path=str(tmp_path / "saved"), shuffle=shuffle)
+        wanted = global_rows(plain, 70, dp_size=1, rows=4)
+        assert global_rows(replace(plain, length_index=True), 70, dp_size=2, rows=2) == wanted
+
+
+@pytest.mark.slow  # what workers need is `skip`, above; that they give its rows is in test_workers.py
+def test_workers_tokenize(texts: Path) -> None:
+    config = JsonLines(paths=[texts], length_index=True)
+    alone, workers = loader(config, 0, seq_len=96), loader(config, 2, seq_len=96)
+    assert all(same(next(alone), next(workers)) and alone.state == workers.state for _ in range(12))
+    alone.close()
+    workers.close()
+
+
+def test_errors(texts: Path, tmp_path: Path) -> None:
+    indexed = JsonLines(paths=[texts], length_index=True)
+    next(iter(make(indexed)))
+    for _ in range(2):  # lengths that were measured otherwise are no excuse, and an error is no end
+        with pytest.raises(EnvironmentProblem, match=r"[ab]\.jsonl, line \d+: it is not JSON"):
+            next(iter(make(replace(indexed, strict=True))))
+    dataset = make(indexed, rows=64)
+    (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text().replace("\\u00e9", "abcdef"))
+    with pytest.raises(EnvironmentProblem, match="is no longer as long as when it was measured"):
+        list(zip(range(99), dataset, strict=False))
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n' * 3)
+    with pytest.raises(EnvironmentProblem, match="all documents are empty"):
+        next(iter(make(JsonLines(paths=[tmp_path / "empty.jsonl"], length_index=True))))
+    (tmp_path / "a.jsonl.gz").write_bytes(b"\x1f\x8b")
+    with pytest.raises(EnvironmentProblem, match="cannot be shuffled or indexed"):
+        make(JsonLines(paths=[tmp_path / "a.jsonl.gz"], length_index=True, shuffle=False))
