@@ -45,6 +45,18 @@ def test_the_parts_make_the_whole(titan: Titan) -> None:
     assert speed["tokens_per_second"] * speed["step"] == pytest.approx(8192)
 
 
+def test_copies_in_the_memory_of_nodes_are_counted(titan: Titan) -> None:
+    """Two of a node's own state and two of its neighbour's: weights and two moments, in float32."""
+    copied = ("llama3_70b", "--world-size", "64", "checkpoint.peer_interval=20")
+    found = told(titan, *copied)
+    state = 12 * found["parameters"]["model"]
+    assert found["copies"] == {"nodes": 8, "bytes_per_node": 4 * state // 8}
+    assert "copies        394.25 GiB in the memory of each of 8 nodes" in titan("plan", *copied).out
+    alone = told(titan, "llama3_70b", "--world-size", "8", "checkpoint.peer_interval=20")
+    assert alone["copies"] == {"nodes": 1, "bytes_per_node": 2 * state}
+    assert told(titan, "llama3_70b", "--world-size", "64")["copies"] is None
+
+
 def test_what_fsdp_sends_is_what_it_must(titan: Titan) -> None:
     sent = {one["name"]: one for one in told(titan, *BIG)["collectives"]}
     block, ends = 218_112_000, 2 * 128256 * 4096 + 4096

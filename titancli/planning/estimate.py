@@ -82,6 +82,7 @@ def as_data(recipe: Recipe, degrees: Degrees, device: Device, found: Estimate | 
         "notes": assumed(recipe, described=found is not None),
         "parameters": None,
         "memory": None,
+        "copies": None,
         "compute": None,
         "collectives": [],
         "pipeline": None,
@@ -94,6 +95,7 @@ def as_data(recipe: Recipe, degrees: Degrees, device: Device, found: Estimate | 
     return told | {
         "parameters": {"model": work.shape.size, "rank": round(found.worst.parameters)},
         "memory": _memory(found),
+        "copies": _copies(recipe, work),
         "compute": {"flops_per_token": flops, "flops_per_step": flops * work.tokens_per_step},
         "collectives": [
             {"name": f.name, "over": f.over, "ranks": f.ranks, "bytes": round(f.size), "link": f.link}
@@ -116,6 +118,18 @@ def _memory(found: Estimate) -> dict[str, Any]:
             for rank in found.ranks
         ],
     }
+
+
+def _copies(recipe: Recipe, work: Workload) -> dict[str, Any] | None:
+    """Of the state in the memory of nodes: `titancli.checkpoint.peers`."""
+    if not recipe.checkpoint.enable or not recipe.checkpoint.peer_interval:
+        return None
+    from titancli.checkpoint.peers.memory import KEPT
+
+    nodes = -(-work.degrees.world // work.device.node)
+    states = min(2, nodes)  # its own ranks', and those of the node before it
+    size = work.shape.size * (work.stored + work.optimizer_state) / nodes
+    return {"nodes": nodes, "bytes_per_node": round(KEPT * states * size)}
 
 
 def _pipeline(work: Workload) -> dict[str, Any] | None:

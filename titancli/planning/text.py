@@ -20,7 +20,7 @@ def as_text(told: dict[str, Any]) -> str:
     lines = [_row("model", _model(told)), *_mesh(told)]
     if told["memory"]:
         lines += [_row("flops", f"{told['compute']['flops_per_token']:.4g} per token, forward and backward")]
-        lines += [*_memory(told), *_collectives(told), *_pipeline(told), *_speed(told)]
+        lines += [*_memory(told), *_copies(told), *_collectives(told), *_pipeline(told), *_speed(told)]
     lines += [_row("note" if not i else "", note) for i, note in enumerate(told["notes"])]
     if told["memory"]:
         lines += _verdict(told)
@@ -90,6 +90,15 @@ def _memory(told: dict[str, Any]) -> list[str]:
         each = " ".join(f"{rank['peak_bytes'] / GIB:.1f}" for rank in memory["ranks"])
         lines.append(f"{INDENT}GiB on the ranks of the pipeline: {each}")
     return lines
+
+
+def _copies(told: dict[str, Any]) -> list[str]:
+    one = told["copies"]
+    if not one:
+        return []
+    count = one["nodes"]
+    where = f"each of {count} nodes" if count > 1 else "the node"
+    return [_row("copies", f"{_gib(one['bytes_per_node'])} in the memory of {where}: peer_interval")]
 
 
 def _collectives(told: dict[str, Any]) -> list[str]:

@@ -19,6 +19,7 @@ from titancli.checkpoint.format.manifest import MANIFEST, last_serial, manifest_
 from titancli.checkpoint.format.plan import SavePlan
 from titancli.checkpoint.format.storage import Pieces, write_pieces
 from titancli.checkpoint.peers.memory import (
+    KEPT,
     Copy,
     Memory,
     forget,
@@ -34,9 +35,6 @@ from titancli.distributed.process_group import all_gather, on_rank_zero, patient
 from titancli.errors import EnvironmentProblem, TitanError
 
 logger = logging.getLogger(__name__)
-
-KEPT = 2
-"""Copies that lie in memory at once: the one that counts, and the one under way."""
 
 
 class Copies:

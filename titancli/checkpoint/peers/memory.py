@@ -34,6 +34,8 @@ from titancli.runs import write_atomically
 
 RECORD = "peers.json"
 """In `RUN/checkpoints`: which copy counts."""
+KEPT = 2
+"""Copies that lie in memory at once: the one that counts, and the one under way."""
 FORGOTTEN = 3600.0
 """Seconds after which the copies of another run that nobody holds are deleted."""
 CGROUPS = Path("/sys/fs/cgroup")
