@@ -13,23 +13,32 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.tensors import RUN
-from tests.models.hf_configs import LLAMA
+from tests.converters.test_lora_experts import OWN, TRANSPOSED
+from tests.models.hf_configs import CONFIGS, LLAMA
 from tests.ranks.layouts import GPT_OSS
+from tests.rows import rows
 from titancli.checkpoint import CheckpointReader, export_hf, read_hf, save_checkpoint
 from titancli.checkpoint import base as merging
 from titancli.checkpoint.base import base_of
 from titancli.checkpoint.hf import peft
+from titancli.checkpoint.hf.peft_names import placed
 from titancli.checkpoint.hf.which import hf_form
 from titancli.cli import main
+from titancli.converters.lora import adapters_of
 from titancli.models import HFCausalLM, Llama3
 from titancli.registry.component import build, component_info
 
-ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "wq", "wk", "wv", "wo")
-RANK, ALPHA = 3, 6.0
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "wq", "wk", "wv", "wo")
+ADAPTED = tuple(f"{name}.weight" for name in LAYERS)
+STACKED = tuple(f"experts.{name}" for name in ("w1", "w2", "w3", "w13", "gate_up_proj", "down_proj"))
+RANK, ALPHA = 8, 16.0
 MODELS: dict[str, Any] = {
     "llama3": Llama3(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=300),
     "gpt_oss": replace(GPT_OSS, moe=replace(GPT_OSS.moe, load_balance_coeff=None)),  # biases, square layers
     "qwen2": HFCausalLM(config={**LLAMA, "model_type": "qwen2", "intermediate_size": 37}),
+    "qwen3": OWN,  # folders have experts one by one
+    "experts": HFCausalLM(config=CONFIGS["experts"]),
+    "experts, transposed": TRANSPOSED,
 }
 
 
@@ -56,10 +65,10 @@ def adapted(folder: Path, name: str) -> Adapted:
     adapters: dict[str, Tensor] = {}
     merged = {hf: value.double() for key, x in weights.items() for hf, value in form.to_hf(key, x)}
     for key, weight in weights.items():
-        layer, _, own = key.rpartition(".")
-        if own == "weight" and layer.endswith(ADAPTED):
-            a = adapters[f"model.{layer}.lora_a"] = torch.randn(RANK, weight.shape[1], generator=drawn) * 0.2
-            b = adapters[f"model.{layer}.lora_b"] = torch.randn(weight.shape[0], RANK, generator=drawn) * 0.2
+        if key.endswith((*ADAPTED, *STACKED)):
+            *many, out, inner = weight.shape
+            a, b = (torch.randn(*many, *s, generator=drawn) * 0.2 for s in ((RANK, inner), (out, RANK)))
+            adapters |= dict(zip((f"model.{own}" for own in adapters_of(key)), (a, b), strict=True))
             together = weight.double() + ALPHA / RANK * b.double() @ a.double()
             merged |= dict(form.to_hf(key, together))
     facts = {"form": "lora", "rank": RANK, "alpha": ALPHA, "base": base_of(folder / "base")}
@@ -103,7 +112,7 @@ def tensors_of(folder: Path, config: Any) -> dict[str, Tensor]:
     return {hf: value for name in names for hf, value in form.to_hf(name, reader.parameter(name))}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", rows(MODELS, slow=("qwen3", "experts", "experts, transposed")))
 def test_an_export_in_fp32_is_merged_in_fp32_and_is_what_peft_makes(
     tmp_path: Path, convert: Convert, name: str
 ) -> None:
@@ -118,7 +127,19 @@ def test_an_export_in_fp32_is_merged_in_fp32_and_is_what_peft_makes(
     assert code == 0 and "verified: yes" in out, out
     assert figures(out)[0] < 1e-5
     theirs = of_peft(made.base, tmp_path / "peft").merge_and_unload().state_dict()
-    assert differences({key: theirs[key] for key in found}, made.merged) < 1e-6
+    both = theirs.keys() & found.keys()  # experts of whom a folder has one tensor each are stacked there
+    assert len(both) > len(made.merged) / 4
+    assert differences({key: theirs[key] for key in both}, {key: made.merged[key] for key in both}) < 1e-6
+
+
+def test_an_adapter_of_experts_is_one_of_each_where_folders_have_them_one_by_one() -> None:
+    weight = "layers.1.moe.experts.w2"
+    found = placed(OWN, [weight])[weight]
+    assert [one.expert for one in found] == list(range(8))
+    assert found[3].keys[1] == "base_model.model.model.layers.1.mlp.experts.3.down_proj.lora_B.weight"
+    a, b = torch.randn(8, 4, 16), torch.randn(8, 32, 4)
+    for expert, one in enumerate(found):
+        assert all(map(torch.equal, one.of(a, b), (a[expert], b[expert])))
 
 
 def of_peft(base: Path, folder: Path) -> Any:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tests.engine.cases import Layout, my_batches, recipe, small, wholes
 from titancli.converters import LoRA
+from titancli.converters.lora import adapters_of, weights_of
 from titancli.distributed.local import local
 from titancli.engine import Engine
 from titancli.errors import TitanError
@@ -41,14 +42,15 @@ def steps(layout: Layout, base: Path, count: int = 3, lora: LoRA = LORA) -> dict
     return found | {f"last {name}": t for name, t in wholes(engine.named_parameters()).items()}
 
 
-def against_merged(base: Path) -> dict[str, float]:
+def against_merged(base: Path, layout: Layout | None = None, lora: LoRA = LORA) -> dict[str, float]:
     """How far a model with adapters is from the plain model with merged weights: log-probabilities, and the
     adapters' gradients from those that the chain rule makes of the merged weights'."""
-    engine = Engine.build(lora_recipe(small(), base))
+    layout = layout or small()
+    engine = Engine.build(lora_recipe(layout, base, lora))
     for step in range(2):
         engine.forward_backward(my_batches(engine, step))
         engine.optim_step()
-    plain = Engine.build(lora_recipe(small(), base, lora=None))
+    plain = Engine.build(lora_recipe(layout, base, lora=None))
     plain.load_weights(iter([(name, tensor.clone()) for name, tensor in engine.weights()]))
     [batch] = my_batches(engine, 3)
     found = {"log-probs": error(engine.forward(batch), plain.forward(batch))}
@@ -57,14 +59,15 @@ def against_merged(base: Path) -> dict[str, float]:
     weights = wholes((name, p.grad) for name, p in plain.named_parameters())
     adapters = wholes(engine.trained_parameters())
     gradients = wholes((name, p.grad) for name, p in engine.trained_parameters())
-    scale = ALPHA / RANK
-    for layer in {name.rpartition(".")[0] for name in adapters}:
-        a, b, by_weight = adapters[f"{layer}.lora_a"], adapters[f"{layer}.lora_b"], weights[f"{layer}.weight"]
-        found[f"{layer} a"] = error(gradients[f"{layer}.lora_a"], scale * b.T @ by_weight)
-        found[f"{layer} b"] = error(gradients[f"{layer}.lora_b"], scale * by_weight @ a.T)
+    scale = lora.alpha / lora.rank
+    for weight in weights_of(adapters):
+        name_a, name_b = adapters_of(weight)
+        a, b, by_weight = adapters[name_a], adapters[name_b], weights[weight]
+        found[name_a] = error(gradients[name_a], scale * b.mT @ by_weight)
+        found[name_b] = error(gradients[name_b], scale * by_weight @ a.mT)
     with engine.as_base():
         as_base = engine.forward(batch)
-    base_engine = Engine.frozen(lora_recipe(small(), base, lora=None))
+    base_engine = Engine.frozen(lora_recipe(layout, base, lora=None))
     found["as base"] = float((as_base - base_engine.forward(batch)).abs().max())
     return found
 
@@ -73,9 +76,9 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def save_adapters(layout: Layout, base: Path, folder: Path) -> dict[str, torch.Tensor]:
+def save_adapters(layout: Layout, base: Path, folder: Path, lora: LoRA = LORA) -> dict[str, torch.Tensor]:
     """Adapters after two steps, saved; and what a third makes of them."""
-    engine = Engine.build(lora_recipe(layout, base))
+    engine = Engine.build(lora_recipe(layout, base, lora))
     for step in range(2):
         engine.forward_backward(my_batches(engine, step))
         engine.optim_step()
@@ -89,8 +92,8 @@ def go_on(engine: Engine) -> dict[str, torch.Tensor]:
     return wholes(engine.named_parameters())
 
 
-def load_adapters(layout: Layout, base: Path, folder: Path) -> dict[str, torch.Tensor]:
-    engine = Engine.build(lora_recipe(layout, base))
+def load_adapters(layout: Layout, base: Path, folder: Path, lora: LoRA = LORA) -> dict[str, torch.Tensor]:
+    engine = Engine.build(lora_recipe(layout, base, lora))
     engine.load(folder)
     return go_on(engine)
 

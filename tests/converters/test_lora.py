@@ -33,7 +33,7 @@ from titancli.checkpoint import CheckpointReader
 from titancli.checkpoint.format.metadata import open_metadata
 from titancli.checkpoint.hf.which import hf_form
 from titancli.converters import LoRA
-from titancli.converters.lora import AdaptedLinear, Adapters, merge
+from titancli.converters.lora import AdaptedLinear, Adapters, adapters_of, merge
 from titancli.errors import RecipeError
 from titancli.models import HFCausalLM
 from titancli.recipe.check import component_checks
@@ -246,9 +246,8 @@ def test_a_bias_stays_the_bases_and_only_the_weight_gets_the_product(
     expected: dict[str, torch.Tensor] = {}
     for key in base.names():
         whole = base.read(key)
-        layer = key.removesuffix(".weight")
-        if key.endswith(".weight") and f"{layer}.lora_a" in adapters:
-            a, b = (adapters[f"{layer}.{own}"].double() for own in ("lora_a", "lora_b"))
+        if adapters_of(key)[0] in adapters:
+            a, b = (adapters[own].double() for own in adapters_of(key))
             whole = (whole.double() + 5.0 / 3.0 * b @ a).float()
         expected |= dict(form.to_hf(key, whole))
     assert first["names"] == list(found) and found.keys() == expected.keys()

@@ -15,7 +15,8 @@ from titancli.checkpoint.format.tensors import Tensors
 from titancli.checkpoint.hf.folder import read_hf
 from titancli.checkpoint.hf.which import hf_form, parameter_shapes
 from titancli.checkpoint.load import CheckpointReader
-from titancli.converters.lora import OWN, merge
+from titancli.converters.lora import adapters_of as adapters_beside
+from titancli.converters.lora import merge, weights_of
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.fingerprint import fingerprint
 
@@ -79,8 +80,7 @@ class MergedReader:
         self.folder, self.manifest = adapters.folder, adapters.manifest
         self.adapters, self.base, self.scale = adapters, base, scale
         self._own = set(adapters.names())
-        wanted = {name.removesuffix(OWN[0]) + ".weight" for name in self._own if name.endswith(OWN[0])}
-        if missing := wanted - set(base.names()):
+        if missing := set(weights_of(self._own)) - set(base.names()):
             raise TitanError(
                 f"{self.folder} holds adapters of {min(missing)}, which their base does not have"
             )
@@ -96,9 +96,8 @@ class MergedReader:
 
     def read(self, name: str) -> Tensor:
         weight = self.base.read(name)
-        layer, _, own = name.rpartition(".")
-        a, b = (layer + end for end in OWN)
-        if own != "weight" or a not in self._own:
+        a, b = adapters_beside(name)
+        if a not in self._own:
             return weight
         return merge(weight, self.adapters.read(a), self.adapters.read(b), self.scale)
 

@@ -26,7 +26,8 @@ class LoRA:
     """Scaling: the output of B·A is multiplied by alpha / rank."""
     targets: Annotated[list[str], MinLen(1)] | None = None
     """Linear layers to adapt: a full name (`layers.0.attention.wq`), the end of one (`wq`, `attention.wo`),
-    or a pattern (`layers.0.*`); None: those of all blocks except routers."""
+    or a pattern (`layers.0.*`); None: those of all blocks except routers. Routed experts are adapted only
+    where a target names them (`experts.*`, `experts.w2`), each with matrices of its own."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         names = [component_info(config).name for config in recipe.converters]

@@ -2,7 +2,7 @@
 
 y = x·Wᵀ + b + alpha/rank · (x·Aᵀ)·Bᵀ, with A [rank, in] and B [out, rank]; B begins as zeros. Source: LoRA
 (arXiv 2106.09685). Layers are changed in place and under their names; A and B are parameters of theirs,
-`lora_a` and `lora_b`.
+`lora_a` and `lora_b`. Stacked experts: `titancli.converters.lora_experts`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from titancli.converters.lora_experts import MULTIPLE, AdaptedExperts, stacks_of
 from titancli.distributed.collectives import Group
 from titancli.distributed.local import local
 from titancli.errors import RecipeError
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OWN = (".lora_a", ".lora_b")
+OWN = ("lora_a", "lora_b")
 MERGED_ROWS = 1024
 """Rows of a weight that are merged at a time."""
 STYLES = {
@@ -120,9 +121,15 @@ class Adapters:
                 hint="adapters need plain linear layers of the blocks whose style in the tensor_plan is "
                 "column or row",
             )
+        stacks = [name for name in chosen if not name.endswith(".weight")]
+        if stacks and self._config.rank % MULTIPLE:
+            raise RecipeError(
+                f"lora: {stacks[0]} cannot have an adapter of rank {self._config.rank}",
+                hint=f"use a rank that is a multiple of {MULTIPLE} for experts",
+            )
         self._adapted = set(chosen)
         for name in chosen:
-            AdaptedLinear.adapt(model.get_submodule(name), self._config.rank, self.scale)
+            adapt(model, name, self._config.rank, self.scale)
         trained = sum(parameter.numel() for parameter in model.parameters()) - whole
         logger.info(
             "lora: %d layers, %s parameters in addition to %s", len(chosen), f"{trained:,}", f"{whole:,}"
@@ -136,22 +143,27 @@ class Adapters:
 
     def owns(self, name: str) -> bool:
         """Whether a parameter is an adapter's."""
-        return name.endswith(OWN)
+        return name.endswith(_ENDS)
 
     def initialise(self, model: nn.Module, generator_for: Callable[[str], torch.Generator]) -> None:
-        """A uniform in ±1/√in, B zero: the model begins as its base; the same on every layout."""
-        for name, parameter in model.named_parameters():
-            if name.endswith(".lora_a"):
-                bound = parameter.shape[1] ** -0.5
-                generator = generator_for(name)
-                fill(parameter, lambda t, b=bound, g=generator: t.uniform_(-b, b, generator=g))  # type: ignore[misc]
-            elif name.endswith(".lora_b"):
-                fill(parameter, lambda t: t.zero_())
+        """A uniform in ±1/√in, B zero: the model begins as its base; the same on every layout. Of stacks
+        [in, out] it is B that has the inputs' side."""
+        for path, module in model.named_modules():
+            for key, parameter in module.named_parameters(recurse=False):
+                if not key.endswith(OWN):
+                    continue
+                transposed = isinstance(module, AdaptedExperts) and module.is_transposed
+                if key.endswith(OWN[1] if transposed else OWN[0]):
+                    bound = parameter.shape[1 if transposed else -1] ** -0.5
+                    generator = generator_for(f"{path}.{key}")
+                    fill(parameter, lambda t, b=bound, g=generator: t.uniform_(-b, b, generator=g))  # type: ignore[misc]
+                else:
+                    fill(parameter, lambda t: t.zero_())
 
     @contextmanager
     def disabled(self, parts: Iterable[nn.Module]) -> Iterator[None]:
         """The parts as the base is."""
-        layers = [m for part in parts for m in part.modules() if isinstance(m, AdaptedLinear)]
+        layers = [m for p in parts for m in p.modules() if isinstance(m, AdaptedLinear | AdaptedExperts)]
         before = [layer.enabled for layer in layers]
         for layer in layers:
             layer.enabled = False
@@ -166,25 +178,54 @@ class Adapters:
         once to the weight's dtype; one adapted layer is held at a time."""
         held: dict[str, Tensor] = {}
         for name, tensor in tensors:
-            layer, _, own = name.rpartition(".")
-            if layer not in self._adapted:
+            if held or name in self._adapted:
+                held[name] = tensor
+            else:
                 yield name, tensor
-                continue
-            held[own] = tensor
-            if own == "lora_b":  # the last of its layer
-                a, b = held.pop("lora_a"), held.pop("lora_b")
-                for key, value in held.items():  # a bias beside the weight is the base's
-                    value = merge(value, a, b, self.scale).to(value.dtype) if key == "weight" else value
-                    yield f"{layer}.{key}", value
+            if held and name.endswith(OWN[1]):  # the last of its layer
+                weight = next(iter(held))  # a bias beside the weight is the base's
+                a, b = adapters_of(weight)
+                merged = merge(held[weight], held.pop(a), held.pop(b), self.scale)
+                held[weight] = merged.to(held[weight].dtype)
+                yield from held.items()
                 held = {}
+
+
+def adapt(model: nn.Module, weight: str, rank: int, scale: float) -> None:
+    """Give a weight of a model its adapter, in place; see `AdaptedLinear` and `AdaptedExperts`."""
+    path, _, own = weight.rpartition(".")
+    if own == "weight":
+        AdaptedLinear.adapt(model.get_submodule(path), rank, scale)
+    else:
+        AdaptedExperts.adapt(model.get_submodule(path), own, rank, scale)
+
+
+_ENDS = tuple(f"{before}{own}" for own in OWN for before in "._")
+
+
+def adapters_of(weight: str) -> tuple[str, str]:
+    """Return the names of a weight's A and B."""
+    stem = weight.removesuffix("weight") if weight.endswith(".weight") else f"{weight}_"
+    return f"{stem}{OWN[0]}", f"{stem}{OWN[1]}"
+
+
+def weights_of(names: Iterable[str]) -> list[str]:
+    """Return the weights whose adapters are among these names."""
+    ends = {f".{OWN[0]}": ".weight", f"_{OWN[0]}": ""}
+    return [name.removesuffix(end) + own for name in names for end, own in ends.items() if name.endswith(end)]
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """W + scale · B·A, rounded to fp32 alone: who writes it down in another dtype rounds it once more.
 
     The product is one of fp64, in blocks of rows: what fp32 products are computed in is the process's setting
-    (`torch.set_float32_matmul_precision`).
+    (`torch.set_float32_matmul_precision`). Of stacks [E, …], one after the other.
     """
+    if weight.ndim == 3:
+        whole = torch.empty_like(weight, dtype=torch.float32)
+        for number, one in enumerate(whole):
+            one.copy_(merge(weight[number], a[number], b[number], scale))
+        return whole
     merged, whole_a = weight.to(torch.float32, copy=True), a.double()
     for rows, some_b in zip(merged.split(MERGED_ROWS), b.split(MERGED_ROWS), strict=True):
         rows.add_(some_b.double() @ whole_a, alpha=scale)
@@ -192,32 +233,40 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def _chosen(model: Any, targets: list[str] | None) -> list[str]:
-    """Names of the layers that get an adapter."""
+    """Names of the weights that get an adapter."""
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     styles = {name: _style(name, model.tensor_plan) for name in linears}
     if targets is None:
         inside = {module for _, block in model.layers.items() for module in block.modules()}
         return [
-            name
+            f"{name}.weight"
             for name, layer in linears.items()
             if type(layer) is nn.Linear and styles[name] in STYLES and layer in inside
         ]
+    stacks = stacks_of(model)
     found: dict[str, None] = {}
     for pattern in targets:
-        matched = [n for n in linears if fnmatchcase(n, pattern) or fnmatchcase(n, f"*.{pattern}")]
+        # Experts are many: a pattern that does not name them means the layers beside them.
+        experts = [n for n in stacks if n.split(".")[-2] in pattern]
+        matched = [
+            n for n in (*linears, *experts) if any(fnmatchcase(n, p) for p in (pattern, f"*.{pattern}"))
+        ]
         if not matched:
-            ends = {n.split(".", i)[-1]: None for n in linears for i in range(n.count(".") + 1)}
+            ends = {n.split(".", i)[-1]: None for n in (*linears, *stacks) for i in range(n.count(".") + 1)}
             hint = nearest(pattern, ends) or "see `titan show` of the model, and its tensor_plan"
             raise RecipeError(f"lora: targets = {pattern!r} matches no linear layer", hint=hint)
         for name in matched:
+            if name in stacks:
+                found[name] = None
+                continue
             if type(linears[name]) is not nn.Linear or styles[name] not in STYLES:
                 what = type(linears[name]).__name__
                 style = f", {styles[name]!r} in the tensor_plan" if styles[name] not in STYLES else ""
                 raise RecipeError(
                     f"lora: {name} ({what}{style}) cannot have an adapter",
-                    hint="targets are the plain linear layers of attention and feed-forward",
+                    hint="targets are the plain linear layers of attention and feed-forward, and experts",
                 )
-            found[name] = None
+            found[f"{name}.weight"] = None
     return list(found)
 
 

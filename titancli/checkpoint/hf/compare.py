@@ -16,7 +16,7 @@ from titancli.checkpoint.hf.folder import cast_of
 from titancli.checkpoint.hf.libraries import library_of
 from titancli.checkpoint.hf.virtual import put
 from titancli.checkpoint.hf.which import hf_form
-from titancli.converters.lora import AdaptedLinear
+from titancli.converters.lora import adapt, adapters_of, weights_of
 from titancli.errors import EnvironmentProblem, UsageError
 from titancli.models.blocks.state import named_state
 from titancli.models.hf_causal_lm.config_json import kernels_of_the_hub
@@ -205,13 +205,12 @@ def logits_beside(model: Any, base: Tensors, adapters: Tensors, scale: float, to
     form = hf_form(model)
     for name, tensor in named_state(ours):
         put(tensor, base.read(name) if form.sources(name) else form.from_hf(name, []))
-    for name in adapters.names():
-        layer, _, own = name.rpartition(".")
-        if own == "lora_a":
-            adapted: Any = ours.get_submodule(layer)
-            AdaptedLinear.adapt(adapted, adapters.shape(name)[0], scale)
-            put(adapted.lora_a, adapters.read(name))
-            put(adapted.lora_b, adapters.read(f"{layer}.lora_b"))
+    parameters = adapters.names()
+    for weight in weights_of(parameters):
+        adapt(ours, weight, adapters.shape(adapters_of(weight)[0])[-2], scale)
+    live = dict(ours.named_parameters())
+    for name in parameters:
+        put(live[name], adapters.read(name))
     return ours.eval()(tokens=tokens)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import partial
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from titancli.checkpoint.base import open_base, require_base
 from titancli.checkpoint.format.disk import write_file
-from titancli.checkpoint.format.manifest import adapters_of, is_checkpoint
+from titancli.checkpoint.format.manifest import adapters_of as told_by
+from titancli.checkpoint.format.manifest import is_checkpoint
 from titancli.checkpoint.format.newfolder import new_folder, refuse_used
 from titancli.checkpoint.format.stream import Job, Progress, no_progress, write_files
 from titancli.checkpoint.format.tensorfile import Entry
@@ -29,14 +30,14 @@ from titancli.checkpoint.hf.compare import (
     verify_tokens,
 )
 from titancli.checkpoint.hf.folder import cast_of, export_hf
-from titancli.checkpoint.hf.which import Say, find_checkpoint, hf_form, parameter_shapes, recipe_of
+from titancli.checkpoint.hf.peft_names import Adapter, config_of, placed
+from titancli.checkpoint.hf.which import Say, find_checkpoint, hf_form, recipe_of
 from titancli.checkpoint.load import CheckpointReader
-from titancli.converters.lora import OWN
-from titancli.errors import EnvironmentProblem, TitanError, UsageError
+from titancli.converters.lora import adapters_of, weights_of
+from titancli.errors import EnvironmentProblem, UsageError
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-ENDS = dict(zip(OWN, ("lora_A.weight", "lora_B.weight"), strict=True))
 
 
 def to_peft(
@@ -60,7 +61,7 @@ def to_peft(
     refuse_used(dst)
     folder = find_checkpoint(src, say)
     reader = CheckpointReader(folder, prefix="model.")
-    told = adapters_of(reader.manifest)
+    told = told_by(reader.manifest)
     if told is None:
         raise UsageError(f"{folder} contains no adapters", hint="export a whole model with --to hf")
     base = require_base(told, folder)
@@ -69,16 +70,11 @@ def to_peft(
         refuse_incomparable(hf_form(model))
         if find_spec("peft") is None:
             raise EnvironmentProblem("--verify needs the package peft", hint="pip install peft")
-    modules = hf_modules(
-        model, [name.removesuffix(OWN[0]) for name in reader.names() if name.endswith(OWN[0])]
-    )
+    adapters = placed(model, weights_of(reader.names()))
     say(f"exporting {folder}")
-    jobs = [
-        _job(reader, f"{ours}{end}", f"base_model.model.{theirs}.{ENDS[end]}", dtype)
-        for ours, theirs in modules.items()
-        for end in OWN
-    ]
-    config = json.dumps(adapter_config(told, base, sorted(modules.values())), indent=2) + "\n"
+    jobs = [_job(reader, weight, several, dtype) for weight, several in adapters.items()]
+    everyone = [one for several in adapters.values() for one in several]
+    config = json.dumps(adapter_config(told, base, everyone), indent=2) + "\n"
     needed = sum(entry.nbytes for job in jobs for entry in job.entries) + len(config)
     with new_folder(dst, needed, say=say) as new:
         write_files(new, jobs, lambda number, count: WEIGHTS, limit=1 << 62, progress=progress)
@@ -116,37 +112,25 @@ def _verdict(
     return verdict_on([*pairs, (made, logits)] if rounded.changed else pairs)
 
 
-def _job(reader: CheckpointReader, ours: str, theirs: str, dtype: torch.dtype | None) -> Job:
-    entry = Entry(theirs, dtype_name(ours, cast_of(reader.dtype(ours), dtype)), reader.shape(ours))
+def _job(reader: CheckpointReader, weight: str, adapters: list[Adapter], dtype: torch.dtype | None) -> Job:
+    """What peft has of the adapters of a weight."""
 
-    def read(name: str) -> list[Tensor]:
-        return [reader.read(name)]
+    def made(read: Callable[[str], Tensor]) -> list[Tensor]:
+        a, b = map(read, adapters_of(weight))
+        return [tensor for adapter in adapters for tensor in adapter.of(a, b)]
 
-    return Job(ours, (entry,), partial(read, ours))
+    def empty(name: str) -> Tensor:
+        return torch.empty(reader.shape(name), dtype=cast_of(reader.dtype(name), dtype), device="meta")
 
-
-def hf_modules(model: Any, layers: list[str]) -> dict[str, str]:
-    """What Hugging Face calls our linear layers.
-
-    Raises:
-        TitanError: the form makes something else of a weight than the same matrix under another name.
-    """
-    form, shapes, found = hf_form(model), parameter_shapes(model), {}
-    for layer in layers:
-        name = f"{layer}.weight"
-        probe = torch.arange(float(torch.Size(shapes[name]).numel())).view(shapes[name])
-        made = list(form.to_hf(name, probe))
-        if len(made) != 1 or made[0][1].shape != probe.shape or not torch.equal(made[0][1], probe):
-            raise TitanError(
-                f"{name} is stored differently in the model's Hugging Face form, so its adapter cannot "
-                f"be exported",
-                hint="merge the adapters instead: --to hf",
-            )
-        found[layer] = made[0][0].removesuffix(".weight")
-    return found
+    keys = [key for adapter in adapters for key in adapter.keys]
+    entries = tuple(
+        Entry(key, dtype_name(key, tensor.dtype), tuple(tensor.shape))
+        for key, tensor in zip(keys, made(empty), strict=True)
+    )
+    return Job(weight, entries, lambda: made(reader.read))
 
 
-def adapter_config(told: dict[str, Any], base: Path, modules: list[str]) -> dict[str, Any]:
+def adapter_config(told: dict[str, Any], base: Path, adapters: list[Adapter]) -> dict[str, Any]:
     """`adapter_config.json`."""
     return {
         "peft_type": "LORA",
@@ -159,5 +143,5 @@ def adapter_config(told: dict[str, Any], base: Path, modules: list[str]) -> dict
         "fan_in_fan_out": False,
         "use_rslora": False,
         "inference_mode": True,
-        "target_modules": modules,
+        **config_of(adapters),
     }

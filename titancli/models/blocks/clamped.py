@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titancli.models.blocks.grouped import add_bias, grouped_linear
+from titancli.models.blocks.grouped import add_bias
 from titancli.models.blocks.moe import Experts
 
 
@@ -27,9 +27,9 @@ class ClampedExperts(Experts):
 
     def compute(self, x: Tensor, counts: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         ends = counts.cumsum(0).int()
-        both = add_bias(grouped_linear(x, weights["w13"], ends), weights["w13_bias"], ends)
+        both = add_bias(self.product(x, "w13", weights, ends), weights["w13_bias"], ends)
         inner = _ClampedSwiglu.apply(both, self.alpha, self.limit)
-        return add_bias(grouped_linear(inner, weights["w2"], ends), weights["w2_bias"], ends)
+        return add_bias(self.product(inner, "w2", weights, ends), weights["w2_bias"], ends)
 
 
 class _ClampedSwiglu(torch.autograd.Function):

@@ -28,6 +28,9 @@ __all__ = ["Experts", "MoE", "Rearrange", "Router", "Routes", "moe_layers"]
 class Experts(nn.Module):
     """SwiGLU experts, their matrices stacked: `w2(silu(w1 x) * w3 x)`."""
 
+    is_transposed = False
+    """Whether matrices are stored [in, out]."""
+
     def __init__(self, dim: int, hidden_dim: int, num_experts: int) -> None:
         super().__init__()
         self.num_experts = num_experts
@@ -60,9 +63,24 @@ class Experts(nn.Module):
     def compute(self, x: Tensor, counts: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         """`forward` with the weights of some of the experts, by their names here; `counts` is of those."""
         ends = counts.cumsum(0).int()
-        gate = grouped_linear(x, weights["w1"], ends)
-        up = grouped_linear(x, weights["w3"], ends)
-        return grouped_linear(silu(gate) * up, weights["w2"], ends)
+        gate = self.product(x, "w1", weights, ends)
+        up = self.product(x, "w3", weights, ends)
+        return self.product(silu(gate) * up, "w2", weights, ends)
+
+    def product(self, x: Tensor, name: str, weights: Mapping[str, Tensor], ends: Tensor) -> Tensor:
+        """Each expert's tokens times its own matrix of a stack; a converter may put more beside it.
+
+        Args:
+            x: [N, in], as in `forward`.
+            name: of the stack, [E, out, in], or where `is_transposed` [E, in, out].
+            weights: as in `compute`.
+            ends: [E] int32, where each expert's tokens end.
+
+        Returns:
+            [N, out].
+        """
+        matrix = weights[name]
+        return grouped_linear(x, matrix.transpose(1, 2) if self.is_transposed else matrix, ends)
 
 
 class JoinedExperts(Experts):
@@ -74,8 +92,8 @@ class JoinedExperts(Experts):
 
     def compute(self, x: Tensor, counts: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         ends = counts.cumsum(0).int()
-        gate, up = grouped_linear(x, weights["w13"], ends).chunk(2, -1)
-        return grouped_linear(silu(gate) * up, weights["w2"], ends)
+        gate, up = self.product(x, "w13", weights, ends).chunk(2, -1)
+        return self.product(silu(gate) * up, "w2", weights, ends)
 
 
 class MoE(nn.Module):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titancli.models.blocks.grouped import add_bias, grouped_linear
+from titancli.models.blocks.grouped import add_bias
 from titancli.models.blocks.moe import Experts, Rearrange
 
 EXPERTS = "titan"
@@ -70,15 +70,14 @@ class _Stacked(Experts):
         own: Any = self
         ends = counts.cumsum(0).int()
         name = "gate_up_proj" if own.has_gate else "up_proj"
-        x = self._product(x, name, weights, ends)
+        x = self.product(x, name, weights, ends)
         x = own._apply_gate(x) if own.has_gate else own.act_fn(x)
-        x = self._product(x, "down_proj", weights, ends)
+        x = self.product(x, "down_proj", weights, ends)
         return own.post_expert_norm(x) if own.has_post_expert_norm else x
 
-    def _product(self, x: Tensor, name: str, weights: Mapping[str, Tensor], ends: Tensor) -> Tensor:
+    def product(self, x: Tensor, name: str, weights: Mapping[str, Tensor], ends: Tensor) -> Tensor:
+        out = super().product(x, name, weights, ends)
         own: Any = self
-        matrix = weights[name].transpose(1, 2) if own.is_transposed else weights[name]
-        out = grouped_linear(x, matrix, ends)
         return add_bias(out, weights[f"{name}_bias"], ends) if own.has_bias else out
 
 

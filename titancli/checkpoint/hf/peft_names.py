@@ -1,0 +1,148 @@
+"""What the `peft` library calls our adapters, and what shape it wants them in.
+
+A linear layer's are `NAME.lora_A.weight` [rank, in] and `NAME.lora_B.weight` [out, rank], and so are one
+expert's, where folders have experts one by one: peft stacks them as transformers stacks their weights. Where
+a folder has a stack, it is one of `target_parameters`: A is [experts · rank, in] with the experts outermost,
+B [out, rank · experts] with them innermost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titancli.checkpoint.hf.which import hf_form
+from titancli.converters.lora_experts import stacks_of
+from titancli.errors import TitanError
+from titancli.registry.component import build
+
+OUT_IN = ("llama4_text", "llama4")
+"""Types whose stacks are [experts, in, out], and which peft takes for [experts, out, in]."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One of peft's adapters, out of one of ours."""
+
+    name: str
+    """The module, or the parameter of a stack."""
+    rows: Tensor | None = None
+    """Which of our outputs its outputs are; None: all, in order."""
+    expert: int | None = None
+    stacked: bool = False
+    depth: int = 0
+    """How many other stacks of its module peft has wrapped after it."""
+    transposed: bool = False
+    """Whether our A is on the side of the outputs."""
+    swapped: bool = False
+    """Whether peft has it so."""
+
+    @property
+    def keys(self) -> tuple[str, str]:
+        module = self.name.rpartition(".")[0] if self.stacked else self.name
+        stem = f"base_model.model.{module}{'.base_layer' * self.depth}"
+        return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
+
+    def of(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Return A and B as peft has them."""
+        if self.transposed:
+            a, b = b.mT, a.mT
+        if self.expert is not None:
+            a, b = a[self.expert], b[self.expert]
+        if self.rows is not None:
+            b = b.index_select(-2, self.rows.to(b.device))
+        if self.stacked:
+            if self.swapped:
+                a, b = b.mT, a.mT
+            return a.flatten(0, 1).contiguous(), b.permute(1, 2, 0).flatten(1).contiguous()
+        return a.contiguous(), b.contiguous()
+
+
+def placed(model: Any, weights: Iterable[str]) -> dict[str, list[Adapter]]:
+    """Return what becomes of the adapters of each of our weights.
+
+    Raises:
+        TitanError: the form makes something else of a weight than its rows under other names.
+    """
+    form = hf_form(model)
+    with torch.device("meta"):
+        built = build(model, seq_len=1)
+    shapes = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
+    stacks = stacks_of(built)
+    swapped = form.config_json()["model_type"] in OUT_IN
+    found: dict[str, list[Adapter]] = {}
+    for weight in weights:
+        size = torch.Size(shapes[weight])
+        # What is a row of what is seen from the values: each occurs once.
+        probe = torch.arange(size.numel(), dtype=torch.int64).view(size)
+        transposed = weight in stacks and stacks[weight].is_transposed
+        ours = probe.mT if transposed else probe
+        made = list(form.to_hf(weight, probe))
+        adapters = [_recognised(name, tensor, ours) for name, tensor in made]
+        known = [replace(one, transposed=transposed, swapped=swapped) for one in adapters if one is not None]
+        if len(known) != len(made) or sum(tensor.numel() for _, tensor in made) != probe.numel():
+            raise TitanError(
+                f"{weight} is stored differently in the model's Hugging Face form, so its adapter cannot "
+                f"be exported",
+                hint="merge the adapters instead: --to hf",
+            )
+        found[weight] = known
+    return _nested(found)
+
+
+def _recognised(name: str, made: Tensor, ours: Tensor) -> Adapter | None:
+    """Which rows of our matrix, or of the matrices of a stack, a tensor of a folder is made of."""
+    out, inner = ours.shape[-2:]
+    for matrix in (made, made.mT) if made.ndim == 3 else (made,):
+        if matrix.ndim > ours.ndim or matrix.shape[-1] != inner or not matrix.numel():
+            continue
+        expert = int(matrix[0, 0]) // (out * inner) if ours.ndim > matrix.ndim else None
+        whole = ours if expert is None else ours[expert]
+        place = {value: row for row, value in enumerate(_column(whole))}
+        rows = [place.get(value) for value in _column(matrix)]
+        if None in rows:
+            continue
+        index = torch.tensor(rows)
+        if torch.equal(matrix, whole.index_select(-2, index)):
+            all_in_order = rows == list(range(out))
+            return Adapter(
+                name if matrix.ndim == 3 else name.removesuffix(".weight"),
+                None if all_in_order else index,
+                expert,
+                matrix.ndim == 3,
+            )
+    return None
+
+
+def _column(matrix: Tensor) -> list[int]:
+    """The first value of each row; of a stack the first matrix's."""
+    found: list[int] = (matrix[0] if matrix.ndim == 3 else matrix)[:, 0].tolist()
+    return found
+
+
+def _nested(found: dict[str, list[Adapter]]) -> dict[str, list[Adapter]]:
+    """With the depth at which peft wraps each stack of a module: in the order of its parameters, in which
+    what goes down comes last."""
+    modules: dict[str, list[str]] = {}
+    for adapter in (one for several in found.values() for one in several if one.stacked):
+        modules.setdefault(adapter.name.rpartition(".")[0], []).append(adapter.name)
+    depth = {
+        name: len(names) - 1 - number
+        for names in modules.values()
+        for number, name in enumerate(sorted(names, key=lambda name: name.endswith("down_proj")))
+    }
+    return {
+        weight: [replace(one, depth=depth.get(one.name, 0)) for one in several]
+        for weight, several in found.items()
+    }
+
+
+def config_of(adapters: Sequence[Adapter]) -> dict[str, list[str]]:
+    """Return what adapter_config.json says of where adapters are."""
+    stacks = sorted(one.name for one in adapters if one.stacked)
+    modules = sorted(one.name for one in adapters if not one.stacked)
+    return {"target_modules": modules} | ({"target_parameters": stacks} if stacks else {})
