@@ -32,6 +32,20 @@ _SIGMOID = {"score_func": "sigmoid", "route_norm": True, "score_before_experts":
 _ROUTING = {**_SIGMOID, "top_k": 8, "num_shared_experts": 1, "load_balance_coeff": 1e-3}
 _DEBUG: dict[str, Any] = {"dim": 256, "n_layers": 4, "n_heads": 16, "n_kv_heads": 4, "vocab_size": 2048}
 _RELEASED: dict[str, Any] = {"n_heads": 96, "n_kv_heads": 8, "head_dim": 128, "vocab_size": 151552}
+_ROWS: tuple[Any, ...] = (
+    *routing(groups=True, score_func="sigmoid"),
+    *decoder(131072, 1e-5),
+    *GROUPED,
+    RopeKeys(beside=(Key("partial_rotary_factor", "partial_rotary_factor", 0.5),)),
+    Key("hidden_dim", "intermediate_size"),
+    Key("n_dense_layers", "first_k_dense_replace", 1),
+    *SHARED_EXPERTS,
+    *expert_groups(1, 2),
+    Key("moe.route_norm", "norm_topk_prob", True),
+    Key("moe.route_scale", "routed_scaling_factor", 1.0),
+    # the layers that predict further tokens, which are not read
+    Key(None, "num_nextn_predict_layers", 0, write=lambda ours: 0),
+)
 
 
 @component("model", "glm4_moe", target=BUILD, hf=FORM)
@@ -57,23 +71,22 @@ class Glm4Moe(DecoderConfig):
     hf_tables: ClassVar = {
         "glm4_moe": Table(
             "Glm4MoeForCausalLM",
-            *routing(groups=True, score_func="sigmoid"),
-            *decoder(131072, 1e-5),
-            *GROUPED,
-            RopeKeys(beside=(Key("partial_rotary_factor", "partial_rotary_factor", 0.5),)),
-            Key("hidden_dim", "intermediate_size"),
-            Key("n_dense_layers", "first_k_dense_replace", 1),
+            *_ROWS,
             Key("qk_norm", "use_qk_norm", False),
             Key("attention_bias", "attention_bias", False),
-            *SHARED_EXPERTS,
-            *expert_groups(1, 2),
-            Key("moe.route_norm", "norm_topk_prob", True),
-            Key("moe.route_scale", "routed_scaling_factor", 1.0),
-            # the layers that predict further tokens, which are not read
-            Key(None, "num_nextn_predict_layers", 0, write=lambda ours: 0),
-        )
+        ),
+        # GLM-4.5V: of text, the three positions of a token are one.
+        "glm4v_moe_text": Table(
+            "Glm4MoeForCausalLM",
+            *_ROWS,
+            Key("qk_norm", "use_qk_norm", False, only=False),
+            Key("attention_bias", "attention_bias", True),
+            ignoring=("mrope_section",),
+        ),
     }
-    model_types: ClassVar[tuple[str, ...]] = ("glm4_moe",)
+    model_types: ClassVar[tuple[str, ...]] = (*hf_tables, "glm4v_moe")
+    text_part: ClassVar[str] = "model.language_model."
+    other_parts: ClassVar[tuple[str, ...]] = ("model.visual.",)
     predicts_further: ClassVar[bool] = True
     flavors: ClassVar[dict[str, dict[str, Any]]] = {
         "debugmodel": dict(

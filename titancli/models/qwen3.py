@@ -30,14 +30,14 @@ _ROUTING = {
 }
 
 
-_ROWS: tuple[Any, ...] = (
-    *decoder(32768),
+_ATTENTION: tuple[Any, ...] = (
     *GROUPED,
-    RopeKeys(),
     NO_BIAS,
     Key(None, "use_sliding_window", only=False),
     Key(None, "layer_types", only=lambda ours: ["full_attention"] * ours["n_layers"], written=False),
 )
+_ROWS: tuple[Any, ...] = (*decoder(32768), *_ATTENTION, RopeKeys())
+_DENSE_ROWS = (Key("head_dim", "head_dim", lambda ours: 128), Key("hidden_dim", "intermediate_size"))
 _IGNORED = ("sliding_window", "max_window_layers")  # they say nothing where no layer slides
 
 
@@ -56,12 +56,15 @@ class Qwen3(DecoderConfig):
     norm_eps: Annotated[float, Gt(0)] = 1e-6
 
     hf_tables: ClassVar = {
-        "qwen3": Table(
+        "qwen3": Table("Qwen3ForCausalLM", *_ROWS, *_DENSE_ROWS, ignoring=_IGNORED),
+        # Of text, the three positions of a token are one.
+        "qwen3_vl_text": Table(
             "Qwen3ForCausalLM",
-            *_ROWS,
-            Key("head_dim", "head_dim", lambda ours: 128),
-            Key("hidden_dim", "intermediate_size"),
-            ignoring=_IGNORED,
+            *decoder(128000),
+            *_ATTENTION,
+            RopeKeys(500000.0),
+            *_DENSE_ROWS,
+            ignoring=("mrope_section", "mrope_interleaved"),
         ),
         "qwen3_moe": Table(
             "Qwen3MoeForCausalLM",
@@ -78,7 +81,9 @@ class Qwen3(DecoderConfig):
             ignoring=(*_IGNORED, "intermediate_size"),
         ),
     }
-    model_types: ClassVar[tuple[str, ...]] = ("qwen3", "qwen3_moe")
+    model_types: ClassVar[tuple[str, ...]] = (*hf_tables, "qwen3_vl")
+    text_part: ClassVar[str] = "model.language_model."
+    other_parts: ClassVar[tuple[str, ...]] = ("model.visual.",)
     flavors: ClassVar[dict[str, dict[str, Any]]] = {
         "debugmodel": dict(
             dim=256, n_layers=8, n_heads=16, n_kv_heads=8, hidden_dim=3072, vocab_size=2048, tied=True

@@ -104,7 +104,11 @@ class DecoderHF:
 
     def known_as(self, hf_name: str) -> str:
         """The name in a folder of the text model alone."""
-        return hf_name.removeprefix(self.config.text_part)
+        text = self.config.text_part
+        if not hf_name.startswith(text):
+            return hf_name
+        inner = "model." if text.startswith("model.") else ""  # what is in `model.` of both
+        return inner + hf_name.removeprefix(text)
 
     # ------------------------------------------------------------------------------------------- biases
 

@@ -42,8 +42,7 @@ class GatedDeltaHF(DecoderHF):
 
     def known_as(self, hf_name: str) -> str:
         self.stacked |= hf_name.endswith(tuple(f".mlp.experts.{name}" for name in STACKED.values()))
-        text = self.config.text_part
-        return f"model.{hf_name.removeprefix(text)}" if hf_name.startswith(text) else hf_name
+        return super().known_as(hf_name)
 
     def sources(self, name: str) -> list[str]:
         table, rest = self._table(name)
