@@ -12,11 +12,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.checkpoint.tensors import RUN, bits
+from tests.checkpoint.test_quantized import opened
 from titancli.checkpoint import CheckpointReader, save_checkpoint
-from titancli.checkpoint.hf.quantise import to_fp8, to_mxfp4
+from titancli.checkpoint.hf.quantise import _misread, to_fp8, to_mxfp4
 from titancli.checkpoint.hf.stored import E2M1
+from titancli.checkpoint.hf.which import hf_form
 from titancli.cli import main
 from titancli.errors import TitanError
+from titancli.models.blocks.state import named_state
 from titancli.recipe import load_recipe, lock_text
 from titancli.registry.component import build
 
@@ -27,6 +30,13 @@ RECIPES = {
         "gpt_oss_debug",
         [*COMMON, "model.dim=64", "model.head_dim=16", "model.moe.hidden_dim=32", "model.moe.num_experts=4"],
     ),
+    "deepseek": (
+        "deepseek_v3_debug",
+        [
+            *("model.dim=128", "model.n_layers=2", "model.n_heads=2", "model.vocab_size=300"),
+            *("model.hidden_dim=128", "model.moe.hidden_dim=128"),
+        ],
+    ),
 }
 
 
@@ -34,7 +44,7 @@ def checkpoint(folder: Path, recipe: str) -> Path:
     loaded = load_recipe(RECIPES[recipe][0], RECIPES[recipe][1])
     model = build(loaded.recipe.model, seq_len=64)
     model.init_weights(lambda name: torch.Generator().manual_seed(len(name)))
-    tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    tensors = {f"model.{name}": parameter.detach() for name, parameter in named_state(model)}
     save_checkpoint(folder, tensors, {}, lock_text=lock_text(loaded), run_id=RUN)
     return folder
 
@@ -78,6 +88,53 @@ def test_fp8_values_are_the_nearest_that_transformers_reads():
     assert bits(back) == bits(values.float() * wide)
     assert values[0, 130].item() == 448  # the whole range is used
     assert not bool(back[:128, :128].any())
+
+
+def test_smaller_last_blocks_are_read_back_as_they_were_written(tmp_path: Path):
+    """576 rows with 5 scales, as DeepSeek-V3's release has them."""
+    x = torch.randn(576, 256, generator=torch.Generator().manual_seed(0)) * 0.02
+    x[512:] *= 8
+    values, scales = to_fp8("x", x)
+    assert scales.shape == (5, 2)
+    wide = scales.repeat_interleave(128, 0)[:576].repeat_interleave(128, 1)
+    codes = torch.arange(256).byte().view(torch.float8_e4m3fn).float()
+    nearest(x, codes[codes.isfinite()], wide, values.float() * wide)
+    assert values[512:].float().abs().max() == 448  # the last block has its own range
+    how = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    reader = opened(tmp_path, {"x.weight": values, "x.weight_scale_inv": scales}, how)
+    assert bits(reader.parameter("x.weight")) == bits((values.float() * wide).bfloat16())
+    assert bits(to_fp8("x", torch.ones(200, 100))[1]) == bits(torch.full((2, 1), 1 / 448))
+
+
+def test_what_readers_would_misread_is_left_and_the_rest_is_not():
+    assert _misread("layers.0.self_attn.kv_a_proj_with_mqa.weight", 576, 128) is False
+    assert _misread("layers.0.self_attn.k_proj.weight", 576, 128)  # vLLM joins it with those behind it
+    assert _misread("layers.0.self_attn.v_proj.weight", 576, 128) is False
+    assert _misread("layers.0.self_attn.o_proj.weight", 192, 128)  # 96 in transformers
+    assert _misread("layers.0.self_attn.o_proj.weight", 64, 128) is False
+    assert _misread("layers.0.self_attn.o_proj.weight", 128, 192)
+
+
+@pytest.mark.slow
+def test_a_smaller_last_block_of_deepseek_is_written_and_said_to_be_unread_by_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    source = checkpoint(tmp_path / "step-1", "deepseek")
+    asked = [source, tmp_path / "a", "--to", "hf", "--quantise", "fp8"]
+    code, _, err = convert(capsys, *asked, "--verify")
+    assert code == 2 and "kv_a_proj_with_mqa.weight, whose last block is smaller" in err
+    code, _, err = convert(capsys, *asked)
+    assert code == 0, err
+    found = load_file(tmp_path / "a" / "model.safetensors")
+    name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
+    assert found[name].shape == (576, 128) and found[f"{name}_scale_inv"].shape == (5, 1)
+    code, out, err = convert(capsys, tmp_path / "a", tmp_path / "back", "--to", "titan")
+    assert code == 0, out + err
+    back = CheckpointReader(tmp_path / "back", prefix="model.").read("layers.0.attention.wkv_a.weight")
+    wide = found[f"{name}_scale_inv"].repeat_interleave(128, 0)[:576]
+    form = hf_form(load_recipe(*RECIPES["deepseek"]).recipe.model)
+    theirs = dict(form.to_hf("layers.0.attention.wkv_a.weight", back))[name]  # rotated rows in their order
+    assert bits(theirs) == bits((found[name].float() * wide).bfloat16())
 
 
 def test_mxfp4_values_are_the_nearest_that_transformers_reads():

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from titancli.checkpoint.hf.stored import E2M1
 from titancli.errors import TitanError, UsageError
@@ -42,6 +43,8 @@ class Quantise:
     """Hugging Face names."""
     table: Mapping[str, Any]
     """`quantization_config` of config.json."""
+    undivided: str | None = None
+    """Of the chosen, one that transformers refuses to dequantize."""
 
     def out(self, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """Return a form's tensors with those that are chosen quantized; of ones on meta the shapes.
@@ -63,8 +66,8 @@ class Quantise:
 def quantisation(method: Method, model: Any, form: HFForm) -> Quantise:
     """Return what of a model is quantized by a method.
 
-    fp8: all matrices of blocks but the router's; not those with sides that no block divides, which
-    transformers would not read.
+    fp8: all matrices of blocks but the router's. Of rows the last block may be smaller, as DeepSeek-V3 has
+    576 in 5 blocks; what readers would misread stays as it is, see `_misread`.
 
     Raises:
         UsageError: transformers does not read the model quantized so.
@@ -80,11 +83,11 @@ def quantisation(method: Method, model: Any, form: HFForm) -> Quantise:
             f"({stacked[0]}), of which transformers reads no block fp8",
             hint="use --quantise mxfp4" if form.config_json()["model_type"] == "gpt_oss" else None,
         )
-    odd = {name for name, tensor in wanted.items() if any(size % BLOCK for size in tensor.shape)}
+    odd = {name for name, tensor in wanted.items() if _misread(name, *tensor.shape)}
     odd |= {name for name in wanted if any(other in odd for other in _siblings(name))}
     chosen = wanted.keys() - odd
     if not chosen:
-        raise UsageError(f"--quantise fp8: no matrix of the model has sides that are multiples of {BLOCK}")
+        raise UsageError(f"--quantise fp8: no matrix of the model can be divided into blocks of {BLOCK}")
     left = sorted(name.removesuffix(".weight") for name in {*others, *odd})
     table = {
         "quant_method": "fp8",
@@ -93,7 +96,9 @@ def quantisation(method: Method, model: Any, form: HFForm) -> Quantise:
         "activation_scheme": "dynamic",
         "modules_to_not_convert": left,
     }
-    return Quantise("fp8", frozenset(chosen), table)
+    # Rows that the number of their blocks does not divide.
+    unread = [name for name in sorted(chosen) if wanted[name].shape[0] % -(-wanted[name].shape[0] // BLOCK)]
+    return Quantise("fp8", frozenset(chosen), table, next(iter(unread), None))
 
 
 def _matrices(built: nn.Module, form: HFForm) -> tuple[dict[str, Tensor], list[str]]:
@@ -111,6 +116,19 @@ def _matrices(built: nn.Module, form: HFForm) -> tuple[dict[str, Tensor], list[s
                 else:
                     wanted |= found
     return wanted, others
+
+
+def _misread(name: str, rows: int, columns: int) -> bool:
+    """Whether vLLM or transformers do not read the blocks of a matrix as what they are.
+
+    vLLM divides rows of inputs into whole blocks, and allows a smaller last one only in the last of matrices
+    that it joins. transformers, which dequantizes where there is no kernel, divides rows evenly over the
+    scales: of 192 rows in two blocks it takes 96 for one, without a word; 576 in five it refuses.
+    """
+    count = -(-rows // BLOCK)
+    uneven = rows % BLOCK != 0
+    joined = len(_siblings(name)) > 1 and _siblings(name)[-1] != name
+    return columns % BLOCK != 0 or (uneven and (joined or (count > 1 and rows % count == 0)))
 
 
 def _siblings(name: str) -> list[str]:
@@ -144,17 +162,17 @@ def _mxfp4(built: nn.Module, form: HFForm) -> Quantise:
 
 
 def to_fp8(name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return e4m3 values and the float32 scales of their blocks, for a matrix of sides that blocks divide."""
+    """Return e4m3 values and the float32 scales of their blocks, of which the last may be smaller."""
     rows, columns = tensor.shape
     values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=tensor.device)
-    scales = torch.empty(rows // BLOCK, columns // BLOCK, dtype=torch.float32, device=tensor.device)
+    scales = torch.empty(-(-rows // BLOCK), -(-columns // BLOCK), dtype=torch.float32, device=tensor.device)
     for start in range(0, 0 if tensor.is_meta else rows, BLOCK):
-        x = tensor[start : start + BLOCK].float().unflatten(1, (-1, BLOCK))
+        x = pad(tensor[start : start + BLOCK].float(), (0, -columns % BLOCK)).unflatten(1, (-1, BLOCK))
         most = _finite(name, x.abs().amax((0, 2)))
         scale = torch.where(most > 0, most / E4M3_MAX, 1.0).clamp_(min=torch.finfo(torch.float32).tiny)
         scales[start // BLOCK] = scale
         x = (x / scale[:, None]).clamp_(-E4M3_MAX, E4M3_MAX)
-        values[start : start + BLOCK] = x.flatten(1).to(torch.float8_e4m3fn)
+        values[start : start + BLOCK] = x.flatten(1)[:, :columns].to(torch.float8_e4m3fn)
     return values, scales
 
 
