@@ -44,11 +44,20 @@ def version() -> str | None:
         return None
 
 
-def build(size: str, *, rows: int, seq_len: int, setting: str, compile: bool, device: torch.device) -> Step:
+def build(
+    size: str,
+    *,
+    rows: int,
+    seq_len: int,
+    setting: str,
+    compile: bool,
+    device: torch.device,
+    dtype: str = "bfloat16",
+) -> Step:
     """Build the Trainer and return `step(tokens, targets, read=False)`, for tensors [B, S] on the CPU.
 
-    `setting` is one of `SETTINGS`. The step returns the loss if `read`, else None: reading it waits for the
-    device. As torchtitan's loop does, it collects garbage every 50 steps.
+    `setting` is one of `SETTINGS`, `dtype` what is computed in. If `read`, the step returns the loss, and
+    waits for the device. As torchtitan's loop does, it collects garbage every 50 steps.
 
     Raises:
         RuntimeError: neither 0.2 nor 0.3 can be imported.
@@ -65,7 +74,7 @@ def build(size: str, *, rows: int, seq_len: int, setting: str, compile: bool, de
     make = {"0.2": _trainer_02, "0.3": _trainer_03}.get(".".join((found or "").split(".")[:2]))
     if make is None:
         raise RuntimeError(f"this drives torchtitan 0.2.2 and 0.3.0; {found or 'none'} is installed")
-    trainer = make(size, rows, seq_len, setting, compile, recorder)
+    trainer = make(size, rows, seq_len, setting, compile, dtype, recorder)
     if device.type == "cpu" and found and found.startswith("0.3"):
         dense_attention(trainer.model_parts[0])
 
@@ -114,7 +123,9 @@ class Nothing:
         return []
 
 
-def _trainer_02(size: str, rows: int, seq_len: int, setting: str, compile: bool, recorder: Recorder) -> Any:
+def _trainer_02(
+    size: str, rows: int, seq_len: int, setting: str, compile: bool, dtype: str, recorder: Recorder
+) -> Any:
     from torchtitan.config import JobConfig
     from torchtitan.models.llama3 import Transformer, TransformerModelArgs, get_train_spec
     from torchtitan.protocols.train_spec import register_train_spec
@@ -142,7 +153,7 @@ def _trainer_02(size: str, rows: int, seq_len: int, setting: str, compile: bool,
     config.model.name, config.model.flavor = "measured", size
     config.optimizer.lr, config.lr_scheduler.warmup_steps = LR, WARMUP_STEPS
     config.training.local_batch_size, config.training.seq_len = rows, seq_len
-    config.training.steps = 1000
+    config.training.steps, config.training.mixed_precision_param = 1000, dtype
     config.compile.enable = compile
     modes = {"own": "selective", "none": "none", "budget": "memory_budget"}
     config.activation_checkpoint.mode = modes[setting]
@@ -152,7 +163,9 @@ def _trainer_02(size: str, rows: int, seq_len: int, setting: str, compile: bool,
     return Trainer(config)
 
 
-def _trainer_03(size: str, rows: int, seq_len: int, setting: str, compile: bool, recorder: Recorder) -> Any:
+def _trainer_03(
+    size: str, rows: int, seq_len: int, setting: str, compile: bool, dtype: str, recorder: Recorder
+) -> Any:
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.components.optimizer import LRSchedulersContainer
     from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
@@ -166,6 +179,7 @@ def _trainer_03(size: str, rows: int, seq_len: int, setting: str, compile: bool,
     config.loss = ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=words))
     config.lr_scheduler = LRSchedulersContainer.Config(warmup_steps=WARMUP_STEPS)
     config.training.local_batch_size, config.training.seq_len = rows, seq_len
+    config.training.mixed_precision_param = dtype
     config.compile.enable = compile
     if setting == "none":
         config.activation_checkpoint = None

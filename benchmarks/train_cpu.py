@@ -1,6 +1,6 @@
-"""Training steps on one CPU thread: titan beside a plain PyTorch loop and Hugging Face's Trainer.
+"""Training steps on one CPU thread: titan beside a plain loop, Hugging Face's Trainer, and torchtitan.
 
-    python benchmarks/train_cpu.py [--rounds N] [--only fp32 bf16 135M]
+    python benchmarks/train_cpu.py [--rounds N] [--only fp32 compiled bf16 135M]
 
 What is compared: whole optimizer steps (forward, backward, clipping to 1, fused AdamW) of the 6.16 M
 parameter Llama 3 (`llama3` debugmodel: dim 256, 6 layers, 16 heads, feed-forward 768, vocabulary 2048) on
@@ -10,6 +10,7 @@ parameter Llama 3 (`llama3` debugmodel: dim 256, 6 layers, 16 heads, feed-forwar
   cast parameters (FSDP2), compile block by block.
 - plain: `plain_llama.py` and the loop anybody would write; bf16 under autocast, `torch.compile` of the model.
 - Trainer: transformers' `Trainer` with `LlamaForCausalLM`, SDPA attention, bf16 as it does it.
+- torchtitan: 0.2.2's Trainer with its debugmodel (`torchtitan_step.py`), if it can be imported.
 
 - 135M: a Llama of SmolLM2-135M's sizes on 2 rows of 256 tokens in fp32, where parameters weigh more than
   activations, beside a plain loop over transformers' `LlamaForCausalLM`.
@@ -32,7 +33,8 @@ ROWS, LENGTH, VOCABULARY = 8, 512, 2048
 SMOL = {"dim": 576, "n_layers": 30, "n_heads": 9, "n_kv_heads": 3, "hidden_dim": 1536, "vocab_size": 49152}
 SMOL_ROWS, SMOL_LENGTH = 2, 256
 GROUPS = {
-    "fp32": ("titan fp32", "plain fp32", "trainer fp32"),
+    "fp32": ("titan fp32", "plain fp32", "trainer fp32", "torchtitan fp32"),
+    "compiled": ("titan fp32 compile", "plain fp32 compile", "torchtitan fp32 compile"),
     "bf16": ("titan bf16", "plain bf16", "trainer bf16", "titan bf16 compile", "plain bf16 compile"),
     "135M": ("titan 135M", "transformers 135M"),
 }
@@ -195,6 +197,28 @@ def plain(*, bf16: bool, compile: bool) -> None:
     side.serve(step)
 
 
+def torchtitan(*, compile: bool) -> None:
+    import torch
+    import torchtitan_step
+
+    torch.set_num_threads(1)
+    step_on = torchtitan_step.build(
+        "debugmodel",
+        rows=ROWS,
+        seq_len=LENGTH,
+        setting="none",
+        compile=compile,
+        device=torch.device("cpu"),
+        dtype="float32",
+    )
+    stream = batches()
+
+    def step() -> None:
+        step_on(*next(stream))
+
+    side.serve(step)
+
+
 def trainer(*, bf16: bool) -> None:
     import sys
     import time
@@ -265,16 +289,26 @@ def trainer(*, bf16: bool) -> None:
 
 WORKERS: dict[str, Callable[[], None]] = {
     "titan fp32": partial(titan, bf16=False, compile=False),
+    "titan fp32 compile": partial(titan, bf16=False, compile=True),
     "titan bf16": partial(titan, bf16=True, compile=False),
     "titan bf16 compile": partial(titan, bf16=True, compile=True),
     "plain fp32": partial(plain, bf16=False, compile=False),
+    "plain fp32 compile": partial(plain, bf16=False, compile=True),
     "plain bf16": partial(plain, bf16=True, compile=False),
     "plain bf16 compile": partial(plain, bf16=True, compile=True),
     "titan 135M": titan_smol,
     "transformers 135M": transformers_smol,
+    "torchtitan fp32": partial(torchtitan, compile=False),
+    "torchtitan fp32 compile": partial(torchtitan, compile=True),
     "trainer fp32": partial(trainer, bf16=False),
     "trainer bf16": partial(trainer, bf16=True),
 }
+
+
+def torchtitan_can_run() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("torchtitan") is not None
 
 
 def main() -> None:
@@ -285,12 +319,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=tuple(GROUPS), default=tuple(GROUPS))
     arguments = parser.parse_args()
     rounds = arguments.rounds
-    print(side.machine("titancli", "torch", "transformers"))
+    print(side.machine("titancli", "torch", "transformers", "torchtitan"))
     print(f"one thread, {ROWS} x {LENGTH} tokens a step, medians of {rounds} rounds\n")
     print("| variant | tokens per CPU-second | titan is faster by | peak RSS, MiB |\n|---|---|---|---|")
     results = {}
     for group in arguments.only:
-        names = GROUPS[group]
+        names = [name for name in GROUPS[group] if "torchtitan" not in name or torchtitan_can_run()]
         results.update(side.measure(names, rounds=rounds, warmup=2))
         for name in names:
             steps = results[name]

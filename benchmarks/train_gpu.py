@@ -52,7 +52,7 @@ import sidebyside as side
 import torch
 import torch.distributed.fsdp
 from gpu_report import report, row
-from gpu_steps import OUT_OF_MEMORY, RECIPES, TORCHTITAN, VARIANTS, Case, facts, worker
+from gpu_steps import OUT_OF_MEMORY, RECIPES, TORCHTITAN, VARIANTS, Case, facts, recipe, worker
 
 START_SECONDS = 120
 """Of one process until its first step is done: imports, initial values, compilation. For `--plan`."""
@@ -154,13 +154,24 @@ def seconds(case: Case) -> float:
     return START_SECONDS + count * case.rows * case.seq_len * flops / PLANNED_RATE
 
 
+def planned(case: Case) -> str:
+    """What `titan plan` says of titan's memory on an H200; float8 is computed as bf16."""
+    from titancli.observe.peaks import DEVICES
+    from titancli.planning.estimate import estimate, shape_of
+
+    if not case.variant.startswith("titan") or (shape := shape_of(made := recipe(case))) is None:
+        return ""
+    found = estimate(made, shape, made.degrees(1), DEVICES["H200"])
+    return f", {found.worst.total / 2**30:.1f} GiB planned"
+
+
 def show_plan(cases: list[Case]) -> None:
     """Print every process in its order, and how long all take."""
     for number, case in enumerate(cases, start=1):
         extra = f", losses of {case.curve}, {case.profile} profiled" if case.curve or case.profile else ""
         print(
             f"{number:3}. {case.model:10} {case.variant:24} {case.rows} x {case.seq_len}, "
-            f"{case.warmup} + {case.steps} steps{extra}, about {seconds(case) / 60:.1f} min"
+            f"{case.warmup} + {case.steps} steps{extra}, about {seconds(case) / 60:.1f} min{planned(case)}"
         )
     print(f"about {sum(map(seconds, cases)) / 60:.0f} min in all")
 

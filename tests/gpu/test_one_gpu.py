@@ -84,17 +84,17 @@ def refused_to_wait(device: torch.device) -> Iterator[None]:
 def test_a_step_does_not_wait_for_the_device(device: torch.device, name: str) -> None:
     if device.type == "cpu" and name == "compiled":
         pytest.skip("compiled steps are tried on the CPU elsewhere")
-    sizes = ["model.n_layers=2", "training.seq_len=64", "training.local_batch_size=2"]
+    sizes = ["model.n_layers=2", "training.seq_len=16", "training.local_batch_size=2"]
     sizes.append("training.mixed_precision_param=bfloat16")
     with Engine.build("llama3_debug", [*sizes, *STEPS[name]], device=device) as engine:
         draw = torch.Generator().manual_seed(0)
-        rows = torch.randint(0, 2048, (engine.settings.accumulation, 2, 65), generator=draw)
+        rows = torch.randint(0, 2048, (engine.settings.accumulation, 2, 17), generator=draw)
         batches = [
             Batch({"tokens": row[:, :-1].contiguous(), "targets": row[:, 1:].contiguous()}).to(device)
             for row in rows
         ]
         losses = []
-        for number in range(6):
+        for number in range(4):
             with refused_to_wait(device) if number > 1 else nothing():  # the first allocates and compiles
                 metrics = engine.forward_backward(batches)
                 metrics |= engine.optim_step()
@@ -277,7 +277,7 @@ def test_a_run_trains_saves_resumes_and_generates(
 ) -> None:
     """The command, from a recipe to text; greedy text in fp32 is the same on the device and on the CPU."""
     run = str(tmp_path / "run")
-    small = ["model.n_layers=2", "training.seq_len=64", "training.local_batch_size=2", "training.steps=4"]
+    small = ["model.n_layers=2", "training.seq_len=32", "training.local_batch_size=1", "training.steps=4"]
     small += ["checkpoint.interval=2", 'checkpoint.async_mode="async_with_pinned_mem"']
     assert main(["train", "llama3_debug", "--run-dir", run, *small]) == 0
     assert main(["train", run, "--resume", "training.steps=6"]) == 0
