@@ -62,7 +62,6 @@ STEPS: dict[str, list[str]] = {
     ],
     "whole logits": ['loss="cross_entropy_full"'],
     "muon": ['optimizer="muon"'],
-    "lora": ['converters=[{type="lora"}]'],
     "two micro-batches": ["training.global_batch_size=4"],
 }
 
