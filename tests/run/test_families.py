@@ -111,7 +111,12 @@ total_steps = 8
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+QUICK = ("gpt_oss", "qwen3_next")
+
+
+@pytest.mark.parametrize(
+    "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 def test_it_learns_goes_on_and_is_exported(
     train: Callable[..., Finished],
     here: Path,

@@ -42,7 +42,16 @@ def broken(train: Train, here: Path) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("harm", ["nothing", "a flipped byte", "no memory", "another run's", "no checkpoint"])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        "nothing",
+        "a flipped byte",
+        pytest.param("no memory", marks=pytest.mark.slow),
+        "another run's",
+        pytest.param("no checkpoint", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_failed_continues_from_memory_or_else_from_the_disk(
     train: Train, reference: Any, here: Path, broken: Path, harm: str
 ) -> None:

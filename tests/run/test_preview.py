@@ -20,7 +20,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name == "sharded" else name for name in LAYOUTS],
+)
 def test_the_memory_of_a_rank_is_that_of_the_one_with_the_most(name):
     world, overrides = LAYOUTS[name]
     recipe = load_recipe("llama3_debug", ["model.n_layers=2", "training.seq_len=64", *overrides]).recipe
