@@ -201,3 +201,11 @@ def test_where_rows_begin_is_kept_until_the_file_changes(
     monkeypatch.setenv("TITAN_CACHE", str(corpus / "a.jsonl"))
     assert sorted(documents(config)) == sorted(expected)
     assert "an index cannot be kept" in caplog.text
+
+
+def test_a_mark_of_the_encoding_is_no_text(tmp_path: Path) -> None:
+    rows = b'{"text": "one"}\n{"text": "two and a half"}\n'
+    for name, data in (("plain", rows), ("marked", b"\xef\xbb\xbf" + rows)):
+        (tmp_path / f"{name}.jsonl").write_bytes(data)
+    plain, marked = (JsonLines(paths=[tmp_path / f"{name}.jsonl"]) for name in ("plain", "marked"))
+    assert global_rows(marked, 9, dp_size=1, rows=2)[0] == global_rows(plain, 9, dp_size=1, rows=2)[0]

@@ -322,6 +322,22 @@ def test_damage_is_named_with_file_and_byte(
     assert list(faults(read_index(tmp_path / "out"), whole=True))
 
 
+def test_ends_that_are_none_are_named_where_they_are_read(lines: Path, tmp_path: Path) -> None:
+    index = run([lines], tmp_path / "out")
+    ends, kept = index.files(index.shards[0])[1][0], index.shards[0].modified[1]
+    whole = np.fromfile(ends, "<i8")
+    for wrong in (-1, 10**12):  # damage that no time of change tells
+        damaged = whole.copy()
+        damaged[2] = wrong
+        damaged.tofile(ends)
+        os.utime(ends, ns=(kept, kept))
+        for read in (lambda: document_of(index, 2), lambda: document_of(index, 3), lambda: lengths(index)):
+            with pytest.raises(EnvironmentProblem, match=r"00000\.idx is damaged at byte (16|24)"):
+                read()
+    whole.tofile(ends)
+    assert document_of(index, 3)[0] == stream(TEXTS[3:4])
+
+
 def test_copied_shards_are_compared_once(
     lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

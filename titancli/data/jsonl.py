@@ -240,7 +240,7 @@ def parse(data: bytes | None, max_bytes: int) -> dict[str, Any]:
     if not data.strip():
         raise BadRow("it is empty")
     try:
-        row = json.loads(data.decode())
+        row = json.loads(data.decode("utf-8-sig"))  # files may begin with a mark of their encoding
     except UnicodeDecodeError as error:
         raise BadRow(f"it is not UTF-8: byte {error.start} is invalid") from error
     except (ValueError, RecursionError) as error:

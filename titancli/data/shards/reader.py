@@ -10,7 +10,7 @@ import io
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -188,16 +188,31 @@ class DocumentEnds:
         """Return the first token of each of some documents, and the one behind its last, int64 [n, 2]."""
         shards = np.searchsorted(self._firsts, documents, side="right") - 1
         found = np.zeros((len(documents), 2), "<i8")
-        places = zip(shards.tolist(), (documents - self._firsts[shards]).tolist(), strict=True)
+        places = list(zip(shards.tolist(), (documents - self._firsts[shards]).tolist(), strict=True))
         for both, (shard, at) in zip(found, places, strict=True):
             self._files.read(self._paths[shard], both if at else both[1:], max(0, at - 1) * END_BYTES)
+        sizes = self._tokens[shards + 1] - self._tokens[shards]
+        wrong = (found[:, 0] < 0) | (found[:, 0] > found[:, 1]) | (found[:, 1] > sizes)
+        if wrong.any():
+            shard, at = places[int(np.flatnonzero(wrong)[0])]
+            self._damaged(shard, at)
         return found + self._tokens[shards, None]
 
     def of_shard(self, number: int) -> np.ndarray:
         """Return where each document of a shard ends, in tokens of the shard, int64 [documents]."""
         ends = np.empty(self._firsts[number + 1] - self._firsts[number], "<i8")
         self._files.read(self._paths[number], ends, 0)
+        wrong = np.diff(ends, prepend=0, append=self._tokens[number + 1] - self._tokens[number]) < 0
+        if wrong.any():
+            self._damaged(number, min(int(np.flatnonzero(wrong)[0]), len(ends) - 1))
         return ends
+
+    def _damaged(self, shard: int, document: int) -> NoReturn:
+        raise EnvironmentProblem(
+            f"{self._paths[shard]} is damaged at byte {document * END_BYTES:,}: the end of a document lies "
+            "before its beginning, or behind the shard",
+            hint="restore the file, or tokenize the data again",
+        )
 
 
 def parts_of(indexes: Sequence[Index]) -> list[Part]:
