@@ -66,6 +66,11 @@ WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**TEXT, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96, "global_head_dim": 16},
         SEEN,
     ),
+    "llama4": (
+        "Llama4ForConditionalGeneration",
+        {**TEXT, "intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 8},
+        {**SEEN, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+    ),
 }
 """By type: the class of the whole, what its text model is, and what sees."""
 
