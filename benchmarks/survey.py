@@ -253,7 +253,10 @@ def gradients(values: dict[str, Any], mesh: dict[str, int]) -> dict[str, Tensor]
 
 def try_layouts(found: Found, ranks: Any, only: list[str]) -> None:
     values = {**values_of(found.model_type), "tie_word_embeddings": False}
-    found.layouts |= {name: why for name in only if (why := refusal(values, LAYOUTS[name]))}
+    with torch.device("meta"):
+        model = build(HFCausalLM(config=values), seq_len=LENGTH)
+    faults = {**model.mesh_faults, **({} if model.experts else {"ep": "no stacked experts"})}
+    found.layouts |= {name: f"refused: {faults[name]}" for name in only if name in faults}
     names = [name for name in only if name not in found.layouts]
     try:
         alone = ranks(1, gradients, values, {})[0] if names else {}
@@ -268,15 +271,6 @@ def try_layouts(found: Found, ranks: Any, only: list[str]) -> None:
             continue
         told = [answer for answer in (alone, *answers) if isinstance(answer, str)]
         found.layouts[name] = told[0] if told else unlike(alone, answers[1] | answers[0]) or "yes"
-
-
-def refusal(values: dict[str, Any], mesh: dict[str, int]) -> str | None:
-    """What `titan validate` says of a layout."""
-    from tests.engine import cases
-
-    config = HFCausalLM(config=values)
-    recipe = cases.recipe(cases.Layout(mesh=mesh, config=config, documents=True))
-    return next((f"{REFUSED}: {why}" for _, why in config.check(recipe)), None)
 
 
 def unlike(alone: dict[str, Tensor], found: dict[str, Tensor]) -> str | None:
@@ -309,9 +303,10 @@ def main() -> int:
         sys.modules.setdefault("survey", sys.modules[__name__])
         gradients.__module__ = "survey"
         sys.path.insert(0, str(Path(__file__).parent))
-        from tests.ranks import Ranks
+        import tests.ranks
 
-        ranks = Ranks()
+        tests.ranks.TIMEOUT = 10.0 * args.limit
+        ranks = tests.ranks.Ranks()
     kept: dict[str, Found] = {}
     if args.json and args.json.exists():
         kept = {row["model_type"]: Found(**row) for row in json.loads(args.json.read_text())}

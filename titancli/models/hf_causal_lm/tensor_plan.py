@@ -79,17 +79,13 @@ def sharded(config: Any, base: nn.Module, unlike: Collection[str] = ()) -> Shard
             if (style := _planned(plan, prefix + name)) in STYLES
         }
         rows = [name for name, style in own.items() if STYLES[style] == "row"]
-        if not rows and (not plan or attends(parent)):
+        if not rows:
             own = _usual(parent, linears) or own
             rows = [name for name, style in own.items() if STYLES[style] == "row"]
-        if rows and (type(parent).__name__ in unlike or parent in within):
-            continue
-        if rows:
+        if rows and type(parent).__name__ not in unlike and parent not in within:
             regions.append(path)
             within |= set(parent.modules())
-        # An output that is gathered outside of a region is not sharded.
-        kept = own if rows else {n: style for n, style in own.items() if style != GATHERED}
-        styles |= {prefix + name: style for name, style in kept.items()}
+            styles |= {prefix + name: style for name, style in own.items()}
     whole = [path for path, module in base.named_modules() if attends(module) and module not in within]
     return Sharded(styles, regions, whole)
 
