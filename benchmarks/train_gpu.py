@@ -37,6 +37,7 @@ each process: a run that is cut off keeps what it had, and the same command goes
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -115,8 +116,19 @@ def environment() -> dict[str, Any]:
         "device": device,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
+        "source": source(),
         "versions": {package: found for package in packages if (found := installed(package))},
     }
+
+
+def source() -> str:
+    """A hash of titan's code: what was measured with other code is of another run."""
+    import titancli
+
+    digest = hashlib.sha256()
+    for path in sorted(Path(titancli.__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def wanted(arguments: argparse.Namespace, variants: list[str]) -> list[Case]:
@@ -177,19 +189,26 @@ def show_plan(cases: list[Case]) -> None:
 
 
 def kept(path: Path, about: dict[str, Any], cases: list[Case]) -> list[Result]:
-    """The results that an earlier run left for these cases; but for lack of memory, failures are none."""
+    """What an earlier run left; of these cases only what was asked for, and has not failed."""
     if not path.exists():
         return []
     found = json.loads(path.read_text())
     if found["environment"] != about:
-        raise SystemExit(f"{path} is of another machine: {found['environment']}; choose another --out")
-    asked = [{**asdict(case), "rows": None} for case in cases]
-    return [
-        result
-        for result in found["results"]
-        if {key: result.get(key) for key in asked[0]} | {"rows": None} in asked
-        and result.get("failed", "out of memory") == "out of memory"
-    ]
+        raise SystemExit(
+            f"{path} is of another machine or code: {found['environment']}; choose another --out"
+        )
+    asked = {key_of(asdict(case)): asdict(case) for case in cases}
+
+    def stays(result: Result) -> bool:
+        case = asked.get(key_of(result))
+        same = case is None or {key: result.get(key) for key in case} | {"rows": result["asked_rows"]} == case
+        return same and result.get("failed", "out of memory") == "out of memory"
+
+    return [result for result in found["results"] if stays(result)]
+
+
+def key_of(result: Result) -> tuple[str, str, int]:
+    return result["model"], result["variant"], result["repeat"]
 
 
 def write(path: Path, text: str) -> None:
@@ -249,14 +268,14 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / "results.json"
     results = kept(path, about, cases)
-    have = {(result["model"], result["variant"], result["repeat"]) for result in results}
+    have = {key_of(result) for result in results}
     date = time.strftime("%Y-%m-%d", time.gmtime())
     versions = ", ".join(f"{name} {found}" for name, found in about["versions"].items())
     heading = f"{date}, {about['device']}, Python {about['python']}, CUDA {about['cuda']}; {versions}"
     for case in cases:
-        if (case.model, case.variant, case.repeat) in have:
+        if key_of(asdict(case)) in have:
             continue
-        results.append(run_case(case, arguments.torchtitan))
+        results.append({**run_case(case, arguments.torchtitan), "asked_rows": case.rows})
         print(row(results[-1:]), flush=True)
         write(path, json.dumps({"environment": about, "results": results}, indent=1) + "\n")
         text, pictures = report(results)
