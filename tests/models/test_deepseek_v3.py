@@ -71,7 +71,8 @@ def test_layers_that_predict_further_tokens_are_left_unread_in_words(caplog):
         assert form.ignored("model.layers.3.mlp.experts.0.up_proj.weight")
         assert not form.ignored("model.layers.2.eh_proj.weight")
     assert [record.getMessage() for record in caplog.records] == [
-        "ignoring the layers beyond the 3 of the model"
+        "the layers beyond the 3 of the model, which predict further tokens, are left out: "
+        "model.n_mtp_layers is 0"
     ]
 
 

@@ -156,12 +156,16 @@ def test_a_family_with_chunks_and_with_experts_in_every_second_block(case: str) 
 
 LATENT: dict[str, tuple[int, tuple[str, ...]]] = {
     "bf16, by op": (1, (BF16, OP)),
-    "queries from a latent, tp 2": (2, (BF16, "model.q_lora_rank=96", "mesh.tp=2")),
+    "queries from a latent, tokens ahead, tp 2": (
+        2,
+        (BF16, "model.q_lora_rank=96", "model.n_mtp_layers=1", "mesh.tp=2"),
+    ),
+    "tokens ahead": (1, ("model.n_mtp_layers=2",)),
     "cp 2": (4, ("mesh.cp=2",)),
 }
 
 
-@pytest.mark.parametrize("case", rows(LATENT, slow=("bf16, by op", "cp 2")))
+@pytest.mark.parametrize("case", rows(LATENT, slow=("bf16, by op", "cp 2", "tokens ahead")))
 def test_a_family_with_latents_and_with_values_narrower_than_keys(case: str) -> None:
     world, overrides = LATENT[case]
     found = load_recipe("deepseek_v3_debug", overrides).recipe

@@ -29,6 +29,7 @@ kv_lora_rank = 24
 qk_nope_head_dim = 16
 qk_rope_head_dim = 8
 v_head_dim = 16
+n_mtp_layers = 1
 [model.moe]
 hidden_dim = 16
 score_func = "sigmoid"

@@ -25,8 +25,9 @@ from titancli.models.config_json import (
     routing,
     yarn_keys,
 )
-from titancli.models.names import EXPERT_BIAS, EXPERTS, LAYER, SHARED, Names, Pairs, Source
-from titancli.models.sections import BUILD, FORM, MoE, Sizes, Yarn
+from titancli.models.mtp import MTP, MTP_KEY
+from titancli.models.names import EXPERT_BIAS, EXPERTS, LAYER, MTP_LAYER, SHARED, Names, Pairs, Source
+from titancli.models.sections import BUILD, FORM, MoE, Yarn
 from titancli.models.shape import Block, Rope, block, latent, mixture, swiglu
 from titancli.registry.component import component, section
 
@@ -89,7 +90,7 @@ _SPARSE = {"deepseek_v32": "DeepSeek-V3.1", "glm_moe_dsa": "GLM-4.5 or GLM-4.6"}
 
 
 @component("model", "deepseek_v3", target=BUILD, hf=FORM)
-class DeepSeekV3(Sizes):
+class DeepSeekV3(MTP):
     """DeepSeek-V2 and V3: multi-head latent attention, shared and routed experts."""
 
     hidden_dim: Annotated[int, Gt(0)]
@@ -124,12 +125,12 @@ class DeepSeekV3(Sizes):
             Key("moe.route_scale", "routed_scaling_factor", 2.5),
             Key(None, "topk_method", only="noaux_tc"),
             Key(None, "rope_interleave", only=True),
-            # the layers that predict further tokens, which are not read
-            Key(None, "num_nextn_predict_layers", 0, write=lambda ours: 0),
+            MTP_KEY,
             ignoring=_SIZES,
         ),
         "deepseek_v2": Table(
             "DeepseekV2ForCausalLM",
+            Key("n_mtp_layers", None, only=0),
             *routing(groups=True),
             *_rows(2048, 0),
             *expert_groups(1, 1, _grouped),
@@ -152,7 +153,6 @@ class DeepSeekV3(Sizes):
     )
     text_part: ClassVar[str] = "language_model."
     other_parts: ClassVar[tuple[str, ...]] = ("vision_tower.", "mm_projector.", "multi_modal_projector.")
-    predicts_further: ClassVar[bool] = True
     flavors: ClassVar[dict[str, dict[str, Any]]] = {
         "debugmodel": dict(
             dim=256,
@@ -241,6 +241,7 @@ class DeepSeekV3(Sizes):
             **LAYER,
             **EXPERTS,
             **SHARED,
+            **MTP_LAYER,
             "attention.wq.weight": Source("self_attn.q_proj.weight", queries),
             "attention.wq_a.weight": "self_attn.q_a_proj.weight",
             "attention.q_norm.weight": "self_attn.q_a_layernorm.weight",

@@ -20,7 +20,8 @@ from titancli.models.config_json import (
     expert_groups,
     routing,
 )
-from titancli.models.names import BIASES, EXPERT_BIAS, EXPERTS, LAYER, QK_NORM, SHARED, Names
+from titancli.models.mtp import MTP, MTP_KEY
+from titancli.models.names import BIASES, EXPERT_BIAS, EXPERTS, LAYER, MTP_LAYER, QK_NORM, SHARED, Names
 from titancli.models.sections import BUILD, FORM, DecoderConfig, MoE
 from titancli.models.shape import Block, block, mixture, swiglu
 from titancli.registry.component import component
@@ -43,13 +44,12 @@ _ROWS: tuple[Any, ...] = (
     *expert_groups(1, 2),
     Key("moe.route_norm", "norm_topk_prob", True),
     Key("moe.route_scale", "routed_scaling_factor", 1.0),
-    # the layers that predict further tokens, which are not read
-    Key(None, "num_nextn_predict_layers", 0, write=lambda ours: 0),
+    MTP_KEY,
 )
 
 
 @component("model", "glm4_moe", target=BUILD, hf=FORM)
-class Glm4Moe(DecoderConfig):
+class Glm4Moe(DecoderConfig, MTP):
     """GLM-4.5 and 4.6: shared and routed experts, grouped-query attention with partial RoPE."""
 
     hidden_dim: Annotated[int, Gt(0)]
@@ -87,7 +87,6 @@ class Glm4Moe(DecoderConfig):
     model_types: ClassVar[tuple[str, ...]] = (*hf_tables, "glm4v_moe")
     text_part: ClassVar[str] = "model.language_model."
     other_parts: ClassVar[tuple[str, ...]] = ("model.visual.",)
-    predicts_further: ClassVar[bool] = True
     flavors: ClassVar[dict[str, dict[str, Any]]] = {
         "debugmodel": dict(
             _DEBUG, hidden_dim=768, moe=dict(_ROUTING, num_experts=8, top_k=2, hidden_dim=256)
@@ -112,7 +111,7 @@ class Glm4Moe(DecoderConfig):
 
     def hf_names(self) -> Names:
         bias = {EXPERT_BIAS: "mlp.gate.e_score_correction_bias"}
-        return {**LAYER, **BIASES, **QK_NORM, **EXPERTS, **SHARED, **bias}
+        return {**LAYER, **BIASES, **QK_NORM, **EXPERTS, **SHARED, **MTP_LAYER, **bias}
 
     def layer(self, number: int) -> Block:
         attention = self.attention(

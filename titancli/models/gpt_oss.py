@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Gt
@@ -15,7 +16,7 @@ from annotated_types import Gt
 from titancli.models.config_json import GROUPED, Key, RopeKeys, Table, decoder, routing, yarn_keys
 from titancli.models.names import BIASES, LAYER, Names, Pairs, Source, Swap
 from titancli.models.sections import BUILD, FORM, DecoderConfig, MoE, Yarn
-from titancli.models.shape import Block, block, clamped, mixture
+from titancli.models.shape import Block, Experts, Parameter, block, mixture
 from titancli.registry.component import component
 
 if TYPE_CHECKING:
@@ -36,6 +37,13 @@ _COMMON: dict[str, Any] = {"n_heads": 64, "n_kv_heads": 8, "yarn": _YARN}
 
 def _layer_types(ours: Any) -> list[str]:
     return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(ours["n_layers"])]
+
+
+def _clamped(experts: Experts, dim: int, alpha: float, limit: float) -> Experts:
+    """`joined` experts with biases, and a clamped SwiGLU."""
+    widths = {"w13_bias": 2 * experts.hidden, "w2_bias": dim}
+    biases = [Parameter(f"moe.experts.{k}", (experts.experts, n), "expert") for k, n in widths.items()]
+    return replace(experts, parameters=(*experts.parameters, *biases), clamped=(alpha, limit))
 
 
 @component("model", "gpt_oss", target=BUILD, hf=FORM)
@@ -121,7 +129,7 @@ class GptOss(DecoderConfig):
             window=None if number % 2 else self.sliding_window,
         )
         experts = mixture(self.dim, self.moe, joined=True)
-        return block(self.dim, attention, clamped(experts, self.dim, self.swiglu_alpha, self.swiglu_limit))
+        return block(self.dim, attention, _clamped(experts, self.dim, self.swiglu_alpha, self.swiglu_limit))
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from super().check(recipe)

@@ -51,8 +51,6 @@ class Sizes:
     # What stands before the text model's names in a folder of more, and where the rest begins.
     text_part: ClassVar[str] = ""
     other_parts: ClassVar[tuple[str, ...]] = ()
-    # Whether its folders may have layers beyond the last, which predict further tokens and are not read.
-    predicts_further: ClassVar[bool] = False
 
     @property
     def model_type(self) -> str:

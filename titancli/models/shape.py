@@ -151,15 +151,21 @@ class Block:
     norms: tuple[Parameter, ...]
     norms_after: bool = False
     """Whether each of the two norms what it returns (OLMo 2), not what it is given."""
+    mtp: tuple[Parameter, ...] = ()
+    """Of a block beyond the last, which predicts a token further ahead (`titancli.models.blocks.mtp`): what
+    joins hidden states and embedding, and the norm before the output."""
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        return (*self.norms, *self.attention.parameters, *self.feed_forward.parameters)
+        return (*self.norms, *self.attention.parameters, *self.feed_forward.parameters, *self.mtp)
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """Embedding, blocks named `layers.0` and on, a norm, and an output over the vocabulary."""
+    """Embedding, blocks named `layers.0` and on, a norm, and an output over the vocabulary.
+
+    The last blocks may be those of multi-token prediction, which stand between the norm and the output.
+    """
 
     dim: int
     vocab_size: int
@@ -181,6 +187,11 @@ class Decoder:
     @property
     def output(self) -> Parameter:
         return Parameter("output.weight", (self.vocab_size, self.dim), "vocab")
+
+    @property
+    def mtp_layers(self) -> int:
+        """Blocks that predict tokens further ahead, each with the output once more."""
+        return sum(bool(block.mtp) for block in self.blocks)
 
     @property
     def tensor_plan(self) -> dict[str, Style]:
@@ -208,7 +219,7 @@ class Decoder:
     @property
     def active_size(self) -> int:
         """Parameters that take part in one token, the embedding (a look-up) left out."""
-        size = self.norm.size + self.output.size
+        size = self.norm.size + self.output.size * (1 + self.mtp_layers)
         for block in self.blocks:
             part = block.feed_forward
             share = part.top_k / part.experts if isinstance(part, Experts) else 1.0
@@ -374,13 +385,6 @@ def mixture(
         routing.score_before_experts,
         shared_gate=shared_gate,
     )
-
-
-def clamped(experts: Experts, dim: int, alpha: float, limit: float) -> Experts:
-    """gpt-oss's `joined` experts: with biases, and a clamped SwiGLU."""
-    widths = {"w13_bias": 2 * experts.hidden, "w2_bias": dim}
-    biases = [Parameter(f"moe.experts.{k}", (experts.experts, n), "expert") for k, n in widths.items()]
-    return replace(experts, parameters=(*experts.parameters, *biases), clamped=(alpha, limit))
 
 
 def block(

@@ -28,6 +28,7 @@ from titancli.planning.operations import (
     scaled,
     scatter,
     swish_times,
+    token_ahead,
 )
 from titancli.planning.workload import Workload, local_shape
 
@@ -53,6 +54,7 @@ def block_operations(block: Block, work: Workload) -> list[Operation]:
         found = [*(replace(one, part="attention") for one in attention), *after, add(work)]
     else:
         found = [replace(one, part="block") for one in (*attention, *after, add(work))]
+    found = [*(token_ahead(work) if block.mtp else ()), *found]
     # Of each part the first matrix product is kept, the third, …, or all:
     # `titancli.parallel.activation_checkpoint`.
     products: dict[str, int] = defaultdict(int)
@@ -94,7 +96,8 @@ def forwards(block: Block, work: Workload, recompute: str) -> Iterator[tuple[Ope
 
 
 def head_operations(work: Workload) -> list[Operation]:
-    """The final norm, which is never compiled, and the output with the loss."""
+    """The final norms, which are never compiled, and the output with the loss."""
+    work = work.head
     eager = replace(work, compiled=False)
     c, dim, words = work.compute, work.shape.dim, work.shape.vocab_size / work.degrees.tp
     found = [norm("x", "h", work.stream_tokens, dim, eager)]

@@ -127,9 +127,10 @@ class HeadMemory:
 
 
 def head_memory(work: Workload) -> HeadMemory:
+    norm, *_ = head_operations(work)
+    work = work.head
     c, tokens, stream, tp = work.compute, work.tokens, work.stream, work.degrees.tp
     words, hidden = work.shape.vocab_size / tp, tokens * work.shape.dim * c
-    norm, *_ = head_operations(work)
     held, weight = sum(norm.saves.values()), words * hidden / tokens
     if work.full_logits:
         part, logits = tokens * words * c, tokens * work.shape.vocab_size * c
@@ -164,6 +165,7 @@ def head_memory(work: Workload) -> HeadMemory:
 def embedding_peak(work: Workload, *, backward: bool = False) -> float:
     """Beside the weight and its gradient: what the look-up makes, under tensor parallelism before it is
     cut."""
+    work = work.head  # as many look-ups as hidden states
     whole = work.tokens * work.shape.dim * work.compute
     if work.degrees.tp == 1:
         return work.stream
@@ -350,6 +352,7 @@ class _Step:
         if front:
             flat = self._gather(front, flat)
             tally.look("embedding", activations=embedding_peak(work))
+            tally.add("activations", work.shape.mtp_layers * work.stream)  # of tokens ahead
             if work.alone:
                 tally.add("communication", -front.whole * work.casts)
             elif not work.shape.tied:
@@ -441,6 +444,7 @@ class _Step:
                 self._arrive(front, ahead)
             dw = front.whole * work.compute
             tally.look("embedding, backward", gradients=dw, activations=embedding_peak(work, backward=True))
+            tally.add("activations", -work.shape.mtp_layers * work.stream)
             if work.shape.tied and head:
                 tally.add("gradients", -head.gradients)
             waiting = self._reduce(front, waiting, dw=dw)

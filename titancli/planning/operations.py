@@ -7,7 +7,7 @@ a block consists. Sizes are bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -134,6 +134,18 @@ def norm(
         beside=beside,
     )
     return _elementwise(work, 2 * own, (own, 2 * own), one)
+
+
+def token_ahead(work: Workload) -> Iterator[Operation]:
+    """What multi-token prediction makes a block's input of; the embeddings are counted where they are made,
+    and the norm that follows the block with the final norm."""
+    tokens, dim, c = work.stream_tokens, work.shape.dim, work.compute
+    both = 2 * tokens * dim * c
+    embedded = norm("embedded", "e", tokens, dim, work)
+    yield replace(embedded, saves={k: size for k, size in embedded.saves.items() if k != "embedded"})
+    yield norm("hidden", "h", tokens, dim, work, residual=True)
+    yield Operation("e, h", both, done=both, gradients=both, moved=2 * both, backward_moved=2 * both)
+    yield linear("x", "e, h", tokens, 2 * dim, dim, c, residual=True)
 
 
 def rotation(numbers: float, work: Workload) -> Operation:

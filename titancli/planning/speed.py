@@ -85,7 +85,7 @@ def _activations(work: Workload, stage: Stage, sizes: dict[tuple[str, str], floa
         for one in head_operations(work):
             _add(work, one, sizes, 2)
     if stage.front and work.degrees.tp > 1:
-        whole = work.tokens * work.shape.dim * work.compute
+        whole = work.head.tokens * work.shape.dim * work.compute
         _add(work, Operation(sends=("tp", whole)), sizes, 2)
 
 

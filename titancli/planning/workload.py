@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, Literal
 
@@ -117,6 +117,11 @@ class Workload:
     def stream(self) -> float:
         """Bytes of the residual stream."""
         return self.stream_tokens * self.shape.dim * self.compute
+
+    @property
+    def head(self) -> Workload:
+        """What passes the final norms and the output: also the hidden states of multi-token prediction."""
+        return replace(self, rows=self.rows * (1 + self.shape.mtp_layers))
 
     @property
     def tokens_per_step(self) -> float:

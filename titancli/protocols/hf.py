@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
@@ -50,6 +50,10 @@ class HFFormDefaults:
 
     def copy_of(self, hf_name: str) -> str | None:
         """Return the Hugging Face tensor that an ignored one must be equal to."""
+        return None
+
+    def why_missing(self, hf_names: Collection[str]) -> str | None:
+        """Return what to do if a folder has all tensors but these; None: nothing is known."""
         return None
 
     def known_as(self, hf_name: str) -> str:

@@ -258,9 +258,10 @@ class HFReader:
         missing = sorted(wanted - self._places.keys(), key=_natural)
         found = name_lists({"it lacks": missing, "the model lacks": unread, "shapes differ": wrong})
         if found:
+            why = with_defaults(HFFormDefaults, self.form).why_missing
             raise EnvironmentProblem(
                 f"the weights in {self.folder} do not fit this model: {found}",
-                hint="compare its config.json with the recipe's [model]",
+                hint=why(missing) or "compare its config.json with the recipe's [model]",
             )
         self._refuse_untied(*share)
 
@@ -288,9 +289,10 @@ class HFReader:
                     not torch.equal(one.part(block), other.part(block)) for block in blocks(one, region)
                 ):
                     raise EnvironmentProblem(
-                        f"{self.folder}: {name} differs from {original}, but config.json says that they "
-                        f"are tied",
-                        hint="set tie_word_embeddings to false there if both are wanted",
+                        f"{self.folder}: {name} differs from {original}, but the model has one tensor for "
+                        f"both",
+                        hint="if both are wanted, set tie_word_embeddings to false in config.json or, for "
+                        "layers that predict further tokens, model.n_mtp_layers = 0",
                     )
 
     def _empty(self, hf_name: str) -> Tensor:

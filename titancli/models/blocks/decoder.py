@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from titancli.models import shape
 from titancli.models.blocks.attention import Attention
-from titancli.models.blocks.cache import KVCache, LayerCache
+from titancli.models.blocks.block import Block
+from titancli.models.blocks.cache import KVCache
 from titancli.models.blocks.clamped import ClampedExperts
 from titancli.models.blocks.delta import GatedDeltaNet
 from titancli.models.blocks.feed_forward import FeedForward
@@ -24,6 +25,7 @@ from titancli.models.blocks.init import fill, normal_, ones_, trunc_normal_
 from titancli.models.blocks.latent import LatentAttention
 from titancli.models.blocks.masks import document_masks
 from titancli.models.blocks.moe import Experts, JoinedExperts, MoE, moe_layers
+from titancli.models.blocks.mtp import MTPBlock, further
 from titancli.models.blocks.norm import ZeroCentredRMSNorm
 from titancli.models.blocks.reach import Reach
 from titancli.models.blocks.rope import frequencies, rotation
@@ -34,56 +36,6 @@ if TYPE_CHECKING:
     from titancli.losses.result import LossResult
     from titancli.models.sections import Sizes
     from titancli.protocols import Loss
-
-
-class Block(nn.Module):
-    """Attention and feed-forward, each added to the residual stream, with norms before or after them."""
-
-    def __init__(
-        self,
-        dim: int,
-        norm_eps: float,
-        attention: nn.Module,
-        feed_forward: FeedForward | MoE,
-        norm: type[nn.RMSNorm] = nn.RMSNorm,
-        *,
-        norms_after: bool = False,
-    ) -> None:
-        """`attention`: called as `titancli.models.blocks.attention.Attention` is."""
-        super().__init__()
-        self.norms_after = norms_after
-        self.attention_norm = norm(dim, eps=norm_eps)
-        self.attention = attention
-        self.ffn_norm = norm(dim, eps=norm_eps)
-        # Under names that say which it is: patterns for one should not match the other.
-        self.moe = feed_forward if isinstance(feed_forward, MoE) else None
-        self.feed_forward = feed_forward if isinstance(feed_forward, FeedForward) else None
-
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None = None
-    ) -> Tensor:
-        """[B, S, dim] -> [B, S, dim]."""
-        x, given = self.attention_branch(x, cos, sin, mask, cache)
-        for branch in (self.moe, self.feed_forward):
-            if branch is not None:
-                x = x + (self.ffn_norm(branch(given)) if self.norms_after else branch(given))
-        return x
-
-    def parts(self) -> list[tuple[nn.Module, str]]:
-        """The methods that are compiled, and run again in backward, each for itself."""
-        if self.moe is None:
-            return [(self, "forward")]
-        return [(self, "attention_branch"), *self.moe.parts()]
-
-    def attention_branch(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None
-    ) -> tuple[Tensor, Tensor]:
-        """The residual stream after attention, and what feed-forward is given of it."""
-        if self.norms_after:
-            x = x + self.attention_norm(self.attention(x, cos, sin, mask, cache))
-            return x, x
-        x = x + self.attention(self.attention_norm(x), cos, sin, mask, cache)
-        return x, self.ffn_norm(x)
 
 
 def attention_of(
@@ -162,6 +114,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(i): self.block(part) for i, part in enumerate(self.shape.blocks)})
         self.norm = self._norm(config.dim, eps=config.norm_eps)
         self.output = Output(config.dim, config.vocab_size)
+        self.output.mtp_loss_weight = getattr(config, "mtp_loss_weight", 0.0)
         if config.tied:
             self.output.weight = self.tok_embeddings.weight
         self._frequencies: dict[shape.Rope, Tensor] = {}
@@ -171,6 +124,8 @@ class Decoder(nn.Module):
         dim, eps, norm = self.shape.dim, self.shape.norm_eps, self._norm
         attention = attention_of(part.attention, dim, eps, norm)
         feed_forward = feed_forward_of(part.feed_forward, dim)
+        if part.mtp:
+            return MTPBlock(dim, eps, attention, feed_forward, norm)
         return Block(dim, eps, attention, feed_forward, norm, norms_after=part.norms_after)
 
     @property
@@ -210,23 +165,54 @@ class Decoder(nn.Module):
             pieces = self.row_cut.queries(document_ids.shape[1])
         mask = document_masks(document_ids, pieces)
         angles = self.angles(positions)
-        hidden = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
-        for block in self.layers.values():
+        hidden = torch.cat((tokens, *self._tokens_ahead(batch, loss)))  # of one look-up: FSDP2 gathers once
+        if self.tok_embeddings is not None:
+            hidden = self.tok_embeddings(hidden)
+        hidden, *embedded = hidden.split(len(tokens))
+        for block in self._main.values():
             attention: Any = block.attention
             hidden = block(hidden, *angles[attention.angles], mask(attention.reach))
         if self.norm is not None:
             hidden = self.norm(hidden)
-        return hidden if self.output is None else self.output(hidden, batch, loss)
+        ahead = [hidden]
+        for block, tokens_ahead in zip(self._mtp, embedded, strict=False):
+            attention = block.attention
+            given = (*angles[attention.angles], mask(attention.reach))
+            ahead.append(block(ahead[-1], *given, embedded=tokens_ahead))
+        if self.output is None:
+            return hidden
+        # Without gradients they have only counted what their experts get.
+        return self.output(hidden, batch, loss, ahead[1:] if torch.is_grad_enabled() else ())
+
+    @property
+    def _main(self) -> dict[str, Any]:
+        """The blocks that predict the next token, by name."""
+        return {name: block for name, block in self.layers.items() if not isinstance(block, MTPBlock)}
+
+    @property
+    def _mtp(self) -> list[Any]:
+        """Those that each predict one token further than the one before."""
+        return [block for block in self.layers.values() if isinstance(block, MTPBlock)]
+
+    def _tokens_ahead(self, batch: Batch | None, loss: Loss | None) -> list[Tensor]:
+        """What each of them is given of the tokens: this rank's part, [B, S] int64; nothing where no loss is
+        trained."""
+        layers = self._mtp
+        counted = any(layer.counting is not None for layer in moe_layers(self).values()) if layers else False
+        if batch is None or loss is None or not (torch.is_grad_enabled() or counted):
+            return []
+        whole = [further(batch["tokens"], steps, 0) for steps in range(1, len(layers) + 1)]
+        return whole if self.row_cut is None else [self.row_cut.cut(x, 1) for x in whole]
 
     def new_cache(self, length: int, padding: Tensor | None = None) -> KVCache:
         """An empty cache for `forward(tokens, cache=…)`; see `KVCache`."""
-        return KVCache({name: block.attention for name, block in self.layers.items()}, length, padding)
+        return KVCache({name: block.attention for name, block in self._main.items()}, length, padding)
 
     def _continue(self, tokens: Tensor, cache: KVCache) -> Tensor:
         positions, mask = cache.advance(tokens.shape[1], tokens.device)
         angles = self.angles(positions)
         hidden = self.tok_embeddings(tokens)
-        for name, block in self.layers.items():
+        for name, block in self._main.items():
             attention: Any = block.attention
             hidden = block(hidden, *angles[attention.angles], mask(attention.reach), cache.layers[name])
         return self.output(self.norm(hidden[:, -1:]))

@@ -7,7 +7,8 @@ plain operations cannot use. Here too the parts come together again: of a vocabu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.nn.functional import linear, pad
 from titancli.data.batch import IGNORE, MIX, Batch
 from titancli.distributed.collectives import Group, gather, gather_same, sum_same
 from titancli.distributed.local import SEQUENCE, local
+from titancli.errors import TitanError
 from titancli.losses.chunked import (
     capped,
     entropy,
@@ -23,6 +25,7 @@ from titancli.losses.chunked import (
     linear_log_probs_and_entropy,
     linear_token_loss,
 )
+from titancli.models.blocks.mtp import further, targets_ahead
 from titancli.observe.metrics import report
 from titancli.protocols import LossDefaults
 from titancli.registry.defaults import with_defaults
@@ -49,6 +52,8 @@ class Output(nn.Linear):
     """What logits are multiplied by, the bias included."""
     cap: float | None = None
     """What scaled logits are capped at: x becomes cap · tanh(x / cap)."""
+    mtp_loss_weight: float = 0.0
+    """What the mean of the losses of tokens ahead is multiplied by."""
 
     def __init__(self, dim: int, vocab_size: int, *, bias: bool = False) -> None:
         super().__init__(dim, vocab_size, bias=bias)
@@ -58,9 +63,23 @@ class Output(nn.Linear):
         self.tensor_group = group
 
     def forward(  # type: ignore[override]
-        self, hidden: Tensor, batch: Batch | None = None, loss: Loss | None = None
+        self,
+        hidden: Tensor,
+        batch: Batch | None = None,
+        loss: Loss | None = None,
+        ahead: Sequence[Tensor] = (),
     ) -> Tensor | LossResult:
-        """[B, S, dim] -> logits [B, S, V], or a LossResult when a loss is given."""
+        """[B, S, dim] -> logits [B, S, V], or a LossResult when a loss is given.
+
+        `ahead`: hidden states that predict the second token from theirs on, the third, …
+        (`titancli.models.blocks.mtp`), whose loss adds to the gradients and not to the sum.
+
+        Raises:
+            TitanError: there are some, and the loss does not say what each token weighs.
+        """
+        if ahead:
+            _refuse_unweighted(loss, batch)
+            hidden = torch.cat((hidden, *ahead))
         if self.tensor_group is not None:
             hidden = gather(hidden, SEQUENCE, self.tensor_group)
         hidden, weight = self._factors(hidden)
@@ -78,10 +97,15 @@ class Output(nn.Linear):
         if weights is None or wants_entropy:
             return self._from_log_probs(hidden, weight, batch, loss, weights, wants_entropy)
         # The loss says what its parts weigh; its sum is known with its gradient already.
+        targets, own = batch["targets"], weights
+        if ahead:
+            steps, share = range(1, len(ahead) + 1), self.mtp_loss_weight / len(ahead)
+            targets = torch.cat((targets, *(targets_ahead(batch, n) for n in steps)))
+            weights = torch.cat((own, *(share * further(own, n, 0) for n in steps)))
         total, log_probs = linear_token_loss(
             hidden,
             weight,
-            self._my_part(batch["targets"]),
+            self._my_part(targets),
             self._my_part(weights),
             self.tensor_group,
             self.loss_backend,
@@ -90,8 +114,17 @@ class Output(nn.Linear):
         if self.row_cut is not None:
             total = sum_same(total, self.row_cut.group)
         log_probs = self._whole_rows(log_probs)
+        if ahead:
+            self._report_ahead(log_probs, targets, weights, len(own))
+            log_probs = log_probs[: len(own)]
+            total = -(log_probs * own).sum() + (total - total.detach())  # that of next tokens alone
         report_by_dataset(log_probs, batch)
         return loss(log_probs, batch)._replace(sum=total)
+
+    def _report_ahead(self, log_probs: Tensor, targets: Tensor, weights: Tensor, rows: int) -> None:
+        """Report the mean loss of tokens ahead, whose rows follow these many, as `mtp_loss`."""
+        weights = weights[rows:].masked_fill(targets[rows:] < 0, 0.0)
+        report("mtp_loss", -(log_probs[rows:] * weights).sum(), count=weights.sum())
 
     def _factors(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states and a matrix whose product the logits are, before they are capped: a bias is one more
@@ -158,6 +191,16 @@ def report_by_dataset(log_probs: Tensor, batch: Batch) -> None:
             targets = ((batch["targets"] != IGNORE).sum(1) * own).sum()
             total = -(log_probs.detach().sum(1) * own).sum()
             report(f"{key}/loss", total, count=targets)
+
+
+def _refuse_unweighted(loss: Any, batch: Any) -> None:
+    own = with_defaults(LossDefaults, loss)
+    if loss.output == "model" or own.entropy or own.token_weights(batch) is None:
+        raise TitanError(
+            f"model.n_mtp_layers: the loss {type(loss).__name__} is not a weighted sum over tokens, which "
+            f"alone can be trained on tokens further ahead",
+            hint="set model.n_mtp_layers = 0, or use the loss cross_entropy or sft",
+        )
 
 
 def _with_entropy(batch: Batch, found: Tensor) -> Batch:

@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from titancli.errors import EnvironmentProblem
-from titancli.models.names import EXPERT_BIAS, GATE, TOP, Pairs, Source, Swap
+from titancli.models.names import EXPERT_BIAS, GATE, MTP_COPIES, TOP, Pairs, Source, Swap
 
 if TYPE_CHECKING:
     from titancli.models.sections import Sizes
 
 logger = logging.getLogger(__name__)
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class DecoderHF:
@@ -71,7 +72,10 @@ class DecoderHF:
         pieces = list(tensor.unbind()) if "{}" in source.theirs else [tensor]
         if self._brings_bias(name):
             pieces.append(torch.zeros(len(tensor), dtype=torch.float32, device=tensor.device))
-        return list(zip(self.sources(name), pieces, strict=True))
+        return [
+            *zip(self.sources(name), pieces, strict=True),
+            *((copy, tensor) for copy in self._copies(name)),
+        ]
 
     def from_hf(self, name: str, tensors: list[Tensor]) -> Tensor:
         if self._loses(name):
@@ -92,15 +96,49 @@ class DecoderHF:
     def ignored(self, hf_name: str) -> bool:
         if self.copy_of(hf_name) is not None or hf_name.endswith("rotary_emb.inv_freq"):
             return True
-        layer = re.match(r"model\.layers\.(\d+)\.", hf_name)
-        if layer is None or int(layer[1]) < self.config.n_layers or not self.config.predicts_further:
+        layer = _LAYER.match(hf_name)
+        if layer is None or int(layer[1]) < self.config.n_layers + (self._mtp_layers or 0):
             return hf_name.startswith(self.config.other_parts)
-        self._tell(f"ignoring the layers beyond the {self.config.n_layers} of the model")
+        if self._mtp_layers is None:
+            return False
+        self._tell(
+            f"the layers beyond the {self.config.n_layers + self._mtp_layers} of the model, which predict "
+            f"further tokens, are left out: model.n_mtp_layers is {self._mtp_layers}"
+        )
         return True
 
+    def why_missing(self, hf_names: Collection[str]) -> str | None:
+        layers = [int(found[1]) for name in hf_names if (found := _LAYER.match(name))]
+        if self._mtp_layers and layers and min(layers) >= self.config.n_layers:
+            return (
+                "the layers that predict further tokens are not in this folder (transformers leaves them out "
+                f"when it saves): set model.n_mtp_layers = {min(layers) - self.config.n_layers}"
+            )
+        return None
+
+    @property
+    def _mtp_layers(self) -> int | None:
+        """None: the family has none."""
+        return getattr(self.config, "n_mtp_layers", None)
+
+    def _copies(self, name: str) -> list[str]:
+        """Where else a folder has a parameter: in each layer that predicts further tokens."""
+        ends = [end for end, of in MTP_COPIES.items() if self._stored(of) == name]
+        first, count = self.config.n_layers, self._mtp_layers or 0
+        return [f"model.layers.{number}.{end}" for number in range(first, first + count) for end in ends]
+
+    def _stored(self, name: str) -> str:
+        return "tok_embeddings.weight" if self.config.tied and name == "output.weight" else name
+
     def copy_of(self, hf_name: str) -> str | None:
-        tied_copy = self.config.tied and hf_name == TOP["output.weight"]
-        return TOP["tok_embeddings.weight"] if tied_copy else None
+        if self.config.tied and hf_name == TOP["output.weight"]:
+            return TOP["tok_embeddings.weight"]
+        layer = _LAYER.match(hf_name)
+        number = -1 if layer is None else int(layer[1]) - self.config.n_layers
+        if layer is None or not 0 <= number < (self._mtp_layers or 0):
+            return None
+        original = MTP_COPIES.get(hf_name.removeprefix(layer[0]))
+        return None if original is None else TOP[self._stored(original)]
 
     def known_as(self, hf_name: str) -> str:
         """The name in a folder of the text model alone."""
