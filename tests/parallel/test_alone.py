@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.functional import cross_entropy
 
 from tests.engine import cases
 from tests.engine.cases import Layout, small
 from tests.engine.test_dry_run import EXPERTS
+from tests.ranks import Ranks
 from tests.rows import rows
 from titancli.converters import LoRA
+from titancli.distributed.local import local
 from titancli.engine import Engine
+from titancli.engine.dry_run import local as here
 from titancli.engine.weights import weights_changed
 from titancli.models.blocks.decoder import Decoder as Model
 from titancli.parallel import decoder
-from titancli.parallel.alone import summed_in_float32
+from titancli.parallel.alone import summed_in_float32, summed_over_ranks
 from titancli.recipe.schema import Recipe
 from titancli.registry import current
 from titancli.registry.component import build
@@ -92,6 +97,92 @@ def test_it_computes_what_fsdp2_computes(name: str, tmp_path: Path) -> None:
     for key, value in expected.items():
         if key.startswith("0 "):
             assert (found[key] - value).norm() < 0.005 * value.norm(), key
+
+
+SHARED_BY_NONE: dict[str, Layout] = {
+    "TP2": small({"tp": 2}),
+    "TP2, bf16": small({"tp": 2}, dtype="bfloat16", micro_batches=2),
+    "TP2, bf16, tied, compiled": small({"tp": 2}, dtype="bfloat16", tied=True, compile="aot_eager"),
+    "EP2 of TP2, bf16": Layout({"tp": 2, "ep": 2}, dtype="bfloat16", config=EXPERTS),
+    "PP2, bf16": small({"pp": 2}, dtype="bfloat16"),
+    "PP2, bf16, recomputed, compiled": small(
+        {"pp": 2}, dtype="bfloat16", compile="aot_eager", activation_checkpoint={"mode": "full"}
+    ),
+    "PP2xTP2, bf16, compiled": small({"pp": 2, "tp": 2}, dtype="bfloat16", compile="aot_eager"),
+    "PP2xTP2, backward in two": Layout({"pp": 2, "tp": 2}, pipeline={"schedule": "ZBVZeroBubble"}),
+}
+
+
+def trained_on_a_rank(layout: Layout, sharded: bool) -> tuple[dict[str, Any], set[str]]:
+    """What `trained` finds, of this rank, and the names of what tensor parallelism keeps whole on it."""
+    found: dict[str, Any] = {}
+    with fsdp2() if sharded else nullcontext(), Engine.build(cases.recipe(layout)) as engine:
+        assert {isinstance(m, FSDPModule) for part in engine.parts for m in part.modules()} == (
+            {True, False} if sharded else {False}
+        )
+        for step in range(2):
+            engine.forward_backward(cases.my_batches(engine, step))
+            if "pp" not in layout.mesh:  # there FSDP2 adds up a call's micro-batches before it adds the call
+                engine.forward_backward(cases.my_batches(engine, step + 7))
+            for name, p in engine.named_parameters():
+                assert getattr(p.grad, "placements", ()) == getattr(p, "placements", ())
+                found[f"{step} {name}.grad"] = here(p.grad).clone()
+            found[f"{step} norm"] = engine.optim_step()["grad_norm"]
+            found[f"{step} log p"] = engine.forward(cases.my_batches(engine)[0])
+        found |= {name: here(tensor).clone() for name, tensor in engine.save_state()[0].items()}
+        whole = {
+            f"0 {n}.grad"
+            for n, p in engine.named_parameters()
+            if getattr(p, "placements", ())[-1:] == (Replicate(),)
+        }
+    return found, whole
+
+
+def trained_both_ways(layout: Layout) -> tuple[Any, ...]:
+    return *trained_on_a_rank(layout, sharded=True), *trained_on_a_rank(layout, sharded=False)
+
+
+QUICK = ("TP2, bf16", "PP2, bf16")
+
+
+@pytest.mark.parametrize("name", rows(SHARED_BY_NONE, slow=[*SHARED_BY_NONE.keys() - QUICK]))
+def test_ranks_that_share_no_parameter_compute_what_fsdp2_computes(name: str, ranks: Ranks) -> None:
+    """Bitwise, but for the gradients of what is whole on every rank: FSDP2 adds these up in bfloat16."""
+    layout = SHARED_BY_NONE[name]
+    world = layout.mesh.get("tp", 1) * layout.mesh.get("pp", 1)
+    for expected, _, found, whole in ranks(world, trained_both_ways, layout):
+        assert found.keys() == expected.keys()
+        differ = {key for key, value in expected.items() if not torch.equal(found[key], value)}
+        if layout.dtype == "bfloat16" and "tp" in layout.mesh:
+            differ = {key for key in differ if key.endswith(".grad") and key.startswith("0 ")}
+            for key in whole:
+                assert (found[key] - expected[key]).norm() < 0.01 * expected[key].norm(), key
+            whole |= {key for key in differ if layout.tied}
+            differ -= whole
+        assert differ == set()
+
+
+def summed() -> list[list[float]]:
+    """The gradients of a weight that two ranks have whole, after one call, one that raises, and another."""
+    model, rank = torch.nn.Linear(2, 1, bias=False), dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    model.weight = torch.nn.Parameter(DTensor.from_local(model.weight.detach(), mesh, [Replicate()]))
+    found = []
+    for raises in (False, True, False):
+        with pytest.raises(KeyError) if raises else nullcontext(), summed_over_ranks([model]):
+            for _ in range(2):
+                (local(model.weight) * (rank + 1)).sum().backward()
+            if raises:
+                raise KeyError
+        assert model.weight.grad.placements == (Replicate(),)
+        found += model.weight.grad.to_local().tolist()
+    return found
+
+
+def test_what_ranks_have_whole_is_summed_over_them_and_a_call_that_raises_leaves_the_sum_of_before(
+    ranks: Ranks,
+) -> None:
+    assert ranks(2, summed) == [[[6, 6], [6, 6], [12, 12]]] * 2
 
 
 def test_gradients_of_micro_batches_are_summed_in_float32_where_weights_are_not() -> None:

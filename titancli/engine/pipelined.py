@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ from titancli.errors import TitanError
 from titancli.layout.stages import StageError, check_microbatches
 from titancli.losses.result import LossResult
 from titancli.observe.phases import phase
+from titancli.parallel.alone import held, summed_over_ranks
 
 if TYPE_CHECKING:
     from titancli.distributed.local import RowCut
@@ -127,7 +129,13 @@ class PipelinedModel:
         schedule = self._schedule(whole.rows // rows, self._hidden(whole, rows))
         self._loss, self._unit, self._sums = loss, whole.unit, {}
         tensors = dict(whole)
-        with self._load.of_call(), phase("forward_backward"):
+        parts = self._parts.values()
+        with ExitStack() as stack:
+            stack.enter_context(self._load.of_call())
+            stack.enter_context(phase("forward_backward"))
+            stack.enter_context(summed_over_ranks(parts))
+            for part in parts:
+                stack.enter_context(held(part))
             if self._load:
                 self._load.count_beforehand(batches, loss, self.forward)
             self.exchanging = True  # and so it stays where something raises

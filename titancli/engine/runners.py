@@ -16,7 +16,7 @@ from torch import Tensor
 from titancli.engine.inputs import checked
 from titancli.observe.pace import pace
 from titancli.observe.phases import phase
-from titancli.parallel.alone import summed_in_float32
+from titancli.parallel.alone import summed_in_float32, summed_over_ranks
 from titancli.parallel.fsdp import reduce_after
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class WholeModel:
         unsharded = self._accumulate == "unsharded" and len(batches) > 1
         with (
             self._load.of_call(),
+            summed_over_ranks([self._model]),
             summed_in_float32(self._model) if unsharded else nullcontext(lambda: None) as add_gradients,
         ):
             if self._load and len(batches) > 1:

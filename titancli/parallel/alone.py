@@ -1,21 +1,28 @@
-"""One rank: nothing is sharded, gathered or reduced, so FSDP2 is left out, and its casts with its copies.
+"""Parameters that no other rank has a shard or a replica of, on one rank and under tensor and pipeline
+parallelism alone: FSDP2 has nothing to gather or to reduce, and is left out, and its casts with its copies.
 
 Parameters stay as they are stored. Where they are computed with in another dtype, they are cast where a
 forward uses them, inside the block: where activations are made again in backward, so are the casts, and no
-copies are kept. Gradients come back through the cast, and are summed in the dtype of the parameters, or
-where micro-batches are accumulated unsharded in float32.
+copies are kept. A pipeline, whose micro-batches are in flight together, casts once for all of them. Gradients
+come back through the cast, and are summed in the dtype of the parameters, or where micro-batches are
+accumulated unsharded in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+
+from titancli.distributed.local import local
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
@@ -35,7 +42,7 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
 @contextmanager
 def summed_in_float32(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Sum the gradients of several backwards in float32 where parameters are stored in less, as FSDP2 does
-    until it reduces them; sharded parameters are left to it.
+    until it reduces them; its own are left to it.
 
     Yields:
         What is to be called after each backward. If one raises, the gradients are those of before.
@@ -43,7 +50,7 @@ def summed_in_float32(model: nn.Module) -> Iterator[Callable[[], None]]:
     parameters = [
         p
         for p in model.parameters()
-        if p.requires_grad and p.dtype != torch.float32 and not isinstance(p, DTensor)
+        if p.requires_grad and p.dtype != torch.float32 and not isinstance(model, FSDPModule)
     ]
     before = [p.grad for p in parameters]
     sums: list[Tensor | None] = [None] * len(parameters)
@@ -69,8 +76,51 @@ def summed_in_float32(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
+def summed_over_ranks(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Sum over ranks the gradients of what tensor parallelism keeps whole on each, where FSDP2 does not,
+    once, when all backwards inside are done, in float32 and in one exchange. Collective.
+
+    If one of them raises, these gradients are those of before.
+    """
+    parameters = [
+        p
+        for model in models
+        if not isinstance(model, FSDPModule)
+        for p in model.parameters()
+        if p.requires_grad and isinstance(p, DTensor) and p.placements == (Replicate(),)
+    ]
+    before = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None
+    try:
+        yield
+        _sum_over_ranks(parameters)
+    except BaseException:
+        for p, gradient in zip(parameters, before, strict=True):
+            p.grad = gradient
+        raise
+    for p, gradient in zip(parameters, before, strict=True):
+        if gradient is not None:
+            p.grad = gradient if p.grad is None else gradient + p.grad
+
+
+def _sum_over_ranks(parameters: Iterable[Any]) -> None:
+    meshes: dict[Any, list[Any]] = defaultdict(list)
+    for p in parameters:
+        if p.grad is not None:
+            meshes[p.device_mesh].append(p)
+    for mesh, several in meshes.items():
+        parts = [p.grad.to_local() for p in several]
+        flat = torch.cat([part.float().flatten() for part in parts])
+        dist.all_reduce(flat, group=mesh.get_group())
+        for p, part, total in zip(several, parts, flat.split([part.numel() for part in parts]), strict=True):
+            made = total.view_as(part).to(part.dtype)
+            p.grad = DTensor.from_local(made, mesh, p.placements, run_check=False)
+
+
+@contextmanager
 def held(model: nn.Module) -> Iterator[None]:
-    """Cast the parameters once, for all forwards inside; without gradients."""
+    """Cast the parameters once, for all forwards inside; their gradients are still those of each backward."""
     made: dict[int, Tensor] = {}  # a tied one once
     with _given(model, lambda module: {name: _cast_once(module, name, made) for name in module.cast_names}):
         yield
@@ -99,7 +149,7 @@ def _given(model: nn.Module, attributes: Callable[[Any], dict[str, Any]]) -> Ite
 def _cast_once(module: Any, name: str, made: dict[int, Tensor]) -> Tensor:
     parameter = module._parameters[name]
     if id(parameter) not in made:
-        made[id(parameter)] = parameter.detach().to(module.cast_dtype)
+        made[id(parameter)] = local(parameter).to(module.cast_dtype)
     return made[id(parameter)]
 
 
@@ -109,7 +159,7 @@ class _Casting(nn.Module):
     cast_names: tuple[str, ...] = ()
     cast_dtype: torch.dtype = torch.float32
     casts: dict[str, Any] | None = None
-    """What attributes are, by name; None: each is cast where it is used."""
+    """What attributes are, by name; None: this rank's part of each is cast where it is used."""
 
 
 @cache
@@ -124,6 +174,6 @@ def _getter(name: str) -> Callable[[Any], Tensor]:
         if module.casts is not None:
             found: Tensor = module.casts[name]
             return found
-        return module._parameters[name].to(module.cast_dtype)
+        return local(module._parameters[name]).to(module.cast_dtype)
 
     return get

@@ -1,6 +1,7 @@
 """The `decoder` plan: what a model says can be split, split.
 
-In order: tensor parallel, context parallel, activation checkpointing, compile, FSDP2; on one rank only casts.
+In order: expert and tensor parallel, context parallel, activation checkpointing, compile, FSDP2; where no
+parameter is shared with other ranks, casts in place of FSDP2.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from titancli.parallel.alone import compute_in
 from titancli.parallel.compile import check_inductor, compile_model
 from titancli.parallel.context import context_parallel
 from titancli.parallel.expert import expert_parallel
-from titancli.parallel.fsdp import gathers_its_own_way, shard
+from titancli.parallel.fsdp import gathers_its_own_way, shard, shared
 from titancli.parallel.tensor import on_local_parameters, tensor_parallel
 from titancli.protocols import ModelDefaults, Precision
 from titancli.recipe.schema import ActivationCheckpoint, Compile
@@ -57,13 +58,13 @@ def build(
             if (ranks := getattr(mesh.degrees, degree)) != 1:
                 raise RecipeError(f"mesh.{degree} = {ranks}: {fault}", hint=f"set mesh.{degree} = 1")
         layers: nn.ModuleDict = model.layers  # type: ignore[assignment]
-        sharded = mesh.degrees.world > 1 or config.cpu_offload or gathers_its_own_way(model)
-        if not sharded:
-            compute_in(model, precision.param)
+        sharded = config.cpu_offload or gathers_its_own_way(model) or shared(model, mesh)
         if mesh.ep is not None:
             expert_parallel(model.experts, mesh.ep)  # type: ignore[arg-type]
         if mesh.tp is not None:
             tensor_parallel(model, mesh.tp)
+        if not sharded:
+            compute_in(model, precision.param)
         context_parallel(model, mesh, config.context_parallel, device=device, dtype=precision.param)
         apply_activation_checkpoint(layers, activation_checkpoint)
         if compile.enable:

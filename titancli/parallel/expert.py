@@ -42,7 +42,8 @@ def expert_parallel(experts: Mapping[str, nn.Module], mesh: DeviceMesh) -> None:
 
 def _dispatched(layer: Experts, group: Group, x: Tensor, counts: Tensor) -> Tensor:
     """`Experts.over_experts` where each rank has its own tokens and its own experts."""
-    weights = {key: _local(p) for key, p in layer.named_parameters(recurse=False)}
+    # As attributes: see `Experts.over_experts`.
+    weights = {key: _local(getattr(layer, key)) for key in layer._parameters}
     received, to_ranks, from_ranks = _exchange_counts(layer, group, x, counts)
     visitors = all_to_all(x, group, from_ranks, to_ranks)
     # They lie rank by rank, and within a rank's expert by expert; the products want it the other way round.

@@ -1,10 +1,11 @@
-"""FSDP2 on any mesh of several ranks: sharding, mixed precision, and gradients that are sums."""
+"""FSDP2 wherever ranks share parameters: sharding, mixed precision, and gradients that are sums."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from titancli.distributed.mesh import Mesh
 from titancli.protocols import Precision
 
 
@@ -71,6 +73,14 @@ def shard(
             # fails on gloo, the second still divides by the ranks.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def shared(model: nn.Module, mesh: Mesh) -> bool:
+    """Return whether FSDP2 has something to do: other ranks have a shard or a replica of a parameter, or the
+    gradients of a pipeline's micro-batches are to be summed in more than parameters are stored in."""
+    meshes = [mesh.fsdp, mesh.expert_fsdp] if model.experts else [mesh.fsdp]  # type: ignore[truthy-function]
+    rounded = any(p.requires_grad and p.dtype != torch.float32 for p in model.parameters())
+    return any(one.size() > 1 for one in meshes) or (mesh.degrees.pp > 1 and rounded)
 
 
 def gathers_its_own_way(model: nn.Module) -> bool:

@@ -274,7 +274,7 @@ class _Step:
         followed = range(len(self.stages))
         for stage in followed[-1:] if self.forward_first else followed:
             self._pass(stage)
-        if work.unsharded:
+        if work.unsharded and not (work.alone and work.degrees.pp > 1):
             self._reduce_at_the_end(every)
         extra = work.optimizer_extra * (own if work.optimizer_extra_all else largest)
         tally.now["activations"] -= self._held
@@ -289,12 +289,14 @@ class _Step:
         return self.work.tokens * max(widths, default=0) * 4  # cosine and sine, fp32, of half a head
 
     def _accumulated(self, every: list[Group]) -> None:
-        """Gradients that are there from earlier passes of the same step."""
+        """Gradients that are there from earlier passes of the same step, and what all passes compute with."""
         work = self.work
+        self.tally.add("communication", sum(g.whole for g in every) * work.held)
         if self.forward_first:
             return
         if work.unsharded:
-            self.tally.add("gradients", sum(g.whole for g in every) * work.reduce)
+            number = work.stored if work.alone and work.degrees.pp > 1 else work.reduce
+            self.tally.add("gradients", sum(g.whole for g in every) * number)
         elif work.passes > 1 and not work.offloaded:
             replicas = work.reduce if work.degrees.dp_replicate > 1 else 0
             self.tally.add("gradients", sum(g.own for g in every) * (work.stored + replicas))
@@ -334,7 +336,7 @@ class _Step:
             kept = sum(self.block(i).kept for i in stage.blocks) + 2 * self.work.stream
             self.tally.add("activations", -min(1, self.in_flight[number]) * kept)
         others = [g for i, s in enumerate(self.stages) if i != number for g in self.of(s)]
-        kept = sum(g.whole for g in others if not reshards(self.work, g.ranks))
+        kept = sum(g.whole for g in others if not self.work.alone and not reshards(self.work, g.ranks))
         self.tally.add("communication", kept * self.work.compute)
         head = None
         if stage.has_head:
@@ -490,12 +492,15 @@ class _Step:
     def _cast_back(self, g: Group, *, dw: float, **more: float) -> float:
         """The same of a rank alone: gradients are cast to the dtype of the parameters, if that is another."""
         work, tally = self.work, self.tally
-        largest = g.largest * (work.compute if work.casts else 0.0)
+        largest = g.largest * (work.compute if work.casts or work.held else 0.0)
         if work.passes == 1:
             tally.look("gradients", gradients=g.own * work.stored + largest, **more)
             tally.add("gradients", g.own * work.stored)
         else:
-            tally.look("gradients", gradients=dw + (g.largest * work.stored if work.casts else 0.0), **more)
+            cast = g.largest * work.stored if work.casts or work.held else 0.0
+            tally.look("gradients", gradients=dw + cast, **more)
+            if self.forward_first:
+                tally.add("gradients", g.own * work.stored)
         if g.name != "end":
             tally.add("communication", -g.whole * work.casts)
         return 0.0

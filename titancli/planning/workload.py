@@ -82,13 +82,23 @@ class Workload:
 
     @property
     def alone(self) -> bool:
-        """Whether there is one rank, which does without FSDP2: `titancli.parallel.alone`."""
-        return self.degrees.world == 1 and not self.offloaded
+        """Whether no other rank has a shard or a replica of this rank's parameters, which does without FSDP2:
+        `titancli.parallel.alone`."""
+        experts = any(p.style == "expert" for block in self.shape.blocks for p in block.parameters)
+        ranks = max(self.fsdp, self.degrees.dp_replicate, self.expert_fsdp if experts else 1)
+        rounded = self.degrees.pp > 1 and self.stored < BYTES["float32"]
+        return ranks == 1 and not rounded and not self.offloaded
 
     @property
     def casts(self) -> float:
-        """Bytes of the copy of a parameter that a rank alone computes with; 0 where it needs none."""
-        return self.compute if self.stored != self.compute else 0.0
+        """Bytes of the copy of a parameter that a rank alone computes with; 0 where it needs none, or has
+        them for all micro-batches of a pipeline (`held`)."""
+        return self.compute if self.stored != self.compute and self.degrees.pp == 1 else 0.0
+
+    @property
+    def held(self) -> float:
+        """Bytes of such a copy that a pipeline has from its first micro-batch to its last."""
+        return self.compute if self.alone and self.stored != self.compute and self.degrees.pp > 1 else 0.0
 
     # ------------------------------------------------------------------------------------- tokens
 
@@ -355,7 +365,7 @@ def reshards(work: Workload, ranks: int) -> bool:
     """Whether gathered parameters are freed after forward: see `titancli.parallel.fsdp`. A rank alone keeps
     what it has cast where nothing is run again."""
     if work.alone:
-        return work.recompute != "none"
+        return work.recompute != "none" and work.degrees.pp == 1
     if work.reshard == "default":
         return ranks > 1 and work.degrees.pp == 1
     return work.reshard == "always"
