@@ -131,7 +131,8 @@ CHOSEN: dict[str, tuple[Asked, str]] = {
     "documents and sinks": (Asked("cuda", HALF, 64, 64, mask="blocks", sinks=True), "flex"),
     "cp": (Asked("cuda", HALF, 128, 128, square=False), "flash"),
     "cp, fp32": (Asked("cuda", FULL, 128, 128, square=False), "masked"),
-    "cp, narrow values": (Asked("cuda", HALF, 192, 128, square=False), "masked"),
+    "cp, narrow values (DeepSeek)": (Asked("cuda", HALF, 192, 128, square=False), "flash"),
+    "cp, wide values": (Asked("cuda", HALF, 64, 128, square=False), "masked"),
     "cp, window": (Asked("cuda", HALF, 64, 64, square=False, window=True), "flash"),
     "cp, sinks and window": (Asked("cuda", HALF, 64, 64, square=False, window=True, sinks=True), "flash"),
     "cp, chunks": (Asked("cuda", HALF, 128, 128, square=False, chunk=True), "masked"),
@@ -161,7 +162,8 @@ def test_the_kernel_that_is_chosen(asked: Asked, kernel: str) -> None:
         ("cuda", HALF, (128, 128), True),
         ("cuda", torch.float16, (256, 256), True),
         ("cuda", FULL, (128, 128), False),
-        ("cuda", HALF, (192, 128), False),
+        ("cuda", HALF, (192, 128), True),
+        ("cuda", HALF, (128, 192), False),
         ("cuda", HALF, (100, 100), False),
         ("cuda", HALF, (512, 512), False),
         ("cpu", HALF, (128, 128), False),
@@ -186,6 +188,19 @@ def test_written_out_is_what_it_stands_for(seen: str, sinks: bool, monkeypatch: 
     mask = None if seen == "last token" else see
     found = attend(q, k, v, mask, causal=False, scale=SCALE, grouped=True, sinks=given)
     torch.testing.assert_close(found.double(), dense(q, k, v, given, see), rtol=1e-5, atol=1e-6)
+
+
+def test_narrow_values_are_filled_up_for_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output and gradients are those of the values as they are."""
+    given = [*drawn(12)[:2], torch.randn(2, 12, 2, 5, requires_grad=True)]
+    weights, found = torch.randn(2, 12, 4, 5), []
+    for kernel in ("flash", "written out"):
+        monkeypatch.setattr(attention, "kernel_of", lambda asked, kernel=kernel: kernel)
+        see = torch.ones(12, 12, dtype=torch.bool).tril()[None, None] if kernel == "written out" else None
+        out = attend(*given, see, scale=SCALE, grouped=True)
+        found.append((out, *torch.autograd.grad((out * weights).sum(), given)))
+    for mine, reference in zip(*found, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("reach", [WHOLE, Reach(window=3), Reach(chunk=4)], ids=["whole", "window", "chunks"])
