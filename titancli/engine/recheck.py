@@ -96,10 +96,11 @@ class Recheck:
         last = 0 if self._placement is None else len(self._placement) - 1
         seen: set[int] = set()
         for path, module in part.named_modules():
-            # FSDP2's hooks are outside of compiled code, and so are others beside them; elsewhere they would
-            # be compiled too.
+            # Hooks of a module whose forward is compiled, or that has FSDP2's, are outside of compiled code;
+            # elsewhere they would be compiled too.
             own = not self._compiled and next(module.parameters(recurse=False), None) is not None
-            if path and not own and not isinstance(module, FSDPModule):
+            outside = isinstance(module, FSDPModule) or "forward" in vars(module)
+            if path and not own and not outside:
                 continue
             sent = (not path and number > 0, not path and number < last)
             watcher = _Watcher(path or "the model", sent, records, seen, stack)

@@ -107,7 +107,7 @@ def summed_over_ranks(models: Iterable[nn.Module]) -> Iterator[None]:
 def _sum_over_ranks(parameters: Iterable[Any]) -> None:
     meshes: dict[Any, list[Any]] = defaultdict(list)
     for p in parameters:
-        if p.grad is not None:
+        if p.grad is not None and p.grad.placements != p.placements:
             meshes[p.device_mesh].append(p)
     for mesh, several in meshes.items():
         parts = [p.grad.to_local() for p in several]
