@@ -78,7 +78,7 @@ def shard(
 def shared(model: nn.Module, mesh: Mesh) -> bool:
     """Return whether FSDP2 has something to do: other ranks have a shard or a replica of a parameter, or the
     gradients of a pipeline's micro-batches are to be summed in more than parameters are stored in."""
-    meshes = [mesh.fsdp, mesh.expert_fsdp] if model.experts else [mesh.fsdp]  # type: ignore[truthy-function]
+    meshes = [mesh.fsdp, mesh.expert_fsdp] if model.experts else [mesh.fsdp]
     rounded = any(p.requires_grad and p.dtype != torch.float32 for p in model.parameters())
     return any(one.size() > 1 for one in meshes) or (mesh.degrees.pp > 1 and rounded)
 
