@@ -237,6 +237,19 @@ def test_a_node_that_was_started_with_something_else_does_not_come_in(tmp_path: 
         thread.join()
 
 
+def test_recipes_that_differ_are_told_by_the_lines_that_do() -> None:
+    recipe = 'name = "tiny"\n\n[optimizer]\nlr = 0.1\n\n[launcher]\njoin_timeout_seconds = 25\n'
+    other = recipe.replace("25", "600")
+    assert meeting._only(recipe, other) == "[launcher] join_timeout_seconds = 25"
+    assert meeting._only(other, recipe) == "[launcher] join_timeout_seconds = 600"
+    longer = recipe + '[[loggers]]\ntype = "csv"\n'
+    assert meeting._only(recipe, longer) == "nothing of its own"
+    assert meeting._only(longer, recipe) == '[[loggers]]; [[loggers]] type = "csv"'
+    assert meeting._only("", "[a]\n" + "".join(f"x{n} = 1\n" for n in range(9))) == "nothing of its own"
+    assert meeting._only("".join(f"x{n} = 1\n" for n in range(9)), "").endswith("x4 = 1; and 4 more")
+    assert meeting._only("--nproc 1", "--nproc 2") == "--nproc 1"
+
+
 def test_a_place_that_others_cannot_connect_to_is_left_to_one_of_them(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,7 @@ def test_a_resumed_run_equals_one_that_never_stopped_bit_for_bit(train: Train, h
     shutil.rmtree(here / "halves/checkpoints/step-6")
     (here / "halves/events.jsonl").unlink()
     done = train("halves", "--resume")
+    assert "changed:" not in done.err
     assert done.code == 0, done.err
     assert "from step-4" in done.err
     resumed, whole = losses(here / "halves"), losses(here / "whole")
@@ -63,9 +64,12 @@ def test_a_finished_run_is_extended(train: Train, here: Path) -> None:
     assert "r is finished: step 6 of 6" in done.err
     assert "titan train r --resume training.steps=12" in done.err
     assert RunFolder(here / "r").record()["attempts"][1:] == []
+    run = RunFolder(here / "r")
+    run.update_attempt(mesh={**run.record()["attempts"][-1]["mesh"], "dp_shard": 2})  # as if on two ranks
     done = train("r", "--resume", "training.steps=8")
     assert done.code == 0, done.err
     assert "changed: training.steps: 6 -> 8" in done.err
+    assert "changed: rows of a step: 4 -> 2 (training.global_batch_size is not set, so" in done.err
     assert list(losses(here / "r")) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert (here / "r/recipe.lock.1.toml").read_text() == before
     assert (here / "r/checkpoints/step-6/recipe.lock.toml").read_text() == before

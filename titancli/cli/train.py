@@ -176,12 +176,16 @@ def command(
 
 def _train(plan: Plan, request: LaunchRequest, nproc: int | str | None, env: dict[str, str]) -> int:
     """Say what is noteworthy about the plan, and run it; see `_run`."""
+    from titancli.run.start import other_batch
+
     for line in plan.notes:
         note(line)
     for change in plan.drift:
         note(f"changed: {change}")
     if plan.finished:
         return _say_finished(plan)
+    if (rows := other_batch(plan, request.world)) is not None:
+        note(f"changed: {rows}")
     return _run(plan, request, nproc, env)
 
 

@@ -215,7 +215,8 @@ class Meeting:
             if (there := same.get(what, here)) != here:
                 raise EnvironmentProblem(
                     f"this machine was started with different {what} than the run on the others\n"
-                    f"  on {endpoint.rpartition(':')[0]}: {there}\n  on {socket.gethostname()}: {here}",
+                    f"  on {endpoint.rpartition(':')[0]}: {_only(there, here)}\n"
+                    f"  on {socket.gethostname()}: {_only(here, there)}",
                     hint="run the same command, with the same files, on every node",
                 )
 
@@ -235,6 +236,24 @@ class Meeting:
 
 def _knocks(place: Path) -> Path:
     return place.with_name(f"{place.name}.unreachable")
+
+
+def _only(text: str, other: str) -> str:
+    """What a text has that the other has not; of TOML the lines, each after its table."""
+    if "\n" not in text + other:
+        return text
+    others = _lines(other)
+    found = [line for line in _lines(text) if line not in others]
+    return "; ".join([*found[:5], *[f"and {len(found) - 5} more"] * (len(found) > 5)]) or "nothing of its own"
+
+
+def _lines(toml: str) -> list[str]:
+    table, found = "", []
+    for line in filter(None, toml.splitlines()):
+        if line.startswith("["):
+            table = f"{line} "
+        found.append(line if line.startswith("[") else table + line)
+    return found
 
 
 def _read(place: Path) -> tuple[str, dict[str, str]] | None:

@@ -122,7 +122,7 @@ def _same_on_all_nodes(request: LaunchRequest) -> dict[str, str]:
     files = ", ".join(f"{path.name} (SHA-256 {file_hash(path)[:12]})" for path in request.plugin_files)
     code = ", ".join(f"{name} {digest[:12]}" for name, digest in code_hashes().items())
     return {
-        "resolved recipes": hashlib.sha256(request.lock_file.read_bytes()).hexdigest(),
+        "resolved recipes": request.lock_file.read_text(encoding="utf-8"),
         "numbers of machines or processes": f"--nnodes {request.nodes} --nproc {request.nproc}",
         "versions": ", ".join(f"{name} {version}" for name, version in package_versions().items()),
         "code of titan or its plugins": code,

@@ -20,7 +20,7 @@ from titancli.launchers import Local
 from titancli.launchers.devices import visible_gpus
 from titancli.provenance import keep_sources
 from titancli.registry.component import component_info, load_target
-from titancli.run.fit import check_devices, check_worlds
+from titancli.run.fit import check_devices, check_world, check_worlds
 from titancli.run.prepare import Plan, history
 from titancli.run.record import new_attempt, new_record
 from titancli.runs import ATTEMPT, LOCK_NAME, RECORD_NAME, ChangedMeanwhile, RunFolder
@@ -42,6 +42,25 @@ def count_processes(plan: Plan, wanted: int | str | None, *, may_exceed: bool = 
             hint=f"use --nproc {gpus}, or make more GPUs visible with CUDA_VISIBLE_DEVICES",
         )
     return wanted
+
+
+def other_batch(plan: Plan, world: int) -> str | None:
+    """Return how many rows a step had when the run was last started, and has now on so many ranks; None where
+    it is the same, or where the recipe itself says something else than before.
+
+    Raises:
+        RecipeError: the recipe does not fit the ranks.
+    """
+    training = plan.loaded.recipe.training
+    before = {change.key: change.before for change in plan.drift}
+    mesh = (plan.folder.record().get("attempts") or [{}])[-1].get("mesh")
+    if plan.new or not mesh or training.global_batch_size or "training.global_batch_size" in before:
+        return None
+    rows = training.local_batch_size * check_world(plan.loaded, world)[0].dp
+    had = before.get("training.local_batch_size", training.local_batch_size)
+    had *= mesh["dp_replicate"] * mesh["dp_shard"]
+    why = "training.global_batch_size is not set, so it follows from the number of ranks"
+    return None if had == rows else f"rows of a step: {had} -> {rows} ({why})"
 
 
 def start(plan: Plan, request: LaunchRequest, *, announce: Callable[[RunFolder], None]) -> int:
