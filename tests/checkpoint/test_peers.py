@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import time
@@ -16,11 +17,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.checkpoint.tensors import bits
 from titancli.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
+from titancli.checkpoint.format import replicas
 from titancli.checkpoint.format.manifest import DamagedCheckpoint
 from titancli.checkpoint.peers import copies as module
 from titancli.checkpoint.peers import memory
 from titancli.checkpoint.peers.copies import Copies
-from titancli.checkpoint.peers.memory import Copy, Memory, outdated, read_record
+from titancli.checkpoint.peers.memory import Copy, Memory, outdated, read_record, write_record
 from titancli.checkpoint.peers.nodes import Nodes
 from titancli.distributed.mesh import init_device_mesh
 from titancli.errors import EnvironmentProblem, TitanError
@@ -41,10 +43,10 @@ def whole(step: int) -> dict[str, Tensor]:
     }
 
 
-def sharded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def sharded(tensors: dict[str, Tensor], dim: int = 0) -> dict[str, Tensor]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
     return {
-        name: distribute_tensor(tensor, mesh, [Replicate() if "replicated" in name else Shard(0)])
+        name: distribute_tensor(tensor, mesh, [Replicate() if "replicated" in name else Shard(dim)])
         if tensor.ndim
         else tensor.clone()
         for name, tensor in tensors.items()
@@ -93,13 +95,22 @@ def copy(cluster: Cluster, steps: list[int], mode: str = "disabled") -> None:
     copies.close()
 
 
-def load(cluster: Cluster, attempt: int = 1, wanted: bool = True) -> str:
+def load_columns(cluster: Cluster) -> str:
+    """On a layout that reads rows together, and sends columns."""
+    replicas.WORTH, usual = 1, replicas.WORTH
+    try:
+        return load(cluster, dim=1)
+    finally:
+        replicas.WORTH = usual
+
+
+def load(cluster: Cluster, attempt: int = 1, wanted: bool = True, dim: int = 0) -> str:
     """What a resume gets; or what the ranks say, each the same."""
     copies = cluster.copies(attempt)
     try:
         if (folder := copies.newest(wanted=wanted)) is None:
             return "nothing"
-        tensors = sharded({name: torch.zeros_like(tensor) for name, tensor in whole(0).items()})
+        tensors = sharded({name: torch.zeros_like(tensor) for name, tensor in whole(0).items()}, dim)
         try:
             state = load_checkpoint(folder, tensors)
         except DamagedCheckpoint as error:
@@ -173,6 +184,9 @@ def test_a_flipped_byte_is_found_by_all_ranks_wherever_it_is(ranks: Any, cluster
         ranks(2, copy, cluster, [6])
         cluster.flip(0, name)
         assert ranks(2, load, cluster) == ["step 6, some sent"] * 2  # from the other node
+        if name.startswith("rank"):
+            cluster.flip(0, name)  # what was sent has mended it
+        assert ranks(2, load_columns, cluster) == ["step 6, some sent"] * 2
         ranks(2, copy, cluster, [7])
         cluster.flip(0, name)
         cluster.flip(1, name)
@@ -339,6 +353,24 @@ def test_a_memory_that_is_emptied_meanwhile_costs_copies_and_not_the_run(
     copies.end()
     copies.close()
     assert read_record(cluster.checkpoints) is None
+
+
+def test_a_disk_that_fails_for_a_moment_does_not_cost_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster(tmp_path)
+    cluster.make()
+    write_record(cluster.checkpoints, Copy(3, "x", 1, 1))
+    fails = [OSError(errno.ESTALE, "Stale file handle")]
+    opened = os.open
+
+    def stale(path: Any, *given: Any) -> int:
+        if Path(path).name == memory.RECORD and fails:
+            raise fails.pop()
+        return opened(path, *given)
+
+    monkeypatch.setattr(os, "open", stale)
+    assert read_record(cluster.checkpoints) == Copy(3, "x", 1, 1) and not fails
 
 
 def test_what_cannot_be_copied_is_named_at_the_start(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from titancli.checkpoint.format.manifest import (
     read_manifest,
 )
 from titancli.checkpoint.format.metadata import PART_NAME, Described, Metadata, open_metadata
-from titancli.checkpoint.format.reader import Reader, parts_of
+from titancli.checkpoint.format.reader import Part, Reader, parts_of
 from titancli.checkpoint.format.replicas import shared_among_replicas
 from titancli.checkpoint.format.storage import several_ranks
 from titancli.checkpoint.format.tensors import TORCH_DTYPE, TensorFiles
@@ -115,10 +115,12 @@ def _fill(
     all_ranks = ranks.use_dist and ranks.get_world_size() == dist.get_world_size()
     shared = shared_among_replicas(tensors, alike) if all_ranks else {}
     mine = {name: tensor for name, tensor in tensors.items() if name not in shared or shared[name].mine}
-    columns: dict[str, Columns] = {}
-    if all_ranks:
-        columns = _together(ranks, folder, lambda: shared_by_columns(mine, alike, metadata))
-    parts = parts_of({name: tensor for name, tensor in mine.items() if name not in columns})
+
+    def divided() -> tuple[dict[str, Columns], list[Part]]:
+        columns = shared_by_columns(mine, alike, metadata) if all_ranks else {}
+        return columns, parts_of({name: tensor for name, tensor in mine.items() if name not in columns})
+
+    columns, parts = _together(ranks, folder, divided)
     rows = [columns[name].part(name, mine[name]) for name in sorted(columns)]
     wanted: dict[str, list[Box]] = {name: [] for name in mine}
     for part in (*parts, *rows):

@@ -24,7 +24,7 @@ from pathlib import Path
 import xxhash
 
 from titancli.checkpoint.format.disk import size_text
-from titancli.checkpoint.format.files import file_size
+from titancli.checkpoint.format.files import file_size, read_file
 from titancli.checkpoint.format.hashed import file_digest
 from titancli.checkpoint.format.layout import FILE_NAME
 from titancli.checkpoint.format.manifest import MANIFEST, Manifest, last_serial, read_manifest, steps
@@ -34,6 +34,7 @@ from titancli.runs import write_atomically
 
 RECORD = "peers.json"
 """In `RUN/checkpoints`: which copy counts."""
+RECORD_LIMIT = 1 << 16
 KEPT = 2
 """Copies that lie in memory at once: the one that counts, and the one under way."""
 FORGOTTEN = 3600.0
@@ -231,7 +232,7 @@ def _available() -> int:
 def read_record(checkpoints: Path) -> Copy | None:
     """Return the copy that counts, as far as the run folder knows; None where there is none."""
     try:
-        copy = Copy(**json.loads((checkpoints / RECORD).read_text(encoding="utf-8")))
+        copy = Copy(**json.loads(read_file(checkpoints / RECORD, RECORD_LIMIT)))
         if [type(value) for value in astuple(copy)] != [int, str, int, int]:
             raise ValueError("it is malformed")
         return copy
