@@ -204,7 +204,9 @@ def look(found: Found) -> None:
         found.why = f"transformers has no default config: {error}"
         return
     if (text := text_part(values)) is not values:
-        found.why = f"a multimodal model; a folder of it is trained as its text model ({text['model_type']})"
+        kind = text["model_type"]
+        what = "its text model" if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else "no causal language model"
+        found.why = f"a multimodal model; the text part is {kind}, {what}"
         return
     try:
         model = made(values)
@@ -336,14 +338,14 @@ def main() -> int:
 def write(rows: list[Found]) -> None:
     """Put the tables into the page."""
     good = [row for row in rows if row.accepted and not row.wrong]
-    tried = [row for row in good if row.layouts]
+    tried = [row for row in good if "yes" in row.layouts.values()]
     lines = [
         f"Of the {len(rows)} types of causal language models in transformers {transformers.__version__}, "
         f"{len(good)} are accepted, {sum(row.weights == 'yes' for row in good)} with weights. On two ranks "
         f"{len(tried)} of them have been compared with one, gradients included: a dash is refused, with the "
         f"reason in the message; an error is not refused by name, but the run ends with it; an empty cell "
-        f"has not been tried. {sum(all_three(row) for row in good)} can do all of tensor, context and "
-        f"pipeline parallel; {sum(row.layouts.get('ep') == 'yes' for row in good)} spread their experts.",
+        f"has not been tried. {sum(all_three(row) for row in good)} did so under each of tensor, context and "
+        f"pipeline parallel, {sum(row.layouts.get('ep') == 'yes' for row in good)} under expert parallel.",
         "",
         f"| type | weights | {' | '.join(LAYOUTS)} |",
         f"|---|---|{'---|' * len(LAYOUTS)}",
