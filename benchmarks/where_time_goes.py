@@ -16,7 +16,11 @@ KINDS = (
     ("norm", r"lpnorm|foreach_norm|linalg_vector_norm|l2norm|clip_grad|ForeachNorm|_foreach_mul"),
     ("products", r"gemm|nvjet|cutlass|cublas|xmma|scaled_mm|::(add)?mm|::bmm|::linear|splitK|::_mkl_linear"),
     ("collectives", r"nccl|all_gather|reduce_scatter|allreduce"),
-    ("copies and casts", r"copy|memcpy|memset|convert|::to\b|zero_|fill"),
+    (
+        "elementwise",
+        r"triton_(?!\w+?_fused_+(to_copy|copy|clone)_*\d*$)",
+    ),  # fused with casts, but not casts alone
+    ("copies and casts", r"copy|clone|memcpy|memset|convert|::to\b|zero_|fill"),
     ("elementwise", r"."),
 )
 
@@ -69,9 +73,9 @@ def profile(steps: Callable[[], object], device: torch.device, count: int) -> di
     kernels: dict[str, float] = defaultdict(float)
     times = []
     for event in profiler.events():
-        spent = event.device_time if cuda else event.self_cpu_time_total
-        if cuda and event.device_type.name == "CPU":
-            continue
+        if cuda and (event.device_type.name == "CPU" or event.is_user_annotation):
+            continue  # what launches kernels, and ranges that have names and cover several of them
+        spent = event.time_range.elapsed_us() if cuda else event.self_cpu_time_total
         kernels[event.name] += spent / 1000 / count
         times.append((event.time_range.start, event.time_range.end))
     kinds: dict[str, float] = defaultdict(float)
@@ -103,7 +107,7 @@ def table(profiles: dict[str, dict[str, Any]], best: dict[str, float]) -> str:
         "| ms a step | ideal | " + " | ".join(profiles) + " |",
         "|---" * (len(profiles) + 2) + "|",
     ]
-    for kind, _ in KINDS:
+    for kind in dict.fromkeys(kind for kind, _ in KINDS):
         found = [profiled["kinds"].get(kind, 0.0) for profiled in profiles.values()]
         lines.append(line(kind, best.get(kind, 0.0), found))
     idle = [profiled["step_ms"] * (profiled["idle"] or 0.0) for profiled in profiles.values()]
