@@ -1,4 +1,4 @@
-"""Runs whose batches are prepared by worker processes."""
+"""Runs whose batches are prepared by worker processes, and recipes whose workers could not help."""
 
 from __future__ import annotations
 
@@ -46,14 +46,6 @@ def test_a_worker_that_dies_ends_the_run_as_bad_data_do(train: Callable[..., Fin
         for e in read_events(here / "r/events.jsonl")
         if e["event"] == "step"
     )
-
-
-@pytest.mark.ranks
-def test_ranks_that_have_different_data_do_not_begin(train_on: Callable[..., Finished], here: Path) -> None:
-    shutil.copy(slow_plugin.__file__, here / "differing.py")
-    ended = train_on(2, "tiny.toml", "-p", "./differing.py", "dataset.type=slow", "dataset.differs=true")
-    assert ended.code == 5 and "the ranks were started with different data" in ended.err
-    assert '{"of rank": 0}' in ended.err and '{"of rank": 1}' in ended.err
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.data import slow_plugin
 from tests.run.conftest import Finished, losses
 from titancli.data import ByteTokenizer
 from titancli.data.shards.sources import Options, open_inputs
@@ -64,3 +66,11 @@ def test_each_dataset_of_a_mixture_has_a_loss(
             assert mean == pytest.approx(metrics["loss"], rel=1e-5)
             assert abs(metrics["mix/own/loss"] - metrics["mix/other/loss"]) > 1e-3
     assert losses(here / "one") == pytest.approx(losses(here / "two"), rel=1e-4)
+
+
+@pytest.mark.ranks
+def test_ranks_that_have_different_data_do_not_begin(train_on: Callable[..., Finished], here: Path) -> None:
+    shutil.copy(slow_plugin.__file__, here / "differing.py")
+    ended = train_on(2, "tiny.toml", "-p", "./differing.py", "dataset.type=slow", "dataset.differs=true")
+    assert ended.code == 5 and "the ranks were started with different data" in ended.err
+    assert '{"of rank": 0}' in ended.err and '{"of rank": 1}' in ended.err
