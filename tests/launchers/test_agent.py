@@ -1,4 +1,4 @@
-"""What titan's agent changes in torch's rendezvous."""
+"""What titan's agent changes in torch's rendezvous, and what the command that started it says meanwhile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from titancli.launchers import agent
+from titancli.launch import LaunchRequest
+from titancli.launchers import Local, agent, torchrun
 
 
 @pytest.fixture
@@ -65,3 +66,29 @@ def test_a_node_is_lost_when_it_has_given_no_sign_for_long_whatever_its_clock(
     holder.state.last_heartbeats[a] += timedelta(seconds=1)
     holder._sanitize()
     assert set(holder.state.participants) == {a} and set(holder.state.last_heartbeats) == {a}
+
+
+def test_a_node_that_waits_says_so_each_time_and_a_spare_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks: list[int] = []
+    monkeypatch.setattr(torchrun, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(torchrun, "children", lambda process: ranks)
+    request = LaunchRequest(tmp_path, tmp_path, None, [], 1, 4, None, False, False, min_nodes=2)
+    drawing = Mock(step=None)
+    waiting = torchrun.Waiting(Local(), request, drawing)
+
+    def said(step: int | None) -> str:
+        drawing.step = step
+        waiting.look(1)
+        return capsys.readouterr().err
+
+    others = (
+        "waiting for other machines (--nnodes 2:4), at most 600 seconds (launcher.join_timeout_seconds)\n"
+    )
+    assert [said(None), said(None), said(None)] == ["", others, ""]
+    assert [said(5), said(5), said(6)] == ["the run has enough machines: this one waits as a spare\n", "", ""]
+    ranks.append(7)
+    assert said(7) == "" and not waiting.idle
+    ranks.clear()
+    assert [said(8), said(8), waiting.idle] == ["", others, True]
