@@ -150,8 +150,9 @@ def test_a_node_that_was_started_with_something_else_is_refused_and_the_others_g
     cluster: Cluster, start: Start, reference: Any, here: Path
 ) -> None:
     rows = ("training.local_batch_size=1", "training.global_batch_size=4")
-    batch = (*rows, "loss.sleep=0.2", "training.steps=12")
-    elastic = ("--nnodes", "1:2", *batch)
+    batch = (*rows, "lr_scheduler.total_steps=100000")
+    endless = ("loss.sleep=0.2", "training.steps=100000")  # it is there still when the last one comes
+    elastic = ("--nnodes", "1:2", *batch, *endless)
     running = start(cluster.node("a"), *elastic)
     until_step(here / "r", 2, [running])
     b = cluster.node("b")
@@ -164,10 +165,13 @@ def test_a_node_that_was_started_with_something_else_is_refused_and_the_others_g
         done = start(b, *elastic, *more).wait()
         assert done.code == 5 and f"started with different {what} than the run on the others" in done.err
         assert "\n  on a: " in done.err and "\n  on b: " in done.err
+        assert ("\n  on b: [optimizer] lr = 0.5\n" in done.err) == ("optimizer.lr=0.5" in more)
+    running.process.terminate()
     done = running.wait()
-    assert done.code == 0, done.err
+    assert done.code == 75, done.err
     assert worlds(here / "r") == [1]
-    assert losses(here / "r") == reference(1, "loss=faulty", *batch)[0]
+    expected = reference(1, "loss=faulty", *batch, "training.steps=2")[0]
+    assert {step: losses(here / "r")[step] for step in expected} == expected
 
 
 @pytest.mark.slow
