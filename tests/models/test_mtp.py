@@ -15,6 +15,7 @@ from tests.models.families import DEEPSEEK, GLM4_MOE, Family
 from titancli.checkpoint import export_hf
 from titancli.checkpoint.hf.folder import load_hf_weights
 from titancli.checkpoint.hf.likeness import complaint
+from titancli.checkpoint.hf.quantise import quantisation
 from titancli.checkpoint.hf.which import hf_form
 from titancli.data.batch import IGNORE, Batch
 from titancli.errors import TitanError
@@ -222,3 +223,11 @@ def test_folders_with_and_without_them(tmp_path: Path, caplog: pytest.LogCapture
     save_file(tensors, file)
     with pytest.raises(TitanError, match=r"layers\.2\.embed_tokens\.weight differs from model\.embed_tokens"):
         load_hf_weights(tmp_path / "with", with_them, state)
+
+
+def test_of_them_fp8_leaves_what_releases_leave_as_it_is() -> None:
+    config = DEEPSEEK.flavor("debugmodel")
+    config = replace(config, n_mtp_layers=1, moe=replace(config.moe, score_func="sigmoid"))
+    left = quantisation("fp8", config, hf_form(config)).table["modules_to_not_convert"]
+    assert {"model.layers.6.eh_proj", "model.layers.6.shared_head.head", "lm_head"} <= {*left}
+    assert "model.layers.6.self_attn.o_proj" not in left

@@ -66,8 +66,8 @@ class Quantise:
 def quantisation(method: Method, model: Any, form: HFForm) -> Quantise:
     """Return what of a model is quantized by a method.
 
-    fp8: all matrices of blocks but the router's. Of rows the last block may be smaller, as DeepSeek-V3 has
-    576 in 5 blocks; what readers would misread stays as it is, see `_misread`.
+    fp8: all matrices of blocks but the router's and `eh_proj`. Of rows the last block may be smaller, as
+    DeepSeek-V3 has 576 in 5 blocks; what readers would misread stays as it is, see `_misread`.
 
     Raises:
         UsageError: transformers does not read the model quantized so.
@@ -111,7 +111,7 @@ def _matrices(built: nn.Module, form: HFForm) -> tuple[dict[str, Tensor], list[s
                 wanted |= dict(form.to_hf(f"{path}.{key}", parameter))
             elif isinstance(module, nn.Linear) and key == "weight":
                 found = dict(form.to_hf(f"{path}.{key}", parameter))
-                if isinstance(module, Output) or path.rpartition(".")[2] in ("gate", "router"):
+                if isinstance(module, Output) or path.rpartition(".")[2] in ("gate", "router", "eh_proj"):
                     others += [name for name, tensor in found.items() if tensor.ndim == 2]
                 else:
                     wanted |= found
