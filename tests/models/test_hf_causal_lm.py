@@ -320,6 +320,15 @@ def test_attention_that_is_not_sharded_is_computed_whole(model_type: str) -> Non
     assert not model.mesh_faults
 
 
+def test_layers_whose_heads_differ_are_counted_one_by_one() -> None:
+    """Gemma 4, whose global layers have wider heads."""
+    with torch.device("meta"):
+        model = TransformersModel(HFCausalLM(config=tiny_default("gemma4_unified_text")))
+    widths = [block.self_attn.q_proj.out_features for block in model.layers]
+    assert len(set(widths)) == 2
+    assert model.flops_per_token(2) - model.flops_per_token(1) == 12 * sum(widths)
+
+
 STAGED: dict[str, tuple[dict[str, Any], bool]] = {
     "a norm without parameters follows the last block": ({"model_type": "olmo"}, True),
     "embeddings are scaled in place": ({"model_type": "ctrl"}, False),

@@ -305,9 +305,16 @@ class TransformersModel(nn.Module):
         if chosen and experts:
             stacked = sum(p.numel() for n, p in self.named_parameters() if ".experts." in n)
             matrices -= (1 - chosen / experts) * stacked
-        heads = getattr(config, "num_attention_heads", None) or 0  # a recurrent model has none
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
-        return 6.0 * matrices + 12.0 * len(self.layers) * heads * head_dim * seq_len
+        # Where layers differ, transformers refuses to say of the whole what each of them has.
+        differ = getattr(config, "is_heterogeneous", False)
+        widths = sum(map(_width, config.per_layer_config if differ else [config] * len(self.layers)))
+        return 6.0 * matrices + 12.0 * widths * seq_len
+
+
+def _width(config: Any) -> int:
+    """Of queries in a layer, over all heads."""
+    heads: int = getattr(config, "num_attention_heads", None) or 0  # a recurrent model has none
+    return heads * (getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1))
 
 
 def build(config: HFCausalLM, *, seq_len: int) -> TransformersModel:
