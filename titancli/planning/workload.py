@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any, Literal
 
 from titancli.layout.degrees import Degrees
@@ -80,7 +80,7 @@ class Workload:
     optimizer_extra_all: bool
     pipeline: Pipeline
 
-    @property
+    @cached_property
     def alone(self) -> bool:
         """Whether no other rank has a shard or a replica of this rank's parameters, which does without FSDP2:
         `titancli.parallel.alone`."""
