@@ -141,7 +141,7 @@ def test_a_key_at_its_neutral_value_changes_nothing(folder: Any, change: dict[st
 def test_weights_of_another_family_are_named(folder: Any) -> None:
     found = complaint(MODEL, folder(LLAMA), ())
     assert found is not None
-    assert "holds a 'llama' model, but this recipe trains a 'qwen3' or 'qwen3_moe' model" in found[0]
+    assert "holds a 'llama' model, but this recipe trains a 'qwen3' or " in found[0]
 
 
 def test_a_folder_that_sees_images_too_holds_the_text_model(folder: Any) -> None:

@@ -99,17 +99,17 @@ def load_while_one_rank_is_slow(folder: str) -> list[float]:
     tensors = {"model.weight": torch.zeros(3)}
     load_checkpoint(Path(folder), tensors)  # makes the group that waits
     tighten_timeouts(1)
-    real = Reader._read_rows
+    real = Reader._read
 
     def slow(*arguments: Any) -> Any:
         time.sleep(3 * dist.get_rank())
         return real(*arguments)
 
-    Reader._read_rows = slow  # type: ignore[method-assign]
+    Reader._read = slow  # type: ignore[method-assign]
     try:
         load_checkpoint(Path(folder), tensors)
     finally:
-        Reader._read_rows = real  # type: ignore[method-assign]
+        Reader._read = real  # type: ignore[method-assign]
     return tensors["model.weight"].tolist()
 
 

@@ -165,24 +165,27 @@ class Decoder(nn.Module):
             pieces = self.row_cut.queries(document_ids.shape[1])
         mask = document_masks(document_ids, pieces)
         angles = self.angles(positions)
-        hidden = torch.cat((tokens, *self._tokens_ahead(batch, loss)))  # of one look-up: FSDP2 gathers once
-        if self.tok_embeddings is not None:
-            hidden = self.tok_embeddings(hidden)
-        hidden, *embedded = hidden.split(len(tokens))
+        hidden = tokens
+        embedded: list[Tensor] = []
+        if ahead := self._tokens_ahead(batch, loss):
+            # One look-up of all: FSDP2 gathers the embeddings once.
+            hidden, *embedded = self.tok_embeddings(torch.cat((tokens, *ahead))).split(len(tokens))
+        elif self.tok_embeddings is not None:
+            hidden = self.tok_embeddings(tokens)
         for block in self._main.values():
             attention: Any = block.attention
             hidden = block(hidden, *angles[attention.angles], mask(attention.reach))
         if self.norm is not None:
             hidden = self.norm(hidden)
-        ahead = [hidden]
+        predicted = [hidden]
         for block, tokens_ahead in zip(self._mtp, embedded, strict=False):
             attention = block.attention
             given = (*angles[attention.angles], mask(attention.reach))
-            ahead.append(block(ahead[-1], *given, embedded=tokens_ahead))
+            predicted.append(block(predicted[-1], *given, embedded=tokens_ahead))
         if self.output is None:
             return hidden
         # Without gradients they have only counted what their experts get.
-        return self.output(hidden, batch, loss, ahead[1:] if torch.is_grad_enabled() else ())
+        return self.output(hidden, batch, loss, predicted[1:] if torch.is_grad_enabled() else ())
 
     @property
     def _main(self) -> dict[str, Any]:
