@@ -254,7 +254,8 @@ def gradients(values: dict[str, Any], mesh: dict[str, int]) -> dict[str, Tensor]
 
 
 def try_layouts(found: Found, ranks: Any, only: list[str]) -> None:
-    values = {**values_of(found.model_type), "tie_word_embeddings": False}
+    # A row of zeros, as transformers makes that of padding, has gradients that norm after norm overflow.
+    values = {**values_of(found.model_type), "tie_word_embeddings": False, "pad_token_id": None}
     with torch.device("meta"):
         model = build(HFCausalLM(config=values), seq_len=LENGTH)
     faults = {**model.mesh_faults, **({} if model.experts else {"ep": "no stacked experts"})}
@@ -276,6 +277,8 @@ def try_layouts(found: Found, ranks: Any, only: list[str]) -> None:
 
 
 def unlike(alone: dict[str, Tensor], found: dict[str, Tensor]) -> str | None:
+    if unknown := [name for name, value in alone.items() if not value.isfinite().all()]:
+        return f"{unknown[0]} is not finite on one rank"
     if alone.keys() != found.keys():
         return f"WRONG: other gradients, {sorted(alone.keys() ^ found.keys())[:3]}"
     # What is 0 but for rounding, as the gradient of a bias of keys, is no measure of its own.

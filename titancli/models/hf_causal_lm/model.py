@@ -42,6 +42,10 @@ JOINS = (
 )
 
 
+FAILED = {"cp": ("hrm_text",), "tp": ("gemma3n_text", "gemma4_text", "hrm_text", "longcat_flash")}
+"""Types of which `benchmarks/survey.py` found errors or other gradients that no trial of a copy shows."""
+
+
 class Blocks(nn.ModuleList):
     """A list of blocks that can be asked as the dict that a model's `layers` is."""
 
@@ -302,6 +306,8 @@ class TransformersModel(nn.Module):
         chosen = getattr(config, "num_experts_per_tok", None)
         names = ("num_experts", "num_local_experts", "n_routed_experts")
         experts = next((n for name in names if (n := getattr(config, name, None))), None)
+        if isinstance(chosen, list):  # of each layer
+            chosen = sum(chosen) / len(chosen)
         if chosen and experts:
             stacked = sum(p.numel() for n, p in self.named_parameters() if ".experts." in n)
             matrices -= (1 - chosen / experts) * stacked
@@ -340,6 +346,9 @@ def build(config: HFCausalLM, *, seq_len: int) -> TransformersModel:
 def _mesh_faults(model: TransformersModel, tried: Tried) -> Iterator[tuple[str, str]]:
     parts = model._parts
     kind = parts.config.model_type
+    for degree, types in FAILED.items():
+        if kind in types:
+            yield degree, f"{kind}: on two ranks it does not compute what it does on one"
     if tried.apart:
         yield "pp", f"{kind}: documents are computed as rows of their own, which stages do not do"
     elif not tried.staged:
