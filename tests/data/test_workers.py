@@ -119,7 +119,8 @@ def test_what_is_reported_and_logged_in_workers_reaches_the_rank() -> None:
 
 
 def test_a_worker_that_is_killed_is_an_error_that_names_its_rows_in_its_place() -> None:
-    source = loader(Slow(at=9, then="die"), 2)
+    # Slow enough for the batch before to be sent: the worker prepares ahead, and dies in the middle of that.
+    source = loader(Slow(seconds=0.2, at=9, then="die"), 2)
     assert [int(batch["tokens"][0, 0]) for batch, _ in read(source, 4)] == [0, 2, 4, 6]
     for _ in range(2):
         with pytest.raises(
