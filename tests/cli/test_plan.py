@@ -28,10 +28,11 @@ def told(titan: Titan, *arguments: str) -> dict:
     ],
     ids=" ".join,
 )
-def test_it_is_computed_without_torch_and_within_two_seconds(tmp_path: Path, arguments: list[str]) -> None:
+def test_it_is_computed_without_torch_and_at_once(tmp_path: Path, arguments: list[str]) -> None:
     found = probe(tmp_path, "plan", *arguments)
     assert not (HEAVY - {"rich"}) & set(found["seen"])
-    assert (found["code"], found["seconds"] < 2) == (0, True)
+    assert found["code"] == 0
+    assert found["seconds"] < 4  # of a CPU; 0.8 to 1.3 on an idle machine
 
 
 def test_the_parts_make_the_whole(titan: Titan) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from titancli.layout.degrees import Degrees
@@ -32,11 +33,18 @@ class Estimate:
     work: Workload
     ranks: list[RankMemory]
     """Of every rank of the pipeline."""
-    flows: list[Flow]
-    """Of the rank that needs most memory."""
-    speed: Speed | None
 
-    @property
+    # What does not fit is not asked how fast it is: most of what `advice.remedy` tries.
+    @cached_property
+    def flows(self) -> list[Flow]:
+        """Of the rank that needs most memory."""
+        return flows(self.work, self.worst.pp_rank)
+
+    @cached_property
+    def speed(self) -> Speed | None:
+        return speed(self.work)
+
+    @cached_property
     def worst(self) -> RankMemory:
         return max(self.ranks, key=lambda rank: rank.total)
 
@@ -60,9 +68,7 @@ class Estimate:
 def estimate(recipe: Recipe, shape: Decoder, degrees: Degrees, device: Device) -> Estimate:
     """Of a recipe that `check_world` has found to fit its ranks."""
     work = workload(recipe, shape, degrees, device)
-    ranks = [rank_memory(work, rank) for rank in range(degrees.pp)]
-    worst = max(ranks, key=lambda rank: rank.total)
-    return Estimate(work, ranks, flows(work, worst.pp_rank), speed(work))
+    return Estimate(work, [rank_memory(work, rank) for rank in range(degrees.pp)])
 
 
 def shape_of(recipe: Recipe) -> Decoder | None:
