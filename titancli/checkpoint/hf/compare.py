@@ -14,6 +14,7 @@ from titancli.checkpoint.base import HFTensors, MergedReader
 from titancli.checkpoint.format.tensors import Tensors
 from titancli.checkpoint.hf.folder import cast_of
 from titancli.checkpoint.hf.libraries import library_of
+from titancli.checkpoint.hf.quantise import Quantise
 from titancli.checkpoint.hf.virtual import put
 from titancli.checkpoint.hf.which import hf_form
 from titancli.converters.lora import adapt, adapters_of, weights_of
@@ -29,13 +30,18 @@ VERIFY_SHAPE = (2, 64)
 """Rows and tokens that the logits are compared on."""
 
 
-def refuse_incomparable(form: Any) -> None:
+def refuse_incomparable(form: Any, quantised: Quantise | None = None) -> None:
     """
     Raises:
-        UsageError: transformers does not load what the form writes.
+        UsageError: transformers does not load what the form writes, quantised so.
     """
     if (library := library_of(form).name) != "transformers":
         raise UsageError(f"--verify compares with transformers, but this model belongs to {library}")
+    if quantised is not None and quantised.undivided is not None:
+        raise UsageError(
+            f"--verify: transformers cannot dequantize {quantised.undivided}, whose last block is smaller",
+            hint="leave --verify out; vLLM, transformers' kernels for GPUs and titan read the folder",
+        )
 
 
 def verdict(

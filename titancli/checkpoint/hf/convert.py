@@ -36,7 +36,7 @@ from titancli.checkpoint.hf.which import (
 )
 from titancli.checkpoint.load import CheckpointReader
 from titancli.checkpoint.save import Draft
-from titancli.errors import EnvironmentProblem, TitanError, UsageError
+from titancli.errors import EnvironmentProblem, TitanError
 from titancli.protocols import TokenizerDefaults
 from titancli.registry.component import build
 from titancli.registry.defaults import with_defaults
@@ -76,14 +76,9 @@ def to_hf(
     folder = find_checkpoint(src, say)
     model, tokenizer = recipe_of(folder)
     form = hf_form(model)
-    if verify:
-        refuse_incomparable(form)
     how = None if quantise is None else quantisation(quantise, model, form)
-    if verify and how is not None and how.undivided is not None:
-        raise UsageError(
-            f"--verify: transformers cannot dequantize {how.undivided}, whose last block is smaller",
-            hint="leave --verify out; vLLM, transformers' kernels for GPUs and titan read the folder",
-        )
+    if verify:
+        refuse_incomparable(form, how)
     cast = torch.bfloat16 if how is not None and dtype is None else dtype_of(dtype)
     reader = open_weights(folder, model, verify="size", reuse=True, say=say)
     check_parameters(reader, model, folder)
