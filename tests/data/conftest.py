@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from titancli.observe.metrics import collector
+
 END = {"__type": "AddedToken", "content": "<|end|>", "special": True}
 TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """What is kept between runs is kept here, and no count is left from other tests."""
+    monkeypatch.setenv("TITAN_CACHE", str(tmp_path / "cache"))
+    collector.drain()
+    yield tmp_path / "cache"
+    collector.drain()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,7 @@ from titancli.data.byte_tokenizer import build as byte_tokenizer
 from titancli.errors import EnvironmentProblem
 from titancli.observe.metrics import collector
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("TITAN_CACHE", str(tmp_path / "cache"))
-    collector.drain()
-    yield tmp_path / "cache"
-    collector.drain()
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture

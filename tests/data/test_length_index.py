@@ -8,7 +8,6 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,7 @@ from titancli.data.lengths import BAD, CHUNK, row_lengths
 from titancli.errors import EnvironmentProblem
 from titancli.observe.metrics import collector
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("TITAN_CACHE", str(tmp_path / "cache"))
-    collector.drain()
-    yield tmp_path / "cache"
-    collector.drain()
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture

@@ -177,7 +177,7 @@ class Workers:
         code = process.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"exited with {code}"
         return EnvironmentProblem(
-            f"data worker {process.pid} {how} while it prepared {self._rows(number, state)}",
+            f"data worker {process.pid} {how} while it prepared {self._rows(number, state)}, or later rows",
             hint="a machine that runs out of memory kills processes: with fewer "
             "training.dataloader.num_workers less is needed; --resume continues before these rows",
         )
