@@ -13,7 +13,7 @@ from tests.rows import rows
 from titancli.models.blocks.rope import inverse_frequencies, rotation
 from titancli.parallel.activation_checkpoint import apply_activation_checkpoint
 from titancli.parallel.compile import compile_model
-from titancli.planning.memory import block_memory
+from titancli.planning.module_memory import block_memory
 from titancli.recipe.schema import Compile
 from titancli.registry.component import build
 

@@ -9,7 +9,7 @@ from titancli.layout.degrees import Degrees
 from titancli.observe.peaks import DEVICES, Device
 from titancli.planning.advice import remedy
 from titancli.planning.estimate import CONTEXT, Estimate, estimate, shape_of
-from titancli.planning.memory import in_all
+from titancli.planning.module_memory import in_all
 from titancli.recipe.schema import Recipe
 
 GIB = 2**30
