@@ -32,7 +32,7 @@ FLOORS = [
     {"engine"},
     {"generate"},
     {"loops"},
-    {"run.worker", "run.attempt", "run.data", "run.saving", "run.probe", "run.watching"},
+    {"run.worker", "run.attempt", "run.data", "run.saving", "run.probe", "run.remote", "run.watching"},
     {"launchers"},
     {"run"},
     {"doctor", "migrate", "prove", "reporting"},

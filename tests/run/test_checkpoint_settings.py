@@ -12,10 +12,13 @@ import pytest
 
 from tests.run.conftest import Finished, losses
 from titancli.errors import EnvironmentProblem
+from titancli.recipe.schema import Checkpoint
 from titancli.run.worker import Place, Rank
 from titancli.runs import RunFolder
 
 Train = Callable[..., Finished]
+
+FULL, SIZE = Checkpoint(), Checkpoint(verify="size")
 
 
 def _damage(checkpoint: Path, name: str = "rank-00000.safetensors") -> None:
@@ -74,12 +77,12 @@ def test_ranks_that_start_anew_pass_over_a_bad_checkpoint_in_one_line(
     caplog.clear()
     with ExitStack() as stack, caplog.at_level(logging.WARNING, logger="titancli"):
         again = Rank(folder, Place(restart=1), stack)
-        assert again._continue_from(None, "size") == folder.checkpoints / "step-4"
+        assert again._continue_from(None, SIZE) == folder.checkpoints / "step-4"
         [line] = caplog.messages
         assert line.startswith("checkpoint step-6 is skipped: recipe.lock.toml has 0 bytes")
-        assert again._continue_from(None, "off") == folder.checkpoints / "step-6"
+        assert again._continue_from(None, Checkpoint(verify="off")) == folder.checkpoints / "step-6"
         first = Rank(folder, Place(), stack)
-        assert first._continue_from(folder.checkpoints / "step-4", "size") == folder.checkpoints / "step-4"
+        assert first._continue_from(folder.checkpoints / "step-4", SIZE) == folder.checkpoints / "step-4"
 
 
 def test_ranks_that_find_their_checkpoint_damaged_take_the_one_before(train: Train, here: Path) -> None:
@@ -89,19 +92,13 @@ def test_ranks_that_find_their_checkpoint_damaged_take_the_one_before(train: Tra
     bad = {folder.checkpoints / "step-6": "it is bad"}
     with ExitStack() as stack:
         first, again = Rank(folder, Place(), stack), Rank(folder, Place(restart=1), stack)
-        assert (
-            first._continue_from(folder.checkpoints / "step-6", "size", bad) == folder.checkpoints / "step-4"
-        )
-        assert (
-            again._continue_from(folder.checkpoints / "step-2", "size", bad) == folder.checkpoints / "step-4"
-        )
+        assert first._continue_from(folder.checkpoints / "step-6", SIZE, bad) == folder.checkpoints / "step-4"
+        assert again._continue_from(folder.checkpoints / "step-2", SIZE, bad) == folder.checkpoints / "step-4"
         folder.update_attempt(serial=3)  # all of them were there before
-        assert (
-            again._continue_from(folder.checkpoints / "step-2", "size", bad) == folder.checkpoints / "step-2"
-        )
+        assert again._continue_from(folder.checkpoints / "step-2", SIZE, bad) == folder.checkpoints / "step-2"
         bad |= {folder.checkpoints / f"step-{step}": "it is bad" for step in (2, 4)}
         with pytest.raises(EnvironmentProblem, match="none of them can be used") as caught:
-            first._continue_from(folder.checkpoints / "step-6", "size", bad)
+            first._continue_from(folder.checkpoints / "step-6", SIZE, bad)
         assert "--from-scratch" in str(caught.value.hint)
 
 
@@ -127,9 +124,9 @@ def test_ranks_that_start_anew_stay_on_the_way_that_was_chosen(train: Train, her
     folder = RunFolder(here / "r")
     with ExitStack() as stack:
         again = Rank(folder, Place(restart=1), stack)
-        assert again._continue_from(folder.checkpoints / "step-4", "full") == folder.checkpoints / "step-5"
+        assert again._continue_from(folder.checkpoints / "step-4", FULL) == folder.checkpoints / "step-5"
         shutil.rmtree(folder.checkpoints / "step-5")
-        assert again._continue_from(folder.checkpoints / "step-4", "full") == folder.checkpoints / "step-4"
+        assert again._continue_from(folder.checkpoints / "step-4", FULL) == folder.checkpoints / "step-4"
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])

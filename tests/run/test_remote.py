@@ -6,14 +6,26 @@ import json
 import shutil
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.run.conftest import Finished, losses
-from titancli.checkpoint.format.manifest import read_manifest, steps
-from titancli.checkpoint.remote.store import at
+from tests.run.conftest import Finished, losses, trained
+from titancli.checkpoint.format.manifest import (
+    MANIFEST,
+    faults,
+    manifest_bytes,
+    read_manifest,
+    steps,
+)
+from titancli.checkpoint.remote.store import RemotePath, Unreachable, at
+from titancli.checkpoint.remote.transfer import upload
 from titancli.cli import main
+from titancli.recipe.schema import Checkpoint
+from titancli.run.worker import Place, Rank
+from titancli.runs import RunFolder
 
 Train = Callable[..., Finished]
 
@@ -179,8 +191,6 @@ def test_another_run_of_the_same_name_is_refused(train: Train, here: Path) -> No
 def test_a_store_that_fails_on_the_way_is_told_and_costs_no_step(
     train: Train, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from titancli.checkpoint.remote.store import RemotePath, Unreachable
-
     puts = 0
     put = RemotePath.put
 
@@ -197,3 +207,160 @@ def test_a_store_that_fails_on_the_way_is_told_and_costs_no_step(
     assert done.code == 0, done.err
     assert "the next save tries again: the line is dead" in done.err
     assert sorted(path.name for path in steps(here / "store/r")) == ["step-2", "step-4", "step-6"]
+
+
+# ------------------------------------------------------------- damaged here, and the store has it intact
+
+
+@pytest.fixture(scope="module")
+def uploaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run `r` whose steps 2, 4 and 6 lie in `store` too."""
+    folder = tmp_path_factory.mktemp("uploaded")
+    remote = f"checkpoint.remote=file://{folder}/store"
+    trained(folder, "--run-dir", "r", remote, "checkpoint.keep_latest_k=0")
+    return folder
+
+
+@pytest.fixture
+def both(uploaded: Path, here: Path) -> str:
+    """A copy of them, as `r` and `store` of the working folder; the override that names the store."""
+    shutil.copytree(uploaded, here, dirs_exist_ok=True)
+    return f"checkpoint.remote=file://{here}/store"
+
+
+def _flip(checkpoint: Path, name: str = "rank-00000.safetensors") -> None:
+    data = bytearray((checkpoint / name).read_bytes())
+    data[-1] ^= 1
+    (checkpoint / name).write_bytes(data)
+
+
+def _is_good(checkpoint: Path) -> bool:
+    return not faults(checkpoint, read_manifest(checkpoint))
+
+
+def _left(here: Path) -> set[str]:
+    return {path.name for path in (here / "r/checkpoints").iterdir() if path.is_dir()}
+
+
+def test_a_step_that_is_damaged_here_is_taken_from_the_store(train: Train, here: Path, both: str) -> None:
+    _flip(here / "r/checkpoints/step-6")
+    done = train("r", "--resume", both, "training.steps=7", "--run-dir", "r")
+    assert done.code == 0, done.err
+    why = done.err.index("step-6 is skipped: rank-00000.safetensors is damaged")
+    assert why < done.err.index(f"downloading file://{here}/store/r/step-6 (")
+    assert "the run continues from step-6" in done.err and "step-4" not in done.err
+    assert list(losses(here / "r"))[-1] == 7 and len(losses(here / "r")) == 7
+    assert _is_good(here / "r/checkpoints/step-6")
+    assert _left(here) == {"step-2", "step-4", "step-6", "step-7"}
+
+    _flip(here / "r/checkpoints/step-4")
+    again = train("r", "--resume", both, "--step", "4", "training.steps=5")
+    assert again.code == 0, again.err
+    assert f"downloading file://{here}/store/r/step-4 (" in again.err
+
+    _flip(here / "r/checkpoints/step-4", MANIFEST)
+    dry = train("r", "--resume", both, "--step", "4", "--dry-run")
+    assert dry.code == 5 and "manifest.json is damaged" in dry.err
+    assert train("r", "--resume", both, "--step", "4", "training.steps=5").code == 0
+    assert _is_good(here / "r/checkpoints/step-4")
+
+    for place in ("r/checkpoints", "store/r"):
+        _flip(here / place / "step-4")
+    refused = train("r", "--resume", both, "--step", "4", "training.steps=5")
+    assert refused.code == 5 and "Traceback" not in refused.err
+    assert f"checkpoint file://{here}/store/r/step-4 is damaged" in refused.err
+
+
+@pytest.mark.ranks
+def test_all_ranks_take_the_stores_where_one_finds_damage(
+    train_on: Train, reference: Train, here: Path
+) -> None:
+    """Only rank 1 reads what is damaged."""
+    before, folder = reference(2)
+    shutil.copytree(folder, here / "r")
+    upload(here / "r/checkpoints/step-6", at(f"file://{here}/store/r/step-6"))
+    _flip(here / "r/checkpoints/step-6", "rank-00001.safetensors")
+    done = train_on(2, "r", "--resume", f"checkpoint.remote=file://{here}/store", "training.steps=7")
+    assert done.code == 0, done.err
+    assert "step-6 is skipped: rank-00001.safetensors is damaged" in done.err
+    assert f"downloading file://{here}/store/r/step-6 (" in done.err
+    assert "the run continues from step-6" in done.err
+    assert {step: loss for step, loss in losses(here / "r").items() if step < 7} == before
+
+
+@pytest.fixture
+def damaged(both: str, here: Path) -> Iterator[Callable[..., Path | None]]:
+    """`damaged(restart=0)`: what rank 0 goes on from after ranks have found step 6 damaged."""
+    step = here / "r/checkpoints/step-6"
+    _flip(step)
+    section, bad = Checkpoint(remote=f"file://{here}/store"), {step: "rank-00000.safetensors is damaged"}
+    with ExitStack() as stack:
+        rank = Rank(RunFolder(here / "r"), Place(), stack)
+        yield lambda: rank._continue_from(step, section, bad)
+
+
+@pytest.mark.parametrize("harm", ["flipped", "short", "a file missing", "no manifest", "another run's"])
+def test_an_older_one_is_taken_where_the_stores_is_no_better(
+    damaged: Callable[..., Path | None], here: Path, harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    there, file = here / "store/r/step-6", "rank-00000.safetensors"
+    if harm == "flipped":
+        _flip(there)
+    elif harm == "another run's":
+        (there / MANIFEST).write_bytes(manifest_bytes(replace(read_manifest(there), run_id="another")))
+    elif harm == "short":
+        (there / file).write_bytes((there / file).read_bytes()[:-1])
+    else:
+        (there / (file if harm == "a file missing" else MANIFEST)).unlink()
+    assert damaged() == here / "r/checkpoints/step-4"
+    words = {"short": file, "flipped": file, "a file missing": file, "no manifest": MANIFEST}
+    assert words.get(harm, "another run") in caplog.text.rpartition("step-6 is skipped: ")[2]
+    assert _left(here) == {"step-2", "step-4", "step-6"}
+
+
+def test_a_store_that_fails_on_the_way_leaves_what_there_was(
+    damaged: Callable[..., Path | None], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And all ranks fail: steps are not lost in silence. The next resume tries again."""
+    before = (here / "r/checkpoints/step-6/rank-00000.safetensors").read_bytes()
+    get, gets = RemotePath.get, iter(range(9))
+
+    def fails_second(self: RemotePath, target: Path) -> None:
+        if next(gets) == 1:
+            raise Unreachable("the line is dead")
+        get(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemotePath, "get", fails_second)
+        with pytest.raises(Unreachable, match="the line is dead"):
+            damaged()
+    assert _left(here) == {"step-2", "step-4", "step-6"}
+    assert (here / "r/checkpoints/step-6/rank-00000.safetensors").read_bytes() == before
+
+
+def test_the_store_is_asked_once_for_each(damaged: Callable[..., Path | None], here: Path) -> None:
+    """A node that sees another file than rank 0 finds it damaged again and again."""
+    assert damaged() == here / "r/checkpoints/step-6"
+    assert _is_good(here / "r/checkpoints/step-6")
+    assert damaged() == here / "r/checkpoints/step-4"
+
+
+def test_ranks_that_start_anew_take_the_stores_too(both: str, here: Path) -> None:
+    folder = RunFolder(here / "r")
+    folder.update_attempt(serial=2)
+    (folder.checkpoints / "step-6/recipe.lock.toml").unlink()
+    with ExitStack() as stack:
+        again = Rank(folder, Place(restart=1), stack)
+        section = Checkpoint(remote=f"file://{here}/store")
+        assert again._continue_from(folder.checkpoints / "step-4", section) == folder.checkpoints / "step-6"
+    assert _is_good(folder.checkpoints / "step-6")
+
+
+def test_a_later_attempts_damaged_step_is_kept(damaged: Callable[..., Path | None], here: Path) -> None:
+    """What the store has of it is older: the upload had not begun."""
+    step = here / "r/checkpoints/step-6"
+    later = replace(read_manifest(step), serial=9)
+    (step / MANIFEST).write_bytes(manifest_bytes(later))
+    assert damaged() == step and _is_good(step) and read_manifest(step).serial == 3
+    [kept] = step.parent.glob("step-6.unknown-*")
+    assert read_manifest(kept) == later

@@ -21,6 +21,7 @@ from titancli.errors import EnvironmentProblem
 from titancli.launch import LaunchRequest
 from titancli.launchers import local
 from titancli.provenance import package_versions
+from titancli.recipe.schema import Checkpoint
 from titancli.run import worker
 from titancli.run.worker import Place, Rank
 from titancli.runs import ATTEMPT, RunFolder
@@ -158,12 +159,12 @@ def test_ranks_that_start_anew_do_not_start_over_either(run: Path, caplog: pytes
     folder.update_attempt(serial=0)
     with ExitStack() as stack:
         again = Rank(folder, Place(restart=1), stack)
-        assert again._continue_from(None, "full") == run / "checkpoints/step-4"
+        assert again._continue_from(None, Checkpoint()) == run / "checkpoints/step-4"
         damage(run)
         with pytest.raises(EnvironmentProblem, match=r"(?s)none of them can be used:.*step-4.*step-2"):
-            again._continue_from(None, "full")
+            again._continue_from(None, Checkpoint())
         shutil.rmtree(run / "checkpoints")
-        assert again._continue_from(None, "full") is None
+        assert again._continue_from(None, Checkpoint()) is None
 
 
 def test_checkpoints_that_appear_after_a_start_at_step_0_are_neither_replaced_nor_purged(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titancli.checkpoint import read_manifest
-from titancli.checkpoint.format.manifest import last_serial, names_and_sizes, none_usable
+from titancli.checkpoint.format.manifest import last_serial, names_and_sizes
 from titancli.checkpoint.peers.memory import read_record
 from titancli.data.hub import Hosted
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
@@ -24,7 +24,7 @@ from titancli.runs import RunFolder
 
 if TYPE_CHECKING:
     from titancli.recipe import Loaded
-    from titancli.recipe.schema import Checkpoint, Recipe
+    from titancli.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)
@@ -173,12 +173,12 @@ def _from_afar(request: Request, run_dir: Path) -> Plan | None:
             dry_run=True,
         )
         if found is None:
-            _refuse_unusable(run_dir, notes, section)
+            remote.refuse_unusable(run_dir, notes, section)
             return None
         plan = _begin(request, run_dir, found)
         return replace(plan, checkpoint=found, start_step=_step_of(found), notes=notes)
     if not remote.take_run(run_dir, section, rejected=notes.append, say=request.say):
-        _refuse_unusable(run_dir, notes, section)
+        remote.refuse_unusable(run_dir, notes, section)
         return None
     plan = _continue(request, RunFolder.open(run_dir), required=True)
     return replace(plan, notes=list(dict.fromkeys(notes + plan.notes)))
@@ -285,7 +285,7 @@ def _choose_checkpoint(
     if path_or_none is not None:
         return path_or_none, notes, False
     if notes and not (request.from_scratch and section.remote is None):
-        _refuse_unusable(folder.path, notes, section)
+        remote.refuse_unusable(folder.path, notes, section)
     in_memory = recipe.checkpoint.peer_interval and read_record(folder.checkpoints) is not None
     if required and not request.from_scratch and not in_memory:
         raise EnvironmentProblem(
@@ -297,20 +297,6 @@ def _choose_checkpoint(
     if in_memory:
         return None, ["no checkpoint on the disk yet: it continues from memory, or starts at step 0"], False
     return None, ["the run has no checkpoint yet: it starts at step 0"], False
-
-
-def _refuse_unusable(run: Path, notes: list[str], section: Checkpoint) -> None:
-    """Where there are checkpoints that cannot be used, a run must not start over in silence.
-
-    Raises:
-        EnvironmentProblem: there are.
-    """
-    if not notes:
-        return
-    hint = "start a new run in another folder: --run-dir DIR"
-    if section.remote is None:
-        hint = "repair one of them, or set them all aside and start at step 0: --from-scratch"
-    raise none_usable(run, notes, hint=hint)
 
 
 # ---------------------------------------------------------------------------------------------- plugins

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from titancli.checkpoint.format.manifest import LOCK, newest_good, steps
+from titancli.checkpoint.format.manifest import (
+    LOCK,
+    DamagedCheckpoint,
+    newest_good,
+    none_usable,
+    read_manifest,
+    steps,
+)
 from titancli.errors import EnvironmentProblem
 from titancli.runs import RunFolder
 
@@ -25,16 +33,22 @@ def newest(
     rejected: Say,
     say: Say,
     dry_run: bool = False,
+    newer_than: int = 0,
+    damaged: Mapping[Path, str] = MappingProxyType({}),
 ) -> Path | None:
-    """The newest good checkpoint of a run, which is taken from the store if it is newer there.
+    """The newest good checkpoint of a run, which is taken from the store if it is newer there, or damaged
+    here.
 
-    In a dry run nothing is taken, and the path is the one that it would have.
+    In a dry run nothing is taken, and the path is the one that it would have. `newer_than` and `damaged`: see
+    `newest_good`.
 
     Raises:
         TitanError: the store does not answer, or the disk is full.
     """
     if section.remote is None:
-        return newest_good(folder.checkpoints, verify=verify, rejected=rejected)
+        return newest_good(
+            folder.checkpoints, verify=verify, rejected=rejected, newer_than=newer_than, damaged=damaged
+        )
     from titancli.checkpoint.remote.transfer import newest_of_both, run_place
 
     return newest_of_both(
@@ -45,22 +59,35 @@ def newest(
         rejected=rejected,
         say=say,
         look_only=dry_run,
+        newer_than=newer_than,
+        damaged=damaged,
     )
 
 
-def take_step(folder: RunFolder, section: Checkpoint, step: int, say: Say) -> None:
-    """Take one checkpoint, where the run folder does not have it and the store does.
+def take_step(
+    folder: RunFolder, section: Checkpoint, step: int, say: Say, *, damaged: str | None = None
+) -> None:
+    """Take one checkpoint, where the run folder does not have it, or not its manifest, and the store does.
+
+    Args:
+        damaged: what is wrong with the one that the run folder has; the store's takes its place.
 
     Raises:
-        TitanError: it is damaged, the store does not answer, or the disk is full.
+        DamagedCheckpoint: that one is `damaged`, and the store has none.
+        TitanError: the store's is damaged, or another run's, the store does not answer, or the disk is full.
     """
-    if section.remote is None or (folder.checkpoints / f"step-{step}").is_dir():
+    here = folder.checkpoints / f"step-{step}"
+    if section.remote is None or (damaged is None and here in steps(folder.checkpoints)):
         return
     from titancli.checkpoint.remote.transfer import run_place, take
 
-    place = run_place(section.remote, folder.path) / f"step-{step}"
+    place = run_place(section.remote, folder.path) / here.name
     if place.is_dir():
+        if read_manifest(place).run_id != folder.record().get("run_id"):
+            raise EnvironmentProblem(f"{place} was written by another run")
         take(place, folder.checkpoints, say)
+    elif damaged is not None:
+        raise DamagedCheckpoint(here, damaged)
 
 
 def take_run(run_dir: Path, section: Checkpoint, *, rejected: Say, say: Say) -> bool:
@@ -96,3 +123,17 @@ def see_to(folder: RunFolder, section: Checkpoint, *, new: bool) -> None:
             hint="resume that run with --resume, or give this run another name: --run-dir DIR",
         )
     probe(place)
+
+
+def refuse_unusable(run: Path, notes: Iterable[str], section: Checkpoint) -> None:
+    """Where there are checkpoints that cannot be used, a run must not start over in silence.
+
+    Raises:
+        EnvironmentProblem: there are.
+    """
+    if not notes:
+        return
+    hint = "start a new run in another folder: --run-dir DIR"
+    if section.remote is None:
+        hint = "repair one of them, or set them all aside and start at step 0: --from-scratch"
+    raise none_usable(run, notes, hint=hint)

@@ -23,12 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from titancli.checkpoint.format.manifest import (
-    DamagedCheckpoint,
-    names_and_sizes,
-    newest_good,
-    none_usable,
-)
+from titancli.checkpoint.format.manifest import DamagedCheckpoint, names_and_sizes, newest_good
 from titancli.checkpoint.start_from import start_from
 from titancli.errors import EXIT_FAILED, EXIT_OK, TitanError
 from titancli.launch import rank_options
@@ -51,6 +46,7 @@ from titancli.provenance import code_hashes, file_hash, package_versions
 from titancli.recipe.find import url_of
 from titancli.registry.component import build
 from titancli.registry.defaults import LoopConfigDefaults, with_defaults
+from titancli.run import remote
 from titancli.run.attempt import take_part
 from titancli.runs import RECORD_NAME, REPLAY_REQUEST, Claim, RunFolder, timestamp
 from titancli.signals import ASKED_TO_STOP, EXIT_NODES_JOIN, NODES_JOIN, Stop
@@ -58,7 +54,6 @@ from titancli.signals import ASKED_TO_STOP, EXIT_NODES_JOIN, NODES_JOIN, Stop
 if TYPE_CHECKING:
     import torch
 
-    from titancli.checkpoint.format.manifest import Verify
     from titancli.checkpoint.peers.copies import Copies
     from titancli.engine import Engine
     from titancli.engine.digest import Digests
@@ -66,7 +61,7 @@ if TYPE_CHECKING:
     from titancli.observe.observers import Observers
     from titancli.observe.profiler import Profiler
     from titancli.recipe import Loaded
-    from titancli.recipe.schema import Recipe
+    from titancli.recipe.schema import Checkpoint, Recipe
     from titancli.run.probe import Probe
 
 logger = logging.getLogger("titancli.run.worker")  # its __name__ may be __main__
@@ -142,6 +137,8 @@ class Rank:
         self.restart = place.restart
         """How often the ranks of this attempt have been started anew."""
         self.several_nodes = self._plan_is_stale = False
+        self._asked_store: set[Path] = set()
+        """Damaged checkpoints that the store has been asked for."""
         self._observers: Observers | None = None
         self._engine: Engine | None = None
         self._copies: Copies | None = None
@@ -179,8 +176,9 @@ class Rank:
             self.restart, self._plan_is_stale = taken
         require_shared(self.folder.logs, socket.gethostname(), first_of_node=self.place.local_rank == 0)
         self._stack.callback(self.folder.join().release)
-        verify = names_and_sizes(recipe.checkpoint.verify)  # each rank hashes what it loads
-        checkpoint = process_group.on_rank_zero(lambda: self._continue_from(checkpoint, verify))
+        section = recipe.checkpoint
+        patient = process_group.patient_group() if section.remote else None  # it may be downloaded
+        checkpoint = process_group.on_rank_zero(lambda: self._continue_from(checkpoint, section), patient)
         # Asked of rank 0: on a shared disk the others may not see yet what it wrote.
         record = process_group.on_rank_zero(self._own_record)
         loggers = self._loggers(recipe, listeners)
@@ -191,7 +189,9 @@ class Rank:
         damaged: dict[Path, str] = {}
         try:
             while (outcome := self._train_unless_damaged(start, loggers, stop, damaged)) is None:
-                other = process_group.on_rank_zero(lambda: self._continue_from(checkpoint, verify, damaged))
+                other = process_group.on_rank_zero(
+                    lambda: self._continue_from(checkpoint, section, damaged), patient
+                )
                 if other is not None:
                     logger.warning("the run continues from %s", other.name)
                 start = replace(start, checkpoint=other)
@@ -224,10 +224,12 @@ class Rank:
             return self.train(start, loggers, stop)
         except DamagedCheckpoint as error:
             asked_for = start.record["attempts"][-1].get("step")
+            stays = f"step-{asked_for}" == error.folder.name
+            final = start.recipe.checkpoint.remote is None or error.folder in damaged
             if self._copies is not None and error.folder == self._copies.folder:
                 logger.warning("the copy in memory cannot be used: %s", error.why)
                 self._copies.discard()
-            elif error.folder != start.checkpoint or f"step-{asked_for}" == error.folder.name:
+            elif error.folder != start.checkpoint or (stays and final):
                 raise
             else:
                 damaged[error.folder] = error.why
@@ -369,37 +371,51 @@ class Rank:
         return record
 
     def _continue_from(
-        self, checkpoint: Path | None, verify: Verify, damaged: Mapping[Path, str] = MappingProxyType({})
+        self,
+        checkpoint: Path | None,
+        section: Checkpoint,
+        damaged: Mapping[Path, str] = MappingProxyType({}),
     ) -> Path | None:
         """Ranks that were started anew go on from the newest checkpoint that the ranks before them wrote.
 
         One that was there before them may be newer than that which the user chose to begin with; but not
-        where that is among the `damaged` ones, which the ranks have tried to load.
+        where that is among the `damaged` ones, which the ranks have tried to load. What is damaged is taken
+        from the store, once, before one that is older.
 
         Raises:
-            EnvironmentProblem: no checkpoint can be used.
+            TitanError: no checkpoint can be used, or the store does not answer.
         """
-        attempt = self.folder.record()["attempts"][-1]
+        attempt = self._own_record()["attempts"][-1]
         if not (self.restart or self._plan_is_stale or damaged):
             if attempt.get("from_scratch"):
                 aside = self.folder.set_checkpoints_aside()
                 logger.warning("the earlier checkpoints are in %s", aside)
             return checkpoint
+        asked_for = self.folder.checkpoints / f"step-{attempt.get('step')}"
+        if asked_for in damaged:
+            remote.take_step(
+                self.folder, section, attempt["step"], logger.warning, damaged=damaged[asked_for]
+            )
+            return asked_for
         skipped: list[str] = []
-        after = attempt.get("serial", 0) if self.restart and checkpoint not in damaged else 0
+        how: dict[str, Any] = {
+            "verify": names_and_sizes(section.verify),  # each rank hashes what it loads
+            "rejected": skipped.append,
+            "newer_than": attempt.get("serial", 0) if self.restart and checkpoint not in damaged else 0,
+            "damaged": damaged,
+        }
         checkpoint = None if checkpoint in damaged else checkpoint
-        found = newest_good(
-            self.folder.checkpoints,
-            verify=verify,
-            rejected=skipped.append,
-            newer_than=after,
-            damaged=damaged,
-        )
-        if (skipped or damaged) and not (found or checkpoint):
-            hint = "repair one of them, or set them all aside and start at step 0: --from-scratch"
-            raise none_usable(self.folder.path, skipped, hint=hint)
+        found = newest_good(self.folder.checkpoints, **how)
+        anew = not damaged or not damaged.keys() <= self._asked_store
+        if section.remote is not None and skipped and anew:
+            self._asked_store |= damaged.keys()
+            found = remote.newest(self.folder, section, say=logger.warning, **how)
+        skipped = list(dict.fromkeys(skipped)) or list(damaged.values())
+        if not (found or checkpoint):
+            remote.refuse_unusable(self.folder.path, skipped, section)
+        known = {f"checkpoint {path.name} is skipped: {why}" for path, why in damaged.items()}
         for line in skipped:
-            if not any(line.startswith(f"checkpoint {path.name} is skipped: ") for path in damaged):
+            if line not in known:
                 logger.warning(line)
         return found or checkpoint
 

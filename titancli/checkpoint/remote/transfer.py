@@ -11,9 +11,10 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import cast
 
 from titancli.checkpoint.format.disk import need, refusal, size_text, sync_folder, write_file
@@ -107,7 +108,8 @@ def of_others(place: RemotePath, run_id: str) -> set[str]:
 def fetch(place: Path, manifest: Manifest, parent: Path) -> list[str]:
     """Take a checkpoint into `parent`, under its own name; whole or absent there, as if it were saved.
 
-    Every checksum is compared on the way. A damaged folder of that name gives way.
+    Every checksum is compared on the way. A folder of that name gives way; if it is not known to be the same
+    checkpoint, or an older one of its run, it is kept as `NAME.unknown-...`.
 
     Returns:
         What is wrong with it, a phrase for each file; then nothing was taken.
@@ -133,12 +135,14 @@ def fetch(place: Path, manifest: Manifest, parent: Path) -> list[str]:
         if found := faults(hidden, manifest):
             return found
         sync_folder(hidden)
-        old = parent / f".{place.name}.old-{secrets.token_hex(4)}"
+        older = _is_older(final, manifest)
+        form = ".{}.old-{}" if older else "{}.unknown-{}"  # which nothing removes
+        old = parent / form.format(place.name, secrets.token_hex(4))
         if final.exists():
             final.rename(old)
         hidden.rename(final)
         sync_folder(parent)
-        if old.exists():
+        if older:
             remove(old, manifest.run_id)
     except OSError as error:
         kept, remedy = f"It is still in {place}.", "free some space, or use another --run-dir"
@@ -146,6 +150,15 @@ def fetch(place: Path, manifest: Manifest, parent: Path) -> list[str]:
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
     return []
+
+
+def _is_older(folder: Path, manifest: Manifest) -> bool:
+    """Whether a folder is known to be the same checkpoint, or an older one of its run."""
+    try:
+        there = read_manifest(folder)
+    except EnvironmentProblem:
+        return False
+    return there.run_id == manifest.run_id and there.serial <= manifest.serial
 
 
 def take(place: Path, parent: Path, say: Callable[[str], None]) -> Path:
@@ -185,6 +198,8 @@ def newest_of_both(
     rejected: Callable[[str], None],
     say: Callable[[str], None],
     look_only: bool = False,
+    newer_than: int = 0,
+    damaged: Mapping[Path, str] = MappingProxyType({}),
 ) -> Path | None:
     """A run's newest good checkpoint, of those in `folder` and those in a store; the latter is taken first.
 
@@ -193,6 +208,7 @@ def newest_of_both(
         rejected: is told of each one that is passed over, in a line.
         say: is told of a download before it begins.
         look_only: take nothing; the path is the one that it would have.
+        newer_than, damaged: see `newest_good`; what is damaged in `folder` is replaced by the store's.
 
     Raises:
         EnvironmentProblem: the disk is full, or cannot be written.
@@ -215,8 +231,8 @@ def newest_of_both(
     def told(line: str) -> None:
         rejected(f"{line} ({place})")
 
-    here = newest_good(folder, verify=verify, rejected=rejected)
-    known = read_manifest(here).serial if here is not None else 0
+    here = newest_good(folder, verify=verify, rejected=rejected, newer_than=newer_than, damaged=damaged)
+    known = read_manifest(here).serial if here is not None else newer_than
     found = newest_good(place, rejected=told, newer_than=known, look=taken)
     return here if found is None else folder / found.name
 
