@@ -87,7 +87,8 @@ def command(
     if as_json:
         print_json("tokenization", {**index.facts(), "seconds": round(time.monotonic() - begun, 3)})
         return EXIT_OK
-    skipped = f", {index.skipped:,} bad rows skipped" if index.skipped else ""
+    rows = "row" if index.skipped == 1 else "rows"
+    skipped = f", {index.skipped:,} bad {rows} skipped" if index.skipped else ""
     print(
         f"{index.tokens:,} tokens of {index.documents:,} documents in {len(index.shards)} shard"
         f"{'s' if len(index.shards) > 1 else ''}{skipped}"
