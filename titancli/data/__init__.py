@@ -31,6 +31,22 @@ if TYPE_CHECKING:
     from titancli.recipe.schema import Recipe
 
 
+@section
+class FillInTheMiddle:
+    """Documents with their middle moved to the end, so that a model learns to fill it in."""
+
+    rate: Annotated[float, Ge(0), Le(1)] = 0.5
+    """Share of the documents; those that do not fit a row with three more tokens stay as they are."""
+    spm_rate: Annotated[float, Ge(0), Le(1)] = 0.5
+    """Share of these in the order suffix, prefix, middle; the others are prefix, suffix, middle."""
+    prefix: str
+    """The tokenizer's token before a prefix, e.g. `"<|fim_prefix|>"`."""
+    middle: str
+    """That before a middle."""
+    suffix: str
+    """That before a suffix."""
+
+
 @component("dataset", "text_files", target="titancli.data.files:build_text_files")
 class TextFiles:
     """Text files on disk, in UTF-8; each file is one document."""
@@ -48,7 +64,17 @@ class TextFiles:
     where they fit best, cut only what is longer than a row, and pad the rest. Needs document_mask."""
     max_document_length: Annotated[int, Gt(0)] | None = None
     """With best_fit, cut documents into pieces of at most so many tokens; None: training.seq_len."""
-    skips_rows: ClassVar[bool] = False
+    length_index: bool = False
+    """Measure all documents once, before the first step, and keep their lengths in titan's cache: then each
+    rank and each worker process tokenizes its own rows only. The rows stay the same.
+    A file may have 1 MiB at most."""
+    fim: FillInTheMiddle | None = None
+    """With best_fit and length_index, fill in the middle of some documents, chosen by (training.seed, epoch,
+    document)."""
+
+    @property
+    def skips_rows(self) -> bool:
+        return self.length_index
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from packing_keys(self)
@@ -105,6 +131,9 @@ class HFDataset:
     length_index: bool = False
     """Measure all documents once, before the first step, and keep their lengths in titan's cache: then each
     rank and each worker process tokenizes its own rows only. The rows stay the same."""
+    fim: FillInTheMiddle | None = None
+    """With best_fit and length_index, fill in the middle of some documents, chosen by (training.seed, epoch,
+    document)."""
 
     @property
     def skips_rows(self) -> bool:
@@ -144,6 +173,11 @@ def packing_keys(config: Any) -> Iterator[tuple[str, str]]:
         yield "packing", "best_fit puts documents beside each other: set document_mask = true"
     if config.packing == "stream" and config.max_document_length is not None:
         yield "max_document_length", 'documents are cut with packing = "best_fit" only: remove it'
+    if getattr(config, "fim", None) is not None:
+        if config.packing == "stream":
+            yield "fim", 'middles are filled in with packing = "best_fit" only: remove it'
+        if not getattr(config, "length_index", True):
+            yield "fim", "middles are filled in where lengths are known: set length_index = true"
 
 
 def hub_keys(config: Any) -> Iterator[tuple[str, str]]:
@@ -181,6 +215,9 @@ class JsonLines:
     length_index: bool = False
     """Measure all documents once, before the first step, and keep their lengths in titan's cache: then each
     rank and each worker process tokenizes its own rows only. The rows stay the same."""
+    fim: FillInTheMiddle | None = None
+    """With best_fit and length_index, fill in the middle of some documents, chosen by (training.seed, epoch,
+    document)."""
 
     @property
     def skips_rows(self) -> bool:
@@ -210,26 +247,19 @@ class Parquet:
     where they fit best, cut only what is longer than a row, and pad the rest. Needs document_mask."""
     max_document_length: Annotated[int, Gt(0)] | None = None
     """With best_fit, cut documents into pieces of at most so many tokens; None: training.seq_len."""
-    skips_rows: ClassVar[bool] = False
+    length_index: bool = False
+    """Measure all documents once, before the first step, and keep their lengths in titan's cache: then each
+    rank and each worker process tokenizes its own rows only. The rows stay the same."""
+    fim: FillInTheMiddle | None = None
+    """With best_fit and length_index, fill in the middle of some documents, chosen by (training.seed, epoch,
+    document)."""
+
+    @property
+    def skips_rows(self) -> bool:
+        return self.length_index
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from packing_keys(self)
-
-
-@section
-class FillInTheMiddle:
-    """Documents with their middle moved to the end, so that a model learns to fill it in."""
-
-    rate: Annotated[float, Ge(0), Le(1)] = 0.5
-    """Share of the documents; those that do not fit a row with three more tokens stay as they are."""
-    spm_rate: Annotated[float, Ge(0), Le(1)] = 0.5
-    """Share of these in the order suffix, prefix, middle; the others are prefix, suffix, middle."""
-    prefix: str
-    """The tokenizer's token before a prefix, e.g. `"<|fim_prefix|>"`."""
-    middle: str
-    """That before a middle."""
-    suffix: str
-    """That before a suffix."""
 
 
 @component("dataset", "token_shards", target="titancli.data.shards.dataset:build")
@@ -265,8 +295,6 @@ class TokenShards:
         yield from packing_keys(self)
         if self.packing == "best_fit" and self.shuffle == "rows":
             yield "shuffle", 'best_fit needs whole documents: set it to "documents" or "off"'
-        if self.packing == "stream" and self.fim is not None:
-            yield "fim", 'middles are filled in with packing = "best_fit" only: remove it'
         if (self.format == "raw") != (self.dtype is not None):
             raw = self.format == "raw"
             yield (

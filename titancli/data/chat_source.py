@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -15,7 +15,7 @@ from titancli.data.chat_template import ChatRefused
 from titancli.data.files import TextFile, corpus_identity, find_files
 from titancli.data.hf_datasets import GROUP, at_revision, load, refuse_hub_keys
 from titancli.data.jsonl import BadRow, BadRows, LineReader, Row, check_characters, parse
-from titancli.data.source import document_order
+from titancli.data.source import ByNumber
 from titancli.errors import EnvironmentProblem
 from titancli.observe.metrics import collector
 
@@ -36,9 +36,9 @@ class Rows(Protocol):
 
     def order(self, epoch: int) -> np.ndarray: ...
 
-    def mark(self, place: int, row: int) -> dict[str, Any]: ...
+    def mark(self, epoch: int, place: int) -> dict[str, Any]: ...
 
-    def place(self, mark: dict[str, Any]) -> int: ...
+    def place(self, epoch: int, mark: Mapping[str, Any]) -> int: ...
 
     def row(self, row: int) -> tuple[str, dict[str, Any] | BadRow]:
         """Where the row of a number is, for people; and the row, or why it is none."""
@@ -83,34 +83,18 @@ class LineRows:
         return f"{file.path}, line {row.line}", found
 
 
-class HFRows:
+class HFRows(ByNumber):
     """Rows of a dataset of the `datasets` library, on disk."""
 
     def __init__(self, label: str, config: Chat | Preference, dataset: Any, seed: int) -> None:
         self.label, self._dataset, self._seed, self._shuffle = label, dataset, seed, config.shuffle
-        self._path = config.path
+        self._path, self.count = config.path, len(dataset)
         self.identity: dict[str, Any] = {
             "rows": len(dataset),
             "contents": dataset._fingerprint,
             "order": f"shuffled by seed {seed}" if config.shuffle else "as listed",
             **at_revision(config),
         }
-
-    @property
-    def count(self) -> int:
-        return len(self._dataset)
-
-    def index(self) -> None:
-        """The rows are counted already."""
-
-    def order(self, epoch: int) -> np.ndarray:
-        return document_order(self._seed, epoch, len(self._dataset), shuffle=self._shuffle)
-
-    def mark(self, place: int, row: int) -> dict[str, Any]:
-        return {"document": place}
-
-    def place(self, mark: dict[str, Any]) -> int:
-        return int(mark["document"])
 
     def row(self, row: int) -> tuple[str, dict[str, Any] | BadRow]:
         try:

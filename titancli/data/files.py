@@ -11,12 +11,12 @@ import glob
 import os
 import stat
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from titancli.data import PythonStdlib, TextFiles
-from titancli.data.source import Piece, Size, document_order
+from titancli.data.source import ByNumber, Piece, Size
 from titancli.data.text import text_dataset
 from titancli.errors import EnvironmentProblem
 from titancli.fingerprint import corpus_fingerprint
@@ -35,8 +35,8 @@ class TextFile(NamedTuple):
     size: int
 
 
-class FileSource:
-    """Documents out of text files: a `titancli.data.source.Source`.
+class FileSource(ByNumber):
+    """Documents out of text files: a `titancli.data.source.Source`, and an `IndexedSource`.
 
     Raises:
         EnvironmentProblem: a file cannot be read or is not UTF-8, or all files are empty.
@@ -49,10 +49,30 @@ class FileSource:
         self._seed = seed
         self.identity = corpus_identity(label, files, shuffle=shuffle, seed=seed)
         self.size = Size(self.identity["bytes"], "bytes")
+        self.count = len(files)
+
+    def index(self) -> None:
+        """
+        Raises:
+            EnvironmentProblem: a file is longer than a piece, so it cannot be tokenized at once.
+        """
+        if long := next((file for file in self._files if file.size > PIECE_BYTES), None):
+            raise EnvironmentProblem(
+                f"{long.path} has {long.size:,} bytes, and only files of at most {PIECE_BYTES:,} have their "
+                "lengths kept",
+                hint="divide it, set dataset.length_index = false, or tokenize the data: `titan tokenize`",
+            )
+
+    def mark(self, epoch: int, place: int) -> dict[str, Any]:
+        return {"document": place, "byte": 0}
+
+    def texts(self, rows: Sequence[int]) -> list[str | None]:
+        """Return the documents of rows."""
+        return [next(_pieces(self._files[row].path, row, 0)).text for row in rows]
 
     def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Piece]:
         """The epoch's pieces; a mark is a document's place in the order, and a byte in its file."""
-        order = document_order(self._seed, epoch, len(self._files), shuffle=self._shuffle)
+        order = self.order(epoch)
         first, byte = (mark["document"], mark["byte"]) if mark else (0, 0)
         for document in range(first, len(order)):
             yield from _pieces(self._files[order[document]].path, document, byte)
@@ -249,4 +269,4 @@ def _packed(
     label: str, files: list[TextFile], config: TextFiles | PythonStdlib, seed: int, runtime: dict[str, Any]
 ) -> Dataset:
     source = FileSource(label, files, shuffle=config.shuffle, seed=seed)
-    return text_dataset(source, config, **runtime)
+    return text_dataset(source, config, seed=seed, **runtime)

@@ -16,10 +16,8 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
-import numpy as np
-
 from titancli.data import HFDataset, hub_keys
-from titancli.data.source import Piece, Size, document_order
+from titancli.data.source import ByNumber, Piece, Size
 from titancli.data.text import text_dataset
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
 from titancli.protocols import Dataset
@@ -38,7 +36,7 @@ READERS = {
 """Which of the library's readers takes a single file; `.gz`, `.zst` and the like may follow."""
 
 
-class IndexedSource:
+class IndexedSource(ByNumber):
     """Documents of a dataset on disk: a `titancli.data.source.Source`."""
 
     def __init__(self, config: HFDataset, dataset: Any, seed: int) -> None:
@@ -61,24 +59,6 @@ class IndexedSource:
         self._dataset = dataset.select_columns([config.text])
         self.size = Size(len(dataset), "documents")
         self.count = len(dataset)
-        self.limits: dict[str, Any] = {}
-
-    def index(self) -> None:
-        """The rows are counted already."""
-
-    def count_bad(self, bad: int) -> None:
-        """There are none: what is no text ends a run."""
-
-    def order(self, epoch: int) -> np.ndarray:
-        """Return the rows in the order of an epoch, int64 [count]."""
-        return document_order(self._seed, epoch, self.count, shuffle=self._shuffle)
-
-    def mark(self, place: int, row: int) -> dict[str, Any]:
-        """Return the mark of the row at a place of the order."""
-        return {"document": place}
-
-    def place(self, mark: dict[str, Any]) -> int:
-        return int(mark["document"])
 
     def texts(self, rows: Sequence[int]) -> list[str | None]:
         """Return the documents of rows."""
@@ -268,4 +248,4 @@ def build(config: HFDataset, *, seed: int, dp_rank: int, **runtime: Any) -> Data
     dataset = load(config, progress=dp_rank == 0 and sys.stderr.isatty())
     source: IndexedSource | StreamedSource
     source = StreamedSource(config, dataset) if config.streaming else IndexedSource(config, dataset, seed)
-    return text_dataset(source, config, dp_rank=dp_rank, **runtime)
+    return text_dataset(source, config, seed=seed, dp_rank=dp_rank, **runtime)

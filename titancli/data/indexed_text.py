@@ -8,7 +8,7 @@ not tokenized, and documents that are tokenized when they are needed take the pl
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol, cast
 
@@ -32,7 +32,7 @@ TOGETHER = 64
 class IndexedSource(Source, Protocol):
     """Documents that can be read one by one, of rows that are counted."""
 
-    limits: dict[str, Any]
+    limits: Mapping[str, Any]
     """What, besides the identity, decides which rows are no documents."""
 
     @property
@@ -52,11 +52,11 @@ class IndexedSource(Source, Protocol):
         """Return the rows in the order of an epoch, int64 [count]."""
         ...
 
-    def mark(self, place: int, row: int) -> dict[str, Any]:
+    def mark(self, epoch: int, place: int) -> dict[str, Any]:
         """Return the mark of the row at a place of the order."""
         ...
 
-    def place(self, mark: dict[str, Any]) -> int: ...
+    def place(self, epoch: int, mark: Mapping[str, Any]) -> int: ...
 
     def texts(self, rows: Sequence[int]) -> list[str | None]:
         """Return the documents of rows; None, and reported, for one that is none."""
@@ -115,10 +115,6 @@ class TextTokens:
         if self._order is None or self._order[0] != epoch:
             self._order = epoch, self.source.order(epoch)
         return self._order[1][places]
-
-    def mark(self, epoch: int, place: int) -> dict[str, Any]:
-        """Return the source's mark of a place."""
-        return self.source.mark(place, int(self.order(epoch, np.array([place]))[0]))
 
     def bounds(self, documents: np.ndarray) -> np.ndarray:
         """Return the first token of each of some documents, and the one behind its last, int64 [n, 2]."""
@@ -180,7 +176,7 @@ class TextStream(DocumentStream):
     """The stream of `titancli.data.stream`; what is passed over is not tokenized."""
 
     def __init__(self, tokens: TextTokens, at: Position, *, repeat: bool) -> None:
-        place = 0 if at.mark is None else tokens.source.place(at.mark)
+        place = 0 if at.mark is None else tokens.source.place(at.epoch, at.mark)
         self._tokens = tokens
         super().__init__(
             cast(Any, tokens),
@@ -194,10 +190,10 @@ class TextStream(DocumentStream):
     def position(self) -> Position:
         epoch, _, offset = super().position
         if self._place < self._tokens.documents:
-            return Position(epoch, self._tokens.mark(epoch, self._place), offset)
+            return Position(epoch, self._tokens.source.mark(epoch, self._place), offset)
         last = self._tokens.documents - 1  # the end of the data is that of their last document
         [size] = np.diff(self._tokens.bounds(self._tokens.order(epoch, np.array([last]))))[:, 0].tolist()
-        return Position(epoch, self._tokens.mark(epoch, last), size)
+        return Position(epoch, self._tokens.source.mark(epoch, last), size)
 
     def _begins(self, tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
         return starts
@@ -230,7 +226,7 @@ class TextPackedDataset(ShardPackedDataset):
         return self._tokens.order(epoch, places)
 
     def _mark(self, epoch: int, place: int, past: int) -> dict[str, Any]:
-        return {"piece": self._tokens.mark(epoch, place), "past": past}
+        return {"piece": self._tokens.source.mark(epoch, place), "past": past}
 
-    def _at(self, mark: dict[str, Any]) -> tuple[int, int]:
-        return self._tokens.source.place(mark["piece"]), mark["past"]
+    def _at(self, epoch: int, mark: dict[str, Any]) -> tuple[int, int]:
+        return self._tokens.source.place(epoch, mark["piece"]), mark["past"]

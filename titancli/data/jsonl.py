@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -83,14 +83,14 @@ class LineReader:
         """Return the numbers of the rows in the order of an epoch."""
         return document_order(self._seed, epoch, self.count, shuffle=self._shuffle)
 
-    def mark(self, place: int, row: int) -> dict[str, Any]:
+    def mark(self, epoch: int, place: int) -> dict[str, Any]:
         """Return the mark of the row at a place of the order."""
         if self._shuffle:
             return {"document": place}
-        number, index = self._where(row)
+        number, index = self._where(place)
         return {"file": number, "byte": int(self._starts[number][index]), "line": index + 1}
 
-    def place(self, mark: dict[str, Any]) -> int:
+    def place(self, epoch: int, mark: Mapping[str, Any]) -> int:
         """Return the place in the order that a mark leads to."""
         return mark["document"] if self._shuffle else int(self._firsts[mark["file"]]) + mark["line"] - 1
 
@@ -316,4 +316,4 @@ def _skip_line(stream: BinaryIO) -> int:
 def build(config: JsonLines, *, seed: int, **runtime: Any) -> Dataset:
     """`[dataset] type = "jsonl"`; a file that two entries name is read once."""
     source = JsonLinesSource(config, files_of(config.paths), seed)
-    return text_dataset(source, config, **runtime)
+    return text_dataset(source, config, seed=seed, **runtime)

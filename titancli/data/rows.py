@@ -59,11 +59,11 @@ class IndexedExamples(Examples, Protocol):
         """Return the rows in the order of an epoch, int64 [count]."""
         ...
 
-    def mark(self, place: int, row: int) -> dict[str, Any]:
+    def mark(self, epoch: int, place: int) -> dict[str, Any]:
         """Return the mark of the row at a place of the order."""
         ...
 
-    def place(self, mark: dict[str, Any]) -> int: ...
+    def place(self, epoch: int, mark: Mapping[str, Any]) -> int: ...
 
     def example(self, row: int) -> Any:
         """Return the example of a row; None, and reported, if it is none."""
@@ -226,7 +226,7 @@ class RowDataset:
         source = cast(IndexedExamples, self._examples)
         if self._lengths is None:
             self._lengths = row_lengths(self._unordered, source.count, self._measured)
-        order, place = source.order(epoch), 0 if mark is None else source.place(mark)
+        order, place = source.order(epoch), 0 if mark is None else source.place(epoch, mark)
         while place < len(order):
             rows = order[place : place + self._group]
             while (self._lengths[rows] != BAD).sum() < self._group and place + len(rows) < len(order):
@@ -237,7 +237,7 @@ class RowDataset:
             if len(good):
                 first, chosen = int(good[0]), rows[good]
                 yield Group(
-                    source.mark(place + first, int(rows[first])),
+                    source.mark(epoch, place + first),
                     self._lengths[chosen].tolist(),
                     partial(self._example, chosen.tolist()),
                 )

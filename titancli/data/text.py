@@ -36,10 +36,10 @@ class _Documents:
 
 
 def text_dataset(
-    source: Source, config: Any, *, tokenizer: Tokenizer, seq_len: int, **runtime: Any
+    source: Source, config: Any, *, tokenizer: Tokenizer, seq_len: int, seed: int = 0, **runtime: Any
 ) -> PackedDataset | RowDataset:
     """Return the dataset of a config that has the fields `packing`, `max_document_length`, `repeat` and
-    `document_mask`; perhaps `length_index`, for an `IndexedSource`."""
+    `document_mask`; perhaps `length_index` and `fim`, for an `IndexedSource`. Only `fim` needs the seed."""
     if getattr(config, "length_index", False):
         tokens = TextTokens(cast(IndexedSource, source), tokenizer)
         options = {"tokenizer": tokenizer, "seq_len": seq_len, **runtime}
@@ -47,7 +47,7 @@ def text_dataset(
             return TextStreamDataset(
                 tokens, repeat=config.repeat, document_mask=config.document_mask, **options
             )
-        return TextPackedDataset(tokens, config, seed=0, **options)  # all order is the source's
+        return TextPackedDataset(tokens, config, seed=seed, **options)
     if config.packing == "stream":
         return PackedDataset(
             source,

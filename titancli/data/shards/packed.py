@@ -76,7 +76,7 @@ class ShardPackedDataset(RowDataset):
 
     def _indexed_groups(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Group]:
         held = np.zeros((0, 6), np.int64)
-        for pieces in self._pieces(epoch, *(self._at(mark) if mark else (0, 0))):
+        for pieces in self._pieces(epoch, *(self._at(epoch, mark) if mark else (0, 0))):
             held = np.concatenate((held, pieces))
             while len(held) >= self._group:
                 yield self._group_of(epoch, held[: self._group])
@@ -96,7 +96,7 @@ class ShardPackedDataset(RowDataset):
     def _mark(self, epoch: int, place: int, past: int) -> dict[str, Any]:
         return {"document": place, "past": past}
 
-    def _at(self, mark: dict[str, Any]) -> tuple[int, int]:
+    def _at(self, epoch: int, mark: dict[str, Any]) -> tuple[int, int]:
         """The place of a document, and its tokens before the piece, that a mark leads to."""
         return mark["document"], mark["past"]
 
