@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 
 from tests.engine.cases import Layout, recipe
+from tests.ranks.layouts import MIXTRAL
 from titancli.checkpoint.hf.likeness import refuse_other_model
 from titancli.checkpoint.hf.which import hf_form
 from titancli.checkpoint.start_from import start_from
+from titancli.engine import Engine
 from titancli.engine.first_weights import _same_on_all, load_weights
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
 from titancli.models.blocks.hf import DecoderHF
+from titancli.testing.behaviour.engines import weights
 
 
 @pytest.mark.parametrize(
@@ -53,6 +56,22 @@ def test_weights_of_another_rotary_base_are_refused_unless_it_is_meant(tmp_path:
         load_weights(made, start_from(made), form, {}, [], None)
     meant = dataclasses.replace(own.checkpoint, model_differs=["rope_theta"])
     refuse_other_model(dataclasses.replace(made, checkpoint=meant), tmp_path)
+
+
+def begun(mesh: dict[str, int]) -> dict[str, bytes]:
+    """A model's initial values, of this rank's pipeline stage, whole."""
+    with Engine.build(recipe(Layout(mesh, config=MIXTRAL))) as engine:
+        return {name: whole.numpy().tobytes() for name, whole in weights(engine).items()}
+
+
+@pytest.mark.ranks
+def test_initial_values_are_the_same_bits_on_every_layout(ranks: Any) -> None:
+    (expected,) = ranks(1, begun, {})
+    for mesh in ({"dp_shard": 2, "tp": 2}, {"dp_shard": 4, "ep": 2}, {"pp": 2, "dp_shard": 2, "ep": 2}):
+        found = ranks(4, begun, mesh)
+        assert set().union(*found) == set(expected), mesh
+        for one in found:
+            assert one == {name: expected[name] for name in one}, mesh
 
 
 def test_ranks_that_see_different_folders_are_refused(tmp_path: Path) -> None:

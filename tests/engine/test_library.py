@@ -598,7 +598,6 @@ def test_the_pages_examples_run_and_print_what_the_page_says(
     monkeypatch.chdir(tmp_path)
     page = blocks(ROOT / "docs" / "engine.md")
     scope: dict[str, Any] = {}
-    newer = torch.__version__ >= "2.12"
     printed = 0
     for block, after in zip(page, [*page[1:], None], strict=True):
         if block.language != "python" or block.mark == "not run":
@@ -606,8 +605,6 @@ def test_the_pages_examples_run_and_print_what_the_page_says(
         exec(compile(block.text, f"docs/engine.md:{block.line}", "exec"), scope)
         out = capsys.readouterr().out
         if after is not None and after.language == "":
-            # torch 2.12 has another trunc_normal_, as the page says.
-            says = after.text if newer else after.text.replace("loss 3.7", "loss 4.0")
-            assert out == says
+            assert out == after.text
             printed += 1
     assert printed

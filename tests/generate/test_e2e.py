@@ -37,12 +37,12 @@ def titan(folder: Path, *arguments: str, **options: object) -> subprocess.Comple
 
 
 def test_a_run_generates_text_of_its_kind(folder: Path) -> None:
-    options = ["--max-new-tokens", "80", "--temperature", "0", "--json"]
+    options = ["--max-new-tokens", "40", "--temperature", "0", "--json"]
     done = titan(folder, "generate", "mine", TEXT[:20], *options, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr.decode()
     [row] = json.loads(done.stdout)["prompts"]
     text = row["completions"][0]["text"]
-    assert text == (TEXT * 3)[20:100]  # it has learnt the one line that there is
+    assert text == (TEXT * 3)[20:60]  # it has learnt the one line that there is
     # piped in, and as plain text, it is the same
     piped = titan(folder, "generate", "mine", *options[:4], input=TEXT[:20].encode() + b"\n")
     assert piped.stdout.decode() == text + "\n"

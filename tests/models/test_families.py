@@ -115,7 +115,7 @@ def test_logits_and_gradients_equal_transformers(exported, record_property, leng
             hf_name = hf_name.replace("block_sparse_moe", "mlp")  # as transformers has it once it is read
             if hf_name in given:  # transformers has the experts of some families in other tensors
                 reference = given[hf_name].grad
-                assert (gradient - reference).norm() <= 2e-5 * reference.norm(), name
+                assert (gradient - reference).norm() <= 5e-5 * reference.norm(), name
                 compared.add(hf_name)
     assert {name for name in given if "experts" not in name} <= compared
     for name, layer in moe_layers(ours).items():

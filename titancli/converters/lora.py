@@ -21,7 +21,7 @@ from titancli.converters.lora_experts import MULTIPLE, AdaptedExperts, stacks_of
 from titancli.distributed.collectives import Group
 from titancli.distributed.local import local
 from titancli.errors import RecipeError
-from titancli.models.blocks.init import fill
+from titancli.models.blocks.init import uniform_, zeros_
 from titancli.models.blocks.state import named_state
 from titancli.recipe.problems import nearest
 
@@ -155,10 +155,9 @@ class Adapters:
                 transposed = isinstance(module, AdaptedExperts) and module.is_transposed
                 if key.endswith(OWN[1] if transposed else OWN[0]):
                     bound = parameter.shape[1 if transposed else -1] ** -0.5
-                    generator = generator_for(f"{path}.{key}")
-                    fill(parameter, lambda t, b=bound, g=generator: t.uniform_(-b, b, generator=g))  # type: ignore[misc]
+                    uniform_(parameter, bound, generator_for(f"{path}.{key}"))
                 else:
-                    fill(parameter, lambda t: t.zero_())
+                    zeros_(parameter)
 
     @contextmanager
     def disabled(self, parts: Iterable[nn.Module]) -> Iterator[None]:

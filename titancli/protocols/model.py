@@ -51,8 +51,8 @@ class Model(Protocol):
     model. Expert parallelism distributes them over ranks, and each is a separate FSDP2 group."""
 
     def init_weights(self, generator_for: Callable[[str], torch.Generator]) -> None:
-        """Initialize every parameter in place, each from `generator_for(name)`; values are drawn for the
-        whole parameter and then sharded."""
+        """Initialize every parameter in place, each from `generator_for(name)`, with the same values on
+        every layout: see `titancli.models.blocks.init`."""
 
     def flops_per_token(self, seq_len: int) -> float:
         """Return the floating-point operations of forward and backward for one token of a row of seq_len."""

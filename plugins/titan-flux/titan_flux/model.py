@@ -21,7 +21,7 @@ from titan_flux.blocks import (
     time_features,
 )
 from titancli import TitanError
-from titancli.models.blocks.init import fill, normal_, ones_
+from titancli.models.blocks.init import normal_, ones_, uniform_, zeros_
 
 if TYPE_CHECKING:
     from titancli import Batch, LossResult
@@ -163,7 +163,7 @@ class FluxModel(nn.Module):
             if name.endswith("_norm.weight"):
                 ones_(parameter)
             elif parameter.ndim == 1 or ".modulation." in name or name.startswith("output."):
-                fill(parameter, lambda whole: whole.zero_())
+                zeros_(parameter)
             elif name.startswith(CONDITIONS):
                 normal_(parameter, 0.02, generator_for(name))
             else:
@@ -190,7 +190,7 @@ class FluxModel(nn.Module):
 
 def xavier_(parameter: Tensor, generator: torch.Generator) -> None:
     """Uniform, with a variance of 2 / (rows + columns)."""
-    fill(parameter, lambda whole: nn.init.xavier_uniform_(whole, generator=generator))
+    uniform_(parameter, (6 / sum(parameter.shape)) ** 0.5, generator)
 
 
 def build(config: Flux, *, seq_len: int) -> FluxModel:

@@ -21,7 +21,7 @@ from titancli.models.blocks.clamped import ClampedExperts
 from titancli.models.blocks.delta import GatedDeltaNet
 from titancli.models.blocks.feed_forward import FeedForward
 from titancli.models.blocks.head import Output
-from titancli.models.blocks.init import fill, normal_, ones_, trunc_normal_
+from titancli.models.blocks.init import normal_, ones_, trunc_normal_, zeros_
 from titancli.models.blocks.latent import LatentAttention
 from titancli.models.blocks.masks import document_masks
 from titancli.models.blocks.moe import Experts, JoinedExperts, MoE, moe_layers
@@ -270,7 +270,7 @@ class Decoder(nn.Module):
             if name.endswith("norm.weight"):
                 ones_(parameter)
             elif name.endswith("bias"):
-                fill(parameter, lambda whole: whole.zero_())
+                zeros_(parameter)
             elif name == "tok_embeddings.weight":
                 # A tied embedding is the output's matrix as well, and must give logits of unit scale.
                 std = self.config.dim**-0.5 if self.config.tied else 1.0

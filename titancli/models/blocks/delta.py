@@ -16,7 +16,7 @@ from torch.nn.functional import pad, silu, softplus
 from titancli.distributed.local import local
 from titancli.errors import TitanError
 from titancli.models.blocks.delta_rule import gated_delta_rule
-from titancli.models.blocks.init import fill
+from titancli.models.blocks.init import fill, ones_, uniform_
 from titancli.models.blocks.reach import IN_ORDER
 
 if TYPE_CHECKING:
@@ -66,9 +66,8 @@ class GatedDeltaNet(nn.Module):
         convolution begins as torch's own does."""
         decay, bound = generator_for("A_log"), self.conv.shape[1] ** -0.5
         fill(self.A_log, lambda whole: whole.uniform_(0.01, 16, generator=decay).log_())
-        fill(self.dt_bias, lambda whole: whole.fill_(1.0))
-        taps = generator_for("conv")
-        fill(self.conv, lambda whole: whole.uniform_(-bound, bound, generator=taps))
+        ones_(self.dt_bias)
+        uniform_(self.conv, bound, generator_for("conv"))
 
     def forward(
         self, x: Tensor, cos: None, sin: None, mask: Tensor | None, cache: StateCache | None = None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from titancli.distributed.local import local
-from titancli.models.blocks.init import fill
+from titancli.models.blocks.init import zeros_
 
 
 class ZeroCentredRMSNorm(nn.RMSNorm):
@@ -23,7 +23,7 @@ class ZeroCentredRMSNorm(nn.RMSNorm):
 
     def init_own(self, generator_for: Callable[[str], torch.Generator]) -> None:
         """Begin as a norm that multiplies by 1."""
-        fill(self.weight, lambda whole: whole.zero_())
+        zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., dim] -> [..., dim] in the same dtype."""
