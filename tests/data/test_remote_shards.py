@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import multiprocessing
 import os
@@ -20,7 +21,7 @@ import pytest
 
 from tests.data.helpers import global_rows, make, rows_of
 from titancli.data import ByteTokenizer, TokenShards
-from titancli.data.shards import reader, remote
+from titancli.data.shards import eviction, reader, remote
 from titancli.data.shards.sources import Options, open_inputs
 from titancli.data.shards.tokenize import Job, tokenize
 from titancli.errors import EnvironmentProblem
@@ -189,6 +190,90 @@ def test_what_is_wrong_is_named_before_the_first_step_where_it_can_be(
     (cache / "shards").write_text("a file")
     with pytest.raises(EnvironmentProblem, match="cannot be read: "):
         make(config)
+
+
+def _kept(cache: Path) -> int:
+    """Bytes of a cache."""
+    return sum(512 * file.stat().st_blocks for file in (cache / "shards").glob("*/0*"))
+
+
+def _limited(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setenv(eviction.LIMIT, str(size / 1e9))
+    monkeypatch.setattr(remote, "EVERY", 1)
+
+
+def test_a_cache_grows_no_further_than_its_limit_and_what_is_in_use_stays(
+    store: Any, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = TokenShards(paths=[URL], shuffle="documents")
+    wanted, _ = global_rows(config, 40, dp_size=1, rows=2)
+    gc.collect()  # closes the files
+    whole = _kept(cache)
+    first, second, third = sorted(cache.rglob("*.bin"))
+    for age, file in enumerate((second, third, first)):
+        os.utime(file, (1e9 - age, 1e9 - age))
+    _limited(monkeypatch, whole // 2)
+    with open(first, "rb") as used:  # as another process does
+        eviction.use(used.fileno(), str(first))
+        os.utime(first, (1, 1))
+        assert eviction.evict(cache / "shards", whole - 1) < whole
+        assert first.exists() and second.exists() and not third.exists()
+        assert eviction.evict(cache / "shards", 0) > 0
+        assert first.exists() and not second.exists() and not Path(f"{second}.sums").exists()
+    asked = ranges(store, monkeypatch)
+    monkeypatch.setattr(reader, "OPEN_FILES", 1)
+    ranks = [iter(make(config, dp_rank=rank, dp_size=2, rows=1)) for rank in range(2)]
+    found = []
+    for _ in range(40):
+        found += rows_of([next(rank) for rank in ranks])
+        assert _kept(cache) < whole
+    assert found == wanted and asked and not caplog.messages
+    monkeypatch.setattr(reader, "OPEN_FILES", 64)
+    _limited(monkeypatch, 1)
+    assert global_rows(config, 40, dp_size=1, rows=2)[0] == wanted
+    [told] = {line for line in caplog.messages if eviction.LIMIT in line}
+    assert "are in use" in told
+
+
+def test_processes_that_make_room_at_once_read_what_they_ought_to(
+    store: Any, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = TokenShards(paths=[URL], shuffle="documents")
+    wanted, _ = global_rows(config, 60, dp_size=1, rows=2)
+    _limited(monkeypatch, 1)
+    monkeypatch.setattr(reader, "OPEN_FILES", 1)
+    fork = multiprocessing.get_context("fork")
+    together = fork.Barrier(3)
+
+    def read(number: int) -> None:
+        together.wait(60)
+        found, _ = global_rows(config, 60, dp_size=1, rows=2)
+        (tmp_path / f"{number}.rows").write_text(str(found))
+
+    processes = [fork.Process(target=read, args=(number,)) for number in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [(tmp_path / f"{number}.rows").read_text() == str(wanted) for number in range(3)] == [True] * 3
+
+
+def test_a_limit_that_cannot_be_kept_is_said(
+    store: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = TokenShards(paths=[URL])
+    for said in ("500 GB", "0", "-1", "nan", "inf"):
+        monkeypatch.setenv(eviction.LIMIT, said)
+        with pytest.raises(EnvironmentProblem, match=f"{eviction.LIMIT}='{said}' is not a number of GB"):
+            make(config)
+    _limited(monkeypatch, 1)
+
+    def none(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(eviction.fcntl, "flock", none)
+    next(iter(make(config)))
+    assert len(caplog.messages) == 1 and "Function not implemented" in caplog.text
 
 
 class Ranges(SimpleHTTPRequestHandler):

@@ -15,7 +15,7 @@ from typing import IO, Any, NoReturn
 
 import xxhash
 
-from titancli.data.shards import INDEX, Index, read_index, wrong_size
+from titancli.data.shards import INDEX, Index, eviction, read_index, wrong_size
 from titancli.data.shards.reader import OpenFiles
 from titancli.errors import EnvironmentProblem
 from titancli.fingerprint import cache_folder
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 BLOCK = 1 << 21
 """Bytes that are read at once."""
 SUM_BYTES = 8
+EVERY = 32
+"""Blocks after which a process sees to it that the cache does not grow beyond its limit."""
 EXTRAS = {"s3": "s3", "s3a": "s3"}
 """Which of titan's extras brings a protocol's package."""
 
@@ -47,6 +49,7 @@ class RemoteFiles(OpenFiles):
     def __init__(self) -> None:
         super().__init__()
         self._objects: dict[str, _Object] = {}
+        self._limit, self._blocks, self._told = eviction.limit(), EVERY, False
 
     def index(self, url: str) -> Index:
         """Return the index of token shards in a store, in whose folder of the cache files are then read.
@@ -97,17 +100,35 @@ class RemoteFiles(OpenFiles):
         if not size or found is None:
             return
         while True:  # the file may be removed at any time, and made again by another rank
-            if path not in self._open:
-                found.sound = bytearray(len(found.sound))
+            unused = path not in self._open
             descriptor = self._descriptor(path, found)
+            if unused:
+                found.sound = bytearray(len(found.sound))
+                eviction.use(descriptor, path)
             blocks = range(byte // BLOCK, (byte + size - 1) // BLOCK + 1)
             missing = [block for block in blocks if not found.sound[block]]
             for block in missing:
                 self._fetch(path, found, block)
                 found.sound[block] = True
+            self._keep_to_limit(len(missing))
             if not missing or _is_at(descriptor, path):
                 return
             self._open.pop(path).close()
+
+    def _keep_to_limit(self, blocks: int) -> None:
+        """Remove what is unused, after so many blocks that were looked for."""
+        self._blocks += blocks
+        if self._limit is None or self._blocks < EVERY:
+            return
+        self._blocks, folder = 0, cache_folder() / "shards"
+        try:
+            kept = eviction.evict(folder, self._limit)
+            why = f"{kept / 1e9:.1f} GB are in use" if kept > self._limit else None
+        except OSError as error:
+            why = error.strerror or str(error)
+        if why and not self._told:
+            logger.warning("%s is larger than %s allows: %s", folder, eviction.LIMIT, why)
+        self._told = why is not None
 
     def _descriptor(self, path: str, found: _Object) -> int:
         """Open the file, which is made if it is not there."""
@@ -122,7 +143,7 @@ class RemoteFiles(OpenFiles):
 
     def _fetch(self, path: str, found: _Object, block: int) -> None:
         first = block * BLOCK
-        size, sums = min(BLOCK, found.size - first), f"{path}.sums"
+        size, sums = min(BLOCK, found.size - first), f"{path}{eviction.SUMS}"
         if _kept(path, sums, block, size):
             return
         try:
