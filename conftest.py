@@ -54,7 +54,11 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         freeze()
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    gc.disable()  # what is imported stays: to look through it over and over finds no garbage
+    yield
+    gc.enable()
     freeze()
 
 

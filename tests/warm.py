@@ -57,6 +57,7 @@ LIBRARIES = (
     "transformers.models.llama.modeling_llama",
     "safetensors.torch",
     "pydantic",
+    "pytest",
     "rich.console",
 )
 AT_IMPORT = ("PYTHON", "OMP_", "MKL_", "KMP_", "LD_", "HF_", "TRANSFORMERS_", "TORCH_LOGS", "TORCHINDUCTOR_")
@@ -392,6 +393,7 @@ def serve(number: int) -> None:
     """Fork requested programs until the test process closes its end of the socket."""
     import importlib
 
+    gc.disable()  # what is imported stays: to look through it over and over finds no garbage
     import titancli
 
     for name in LIBRARIES:
@@ -399,6 +401,7 @@ def serve(number: int) -> None:
     for module in pkgutil.walk_packages(titancli.__path__, "titancli."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
+    gc.enable()
     gc.collect()
     gc.freeze()
     with socket.socket(fileno=number) as asked:
