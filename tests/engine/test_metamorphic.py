@@ -443,7 +443,7 @@ cases = {
     "seed": st.integers(0, 2**31),
 }
 QUICK = settings(
-    max_examples=5,
+    max_examples=3,
     deadline=None,
     derandomize=True,
     phases=[Phase.generate],
@@ -463,7 +463,7 @@ def test_a_step_does_not_depend_on(change: str, loss: str, **case: Any) -> None:
 @pytest.mark.parametrize(
     "loss", rows(LOSSES, slow=[loss for loss in LOSSES if loss not in ("sft", "grpo", "dpo")])
 )
-@settings(QUICK, max_examples=3)
+@settings(QUICK, max_examples=2)
 @given(change=st.sampled_from(sorted(CHANGES)), **cases)
 def test_the_step_of_a_loss_does_not_depend_on_how_it_is_given(loss: str, change: str, **case: Any) -> None:
     if change == "unpacked" and loss == "dpo":
