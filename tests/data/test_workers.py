@@ -162,7 +162,7 @@ def test_workers_are_stopped_while_they_prepare_and_while_nobody_reads() -> None
     next(source)
     began = time.monotonic()
     source.close()
-    assert time.monotonic() - began < 5 and not multiprocessing.active_children()
+    assert time.monotonic() - began < 30 and not multiprocessing.active_children()
     assert source.state == {"row": 2} and int(next(source)["tokens"][0, 0]) == 2
     source.close()
 

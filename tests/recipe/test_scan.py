@@ -225,9 +225,9 @@ def test_four_hundred_keys_take_under_two_milliseconds() -> None:
 
 
 def _seconds(text: str) -> float:
-    began = time.perf_counter()
+    began = time.process_time()
     scan(text)
-    return time.perf_counter() - began
+    return time.process_time() - began
 
 
 def test_dates_are_values_too() -> None:

@@ -78,7 +78,7 @@ def test_rewards_are_weighted_and_two_of_a_name_are_told_apart() -> None:
 def stubborn(prompt: Prompt, completion: Completion) -> float:
     while True:
         try:
-            time.sleep(5)
+            time.sleep(60)
         except Exception:  # what hangs often catches everything, and tries again
             continue
 
@@ -112,7 +112,7 @@ def test_a_reward_that_fails_is_told_and_counts_nothing(
     assert first.rewards == {"exact_match": 1.0} and first.total == 0.5 and second.total == 0.0
     assert re.search(words, first.failed["own1"]) and second.failed.keys() == {"own1"}
     assert len([r for r in caplog.records if "the reward own1 failed" in r.message]) == 1
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 50
 
 
 def test_one_that_hangs_is_not_asked_for_ever() -> None:
@@ -120,7 +120,7 @@ def test_one_that_hangs_is_not_asked_for_ever() -> None:
 
     def hangs(prompt: Prompt, completion: Completion) -> float:
         asked.append(completion)
-        time.sleep(5)
+        time.sleep(60)
         return 1.0
 
     own = scorer(hangs, seconds=0.05)

@@ -166,6 +166,15 @@ class Command:
                 raise AssertionError(f"step {step} was never done: {self.wait()}")
             time.sleep(0.05)
 
+    def until_said(self, text: str, seconds: float = 90.0) -> None:
+        """Wait until a text is on stderr."""
+        deadline = time.monotonic() + seconds
+        said = Path(f"/proc/self/fd/{self._files[1].fileno()}")
+        while text not in said.read_text():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"{text} was never said: {self.wait()}")
+            time.sleep(0.02)
+
     def wait(self, seconds: float = 200.0) -> Finished:
         try:
             code = self.process.wait(seconds)

@@ -200,7 +200,7 @@ def test_a_place_that_falls_silent_is_left_for_another_one(tmp_path: Path, quick
     assert first.find(lambda: False) and first.endpoint == second.endpoint and not first.serves
     found.set()
     beating.join()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while third.beat():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -301,7 +301,7 @@ def test_a_place_that_cannot_be_connected_to_any_more_is_lost(
     assert second.find(lambda: False)
     beats(second, 0.8)
     monkeypatch.setattr(meeting, "_answers", lambda endpoint: False)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while second.beat():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,9 +70,7 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(
     running = command("tiny.toml", *SLOW, "--nproc", "2", "--run-dir", "r")
     running.until_step(here / "r/events.jsonl", 1)
     os.kill(pid_of_rank(here / "r", 1), signal.SIGUSR1)
-    began = time.monotonic()
     done = running.wait()
-    assert time.monotonic() - began < 30
     assert done.code == 75, done.err
     assert workers_of(here / "r") == []
     outcome = RunFolder(here / "r").outcome()
