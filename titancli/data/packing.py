@@ -15,6 +15,7 @@ the documents (`titancli.data.indexed_text`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -192,11 +193,23 @@ def document_tensors(begins: np.ndarray) -> dict[str, torch.Tensor]:
     rows, size = begins.shape
     begins[:, 0] = True
     starts = begins.reshape(-1).nonzero()[0]
-    lengths = np.append(starts[1:], rows * size) - starts
-    numbers = np.arange(len(starts)) - starts.searchsorted(starts - starts % size)  # within the row
-    ids = numbers.astype(np.int32).repeat(lengths).reshape(rows, size)
-    positions = (np.arange(rows * size) - starts.repeat(lengths)).reshape(rows, size)
-    return {"document_ids": torch.from_numpy(ids), "positions": torch.from_numpy(positions)}
+    lengths = np.empty_like(starts)
+    np.subtract(starts[1:], starts[:-1], out=lengths[:-1])
+    lengths[-1] = rows * size - starts[-1]
+    numbers = np.arange(len(starts), dtype=np.int32)
+    numbers -= numbers[starts.searchsorted(starts - starts % size)]  # within the row
+    positions = starts.repeat(lengths)
+    np.subtract(_places(rows * size), positions, out=positions)
+    ids = numbers.repeat(lengths).reshape(rows, size)
+    return {
+        "document_ids": torch.from_numpy(ids),
+        "positions": torch.from_numpy(positions.reshape(rows, size)),
+    }
+
+
+@lru_cache(maxsize=4)
+def _places(count: int) -> np.ndarray:
+    return np.arange(count)
 
 
 def tokenizer_identity(tokenizer: Tokenizer) -> str:
