@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.checkpoint.tensors import bits
-from titancli.checkpoint.hf.folder import load_hf_weights, read_hf
+from titancli.checkpoint.hf.folder import read_hf
+from titancli.checkpoint.hf.load import load_hf_weights
 from titancli.checkpoint.hf.which import hf_form
 from titancli.checkpoint.load import everywhere
 from titancli.errors import EnvironmentProblem
@@ -111,7 +112,7 @@ def load(path: str, case: str, placements: list[Any]) -> tuple[int, int]:
     form = make()
     mine = parameters(shapes, placements)
     before = rchar()
-    load_hf_weights(Path(path), form, mine)
+    load_hf_weights(Path(path), form, mine, together=True)
     read = rchar() - before
     reader = read_hf(Path(path), form)
     for name, tensor in mine.items():
@@ -139,10 +140,10 @@ def _status(key: str) -> int:
     return int(rows[key].split()[0]) * 1024
 
 
-def failing(path: str) -> str:
+def failing(path: str, case: str, dim: int) -> str:
     """Rank 1's disk fails in the middle of a load."""
-    make, _, shapes, _ = CASES["mxfp4"]
-    mine = parameters(shapes, [Shard(0)])
+    make, _, shapes, _ = CASES[case]
+    mine = parameters(shapes, [Shard(dim)])
     if torch.distributed.get_rank() == 1:
         preadv = os.preadv
 
@@ -153,7 +154,7 @@ def failing(path: str) -> str:
 
         os.preadv = fails  # type: ignore[assignment]
     try:
-        everywhere(f"loading {path}", lambda: load_hf_weights(Path(path), make(), mine))
+        everywhere(f"loading {path}", lambda: load_hf_weights(Path(path), make(), mine, together=True))
     except EnvironmentProblem as error:
         return error.message
     finally:

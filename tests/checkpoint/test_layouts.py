@@ -389,12 +389,12 @@ def test_a_rank_reads_the_pieces_that_hold_its_part(ranks: Any, tmp_path: Path, 
 # ------------------------------------------------------------------------------------- Hugging Face folders
 
 
-# By columns gate and up lie in turn in a bf16 folder of gpt_oss, and each rank reads the other's, too.
 @pytest.mark.parametrize(
     ("case", "placements", "most"),
     [
         ("bf16", [Shard(0)], 1.1),
-        ("bf16", [Shard(1)], 2.2),
+        ("bf16", [Shard(1)], 1.1),
+        ("bf16", [Shard(0), Shard(1)], 1.1),
         ("mxfp4", [Shard(0)], 1.1),
         ("mxfp4", [Shard(1)], 1.1),
         ("fp8", [Shard(0)], 1.1),
@@ -432,7 +432,10 @@ def test_a_load_takes_little_more_memory_than_the_shard(
             assert more <= 64 * partial.MIB
 
 
-def test_a_disk_that_fails_on_one_rank_stops_them_all(ranks: Any, tmp_path: Path) -> None:
-    said = ranks(2, partial.failing, str(partial.folder(tmp_path / "hf", "mxfp4")))
+@pytest.mark.parametrize(("case", "dim"), [("mxfp4", 0), ("bf16", 1)])
+def test_a_disk_that_fails_on_one_rank_stops_them_all(
+    ranks: Any, tmp_path: Path, case: str, dim: int
+) -> None:
+    said = ranks(2, partial.failing, str(partial.folder(tmp_path / "hf", case)), case, dim)
     assert said[0] == said[1]
     assert "model.safetensors cannot be read: Input/output error" in said[0]

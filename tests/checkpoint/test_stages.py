@@ -22,7 +22,8 @@ from titancli.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
-from titancli.checkpoint.hf.folder import export_hf, load_hf_weights
+from titancli.checkpoint.hf.folder import export_hf
+from titancli.checkpoint.hf.load import load_hf_weights
 from titancli.engine import Engine
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.models.blocks.hf import DecoderHF

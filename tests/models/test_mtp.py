@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tests.models.families import DEEPSEEK, GLM4_MOE, Family
 from titancli.checkpoint import export_hf
-from titancli.checkpoint.hf.folder import load_hf_weights
 from titancli.checkpoint.hf.likeness import complaint
+from titancli.checkpoint.hf.load import load_hf_weights
 from titancli.checkpoint.hf.quantise import quantisation
 from titancli.checkpoint.hf.which import hf_form
 from titancli.data.batch import IGNORE, Batch

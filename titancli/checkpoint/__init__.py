@@ -23,7 +23,7 @@ _HOME = {
     "Checkpointer": "checkpointer",
     "export_hf": "hf.folder",
     "read_hf": "hf.folder",
-    "load_hf_weights": "hf.folder",
+    "load_hf_weights": "hf.load",
 }
 __all__ = list(_HOME)
 

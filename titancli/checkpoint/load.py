@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -142,7 +143,7 @@ def _fill(
                 with _kept(failures):
                     reading.fill([part._replace(memory=memory)])
             # Whatever has failed here: the others wait.
-            columns[part.name].exchange(memory, mine[part.name], group)
+            columns[part.name].exchange(partial(_rows, memory), memory.dtype, mine[part.name], group)
         if failures:
             raise failures[0]
 
@@ -160,6 +161,10 @@ def _fill(
         )
     for name, replicas in shared.items():
         replicas.give(tensors[name])
+
+
+def _rows(memory: Tensor, low: int, high: int) -> Tensor:
+    return memory[low:high]
 
 
 @contextmanager

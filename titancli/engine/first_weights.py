@@ -202,7 +202,7 @@ def _load_hf(
 ) -> str:
     """Fill them from a Hugging Face folder; see `load_hf_weights` for what is returned."""
     from titancli.checkpoint.format.storage import several_ranks
-    from titancli.checkpoint.hf.folder import load_hf_weights
+    from titancli.checkpoint.hf.load import load_hf_weights
 
     folder = start.folder
     if not (folder / "config.json").is_file():
@@ -223,8 +223,11 @@ def _load_hf(
             hint="give a checkpoint: RUN/checkpoints/step-N",
         )
     refuse_other_model(recipe, folder)
-    share = (dist.get_rank(), dist.get_world_size()) if several_ranks(None) else (0, 1)
-    return load_hf_weights(folder, form, tensors, shapes=shapes, share=share, progress=_seldom())
+    together = several_ranks(None)
+    share = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
+    return load_hf_weights(
+        folder, form, tensors, shapes=shapes, share=share, together=together, progress=_seldom()
+    )
 
 
 def _seldom() -> Progress:

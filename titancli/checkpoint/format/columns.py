@@ -1,13 +1,13 @@
 """Tensors that several ranks hold by columns: each reads some rows, and they send each other the columns.
 
 The checksums of a checkpoint are of neighbouring bytes, which belong to whole rows: alone, each of these
-ranks would have to read and hash all of them.
+ranks would have to read and hash all of them. In a Hugging Face folder columns of two ranks may lie in turn.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,31 +43,45 @@ class Columns:
         """Where each rank's columns begin, and where the last ones end."""
         return _bounds(self.box[1][self.dim], len(self.ranks))
 
-    def part(self, name: str, tensor: Tensor) -> Part:
-        """Return the rows that this rank is to read; the memory is on meta."""
+    @property
+    def rows(self) -> Box:
+        """The rows that this rank is to read."""
         (offset, *others), (count, *sizes) = self.box
         low, high = _bounds(count, len(self.ranks))[self.place : self.place + 2]
-        box = (offset + low, *others), (high - low, *sizes)
-        return Part(name, box, torch.empty(box[1], dtype=tensor.dtype, device="meta"))
+        return (offset + low, *others), (high - low, *sizes)
+
+    def part(self, name: str, tensor: Tensor) -> Part:
+        """Return the rows that this rank is to read; the memory is on meta."""
+        return Part(name, self.rows, torch.empty(self.rows[1], dtype=tensor.dtype, device="meta"))
 
     @torch.no_grad()
-    def exchange(self, rows: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+    def exchange(
+        self,
+        rows: Callable[[int, int], Tensor],
+        dtype: torch.dtype,
+        tensor: Tensor,
+        group: dist.ProcessGroup | None,
+    ) -> None:
         """Send each rank its columns of these rows, and put those of all rows into this rank's part of the
         tensor; collective over the ranks.
 
         Args:
-            rows: what `part` describes, on the CPU.
+            rows: gives those from one number to another of the rows that this rank is to read, on the CPU; it
+                must not raise, since the others wait.
+            dtype: theirs, in which they are sent.
             group: of all ranks; gloo.
         """
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         columns, places = self.bounds, _bounds(self.box[1][0], len(self.ranks))
-        step = max(1, _BLOCK // (math.prod(self.box[1][1:]) * tensor.dtype.itemsize))
+        own = places[self.place + 1] - places[self.place]
+        step = max(1, _BLOCK // (math.prod(self.box[1][1:]) * dtype.itemsize))
         for start in range(0, places[1], step):
+            some = rows(min(start, own), min(start + step, own))
             works: list[Any] = []
             came: list[tuple[Tensor, Tensor]] = []
             for number, rank in enumerate(self.ranks):
                 width = columns[number + 1] - columns[number]
-                sent = rows[start : start + step].narrow(self.dim, columns[number], width)
+                sent = some.narrow(self.dim, columns[number], width)
                 theirs = local[places[number] : places[number + 1]][start : start + step]
                 if number == self.place:
                     theirs.copy_(sent)
@@ -75,7 +89,7 @@ class Columns:
                 if sent.numel():
                     works.append(dist.isend(_flat(sent.contiguous()), rank, group=group))
                 if theirs.numel():
-                    came.append((theirs, torch.empty(theirs.shape, dtype=theirs.dtype)))
+                    came.append((theirs, torch.empty(theirs.shape, dtype=dtype)))
                     works.append(dist.irecv(_flat(came[-1][1]), rank, group=group))
             for work in works:
                 work.wait()
@@ -106,15 +120,19 @@ def shared_by_columns(
     """
     shared = {}
     for name, tensor in tensors.items():
-        columns = _columns_of(tensor, alike)
+        columns = columns_of(tensor, alike)
         # Where what is stored belongs to one rank each, they read it faster by themselves.
         if columns is not None and metadata.crosses(name, columns.dim, columns.bounds[1:-1]):
             shared[name] = columns
     return shared
 
 
-def _columns_of(tensor: Tensor, alike: Sequence[str]) -> Columns | None:
-    """Who holds the other columns of a tensor; None: it is divided in another way, or too small."""
+def columns_of(tensor: Tensor, alike: Sequence[str]) -> Columns | None:
+    """Return who holds the other columns of a tensor; None: it is divided in another way, or too small.
+
+    Args:
+        alike: of each rank what is equal where ranks load the same.
+    """
     if not isinstance(tensor, DTensor) or replicas.share(tensor) < replicas.WORTH:
         return None
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()

@@ -28,7 +28,7 @@ from titancli.checkpoint.hf.kept import CONFIG, TOKENIZER, texts
 from titancli.checkpoint.hf.libraries import Library, library_of
 from titancli.checkpoint.hf.quantise import Quantise
 from titancli.checkpoint.hf.stored import Place, Stored, as_bf16
-from titancli.checkpoint.hf.virtual import blocks, everything, put
+from titancli.checkpoint.hf.virtual import blocks, everything
 from titancli.checkpoint.load import name_lists
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.models.quantization import DEQUANTISE, KEY, quantization_of
@@ -197,7 +197,7 @@ class HFReader:
         Raises:
             EnvironmentProblem: the folder lacks what it is made of.
         """
-        return self.form.from_hf(name, [place.whole() for place in self._sources(name)])
+        return self.form.from_hf(name, [place.whole() for place in self.sources(name)])
 
     def virtual(self, name: str) -> Tensor:
         """Our parameter, unread: a `virtual.Virtual`, or a tensor if the form makes it of values.
@@ -206,11 +206,16 @@ class HFReader:
             EnvironmentProblem: the folder lacks what it is made of.
         """
         try:
-            return self.form.from_hf(name, [place.virtual() for place in self._sources(name)])
+            return self.form.from_hf(name, [place.virtual() for place in self.sources(name)])
         except RuntimeError:  # the form writes to tensors, or wants their memory: it is given whole ones
             return self.parameter(name)
 
-    def _sources(self, name: str) -> list[Place]:
+    def sources(self, name: str) -> list[Place]:
+        """Where the tensors lie that our parameter is made of.
+
+        Raises:
+            EnvironmentProblem: the folder lacks one of them.
+        """
         for hf_name in self.form.sources(name):
             if hf_name not in self._places:
                 raise EnvironmentProblem(
@@ -366,33 +371,3 @@ class HFReader:
 def read_hf(folder: Path, form: HFForm) -> HFReader:
     """Open a Hugging Face folder; see `HFReader`."""
     return HFReader(Path(folder), form)
-
-
-@torch.no_grad()
-def load_hf_weights(
-    folder: Path,
-    form: HFForm,
-    parameters: Mapping[str, Tensor],
-    *,
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
-    share: tuple[int, int] = (0, 1),
-    progress: Progress = no_progress,
-) -> str:
-    """Fill parameters in place, one tensor at a time; each rank reads its own part of it.
-
-    Values are cast to the parameters' dtypes. No rank talks to another. `shapes` are those of the whole
-    model, where `parameters` are only some of it. `share`: see `HFReader.check`.
-
-    Returns:
-        What is equal on all ranks that see the same files: see `HFReader.identity`.
-
-    Raises:
-        EnvironmentProblem: the folder does not hold this model; names everything that is wrong.
-    """
-    reader = read_hf(folder, form)
-    own = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    reader.check(own if shapes is None else shapes, share)
-    for done, (name, parameter) in enumerate(parameters.items(), start=1):
-        put(parameter, reader.virtual(name))
-        progress(name, done, len(parameters))
-    return reader.identity

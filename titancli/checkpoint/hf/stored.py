@@ -109,6 +109,10 @@ class Stored:
             )
         ]
 
+    def bytes_read(self, region: Region) -> int:
+        """Return how many bytes `part` reads of the file."""
+        return math.prod(map(len, self._widened(region))) * ITEM_SIZE[self.dtype]
+
     def _widened(self, region: Region) -> Region:
         """With the unwanted values between wanted ones that are not worth leaving out."""
         wider, inner = list(region), ITEM_SIZE[self.dtype]

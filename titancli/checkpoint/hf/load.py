@@ -1,0 +1,142 @@
+"""Weights of a Hugging Face folder into a model: each rank reads its own part.
+
+Where the parts of ranks lie in turn in the file, each reads some rows, and they send each other the columns:
+a fused projection has its gate and its up in pairs (gpt-oss), of which ranks of tensor parallelism hold one
+half, and alone each would read both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from titancli.checkpoint.format.columns import Columns, columns_of
+from titancli.checkpoint.format.stream import Progress, no_progress
+from titancli.checkpoint.format.tensors import TORCH_DTYPE
+from titancli.checkpoint.hf.folder import HFReader, read_hf
+from titancli.checkpoint.hf.stored import Stored
+from titancli.checkpoint.hf.virtual import Region, Virtual, blocks, put
+from titancli.checkpoint.load import everywhere
+from titancli.distributed.process_group import patient_group
+from titancli.protocols import HFForm
+
+WASTE = 1.1
+"""Bytes that a rank reads for each that it needs, above which reading together is better."""
+
+
+@torch.no_grad()
+def load_hf_weights(
+    folder: Path,
+    form: HFForm,
+    parameters: Mapping[str, Tensor],
+    *,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    share: tuple[int, int] = (0, 1),
+    together: bool = False,
+    progress: Progress = no_progress,
+) -> str:
+    """Fill parameters in place, one tensor at a time; each rank reads its own part of it.
+
+    Values are cast to the parameters' dtypes. `shapes` are those of the whole model, where `parameters` are
+    only some of it. `share`: see `HFReader.check`. No rank talks to another, unless all ranks call it
+    `together`: then those whose parts lie in turn in a file read less, see above.
+
+    Returns:
+        What is equal on all ranks that see the same files: see `HFReader.identity`.
+
+    Raises:
+        EnvironmentProblem: the folder does not hold this model; names everything that is wrong.
+    """
+    own = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    found: list[HFReader] = []
+
+    def opened() -> str:
+        found.append(read_hf(folder, form))
+        found[0].check(own if shapes is None else shapes, share)
+        return f"{found[0].identity} {xxhash.xxh3_128_hexdigest(repr(own).encode())}"
+
+    filled = set()
+    if together:
+        alike = everywhere(f"loading {folder}", opened)
+        filled = _fill_together(parameters, found[0], alike)
+    else:
+        opened()
+    (reader,) = found
+    for done, (name, parameter) in enumerate(parameters.items(), start=1):
+        if name not in filled:
+            put(parameter, reader.virtual(name))
+        progress(name, done, len(parameters))
+    return reader.identity
+
+
+def _fill_together(parameters: Mapping[str, Tensor], reader: HFReader, alike: Sequence[str]) -> set[str]:
+    """Fill the parameters that ranks read better together, and return their names; collective.
+
+    Args:
+        alike: of each rank what is equal where ranks load the same from the same folder.
+
+    Raises:
+        EnvironmentProblem: a file cannot be read; on this rank alone, when all have what they wait for.
+    """
+    filled, failures = set(), list[Exception]()
+    for name, parameter in sorted(parameters.items()):
+        columns = columns_of(parameter, alike)
+        if columns is None or _waste(reader, name, columns) <= WASTE:
+            continue
+        whole = reader.virtual(name)
+        columns.exchange(partial(_rows, whole, columns, failures), whole.dtype, parameter, patient_group())
+        filled.add(name)
+    if failures:
+        raise failures[0]
+    return filled
+
+
+def _waste(reader: HFReader, name: str, columns: Columns) -> float:
+    """How many bytes the first of the ranks would read for each that it needs; the same on all of them."""
+    read = 0
+
+    def unread(place: Stored) -> Virtual:
+        def part(region: Region) -> Tensor:
+            nonlocal read
+            read += place.bytes_read(region)
+            return torch.empty([len(r) for r in region], dtype=TORCH_DTYPE[place.dtype])
+
+        return Virtual.of(place.shape, TORCH_DTYPE[place.dtype], part)
+
+    stored = [place for place in reader.sources(name) if isinstance(place, Stored)]
+    if len(stored) < len(reader.sources(name)):
+        return 1.0  # quantized: neighbours share scales, and lie together
+    try:
+        whole = reader.form.from_hf(name, [unread(place) for place in stored])
+    except RuntimeError:  # the form wants values, see `HFReader.virtual`
+        return 1.0
+    if not isinstance(whole, Virtual):
+        return 1.0
+    region = list(_region(columns.box))
+    region[columns.dim] = range(*columns.bounds[:2])
+    block = next(blocks(whole, tuple(region)))
+    whole.part(block)
+    return read / (math.prod(map(len, block)) * whole.dtype.itemsize)
+
+
+def _rows(whole: Any, columns: Columns, failures: list[Exception], low: int, high: int) -> Tensor:
+    """Some of the rows that this rank is to read. What has failed is kept for later: the others wait."""
+    rows, *others = _region(columns.rows)
+    region = (rows[low:high], *others)
+    if not failures:
+        try:
+            return whole.part(region)
+        except Exception as error:
+            failures.append(error)
+    return torch.zeros([len(r) for r in region], dtype=whole.dtype)
+
+
+def _region(box: tuple[Sequence[int], Sequence[int]]) -> Region:
+    return tuple(range(start, start + size) for start, size in zip(*box, strict=True))
