@@ -346,8 +346,9 @@ def write(rows: list[Found]) -> None:
         f"Of the {len(rows)} types of causal language models in transformers {transformers.__version__}, "
         f"{len(good)} are accepted, {sum(row.weights == 'yes' for row in good)} with weights. On two ranks "
         f"{len(tried)} of them have been compared with one, gradients included: a dash is refused, with the "
-        f"reason in the message; an error is not refused by name, but the run ends with it; an empty cell "
-        f"has not been tried. {sum(all_three(row) for row in good)} did so under each of tensor, context and "
+        f"reason in the message; an error is one that the run ends with, or there are no finite gradients on "
+        f"one rank to compare with; an empty cell has not been tried. "
+        f"{sum(all_three(row) for row in good)} did so under each of tensor, context and "
         f"pipeline parallel, {sum(row.layouts.get('ep') == 'yes' for row in good)} under expert parallel.",
         "",
         f"| type | weights | {' | '.join(LAYOUTS)} |",

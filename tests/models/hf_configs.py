@@ -69,6 +69,52 @@ PHI3: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# a second embedding, of which each layer gets a part
+GEMMA4: dict[str, Any] = {
+    **LLAMA,
+    "model_type": "gemma4_text",
+    "head_dim": 16,
+    "global_head_dim": 16,
+    "vocab_size_per_layer_input": 64,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 0,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "pad_token_id": None,
+}
+# a router that computes with the weight of a Linear itself, two attentions in a block
+LONGCAT: dict[str, Any] = dict(
+    model_type="longcat_flash",
+    hidden_size=32,
+    num_layers=1,
+    num_attention_heads=2,
+    ffn_hidden_size=48,
+    expert_ffn_hidden_size=16,
+    n_routed_experts=4,
+    zero_expert_num=2,
+    moe_topk=2,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=8,
+    head_dim=8,
+    vocab_size=64,
+    max_position_embeddings=128,
+)
+# a parameter of the model that is in no block, and blocks that run several times
+HRM: dict[str, Any] = dict(
+    model_type="hrm_text",
+    hidden_size=32,
+    intermediate_size=48,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    num_layers_per_stack=1,
+    H_cycles=2,
+    L_cycles=2,
+    vocab_size=64,
+    max_position_embeddings=128,
+    pad_token_id=None,
+)
 # attention that chooses its keys, which SDPA would not
 SPARSE: dict[str, Any] = {
     **LLAMA,
@@ -91,5 +137,6 @@ SPARSE: dict[str, Any] = {
 
 
 def config(name: str, **changes: Any) -> HFCausalLM:
-    values = PHI3 if name == "phi3" else CONFIGS[name]
+    more = {"phi3": PHI3, "longcat_flash": LONGCAT, "hrm_text": HRM, "gemma4": GEMMA4}
+    values = more.get(name) or CONFIGS[name]
     return HFCausalLM(config={**values, **changes})

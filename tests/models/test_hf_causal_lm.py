@@ -230,6 +230,22 @@ def test_flops_are_those_that_torch_counts(name: str) -> None:
     assert 3 * counter.get_total_flops() / 64 == pytest.approx(model.flops_per_token(64), rel=0.05)
 
 
+@pytest.mark.parametrize(("model_type", "key", "value"), [
+    ("hrm_text", "model.z_L_init", 0.0), ("zaya", "model.input_hidden_states_scale", 1.0)
+])  # fmt: skip
+def test_what_belongs_to_no_module_within_has_its_initial_value(
+    model_type: str, key: str, value: float
+) -> None:
+    with torch.device("meta"):
+        model = TransformersModel(HFCausalLM(config=tiny_default(model_type)))
+    allocate(model, torch.device("cpu"))
+    parameter = model.get_parameter(key)
+    with torch.no_grad():
+        parameter.fill_(7.0)
+    model.init_weights(generator_for)
+    assert torch.equal(parameter, torch.full_like(parameter, value))
+
+
 # ------------------------------------------------------------------------------------------- a run
 
 

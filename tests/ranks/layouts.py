@@ -391,6 +391,14 @@ TRANSFORMERS = {
         2, config=hf_configs.config("llama", model_type="diffllama"), tp=2, documents=True, tolerance=1e-4
     ),
     "transformers, phi3, TP2": case(2, config=hf_configs.config("phi3"), tp=2),
+    "transformers, gemma4, TP2, documents": case(
+        2, config=hf_configs.config("gemma4"), tp=2, documents=True, tolerance=3e-4
+    ),
+    "transformers, longcat_flash, TP2": case(2, config=hf_configs.config("longcat_flash"), tp=2),
+    "transformers, hrm_text, TP2, documents": case(
+        2, config=hf_configs.config("hrm_text"), tp=2, documents=True
+    ),
+    "transformers, hrm_text, FSDP2": case(2, config=hf_configs.config("hrm_text"), dp_shard=2),
 }
 LAYOUTS: dict[str, Case] = {
     **DATA,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -31,30 +31,42 @@ def local(parameter: Tensor) -> Tensor:
     return parameter.to_local(grad_placements=partial_where_whole)
 
 
-def with_local_parameters(module: Any) -> None:
+def with_local_parameters(module: Any, *, linears: bool = False) -> None:
     """Have a module's own forward find local parameters, whatever it does with them: for one that works on
-    single tokens, and whose parameters stay whole."""
+    single tokens, and whose parameters stay whole.
+
+    Args:
+        linears: also those of every Linear in it; they must be gathered together with the module's own.
+    """
     kind: Any = type(module)
-    module.__class__ = local_of(kind)
+    module.__class__ = _local_of(kind, linears)
 
 
 @cache
-def local_of(kind: Any) -> type[nn.Module]:
-    return type(kind.__name__, (_OnLocal, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
-
-
-class _OnLocal(nn.Module):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        kept: dict[str, Any] = {name: p for name, p in self._parameters.items() if isinstance(p, DTensor)}
+def _local_of(kind: Any, linears: bool) -> type[nn.Module]:
+    @wraps(kind.forward)  # so that it can still be asked what it takes
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inside = self.modules() if linears else ()
+        owners = [self, *(module for module in inside if isinstance(module, nn.Linear))]
+        kept: list[tuple[dict[str, Any], str, DTensor]] = [
+            (owner._parameters, name, parameter)
+            for owner in owners
+            for name, parameter in owner._parameters.items()
+            if isinstance(parameter, DTensor)
+        ]
         if not kept:  # they are local already: see on_local_parameters
-            return super().forward(*args, **kwargs)
+            return kind.forward(self, *args, **kwargs)
         try:
-            for name, parameter in kept.items():
+            for parameters, name, parameter in kept:
                 # No nn.Parameter, but what autograd leads from here to the DTensor.
-                self._parameters[name] = local(parameter)  # type: ignore[assignment]
-            return super().forward(*args, **kwargs)
+                parameters[name] = local(parameter)
+            return kind.forward(self, *args, **kwargs)
         finally:
-            self._parameters.update(kept)
+            for parameters, name, parameter in kept:
+                parameters[name] = parameter
+
+    named = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), {**named, "forward": forward})
 
 
 # ------------------------------------------------------------------------------------------------------ rows

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from titancli.distributed.collectives import gather_same
+from titancli.distributed.local import SEQUENCE
 from titancli.errors import RecipeError
 from titancli.models.blocks.head import Output
 from titancli.models.blocks.init import fill
@@ -31,6 +33,7 @@ from titancli.models.hf_causal_lm.values import initial_values
 
 if TYPE_CHECKING:
     from titancli.data.batch import Batch
+    from titancli.distributed.collectives import Group
     from titancli.distributed.local import RowCut
     from titancli.losses.result import LossResult
     from titancli.protocols import Loss
@@ -40,10 +43,6 @@ JOINS = (
     "rows cannot be sharded, because not only titan's attention joins tokens (recurrent layers, "
     "convolutions, or attention in the model's own code do)"
 )
-
-
-FAILED = {"cp": ("hrm_text",), "tp": ("gemma3n_text", "gemma4_text", "hrm_text", "longcat_flash")}
-"""Types of which `benchmarks/survey.py` found errors or other gradients that no trial of a copy shows."""
 
 
 class Blocks(nn.ModuleList):
@@ -63,6 +62,8 @@ class TransformersModel(nn.Module):
     sequence_dim: ClassVar = {"tokens": 1, "positions": 1}
     row_cut: RowCut | None = None
     """Set by context parallel: how rows are cut over ranks."""
+    tensor_group: Group | None = None
+    """Set by tensor parallel: the ranks that each have a part of a row between regions."""
     apart = False
     """Whether documents are rows of their own, as layers that are no attention need it."""
     stage_ends = ((BEFORE,), (AFTER,))
@@ -219,7 +220,26 @@ class TransformersModel(nn.Module):
         if self.row_cut is not None and document_ids is not None:
             pieces = self.row_cut.queries(document_ids.shape[1])
         rows = Rows(document_ids, document_masks(document_ids, pieces))
+        self._length = tokens.shape[1]
+        # Bases ask tokens, too, how many they work on. Rows without equal parts are refused where tokens are
+        # embedded.
+        if (group := self.tensor_group) is not None and self._length % group.size == 0:
+            tokens = tokens.chunk(group.size, 1)[group.rank]
         return run_base(self.base, self._parts.config, tokens, positions, rows)
+
+    def tensor_parallel(self, group: Group, style: str | None) -> None:
+        """Called by the `decoder` plan: the base is given this rank's part of the tokens, and embeds all of
+        them, since a rank has a part of the vocabulary."""
+        self.tensor_group = group
+        for module in self.base.modules():
+            if isinstance(module, nn.Embedding):
+                module.register_forward_pre_hook(self._whole_row)
+
+    def _whole_row(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Tokens of all ranks; positions are whole already."""
+        if self.tensor_group is None or args[0].shape[-1] == self._length:
+            return args
+        return gather_same(args[0], SEQUENCE, self.tensor_group), *args[1:]
 
     def _documents_apart(self, tokens: Tensor, document_ids: Tensor) -> Tensor:
         """Hidden states [B, S, dim], for which each document is a row of its own, as long as the longest one:
@@ -256,22 +276,23 @@ class TransformersModel(nn.Module):
         mine = dict(self.named_parameters())
         with torch.device("meta"):
             plain = TransformersModel(self.config)
-        for path, unit in plain._units():
-            first = next((name for name, _ in unit.named_parameters(prefix=path)), None)
+        for path, unit, whole in plain._units():
+            first = next((name for name, _ in unit.named_parameters(path, recurse=whole)), None)
             if first is None or first not in mine:
                 continue  # without parameters, or tied to what is drawn elsewhere
-            for name, value in initial_values(plain.base, unit, path, generator_for(first)):
+            for name, value in initial_values(plain.base, unit, path, generator_for(first), whole=whole):
                 fill(mine[name], lambda whole, value=value: whole.copy_(value))  # type: ignore[misc]
 
-    def _units(self) -> Iterable[tuple[str, nn.Module]]:
-        """Blocks, and the children beside them of every module above them, by their names."""
-        found: list[tuple[str, nn.Module]] = []
+    def _units(self) -> Iterable[tuple[str, nn.Module, bool]]:
+        """Blocks, every module above them, and the children beside them of these, by their names; and whether
+        what is in a module belongs to it."""
+        found: list[tuple[str, nn.Module, bool]] = []
         above: nn.Module = self
         path = ""
         for step in f"{self._parts.base_name}.{self._parts.layers_path}".split("."):
-            found += [(f"{path}{n}", child) for n, child in above.named_children() if n != step]
+            found += [(f"{path}{n}", child, n != step) for n, child in above.named_children()]
             path, above = f"{path}{step}.", above.get_submodule(step)
-        return found + [(f"{path}{name}", block) for name, block in above.named_children()]
+        return found + [(f"{path}{name}", block, True) for name, block in above.named_children()]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Buffers keep their values, and their dtype: rotary frequencies in bfloat16 would be others. Coming
@@ -335,7 +356,8 @@ def build(config: HFCausalLM, *, seq_len: int) -> TransformersModel:
     tried = try_once(config.values, _on_meta)
     model.apart, model.embeds_alone = tried.apart, tried.embeds_alone
     model.sharded = sharded(model._parts.config, model.base, tried.unlike)
-    prepare(model.base, set(model._parts.experts.values()), model.sharded)
+    readers = set(model.layers) if tried.reads_weights else set()
+    prepare(model.base, set(model._parts.experts.values()), model.sharded, readers)
     model.mesh_faults = dict(_mesh_faults(model, tried))
     if device.type != "meta":
         model.to_empty(device=device)
@@ -346,9 +368,6 @@ def build(config: HFCausalLM, *, seq_len: int) -> TransformersModel:
 def _mesh_faults(model: TransformersModel, tried: Tried) -> Iterator[tuple[str, str]]:
     parts = model._parts
     kind = parts.config.model_type
-    for degree, types in FAILED.items():
-        if kind in types:
-            yield degree, f"{kind}: on two ranks it does not compute what it does on one"
     if tried.apart:
         yield "pp", f"{kind}: documents are computed as rows of their own, which stages do not do"
     elif not tried.staged:

@@ -189,8 +189,14 @@ def tensor_plan(
     return named
 
 
-def prepare(base: Any, experts: Collection[nn.Module], found: Sharded) -> None:
-    """Tell modules what tensor parallelism is to do with them, where it does not know by their class."""
+def prepare(
+    base: Any, experts: Collection[nn.Module], found: Sharded, readers: Collection[nn.Module] = ()
+) -> None:
+    """Tell modules what tensor parallelism is to do with them, where it does not know by their class.
+
+    Args:
+        readers: blocks that compute with the weight of a Linear in them, as some routers do.
+    """
     whole = {base.get_submodule(path) for path in found.whole}
     for path, module in base.named_modules():
         style = found.styles.get(path, "replicate")
@@ -198,6 +204,8 @@ def prepare(base: Any, experts: Collection[nn.Module], found: Sharded) -> None:
             module.tensor_parallel = partial(_cut, module, style)
         elif module in whole:
             module.tensor_parallel = partial(_on_whole_rows, module)
+        elif module in readers:
+            module.tensor_parallel = partial(_whole, module, linears=True)
         elif module in experts or next(module.parameters(recurse=False), None) is None:
             continue
         elif is_norm(module) or (
@@ -206,9 +214,9 @@ def prepare(base: Any, experts: Collection[nn.Module], found: Sharded) -> None:
             module.tensor_parallel = partial(_whole, module)
 
 
-def _whole(module: nn.Module, group: Group, style: str | None) -> None:
+def _whole(module: nn.Module, group: Group, style: str | None, *, linears: bool = False) -> None:
     """Called by the `decoder` plan: transformers has many classes of norms and routers."""
-    with_local_parameters(module)
+    with_local_parameters(module, linears=linears)
 
 
 def _on_whole_rows(module: Any, group: Group, style: str | None) -> None:

@@ -46,6 +46,8 @@ class Tried(NamedTuple):
     """Whether what stands before the blocks can be a stage of its own."""
     unlike: frozenset[str]
     """Classes of modules that compute something else where tensor parallelism shards them."""
+    reads_weights: bool
+    """Whether blocks compute with the weight of a Linear in them, and do not call it."""
 
 
 def try_once(values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], Any]) -> Tried:
@@ -91,10 +93,10 @@ def _try(values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], Any]) ->
                 )
                 raise refused(values, what, HINT)
         if ours.apart:
-            return Tried(True, False, False, False, frozenset())
+            return Tried(True, False, False, False, frozenset(), False)
         staged, alone = (_staged(ours, first) for first in (len(ours.layers) // 2, 0))
-        unlike = _unlike(ours)
-        return Tried(False, _tokenwise(ours), staged, staged and alone, unlike)
+        unlike, reads = _unlike(ours), _reads_weights(ours)
+        return Tried(False, _tokenwise(ours), staged, staged and alone, unlike, reads)
 
 
 _tried_cache: dict[str, str | None] = {}
@@ -274,6 +276,20 @@ def _unlike(ours: Any) -> frozenset[str]:
         if parts_fault(module, own, args, kwargs) is not None:
             unlike.add(type(module).__name__)
     return frozenset(unlike)
+
+
+@torch.no_grad()
+def _reads_weights(ours: Any) -> bool:
+    """Whether there is a Linear in blocks that nobody calls in training."""
+    called: set[nn.Module] = set()
+    linears = {module for module in ours.layers.modules() if type(module) is nn.Linear}
+    hooks = [module.register_forward_pre_hook(lambda module, _: called.add(module)) for module in linears]
+    before = ours.training
+    ours.train()(_tokens(ours.base)[:, :2])
+    ours.train(before)
+    for hook in hooks:
+        hook.remove()
+    return not linears <= called
 
 
 @torch.no_grad()

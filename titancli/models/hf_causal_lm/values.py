@@ -45,23 +45,27 @@ def seeded(generator: torch.Generator) -> Iterator[None]:
 
 
 def initial_values(
-    base: Any, unit: nn.Module, path: str, generator: torch.Generator
+    base: Any, unit: nn.Module, path: str, generator: torch.Generator, *, whole: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
     """Whole fp32 values of a unit's parameters, by name, as transformers would draw them.
 
     Args:
         base: whose `_init_weights` it is.
         unit: on meta, and not needed afterwards.
+        whole: the parameters of the modules in it, too.
 
     Raises:
         RecipeError: transformers leaves a parameter without a value.
     """
-    unit.to_empty(device=generator.device)
+    unit.to_empty(device=generator.device, recurse=whole)
     with torch.no_grad(), torch.device(generator.device), seeded(generator):
-        for parameter in unit.parameters():
+        for parameter in unit.parameters(whole):
             parameter.fill_(float("nan"))
-        unit.apply(base._init_weights)
-    for name, parameter in unit.named_parameters(prefix=path):
+        if whole:
+            unit.apply(base._init_weights)
+        else:
+            base._init_weights(unit)
+    for name, parameter in unit.named_parameters(path, whole):
         if bool(parameter.isnan().any()):
             raise RecipeError(
                 f"model.config: transformers does not define the initial value of {name}", hint="give weights"
