@@ -60,7 +60,7 @@ MATRIX = {
     ),
     4: Row(
         "a truncated, bit-flipped, zeroed, missing or extra file",
-        "found, the file named; the last good checkpoint is taken, said in one line",
+        "found, the file named; the last good checkpoint, or the store's copy, is taken, said in one line",
         (
             "checkpoint/test_faults.py::test_any_harm_is_found_the_file_named_and_the_one_before_taken",
             "checkpoint/test_faults.py::test_an_extra_file_is_named",
@@ -69,6 +69,8 @@ MATRIX = {
             "::test_a_resume_names_the_bad_checkpoint_in_one_line_and_takes_the_last_good_one",
             "run/test_checkpoint_settings.py"
             "::test_ranks_that_start_anew_pass_over_a_bad_checkpoint_in_one_line",
+            "run/test_remote.py::test_a_step_that_is_damaged_here_is_taken_from_the_store",
+            "run/test_remote.py::test_all_ranks_take_the_stores_where_one_finds_damage",
             "cli/test_checkpoint.py::test_verify_reads_every_byte_and_exits_5",
         ),
     ),
