@@ -197,10 +197,10 @@ def test_middles_of_live_text_are_those_of_shards_in_their_order(
     config = type(configs[name])(**{**vars(configs[name]), **same, "length_index": True})
     shards = {**vars(configs["token_shards"]), **same, "shuffle": "off", "paths": [tmp_path / "out"]}
     options: dict[str, Any] = {"tokenizer": build(HFTokenizer(path=bpe_folder)), "seq_len": 40}
-    whole, _ = global_rows(TokenShards(**shards), 200, dp_size=1, rows=2, **options)
+    whole, _ = global_rows(TokenShards(**shards), 100, dp_size=1, rows=2, **options)
     head, state = global_rows(config, 70, dp_size=2, rows=1, **options)
     assert state["epoch"] >= 1
-    tail, _ = global_rows(config, 130, dp_size=1, rows=2, state=json.loads(json.dumps(state)), **options)
+    tail, _ = global_rows(config, 30, dp_size=1, rows=2, state=json.loads(json.dumps(state)), **options)
     assert head + tail == whole
     with pytest.raises(EnvironmentProblem, match="fim was"):
         make(config, seed=8, **options).load_state_dict(state)
