@@ -13,6 +13,7 @@ from tests.engine.cases import Layout, my_batches, recipe, small
 from tests.engine.test_guard import bits
 from tests.parallel.dropout_cases import Dropping
 from tests.ranks.layouts import EIGHT
+from tests.rows import rows
 from titancli.engine import Engine
 from titancli.engine.recheck import COMPUTED, RECEIVED, REDUCED, SAME, checksum, suspects
 from titancli.errors import RecipeError, TitanError
@@ -72,8 +73,8 @@ SOUND: dict[str, tuple[int, Layout]] = {
 }
 
 
-SLOW = ("TP, compiled", "replicas", "FSDP2", "CP", "recomputed by op", "experts")
-# EP has experts, replicas and shards as well
+SLOW = ("TP, compiled", "replicas", "FSDP2", "CP", "recomputed by op", "experts", "dropout", "tied")
+# EP has experts, replicas and shards as well, and "dropout, recomputed" has dropout
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,7 @@ FLIPS: dict[str, tuple[int, Layout, int, str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", FLIPS)
+@pytest.mark.parametrize("case", rows(FLIPS, slow=["FSDP2, forward", "TP, forward", "PP, first stage"]))
 def test_a_flipped_bit_is_found_and_its_rank_named(ranks: Any, case: str) -> None:
     count, layout, rank, where, what, name = FLIPS[case]
     per_pass = 2 if "pp" in layout.mesh else 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -46,6 +47,11 @@ def config_of(given: Any) -> Any:
     return current().find(kind, name)(**fields)
 
 
+@cache
+def of_optimizer(name: str) -> dict[str, Traffic]:
+    return traffic_of(replace(cases.recipe(small()), optimizer=config_of(OPTIMIZERS[name])))
+
+
 def waits(recipe: Recipe) -> list[str]:
     return [place for traffic in traffic_of(recipe).values() for place in traffic.waits]
 
@@ -62,7 +68,7 @@ def test_a_step_of_a_bundled_recipe(name: str) -> None:
 
 @pytest.mark.parametrize("name", rows(OPTIMIZERS, slow=["for-loop"]))
 def test_no_optimizer_waits(name: str) -> None:
-    found = waits(replace(cases.recipe(small()), optimizer=config_of(OPTIMIZERS[name])))
+    found = [place for traffic in of_optimizer(name).values() for place in traffic.waits]
     if name in ("foreach", "for-loop"):  # those of torch that cannot skip a step on the device
         assert found and all("step_with" in place for place in found)
     else:
@@ -149,10 +155,7 @@ def test_an_extra_pass_over_the_gradients_is_seen(monkeypatch: pytest.MonkeyPatc
 
 def test_an_optimizer_divides_and_clips_gradients_itself() -> None:
     """Else it is a pass over all of them: 8 bytes for each number."""
-    recipes = {
-        name: replace(cases.recipe(small()), optimizer=config_of(OPTIMIZERS[name])) for name in OPTIMIZERS
-    }
-    moved = {name: traffic_of(recipe)["optim_step"].ops for name, recipe in recipes.items()}
+    moved = {name: of_optimizer(name)["optim_step"].ops for name in OPTIMIZERS}
     assert {name for name, ops in moved.items() if "_foreach_div_" in ops} == {"foreach", "for-loop"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -124,6 +125,12 @@ def test_every_token_is_counted_once(ranks):
     assert all(int(count.sum()) == ROWS * LENGTH * 3 for count in counts)
 
 
+@pytest.fixture(scope="module")
+def on_one_rank(ranks):
+    """`on_one_rank(config)`: the gradients of one rank, made once for all layouts."""
+    return cache(lambda config: ranks(1, gradients, layout(config))[0])
+
+
 @pytest.mark.parametrize("coefficient", ["z_loss_coeff", "aux_loss_coeff"])
 @pytest.mark.parametrize(
     ("world", "options"),
@@ -135,10 +142,9 @@ def test_every_token_is_counted_once(ranks):
         (2, dict(pp=2, pipeline={"schedule": "1F1B"})),
     ],
 )
-def test_a_routers_losses_are_the_same_on_every_layout(ranks, world, options, coefficient):
+def test_a_routers_losses_are_the_same_on_every_layout(ranks, on_one_rank, world, options, coefficient):
     config = replace(EIGHT, moe=replace(EIGHT.moe, **{coefficient: 0.1}))
-    (expected,) = ranks(1, gradients, layout(config))
-    (without,) = ranks(1, gradients, layout())
+    expected, without = on_one_rank(config), on_one_rank(EIGHT)
     gate = "layers.0.moe.router.gate.weight"
     assert (expected[gate] - without[gate]).norm() > 0.1 * without[gate].norm()
     found = {k: v for part in ranks(world, gradients, layout(config, **options)) for k, v in part.items()}

@@ -30,6 +30,8 @@ from titancli.registry.component import component
 
 ranks_only = pytest.mark.ranks
 ONE = Layout()
+PLACED_ALIKE = ("GPipe", "LoopedBFS", "InterleavedZeroBubble")
+"""Without gradients they do what 1F1B and Interleaved1F1B do, whose stages lie where theirs do."""
 SPLIT_BACKWARD = [name for name, kind in SCHEDULES.items() if kind.splits_backward]
 
 
@@ -99,7 +101,10 @@ def forwarded(layout: Layout, rows: int = ROWS) -> tuple[Tensor, dict[str, Tenso
 @pytest.mark.parametrize(
     ("count", "layout"),
     [
-        *((2, pp(schedule=name)) for name in SCHEDULES),
+        *rows(
+            ((2, pp(schedule=name)) for name in SCHEDULES),
+            slow=[(2, pp(schedule=name)) for name in PLACED_ALIKE],
+        ),
         (4, pp(4)),
         pytest.param(4, pp(mesh={"dp_shard": 2}, schedule="Interleaved1F1B"), marks=pytest.mark.slow),
         (4, pp(mesh={"tp": 2}, schedule="DualPipeV")),

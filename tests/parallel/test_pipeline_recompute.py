@@ -8,6 +8,7 @@ import pytest
 from torch import Tensor
 
 from tests.engine.cases import Layout, gradients
+from tests.rows import rows
 from titancli.layout.stages import SCHEDULES
 
 pytestmark = pytest.mark.ranks
@@ -27,13 +28,17 @@ def expected(ranks: Any) -> dict[str, Tensor]:
     return found
 
 
-SLOW = {name for name in CASES if name.endswith("compiled") and not name.startswith("1F1B")}
-"""Compiling takes long where cores are few."""
+QUICK = {
+    "GPipe, AC full",
+    "1F1B, AC by op",
+    "Interleaved1F1B, AC full",
+    "LoopedBFS, AC by op",
+    "1F1B, compiled",
+}
+"""Each schedule once, and each way to recompute with one stage a rank and with two."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
-)
+@pytest.mark.parametrize("name", rows(CASES, slow=CASES.keys() - QUICK))
 def test_stages_that_recompute_give_the_same_gradients(
     ranks: Any, expected: dict[str, Tensor], name: str
 ) -> None:
