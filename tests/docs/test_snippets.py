@@ -149,8 +149,10 @@ def _starts(script: str) -> list[list[str]]:
     """
     found: list[list[str]] = []
     for line in script.splitlines():
-        if line.startswith("titan ") and not re.search(r"[^-\w\s./=:,]", line.partition("  #")[0]):
-            found.append(line.partition("  #")[0].split())
+        command = line.partition("  #")[0]
+        outside = re.sub(r"""'[^']*'|"[^"$`\\]*\"""", "", command)
+        if line.startswith("titan ") and not re.search(r"[^-\w\s./=:,]", outside):
+            found.append(shlex.split(command))
         elif found and found[-1][0] == "bash":
             found[-1][-1] += "\n" + line
         else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -66,9 +65,13 @@ def test_text_streams_and_an_interrupt_leaves_130(folder: Path) -> None:
 
 
 def test_a_reader_that_leaves_is_no_error(folder: Path) -> None:
-    command = f"{shlex.quote(TITAN)} generate mine the --max-new-tokens 3000 | head -c 5"
-    done = subprocess.run(
-        command, shell=True, cwd=folder, capture_output=True, timeout=120, stdin=subprocess.DEVNULL
-    )
-    assert len(done.stdout) == 5
-    assert b"Traceback" not in done.stderr and b"error" not in done.stderr
+    command = [TITAN, "generate", "mine", "the", "--max-new-tokens", "3000"]
+    with subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert len(process.stdout.read(5)) == 5
+        assert process.poll() is None
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert b"Traceback" not in errors and b"error" not in errors
