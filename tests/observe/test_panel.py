@@ -299,7 +299,9 @@ def test_a_sparkline_has_the_shape_of_its_values() -> None:
 def on_a_terminal(*command: str) -> str:
     """What a process writes to a terminal of 80 columns that is its stderr."""
     reader, writer = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"}
+    environment = {**os.environ, "TERM": "xterm-256color"}
+    if command[1] == "-c":  # what is forked (tests/warm.py) writes UTF-8 anyway
+        environment["PYTHONIOENCODING"] = "utf-8"
     process = subprocess.Popen(command, stderr=writer, env=environment)
     os.close(writer)
     text = b""
