@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.engine.cases import Layout, recipe
 from tests.ranks.layouts import MIXTRAL
 from titancli.checkpoint.hf.likeness import refuse_other_model
 from titancli.checkpoint.hf.which import hf_form
+from titancli.checkpoint.load import everywhere
 from titancli.checkpoint.start_from import start_from
 from titancli.engine import Engine
 from titancli.engine.first_weights import _same_on_all, load_weights
@@ -79,6 +81,25 @@ def test_ranks_that_see_different_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem, match=r"rank 2 sees another .* than rank 0") as caught:
         _same_on_all(tmp_path, ["a", "a", "b"])
     assert caught.value.hint
+
+
+def refused(path: str) -> list[str]:
+    """What a rank says whose copy of the folder is its own, and then what both have gathered."""
+    rank = dist.get_rank()
+    made = dataclasses.replace(recipe(Layout()), weights=Path(path) / str(rank))
+    with pytest.raises(EnvironmentProblem) as caught:
+        load_weights(made, start_from(made), DecoderHF(made.model), {}, [], None)
+    return [caught.value.message, *everywhere("gathering", lambda: str(rank))]
+
+
+@pytest.mark.ranks
+def test_a_config_that_one_rank_lacks_is_an_error_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
+    for rank in (0, 1):
+        (tmp_path / str(rank)).mkdir()
+    (tmp_path / "0" / "config.json").write_text(json.dumps(hf_form(recipe(Layout()).model).config_json()))
+    said = ranks(2, refused, str(tmp_path))
+    assert said[0] == said[1] and said[0][1:] == ["0", "1"]
+    assert f"{tmp_path}/1 is neither a Hugging Face folder" in said[0][0]
 
 
 def test_a_quantized_folder_is_the_same_model_and_one_that_is_not_read_is_refused(tmp_path: Path) -> None:

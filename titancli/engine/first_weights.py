@@ -172,11 +172,14 @@ def _load_base(
         filled = {f"model.{name}": tensor for name, tensor in tensors.items()}
         load_checkpoint(folder, filled, verify=recipe.checkpoint.verify, exclude=start.exclusion)
         return kept_of(folder)
+    readable: list[HFForm] = []
+    # Apart from the load, in which ranks that are about to read wait for each other.
+    everywhere(f"reading {folder}", lambda: readable.append(_readable(recipe, start, form)))
     kept: dict[str, bytes] = {}
     shapes = {one.name: one.shape for one in known}
 
     def load() -> str:
-        identity = _load_hf(recipe, start, form, tensors, shapes)
+        identity = _load_hf(folder, readable[0], tensors, shapes)
         kept.update(kept_of(folder))
         return identity
 
@@ -193,17 +196,13 @@ def _same_on_all(folder: Path, seen: Sequence[object]) -> None:
             )
 
 
-def _load_hf(
-    recipe: Recipe,
-    start: StartFrom,
-    form: HFForm | None,
-    tensors: dict[str, Tensor],
-    shapes: dict[str, tuple[int, ...]],
-) -> str:
-    """Fill them from a Hugging Face folder; see `load_hf_weights` for what is returned."""
-    from titancli.checkpoint.format.storage import several_ranks
-    from titancli.checkpoint.hf.load import load_hf_weights
+def _readable(recipe: Recipe, start: StartFrom, form: HFForm | None) -> HFForm:
+    """Return the form in which a Hugging Face folder of this model is read.
 
+    Raises:
+        EnvironmentProblem: the folder is none, or another model's.
+        RecipeError: the recipe asks for what such a folder does not give.
+    """
     folder = start.folder
     if not (folder / "config.json").is_file():
         raise EnvironmentProblem(
@@ -223,6 +222,16 @@ def _load_hf(
             hint="give a checkpoint: RUN/checkpoints/step-N",
         )
     refuse_other_model(recipe, folder)
+    return form
+
+
+def _load_hf(
+    folder: Path, form: HFForm, tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]
+) -> str:
+    """Fill them from a Hugging Face folder; see `load_hf_weights` for what is returned."""
+    from titancli.checkpoint.format.storage import several_ranks
+    from titancli.checkpoint.hf.load import load_hf_weights
+
     together = several_ranks(None)
     share = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
     return load_hf_weights(
