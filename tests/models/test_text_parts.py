@@ -10,6 +10,7 @@ import torch
 
 from titancli.checkpoint.hf.folder import read_hf
 from titancli.checkpoint.hf.which import hf_form, model_of
+from titancli.errors import EnvironmentProblem
 from titancli.models.blocks.state import named_state
 from titancli.registry.component import build
 
@@ -63,3 +64,24 @@ def test_the_text_model_of_a_folder_computes_what_transformers_does(kind: str, t
     tokens = torch.randint(0, 60, (2, 16), generator=drawn)
     meant = theirs(input_ids=tokens).logits
     assert float((ours(tokens=tokens) - meant).abs().max() / meant.abs().max()) < 1e-5
+
+
+def test_experts_in_one_tensor_are_refused_by_name(tmp_path: Path) -> None:
+    """Qwen3-VL-MoE, by the family and by `hf_causal_lm`."""
+    import transformers
+
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+    config = transformers.Qwen3VLMoeConfig(
+        text_config={**TEXT, **sizes, "rope_parameters": rope},
+        vision_config={**EYES, "deepstack_visual_indexes": []},
+    )
+    transformers.Qwen3VLMoeForConditionalGeneration(config).save_pretrained(tmp_path)
+    with pytest.raises(EnvironmentProblem, match="Qwen3-VL-MoE") as caught:
+        model_of(tmp_path, None)
+    assert "Qwen3-30B-A3B" in str(caught.value.hint)
+    _, _, ours = model_of(tmp_path, "hf_causal_lm")
+    with torch.device("meta"):
+        shapes = {name: tuple(tensor.shape) for name, tensor in named_state(build(ours, seq_len=16))}
+    with pytest.raises(EnvironmentProblem, match="Qwen3-VL-MoE"):
+        read_hf(tmp_path, hf_form(ours)).check(shapes)

@@ -79,3 +79,9 @@ MTP_LAYER: Names = {
 }
 MTP_COPIES = {"embed_tokens.weight": "tok_embeddings.weight", "shared_head.head.weight": "output.weight"}
 """What folders have in each layer of multi-token prediction besides: copies of the main model's."""
+JOINED_EXPERTS = (
+    "a folder of Qwen3-VL-MoE holds a layer's experts as single tensors (mlp.experts.gate_up_proj, "
+    "down_proj), which titan does not read",
+    "use a text release of the same sizes (Qwen3-30B-A3B, Qwen3-235B-A22B), or a dense Qwen3-VL",
+)
+"""What is refused of it, and what to use instead."""

@@ -5,13 +5,14 @@ What it has beside Llama 3 is a norm of every head's query and key, a head_dim a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Gt
 
+from titancli.errors import EnvironmentProblem
 from titancli.models.config_json import GROUPED, NO_BIAS, Key, RopeKeys, Table, decoder, routing
-from titancli.models.names import EXPERTS, LAYER, QK_NORM, Names
+from titancli.models.names import EXPERTS, JOINED_EXPERTS, LAYER, QK_NORM, Names
 from titancli.models.sections import BUILD, FORM, DecoderConfig, MoE
 from titancli.models.shape import Block, block, mixture, swiglu
 from titancli.registry.component import component
@@ -38,6 +39,7 @@ _ATTENTION: tuple[Any, ...] = (
 )
 _ROWS: tuple[Any, ...] = (*decoder(32768), *_ATTENTION, RopeKeys())
 _DENSE_ROWS = (Key("head_dim", "head_dim", lambda ours: 128), Key("hidden_dim", "intermediate_size"))
+_JOINED = ("qwen3_vl_moe", "qwen3_vl_moe_text")
 _IGNORED = ("sliding_window", "max_window_layers")  # they say nothing where no layer slides
 
 
@@ -81,7 +83,7 @@ class Qwen3(DecoderConfig):
             ignoring=(*_IGNORED, "intermediate_size"),
         ),
     }
-    model_types: ClassVar[tuple[str, ...]] = (*hf_tables, "qwen3_vl")
+    model_types: ClassVar[tuple[str, ...]] = (*hf_tables, "qwen3_vl", *_JOINED)  # the last are refused
     text_part: ClassVar[str] = "model.language_model."
     other_parts: ClassVar[tuple[str, ...]] = ("model.visual.",)
     flavors: ClassVar[dict[str, dict[str, Any]]] = {
@@ -123,6 +125,13 @@ class Qwen3(DecoderConfig):
     @property
     def model_type(self) -> str:
         return "qwen3" if self.moe is None else "qwen3_moe"
+
+    @classmethod
+    def from_config_json(cls, config_json: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Sizes.from_config_json`."""
+        if config_json.get("model_type") in _JOINED:
+            raise EnvironmentProblem(JOINED_EXPERTS[0], hint=JOINED_EXPERTS[1])
+        return super().from_config_json(config_json)
 
     def hf_names(self) -> Names:
         return {**LAYER, **QK_NORM, **EXPERTS}

@@ -16,6 +16,7 @@ from titancli.models.hf_causal_lm import HFCausalLM
 from titancli.models.hf_causal_lm.config_json import BESIDE_TEXT, NAMED_OTHERWISE
 from titancli.models.hf_causal_lm.conversion import Conversion, no_form, sources_of
 from titancli.models.hf_causal_lm.model import TransformersModel
+from titancli.models.names import JOINED_EXPERTS
 from titancli.models.quantization import KEY
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,8 @@ class FolderForm:
         if found := BESIDE_TEXT.match(hf_name):
             self._tell(f"leaving out what stands beside the text model: {found[0]}")
             return True
+        if self.model_type == "qwen3_moe" and hf_name.endswith(".mlp.experts.gate_up_proj"):
+            raise EnvironmentProblem(JOINED_EXPERTS[0], hint=JOINED_EXPERTS[1])
         self._look()
         return self.copy_of(hf_name) is not None or any(re.search(p, hf_name) for p in self._ignored)
 
