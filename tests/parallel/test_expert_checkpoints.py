@@ -32,7 +32,6 @@ LAYOUTS = {
 }
 BEFORE, AFTER = 2, 2
 """Steps before the checkpoint, and after it."""
-NEWER = torch.__version__ >= "2.12"
 LATER = pytest.mark.slow
 FROM = [pytest.param("one rank", marks=LATER), pytest.param("EP2xFSDP2", marks=LATER), "EP2xTP2"]
 
@@ -82,8 +81,8 @@ def saved(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tup
 def test_names_and_biases_are_those_of_one_rank(saved):
     expected = saved["one rank"][1]
     assert "model.layers.0.moe.expert_bias" in expected
-    # From the first weights of torch 2.11 each bias goes up in one step and down in the next.
-    assert expected["model.layers.0.moe.expert_bias"].any() or not NEWER
+    # In a layer each bias may go up in one step and down in the next.
+    assert any(expected[f"model.layers.{layer}.moe.expert_bias"].any() for layer in (0, 1))
     assert "optimizer.layers.0.moe.experts.w1.exp_avg" in expected
     assert not any(name.startswith("optimizer.") and "expert_bias" in name for name in expected)
     for name, (folder, tensors) in saved.items():
