@@ -23,7 +23,7 @@ def test_a_rank_that_is_50_ms_slower_is_named_in_the_metrics(
     steps = [e["metrics"] for e in read_events(here / "r/events.jsonl") if e["event"] == "step"]
     assert statistics.mode(metrics["slow_rank"] for metrics in steps[1:]) == 1
     late = statistics.median(metrics["slow_rank_seconds"] for metrics in steps[1:])
-    assert 0.04 < late < 0.2
+    assert 0.04 < late < 0.5
     # All time is in some phase; of single steps only roughly, as the ranks do not read at the same instant.
     phases = sum(metrics[name] for metrics in steps for name in metrics if name.startswith("time/"))
     assert phases == pytest.approx(sum(metrics["step_seconds"] for metrics in steps), rel=0.05)
