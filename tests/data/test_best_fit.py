@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +34,7 @@ TEXTS = [chr(97 + number % 26) * (number * 7 % 40) for number in range(200)]
 S = 16
 
 
-@pytest.fixture(autouse=True)
-def nothing_reported() -> Iterator[None]:
-    collector.drain()
-    yield
-    collector.drain()
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture

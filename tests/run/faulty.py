@@ -106,6 +106,7 @@ def build(config: Faulty) -> Any:
                 if config.fault == "signal":
                     os.kill(os.getpid(), signal.Signals[config.signal])
                 if config.fault == "hang":
+                    Path("hanging").touch()
                     time.sleep(config.hang)
                     os._exit(1)
             result = super().__call__(out, batch)

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,9 @@ def test_a_second_ctrl_c_leaves_at_once(
 ) -> None:
     hangs = ("loss.fault=hang", "loss.call=2", "loss.rank=0")  # for an hour, in the second step
     running = command("tiny.toml", *SLOW, *hangs, "--run-dir", "r", *several)
-    running.until_step(here / "r/events.jsonl", 1)
+    while not (here / "hanging").exists():  # before that, it would stop after the first step
+        assert running.process.poll() is None, running.wait()
+        time.sleep(0.02)
     running.process.send_signal(signal.SIGINT)
     running.until_said("SIGINT: stopping after this step")
     running.process.send_signal(signal.SIGINT)

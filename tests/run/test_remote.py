@@ -243,6 +243,12 @@ def _left(here: Path) -> set[str]:
 
 
 def test_a_step_that_is_damaged_here_is_taken_from_the_store(train: Train, here: Path, both: str) -> None:
+    _flip(here / "r/checkpoints/step-6", MANIFEST)
+    dry = train("r", "--resume", both, "training.steps=7", "--dry-run")
+    assert dry.code == 0 and "step-6" in dry.out, dry.err
+    assert _left(here) == {"step-2", "step-4", "step-6"}
+    _flip(here / "r/checkpoints/step-6", MANIFEST)
+
     _flip(here / "r/checkpoints/step-6")
     done = train("r", "--resume", both, "training.steps=7", "--run-dir", "r")
     assert done.code == 0, done.err

@@ -20,7 +20,7 @@ from titancli.provenance import file_hash
 from titancli.run import remote
 from titancli.run.drift import Change, changes, sections
 from titancli.run.inputs import require_inputs, tokenizer_folder
-from titancli.runs import RunFolder
+from titancli.runs import STEP_NAME, RunFolder
 
 if TYPE_CHECKING:
     from titancli.recipe import Loaded
@@ -185,8 +185,9 @@ def _from_afar(request: Request, run_dir: Path) -> Plan | None:
 
 
 def _step_of(checkpoint: Path) -> int:
-    """Of one that a dry run has only seen in an object store, too."""
-    return read_manifest(checkpoint).step if checkpoint.is_dir() else int(checkpoint.name[len("step-") :])
+    """Of one that a dry run has only seen in an object store, too, where the one here may be damaged."""
+    named = STEP_NAME.match(checkpoint.name)
+    return int(named[1]) if named else read_manifest(checkpoint).step
 
 
 def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
@@ -272,6 +273,7 @@ def _choose_checkpoint(
                 if there
                 else "the run has no checkpoints",
             )
+        read_manifest(path)
         return path, [], False
     notes: list[str] = []
     newest = partial(remote.newest, folder, section, say=request.say, dry_run=request.dry_run)
