@@ -152,7 +152,7 @@ def head_memory(work: Workload) -> HeadMemory:
 
 def embedding_peak(work: Workload, *, backward: bool = False) -> float:
     """Beside the weight and its gradient: what the look-up makes, under tensor parallelism before it is
-    cut."""
+    sharded."""
     work = work.head  # as many look-ups as hidden states
     whole = work.tokens * work.shape.dim * work.compute
     if work.degrees.tp == 1:
