@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.models.families import DEEPSEEK, GLM4_MOE, Family
 from titancli.checkpoint import export_hf
+from titancli.checkpoint.hf.convert import to_hf, to_titan
 from titancli.checkpoint.hf.likeness import complaint
 from titancli.checkpoint.hf.load import load_hf_weights
 from titancli.checkpoint.hf.quantise import quantisation
@@ -177,7 +178,9 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("family", "variant"), [(DEEPSEEK, "V3, groups, YaRN"), (GLM4_MOE, "as released")], ids=["V3", "GLM"]
 )
-def test_a_folder_comes_back_byte_for_byte(family: Family, variant: str, tied: bool, tmp_path: Path) -> None:
+def test_a_folder_comes_back_byte_for_byte(
+    family: Family, variant: str, tied: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """With what releases have of the embedding and the output in each of these layers."""
     model = predicting(2, family=family, variant=variant, tied=tied)
     form, state = hf_form(model.config), {name: t.detach() for name, t in named_state(model)}
@@ -196,6 +199,10 @@ def test_a_folder_comes_back_byte_for_byte(family: Family, variant: str, tied: b
     export_hf(back, form, {}, tmp_path / "two")
     one, two = (tmp_path / name / "model.safetensors" for name in ("one", "two"))
     assert one.read_bytes() == two.read_bytes()
+    to_titan(tmp_path / "one", tmp_path / "checkpoint", say=print)
+    assert "left out" not in caplog.text
+    to_hf(tmp_path / "checkpoint", tmp_path / "three", say=print)
+    assert (tmp_path / "three" / "model.safetensors").read_bytes() == one.read_bytes()
 
 
 def test_folders_with_and_without_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -60,6 +60,11 @@ class HFFormDefaults:
         """Return the form's own name for a tensor that has another name in some folders."""
         return hf_name
 
+    def whole(self, hf_names: Collection[str]) -> dict[str, Any]:
+        """Return further keys of `[model]`, with which a folder of these tensors is read without leaving out
+        any."""
+        return {}
+
 
 class HFBuilder(Protocol):
     """The `hf=` target: a class whose instances are HFForms."""

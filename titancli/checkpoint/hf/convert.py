@@ -24,6 +24,7 @@ from titancli.checkpoint.hf.compare import refuse_incomparable, verdict
 from titancli.checkpoint.hf.folder import HFReader, cast_of, export_hf, read_hf
 from titancli.checkpoint.hf.kept import kept_of, not_kept, of_another_tokenizer
 from titancli.checkpoint.hf.libraries import library_of
+from titancli.checkpoint.hf.likeness import bind
 from titancli.checkpoint.hf.quantise import Method, quantisation
 from titancli.checkpoint.hf.which import (
     Say,
@@ -37,7 +38,7 @@ from titancli.checkpoint.hf.which import (
 from titancli.checkpoint.load import CheckpointReader
 from titancli.checkpoint.save import Draft
 from titancli.errors import EnvironmentProblem, TitanError
-from titancli.protocols import TokenizerDefaults
+from titancli.protocols import HFFormDefaults, TokenizerDefaults
 from titancli.registry.component import build
 from titancli.registry.defaults import with_defaults
 
@@ -142,6 +143,11 @@ def to_titan(
     if verify:
         refuse_incomparable(form)
     reader = read_hf(src, form)
+    # Training takes from a folder what its recipe has; a conversion leaves nothing out.
+    if further := with_defaults(HFFormDefaults, form).whole(reader.names()):
+        config |= further
+        model = bind(type(model), config, str(src))
+        reader = read_hf(src, hf_form(model))
     shapes = parameter_shapes(model)
     reader.check(shapes)
     say(f"reading {src} as {name}")

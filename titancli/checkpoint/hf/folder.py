@@ -230,6 +230,10 @@ class HFReader:
             return self.form.from_hf(name, []).dtype
         return TORCH_DTYPE[self._places[sources[0]].dtype]
 
+    def names(self) -> Collection[str]:
+        """All tensors of the folder, by the names that the form knows them by."""
+        return self._places.keys()
+
     @property
     def identity(self) -> str:
         """Equal where names, dtypes, shapes and places of all tensors are."""

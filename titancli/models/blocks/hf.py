@@ -116,6 +116,11 @@ class DecoderHF:
             )
         return None
 
+    def whole(self, hf_names: Collection[str]) -> dict[str, Any]:
+        layers = {int(found[1]) for name in hf_names if (found := _LAYER.match(name))}
+        further = sum(layer >= self.config.n_layers for layer in layers)
+        return {"n_mtp_layers": further} if further and self._mtp_layers == 0 else {}
+
     @property
     def _mtp_layers(self) -> int | None:
         """None: the family has none."""
