@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.checkpoint.tensors import RUN
 from tests.converters.test_lora_experts import OWN, TRANSPOSED
 from tests.models.hf_configs import CONFIGS, LLAMA
-from tests.ranks.layouts import GPT_OSS
+from tests.ranks.layouts import GPT_OSS, IROPE
 from tests.rows import rows
 from titancli.checkpoint import CheckpointReader, export_hf, read_hf, save_checkpoint
 from titancli.checkpoint import base as merging
@@ -35,6 +35,7 @@ RANK, ALPHA = 8, 16.0
 MODELS: dict[str, Any] = {
     "llama3": Llama3(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=300),
     "gpt_oss": replace(GPT_OSS, moe=replace(GPT_OSS.moe, load_balance_coeff=None)),  # biases, square layers
+    "llama4": replace(IROPE, moe=replace(IROPE.moe, load_balance_coeff=None)),
     "qwen2": HFCausalLM(config={**LLAMA, "model_type": "qwen2", "intermediate_size": 37}),
     "qwen3": OWN,  # folders have experts one by one
     "experts": HFCausalLM(config=CONFIGS["experts"]),
@@ -112,7 +113,7 @@ def tensors_of(folder: Path, config: Any) -> dict[str, Tensor]:
     return {hf: value for name in names for hf, value in form.to_hf(name, reader.parameter(name))}
 
 
-@pytest.mark.parametrize("name", rows(MODELS, slow=("qwen3", "experts", "experts, transposed")))
+@pytest.mark.parametrize("name", rows(MODELS, slow=("llama4", "qwen3", "experts", "experts, transposed")))
 def test_an_export_in_fp32_is_merged_in_fp32_and_is_what_peft_makes(
     tmp_path: Path, convert: Convert, name: str
 ) -> None:

@@ -261,6 +261,7 @@ MTP = {
         4, config=replace(FURTHER, tied=True), dp_shard=2, tp=2, ep=2, activation_checkpoint=FULL_AC
     ),
     "mtp, FSDP2, compiled": case(2, config=FURTHER, dp_shard=2, compile="aot_eager"),
+    "mtp, EP2xTP2, compiled": case(4, config=FURTHER, dp_shard=2, tp=2, ep=2, compile="aot_eager"),
     "mtp, FSDP2, accumulation, AC by op": case(
         2, "adam", config=FURTHER, dp_shard=2, micro_batches=2, activation_checkpoint=BY_OP
     ),
@@ -423,7 +424,7 @@ SLOW = {
     *("olmo3, CP2xTP2, documents", "olmo3, PP2xFSDP2", "olmo3, TP2, compiled, AC by op"),
     "mixtral, EP2 of FSDP2xCP2",
     *("mtp, EP2 of FSDP2xCP2, documents", "mtp, EP2xTP2, AC full, tied", "mtp, FSDP2, compiled"),
-    "mtp, FSDP2, accumulation, AC by op",
+    *("mtp, FSDP2, accumulation, AC by op", "mtp, EP2xTP2, compiled"),
     *("FSDP2, documents", "TP2, bf16", "TP2, documents", "CP2, full logits"),
     *("CP2xTP2, allgather", "PP2, AC by op", "EP4", "EP2 of FSDP2xCP2", "llama4, PP2xEP2"),
     *("gpt_oss, CP2xTP2, documents", "gpt_oss, EP2, AC by op", "latent, PP2xEP2", "llama4, EP2, AC by op"),
