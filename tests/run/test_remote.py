@@ -367,6 +367,14 @@ def test_a_later_attempts_damaged_step_is_kept(damaged: Callable[..., Path | Non
     step = here / "r/checkpoints/step-6"
     later = replace(read_manifest(step), serial=9)
     (step / MANIFEST).write_bytes(manifest_bytes(later))
+    folder = RunFolder(here / "r")
+    folder.update_attempt(serial=9)
     assert damaged() == step and _is_good(step) and read_manifest(step).serial == 3
     [kept] = step.parent.glob("step-6.unknown-*")
     assert read_manifest(kept) == later
+
+    saved = step.with_name("step-4")  # after that, as if it were: ranks that start anew go on from it
+    (saved / MANIFEST).write_bytes(manifest_bytes(replace(read_manifest(saved), serial=4)))
+    with ExitStack() as stack:
+        again = Rank(folder, Place(restart=1), stack)
+        assert again._continue_from(step, Checkpoint(remote=f"file://{here}/store")) == saved

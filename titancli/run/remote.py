@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from titancli.checkpoint.format.manifest import (
     LOCK,
     DamagedCheckpoint,
+    last_serial,
     newest_good,
     none_usable,
     read_manifest,
@@ -88,6 +89,14 @@ def take_step(
         take(place, folder.checkpoints, say)
     elif damaged is not None:
         raise DamagedCheckpoint(here, damaged)
+
+
+def lower_serial(folder: RunFolder) -> None:
+    """Have all that the attempt saves from now on count as its own: what the store had may be older than what
+    it has replaced, and the serials go on from the highest that is left."""
+    serial = last_serial(folder.checkpoints)
+    if serial < folder.record()["attempts"][-1].get("serial", 0):
+        folder.update_attempt(serial=serial)
 
 
 def take_run(run_dir: Path, section: Checkpoint, *, rejected: Say, say: Say) -> bool:

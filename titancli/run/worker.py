@@ -396,6 +396,7 @@ class Rank:
             remote.take_step(
                 self.folder, section, attempt["step"], logger.warning, damaged=damaged[asked_for]
             )
+            remote.lower_serial(self.folder)
             return asked_for
         skipped: list[str] = []
         how: dict[str, Any] = {
@@ -410,6 +411,7 @@ class Rank:
         if section.remote is not None and skipped and anew:
             self._asked_store |= damaged.keys()
             found = remote.newest(self.folder, section, say=logger.warning, **how)
+            remote.lower_serial(self.folder)
         skipped = list(dict.fromkeys(skipped)) or list(damaged.values())
         if not (found or checkpoint):
             remote.refuse_unusable(self.folder.path, skipped, section)
