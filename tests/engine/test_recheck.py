@@ -58,7 +58,10 @@ def _same(layout: Layout) -> bool:
 
 SOUND: dict[str, tuple[int, Layout]] = {
     "dropout": (1, small(converters=[Dropping()], micro_batches=2)),
-    "dropout, recomputed": (1, small(converters=[Dropping()], activation_checkpoint={"mode": "full"})),
+    "dropout, recomputed": (
+        1,
+        small(converters=[Dropping()], tied=True, activation_checkpoint={"mode": "full"}),
+    ),
     "recomputed by op": (1, small(activation_checkpoint={"mode": "selective"})),
     "bfloat16, accumulated": (1, small(micro_batches=2, accumulate="unsharded", dtype="bfloat16")),
     "tied": (1, small(tied=True)),
@@ -74,7 +77,7 @@ SOUND: dict[str, tuple[int, Layout]] = {
 
 
 SLOW = ("TP, compiled", "replicas", "FSDP2", "CP", "recomputed by op", "experts", "dropout", "tied")
-# EP has experts, replicas and shards as well, and "dropout, recomputed" has dropout
+# EP has experts, replicas and shards as well, and "dropout, recomputed" has dropout and tied weights
 
 
 @pytest.mark.parametrize(
