@@ -92,14 +92,28 @@ def refused(path: str) -> list[str]:
     return [caught.value.message, *everywhere("gathering", lambda: str(rank))]
 
 
+LOCKS = {"manifest.json": "", "recipe.lock.toml": '[model]\ntype = "qwen3"'}
+
+
 @pytest.mark.ranks
-def test_a_config_that_one_rank_lacks_is_an_error_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
-    for rank in (0, 1):
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ({"config.json": "OWN"}, {}, "is neither a Hugging Face folder"),
+        ({**LOCKS, "recipe.lock.toml": ""}, LOCKS, "holds a 'qwen3' model"),
+    ],
+)
+def test_a_folder_that_one_rank_cannot_use_is_an_error_on_all_ranks(
+    ranks: Any, tmp_path: Path, first: dict[str, str], second: dict[str, str], words: str
+) -> None:
+    own = json.dumps(hf_form(recipe(Layout()).model).config_json())
+    for rank, files in enumerate((first, second)):
         (tmp_path / str(rank)).mkdir()
-    (tmp_path / "0" / "config.json").write_text(json.dumps(hf_form(recipe(Layout()).model).config_json()))
+        for name, text in files.items():
+            (tmp_path / str(rank) / name).write_text(text.replace("OWN", own))
     said = ranks(2, refused, str(tmp_path))
     assert said[0] == said[1] and said[0][1:] == ["0", "1"]
-    assert f"{tmp_path}/1 is neither a Hugging Face folder" in said[0][0]
+    assert f"{tmp_path}/1 {words}" in said[0][0]
 
 
 def test_a_quantized_folder_is_the_same_model_and_one_that_is_not_read_is_refused(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def _load_base(
     folder = start.folder
     _same_on_all(folder, everywhere(f"reading {folder}", lambda: is_checkpoint(folder)))
     if is_checkpoint(folder):
-        refuse_other_model(recipe, folder)
+        everywhere(f"reading {folder}", lambda: refuse_other_model(recipe, folder))
         filled = {f"model.{name}": tensor for name, tensor in tensors.items()}
         load_checkpoint(folder, filled, verify=recipe.checkpoint.verify, exclude=start.exclusion)
         return kept_of(folder)
