@@ -11,14 +11,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.engine.cases import Layout, recipe
 from tests.models.families import DEEPSEEK, GLM4_MOE, Family
 from titancli.checkpoint import export_hf
+from titancli.checkpoint.base import open_base
 from titancli.checkpoint.hf.convert import to_hf, to_titan
 from titancli.checkpoint.hf.likeness import complaint
 from titancli.checkpoint.hf.load import load_hf_weights
 from titancli.checkpoint.hf.quantise import quantisation
 from titancli.checkpoint.hf.which import hf_form
+from titancli.checkpoint.load import CheckpointReader
+from titancli.checkpoint.start_from import start_from
 from titancli.data.batch import IGNORE, Batch
+from titancli.engine.first_weights import load_weights
 from titancli.errors import TitanError
 from titancli.losses import DPO, Grpo
 from titancli.losses.cross_entropy import CrossEntropy, CrossEntropyFull
@@ -230,6 +235,28 @@ def test_folders_with_and_without_them(tmp_path: Path, caplog: pytest.LogCapture
     save_file(tensors, file)
     with pytest.raises(TitanError, match=r"layers\.2\.embed_tokens\.weight differs from model\.embed_tokens"):
         load_hf_weights(tmp_path / "with", with_them, state)
+    said: list[str] = []
+    to_titan(tmp_path / "with", tmp_path / "part", say=said.append)
+    assert "not read with { n_mtp_layers = 1 }" in said[0] and "differs from model.embed_tokens" in said[0]
+    kept = CheckpointReader(tmp_path / "part", prefix="model.").names()
+    assert kept and not any(name.startswith("layers.2.") for name in kept)
+
+
+def test_a_model_without_them_begins_from_a_converted_folder_that_has_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = predicting(1)
+    state = {name: tensor.detach() for name, tensor in named_state(model)}
+    export_hf(state, hf_form(model.config), {}, tmp_path / "hf")
+    to_titan(tmp_path / "hf", tmp_path / "titan", say=print)
+    for layers, own in ((1, state), (0, {n: t for n, t in state.items() if not n.startswith("layers.2.")})):
+        config = replace(model.config, n_mtp_layers=layers)
+        made = replace(recipe(Layout(config=config)), weights=tmp_path / "titan")
+        found = {name: torch.full_like(tensor, 7.0) for name, tensor in own.items()}
+        load_weights(made, start_from(made), hf_form(config), found, [], None)
+        assert all(torch.equal(found[name], own[name]) for name in own)
+        assert {*open_base(tmp_path / "titan", config).names()} == own.keys()
+        assert ("model.layers.2 left out: model.n_mtp_layers is 0" in caplog.text) == (layers == 0)
 
 
 def test_of_them_fp8_leaves_what_releases_leave_as_it_is() -> None:

@@ -10,9 +10,11 @@ import torch
 import xxhash
 from torch import Tensor
 
+from titancli.checkpoint.exclude import Exclusion
 from titancli.checkpoint.format.manifest import Verify, adapters_of, is_checkpoint, read_manifest
 from titancli.checkpoint.format.tensors import Tensors
 from titancli.checkpoint.hf.folder import read_hf
+from titancli.checkpoint.hf.likeness import left_out
 from titancli.checkpoint.hf.which import hf_form, parameter_shapes
 from titancli.checkpoint.load import CheckpointReader
 from titancli.converters.lora import adapters_of as adapters_beside
@@ -148,11 +150,13 @@ def open_weights(
 
 
 def open_base(path: Path, model: Any, *, verify: Verify = "full", reuse: bool = False) -> Tensors:
-    """The weights of a base: a checkpoint's, or a Hugging Face folder's under our names.
+    """The weights of a base that a model begins with: a checkpoint's, or a Hugging Face folder's under our
+    names.
 
     Raises:
         EnvironmentProblem: it is damaged, or holds another model.
     """
     if is_checkpoint(path):
-        return CheckpointReader(path, verify=verify, prefix="model.", reuse=reuse)
+        exclude = Exclusion(left_out(model, path))
+        return CheckpointReader(path, verify=verify, prefix="model.", reuse=reuse, exclude=exclude)
     return HFTensors(path, model)

@@ -367,7 +367,13 @@ class CheckpointReader:
     """
 
     def __init__(
-        self, folder: Path, *, verify: Verify = "full", prefix: str = "", reuse: bool = False
+        self,
+        folder: Path,
+        *,
+        verify: Verify = "full",
+        prefix: str = "",
+        reuse: bool = False,
+        exclude: Exclusion = NOTHING,
     ) -> None:
         """
         Args:
@@ -381,7 +387,7 @@ class CheckpointReader:
         self._tensors = {
             n.removeprefix(prefix): (n, tensor)
             for n, tensor in self._metadata.tensors.items()
-            if n.startswith(prefix)
+            if n.startswith(prefix) and not exclude.has(n)
         }
         self._files = TensorFiles(folder)
 

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titancli.checkpoint.exclude import Exclusion
 from titancli.checkpoint.format.manifest import is_checkpoint
 from titancli.checkpoint.hf.kept import kept_of
-from titancli.checkpoint.hf.likeness import refuse_other_model
+from titancli.checkpoint.hf.likeness import left_out, refuse_other_model
 from titancli.checkpoint.start_from import StartFrom, start_from, still_needs_weights
 from titancli.engine.rng import generator_for
 from titancli.engine.weights import Known, adapters_of, all_known, base_parameters, told_adapters
@@ -170,7 +171,10 @@ def _load_base(
     if is_checkpoint(folder):
         everywhere(f"reading {folder}", lambda: refuse_other_model(recipe, folder))
         filled = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        load_checkpoint(folder, filled, verify=recipe.checkpoint.verify, exclude=start.exclusion)
+        if further := left_out(recipe.model, folder):
+            logger.warning(f"{folder}: {', '.join(further)} left out: model.n_mtp_layers is 0")
+        exclude = Exclusion((*start.exclusion.patterns, *further))
+        load_checkpoint(folder, filled, verify=recipe.checkpoint.verify, exclude=exclude)
         return kept_of(folder)
     readable: list[HFForm] = []
     # Apart from the load, in which ranks that are about to read wait for each other.

@@ -27,8 +27,8 @@ class MTP(Sizes):
 
     n_mtp_layers: Annotated[int, Ge(0)] = 0
     """Number of multi-token prediction layers beyond the last (DeepSeek-V3, arXiv 2412.19437), each of which
-    predicts one token further ahead; the releases have 1. 0: those of a Hugging Face folder are left out
-    (`titan convert-checkpoint` keeps them). Generation does without them."""
+    predicts one token further ahead; the releases have 1. 0: a run begins without those of its
+    `weights` (`titan convert-checkpoint` keeps them). Generation does without them."""
     mtp_loss_weight: Annotated[float, Ge(0)] = 0.3
     """Factor of their mean loss, which is added to the gradients and reported as `mtp_loss`, not as part of
     `loss`. DeepSeek-V3 was trained with 0.3, and with 0.1 at the end."""

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -39,6 +39,7 @@ from titancli.checkpoint.load import CheckpointReader
 from titancli.checkpoint.save import Draft
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.protocols import HFFormDefaults, TokenizerDefaults
+from titancli.recipe.toml import inline
 from titancli.registry.component import build
 from titancli.registry.defaults import with_defaults
 
@@ -142,14 +143,8 @@ def to_titan(
     form = hf_form(model)
     if verify:
         refuse_incomparable(form)
-    reader = read_hf(src, form)
-    # Training takes from a folder what its recipe has; a conversion leaves nothing out.
-    if further := with_defaults(HFFormDefaults, form).whole(reader.names()):
-        config |= further
-        model = bind(type(model), config, str(src))
-        reader = read_hf(src, hf_form(model))
+    config, model, reader = _complete(src, config, model, say)
     shapes = parameter_shapes(model)
-    reader.check(shapes)
     say(f"reading {src} as {name}")
     if left := not_kept(src):
         say(f"not copied: {', '.join(left)}")
@@ -163,6 +158,26 @@ def to_titan(
         made = CheckpointReader(dst, prefix="model.")
         lines, good = verdict(model, made, src, dtype_of(dtype), exported=False)
     return Result([*lines, f"checkpoint: {dst}", f"start a run from it with: weights={dst}"], good)
+
+
+def _complete(
+    src: Path, config: dict[str, Any], model: Any, say: Say
+) -> tuple[dict[str, Any], Any, HFReader]:
+    """The model with all that the folder has for it, and a reader that has checked the folder: training takes
+    what its recipe has, a conversion leaves nothing out that fits."""
+    form = hf_form(model)
+    reader = read_hf(src, form)
+    if further := with_defaults(HFFormDefaults, form).whole(reader.names()):
+        fuller = bind(type(model), config | further, str(src))
+        found = read_hf(src, hf_form(fuller))
+        try:
+            found.check(parameter_shapes(fuller))
+        except EnvironmentProblem as error:
+            say(f"not read with {inline(further)}: {error.message}")
+        else:
+            return config | further, fuller, found
+    reader.check(parameter_shapes(model))
+    return config, model, reader
 
 
 def _job(reader: HFReader, parameter: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Job:

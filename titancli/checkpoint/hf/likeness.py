@@ -211,6 +211,15 @@ def _in_checkpoint(folder: Path, like: Any) -> Any:
     return bind(type(like), keys, str(folder))
 
 
+def left_out(model: Any, checkpoint: Path) -> tuple[str, ...]:
+    """Return the tensors of a checkpoint, by patterns of their names, that a model begins without, as it does
+    from a Hugging Face folder: layers that predict further tokens, where it has none."""
+    if getattr(model, "n_mtp_layers", None) != 0:
+        return ()
+    there = getattr(_in_checkpoint(checkpoint, model), "n_mtp_layers", 0)
+    return tuple(f"model.layers.{model.n_layers + number}" for number in range(there))
+
+
 def _covered(key: str, meant: Collection[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in meant)
 
