@@ -92,15 +92,13 @@ def refused(path: str) -> list[str]:
     return [caught.value.message, *everywhere("gathering", lambda: str(rank))]
 
 
-LOCKS = {"manifest.json": "", "recipe.lock.toml": '[model]\ntype = "qwen3"'}
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [
-        ({"config.json": "OWN"}, {}, "is neither a Hugging Face folder"),
-        ({**LOCKS, "recipe.lock.toml": ""}, LOCKS, "holds a 'qwen3' model"),
+        ({"config.json": "OWN"}, {}, " is neither a Hugging Face folder"),
+        ({"config.json": "OWN"}, {"config.json": '{"model_type": "gpt2"}'}, " holds a 'gpt2' model"),
+        ({"config.json": "OWN"}, {"manifest.json": ""}, "/manifest.json is damaged"),
     ],
 )
 def test_a_folder_that_one_rank_cannot_use_is_an_error_on_all_ranks(
@@ -113,7 +111,7 @@ def test_a_folder_that_one_rank_cannot_use_is_an_error_on_all_ranks(
             (tmp_path / str(rank) / name).write_text(text.replace("OWN", own))
     said = ranks(2, refused, str(tmp_path))
     assert said[0] == said[1] and said[0][1:] == ["0", "1"]
-    assert f"{tmp_path}/1 {words}" in said[0][0]
+    assert f"{tmp_path}/1{words}" in said[0][0]
 
 
 def test_a_quantized_folder_is_the_same_model_and_one_that_is_not_read_is_refused(tmp_path: Path) -> None:

@@ -145,12 +145,19 @@ def load_weights(
         RecipeError: the model has no Hugging Face form.
     """
     from titancli.checkpoint.base import base_of, require_base
+    from titancli.checkpoint.load import everywhere
 
     if not start.is_here:  # a run whose start needed none of it, and whose reference does
         start.fetch(logger.info)
     folder = start.folder
-    told = told_adapters(adapters, folder)
-    base = folder if told is None else require_base(told, folder)
+    bases: list[tuple[Any, Path]] = []
+
+    def look() -> None:
+        told = told_adapters(adapters, folder)
+        bases.append((told, folder if told is None else require_base(told, folder)))
+
+    everywhere(f"reading {folder}", look)
+    ((told, base),) = bases
     kept = _load_base(recipe, replace(start, source=base), form, tensors, known)
     first = FirstWeights(kept=kept, adapters_from=None if told is None else folder)
     if adapters is None:
