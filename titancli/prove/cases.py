@@ -103,7 +103,7 @@ def cases(recipe: Recipe, ranks: int, *, by_rows: bool = False) -> list[Case]:
 
     Args:
         by_rows: what its converters compute depends on the rows at hand, so that accumulation with them says
-            nothing of accumulation by itself.
+            nothing of accumulation by itself, and context parallel is compared without them.
     """
     # inductor compiles C++, which takes minutes: where the recipe asks for it, and it can.
     wanted = recipe.compile.enable and recipe.compile.backend == "inductor"
@@ -161,6 +161,8 @@ def cases(recipe: Recipe, ranks: int, *, by_rows: bool = False) -> list[Case]:
             ),
         ]
     legal = [each for each in found if each.ranks <= ranks]
+    if by_rows:  # no single process has at hand what a rank has of a row that is shared
+        legal = [replace(each, converters="cp" not in each.degrees and each.converters) for each in legal]
     return sorted(legal, key=lambda each: (each.ranks, len(each.techniques)))
 
 

@@ -30,13 +30,16 @@ class Reference:
     """The largest of a kind."""
 
 
-def reference_of(plain: Results, nudged: Results) -> Reference:
-    """Make a reference of one process, and of the same one with weights changed as rounding might.
+def reference_of(plain: Results, *nudged: Results) -> Reference:
+    """Make a reference of one process, and of the same one with weights changed as rounding might, once or
+    several times.
 
     What rounding does to a tensor depends on the model, its converters and its optimizer (float8 rounds some
     numbers the other way, Adam divides by small ones): it is measured and not guessed.
     """
-    errors = {key: distance(nudged.tensors[key], value) for key, value in plain.tensors.items()}
+    errors = {
+        key: max(distance(one.tensors[key], value) for one in nudged) for key, value in plain.tensors.items()
+    }
     noise = {
         kind: max((e for key, e in errors.items() if kind_of(key) == kind and e < MEANINGLESS), default=0.0)
         for kind in (*KINDS, "output")

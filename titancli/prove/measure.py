@@ -54,13 +54,16 @@ class Results:
     """Whether forward drew random numbers."""
 
 
-def measure(recipe: Recipe, rows: int, *, saved: Path | None = None, nudge: float = 0.0) -> Results:
+def measure(
+    recipe: Recipe, rows: int, *, saved: Path | None = None, nudge: float = 0.0, draw: int = 1
+) -> Results:
     """Do two steps. Collective; needs a process group.
 
     Args:
         rows: of a step, over all ranks.
         saved: after the first step save here, and do the second with a new engine that loads it.
         nudge: change the initial weights by random numbers of this size relative to each.
+        draw: which random numbers.
 
     Raises:
         Refusal: the engine cannot be built on this layout.
@@ -69,7 +72,7 @@ def measure(recipe: Recipe, rows: int, *, saved: Path | None = None, nudge: floa
     engine = engine_of(recipe)
     try:
         if nudge:
-            _nudge(engine, nudge)
+            _nudge(engine, nudge, draw)
         batches = batches_of(recipe, engine, rows)
         for step in range(STEPS):
             record.do(engine, batches[step], step)
@@ -154,9 +157,9 @@ def engine_of(recipe: Recipe) -> Engine:
         raise Refusal(error) from error
 
 
-def _nudge(engine: Engine, size: float) -> None:
+def _nudge(engine: Engine, size: float, draw: int) -> None:
     """Change every weight a little, as rounding might."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(draw)
     with torch.no_grad():
         for _, parameter in engine.named_parameters():
             whole = parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -151,7 +151,11 @@ class _Run:
     def _plain(self, case: Case) -> dict[str, Any]:
         # What rounds by the rows at hand (float8's scales) has as many micro-batches on one process as there
         # are groups of rows in the case.
-        pieces = case.dp * case.micro_batches if case.converters and self.by_rows else 1
+        pieces = 1
+        if case.converters and self.by_rows:
+            pieces = case.dp * case.micro_batches
+            if "pp" in case.degrees:
+                pieces = case.rows // self.small.recipe.pipeline.microbatch_size
         overrides = [
             *case.of_model,
             f"training.local_batch_size={case.rows // pieces}",

@@ -35,6 +35,9 @@ from titancli.registry.plugins import own_traceback
 
 NUDGE = 1e-6
 """How much weights are changed to see what rounding does, relative to each."""
+NUDGES = 8
+"""How often, with converters: where float8 rounds the other way, one nudge changes ten times as much as the
+next."""
 LARGEST = 20_000_000
 """Parameters of a model that is tried."""
 SEEDS = 5
@@ -89,7 +92,10 @@ class Rank:
             routes = [key for key in plain.tensors if " routes" in key]
             if all(torch.equal(plain.tensors[key], nudged.tensors[key]) for key in routes):
                 break
-        reference = reference_of(plain, nudged)
+        more = range(2, NUDGES + 1) if recipe.converters else ()
+        with _group(job, "nudged-again"):
+            again = [measure(recipe, job["rows"], nudge=NUDGE, draw=draw) for draw in more]
+        reference = reference_of(plain, nudged, *again)
         self.references[job["key"]] = reference
         by_rows = False
         if recipe.converters:
