@@ -98,6 +98,21 @@ def test_an_upload_that_is_cut_off_anywhere_is_no_checkpoint(
     assert not faults(at(url) / "step-4", read_manifest(at(url) / "step-4"))
 
 
+def test_a_damaged_checkpoint_does_not_replace_what_the_store_has(tmp_path: Path, url: str) -> None:
+    for folder in (tmp_path / "first", tmp_path / "again"):
+        _saved(folder, 4)
+    upload(tmp_path / "first/step-4", at(url) / "step-4")
+    there = _objects(f"{url}/step-4")
+    file = tmp_path / "again/step-4/rank-00000.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(TitanError, match=r"again/step-4 is damaged \(rank-0.*stays as it was"):
+        upload(tmp_path / "again/step-4", at(url) / "step-4")
+    assert _objects(f"{url}/step-4") == there
+    file.write_bytes(data)
+    upload(tmp_path / "again/step-4", at(url) / "step-4")
+
+
 @pytest.mark.parametrize("harm", ["flipped", "short", "missing", "extra", "manifest"])
 def test_a_bad_one_is_named_in_a_line_and_the_one_before_taken(tmp_path: Path, url: str, harm: str) -> None:
     _saved(tmp_path, 2, 4)

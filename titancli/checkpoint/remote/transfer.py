@@ -65,8 +65,8 @@ def upload(folder: Path, place: Path, moves: Callable[[], None] = lambda: None) 
     A small object beside it says meanwhile whose it is, see `of_others`.
 
     Raises:
-        TitanError: another run's checkpoint lies there, or is on its way, or what arrived is not what was
-            sent.
+        TitanError: another run's checkpoint lies there, or is on its way; there is one to be replaced, but
+            the folder is damaged; or what arrived is not what was sent.
         Unreachable: the store refuses, or does not answer.
         OSError: the local files cannot be read.
     """
@@ -75,6 +75,8 @@ def upload(folder: Path, place: Path, moves: Callable[[], None] = lambda: None) 
     with suppress(EnvironmentProblem):  # half of one is nobody's
         if (owner := read_manifest(place).run_id) != manifest.run_id:
             raise TitanError(f"{place} was written by another run ({owner}) and is not overwritten")
+        if found := faults(folder, manifest):  # it may be the last good copy that would be deleted
+            raise TitanError(f"{folder} is damaged ({found[0]}): {place} stays as it was")
     mark = remote.parent / mark_name(place.name, manifest.run_id)
     mark.write_bytes(manifest.run_id.encode())
     if place.name in of_others(remote.parent, manifest.run_id):
