@@ -79,5 +79,5 @@ def _removed(path: Path, sums: Path) -> bool:
     except BlockingIOError:
         return False
     except FileNotFoundError:
-        pass
+        pass  # another process has removed it
     return True
