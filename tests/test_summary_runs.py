@@ -100,11 +100,10 @@ def test_without_a_terminal_reporter_nothing_is_told(tmp_path: Path) -> None:
     assert (code, lines) == (1, [])
 
 
-@pytest.mark.slow
 def test_a_worker_that_dies_is_a_failure(tmp_path: Path) -> None:
     (tmp_path / "tests/three").mkdir(parents=True)
     (tmp_path / "tests/three/test_dies.py").write_text("import os\ndef test_dies():\n    os._exit(3)\n")
-    code, lines = run(tmp_path, "-n", "2", "--dist", "loadfile", "--max-worker-restart=1")
+    code, lines = run(tmp_path, "-n", "2", "--dist", "loadfile", "--max-worker-restart=0")
     assert code != 0
     assert any(line.startswith("FAILED tests/three/test_dies.py::test_dies") for line in lines)
 
