@@ -419,6 +419,7 @@ def with_output(name: str) -> Any:
         (3, None, "this is int"),
         (None, None, "this is NoneType"),
         (GOOD | {"tokens": TOKENS.to("meta")}, None, "tokens is on the meta device"),
+        (GOOD | {"tokens": TOKENS.to_sparse()}, None, "tokens must be a dense tensor, not a sparse one"),
         ({"tokens": TOKENS, "targets": TOKENS.tolist()}, None, "targets must be a tensor.*not a list"),
         ({"tokens": TOKENS.float(), "targets": TOKENS}, None, "tokens are torch.float32"),
         ({"tokens": TOKENS, "targets": TOKENS[:, 1:]}, None, r"targets are \[4, 15\], its tokens \[4, 16\]"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +20,12 @@ from titancli.models import Llama3
 from titancli.recipe.schema import Training
 
 GOOD = batch()
+TRAINING = Training(steps=9, seq_len=16, mixed_precision_param="float32")
 
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    training = Training(steps=9, seq_len=16, mixed_precision_param="float32")
-    with Engine.of(Llama3(**TINY), training=training) as made:
+    with Engine.of(Llama3(**TINY), training=TRAINING) as made:
         yield made
 
 
@@ -124,6 +126,50 @@ def test_weights_are_refused_in_a_loss_and_may_go_where_they_came_from(engine: E
         engine.forward_backward(GOOD, loss)
     engine.load_weights(engine.weights())
     assert torch.equal(engine.evaluate(GOOD)["loss"], expected)
+
+
+def test_weights_that_change_while_they_are_sent_are_no_mixture(engine: Engine) -> None:
+    halfway = engine.weights()
+    next(halfway)
+    step(engine)
+    with pytest.raises(TitanError, match=r"have changed since the first was sent \(version 0, now 1\)"):
+        next(halfway)
+    halfway = engine.weights()
+    next(halfway)
+    engine.close()
+    with pytest.raises(TitanError, match="weights: the engine is closed"):
+        next(halfway)
+
+
+def test_a_fork_is_refused_by_name(engine: Engine) -> None:
+    engine.evaluate(GOOD)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:  # no verb may run here: the threads of the process group are the parent's
+        signal.alarm(60)
+        try:
+            engine.evaluate(GOOD)
+        except TitanError as error:
+            os.write(writing, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading) as words:
+        assert f"evaluate: the engine belongs to process {os.getpid()}" in words.read()
+    os.waitpid(child, 0)
+    engine.evaluate(GOOD)
+
+
+def test_a_scripts_default_dtype_changes_no_bit_of_a_step(engine: Engine) -> None:
+    expected = step(engine)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Engine.of(Llama3(**TINY), training=TRAINING) as other:
+            assert step(other) == expected
+            found = dict(other.plain_parameters())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(tensor, found[name]) for name, tensor in engine.plain_parameters())
 
 
 def test_a_second_threads_verb_is_refused_before_the_first_ones_batch_is_looked_at(engine: Engine) -> None:

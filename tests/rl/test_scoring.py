@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import time
 from typing import Any
 
@@ -35,6 +36,10 @@ SCHEMA = {"type": "object", "required": ["age"], "properties": {"age": {"type": 
         (Numeric(), "so it is #### 1,234.5", "first 3, then -1234.5e0 or +1234.5", 1),
         (Numeric(), "7", "it is 7 or 8", 0),
         (Numeric(), "7", "none", 0),
+        (Numeric(), "4", "(3,4)", 1),
+        (Numeric(), "3", "one of 1,2,3", 1),
+        (Numeric(), "1234567", "is 1,234,567.", 1),
+        (Numeric(), "-4", "x = \u22124", 1),
         (Numeric(after="####"), "7", "8 #### 7", 1),
         (Numeric(after="####"), "7", "7", 0),
         (Numeric(tolerance=0.1), "100", "109.9", 1),
@@ -112,6 +117,23 @@ def test_a_reward_that_fails_is_told_and_counts_nothing(
     assert first.rewards == {"exact_match": 1.0} and first.total == 0.5 and second.total == 0.0
     assert re.search(words, first.failed["own1"]) and second.failed.keys() == {"own1"}
     assert len([r for r in caplog.records if "the reward own1 failed" in r.message]) == 1
+    assert time.monotonic() - began < 50
+
+
+def test_a_reward_that_keeps_time_itself_leaves_no_alarm_that_ends_the_process() -> None:
+    calls = []
+
+    def own_alarm(prompt: Prompt, completion: Completion) -> float:
+        calls.append(completion)
+        if len(calls) == 1:
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)  # SIG_DFL would end the test, not fail it
+        else:
+            time.sleep(60)
+        return 1.0
+
+    began = time.monotonic()
+    ((first, second),) = scorer(own_alarm).score([(Prompt("?", "A"), [said("A"), said("B")])])
+    assert first.rewards["own1"] == 1.0 and second.failed["own1"] == "took longer than 0.2 s"
     assert time.monotonic() - began < 50
 
 

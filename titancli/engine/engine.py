@@ -785,7 +785,7 @@ class Engine:
             TitanError: the model has no Hugging Face form.
         """
         self.ready("weights")
-        call = self.call("weights")
+        call, version = self.call("weights"), self.version
         with call.agreed():
             form = self._form()
         with call.shared():
@@ -794,6 +794,14 @@ class Engine:
             wholes = whole_tensors(mine, self._all_known(mine), self.mesh, home)
         parameters = iter(wholes if self.adapters is None else self.adapters.merged(wholes))
         while True:
+            if self.busy is not None:
+                raise TitanError(f"weights: the engine {self.busy}")
+            if self.version != version and self.turn.verb != "load_weights":  # which may be fed from here
+                raise TitanError(
+                    f"weights: the weights have changed since the first was sent (version {version}, now "
+                    f"{self.version})",
+                    hint="call weights() again, and send all of them before the next step",
+                )
             with call.shared():
                 parameter = next(parameters, None)
             if parameter is None:

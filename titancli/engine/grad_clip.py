@@ -37,7 +37,7 @@ def norm_of(
             groups[cut].append(gradient.to_local())
         elif gradient is not None:
             groups[()].append(gradient)
-    squares = [torch.zeros((), device=device)]
+    squares = [torch.zeros((), dtype=torch.float32, device=device)]
     for process_groups, gradients in groups.items():
         square = torch.stack(_norms(gradients)).square_().sum().to(device)  # from the CPU, where offloaded
         for group in process_groups:

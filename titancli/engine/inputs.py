@@ -62,6 +62,12 @@ def batch_of(given: Given) -> Batch:
                 f"not a {type(value).__name__}",
                 hint=EXAMPLE,
             )
+        if value.layout != torch.strided or value.is_nested:
+            raise TitanError(
+                f"a batch's {name} must be a dense tensor, not a "
+                f"{'nested' if value.is_nested else 'sparse'} one",
+                hint=EXAMPLE,
+            )
         if value.is_meta:
             raise TitanError(f"a batch's {name} is on the meta device and has no data", hint=EXAMPLE)
     return given if isinstance(given, Batch) else Batch(given)

@@ -9,6 +9,7 @@ engine in it.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 import weakref
@@ -49,6 +50,7 @@ class RankGroup:
         self.world = dist.get_world_size() if group is not None else 1
         self.rank = dist.get_rank() if group is not None else 0
         self.active = self.world > 1 and dist.get_backend() != "fake"
+        self._process = os.getpid()
         self.lost: str | None = None
         """Why no verb of any engine in this group can be called any more, if so."""
         self._engines = 0
@@ -66,8 +68,13 @@ class RankGroup:
     def require(self, verb: str) -> None:
         """
         Raises:
-            TitanError: the group is lost.
+            TitanError: the group is lost, or this process is a fork of the one that is in it.
         """
+        if os.getpid() != self._process:  # the threads of the group are not here, and its collectives hang
+            raise TitanError(
+                f"{verb}: the engine belongs to process {self._process}, of which this process is a fork",
+                hint="build the engine in the process that uses it, or start processes with spawn",
+            )
         if self.lost is not None:
             raise TitanError(
                 f"{verb}: the engine is unusable, like every other engine of this process group: {self.lost}",

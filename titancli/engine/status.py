@@ -118,6 +118,11 @@ class Turn:
         self._lock = Lock()
         self._verb: str | None = None
 
+    @property
+    def verb(self) -> str | None:
+        """The one that is running."""
+        return self._verb
+
     @contextmanager
     def of(self, verb: str) -> Iterator[None]:
         """

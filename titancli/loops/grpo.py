@@ -79,7 +79,7 @@ def grpo(
         clock.lap("sample_seconds")
         with phase("reward"):
             rollouts = Rollouts(sampled, scorer.score(sampled.pairs), config)
-        rollouts.advantages = advantage(rollouts.rewards, rollouts.counted)
+        rollouts.rate(advantage)
         measured = rollouts.metrics(engine, scorer.names)
         failures.count(rollouts, step + 1)
         clock.lap("reward_seconds")

@@ -22,14 +22,15 @@ from titancli.registry.component import build
 from titancli.registry.defaults import with_defaults
 from titancli.rl.packing import Sample, pack, rows_of
 from titancli.rl.prompts import Asked, PromptSource
+from titancli.rl.samples import Completion
 
 if TYPE_CHECKING:
     from titancli.engine import Engine
     from titancli.loops import Grpo
     from titancli.loops.run import Run
-    from titancli.protocols import Generator
+    from titancli.protocols import Advantage, Generator
     from titancli.rl.rollouts import Recorder
-    from titancli.rl.samples import Completion, Prompt
+    from titancli.rl.samples import Prompt
     from titancli.rl.scoring import Score, Scorer
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,30 @@ def _continued(
 ) -> Sampled:
     limits = [seq_len + 1 - len(one.tokens) for one in asked]
     made = generator.sample([one.tokens for one in asked], seeds, limits, greedy=greedy)
+    _check_made(made, [len(row) for row in seeds], type(generator).__name__)
     return Sampled(list(asked), made)
+
+
+def _check_made(made: Any, wanted: list[int], name: str) -> None:
+    """
+    Raises:
+        TitanError: what a generator returned is not each prompt's completions, one for each seed.
+    """
+    if not isinstance(made, Sequence) or not all(isinstance(row, Sequence) for row in made):
+        raise TitanError(
+            f"the generator {name} returned a {type(made).__name__} that is not a list of lists",
+            hint="sample(...) returns for each prompt a list of its completions, one for each seed",
+        )
+    if (found := [len(row) for row in made]) != wanted:
+        raise TitanError(
+            f"the generator {name} returned {found} completions for the prompts of this rank, which have "
+            f"{wanted} seeds"
+        )
+    if wrong := [type(one).__name__ for row in made for one in row if not isinstance(one, Completion)]:
+        raise TitanError(
+            f"the generator {name} returned a {wrong[0]} as a completion",
+            hint="it must be a titancli.rl.samples.Completion",
+        )
 
 
 # ------------------------------------------------------------------------------------------------ rollouts
@@ -127,6 +151,24 @@ class Rollouts:
         self.advantages = torch.zeros_like(self.rewards)
         self.worked: dict[str, int] = {}
         """By reward, how often it gave a number, over all ranks; `metrics` counts."""
+
+    def rate(self, advantage: Advantage) -> None:
+        """Take the advantages of the rewards.
+
+        Raises:
+            TitanError: they are not one finite number for each sample.
+        """
+        found = advantage(self.rewards.clone(), self.counted.clone())
+        name = getattr(advantage, "__name__", type(advantage).__name__)
+        wanted = list(self.rewards.shape)
+        if not isinstance(found, Tensor) or list(found.shape) != wanted:
+            what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise TitanError(
+                f"the advantage {name} returned {what}, not a tensor [prompts, samples], which is {wanted}"
+            )
+        if not bool(torch.where(self.counted, found, 0.0).isfinite().all()):
+            raise TitanError(f"the advantage {name} returned a number that is not finite")
+        self.advantages = found
 
     def samples(self, first: int, count: int) -> list[Sample]:
         """What is learnt from, of `count` prompts; one with an advantage of 0 counts in averages too."""

@@ -66,7 +66,7 @@ class LeaveOneOut:
 
 @component("task", "digit", target="titancli.rl.tasks:build_digit")
 class Digit:
-    """Repeat the digit in `7=`: a minimal task to test a loop, starting from random weights."""
+    """Repeat a digit: a minimal task to test a loop, starting from random weights."""
 
 
 @component("task", "sum", target="titancli.rl.tasks:build_sum")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ class Sample:
     """What is learnt from: one completion of a prompt.
 
     Raises:
-        TitanError: there is no prompt, or not one log-probability for each token.
+        TitanError: there is no prompt, or not one finite log-probability for each token.
     """
 
     prompt: Sequence[int]
@@ -29,10 +30,16 @@ class Sample:
     def __post_init__(self) -> None:
         if not len(self.prompt):
             raise TitanError("a sample has an empty prompt", hint="the first token would have no context")
-        if len(self.logprobs) != len(self.tokens):
+        if self.logprobs is None or len(self.logprobs) != len(self.tokens):
+            count = 0 if self.logprobs is None else len(self.logprobs)
             raise TitanError(
-                f"a sample has {len(self.tokens)} tokens and {len(self.logprobs)} log-probabilities",
+                f"a sample has {len(self.tokens)} tokens and {count} log-probabilities",
                 hint="a generator must return one for each sampled token",
+            )
+        if wrong := [value for value in self.logprobs if not math.isfinite(value)]:
+            raise TitanError(
+                f"a sample has a log-probability of {float(wrong[0])}",
+                hint="a generator must return those of the model itself, without temperature or top-p",
             )
 
     @property
@@ -42,11 +49,13 @@ class Sample:
 
 
 def rows_of(samples: Sequence[Sample], seq_len: int) -> list[list[Sample]]:
-    """Which samples share a row: the longest first, each in the first row that has room.
+    """Which samples share a row: the longest first, each in the first row that has room. One without tokens
+    is left out: there is nothing to learn from.
 
     Raises:
         TitanError: a sample is longer than seq_len.
     """
+    samples = [sample for sample in samples if len(sample.tokens)]
     if samples and (longest := max(sample.length for sample in samples)) > seq_len:
         raise TitanError(
             f"a sample needs {longest} tokens of a row, but rows have {seq_len}",
@@ -72,8 +81,8 @@ def pack(rows: Sequence[Sequence[Sample]], seq_len: int, count: int) -> Batch:
         "targets": torch.full((count, seq_len), IGNORE),
         "positions": torch.zeros(count, seq_len, dtype=torch.int64),
         "document_ids": torch.zeros(count, seq_len, dtype=torch.int32),
-        "advantages": torch.zeros(count, seq_len),
-        "old_logprobs": torch.zeros(count, seq_len),
+        "advantages": torch.zeros(count, seq_len, dtype=torch.float32),
+        "old_logprobs": torch.zeros(count, seq_len, dtype=torch.float32),
     }
     for number, row in enumerate(rows):
         start = 0
@@ -84,7 +93,7 @@ def pack(rows: Sequence[Sequence[Sample]], seq_len: int, count: int) -> Batch:
             tensors["positions"][number, start:end] = torch.arange(sample.length)
             tensors["document_ids"][number, start:end] = document
             tensors["advantages"][number, drawn:end] = sample.advantage
-            tensors["old_logprobs"][number, drawn:end] = torch.tensor(sample.logprobs)
+            tensors["old_logprobs"][number, drawn:end] = torch.tensor(sample.logprobs, dtype=torch.float32)
             start = end
         # What is left of a row is a document of its own.
         tensors["positions"][number, start:] = torch.arange(seq_len - start)

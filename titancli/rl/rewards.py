@@ -12,7 +12,8 @@ from titancli.rl.samples import Completion, Prompt
 if TYPE_CHECKING:
     from titancli import rl
 
-NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+NUMBER = re.compile(r"[-+\u2212]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+\u2212]?\d+)?")
+"""A comma is part of a number only between thousands: `(3,4)` ends with 4. U+2212 is also a minus."""
 FENCED = re.compile(r"\s*```(?:json)?\s*\n(.*?)\n?\s*```\s*\Z", re.DOTALL)
 
 
@@ -111,4 +112,4 @@ def _answer(prompt: Prompt) -> str:
 
 def _last_number(text: str) -> float | None:
     found = NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    return float(found[-1].replace(",", "").replace("\u2212", "-")) if found else None

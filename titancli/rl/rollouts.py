@@ -56,6 +56,7 @@ def read(path: Path) -> list[dict[str, Any]]:
         EnvironmentProblem: the file cannot be read, or is none of titan's.
     """
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        # As bytes: at U+2028, which a model may write, a str would be split, and JSON has no line end there.
+        return [json.loads(line) for line in path.read_bytes().splitlines()]
     except (OSError, ValueError) as error:
         raise EnvironmentProblem(f"{path} cannot be read as rollouts: {error}") from error

@@ -125,7 +125,7 @@ def pairs_of(folder: Path) -> list[Pair]:
 def _metadata(path: Path) -> Iterator[tuple[str, str]]:
     if not path.is_file():
         return
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
             continue
         try:

@@ -1,0 +1,72 @@
+"""Rollouts as files; and what a plugin's generator or advantage gives that is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from titancli.errors import TitanError
+from titancli.loops.grpo_steps import Rollouts, Sampled, sample
+from titancli.rl.prompts import Asked
+from titancli.rl.rollouts import Recorder, read, recorded
+from titancli.rl.samples import Completion, Prompt
+from titancli.rl.scoring import Score
+
+ASKED = [Asked(Prompt("a"), [1]), Asked(Prompt("b"), [2])]
+ENGINE: Any = SimpleNamespace(
+    settings=SimpleNamespace(seed=0), mesh=SimpleNamespace(dp_rank=0, degrees=SimpleNamespace(dp=1))
+)
+MADE = Completion("x", [3], [-1.0], "eos")
+
+
+def test_what_was_written_is_read_whatever_characters_it_has(tmp_path: Path) -> None:
+    """At U+2028, U+0085 and their like `str.splitlines` breaks a line, JSON Lines do not."""
+    rows = [{"prompt": "a\u2028b\x85c\x1c\n", "samples": []}, {"prompt": "\ud800", "samples": []}]
+    Recorder(tmp_path).write(3, rows)
+    assert read(recorded(tmp_path)[3]) == [rows[0], {"prompt": "?", "samples": []}]
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (None, "returned a NoneType that is not a list of lists"),
+        ([MADE, MADE], "returned a list that is not a list of lists"),
+        ([[MADE, MADE]], r"returned \[2\] completions .* which have \[2, 2\] seeds"),
+        ([[MADE, MADE], [MADE]], r"returned \[2, 1\] completions .* which have \[2, 2\] seeds"),
+        ([["x", "y"], ["x", "y"]], "returned a str as a completion"),
+    ],
+)
+def test_a_generators_completions_are_counted(made: Any, words: str) -> None:
+    generator: Any = SimpleNamespace(sample=lambda *given, greedy: made)
+    with pytest.raises(TitanError, match=f"the generator SimpleNamespace {words}"):
+        sample(generator, ENGINE, ASKED, 0, 2, 16)
+
+
+def rollouts() -> Rollouts:
+    scores = [[Score(total=1.0), Score(total=0.0)], [Score(total=0.5), Score(failed={"r": "no"})]]
+    config: Any = SimpleNamespace(failed_reward="drop")
+    return Rollouts(Sampled(ASKED, [[MADE] * 2] * 2), scores, config)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "words"),
+    [
+        (lambda rewards, counted: None, "NoneType, not a tensor"),
+        (lambda rewards, counted: rewards.mean(1), r"\[2\], not a tensor .* which is \[2, 2\]"),
+        (lambda rewards, counted: rewards / 0, "a number that is not finite"),
+    ],
+)
+def test_advantages_that_are_none_are_refused(advantage: Any, words: str) -> None:
+    with pytest.raises(TitanError, match=f"the advantage <lambda> returned {words}"):
+        rollouts().rate(advantage)
+
+
+def test_an_advantage_that_works_in_place_leaves_the_rewards_alone() -> None:
+    made = rollouts()
+    made.rate(lambda rewards, counted: rewards.sub_(torch.where(counted, 9.0, torch.nan)))
+    assert made.rewards.tolist() == [[1.0, 0.0], [0.5, 0.0]]
+    assert made.advantages[:, 0].tolist() == [-8.0, -8.5]
