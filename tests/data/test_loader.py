@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,7 +20,7 @@ from tests.data.helpers import make, same
 from titancli.data import TextFiles
 from titancli.data.batch import Batch
 from titancli.data.loader import Loader
-from titancli.errors import EnvironmentProblem
+from titancli.errors import EnvironmentProblem, PluginError
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,6 +61,37 @@ def _no_thread_is_left() -> Any:
     yield
     gc.collect()
     wait_for(lambda: not data_threads())
+
+
+class Reusing(Counter):
+    """The same, in one buffer and one state that it fills again for each batch."""
+
+    def __iter__(self) -> Any:
+        numbers = np.zeros((1, 2), np.int64)
+        rows = torch.from_numpy(numbers)
+        self.state = {"at": {"next": 0}}
+        for batch in super().__iter__():
+            numbers[:] = batch["tokens"].item()
+            self.state["at"]["next"] = self.next
+            yield Batch({"tokens": rows[:, :1], "targets": rows[:, 1:]})
+
+    def state_dict(self) -> dict[str, Any]:
+        return getattr(self, "state", {"at": {"next": 0}})
+
+
+def test_a_dataset_may_fill_the_same_memory_again() -> None:
+    loader = Loader(Reusing(end=6), device="cpu", prefetch=4)
+    found = []
+    for batch in loader:
+        found.append((batch["tokens"].item(), batch["targets"].item(), loader.state["at"]["next"]))
+    assert found == [(n, n, n + 1) for n in range(6)]
+
+
+def test_a_state_that_is_none_is_told_by_name() -> None:
+    dataset = Counter()
+    dataset.state_dict = lambda: None  # type: ignore[assignment, method-assign, return-value]
+    with pytest.raises(PluginError, match=r"state_dict\(\) of the dataset Counter returned a NoneType"):
+        Loader(dataset, device="cpu")
 
 
 def test_state_is_that_of_the_last_batch_used_not_prefetched() -> None:

@@ -466,6 +466,7 @@ def with_output(name: str) -> Any:
         (GOOD, CrossEntropy, "use CrossEntropy()"),
         (GOOD, AdamW(), "AdamW is a optimizer"),
         (GOOD, "cross_entropy", "str is not a loss"),
+        (GOOD, torch.nn.PReLU(), "the loss PReLU has the parameter weight, which no optimizer trains"),
         (GOOD, with_output("logits"), '"logits"|\'logits\', not "logprobs" or "model"'),
         (GOOD, returns(lambda lp: lp.sum()), "returned a Tensor"),
         (GOOD, returns(lambda lp: LossResult(lp, 1)), r"must be a scalar tensor, not \[4, 16\]"),

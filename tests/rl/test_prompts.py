@@ -104,6 +104,12 @@ def test_a_place_is_gone_back_to_and_long_prompts_are_passed_over(
     assert "prompt 1: it has 9 tokens" in caplog.text and one.too_long == 1
     other.load_state(json.loads(json.dumps(one.state)))
     assert other.take(3) == one.take(3) and [a.prompt.text for a in other.first(1)] == ["aa"]
+    # An evaluation of more prompts than there are takes none of them twice.
+    assert (
+        [a.prompt.text for a in other.first(3)]
+        == ["aa", "cc", "dd"]
+        == [a.prompt.text for a in other.first(9)]
+    )
     path.write_text(json.dumps({"prompt": "other"}) + "\n")
     with pytest.raises(
         EnvironmentProblem, match=r"loop\.task is not the data that the checkpoint was trained on"

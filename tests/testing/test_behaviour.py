@@ -198,6 +198,15 @@ class Aliased(Counting):
         return self.state
 
 
+class Refilled(Counting):
+    def batch(self, numbers: torch.Tensor) -> Batch:
+        made = super().batch(numbers)
+        self.memory = getattr(self, "memory", None) or made
+        for name, tensor in made.items():
+            self.memory[name].copy_(tensor)
+        return self.memory
+
+
 class Forgetful(Counting):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
@@ -239,7 +248,7 @@ class Tuples(Counting):
     [
         (Counting, ""),
         (Aliased, "[position] a state changed after it was returned"),
-        (Aliased, "[prefetch] when it is read ahead, the state of a batch is a later one"),
+        (Refilled, "[batches] the first batch changed when the second was read: return new tensors"),
         (Forgetful, "[position] a new dataset with the state after a batch continues with a different batch"),
         (
             OwnRows,

@@ -6,17 +6,18 @@ that was *used*, not of the last one that was prefetched.
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from titancli.data.batch import Batch
 from titancli.data.values import Limits, fault, readable
-from titancli.errors import EnvironmentProblem
+from titancli.errors import EnvironmentProblem, PluginError
 from titancli.protocols import Dataset
 
 STOP_SECONDS = 10.0
@@ -100,7 +101,7 @@ class Loader(Iterator[Batch]):
                 "cuda", torch.cuda.current_device()
             )  # it is another one in the thread
         self._prefetch = max(1, prefetch)
-        self._state = dataset.state_dict()
+        self._state = _state_of(dataset)
         self._queue: _Queue | None = None
         self._thread: threading.Thread | None = None
         self._finalizer: weakref.finalize | None = None
@@ -132,7 +133,7 @@ class Loader(Iterator[Batch]):
                 f"the dataset has not returned a batch within {STOP_SECONDS:.0f} s", hint="restart the run"
             )
         self.dataset.load_state_dict(state)
-        self._state = self.dataset.state_dict()
+        self._state = _state_of(self.dataset)
         self._thread = None
 
     def close(self) -> None:
@@ -174,6 +175,8 @@ def _produce(
         batches = _alone(dataset) if workers is None else workers.batches(state)
         for batch, state in batches:
             _check_values(batch, limits)
+            if workers is None:
+                batch = _copied(batch)
             if cuda:
                 batch = Batch({name: tensor.pin_memory() for name, tensor in batch.items()}, unit=batch.unit)
             if not queue.put(_Item(batch, state)):
@@ -185,7 +188,29 @@ def _produce(
 
 def _alone(dataset: Dataset) -> Iterator[tuple[Batch, dict[str, Any]]]:
     for batch in dataset:
-        yield batch, dataset.state_dict()
+        yield batch, _state_of(dataset)
+
+
+def _copied(batch: Any) -> Any:
+    """A batch in memory of its own: a dataset may fill the same buffers again while this one is waiting."""
+    if not isinstance(batch, Mapping) or not all(isinstance(value, torch.Tensor) for value in batch.values()):
+        return batch  # the engine says what is wrong with it
+    return Batch({name: tensor.clone() for name, tensor in batch.items()}, unit=getattr(batch, "unit", 1))
+
+
+def _state_of(dataset: Dataset) -> dict[str, Any]:
+    """The state of a dataset now: it may return the same dict again, with other values.
+
+    Raises:
+        PluginError: it is none.
+    """
+    state: Any = dataset.state_dict()
+    if not isinstance(state, dict):
+        raise PluginError(
+            f"state_dict() of the dataset {type(dataset).__name__} returned a {type(state).__name__}",
+            hint="it must return a dict of plain JSON, its position",
+        )
+    return copy.deepcopy(state)
 
 
 def _check_values(batch: Batch, limits: Limits) -> None:

@@ -23,20 +23,22 @@ from titancli.distributed.mesh import Mesh
 from titancli.distributed.process_group import groups_wait_as_the_default_one
 from titancli.engine.experts import ExpertLoad, begins_unbalanced, hold_biases
 from titancli.engine.first_weights import FirstWeights, awaited_checkpoint, first_weights
+from titancli.engine.inputs import loss_of
 from titancli.engine.optimizer_state import keep_peaks
 from titancli.engine.pipelined import PipelinedModel
 from titancli.engine.recheck import refuse_on_device
 from titancli.engine.runners import Runner, WholeModel
 from titancli.engine.skip_step import Guard
 from titancli.engine.status import EngineSettings, Unusable
-from titancli.errors import Problem, RecipeError, TitanError
+from titancli.engine.weights import adapters_of
+from titancli.errors import PluginError, Problem, RecipeError, TitanError
 from titancli.layout.degrees import Degrees
 from titancli.models.blocks.kernels import prefer_fast_kernels
 from titancli.models.blocks.moe import moe_layers
 from titancli.optimizers.nothing import Nothing
 from titancli.optimizers.schedule import lr_factor
 from titancli.parallel.pipeline import Placement, split
-from titancli.protocols import ModelDefaults
+from titancli.protocols import ConverterDefaults, ModelDefaults
 from titancli.recipe.check import component_checks
 from titancli.recipe.layout import check_layout, on
 from titancli.recipe.schema import Recipe, Training
@@ -81,13 +83,11 @@ def build_engine(
         mesh = Mesh(degrees, device)
     model = on_meta(recipe)
     flops, count = model.flops_per_token(training.seq_len), sum(p.numel() for p in model.parameters())
-    converters = [build(c, mesh=degrees, compile=recipe.compile.enable) for c in recipe.converters]
-    for converter in converters:
-        converter.convert(model)
+    converters = converted(model, recipe, degrees)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     parts, placement = parallelized(model, recipe, mesh, device)
     runner = runner_of(recipe, parts, placement, mesh, device)
-    loss = build(recipe.loss)
+    loss = loss_of(build(recipe.loss))
     hf = component_info(recipe.model).hf
     hf_form = load_target(hf)(recipe.model) if hf else None
     first, awaited = FirstWeights(), awaited_checkpoint(recipe, checkpoint)
@@ -122,6 +122,46 @@ def build_engine(
         unusable=None if awaited is None else Unusable(f"{awaited} is not loaded yet", "weights"),
         **first._asdict(),
     )
+
+
+def converted(model: Any, recipe: Recipe, degrees: Degrees) -> list[Any]:
+    """Apply the recipe's converters to a model on meta, and return them.
+
+    Raises:
+        PluginError: one does not change the model in place, or changes which parameters it has: what is added
+            would get initial values of titan's, and what is renamed would be saved under the other name.
+    """
+    found: list[Any] = []
+    for config in recipe.converters:
+        name = component_info(config).name
+        converter = build(config, mesh=degrees, compile=recipe.compile.enable)
+        owns = with_defaults(ConverterDefaults, converter).owns
+        if owns is not None and adapters_of(found) is not None:
+            raise PluginError(
+                f"the converter {name} adds parameters of its own, and so does one before it",
+                hint="use only one of them",
+            )
+        before = {key for key, _ in model.named_parameters()}
+        if converter.convert(model) not in (None, model):
+            raise PluginError(
+                f"the converter {name} returned another model, which would not be used",
+                hint="convert(model) must change the model in place and return nothing",
+            )
+        after = {key for key, _ in model.named_parameters()}
+        if gone := sorted(before - after):
+            raise PluginError(
+                f"the converter {name} removed or renamed the parameter {gone[0]} ({len(gone)} in all)",
+                hint="change layers in place: parameters must keep their names",
+            )
+        if added := sorted(key for key in after - before if owns is None or not owns(key)):
+            raise PluginError(
+                f"the converter {name} added the parameter {added[0]} ({len(added)} in all), whose initial "
+                "value on meta is lost",
+                hint="a converter with parameters of its own has `owns` and `initialise`, see "
+                "titancli.protocols.ConverterDefaults",
+            )
+        found.append(converter)
+    return found
 
 
 def on_meta(recipe: Recipe) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from titancli.data.batch import EXAMPLE, Batch
 from titancli.data.values import INTEGERS, Limits, fault, harmless, readable
@@ -234,6 +234,22 @@ def loss_of(given: Any) -> Any:
     loss = given if hasattr(given, "output") and not hasattr(given, "__name__") else FunctionLoss(given)
     if loss.output not in OUTPUTS:
         raise TitanError(f'the output of {name} is {loss.output!r}, not "logprobs" or "model"')
+    return trained_alone(loss)
+
+
+def trained_alone(loss: Any) -> Any:
+    """Return a loss that only the model is trained by.
+
+    Raises:
+        TitanError: it is a module with parameters of its own, which nothing would train or save.
+    """
+    module = getattr(loss, "_function", loss)
+    parameters = module.named_parameters() if isinstance(module, nn.Module) else ()
+    if trainable := [name for name, parameter in parameters if parameter.requires_grad]:
+        raise TitanError(
+            f"the loss {name_of(loss)} has the parameter {trainable[0]}, which no optimizer trains",
+            hint="make it part of the model, or freeze it: parameter.requires_grad_(False)",
+        )
     return loss
 
 

@@ -91,7 +91,7 @@ class Grpo:
     """Steps between two evaluations with greedy decoding; there is always one after the last step. 0: no
     evaluation."""
     eval_prompts: Annotated[int, Gt(0)] = 100
-    """Prompts per evaluation, from the start of its task."""
+    """Prompts per evaluation, from the start of its task; fewer if it has fewer."""
     eval_task: Annotated[Component, Slot("task")] | None = None
     """Task with held-out prompts for evaluation; None: `task`."""
     save_rollouts: Annotated[int, Ge(0)] = 1

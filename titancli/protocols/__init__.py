@@ -27,6 +27,7 @@ from titancli.protocols.rl import (
     RewardBuilder,
     Task,
     TaskBuilder,
+    TaskDefaults,
 )
 from titancli.protocols.run import LauncherBuilder, Logger, LoggerBuilder, LoopBuilder
 from titancli.protocols.training import Loss, LossBuilder, LossDefaults, OptimizerBuilder, OptimizerConfig
@@ -74,6 +75,7 @@ __all__ = [
     "RewardBuilder",
     "Task",
     "TaskBuilder",
+    "TaskDefaults",
     "Tokenizer",
     "TokenizerBuilder",
     "TokenizerDefaults",

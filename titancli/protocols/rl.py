@@ -24,6 +24,14 @@ class Task(Protocol):
         ...
 
 
+class TaskDefaults:
+    """Optional members of a task."""
+
+    count: int | None = None
+    """How many different prompts there are, numbered from 0, before they come again; None: without end.
+    An evaluation takes each at most once."""
+
+
 class TaskBuilder(Protocol):
     def __call__(self, config: Any, *, seed: int) -> Task: ...
 

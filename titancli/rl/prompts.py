@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from titancli.data.packing import STATE_VERSION, refuse_other_data, tokenizer_identity
 from titancli.errors import TitanError
-from titancli.protocols import Task
+from titancli.protocols import Task, TaskDefaults
+from titancli.registry.defaults import with_defaults
 from titancli.rl.samples import Prompt
 
 logger = logging.getLogger(__name__)
@@ -48,10 +49,14 @@ class PromptSource:
         return found
 
     def first(self, count: int) -> list[Asked]:
-        """The first ones of all, whatever the place."""
-        found, number = [], 0
-        for _ in range(count):
+        """The first ones of all, whatever the place; each once, where there are not so many."""
+        last = with_defaults(TaskDefaults, self._task).count
+        found: list[Asked] = []
+        number = 0
+        while len(found) < count:
             asked, number = self._from(number)
+            if last is not None and number > last:
+                break
             found.append(asked)
         return found
 

@@ -60,6 +60,7 @@ class FromRows:
     def __init__(self, prompts: list[Prompt], identity: dict[str, Any], *, shuffle: bool, seed: int) -> None:
         self._prompts, self._shuffle, self._seed = prompts, shuffle, seed
         self.identity = {**identity, "prompts": len(prompts)}
+        self.count = len(prompts)
         self._epoch, self._order = -1, document_order(seed, 0, 0, shuffle=False)
 
     def prompt(self, number: int) -> Prompt:
