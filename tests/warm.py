@@ -44,6 +44,7 @@ LIBRARIES = (
     "torch._inductor.config",
     "torch.distributed.checkpoint",
     "torch.distributed.elastic.agent.server.local_elastic_agent",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.run",
@@ -59,6 +60,9 @@ LIBRARIES = (
     "pydantic",
     "pytest",
     "rich.console",
+    "tomli_w",
+    "encodings.idna",
+    "encodings.utf_8_sig",
 )
 AT_IMPORT = ("PYTHON", "OMP_", "MKL_", "KMP_", "LD_", "HF_", "TRANSFORMERS_", "TORCH_LOGS", "TORCHINDUCTOR_")
 """Prefixes of variables that are read before the first line of a program, or when a library is imported."""
@@ -166,23 +170,17 @@ def become(start: Start) -> None:
 
 _registered: list[Callable[..., Any]] = []
 """What this program has registered with atexit."""
-_imported: set[Any] | None = None
-"""Finalizers of the libraries that were there before this program."""
 _register = atexit.register
 
 
 def _forget_the_end_of_the_parent() -> None:
-    """Leave to the parent what it does when it ends: its temporary folders are still in use."""
-    global _imported
-    finalizers: dict[Any, Any] = weakref.finalize._registry  # type: ignore[attr-defined]
+    """Leave to the parent what it does when it ends: its temporary folders are still in use. Nor are its
+    libraries' objects finalized: those of every `torch.library.Library` would take a tenth of a second."""
     for function in _registered:
         atexit.unregister(function)
         if function == weakref.finalize._exitfunc:  # type: ignore[attr-defined]
             weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
-    if _imported is None:
-        _imported = set(finalizers)
-    for finalizer in set(finalizers) - _imported:
-        del finalizers[finalizer]
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     _registered.clear()
 
     def register(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -401,6 +399,8 @@ def serve(number: int) -> None:
     for module in pkgutil.walk_packages(titancli.__path__, "titancli."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
+    _bind_one_recipe()
+    atexit.unregister(sys.modules["torch._dynamo.utils"].dump_compile_times)  # of nothing, to a debug log
     gc.enable()
     gc.collect()
     gc.freeze()
@@ -418,6 +418,18 @@ def serve(number: int) -> None:
             for fd in fds:
                 os.close(fd)
             asked.sendall(pid.to_bytes(8, "little"))
+
+
+def _bind_one_recipe() -> None:
+    """Have a fork find what its process would make once and keep: the plugins that are installed, and what
+    pydantic knows of their configs."""
+    from titancli import cli, registry
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        code = cli.main(["config", "llama3_debug"])
+    if code != 0:
+        raise RuntimeError(f"`titan config llama3_debug` ended with {code}")
+    registry.configure()
 
 
 def _fork_away(start: Start) -> int:
