@@ -8,9 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from titancli.errors import EnvironmentProblem
+from tests.engine.test_library import TINY, batch
+from tests.ranks import Ranks
+from titancli.engine import Engine as Library
+from titancli.errors import EnvironmentProblem, TitanError
 from titancli.loops.run import Run
+from titancli.models import Llama3
+from titancli.recipe.schema import Mesh
 
 
 @dataclass
@@ -173,3 +179,25 @@ def test_what_is_saved_is_not_saved_again():
     disk = Disk(run, asynchronous=False)
     disk.full = True
     run.finish(engine, Data())
+
+
+def of_unequal_length() -> str:
+    """A loop like pretrain's, on a rank that has more data than the one before it."""
+    length = 1 + dist.get_rank()
+    data = Data([batch()] * length)
+    with Library.of(Llama3(**TINY), mesh=Mesh(dp_shard=2)) as engine:
+        run = Run(steps=9, stop=Stop())
+        try:
+            while run.goes_on(engine.step) and (batches := run.take(data, 1)):
+                engine.forward_backward(batches)
+                engine.optim_step()
+            run.finish(engine, data)
+        except TitanError as error:
+            return str(error)
+    return "finished"
+
+
+def test_data_that_end_on_one_rank_only_are_told_on_every_rank(ranks: Ranks) -> None:
+    """It was waited for until the time limit, and ended in an error of the network."""
+    for said in ranks(2, of_unequal_length):
+        assert "rank 0 finish (its data have ended), rank 1 forward_backward" in said

@@ -136,7 +136,8 @@ class Run:
         return False
 
     def take(self, data: Source, count: int) -> list[Batch]:
-        """The micro-batches of one step; fewer, or none, at the end of the data. As many on every rank."""
+        """The micro-batches of one step; fewer, or none, at the end of the data. A dataset has as many on
+        every rank: if not, the next verb, or `finish`, raises on all of them."""
         began = time.perf_counter()
         with phase("data"):
             batches = list(itertools.islice(data, count))
@@ -187,8 +188,12 @@ class Run:
 
         Raises:
             EnvironmentProblem: it cannot be saved.
-            TitanError: it is saved, and the run ended because too many steps in a row were skipped.
+            TitanError: it is saved, and the run ended because too many steps in a row were skipped. Or the
+                data ended here, but not on every rank.
         """
+        if self.why == "data_ended":  # another rank may be in the next step, and would wait for this one
+            with engine.call("finish (its data have ended)").agreed():
+                pass
         self._settle()
         if self.checkpoints is not None and self.saved_step != engine.step and engine.step > 0:
             self._save(engine, data)
