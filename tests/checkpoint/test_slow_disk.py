@@ -60,13 +60,13 @@ def work_of_rank_zero_alone(folder: str, error: bool) -> list[str]:
     done = []
 
     def work() -> None:
-        time.sleep(2.5)
+        time.sleep(0.5 if error else 5.0)  # a sign of life at least; and longer than `PATIENCE`
         done.append("done")
         if error:
             raise TitanError("no such day")
 
     usual = process_group.PATIENCE, checkpointer.SIGN_SECONDS
-    process_group.PATIENCE, checkpointer.SIGN_SECONDS = datetime.timedelta(seconds=1), 0.3
+    process_group.PATIENCE, checkpointer.SIGN_SECONDS = datetime.timedelta(seconds=4), 0.3
     made = checkpointer.Checkpointer(Path(folder), Checkpoint(), lock_text="", run_id="run")
     try:
         made.on_main(work)

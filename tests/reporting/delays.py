@@ -10,8 +10,10 @@ from typing import Any
 
 from titancli import component, hookimpl
 
-SECONDS = 0.8
+SECONDS = 0.5
 """Of each delay."""
+STALL = 4.0
+"""Of the one between two steps, which must be ten times as long as what passes there as a rule."""
 KILLED = Path("killed")
 """Is there once the first attempt has been killed."""
 
@@ -46,9 +48,9 @@ def titan_components() -> list[type]:
     return [Loss, Data, Optimizer, Saving, Logging]
 
 
-def delay(due: bool = True) -> None:
+def delay(due: bool = True, seconds: float = SECONDS) -> None:
     if due and not KILLED.exists():
-        time.sleep(SECONDS)
+        time.sleep(seconds)
 
 
 def loss(config: Any) -> Any:
@@ -131,4 +133,4 @@ class Logger:
     def __init__(self, config: Any, **options: Any) -> None: ...
 
     def step_end(self, step: int, metrics: Any) -> None:
-        delay(step == 2)
+        delay(step == 2, STALL)

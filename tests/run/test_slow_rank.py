@@ -13,21 +13,21 @@ from titancli.observe.events import read_events
 
 pytestmark = pytest.mark.ranks
 
+SECONDS = 0.2  # far more than either rank waits for a processor in half of the steps
 
-def test_a_rank_that_is_50_ms_slower_is_named_in_the_metrics(
-    train_on: Callable[..., Finished], here: Path
-) -> None:
-    slow = ("loss=faulty", "loss.fault=slow", "loss.rank=1", "loss.sleep=0.05", "training.steps=16")
+
+def test_a_rank_that_is_slower_is_named_in_the_metrics(train_on: Callable[..., Finished], here: Path) -> None:
+    slow = ("loss=faulty", "loss.fault=slow", "loss.rank=1", f"loss.sleep={SECONDS}", "training.steps=8")
     done = train_on(2, "tiny.toml", *slow, "--run-dir", "r")
     assert done.code == 0, done.err
     steps = [e["metrics"] for e in read_events(here / "r/events.jsonl") if e["event"] == "step"]
     assert statistics.mode(metrics["slow_rank"] for metrics in steps[1:]) == 1
     late = statistics.median(metrics["slow_rank_seconds"] for metrics in steps[1:])
-    assert 0.04 < late < 0.5
+    assert SECONDS / 2 < late < 10 * SECONDS
     # All time is in some phase; of single steps only roughly, as the ranks do not read at the same instant.
     phases = sum(metrics[name] for metrics in steps for name in metrics if name.startswith("time/"))
     assert phases == pytest.approx(sum(metrics["step_seconds"] for metrics in steps), rel=0.05)
-    assert statistics.median(metrics["time/forward"] for metrics in steps[1:]) > 0.02
+    assert statistics.median(metrics["time/forward"] for metrics in steps[1:]) > SECONDS / 4
 
 
 def test_under_a_pipeline_forward_and_backward_are_one_phase(
