@@ -86,3 +86,27 @@ def test_a_loss_component_may_be_a_plain_function() -> None:
     with Engine.of(Llama3(**TINY), loss=PlainFunction(), training=Training(steps=1, seq_len=16)) as engine:
         own, given = engine.evaluate(batch()), engine.evaluate(batch(), CrossEntropy())
         assert abs(float(own["loss"] - given["loss"])) < 1e-6
+
+
+@component("optimizer", "odd_steps", target="tests.engine.test_converted:optimizer_of")
+class OddSteps:
+    """An optimizer that titan cannot step."""
+
+    how: str = ""
+    """In which way."""
+
+
+def optimizer_of(config: OddSteps, *, named_parameters: Any, model_names: Any) -> Any:
+    return torch.optim.LBFGS([p for _, p in named_parameters]) if config.how == "closure" else None
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("closure", r"odd_steps \(LBFGS\) needs a closure that computes the loss again"),
+        ("nothing", "odd_steps built a NoneType, not a torch.optim.Optimizer"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_stepped_is_refused(how: str, words: str) -> None:
+    with pytest.raises(PluginError, match=words):
+        Engine.of(Llama3(**TINY), optimizer=OddSteps(how=how))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from titancli.errors import TitanError
+from titancli.errors import EnvironmentProblem, TitanError
 from titancli.loops.grpo_steps import Rollouts, Sampled, sample
 from titancli.rl.prompts import Asked
 from titancli.rl.rollouts import Recorder, read, recorded
@@ -25,9 +25,13 @@ MADE = Completion("x", [3], [-1.0], "eos")
 
 def test_what_was_written_is_read_whatever_characters_it_has(tmp_path: Path) -> None:
     """At U+2028, U+0085 and their like `str.splitlines` breaks a line, JSON Lines do not."""
-    rows = [{"prompt": "a\u2028b\x85c\x1c\n", "samples": []}, {"prompt": "\ud800", "samples": []}]
+    nothing = {"answer": None, "samples": []}
+    rows = [{"prompt": "a\u2028b\x85c\x1c\n", **nothing}, {"prompt": "\ud800", **nothing}]
     Recorder(tmp_path).write(3, rows)
-    assert read(recorded(tmp_path)[3]) == [rows[0], {"prompt": "?", "samples": []}]
+    assert read(recorded(tmp_path)[3]) == [rows[0], {"prompt": "?", **nothing}]
+    recorded(tmp_path)[3].write_text('{"prompt": "a"}\n')
+    with pytest.raises(EnvironmentProblem, match="a line has no prompt, answer or samples"):
+        read(recorded(tmp_path)[3])
 
 
 @pytest.mark.parametrize(

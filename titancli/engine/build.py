@@ -5,6 +5,7 @@ In order: mesh, model on meta, converters, the parallelize plan, materialise (in
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from collections.abc import Callable
@@ -222,6 +223,7 @@ def optimizer_of(
 
     Raises:
         RecipeError: the whole model has nothing to train.
+        PluginError: what was built is no optimizer, or one that must compute the loss again.
     """
     if not model_names:
         raise RecipeError(
@@ -230,8 +232,18 @@ def optimizer_of(
         )
     if not trained:
         return Nothing(with_defaults(OptimizerConfigDefaults, recipe.optimizer).lr or 0.0)
-    made: torch.optim.Optimizer = build(recipe.optimizer, named_parameters=trained, model_names=model_names)
-    return made
+    made: Any = build(recipe.optimizer, named_parameters=trained, model_names=model_names)
+    name = component_info(recipe.optimizer).name
+    if not hasattr(made, "param_groups"):
+        raise PluginError(f"the optimizer {name} built a {type(made).__name__}, not a torch.optim.Optimizer")
+    closure = inspect.signature(made.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise PluginError(
+            f"the optimizer {name} ({type(made).__name__}) needs a closure that computes the loss again",
+            hint="titan steps once on gradients that are there: use one whose step() takes no arguments",
+        )
+    optimizer: torch.optim.Optimizer = made
+    return optimizer
 
 
 def refuse_unfit(recipe: Recipe, degrees: Degrees) -> None:

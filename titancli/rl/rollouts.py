@@ -57,6 +57,11 @@ def read(path: Path) -> list[dict[str, Any]]:
     """
     try:
         # As bytes: at U+2028, which a model may write, a str would be split, and JSON has no line end there.
-        return [json.loads(line) for line in path.read_bytes().splitlines()]
+        rows = [json.loads(line) for line in path.read_bytes().splitlines()]
     except (OSError, ValueError) as error:
         raise EnvironmentProblem(f"{path} cannot be read as rollouts: {error}") from error
+    if not all(isinstance(row, dict) and {"prompt", "answer", "samples"} <= row.keys() for row in rows):
+        raise EnvironmentProblem(
+            f"{path} cannot be read as rollouts: a line has no prompt, answer or samples"
+        )
+    return rows

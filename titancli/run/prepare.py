@@ -315,7 +315,7 @@ def _plugin_notes(folder: RunFolder, given: Sequence[Path]) -> list[str]:
     return [
         f"the plugin file {path} has changed since this run was last started"
         for path in map(str, given)
-        if path in before and file_hash(Path(path)) != before[path]
+        if path in before and Path(path).is_file() and file_hash(Path(path)) != before[path]
     ]
 
 
