@@ -13,7 +13,8 @@ import torch
 from tests.data.helpers import global_rows, make, rows_of
 from titancli.cli import main
 from titancli.data import Chat, JsonLines, Mix, MixStage, TextFiles, TokenShards
-from titancli.data.batch import IGNORE
+from titancli.data.batch import IGNORE, Batch
+from titancli.data.mix import _Source
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.observe.metrics import collector
 
@@ -213,3 +214,21 @@ def test_stages_in_a_validation_are_refused_before_a_run(
     recipe.write_text('extends = "titan:llama3_debug"\n' + held)
     assert main(["validate", str(recipe)]) == 3
     assert "an evaluation has no steps: remove them" in "".join(capsys.readouterr())
+
+
+def test_rows_of_a_dataset_that_fills_the_same_memory_again_are_not_overwritten() -> None:
+    memory = torch.zeros(1, 2, dtype=torch.int64)
+
+    def rows() -> Any:
+        for number in range(3):
+            yield Batch({"tokens": memory.fill_(number)})
+
+    class Refilled:
+        def __iter__(self) -> Any:
+            return rows()
+
+    source: Any = _Source("x", Refilled())  # type: ignore[arg-type]
+    found = [source.next() for _ in range(4)]
+    assert [None if row is None else row["tokens"].tolist() for row in found] == [
+        [[n, n]] for n in range(3)
+    ] + [None]

@@ -164,6 +164,31 @@ def test_less_than_a_row_is_filled_up_and_no_text_is_an_error(engine: Engine, tm
         Evaluation("bare", Uneven([]), engine)(None)
 
 
+def test_a_dataset_may_fill_the_same_memory_and_the_same_state_again(engine: Engine) -> None:
+    pieces = whole_batch().split(2)
+
+    class Refilled(Uneven):
+        state = {"at": 0}  # noqa: RUF012
+
+        def __iter__(self) -> Iterator[Batch]:
+            memory = {name: tensor.clone() for name, tensor in pieces[0].items()}
+            for piece in pieces[self.state["at"] :]:
+                self.state["at"] += 1
+                for name, tensor in piece.items():
+                    memory[name].copy_(tensor)
+                yield Batch(memory)
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.state
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.state = state
+
+    expected = Evaluation("x", Uneven(pieces), engine)(None)
+    again = Evaluation("x", Refilled([]), engine)
+    assert again(None) == again(None) == expected
+
+
 def test_what_is_reported_while_evaluating_is_not_taken_for_training(engine: Engine) -> None:
     class Reporting(Uneven):
         def __iter__(self) -> Iterator[Batch]:

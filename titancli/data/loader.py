@@ -101,7 +101,7 @@ class Loader(Iterator[Batch]):
                 "cuda", torch.cuda.current_device()
             )  # it is another one in the thread
         self._prefetch = max(1, prefetch)
-        self._state = _state_of(dataset)
+        self._state = state_of(dataset)
         self._queue: _Queue | None = None
         self._thread: threading.Thread | None = None
         self._finalizer: weakref.finalize | None = None
@@ -133,7 +133,7 @@ class Loader(Iterator[Batch]):
                 f"the dataset has not returned a batch within {STOP_SECONDS:.0f} s", hint="restart the run"
             )
         self.dataset.load_state_dict(state)
-        self._state = _state_of(self.dataset)
+        self._state = state_of(self.dataset)
         self._thread = None
 
     def close(self) -> None:
@@ -176,7 +176,7 @@ def _produce(
         for batch, state in batches:
             _check_values(batch, limits)
             if workers is None:
-                batch = _copied(batch)
+                batch = copied(batch)
             if cuda:
                 batch = Batch({name: tensor.pin_memory() for name, tensor in batch.items()}, unit=batch.unit)
             if not queue.put(_Item(batch, state)):
@@ -188,18 +188,18 @@ def _produce(
 
 def _alone(dataset: Dataset) -> Iterator[tuple[Batch, dict[str, Any]]]:
     for batch in dataset:
-        yield batch, _state_of(dataset)
+        yield batch, state_of(dataset)
 
 
-def _copied(batch: Any) -> Any:
-    """A batch in memory of its own: a dataset may fill the same buffers again while this one is waiting."""
+def copied(batch: Any) -> Any:
+    """Return a batch in memory of its own: a dataset may fill the same buffers again for the next."""
     if not isinstance(batch, Mapping) or not all(isinstance(value, torch.Tensor) for value in batch.values()):
         return batch  # the engine says what is wrong with it
     return Batch({name: tensor.clone() for name, tensor in batch.items()}, unit=getattr(batch, "unit", 1))
 
 
-def _state_of(dataset: Dataset) -> dict[str, Any]:
-    """The state of a dataset now: it may return the same dict again, with other values.
+def state_of(dataset: Dataset) -> dict[str, Any]:
+    """Return the state of a dataset now: it may return the same dict again, with other values.
 
     Raises:
         PluginError: it is none.

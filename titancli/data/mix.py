@@ -16,6 +16,7 @@ from torch import Tensor
 
 from titancli.data import Mix
 from titancli.data.batch import IGNORE, MIX, Batch
+from titancli.data.loader import copied
 from titancli.data.packing import STATE_VERSION, refuse_other_data
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.observe.metrics import collector, report
@@ -43,7 +44,8 @@ class _Source:
     def next(self) -> Batch | None:
         """A row; None at the end."""
         with self._listening():
-            return next(self._rows, None)
+            row = next(self._rows, None)
+            return None if row is None else copied(row)
 
     def skip(self) -> bool:
         """Go a row on; whether there was one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import math
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from titancli.data.batch import IGNORE, Batch
+from titancli.data.loader import copied, state_of
 from titancli.data.packing import PackedDataset
 from titancli.distributed import process_group
 from titancli.errors import EnvironmentProblem, TitanError
@@ -154,7 +156,7 @@ class Evaluation:
         if isinstance(data, PackedDataset):
             data.pads = True
         self._name, self._data, self._engine, self._loss = name, data, engine, loss
-        self._start = data.state_dict()
+        self._start = state_of(data)
         self.prepare: Callable[[Batch], Batch] = lambda batch: batch
 
     def __call__(self, steps: int | None, cancelled: Callable[[], bool] = lambda: False) -> Result | None:
@@ -212,8 +214,8 @@ class Evaluation:
         return with_defaults(LossDefaults, loss).token_weights(batch) is not None
 
     def _batches(self, steps: int | None) -> Iterator[Batch]:
-        self._data.load_state_dict(self._start)
-        yield from itertools.islice(self._data, steps)
+        self._data.load_state_dict(copy.deepcopy(self._start))
+        yield from map(copied, itertools.islice(self._data, steps))
 
     def _next(self, batches: Iterator[Batch], cancelled: Callable[[], bool]) -> list[Batch | None]:
         """The next batches, as many on every rank; none at the end on all of them, and None if cancelled.
