@@ -84,6 +84,14 @@ def images(tmp_path: Path) -> Path:
     return folder
 
 
+def test_a_text_may_have_any_character(images: Path) -> None:
+    """At U+2028 `str.splitlines` breaks a line, JSON Lines do not."""
+    rows = [{"file_name": name, "text": f"{name}\u2028!"} for name in ("b.JPG", "more/c.png")]
+    text = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    (images / "metadata.jsonl").write_text(text, encoding="utf-8")
+    assert [pair.text for pair in pairs_of(images)] == ["a cat", "b.JPG\u2028!", "more/c.png\u2028!"]
+
+
 def encode(images: Path, out: Path, flux: Path, *more: str) -> int:
     small = ("--size", "32", "--text-length", "16", "--dtype", "float32")
     return main(["flux-encode", str(images), str(out), "--model", str(flux), *small, *more])
