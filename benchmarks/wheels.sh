@@ -3,10 +3,11 @@
 #
 #   sh benchmarks/wheels.sh FOLDER             where there is network: gathers 15 MB of wheels
 #   sh benchmarks/wheels.sh install FOLDER TO  over there: unpacks them to TO/titan, TO/torchtitan-0.2.2, TO/…-0.3.0
-#   PYTHONPATH=TO/titan python benchmarks/train_gpu.py --out OUT \
+#   PYTHONPATH=$PWD:TO/titan python benchmarks/train_gpu.py --out OUT \
 #       --torchtitan 0.2.2=TO/torchtitan-0.2.2 0.3.0=TO/torchtitan-0.3.0
-#   PYTHONPATH=TO/titan python -m pytest -m gpu tests plugins/titan-float8
+#   PYTHONPATH=$PWD:TO/titan python -m pytest -m gpu $(grep -rl mark.gpu --include='test_*.py' tests plugins)
 #
+# $PWD first: what is measured is the code that lies here, not that of the wheel, made before the last change.
 # PYTHON=3.12 (the default) is the Python over there. torchtitan 0.3.0 wants a torch newer than 2.11.
 set -eu
 usage="usage: sh benchmarks/wheels.sh [install] FOLDER [TO]"
