@@ -2,9 +2,9 @@
 
     python benchmarks/digests.py [--steps N]
 
-The 6.16 M parameter Llama 3 of `train_cpu.py`, fp32, on this machine's first device; prints the median times of
-a step, of its digest, and their ratio. A digest reads as many values whatever the batch, so its share grows as
-steps get smaller: 8 rows of 512 tokens (aim: 1 %), 2 of 256, and 1 of 32.
+The 6.16 M parameter Llama 3 of `train_cpu.py`, fp32, on this machine's first device; prints the median times
+of a step, of its digest, and their ratio. A digest reads as many values whatever the batch, so its share
+grows as steps get smaller: 8 rows of 512 tokens (aim: 1 %), 2 of 256, and 1 of 32.
 """
 
 from __future__ import annotations
