@@ -362,6 +362,29 @@ def test_ranks_that_start_anew_take_the_stores_too(both: str, here: Path) -> Non
     assert _is_good(folder.checkpoints / "step-6")
 
 
+def test_ranks_that_start_anew_from_the_newest_need_no_store(
+    both: str, here: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever is wrong with an older one is a line."""
+
+    def dead(*given: object, **more: object) -> None:
+        raise Unreachable("the line is dead")
+
+    monkeypatch.setattr("titancli.checkpoint.remote.transfer.newest_of_both", dead)
+    folder, section = RunFolder(here / "r"), Checkpoint(remote=f"file://{here}/store")
+    _flip(folder.checkpoints / "step-2", MANIFEST)
+    with ExitStack() as stack:
+        for serial, began, expected in ((2, 4, 6), (3, 6, 6), (3, 4, 4)):
+            folder.update_attempt(serial=serial)
+            again = Rank(folder, Place(restart=1), stack)
+            found = again._continue_from(folder.checkpoints / f"step-{began}", section)
+            assert found == folder.checkpoints / f"step-{expected}"
+            assert "step-2/manifest.json is damaged" in caplog.text
+        _flip(folder.checkpoints / "step-6", MANIFEST)
+        with pytest.raises(Unreachable, match="the line is dead"):  # that one may be the newest
+            again._continue_from(folder.checkpoints / "step-4", section)
+
+
 def test_a_later_attempts_damaged_step_is_kept(damaged: Callable[..., Path | None], here: Path) -> None:
     """What the store has of it is older: the upload had not begun."""
     step = here / "r/checkpoints/step-6"

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from titancli.checkpoint.format.manifest import DamagedCheckpoint, names_and_sizes, newest_good
+from titancli.checkpoint.format.manifest import DamagedCheckpoint, names_and_sizes, newest_good, none_newer
 from titancli.checkpoint.start_from import start_from
 from titancli.errors import EXIT_FAILED, EXIT_OK, TitanError
 from titancli.launch import rank_options
@@ -408,7 +408,9 @@ class Rank:
         checkpoint = None if checkpoint in damaged else checkpoint
         found = newest_good(self.folder.checkpoints, **how)
         anew = not damaged or not damaged.keys() <= self._asked_store
-        if section.remote is not None and skipped and anew:
+        here = found or checkpoint
+        best = here is not None and none_newer(self.folder.checkpoints, here, how["newer_than"])
+        if section.remote is not None and skipped and anew and not best:
             self._asked_store |= damaged.keys()
             found = remote.newest(self.folder, section, say=logger.warning, **how)
             remote.lower_serial(self.folder)

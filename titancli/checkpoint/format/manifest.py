@@ -229,6 +229,20 @@ def last_serial(folder: Path) -> int:
     return max((manifest.serial for manifest in good.values()), default=0) + len(bad)
 
 
+def none_newer(folder: Path, checkpoint: Path, newer_than: int = 0) -> bool:
+    """Return whether a folder has nothing that may be newer than this checkpoint of its own, of what has a
+    serial above `newer_than`. One whose manifest cannot be read is taken to be as old as its step."""
+    good, bad = _manifests(folder)
+    known = [path for path, manifest in good.items() if manifest.serial > newer_than]
+    return known[:1] in ([], [checkpoint]) and all(_step_in(path) < _step_in(checkpoint) for path in bad)
+
+
+def _step_in(path: Path) -> int:
+    """Return the step in the name of one of `_step_folders`."""
+    match = STEP_NAME.match(path.name) or REPLACED_NAME.match(path.name)
+    return int(match[1]) if match else -1
+
+
 def _manifests(folder: Path) -> tuple[dict[Path, Manifest], dict[Path, EnvironmentProblem]]:
     """The manifests of a folder's checkpoints, the newest first, and why the others cannot be read."""
     good, bad = {}, {}
