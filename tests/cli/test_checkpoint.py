@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,21 @@ def test_verify_reads_every_byte_and_exits_5(titan: Titan, run: Path) -> None:
     assert second == (
         f"bad:  {run}/checkpoints/step-10: rank-00000.safetensors is damaged: its checksum does not match"
     )
+
+
+def test_what_was_set_aside_is_reported_and_does_not_count(titan: Titan, run: Path) -> None:
+    aside = run / "checkpoints/step-2.unknown-0123abcd"
+    shutil.copytree(run / "checkpoints/step-2", aside)
+    _flip(aside / "recipe.lock.toml")
+    done = titan("checkpoint", "verify", "run")
+    assert done.code == 0
+    first, *others = done.out.splitlines()
+    assert first.startswith(f"set aside: {aside}: recipe.lock.toml is damaged")
+    assert [line.split()[0] for line in others] == ["good:", "good:"]
+    assert "set aside; " in titan("checkpoint", "list", "run").out
+    assert titan("checkpoint", "verify", f"run/checkpoints/{aside.name}").code == 5
+    document = json.loads(titan("checkpoint", "verify", "run", "--json").out)
+    assert document["ok"] and [one["set_aside"] for one in document["checkpoints"]] == [True, False, False]
 
 
 def test_verify_notices_files_that_are_whole_but_contradict_each_other(titan: Titan, tmp_path: Path) -> None:

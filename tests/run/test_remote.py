@@ -266,7 +266,7 @@ def test_a_step_that_is_damaged_here_is_taken_from_the_store(train: Train, here:
 
     _flip(here / "r/checkpoints/step-4", MANIFEST)
     dry = train("r", "--resume", both, "--step", "4", "--dry-run")
-    assert dry.code == 5 and "manifest.json is damaged" in dry.err
+    assert dry.code == 0 and "step-4" in dry.out, dry.err
     assert train("r", "--resume", both, "--step", "4", "training.steps=5").code == 0
     assert _is_good(here / "r/checkpoints/step-4")
 
@@ -275,6 +275,23 @@ def test_a_step_that_is_damaged_here_is_taken_from_the_store(train: Train, here:
     refused = train("r", "--resume", both, "--step", "4", "training.steps=5")
     assert refused.code == 5 and "Traceback" not in refused.err
     assert f"checkpoint file://{here}/store/r/step-4 is damaged" in refused.err
+
+
+def test_a_dry_run_looks_for_the_step_in_the_store(train: Train, here: Path, both: str) -> None:
+    """And takes nothing from there; the run itself does."""
+    _flip(here / "store/r/step-6", MANIFEST)
+    shutil.rmtree(here / "r/checkpoints/step-4")
+    elsewhere = ["tiny.toml", "--run-dir", "elsewhere/r"]
+    for run, there in ((["r"], "2, 4, 6"), (elsewhere, "2, 4")):
+        line = [*run, "--resume", both, "--dry-run", "--step"]
+        dry = train(*line, "4")
+        assert dry.code == 0 and "step-4" in dry.out, dry.err
+        refused = train(*line, "3")
+        assert refused.code == 5 and f"available steps: {there}\n" in refused.err
+    assert not (here / "r/checkpoints/step-4").exists() and not (here / "elsewhere").exists()
+    (here / "store/r/step-2/rank-00000.safetensors").unlink()
+    damaged = train(*line, "2")
+    assert damaged.code == 5 and "rank-00000.safetensors is missing" in damaged.err
 
 
 @pytest.mark.ranks

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from titancli.checkpoint.format.layout import TensorLayout
 from titancli.checkpoint.format.manifest import (
+    SET_ASIDE,
     STEP_NAME,
     Manifest,
     Verify,
@@ -30,6 +31,11 @@ class Found:
     """None: it cannot be read."""
     faults: list[str]
     """One phrase for each file that is not as it should be; empty: it is good, as far as it was looked at."""
+
+    @property
+    def set_aside(self) -> bool:
+        """Whether another one has taken its place: nothing loads it, and it may be deleted."""
+        return SET_ASIDE.match(self.path.name) is not None
 
     @property
     def size(self) -> int:

@@ -76,9 +76,13 @@ def verify(paths: tuple[Path, ...], as_json: bool) -> int:
     """Read every file of the given checkpoints and compare sizes and checksums. Prints a line for each.
 
     PATH is a checkpoint, or a run folder, which stands for all of its checkpoints. The exit code is 5 if any
-    checkpoint is damaged.
+    checkpoint is damaged. What was set aside in a run folder (`step-N.unknown-…`) is reported, and does not
+    count.
     """
     from titancli.checkpoint.inspect import folders, look_at
+
+    def bad(one: Found) -> bool:
+        return bool(one.faults) and not (one.set_aside and one.path not in map(Path.absolute, paths))
 
     chosen = [folder for path in paths for folder in folders(path)]
     if not chosen:
@@ -88,18 +92,19 @@ def verify(paths: tuple[Path, ...], as_json: bool) -> int:
         found.append(look_at(folder, "full"))
         if not as_json:
             print(_verdict(found[-1]), flush=True)
+    ok = not any(map(bad, found))
     if as_json:
-        print_json(
-            "verification",
-            {"ok": not any(one.faults for one in found), "checkpoints": [_document(one) for one in found]},
-        )
-    return EXIT_ENVIRONMENT if any(one.faults for one in found) else EXIT_OK
+        print_json("verification", {"ok": ok, "checkpoints": [_document(one) for one in found]})
+    return EXIT_OK if ok else EXIT_ENVIRONMENT
 
 
 # ------------------------------------------------------------------------------------------------ words
 
 
 def _verdict(found: Found) -> str:
+    if found.set_aside:
+        state = "; ".join(found.faults) or "undamaged"
+        return f"set aside: {found.path}: {state} (nothing loads it; you may delete it)"
     if found.faults:
         return f"bad:  {found.path}: {'; '.join(found.faults)}"
     from titancli.checkpoint.format.disk import size_text
@@ -112,7 +117,7 @@ def _row(found: Found) -> tuple[str, ...]:
     from titancli.checkpoint.format.disk import size_text
 
     manifest = found.manifest
-    state = "; ".join(found.faults) or "good"
+    state = ("set aside; " if found.set_aside else "") + ("; ".join(found.faults) or "good")
     if manifest is None:
         return found.path.name, "-", "-", "-", "-", state
     size, writers = size_text(found.size), _writers(found)
@@ -185,6 +190,7 @@ def _document(found: Found) -> dict[str, Any]:
         "ranks": found.ranks,
         "mesh": found.mesh,
         "good": not found.faults,
+        "set_aside": found.set_aside,
         "faults": found.faults,
     }
 

@@ -24,7 +24,7 @@ from titancli.runs import STEP_NAME, RunFolder
 
 if TYPE_CHECKING:
     from titancli.recipe import Loaded
-    from titancli.recipe.schema import Recipe
+    from titancli.recipe.schema import Checkpoint, Recipe
 
 
 @dataclass(frozen=True)
@@ -175,6 +175,8 @@ def _from_afar(request: Request, run_dir: Path) -> Plan | None:
         if found is None:
             remote.refuse_unusable(run_dir, notes, section)
             return None
+        if request.step is not None:
+            found = _choose_step(RunFolder(run_dir), request, section, request.step)
         plan = _begin(request, run_dir, found)
         return replace(plan, checkpoint=found, start_step=_step_of(found), notes=notes)
     if not remote.take_run(run_dir, section, rejected=notes.append, say=request.say):
@@ -260,21 +262,7 @@ def _choose_checkpoint(
     """The checkpoint to go on from, notes, and whether those that are there are set aside for a new start."""
     section, last_step = recipe.checkpoint, recipe.training.steps
     if (step := request.step) is not None:
-        if not request.dry_run:
-            remote.take_step(folder, section, step, request.say)
-        path = folder.checkpoints / f"step-{step}"
-        if not path.is_dir():
-            there = sorted(
-                int(p.name[5:]) for p in folder.checkpoints.glob("step-*") if p.name[5:].isdecimal()
-            )
-            raise EnvironmentProblem(
-                f"{folder.path} has no checkpoint of step {step}",
-                hint=f"available steps: {', '.join(map(str, there))}"
-                if there
-                else "the run has no checkpoints",
-            )
-        read_manifest(path)
-        return path, [], False
+        return _choose_step(folder, request, section, step), [], False
     notes: list[str] = []
     newest = partial(remote.newest, folder, section, say=request.say, dry_run=request.dry_run)
     # The bytes are left to the ranks, which hash what they load; not where nothing is loaded.
@@ -299,6 +287,21 @@ def _choose_checkpoint(
     if in_memory:
         return None, ["no checkpoint on the disk yet: it continues from memory, or starts at step 0"], False
     return None, ["the run has no checkpoint yet: it starts at step 0"], False
+
+
+def _choose_step(folder: RunFolder, request: Request, section: Checkpoint, step: int) -> Path:
+    """The checkpoint of `--step`; in a dry run perhaps one that only the store has."""
+    taken = remote.take_step(folder, section, step, request.say, dry_run=request.dry_run)
+    path = folder.checkpoints / f"step-{step}"
+    if not (taken or path.is_dir()):
+        there = ", ".join(map(str, remote.steps_of(folder, section)))
+        raise EnvironmentProblem(
+            f"{folder.path} has no checkpoint of step {step}",
+            hint=f"available steps: {there}" if there else "the run has no checkpoints",
+        )
+    if not (taken and request.dry_run):
+        read_manifest(path)
+    return path
 
 
 # ---------------------------------------------------------------------------------------------- plugins

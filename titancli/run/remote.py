@@ -17,7 +17,7 @@ from titancli.checkpoint.format.manifest import (
     steps,
 )
 from titancli.errors import EnvironmentProblem
-from titancli.runs import RunFolder
+from titancli.runs import STEP_NAME, RunFolder
 
 if TYPE_CHECKING:
     from titancli.checkpoint.format.manifest import Verify
@@ -66,12 +66,22 @@ def newest(
 
 
 def take_step(
-    folder: RunFolder, section: Checkpoint, step: int, say: Say, *, damaged: str | None = None
-) -> None:
+    folder: RunFolder,
+    section: Checkpoint,
+    step: int,
+    say: Say,
+    *,
+    damaged: str | None = None,
+    dry_run: bool = False,
+) -> bool:
     """Take one checkpoint, where the run folder does not have it, or not its manifest, and the store does.
 
     Args:
         damaged: what is wrong with the one that the run folder has; the store's takes its place.
+        dry_run: take nothing.
+
+    Returns:
+        Whether the store's is taken, or in a dry run would be.
 
     Raises:
         DamagedCheckpoint: that one is `damaged`, and the store has none.
@@ -79,16 +89,29 @@ def take_step(
     """
     here = folder.checkpoints / f"step-{step}"
     if section.remote is None or (damaged is None and here in steps(folder.checkpoints)):
-        return
+        return False
     from titancli.checkpoint.remote.transfer import run_place, take
 
     place = run_place(section.remote, folder.path) / here.name
     if place.is_dir():
-        if read_manifest(place).run_id != folder.record().get("run_id"):
+        run_id = folder.record().get("run_id")  # none: a dry run's, of a run that is not on this machine
+        if run_id is not None and read_manifest(place).run_id != run_id:
             raise EnvironmentProblem(f"{place} was written by another run")
-        take(place, folder.checkpoints, say)
-    elif damaged is not None:
+        take(place, folder.checkpoints, say, look_only=dry_run)
+        return True
+    if damaged is not None:
         raise DamagedCheckpoint(here, damaged)
+    return False
+
+
+def steps_of(folder: RunFolder, section: Checkpoint) -> list[int]:
+    """Return the steps of a run that have a folder of their own, here or in the store, in order."""
+    there = {path.name for path in folder.checkpoints.glob("step-*")}
+    if section.remote is not None:
+        from titancli.checkpoint.remote.transfer import run_place
+
+        there |= {path.name for path in steps(run_place(section.remote, folder.path))}
+    return sorted(int(match[1]) for name in there if (match := STEP_NAME.match(name)))
 
 
 def lower_serial(folder: RunFolder) -> None:

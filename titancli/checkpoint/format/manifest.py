@@ -32,6 +32,8 @@ COMPACT = (",", ":")
 """What thousands of ranks read is not longer than it must be."""
 LIMIT = 1 << 28
 """Bytes of a manifest: far more than one of 10,000 files has."""
+SET_ASIDE = re.compile(r"step-\d{1,18}\.unknown-[0-9a-f]{8}\Z")
+"""What was in the way of a checkpoint, and nobody knew whose it was: nothing loads or removes it."""
 REPLACED_NAME = re.compile(r"\.step-(\d{1,18})\.old-[0-9a-f]{8}\Z")
 
 Verify = Literal["full", "size", "off"]

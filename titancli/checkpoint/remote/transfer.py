@@ -163,16 +163,20 @@ def _is_older(folder: Path, manifest: Manifest) -> bool:
     return there.run_id == manifest.run_id and there.serial <= manifest.serial
 
 
-def take(place: Path, parent: Path, say: Callable[[str], None]) -> Path:
+def take(place: Path, parent: Path, say: Callable[[str], None], *, look_only: bool = False) -> Path:
     """Take the one checkpoint that lies at `place` into `parent`; see `fetch`. `say` is told before.
+
+    `look_only`: take nothing; the path is the one that it would have.
 
     Raises:
         EnvironmentProblem: there is none, it is damaged, or the disk is full.
         Unreachable: the store refuses, or does not answer.
     """
     manifest = read_manifest(place)
-    say(f"downloading {place} ({_size(manifest)}) to {parent / place.name}")
-    if found := faults(place, manifest, verify="size") or fetch(place, manifest, parent):
+    if not look_only:
+        say(f"downloading {place} ({_size(manifest)}) to {parent / place.name}")
+    found = faults(place, manifest, verify="size")
+    if found := found or ([] if look_only else fetch(place, manifest, parent)):
         raise EnvironmentProblem(
             f"checkpoint {place} is damaged: {'; '.join(found)}", hint="use another checkpoint"
         )
