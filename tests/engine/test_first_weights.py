@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,36 @@ def test_a_folder_that_one_rank_cannot_use_is_an_error_on_all_ranks(
     said = ranks(2, refused, str(tmp_path))
     assert said[0] == said[1] and said[0][1:] == ["0", "1"]
     assert f"{tmp_path}/1{words}" in said[0][0]
+
+
+def beside(path: str) -> list[Any]:
+    """The same, of what lies beside the weights; and whether an engine that has refused it loads another."""
+    rank = dist.get_rank()
+    engine = Engine.build(recipe(Layout({"dp_shard": 2})))
+    engine.save(Path(path) / "step-0")
+    dist.barrier()
+    own = Path(path) / str(rank) / "step-0"
+    shutil.copytree(Path(path) / "step-0", own)
+    if rank == 1:
+        (own / "hf-config.json").write_text("{")
+    made = dataclasses.replace(recipe(Layout({"dp_shard": 2})), weights=own)
+    said = []
+    for load in (lambda: load_weights(made, start_from(made), None, {}, [], None), lambda: engine.load(own)):
+        with pytest.raises(EnvironmentProblem) as caught:
+            load()
+        said.append(caught.value.message)
+    engine.load(Path(path) / "step-0")
+    engine.close()
+    return said
+
+
+@pytest.mark.ranks
+def test_what_one_rank_cannot_read_beside_the_weights_is_an_error_on_all_ranks(
+    ranks: Any, tmp_path: Path
+) -> None:
+    first, second = ranks(2, beside, str(tmp_path))
+    assert first == second
+    assert all(f"{tmp_path}/1/step-0/hf-config.json is damaged" in message for message in first)
 
 
 def test_a_quantized_folder_is_the_same_model_and_one_that_is_not_read_is_refused(tmp_path: Path) -> None:

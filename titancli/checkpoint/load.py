@@ -233,6 +233,13 @@ def everywhere(doing: str, function: Callable[[], T]) -> list[T]:
         raise_failure(error, doing)
 
 
+def on_every_rank(doing: str, function: Callable[[], T]) -> T:
+    """Return what a function returns on this rank; otherwise as `everywhere`."""
+    mine: list[T] = []
+    everywhere(doing, lambda: mine.append(function()))
+    return mine[0]
+
+
 Asked = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 

@@ -17,6 +17,7 @@ from titancli.checkpoint.exclude import NOTHING, Exclusion
 from titancli.checkpoint.format.manifest import DamagedCheckpoint, names_and_sizes
 from titancli.checkpoint.hf.kept import kept_of
 from titancli.checkpoint.hf.likeness import refuse_other_model
+from titancli.checkpoint.load import on_every_rank
 from titancli.checkpoint.start_from import start_from
 from titancli.distributed import process_group
 from titancli.engine import recipes
@@ -297,7 +298,7 @@ class Engine:
         """Load all of the state of the checkpoint that the recipe names, where it says so."""
         start = start_from(recipe)
         if start.kind == "state":
-            refuse_other_model(recipe, start.folder)
+            on_every_rank(f"reading {start.folder}", lambda: refuse_other_model(recipe, start.folder))
             self.load(start.folder, exclude=start.exclusion)
 
     # ------------------------------------------------------------------------------------------- state
@@ -750,8 +751,12 @@ class Engine:
         self, folder: Path, *, optimizer: bool, verify: Verify, exclude: Exclusion
     ) -> dict[str, Any]:
         """Fill the engine's tensors from a checkpoint and set its counters; see `load`."""
-        told_adapters(self.adapters, folder, base=self.base)
-        kept = kept_of(folder)
+
+        def look() -> dict[str, bytes]:
+            told_adapters(self.adapters, folder, base=self.base)
+            return kept_of(folder)
+
+        kept = on_every_rank(f"reading {folder}", look)
         tensors = self._live_tensors(optimizer=optimizer)
 
         def begin() -> None:

@@ -145,24 +145,21 @@ def load_weights(
         RecipeError: the model has no Hugging Face form.
     """
     from titancli.checkpoint.base import base_of, require_base
-    from titancli.checkpoint.load import everywhere
+    from titancli.checkpoint.load import on_every_rank
 
-    if not start.is_here:  # a run whose start needed none of it, and whose reference does
-        start.fetch(logger.info)
-    folder = start.folder
-    bases: list[tuple[Any, Path]] = []
+    def look() -> tuple[Path, dict[str, Any] | None, Path]:
+        if not start.is_here:  # a run whose start needed none of it, and whose reference does
+            start.fetch(logger.info)
+        told = told_adapters(adapters, folder := start.folder)
+        return folder, told, folder if told is None else require_base(told, folder)
 
-    def look() -> None:
-        told = told_adapters(adapters, folder)
-        bases.append((told, folder if told is None else require_base(told, folder)))
-
-    everywhere(f"reading {folder}", look)
-    ((told, base),) = bases
+    folder, told, base = on_every_rank(f"reading {start.source}", look)
     kept = _load_base(recipe, replace(start, source=base), form, tensors, known)
     first = FirstWeights(kept=kept, adapters_from=None if told is None else folder)
     if adapters is None:
         return first
-    return first._replace(base=base_of(base), begins_as_base=told is None)
+    own = on_every_rank(f"reading {base}", lambda: base_of(base))
+    return first._replace(base=own, begins_as_base=told is None)
 
 
 def _load_base(
@@ -171,26 +168,31 @@ def _load_base(
     """Fill the plain model's parameters; return what the folder has beside them. Collective: what is wrong on
     one rank is raised on all of them."""
     from titancli.checkpoint import load_checkpoint
-    from titancli.checkpoint.load import everywhere
+    from titancli.checkpoint.load import everywhere, on_every_rank
 
     folder = start.folder
-    _same_on_all(folder, everywhere(f"reading {folder}", lambda: is_checkpoint(folder)))
-    if is_checkpoint(folder):
-        everywhere(f"reading {folder}", lambda: refuse_other_model(recipe, folder))
+    kinds = everywhere(f"reading {folder}", lambda: is_checkpoint(folder))
+    _same_on_all(folder, kinds)
+    if kinds[0]:
+
+        def look() -> tuple[tuple[str, ...], dict[str, bytes]]:
+            refuse_other_model(recipe, folder)
+            return tuple(left_out(recipe.model, folder)), kept_of(folder)
+
+        further, beside = on_every_rank(f"reading {folder}", look)
         filled = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        if further := left_out(recipe.model, folder):
+        if further:
             logger.warning(f"{folder}: {', '.join(further)} left out: model.n_mtp_layers is 0")
         exclude = Exclusion((*start.exclusion.patterns, *further))
         load_checkpoint(folder, filled, verify=recipe.checkpoint.verify, exclude=exclude)
-        return kept_of(folder)
-    readable: list[HFForm] = []
+        return beside
     # Apart from the load, in which ranks that are about to read wait for each other.
-    everywhere(f"reading {folder}", lambda: readable.append(_readable(recipe, start, form)))
+    readable = on_every_rank(f"reading {folder}", lambda: _readable(recipe, start, form))
     kept: dict[str, bytes] = {}
     shapes = {one.name: one.shape for one in known}
 
     def load() -> str:
-        identity = _load_hf(folder, readable[0], tensors, shapes)
+        identity = _load_hf(folder, readable, tensors, shapes)
         kept.update(kept_of(folder))
         return identity
 

@@ -135,7 +135,7 @@ def weights_alone(recipe: Recipe) -> Recipe:
 def checkpoint_of(
     folder: Path, *, verify: Verify = "full", damaged: Mapping[Path, str] = MappingProxyType({})
 ) -> Path:
-    """Return a checkpoint as it is; of a run the newest good one, as rank 0 sees it. Collective for a run.
+    """Return a checkpoint as it is; of a run the newest good one. Rank 0 sees which it is. Collective.
 
     Args:
         damaged: what is known to be wrong with some of the run's.
@@ -143,10 +143,10 @@ def checkpoint_of(
     Raises:
         EnvironmentProblem: the run has none.
     """
-    if is_checkpoint(folder) or not RunFolder.is_run(folder):
-        return folder.absolute()
 
-    def look() -> Path:
+    def look() -> Path | None:
+        if is_checkpoint(folder) or not RunFolder.is_run(folder):
+            return None
         found = newest_good(
             folder.absolute() / "checkpoints", verify=verify, rejected=logger.warning, damaged=damaged
         )
@@ -157,7 +157,7 @@ def checkpoint_of(
             )
         return found
 
-    return process_group.on_rank_zero(look, process_group.patient_group())
+    return process_group.on_rank_zero(look, process_group.patient_group()) or folder.absolute()
 
 
 def recipe_of(model: Any, parts: Parts, device: torch.device) -> Recipe:
