@@ -13,6 +13,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry as registry
 
 from tests.checkpoint.tensors import RUN, same, save, some_tensors, zeros
@@ -167,8 +168,8 @@ def test_another_runs_checkpoint_is_left_alone(tmp_path: Path, url: str) -> None
     assert _objects(url) == before
 
 
-def _uploads(folder: Path, url: str, keep: int) -> Uploads:
-    return Uploads(folder, at(url), RUN, keep)
+def _uploads(folder: Path, url: str, keep: int, limit: float = 60) -> Uploads:
+    return Uploads(folder, at(url, limit), RUN, keep)
 
 
 def test_uploads_follow_the_folder_and_keep_as_many_of_this_run(tmp_path: Path, url: str) -> None:
@@ -205,8 +206,8 @@ def test_what_another_run_is_uploading_is_neither_deleted_nor_overwritten(
     _saved(tmp_path / "here", 2, 4)
     told: list[str] = []
 
-    def put(self: RemotePath, source: Path, moves: Any, original: Any = RemotePath.put) -> None:
-        original(self, source, moves)
+    def put(self: RemotePath, source: Path, original: Any = RemotePath.put) -> None:
+        original(self, source)
         if "other" in source.parts and not told:
             with pytest.raises(TitanError, match="step-2 is being uploaded by another run") as caught:
                 upload(tmp_path / "here/step-2", at(url) / "step-2")
@@ -288,24 +289,73 @@ def test_a_slow_store_does_not_hold_up_who_saves(
 def test_an_upload_is_waited_for_while_it_moves_and_no_longer(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put, go = RemotePath.put, threading.Event()
+    store, go = "fsspec.implementations.memory.MemoryFileSystem.put_file", threading.Event()
+    put = MemoryFileSystem.put_file
 
-    def slow(self: RemotePath, source: Path, moves: Callable[[], None]) -> None:
-        for _ in range(15 if source.suffix == ".safetensors" else 0):
-            time.sleep(0.1)
-            moves()
-        put(self, source, moves)
+    def slow(self: Any, source: str, target: str, callback: Any, **more: Any) -> None:
+        for _ in range(8 if source.endswith(".safetensors") else 0):
+            time.sleep(0.2)
+            callback.relative_update(1)
+        put(self, source, target, callback=callback, **more)
 
-    monkeypatch.setattr("titancli.checkpoint.remote.uploads.STALLED", 1.2)  # a busy machine may sleep longer
-    monkeypatch.setattr(RemotePath, "put", slow)
+    monkeypatch.setattr(store, slow)
     _saved(tmp_path, 2)
-    _uploads(tmp_path, url, keep=1).finish()  # a file alone takes longer than the limit
+    _uploads(tmp_path, url, keep=1, limit=1.2).finish()  # a file alone takes longer than the limit
     assert [path.name for path in steps(at(url))] == ["step-2"]
-    monkeypatch.setattr(RemotePath, "put", lambda self, *given: go.wait(60))
+    monkeypatch.setattr(store, lambda *given, **more: go.wait(60))
     _saved(tmp_path, 4)
-    with pytest.raises(TitanError, match=r"memory://.* has taken nothing for 1 seconds"):
-        _uploads(tmp_path, url, keep=1).finish()
+    uploads = _uploads(tmp_path, url, keep=1, limit=0.2)
+    uploads.wake()
+    uploads.settle()
+    assert "uploading it has made no progress for 0.2 seconds" in str(uploads._error)
+    monkeypatch.setattr(store, put)
+    with pytest.raises(TitanError, match=r"writing it has not begun: .* has still not answered before"):
+        uploads.finish()  # what hangs might still change what is there
     go.set()
+    for _ in range(500):
+        if not any(thread.is_alive() for thread in uploads._place._line.stuck):
+            break
+        time.sleep(0.02)
+    uploads.finish()
+    assert [path.name for path in steps(at(url))] == ["step-4"]
+
+
+@pytest.mark.parametrize(
+    ("method", "doing"),
+    [
+        ("isdir", "looking for it"),
+        ("ls", "listing it"),
+        ("info", "looking at it"),
+        ("cat_file", "reading it"),
+        ("get_file", "downloading it"),
+        ("pipe_file", "writing it"),
+        ("open", "opening it"),
+    ],
+)
+def test_a_store_that_hangs_is_left_after_the_limit(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, method: str, doing: str
+) -> None:
+    """By place, by what was asked of it, and by the setting; what comes then is not touched by it."""
+    go, place = threading.Event(), at(url, 0.1)
+    _put(url, "x", b"1234")
+    with monkeypatch.context() as patch:
+        patch.setattr(f"fsspec.implementations.memory.MemoryFileSystem.{method}", lambda *a, **k: go.wait(60))
+        calls: dict[str, Callable[[], object]] = {
+            "isdir": lambda: (place / "x").is_dir(),
+            "ls": lambda: list(place.iterdir()),
+            "info": lambda: (place / "x").stat(),
+            "cat_file": lambda: (place / "x").read_bytes(),
+            "get_file": lambda: (place / "x").get(tmp_path / "x"),
+            "pipe_file": lambda: probe(place),
+            "open": lambda: (place / "x").digest(),
+        }
+        with pytest.raises(TitanError) as caught:
+            calls[method]()
+        go.set()
+    assert f"{doing} has made no progress for 0.1 seconds" in caught.value.message
+    assert f"{url}/" in caught.value.message.replace(f"{url} ", f"{url}/")
+    assert "checkpoint.remote_timeout_seconds" in caught.value.message
+    assert (place / "x").read_bytes() == b"1234" and (place / "x").digest().size == 4
 
 
 def test_a_place_that_cannot_be_written_is_told_with_its_url(tmp_path: Path, url: str) -> None:

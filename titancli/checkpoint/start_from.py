@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -31,6 +31,9 @@ class StartFrom:
     """The folder, or the URL of one, as it was named."""
     exclude: tuple[str, ...] = ()
     """What is left out of a checkpoint, by `checkpoint.exclude_from_loading`."""
+
+    timeout_seconds: float = field(default=0, compare=False)
+    """What `checkpoint.remote_timeout_seconds` says, for a URL."""
 
     @property
     def _url(self) -> str | None:
@@ -83,7 +86,7 @@ class StartFrom:
         elif self._url is not None:
             from titancli.checkpoint.remote.transfer import take_unless_there
 
-            take_unless_there(self._url, self.folder, say)
+            take_unless_there(self._url, self.folder, say, timeout_seconds=self.timeout_seconds)
 
 
 NOTHING = StartFrom("nothing")
@@ -101,7 +104,8 @@ def start_from(recipe: Recipe, checkpoint: Path | None = None) -> StartFrom:
         return StartFrom("state", checkpoint, exclude)
     if recipe.weights is None:
         return NOTHING
-    return StartFrom("weights" if section.initial_load_model_only else "state", recipe.weights, exclude)
+    kind: Literal["weights", "state"] = "weights" if section.initial_load_model_only else "state"
+    return StartFrom(kind, recipe.weights, exclude, section.remote_timeout_seconds)
 
 
 def still_needs_weights(recipe: Recipe, checkpoint: Path) -> str | None:

@@ -151,6 +151,9 @@ class Checkpoint:
     remote: str | None = None
     """Folder in an object store, such as `"s3://bucket/prefix"`. Each checkpoint is uploaded to REMOTE/RUN
     while training continues, and downloaded from there on a machine that does not have the run."""
+    remote_timeout_seconds: Annotated[int, Gt(0)] = 1800
+    """Seconds without progress after which a request to the store counts as failed. Not every kind of store
+    reports progress within a file: then it is the limit for the transfer of one file."""
     peer_interval: Annotated[int, Ge(0)] = 0
     """Steps between copies of the state in memory: each node keeps that of its own ranks and of another
     node's, from which a run continues in seconds, also after the loss of a node. 0: none."""

@@ -53,7 +53,7 @@ def newest(
     from titancli.checkpoint.remote.transfer import newest_of_both, run_place
 
     return newest_of_both(
-        run_place(section.remote, folder.path),
+        run_place(section, folder.path),
         folder.checkpoints,
         verify=verify,
         run_id=folder.record().get("run_id"),
@@ -92,7 +92,7 @@ def take_step(
         return False
     from titancli.checkpoint.remote.transfer import run_place, take
 
-    place = run_place(section.remote, folder.path) / here.name
+    place = run_place(section, folder.path) / here.name
     if place.is_dir():
         run_id = folder.record().get("run_id")  # none: a dry run's, of a run that is not on this machine
         if run_id is not None and read_manifest(place).run_id != run_id:
@@ -110,7 +110,7 @@ def steps_of(folder: RunFolder, section: Checkpoint) -> list[int]:
     if section.remote is not None:
         from titancli.checkpoint.remote.transfer import run_place
 
-        there |= {path.name for path in steps(run_place(section.remote, folder.path))}
+        there |= {path.name for path in steps(run_place(section, folder.path))}
     return sorted(int(match[1]) for name in there if (match := STEP_NAME.match(name)))
 
 
@@ -148,7 +148,7 @@ def see_to(folder: RunFolder, section: Checkpoint, *, new: bool) -> None:
         return
     from titancli.checkpoint.remote.transfer import probe, run_place
 
-    place = run_place(section.remote, folder.path)
+    place = run_place(section, folder.path)
     if new and (there := steps(place)):
         raise EnvironmentProblem(
             f"{place} already holds the checkpoints of a run ({', '.join(path.name for path in there)})",

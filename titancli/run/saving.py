@@ -37,7 +37,7 @@ def open_uploads(recipe: Recipe, folder: RunFolder, run_id: str) -> Uploads | No
     from titancli.checkpoint.remote.transfer import run_place
     from titancli.checkpoint.remote.uploads import Uploads
 
-    place = run_place(section.remote, folder.path)
+    place = run_place(section, folder.path)
     return Uploads(folder.checkpoints, place, run_id, section.keep_latest_k)
 
 

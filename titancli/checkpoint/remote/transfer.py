@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from titancli.checkpoint.format.disk import need, refusal, size_text, sync_folder, write_file
 from titancli.checkpoint.format.manifest import (
@@ -32,12 +32,15 @@ from titancli.checkpoint.format.manifest import (
 from titancli.checkpoint.remote.store import RemotePath, Unreachable, at
 from titancli.errors import EnvironmentProblem, TitanError
 
+if TYPE_CHECKING:
+    from titancli.recipe.schema import Checkpoint
+
 _MARK = re.compile(r"\.(step-\d{1,18})\.tmp-[0-9a-f]{8}-upload\Z")
 
 
-def run_place(url: str, run_folder: Path) -> Path:
+def run_place(section: Checkpoint, run_folder: Path) -> Path:
     """Where a run's checkpoints lie under `checkpoint.remote`: by the name of its folder."""
-    return at(f"{url.rstrip('/')}/{run_folder.name}")
+    return at(f"{(section.remote or '').rstrip('/')}/{run_folder.name}", section.remote_timeout_seconds)
 
 
 def probe(place: Path) -> None:
@@ -59,8 +62,8 @@ def probe(place: Path) -> None:
 # ------------------------------------------------------------------------------------------- both ways
 
 
-def upload(folder: Path, place: Path, moves: Callable[[], None] = lambda: None) -> None:
-    """Put a checkpoint where `place` is, its manifest last. `moves` is called whenever a part of it is there.
+def upload(folder: Path, place: Path) -> None:
+    """Put a checkpoint where `place` is, its manifest last.
 
     A small object beside it says meanwhile whose it is, see `of_others`.
 
@@ -86,10 +89,8 @@ def upload(folder: Path, place: Path, moves: Callable[[], None] = lambda: None) 
             hint=f"give this run another name (--run-dir); if none does, delete .{place.name}.tmp-*-upload",
         )
     remote.delete()
-    moves()
     for name in manifest.files:
-        (remote / name).put(folder / name, moves)
-        moves()
+        (remote / name).put(folder / name)
     there = {path.name: path.stat().st_size for path in remote.iterdir()}
     if there != {name: digest.size for name, digest in manifest.files.items()}:
         raise TitanError(f"{place} does not contain what was uploaded: {there}")
@@ -265,10 +266,10 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def take_unless_there(url: str, here: Path, say: Callable[[str], None]) -> None:
+def take_unless_there(url: str, here: Path, say: Callable[[str], None], *, timeout_seconds: float) -> None:
     """Take the checkpoint of a URL into the folder `here`, which has its name, unless it lies there; see
-    `take`."""
-    place = at(url)
+    `take`, and for the limit `at`."""
+    place = at(url, timeout_seconds)
     with _alone(here.parent):
         if not _lies_in(here, read_manifest(place)):
             take(place, here.parent, say)

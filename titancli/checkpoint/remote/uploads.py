@@ -10,14 +10,11 @@ from typing import cast
 
 from titancli.checkpoint.format.disk import size_text
 from titancli.checkpoint.format.manifest import STEP_NAME, Manifest, is_checkpoint, steps
-from titancli.checkpoint.remote.store import RemotePath, Unreachable
+from titancli.checkpoint.remote.store import RemotePath
 from titancli.checkpoint.remote.transfer import mark_name, of_others, upload
 from titancli.errors import TitanError
 
 logger = logging.getLogger(__name__)
-
-STALLED = 1800.0
-"""Seconds without a byte sent after which nobody waits for an upload any longer; it may take far longer."""
 
 
 class Uploads:
@@ -33,8 +30,6 @@ class Uploads:
         self._thread: threading.Thread | None = None
         self._again = False
         self._error: Exception | None = None
-        self._moved = time.monotonic()
-        """When something was last sent, or deleted."""
         self.busy: Path | None = None
         """The checkpoint under way; it must stay where it is."""
 
@@ -47,14 +42,11 @@ class Uploads:
                 self._thread.start()
 
     def settle(self) -> None:
-        """Wait until what was asked for is done, has failed, or has not moved for `STALLED` seconds."""
+        """Wait until what was asked for is done, or has failed: each request to the store has its limit."""
         with self._lock:
             thread = self._thread
-        while thread is not None and thread.is_alive():
-            thread.join(min(1.0, STALLED))
-            if thread.is_alive() and time.monotonic() - self._moved > STALLED:
-                self._error = Unreachable(f"{self._place} has taken nothing for {STALLED:.0f} seconds")
-                return
+        if thread is not None:
+            thread.join()
 
     def finish(self) -> None:
         """See to it that the newest checkpoints are there, waiting as long as it takes.
@@ -86,7 +78,6 @@ class Uploads:
                     self._thread = None
                     return
                 self._again = False
-            self._moves()
             try:
                 while (path := self._missing()) is not None:
                     self._upload(path)
@@ -110,7 +101,7 @@ class Uploads:
         began = time.perf_counter()
         self.busy = path
         try:
-            upload(path, self._place / path.name, self._moves)
+            upload(path, self._place / path.name)
         except FileNotFoundError:
             if path.exists():  # else it has made way for newer ones
                 raise
@@ -121,9 +112,6 @@ class Uploads:
         seconds = time.perf_counter() - began
         logger.info("uploaded %s to %s: %s in %.1f s", path.name, self._place, size_text(size), seconds)
 
-    def _moves(self) -> None:
-        self._moved = time.monotonic()
-
     def _sweep(self) -> None:
         """Delete what uploads that were cut off have left: what is to be there has its manifest by now."""
         place = cast(RemotePath, self._place)
@@ -131,7 +119,6 @@ class Uploads:
         for path in list(place.iterdir()):
             if STEP_NAME.match(path.name) and path.name not in others and not is_checkpoint(cast(Path, path)):
                 path.delete()
-                self._moves()
             elif path.name == mark_name(path.name[1:].partition(".")[0], self._run_id):
                 path.unlink()
 
@@ -143,7 +130,6 @@ class Uploads:
         mine = sorted(self._mine(self._place), key=lambda found: found[0].name not in here)
         for path, _ in mine[self._keep :]:
             cast(RemotePath, path).delete()
-            self._moves()
 
     def _mine(self, folder: Path) -> list[tuple[Path, Manifest]]:
         """This run's checkpoints, the newest first."""
