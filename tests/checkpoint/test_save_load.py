@@ -17,7 +17,7 @@ from titancli.checkpoint import (
     save_checkpoint,
 )
 from titancli.checkpoint.exclude import Exclusion
-from titancli.checkpoint.format.manifest import hidden_prefix, remove
+from titancli.checkpoint.format.manifest import DamagedCheckpoint, hidden_prefix, remove
 from titancli.engine.optimizer_state import optimizer_tensors
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
 
@@ -139,6 +139,10 @@ def test_a_checkpoint_that_was_saved_under_an_exclusion_is_loaded_whole(tmp_path
     (tmp_path / "step-1/recipe.lock.toml").write_text('[checkpoint]\nexclude_from_loading = ["data"]\n')
     assert Exclusion.once(["data"], tmp_path / "step-1").patterns == ()
     assert Exclusion.once(["step"], tmp_path / "step-1").patterns == ("step",)
+    (tmp_path / "step-1/recipe.lock.toml").write_text("[checkpoint\n")
+    assert Exclusion.once([], tmp_path / "step-1").patterns == ()
+    with pytest.raises(DamagedCheckpoint, match=r"step-1 is damaged: recipe\.lock\.toml cannot be read"):
+        Exclusion.once(["data"], tmp_path / "step-1")
 
 
 def test_what_is_no_tensor_is_refused(tmp_path: Path):

@@ -22,6 +22,13 @@ def on_rank_zero() -> object:
     def broken() -> str:
         raise EnvironmentProblem("no space", hint="make some")
 
+    def careless() -> str:
+        raise OSError("stale")
+
+    with pytest.raises((OSError, TitanError)) as caught:
+        process_group.on_rank_zero(careless)
+    alone = "stale" if dist.get_rank() == 0 else "rank 0 failed: OSError: stale"
+    assert str(caught.value) == alone
     result = process_group.on_rank_zero(only_here)
     try:
         process_group.on_rank_zero(broken)

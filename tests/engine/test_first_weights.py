@@ -131,6 +131,15 @@ def beside(path: str) -> list[Any]:
         with pytest.raises(EnvironmentProblem) as caught:
             load()
         said.append(caught.value.message)
+    leaves_out = dataclasses.replace(made.checkpoint, exclude_from_loading=["optimizer"])
+    made = dataclasses.replace(made, checkpoint=leaves_out)
+    (own / "hf-config.json").unlink(missing_ok=True)
+    (own / "recipe.lock.toml").unlink(missing_ok=True)
+    if rank == 1:
+        (own / "recipe.lock.toml").mkdir()
+    with pytest.raises(EnvironmentProblem) as caught:
+        load_weights(made, start_from(made), None, {}, [], None)
+    said.append(caught.value.message)
     engine.load(Path(path) / "step-0")
     engine.close()
     return said
@@ -142,7 +151,8 @@ def test_what_one_rank_cannot_read_beside_the_weights_is_an_error_on_all_ranks(
 ) -> None:
     first, second = ranks(2, beside, str(tmp_path))
     assert first == second
-    assert all(f"{tmp_path}/1/step-0/hf-config.json is damaged" in message for message in first)
+    assert all(f"{tmp_path}/1/step-0/hf-config.json is damaged" in message for message in first[:2])
+    assert f"checkpoint {tmp_path}/1/step-0 is damaged: recipe.lock.toml cannot be read" in first[2]
 
 
 def test_a_quantized_folder_is_the_same_model_and_one_that_is_not_read_is_refused(tmp_path: Path) -> None:

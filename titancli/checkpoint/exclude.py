@@ -23,15 +23,22 @@ class Exclusion:
 
         So a run that leaves something out does it when it takes over a checkpoint, and not again each time
         that it is resumed.
+
+        Raises:
+            DamagedCheckpoint: its lock file cannot be read.
         """
+        if not patterns:
+            return cls()
         import tomllib
 
-        from titancli.checkpoint.format.manifest import LOCK
+        from titancli.checkpoint.format.manifest import LOCK, DamagedCheckpoint
 
         try:
             lock = tomllib.loads((checkpoint / LOCK).read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # weights alone have no lock file
+        except (FileNotFoundError, NotADirectoryError):  # weights alone have no lock file
             lock = {}
+        except (OSError, ValueError) as error:
+            raise DamagedCheckpoint(checkpoint, f"{LOCK} cannot be read: {error}", LOCK) from error
         section = lock.get("checkpoint")
         before = section.get("exclude_from_loading") if isinstance(section, dict) else None
         return cls(() if before == list(patterns) else tuple(patterns))

@@ -235,20 +235,26 @@ def all_gather(value: T) -> list[T]:
 
 
 def on_rank_zero(function: Callable[[], T], group: Any = None) -> T:
-    """Call on rank 0 and return its result on every rank; a TitanError there is raised on every rank. The
-    others wait as long as the group's collectives may take (None: the default group)."""
+    """Call on rank 0 and return its result on every rank; a TitanError there is raised on every rank, any
+    other error on rank 0, with a TitanError that names it on the others. They wait as long as the group's
+    collectives may take (None: the default group)."""
     import torch
     import torch.distributed as dist
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return function()
     result: list[Any] = [None, None]
+    own: Exception | None = None
     if dist.get_rank() == 0:
         try:
             result[0] = function()
         except TitanError as error:
             result[1] = error
+        except Exception as error:
+            own, result[1] = error, TitanError(f"rank 0 failed: {type(error).__name__}: {error}")
     dist.broadcast_object_list(result, src=0, group=group, device=torch.device("cpu"))
+    if own is not None:
+        raise own
     if result[1] is not None:
         raise result[1]
     return result[0]

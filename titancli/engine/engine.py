@@ -298,8 +298,12 @@ class Engine:
         """Load all of the state of the checkpoint that the recipe names, where it says so."""
         start = start_from(recipe)
         if start.kind == "state":
-            on_every_rank(f"reading {start.folder}", lambda: refuse_other_model(recipe, start.folder))
-            self.load(start.folder, exclude=start.exclusion)
+
+            def look() -> Exclusion:
+                refuse_other_model(recipe, start.folder)
+                return start.exclusion
+
+            self.load(start.folder, exclude=on_every_rank(f"reading {start.folder}", look))
 
     # ------------------------------------------------------------------------------------------- state
 

@@ -175,15 +175,15 @@ def _load_base(
     _same_on_all(folder, kinds)
     if kinds[0]:
 
-        def look() -> tuple[tuple[str, ...], dict[str, bytes]]:
+        def look() -> tuple[Exclusion, tuple[str, ...], dict[str, bytes]]:
             refuse_other_model(recipe, folder)
-            return tuple(left_out(recipe.model, folder)), kept_of(folder)
+            return start.exclusion, tuple(left_out(recipe.model, folder)), kept_of(folder)
 
-        further, beside = on_every_rank(f"reading {folder}", look)
+        exclusion, further, beside = on_every_rank(f"reading {folder}", look)
         filled = {f"model.{name}": tensor for name, tensor in tensors.items()}
         if further:
             logger.warning(f"{folder}: {', '.join(further)} left out: model.n_mtp_layers is 0")
-        exclude = Exclusion((*start.exclusion.patterns, *further))
+        exclude = Exclusion((*exclusion.patterns, *further))
         load_checkpoint(folder, filled, verify=recipe.checkpoint.verify, exclude=exclude)
         return beside
     # Apart from the load, in which ranks that are about to read wait for each other.

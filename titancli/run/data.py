@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from titancli.checkpoint.load import on_every_rank
 from titancli.checkpoint.start_from import start_from
 from titancli.data.loader import Loader
 from titancli.data.workers import Rebuild, Workers
@@ -73,7 +74,7 @@ def open_data(
     data, start = again(), start_from(recipe, checkpoint)
     if start.kind != "state":
         return data
-    exclude = start.exclusion
+    exclude = on_every_rank(f"reading {start.folder}", lambda: start.exclusion)
     logger.info("loading %s", start.folder)
     state = engine.load(start.folder, verify=recipe.checkpoint.verify, exclude=exclude)
     if exclude.has("data"):
