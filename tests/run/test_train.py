@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -270,7 +271,27 @@ def test_a_resume_says_which_plugin_file_is_missing_or_changed(train: Train, her
         file.write("# changed\n")
     done = train("r", "--resume", "training.steps=3", "-p", "./faulty.py")
     assert done.code == 0, done.err
-    assert "faulty.py has changed since" in done.err
+    assert "changed since the run was last started: plugin file faulty.py: " in done.err
+
+
+def test_a_resume_names_an_installed_plugin_that_was_upgraded(train: Train, here: Path) -> None:
+    """A warning in the output and the event log; those that the recipe does not use change nothing."""
+    assert train("tiny.toml", "optimizer=muon", "training.steps=1", "--run-dir", "r").code == 0
+    folder = RunFolder(here / "r")
+    record = folder.record()
+    record["attempts"][-1]["versions"] |= {"titan-muon": "0.0.7", "titan-wandb": "0.0.7"}
+    record["attempts"][-1]["code"]["titan-muon"] = "0" * 32
+    folder.write_record(record)
+    said = [
+        f"changed since the run was last started: version of titan-muon: 0.0.7 -> {version('titan-muon')}",
+        "changed since the run was last started: code of plugin titan-muon: 000000000000 -> ",
+    ]
+    done = train("r", "--resume", "training.steps=2")
+    assert done.code == 0, done.err
+    warned = [e["message"] for e in read_events(folder.events) if e.get("level") == "warning"]
+    for text in (done.err, "\n".join(warned)):
+        assert [text.count(line) for line in said] == [1, 1] and "titan-wandb" not in text
+    assert "last started" not in train("r", "--resume", "training.steps=3").err
 
 
 def test_data_that_ends_is_an_end_in_good_order(train: Train, here: Path) -> None:

@@ -65,8 +65,8 @@ def differences(before: Reproduction, after: Reproduction) -> list[Difference]:
         *_recipe(before, after),
         *_data(one, other),
         *_first_weights(one, other),
-        *_plugins(before, one, other),
-        *_software(before, one, other),
+        *_plugins(before.data, one, other),
+        *_software(before.data, one, other),
         *_machine(one, other),
         *_environment(one, other),
         *_layout(one, other),
@@ -164,7 +164,20 @@ def _first_weights(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator
         yield Difference("weights", "first weights", sides[0]["hash"], sides[1]["hash"], "results")
 
 
-def _used_plugins(run: Reproduction) -> set[str]:
+def code_changes(
+    recipe: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
+) -> list[Difference]:
+    """Return what may change results of titan, packages, and a recipe's plugins, between two attempts.
+
+    Args:
+        recipe: the resolved data.
+        before, after: the attempts, as run.json records them.
+    """
+    found = [*_plugins(recipe, before, after), *_software(recipe, before, after)]
+    return [difference for difference in found if difference.effect == "results"]
+
+
+def _used_plugins(recipe: Mapping[str, Any]) -> set[str]:
     """The plugins whose components a recipe names, titan itself included."""
 
     def types(value: Any) -> Iterator[str]:
@@ -178,12 +191,14 @@ def _used_plugins(run: Reproduction) -> set[str]:
             for item in value:
                 yield from types(item)
 
-    training = {name: part for name, part in run.data.items() if name not in NO_EFFECT}
+    training = {name: part for name, part in recipe.items() if name not in NO_EFFECT}
     return {"titan", *(name.partition("/")[0] for name in types(training) if "/" in name)}
 
 
-def _plugins(run: Reproduction, one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Difference]:
-    used = _used_plugins(run)
+def _plugins(
+    recipe: Mapping[str, Any], one: Mapping[str, Any], other: Mapping[str, Any]
+) -> Iterator[Difference]:
+    used = _used_plugins(recipe)
     sides = [
         {Path(entry["path"]).stem: entry["sha256"] for entry in side.get("plugin_files") or []}
         for side in (one, other)
@@ -199,8 +214,10 @@ def _plugins(run: Reproduction, one: Mapping[str, Any], other: Mapping[str, Any]
         yield Difference(kind, f"code of {what}", change.before, change.after, effect)
 
 
-def _software(run: Reproduction, one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Difference]:
-    used = _used_plugins(run)
+def _software(
+    recipe: Mapping[str, Any], one: Mapping[str, Any], other: Mapping[str, Any]
+) -> Iterator[Difference]:
+    used = _used_plugins(recipe)
     if one.get("versions") is None or other.get("versions") is None:
         return
     for change in _changed(one["versions"], other["versions"]):
@@ -299,7 +316,7 @@ def _without_drift(attempt: Mapping[str, Any]) -> dict[str, Any]:
 def _git(run: Reproduction, one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Difference]:
     """The repository around the working folder; it can matter only to code that is not titan's own."""
     first, second = ({**(side.get("git") or {})} for side in (one, other))
-    foreign = bool(one.get("plugin_files")) or _used_plugins(run) != {"titan"}
+    foreign = bool(one.get("plugin_files")) or _used_plugins(run.data) != {"titan"}
     effect: Effect = "results" if foreign and first and second else "none"
     if first.get("commit") != second.get("commit"):
         yield Difference("git", "git commit", first.get("commit"), second.get("commit"), effect)

@@ -16,7 +16,6 @@ from titancli.checkpoint.format.manifest import last_serial, names_and_sizes
 from titancli.checkpoint.peers.memory import read_record
 from titancli.data.hub import Hosted
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
-from titancli.provenance import file_hash
 from titancli.run import remote
 from titancli.run.drift import Change, changes, sections
 from titancli.run.inputs import require_inputs, tokenizer_folder
@@ -196,7 +195,6 @@ def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
     """`required`: a run without a checkpoint is refused; otherwise it starts over at step 0."""
     from titancli.recipe import load_recipe, lock_text
 
-    notes = _plugin_notes(folder, request.plugin_files)
     reference = folder.path if request.run_dir is None else request.reference
     try:
         loaded = load_recipe(reference, request.overrides, unset=request.unset, run=folder.path)
@@ -216,7 +214,7 @@ def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
         )
     section = loaded.recipe.checkpoint
     attempts, serial = history(folder)
-    checkpoint, more, from_scratch = _choose_checkpoint(folder, request, loaded.recipe, required=required)
+    checkpoint, notes, from_scratch = _choose_checkpoint(folder, request, loaded.recipe, required=required)
     if section.remote is not None:  # a checkpoint may have been taken from there
         serial = last_serial(folder.checkpoints)
     start_step = _step_of(checkpoint) if checkpoint is not None else 0
@@ -231,7 +229,7 @@ def _continue(request: Request, folder: RunFolder, *, required: bool) -> Plan:
         checkpoint=checkpoint,
         start_step=start_step,
         drift=drift,
-        notes=notes + more,
+        notes=notes,
         allow_drift=request.allow_drift,
         from_scratch=from_scratch,
         step=request.step,
@@ -310,16 +308,6 @@ def _choose_step(folder: RunFolder, request: Request, section: Checkpoint, step:
 def _recorded_plugin_files(folder: RunFolder) -> list[dict[str, str]]:
     attempts = folder.record().get("attempts") or [{}]
     return attempts[-1].get("plugin_files") or []
-
-
-def _plugin_notes(folder: RunFolder, given: Sequence[Path]) -> list[str]:
-    """A line for each plugin file that is not what it was when the run was last started."""
-    before = {entry["path"]: entry["sha256"] for entry in _recorded_plugin_files(folder)}
-    return [
-        f"the plugin file {path} has changed since this run was last started"
-        for path in map(str, given)
-        if path in before and Path(path).is_file() and file_hash(Path(path)) != before[path]
-    ]
 
 
 def _with_missing_plugins(error: TitanError, folder: RunFolder, given: Sequence[Path]) -> TitanError:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from titancli.checkpoint import read_manifest
 from titancli.checkpoint.format.manifest import last_serial
 from titancli.provenance import provenance
+from titancli.run.differences import code_changes
 from titancli.runs import timestamp
 
 if TYPE_CHECKING:
@@ -35,15 +36,18 @@ def new_attempt(plan: Plan, request: LaunchRequest) -> dict[str, Any]:
     `serial` is that of the newest checkpoint: those above it will be this attempt's own. `token` is its own,
     see `titancli.runs.Claim`.
     """
+    made_by = provenance(request.plugin_files)
+    before = plan.folder.record().get("attempts") or [made_by]
     return {
         "started": timestamp(),
         "token": secrets.token_hex(8),
-        **provenance(request.plugin_files),
+        **made_by,
         "recipe": str(plan.loaded.path),
         "origins": {
             key: str(origin) for key, origin in plan.loaded.origins.items() if origin.kind != "default"
         },
         "drift": [str(change) for change in plan.drift],
+        "code_drift": [str(change) for change in code_changes(plan.loaded.data, before[-1], made_by)],
         "allow_drift": plan.allow_drift,
         "from_scratch": plan.from_scratch,
         "serial": 0 if plan.from_scratch else last_serial(plan.folder.checkpoints),

@@ -182,6 +182,9 @@ class Rank:
         # Asked of rank 0: on a shared disk the others may not see yet what it wrote.
         record = process_group.on_rank_zero(self._own_record)
         loggers = self._loggers(recipe, listeners)
+        if self.is_main:
+            for change in record["attempts"][-1].get("code_drift", ()):
+                logger.warning("changed since the run was last started: %s", change)
         self._copies = saving.open_copies(recipe, self.folder, record, self._stack)
         newest = record["attempts"][-1].get("step") is None
         copy = self._copies.newest(wanted=newest) if self._copies else None
