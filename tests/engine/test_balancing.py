@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.cases import Layout, my_batches, recipe
 from tests.ranks.layouts import EIGHT, LATENT
+from titancli.converters import LoRA
+from titancli.converters.lora import Adapters
 from titancli.engine import Engine
+from titancli.errors import RecipeError
 from titancli.models.blocks.moe import moe_layers
 from titancli.observe.metrics import collector
 
@@ -103,6 +107,26 @@ def test_balancing_can_be_switched_off() -> None:
         assert all(layer.expert_bias is None for layer in moe_layers(engine.model).values())
         engine.forward_backward(my_batches(engine))
         engine.optim_step()
+
+
+def test_biases_of_weights_can_be_kept_as_they_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They are applied and not moved, and with that LoRA's base stays."""
+    balanced = replace(LATENT, moe=replace(LATENT.moe, score_func="sigmoid"))
+    frozen = replace(balanced, moe=replace(balanced.moe, freeze_expert_bias=True))
+    with Engine.build(recipe(Layout(config=balanced))) as engine:
+        assert moved(engine)
+        engine.save(tmp_path / "weights")
+        with pytest.raises(RecipeError, match="expert_bias of the base without gradients") as caught:
+            Adapters(LoRA()).convert(engine.model)
+        assert "model.moe.freeze_expert_bias = true" in str(caught.value.hint)
+        biases = {name: layer.expert_bias.clone() for name, layer in moe_layers(engine.model).items()}
+    given = replace(recipe(Layout(config=frozen)), weights=tmp_path / "weights")
+    for made in (given, replace(given, converters=[LoRA()])):
+        with Engine.build(made) as engine:
+            assert not moved(engine)
+            for name, layer in moe_layers(engine.model).items():
+                assert biases[name].any() and torch.equal(layer.expert_bias, biases[name])
+    assert "load_balance_coeff" not in caplog.text
 
 
 def test_the_load_of_the_busiest_expert_is_reported_for_each_layer() -> None:

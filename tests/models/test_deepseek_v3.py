@@ -64,6 +64,13 @@ def test_a_bias_keeps_its_digits_and_none_is_lost(tmp_path):
         read_hf(tmp_path / "hf", without).parameter("layers.2.moe.router.gate.weight")
 
 
+def test_a_folder_with_a_bias_is_finetuned_with_the_bias_as_it_is():
+    """As transformers does it; V2's folders have none."""
+    for variant, frozen in {"V3": True, "V2": None}.items():
+        form = DecoderHF(DEEPSEEK.variant(variant))
+        assert DeepSeekV3.from_config_json(form.config_json())["moe"].get("freeze_expert_bias") is frozen
+
+
 def test_layers_that_predict_further_tokens_are_left_unread_in_words(caplog):
     form = DecoderHF(DEEPSEEK.variant("V3"))
     with caplog.at_level(logging.WARNING):

@@ -22,8 +22,11 @@ from titancli.distributed.collectives import Group
 from titancli.distributed.local import local
 from titancli.errors import RecipeError
 from titancli.models.blocks.init import uniform_, zeros_
+from titancli.models.blocks.moe import moe_layers
 from titancli.models.blocks.state import named_state
+from titancli.protocols import ModelDefaults
 from titancli.recipe.problems import nearest
+from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
     from titancli.converters import LoRA
@@ -105,11 +108,11 @@ class Adapters:
             RecipeError: a target matches no linear layer, or one that cannot have an adapter; or something of
                 the base moves without gradients.
         """
-        moving = [name for name, _ in named_state(model)][len(list(model.named_parameters())) :]
-        if moving:
+        if moving := _moving(model):
             raise RecipeError(
                 f"lora: training changes {moving[0]} of the base without gradients",
-                hint="disable the balancing of experts, for example with model.moe.load_balance_coeff = 0",
+                hint="disable the balancing of experts: with model.moe.freeze_expert_bias = true where the "
+                "weights have such biases, with model.moe.load_balance_coeff = 0 where they have none",
             )
         whole = sum(parameter.numel() for parameter in model.parameters())
         for parameter in model.parameters():
@@ -229,6 +232,15 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     for rows, some_b in zip(merged.split(MERGED_ROWS), b.split(MERGED_ROWS), strict=True):
         rows.add_(some_b.double() @ whole_a, alpha=scale)
     return merged
+
+
+def _moving(model: Any) -> list[str]:
+    """Names of what training moves without gradients."""
+    if not with_defaults(ModelDefaults, model).token_counts():
+        return []
+    held = {f"{name}.expert_bias" for name, layer in moe_layers(model).items() if layer.holds_bias}
+    parameters = dict(model.named_parameters())
+    return [name for name, _ in named_state(model) if name not in parameters and name not in held]
 
 
 def _chosen(model: Any, targets: list[str] | None) -> list[str]:

@@ -94,7 +94,10 @@ logger = logging.getLogger("titancli.experts")
 def begins_unbalanced(hf_form: Any, recipe: Recipe, start: StartFrom) -> bool:
     """Whether the recipe would balance, after weights are read, a model whose Hugging Face form has no place
     for the biases. The same on every rank."""
-    balanced = bool(getattr(getattr(recipe.model, "moe", None), "load_balance_coeff", None))
+    moe = getattr(recipe.model, "moe", None)
+    balanced = bool(getattr(moe, "load_balance_coeff", None)) and not getattr(
+        moe, "freeze_expert_bias", False
+    )
     lost = bool(with_defaults(HFFormDefaults, hf_form).loses_biases)
     return balanced and lost and start.kind != "nothing"
 

@@ -347,6 +347,8 @@ SHARED_EXPERTS = (
     Key("moe.load_balance_coeff", None, 1e-3),
 )
 """Of DeepSeek's experts, some of which every token visits, and whose choice is balanced by a bias."""
+STORED_BIAS = Key("moe.freeze_expert_bias", None, True)
+"""Of folders that hold this bias, which fine-tuning with transformers leaves as it is."""
 
 
 def yarn_keys(section: str, original_max_position: Any = _UNSET) -> tuple[Key, ...]:

@@ -16,6 +16,7 @@ from titancli.errors import EnvironmentProblem
 from titancli.models.config_json import (
     NO_BIAS,
     SHARED_EXPERTS,
+    STORED_BIAS,
     ConfigJSON,
     Key,
     RopeKeys,
@@ -126,6 +127,7 @@ class DeepSeekV3(MTP):
             Key(None, "topk_method", only="noaux_tc"),
             Key(None, "rope_interleave", only=True),
             MTP_KEY,
+            STORED_BIAS,
             ignoring=_SIZES,
         ),
         "deepseek_v2": Table(

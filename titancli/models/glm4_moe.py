@@ -13,6 +13,7 @@ from annotated_types import Ge, Gt, Le
 from titancli.models.config_json import (
     GROUPED,
     SHARED_EXPERTS,
+    STORED_BIAS,
     Key,
     RopeKeys,
     Table,
@@ -45,6 +46,7 @@ _ROWS: tuple[Any, ...] = (
     Key("moe.route_norm", "norm_topk_prob", True),
     Key("moe.route_scale", "routed_scaling_factor", 1.0),
     MTP_KEY,
+    STORED_BIAS,
 )
 
 

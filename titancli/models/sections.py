@@ -192,6 +192,10 @@ class MoE:
     """Update rate of the expert bias for auxiliary-loss-free load balancing; 0 or None: no bias. Models that
     start from weights without such a bias, and whose Hugging Face format cannot store one, are trained
     without it."""
+    freeze_expert_bias: bool = False
+    """Keep the expert bias as it is: it is read, applied and exported, but load_balance_coeff does not move
+    it. True where `[model]` is read from a Hugging Face folder whose format stores one (DeepSeek-V3,
+    GLM-4.5), because fine-tuning with transformers keeps it, too."""
 
     z_loss_coeff: Annotated[float, Ge(0)] = 0.0
     """Weight of the router z-loss (arXiv 2202.08906): in each layer, the squared log-sum-exp of every token's
@@ -205,7 +209,12 @@ class MoE:
     forward pass counts them first. Added and divided like the z-loss, and not reported either."""
 
     # Fields that change how it is trained, not what it computes.
-    without_effect: ClassVar[tuple[str, ...]] = ("aux_loss_coeff", "load_balance_coeff", "z_loss_coeff")
+    without_effect: ClassVar[tuple[str, ...]] = (
+        "aux_loss_coeff",
+        "freeze_expert_bias",
+        "load_balance_coeff",
+        "z_loss_coeff",
+    )
 
     def explicit(self) -> MoE:
         """The same, without what counts among groups where there are none."""

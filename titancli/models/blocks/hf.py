@@ -85,7 +85,8 @@ class DecoderHF:
             if not bias.is_meta and bool(bias.any()):
                 raise EnvironmentProblem(
                     f"{self._bias_of(name)} is not zero, but this model has no such bias",
-                    hint="set model.moe.load_balance_coeff = 0.001",
+                    hint="set model.moe.load_balance_coeff = 0.001, and model.moe.freeze_expert_bias = true "
+                    "to keep the bias as it is",
                 )
         source = self.source(name)
         tensor = torch.stack(tensors) if "{}" in source.theirs else tensors[0]

@@ -124,7 +124,7 @@ class MoE(nn.Module):
         balanced = bool(config.load_balance_coeff)
         # A buffer: it moves without gradients, and is no parameter that an optimizer might decay.
         self.register_buffer("expert_bias", torch.zeros(config.num_experts) if balanced else None)
-        self.holds_bias = False
+        self.holds_bias = config.freeze_expert_bias
         """Whether the bias stays as it is, whatever the counts."""
         self._counts: Tensor | None = None
         self.load: Tensor | None = None
