@@ -472,6 +472,7 @@ def test_the_step_of_a_loss_does_not_depend_on_how_it_is_given(loss: str, change
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @settings(QUICK, max_examples=2_000, derandomize=False)
 @given(loss=st.sampled_from(sorted(LOSSES)), change=st.sampled_from(sorted(CHANGES)), **cases)
 def test_no_step_of_many_depends_on_how_it_is_given(loss: str, change: str, **case: Any) -> None:

@@ -25,12 +25,14 @@ def refuse_alarms(loaded):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", RECIPES)
 def test_no_false_alarm_over_a_family(name):
     refuse_alarms(load_recipe(name))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("kind", "name"), COMPONENTS)
 def test_no_false_alarm_over_a_component(kind, name):
     refuse_alarms(recipe_around(current().find(kind, name), []))
