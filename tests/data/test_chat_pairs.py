@@ -84,6 +84,14 @@ BAD = {
     "no prompt": ({"chosen": "a", "rejected": "b"}, "it has no key 'prompt'"),
     "the same": ({"prompt": "q", "chosen": "a", "rejected": "a"}, "'chosen' and 'rejected' are identical"),
     "no answer": ({"chosen": [USER], "rejected": [USER, GOOD]}, "'chosen' has no assistant message"),
+    "two prompts": (
+        {"chosen": [USER, GOOD], "rejected": [{**USER, "content": "another"}, GOOD]},
+        "'chosen' and 'rejected' have different prompts",
+    ),
+    "one question more": (
+        {"chosen": [USER, GOOD], "rejected": [USER, USER, GOOD]},
+        "'chosen' and 'rejected' have different prompts",
+    ),
     "too long": (
         {"prompt": "q", "chosen": "a" * 99, "rejected": "b"},
         "'chosen' has 117 tokens, but a row holds 33 (training.seq_len)",

@@ -132,6 +132,17 @@ def test_an_id_that_the_model_has_no_row_for_is_told_in_its_place() -> None:
     assert loader.state == {"next": 2}
 
 
+def test_a_batch_of_other_rows_than_the_recipes_is_refused_in_its_place() -> None:
+    """Less data than a batch, or a dataset that does not keep to its `rows`: a step would be another one."""
+    fits = Loader(Counter(end=1), device="cpu", rows=1)
+    assert len(list(fits)) == 1
+    for rows in (2, 4):
+        with pytest.raises(
+            EnvironmentProblem, match=f"a batch of 1 rows, but training.local_batch_size is {rows}"
+        ):
+            next(Loader(Counter(), device="cpu", rows=rows))
+
+
 def test_load_state_drops_what_was_prefetched() -> None:
     loader = Loader(Counter(), device="cpu")
     next(loader)

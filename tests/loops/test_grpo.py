@@ -161,6 +161,9 @@ def test_a_reward_that_fails_ends_no_run(train: Callable[..., Finished], tiny: P
     assert sum(not sample["counted"] for sample in samples) == (10 if policy == "drop" else 0)
     assert all(sample["advantage"] == 0 for sample in samples if not sample["counted"])
     assert {sample["reward"] for sample in samples if not sample["failed"]} <= {1.0, 2.0}
+    evaluated = steps("r")[2]  # every good completion is solved
+    assert evaluated["eval_reward_failed"] == 4
+    assert evaluated["eval_solved"] == 1.0 if policy == "drop" else 0.6 <= evaluated["eval_solved"] < 1.0
     done = run_cli("rollouts", "r", "--step", "1", "--prompts", "1", "--color", "always")
     assert done.code == 0
     assert "bad: ValueError: no such answer" in done.stdout and "bad: it returned nan" in done.stdout

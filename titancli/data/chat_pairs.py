@@ -48,6 +48,8 @@ class PairReader:
             self._answer(key, messages, first)
             for key, messages in zip(("chosen", "rejected"), conversations, strict=True)
         )
+        if any(messages[first]["role"] != "assistant" for messages in conversations):
+            raise BadRow("'chosen' and 'rejected' have different prompts")
         if np.array_equal(chosen.tokens, rejected.tokens):
             raise BadRow("'chosen' and 'rejected' are identical")
         reference = tuple(_number(row, key) for key in REFERENCE) if self._config.reference_logps else None

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from titancli.data.batch import Batch
+from titancli.data.batch import IGNORE, Batch
 from titancli.data.values import Limits, fault, readable
 from titancli.errors import EnvironmentProblem, PluginError
 from titancli.protocols import Dataset
@@ -90,11 +90,14 @@ class Loader(Iterator[Batch]):
         device: torch.device | str,
         prefetch: int = 2,
         vocab_size: int | None = None,
+        rows: int | None = None,
         workers: Preparers | None = None,
     ) -> None:
         """A negative token id or position ends the data with an error, and so does an id from `vocab_size`
-        on; None: there is no such limit. With `workers` the dataset itself is not read."""
+        on, or a batch of another number of rows; None: there is no such limit. With `workers` the dataset
+        itself is not read."""
         self.dataset, self._limits, self._workers = dataset, Limits(vocab_size), workers
+        self._rows = rows
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device(
@@ -150,7 +153,7 @@ class Loader(Iterator[Batch]):
         queue = _Queue(self._prefetch)
         thread = threading.Thread(
             target=_produce,
-            args=(self.dataset, self._workers, self._state, self._device, queue, self._limits),
+            args=(self.dataset, self._workers, self._state, self._device, queue, self._limits, self._rows),
             name="titan-data",
             daemon=True,
         )
@@ -167,6 +170,7 @@ def _produce(
     device: torch.device,
     queue: _Queue,
     limits: Limits,
+    rows: int | None,
 ) -> None:
     cuda = device.type == "cuda"
     try:
@@ -175,6 +179,8 @@ def _produce(
         batches = _alone(dataset) if workers is None else workers.batches(state)
         for batch, state in batches:
             _check_values(batch, limits)
+            if rows is not None:
+                _check_rows(batch, rows)
             if workers is None:
                 batch = copied(batch)
             if cuda:
@@ -217,6 +223,17 @@ def _check_values(batch: Batch, limits: Limits) -> None:
     """Here, where they are on the CPU: on a GPU nobody looks at them."""
     if readable(batch) and (found := fault(batch, limits, "the dataset returns")) is not None:
         raise EnvironmentProblem(found.message, hint=found.hint)
+
+
+def _check_rows(batch: Batch, rows: int) -> None:
+    """Less than a batch would be a smaller step than the recipe's, or one of different sizes on the ranks."""
+    found = getattr(batch, "rows", rows)  # the engine says what is wrong with what is no batch
+    if found != rows:
+        raise EnvironmentProblem(
+            f"the dataset returned a batch of {found} rows, but training.local_batch_size is {rows}",
+            hint=f"each batch must have the `rows` that the dataset is built with: pad one with rows whose "
+            f"targets are all {IGNORE}",
+        )
 
 
 def _stop(queue: _Queue, thread: threading.Thread, workers: Preparers | None) -> None:

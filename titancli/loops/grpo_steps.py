@@ -145,8 +145,7 @@ class Rollouts:
         self._sampled, self._scores, self._config = sampled, scores, config
         self.rewards = torch.tensor([[one.total for one in row] for row in scores], dtype=torch.float64)
         """[prompts, samples], float64, on the CPU."""
-        kept = [[config.failed_reward == "zero" or not one.failed for one in row] for row in scores]
-        self.counted = torch.tensor(kept)
+        self.counted = torch.tensor([[_counts(one, config) for one in row] for row in scores])
         """[prompts, samples] bool: what the policy for failed rewards leaves in."""
         self.advantages = torch.zeros_like(self.rewards)
         self.worked: dict[str, int] = {}
@@ -235,6 +234,11 @@ class Rollouts:
             )
         ]
         return {"step": step, "prompt": prompt.text, "answer": prompt.answer, "samples": samples}
+
+
+def _counts(score: Score, config: Grpo) -> bool:
+    """Whether the policy for failed rewards leaves a completion in."""
+    return config.failed_reward == "zero" or not score.failed
 
 
 class Failures:
@@ -378,17 +382,20 @@ class Evaluation:
         return freq > 0 and (step % freq == 0 or step == last)
 
     def __call__(self) -> tuple[dict[str, float], float]:
-        """`eval_reward` and `eval_solved` over all ranks, and the seconds that it took. Collective."""
+        """`eval_reward`, `eval_solved` and `eval_reward_failed` over all ranks, and the seconds that it took.
+        Collective."""
         with phase("evaluation"):
             return self._evaluated()
 
     def _evaluated(self) -> tuple[dict[str, float], float]:
-        began = time.perf_counter()
-        seeds = [[0] for _ in self._asked]
+        began, seeds = time.perf_counter(), [[0] for _ in self._asked]
         sampled = _continued(self._generator, self._asked, seeds, self._seq_len, greedy=True)
-        totals = [score.total for row in self._scorer.score(sampled.pairs) for score in row]
+        scores = [score for row in self._scorer.score(sampled.pairs) for score in row]
+        totals = [score.total for score in scores if _counts(score, self._config)]
         solved = float(sum(total >= self._config.solved - ROUNDING for total in totals))
-        sums = {"count": float(len(totals)), "reward": sum(totals), "solved": solved}
+        failed = float(sum(len(score.failed) for score in scores))
+        sums = {"count": float(len(totals)), "reward": sum(totals), "solved": solved, "failed": failed}
         sums = _summed(sums, self._engine)
-        found = {f"eval_{name}": sums[name] / sums["count"] for name in ("reward", "solved")}
+        found = {f"eval_{name}": sums[name] / max(sums["count"], 1.0) for name in ("reward", "solved")}
+        found["eval_reward_failed"] = sums["failed"]
         return found, time.perf_counter() - began

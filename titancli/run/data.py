@@ -195,6 +195,7 @@ def _source(recipe: Recipe, tokenizer: Any, engine: Engine) -> Source:
             device=engine.device,
             prefetch=depth,
             vocab_size=with_defaults(ModelConfigDefaults, recipe.model).vocab_size,
+            rows=training.local_batch_size,
             workers=workers,
         )
     task = build(recipe.loop.task, seed=recipe.training.seed)
