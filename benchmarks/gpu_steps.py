@@ -214,20 +214,27 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
     return numbers
 
 
-def rows_of(count: int, rows: int, seq_len: int, vocabulary: int) -> torch.Tensor:
-    """Return tokens [count, rows, seq_len + 1] that can be learned, the same for all variants.
+def stream_of(rows: int, seq_len: int, vocabulary: int) -> torch.Tensor:
+    """Return tokens [rows x seq_len + 1] that can be learned; more rows are these and others after them.
 
     Half of them follow from the one before by a fixed table, the others are drawn, small numbers more often.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator()
     words = min(vocabulary, WORDS)
-    after = torch.randperm(words, generator=generator)
-    shape = (seq_len + 1, count * rows)
-    drawn = (torch.rand(shape, generator=generator) ** 3 * words).long()
-    follows = torch.rand(shape, generator=generator) < 0.5
-    for place in range(1, seq_len + 1):
-        drawn[place] = torch.where(follows[place], after[drawn[place - 1]], drawn[place])
-    return drawn.T.reshape(count, rows, seq_len + 1).contiguous()
+    after = torch.randperm(words, generator=generator.manual_seed(0))
+    drawn, follows = torch.empty(2, rows + 1, seq_len)
+    for number in range(rows + 1):  # each from a seed of its own: the same however many there are
+        drawn[number], follows[number] = torch.rand(2, seq_len, generator=generator.manual_seed(number + 1))
+    tokens = (drawn**3 * words).long().T.contiguous()
+    for place in range(1, seq_len):
+        tokens[place] = torch.where(follows.T[place] < 0.5, after[tokens[place - 1]], tokens[place])
+    return tokens.T.reshape(-1)[: rows * seq_len + 1]
+
+
+def rows_of(count: int, rows: int, seq_len: int, vocabulary: int) -> torch.Tensor:
+    """Return the stream as [count, rows, seq_len + 1]: a row's last token is also the next row's first."""
+    stream = stream_of(count * rows, seq_len, vocabulary)
+    return stream.unfold(0, seq_len + 1, seq_len).unflatten(0, (count, rows))
 
 
 def words_in(folder: Path, vocabulary: int) -> Path:
@@ -277,7 +284,7 @@ def train(case: Case) -> dict[str, Any]:
     count = case.warmup + case.steps
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tokens = rows_of(count + 1, case.rows, case.seq_len, vocabulary)  # rows overlap by one: one more
+        tokens = stream_of(count * case.rows, case.seq_len, vocabulary)
         tokens.to(torch.int32).numpy().tofile(folder / "tokens.bin")
         dataset = f'type="token_shards", format="raw", dtype="int32", paths=["{folder}/tokens.bin"]'
         command = [
@@ -285,6 +292,7 @@ def train(case: Case) -> dict[str, Any]:
             *("--run-dir", str(folder / "run"), f'dataset={{{dataset}, shuffle="off"}}'),
             f'tokenizer={{type="hf", path="{words_in(folder, vocabulary)}"}}',
             *("checkpoint.enable=false", f"training.steps={count}", f"metrics.log_freq={case.warmup or 1}"),
+            f"lr_scheduler.total_steps={recipe(case).training.steps}",  # the rates of the other variants
         ]
         began = time.perf_counter()
         done = subprocess.run(command, capture_output=True, text=True, check=False)

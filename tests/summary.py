@@ -40,6 +40,7 @@ ROOMS = {
     "tests/distributed": "collectives, and their errors if a rank is late or gone",
     "tests/docs": "every command and snippet of README and docs is run",
     "tests/generate": "sampling, caches and chat compared to transformers",
+    "tests/benchmarks": "variants of a benchmark compute the same; a cut-off benchmark goes on",
     "tests/gpu": "one GPU: nothing waits, memory as planned, kernels compared to dense attention",
     "tests/launchers": "jobs of Slurm: submitted once, requeued, resumed, cancelled",
     "tests/loops": "SFT, DPO and GRPO as whole runs",

@@ -14,49 +14,60 @@ from tests.engine import cases
 from tests.engine.cases import Layout, small
 from tests.engine.traffic import FILE, RECIPES, measured
 from tests.rows import rows
-from titancli import losses
-from titancli.converters import LoRA
 from titancli.engine.dry_run import traffic_of
 from titancli.engine.traffic import Traffic, kind_of
 from titancli.optimizers import AdamW
 from titancli.optimizers.adamw import MixedAdamW
 from titancli.recipe.schema import Recipe
 from titancli.registry import current
+from titancli.registry.fields import fields_of
 
 FAMILIES = (
     *("llama3_debug", "gpt_oss_debug", "deepseek_v3_debug", "llama4_debug", "qwen3_moe_debug"),
     *("grpo_digit", "dpo_debug"),
 )
 """Every block, loop and loss of the others is in one of these."""
-OPTIMIZERS: dict[str, Any] = {
-    **{f"{kind}": AdamW(implementation=kind) for kind in ("fused", "foreach", "for-loop")},
-    "bf16 moments": AdamW(state_dtype="bfloat16"),
-    "muon": ("optimizer", "muon", {}),
-}
-CONVERTERS = {
-    "lora": LoRA(targets=["layers.*.attention.wq"]),
-    "float8 tensorwise": ("converter", "float8_linear", {"recipe": "tensorwise", "emulate": True}),
-    "float8 rowwise": ("converter", "float8_linear", {"recipe": "rowwise", "emulate": True}),
-}
+NO_ROWS = {"titan-flux/flow_matching": "a dry run has rows of tokens, no images"}
 
 
-def config_of(given: Any) -> Any:
-    if not isinstance(given, tuple):
-        return given
-    kind, name, fields = given
-    return current().find(kind, name)(**fields)
+def every(kind: str) -> dict[str, Any]:
+    """Each component that is registered, with its default values, and with each other choice of a field."""
+    found = {}
+    for name, config in current().components(kind):
+        if name in NO_ROWS:
+            continue
+        plain = found[name] = config()
+        for field in fields_of(config).values():
+            either = [True, False] if bool in field.type.alternatives else []
+            for choice in [*field.type.choices, *either]:
+                if choice != field.default:
+                    found[f"{name} {field.name}={choice}"] = replace(plain, **{field.name: choice})
+    return {name: config for name, config in sorted(found.items()) if not refused(config)}
+
+
+def refused(config: Any) -> bool:
+    check = getattr(config, "check", None)
+    return check is not None and any(check(replace(cases.recipe(small()), weights="unread")))
+
+
+OPTIMIZERS, CONVERTERS, LOSSES = every("optimizer"), every("converter"), every("loss")
+SLOW = {
+    name for name in (*OPTIMIZERS, *CONVERTERS) if name.startswith("titan-muon/muon ") or "emulate=" in name
+}
+TORCHS = [f"titan/adamw implementation={kind}" for kind in ("for-loop", "foreach")]
+"""Those of torch that cannot skip a step on the device."""
 
 
 @cache
 def of_optimizer(name: str) -> dict[str, Traffic]:
-    return traffic_of(replace(cases.recipe(small()), optimizer=config_of(OPTIMIZERS[name])))
+    return traffic_of(replace(cases.recipe(small()), optimizer=OPTIMIZERS[name]))
 
 
 def waits(recipe: Recipe) -> list[str]:
     return [place for traffic in traffic_of(recipe).values() for place in traffic.waits]
 
 
-@pytest.mark.parametrize("name", rows(RECIPES, slow=sorted({*RECIPES} - {*FAMILIES})))
+@pytest.mark.parametrize("name", rows(RECIPES, slow={*RECIPES} - {*FAMILIES}))
 def test_a_step_of_a_bundled_recipe(name: str) -> None:
     """It moves what tests/engine/traffic.json says: one more pass over gradients or logits makes it fail.
     Less is to be written there, by `python -m tests.engine.traffic`."""
@@ -66,10 +77,15 @@ def test_a_step_of_a_bundled_recipe(name: str) -> None:
         assert found["moved"][verb] == pytest.approx(kinds, rel=0.01, abs=0.001), verb
 
 
-@pytest.mark.parametrize("name", rows(OPTIMIZERS, slow=["for-loop"]))
+def test_every_bundled_recipe_has_a_budget() -> None:
+    """`python -m tests.engine.traffic` writes them."""
+    assert sorted(json.loads(FILE.read_text())) == RECIPES
+
+
+@pytest.mark.parametrize("name", rows(OPTIMIZERS, slow=SLOW & {*OPTIMIZERS}))
 def test_no_optimizer_waits(name: str) -> None:
     found = [place for traffic in of_optimizer(name).values() for place in traffic.waits]
-    if name in ("foreach", "for-loop"):  # those of torch that cannot skip a step on the device
+    if name in TORCHS:
         assert found and all("step_with" in place for place in found)
     else:
         assert found == []
@@ -84,18 +100,18 @@ def test_an_optimizer_that_reads_its_own_count_waits(monkeypatch: pytest.MonkeyP
         self.state[parameter]["step"].item()
 
     monkeypatch.setattr(MixedAdamW, "_begin", reading)
-    assert waits(replace(cases.recipe(small()), optimizer=OPTIMIZERS["bf16 moments"]))
+    assert waits(replace(cases.recipe(small()), optimizer=AdamW(state_dtype="bfloat16")))
 
 
-@pytest.mark.parametrize("name", CONVERTERS)
+@pytest.mark.parametrize("name", rows(CONVERTERS, slow=SLOW & {*CONVERTERS}))
 def test_no_converter_waits(name: str) -> None:
-    recipe = cases.recipe(small(converters=[config_of(CONVERTERS[name])]))
-    assert waits(replace(recipe, weights="unread" if name == "lora" else None)) == []
+    recipe = cases.recipe(small(converters=[CONVERTERS[name]]))
+    assert waits(replace(recipe, weights="unread" if name.startswith("titan/lora") else None)) == []
 
 
-@pytest.mark.parametrize("loss", losses.COMPONENTS, ids=lambda loss: loss.__name__)
-def test_no_loss_waits(loss: Any) -> None:
-    assert waits(cases.recipe(small(loss=loss()))) == []
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_loss_waits(name: str) -> None:
+    assert waits(cases.recipe(small(loss=LOSSES[name]))) == []
 
 
 # ---------------------------------------------------------------------------------------------- the counter
@@ -155,8 +171,8 @@ def test_an_extra_pass_over_the_gradients_is_seen(monkeypatch: pytest.MonkeyPatc
 
 def test_an_optimizer_divides_and_clips_gradients_itself() -> None:
     """Else it is a pass over all of them: 8 bytes for each number."""
-    moved = {name: of_optimizer(name)["optim_step"].ops for name in OPTIMIZERS}
-    assert {name for name, ops in moved.items() if "_foreach_div_" in ops} == {"foreach", "for-loop"}
+    moved = {name: of_optimizer(name)["optim_step"].ops for name in {*OPTIMIZERS} - SLOW}
+    assert {name for name, ops in moved.items() if "_foreach_div_" in ops} == {*TORCHS}
 
 
 def test_kinds() -> None:

@@ -224,7 +224,8 @@ def _in_window(core: _Core, q: Tensor, k: Tensor, v: Tensor, window: int) -> Ten
     rows, length = q.shape[:2]
     first = core(q[:, :window], k[:, :window], v[:, :window], None)
     blocks = -(-length // window)
-    q, k, v = (pad(x, (0, 0, 0, 0, 0, blocks * window - length)) for x in (q, k, v))
+    if blocks * window != length:  # `pad` copies also where there is nothing to add
+        q, k, v = (pad(x, (0, 0, 0, 0, 0, blocks * window - length)) for x in (q, k, v))
     queries = q[:, window:].reshape(-1, window, *q.shape[2:])
     k, v = (
         torch.cat((x[:, :-1], x[:, 1:]), 2).flatten(0, 1)
