@@ -318,3 +318,9 @@ def test_a_comparison_runs_no_kernel_that_a_folder_names(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text('{"model_type": "llama", "attn_implementation": "who/kernel"}')
     with pytest.raises(EnvironmentProblem, match="'who/kernel' names a kernel on the Hub, which is code"):
         load_in_transformers(tmp_path)
+
+
+def test_a_folder_that_transformers_refuses_is_no_error_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "tie_word_embeddings": "yes"}')
+    with pytest.raises(EnvironmentProblem, match=r"transformers cannot load .*tie_word_embeddings"):
+        load_in_transformers(tmp_path)

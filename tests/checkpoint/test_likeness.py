@@ -41,7 +41,7 @@ QWEN: dict[str, Any] = {
     "sliding_window": 4096,
     "use_sliding_window": False,
     "max_window_layers": 2,
-    "attention_dropout": 0.1,
+    "attention_dropout": 0.0,
 }
 MODEL = Qwen3(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=48, vocab_size=64)
 LLAMA = {key: QWEN[key] for key in list(QWEN)[1:10]} | {"model_type": "llama", "rope_theta": 500000.0}

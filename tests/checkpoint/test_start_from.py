@@ -27,7 +27,7 @@ def decided(*overrides: str, checkpoint: Path | None = None) -> StartFrom:
 @pytest.fixture
 def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A checkpoint in a store; the cache is below `tmp_path`."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TITAN_CACHE", str(tmp_path / "cache"))
     save(tmp_path / "store/step-1")
     return f"file://{tmp_path}/store/step-1"
 
@@ -66,7 +66,7 @@ def test_a_folder_is_where_it_is_named_whatever_it_holds(tmp_path: Path) -> None
 @pytest.mark.parametrize("setting", [WHOLE, "checkpoint.initial_load_model_only=true"])
 def test_a_url_is_fetched_once_into_the_cache(tmp_path: Path, url: str, setting: str) -> None:
     start = decided(f"weights={url}", setting)
-    assert start.is_remote and start.folder.is_relative_to(tmp_path / "cache/titan/weights")
+    assert start.is_remote and start.folder.is_relative_to(tmp_path / "cache/weights")
     assert start.folder.name == "step-1" and not start.folder.exists()
     said: list[str] = []
     with ThreadPoolExecutor(2) as two:

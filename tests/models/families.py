@@ -469,6 +469,8 @@ DEEPSEEK = Family(
         ("671B", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
         ("671B", {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 0.5}}),
         ("671B", {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0}}),
+        ("671B", {"rope_scaling": {"type": "yarn", "factor": 40}}),
+        ("671B", {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 0, "mscale_all_dim": 0}}),
         ("671B", {"quantization_config": {"quant_method": "awq"}}),
         ("236B", {"norm_topk_prob": True}),
         ("236B", {"n_shared_experts": None}),

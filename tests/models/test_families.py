@@ -13,10 +13,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.models.families import FAMILIES, LENGTH, Family
+from tests.models.families import FAMILIES, LENGTH, LLAMA3, Family
 from titancli.checkpoint import export_hf, read_hf
 from titancli.checkpoint.hf.which import hf_form
 from titancli.errors import RecipeError, TitanError
+from titancli.models import Llama3
 from titancli.models.blocks.moe import moe_layers
 from titancli.models.blocks.state import named_state
 from titancli.recipe import load_recipe
@@ -169,6 +170,32 @@ def test_a_config_that_a_family_cannot_express_is_refused(family: Family, row: A
     family.config.from_config_json(json.loads(json.dumps(good)))
     with pytest.raises(TitanError, match=f"{family.name} does not support|{family.refusals}"):
         family.config.from_config_json({**good, **change})
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_dropout_and_losses_of_routers_are_refused_by_name(family: Family) -> None:
+    """Training would do without, and not say so; at zero they change nothing."""
+    config = hf_form(family.variant(next(iter(family.variants)))).config_json()
+    text = config.get("text_config", config)
+    found = family.config.from_config_json(config)
+    for key, value in {
+        "attention_dropout": 0.1,
+        "router_jitter_noise": 0.2,
+        "output_router_logits": True,
+    }.items():
+        for off in (0.0, None):
+            assert family.config.from_config_json({**text, key: off}) == found
+        with pytest.raises(TitanError, match=f"config.json has {key} = {value}, which the model"):
+            family.config.from_config_json({**text, key: value})
+
+
+def test_layers_that_are_all_plain_are_no_other_model() -> None:
+    """Releases say it in layer_types, which a family without other kinds of layers does not read."""
+    config = hf_form(LLAMA3.flavor("8B")).config_json()
+    plain = Llama3.from_config_json(config)
+    assert Llama3.from_config_json({**config, "layer_types": ["full_attention"] * 32}) == plain
+    with pytest.raises(TitanError, match="has layer_types"):
+        Llama3.from_config_json({**config, "layer_types": ["full_attention", "sliding_attention"]})
 
 
 @each(lambda family: family.routing)

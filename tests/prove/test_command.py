@@ -37,7 +37,7 @@ def titan_components():
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Badges of this test alone."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TITAN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 

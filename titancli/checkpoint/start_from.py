@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from titancli.checkpoint.exclude import Exclusion
 from titancli.checkpoint.format.manifest import adapters_of, read_manifest
 from titancli.data.hub import Hosted
 from titancli.errors import EnvironmentProblem
+from titancli.fingerprint import cache_folder
 from titancli.recipe.find import url_of
 
 if TYPE_CHECKING:
@@ -65,8 +65,7 @@ class StartFrom:
             return self.source
         if (hosted := Hosted.of(self.source)) is not None:
             return hosted.folder
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan" / "weights"
-        return root / xxhash.xxh3_64(self._url.encode()).hexdigest() / self.source.name
+        return cache_folder() / "weights" / xxhash.xxh3_64(self._url.encode()).hexdigest() / self.source.name
 
     @property
     def exclusion(self) -> Exclusion:

@@ -39,6 +39,9 @@ HARMLESS = frozenset(
 )
 # fmt: on
 """Keys that do not change what a model computes from tokens and weights."""
+IN_TRAINING = {"attention_dropout", "output_router_logits", "router_jitter_noise"}
+"""Those of them that, unless they are null, false or zero, change what transformers trains: dropout, and
+losses of routers."""
 NEUTRAL: Mapping[str, Any] = {
     "embedding_multiplier": 1,
     "is_causal": True,
@@ -90,13 +93,16 @@ class ConfigJSON(Mapping[str, Any]):
         """What was refused, and what nobody asked for although it changes a model, each with its value."""
         found = list(self.refused)
         for key, value in self._values.items():
-            known = key in self._asked or key in HARMLESS or key in ignoring
+            harmless = key in HARMLESS and key not in IN_TRAINING
+            known = key in self._asked or harmless or key in ignoring
             if not (known or key.startswith(("_", "unsloth")) or _neutral(key, value)):
                 found.append(f"{self._within}{key} = {value!r}")
         return found + [line for table in self._tables.values() for line in table.foreign(ignoring)]
 
 
 def _neutral(key: str, value: Any) -> bool:
+    if key == "layer_types":
+        return value is None or set(value) <= {"full_attention"}
     return value is None or (value == NEUTRAL[key] if key in NEUTRAL else not value)
 
 
@@ -297,7 +303,8 @@ def _refuse(model: str, foreign: list[str]) -> None:
         raise EnvironmentProblem(
             f"config.json has {', '.join(foreign)}, which the model {model} does not support",
             hint="use other weights, or another model (hf_causal_lm for models of transformers); a key "
-            "that has no effect can be removed from config.json",
+            "that has no effect, or that training is to do without, such as dropout, can be removed from "
+            "config.json",
         )
 
 

@@ -19,6 +19,7 @@ from titancli.models.config_json import (
     STORED_BIAS,
     ConfigJSON,
     Key,
+    Ours,
     RopeKeys,
     Table,
     decoder,
@@ -50,6 +51,14 @@ _YARN = {"factor": 40.0, "original_max_position": 4096}
 _RELEASED: dict[str, Any] = {"max_seq_len": 163840, "norm_eps": 1e-6}
 
 
+def _mscale(there: ConfigJSON, ours: Ours) -> float:
+    """YaRN's, without which cosine and sine are scaled."""
+    value = there.get("mscale")
+    if not value:
+        there.refuse("mscale", value)
+    return value or 1.0
+
+
 def _rows(max_seq_len: int, dense: int) -> tuple[Any, ...]:
     return (
         *decoder(max_seq_len),
@@ -63,7 +72,7 @@ def _rows(max_seq_len: int, dense: int) -> tuple[Any, ...]:
             "yarn",
             (
                 # The first turns into the scale of attention, and their ratio into that of cosine and sine.
-                Key("rope_scaling.mscale", "mscale"),
+                Key("rope_scaling.mscale", "mscale", read=_mscale),
                 Key(None, "mscale_all_dim", 0, only=lambda ours: ours["rope_scaling.mscale"]),
                 *yarn_keys("rope_scaling"),
                 Key(None, "attention_factor", only=lambda ours: 1.0, written=False),

@@ -1,17 +1,17 @@
 """Badges: what was proven of a component, when, and of which code. Torch-free.
 
-A file a component, in `$XDG_CACHE_HOME/titan/proofs` (`~/.cache/titan/proofs`), beside what else titan keeps
-for a user: an installed package stays as it is, and two proofs at once do not meet.
+A file a component, in `proofs` of titan's cache (`TITAN_CACHE`, or `~/.cache/titan`), beside what else titan
+keeps for a user: an installed package stays as it is, and two proofs at once do not meet.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titancli.fingerprint import cache_folder
 from titancli.prove.component import computing, label_of
 from titancli.provenance import code_hash, package_versions
 from titancli.registry import current
@@ -28,7 +28,7 @@ SHOWN = ("component", "recipe", "ok", "cases", "ranks", "time")
 
 def badge_folder() -> Path:
     """Return the folder of all badges."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan" / "proofs"
+    return cache_folder() / "proofs"
 
 
 def write_badges(

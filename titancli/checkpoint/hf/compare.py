@@ -18,7 +18,7 @@ from titancli.checkpoint.hf.quantise import Quantise
 from titancli.checkpoint.hf.virtual import put
 from titancli.checkpoint.hf.which import hf_form
 from titancli.converters.lora import adapt, adapters_of, weights_of
-from titancli.errors import EnvironmentProblem, UsageError
+from titancli.errors import EnvironmentProblem, TitanError, UsageError
 from titancli.models.blocks.state import named_state
 from titancli.models.hf_causal_lm.config_json import kernels_of_the_hub
 from titancli.models.quantization import Quantization, quantization_of
@@ -271,7 +271,9 @@ def load_in_transformers(folder: Path, adapters: Path | None = None) -> torch.nn
         from peft import PeftModel
 
         return PeftModel.from_pretrained(model, str(adapters))
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
+    except TitanError:
+        raise
+    except Exception as error:  # whatever it is, it is of what stands in the folder
         who = f"transformers cannot load {folder}" if adapters is None else f"peft cannot load {adapters}"
         raise EnvironmentProblem(f"{who}: {error}") from error
     finally:
