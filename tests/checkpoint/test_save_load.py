@@ -18,6 +18,7 @@ from titancli.checkpoint import (
 )
 from titancli.checkpoint.exclude import Exclusion
 from titancli.checkpoint.format.manifest import DamagedCheckpoint, hidden_prefix, remove
+from titancli.engine import optimizer_state
 from titancli.engine.optimizer_state import optimizer_tensors
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
 
@@ -159,6 +160,33 @@ def test_what_an_optimizer_keeps_and_no_checkpoint_can_hold_is_named():
     optimizer.state[weight]["seen"] = 3
     with pytest.raises(TitanError, match=r"SGD keeps optimizer\.w\.seen, of type int"):
         optimizer_tensors(optimizer, [("w", weight)])
+
+
+def test_what_an_optimizer_keeps_on_itself_is_warned_of_once(caplog: pytest.LogCaptureFixture):
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    optimizer.means, optimizer.cache, optimizer.inner = {}, [torch.ones(2)], torch.optim.Adam([weight])  # type: ignore[attr-defined]
+    optimizer_state.remember(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.2
+    optimizer_tensors(optimizer, [("w", weight)])
+    assert not caplog.messages
+    optimizer.means[weight] = torch.ones(2)  # type: ignore[attr-defined]
+    optimizer.param_groups[0]["k"] = 1
+    optimizer.cache[0].add_(1)  # type: ignore[attr-defined]
+    optimizer.inner.state[weight] = {"step": torch.ones(())}  # type: ignore[attr-defined]
+    for _ in range(2):
+        optimizer_tensors(optimizer, [("w", weight)])
+    [said] = caplog.messages
+    assert "the optimizer SGD keeps cache, inner, means, param_groups[0]['k'] on itself" in said
+
+
+def test_a_group_is_left_alone_where_the_state_is_made():
+    """A count in a group, which a step at a learning rate of 0 moves too."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([{"params": [weight], "k": 3}], lr=0.1)
+    optimizer.register_step_post_hook(lambda *a: optimizer.param_groups[0].update(k=4))
+    optimizer_tensors(optimizer, [("w", weight)])
+    assert optimizer.param_groups[0]["k"] == 3 and optimizer.param_groups[0]["lr"] == 0.1
 
 
 @pytest.mark.parametrize("state", [{"x": torch.ones(1)}, {"x": float("nan")}, {"x": {1, 2}}])

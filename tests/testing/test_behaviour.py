@@ -20,6 +20,8 @@ from titancli.losses import CrossEntropy, Grpo
 from titancli.models import Llama3
 from titancli.optimizers import AdamW
 from titancli.registry.component import build, component, load_target
+from titancli.rl import Local
+from titancli.rl.samples import Completion, Prompt
 from titancli.testing import Example
 from titancli.testing.behaviour import Subject, behaviour_faults, checks_of
 from titancli.testing.behaviour.engines import LENGTH, small_model
@@ -322,6 +324,17 @@ class Hidden(torch.optim.SGD):
                 parameter.data.sub_(mean, alpha=group["lr"])
 
 
+class Counting10(torch.optim.SGD):
+    """Does something every ten steps only, by a count of its own."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        self.param_groups[0]["k"] = self.count
+        super().step()
+
+
 class OwnRate(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -343,13 +356,20 @@ def built_optimizer(config: KitOptimizer, *, named_parameters: list[Any], model_
     parameters = [parameter for _, parameter in named_parameters]
     if config.kind == "few":
         return torch.optim.SGD(parameters[1:], lr=config.lr)
-    return {"hidden": Hidden, "own rate": OwnRate}[config.kind](parameters, lr=config.lr)
+    return {"hidden": Hidden, "own rate": OwnRate, "every ten": Counting10}[config.kind](
+        parameters, lr=config.lr
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "fault"),
     [
         ("hidden", "[resume] a step after a resume is different: "),
+        ("hidden", "[resume] after a resume means of the optimizer is not what it was"),
+        (
+            "every ten",
+            "[resume] after a resume count, param_groups[0]['k'] of the optimizer is not what it was",
+        ),
         ("own rate", "[moves] a step with a learning rate of 0 changes weights"),
         (
             "few",
@@ -365,6 +385,205 @@ def test_titans_optimizer(faults: Faults) -> None:
     assert faults("optimizer", AdamW()) == ""
     [job] = take_jobs()
     assert job.measure == "weights" and job.layouts == {"dp_shard = 2": {"dp_shard": 2}}
+
+
+# ------------------------------------------------------------- tasks, rewards, advantages and generators
+
+
+class Numbered:
+    """Prompts as they should be."""
+
+    def __init__(self, config: Any, *, seed: int) -> None:
+        self.seed, self.asked = seed, 0
+        self.identity = {"task": "numbered", "seed": seed}
+
+    def prompt(self, number: int) -> Prompt:
+        return Prompt(f"{self.seed} {number}", str(number))
+
+
+class InTurn(Numbered):
+    def prompt(self, number: int) -> Prompt:
+        self.asked += 1
+        return Prompt(str(self.asked))
+
+
+class FromElsewhere(Numbered):
+    def prompt(self, number: int) -> Prompt:
+        return Prompt(f"{id(self)} {number}")
+
+
+class OneIdentity(Numbered):
+    def __init__(self, config: Any, *, seed: int) -> None:
+        super().__init__(config, seed=seed)
+        self.identity = {"task": "numbered"}
+
+
+class NoJson(Numbered):
+    def __init__(self, config: Any, *, seed: int) -> None:
+        super().__init__(config, seed=seed)
+        self.identity = {"task": ("numbered", seed)}
+
+
+class Endless(Numbered):
+    count = 4
+
+
+class Texts(Numbered):
+    def prompt(self, number: int) -> Any:
+        return str(number)
+
+
+@pytest.mark.parametrize(
+    ("task", "fault"),
+    [
+        (Numbered, ""),
+        (InTurn, "[again] prompt 0 is another one when it is asked for again"),
+        (FromElsewhere, "[again] prompt 0 differs in a second instance"),
+        (OneIdentity, "[identity] another seed gives other prompts, but the same identity"),
+        (NoJson, "[identity] its identity {'task': ('numbered', 7)} is not plain JSON"),
+        (Endless, "[prompts] count is 4, but prompts 4 to 7 are not those from 0 on again"),
+        (Texts, "[prompts] the task Texts returned a str as prompt 0"),
+    ],
+)
+def test_a_task(faults: Faults, task: Any, fault: str) -> None:
+    said = faults("task", None, task)
+    assert fault in said and bool(fault) == bool(said)
+
+
+def rewarding(rate: Callable[[list[Any], Prompt, Completion], Any]) -> Any:
+    """A reward that is given what it was asked before."""
+
+    def build(config: Any) -> Any:
+        asked: list[Any] = []
+        return lambda prompt, completion: rate(asked, prompt, completion)
+
+    return build
+
+
+def fails(*given: Any) -> float:
+    raise LookupError("no tests in the row")
+
+
+@pytest.mark.parametrize(
+    ("rate", "fault"),
+    [
+        (lambda asked, prompt, completion: len(completion.text), ""),
+        (lambda asked, prompt, completion: int(completion.text), ""),  # fails for those that are no number
+        (lambda asked, prompt, completion: asked.append(0) or len(asked), "[again] '12' after '6*2='"),
+        (lambda asked, prompt, completion: random.random(), "[again] "),
+        (lambda asked, prompt, completion: prompt.row["parts"].pop(), "[inputs] it changes the prompt or"),
+        (lambda asked, prompt, completion: "1", "[numbers] it returned '1', which is not a number"),
+        (lambda asked, prompt, completion: float("nan"), "[numbers] it returned nan"),
+        (fails, "[numbers] it fails for every completion; pass some that it can rate as examples="),
+    ],
+)
+def test_a_reward(faults: Faults, rate: Any, fault: str) -> None:
+    said = faults("reward", None, rewarding(rate))
+    assert fault in said and bool(fault) == bool(said)
+
+
+def test_a_reward_with_examples_of_its_own(faults: Faults) -> None:
+    pair = (Prompt("?", row={"tests": [1]}), Completion("a", [97], [-1.0], "eos"))
+    reward = rewarding(lambda asked, prompt, completion: len(prompt.row["tests"]))
+    assert "[numbers] it fails" in faults("reward", None, reward)
+    assert faults("reward", None, reward, example=lambda rows: [pair]) == ""
+
+
+def centred(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    kept = torch.where(counted, rewards, 0.0)
+    mean = kept.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)
+    return torch.where(counted, rewards - mean, 0.0)
+
+
+def of_the_batch(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    return centred(rewards, counted) / rewards[counted].std()
+
+
+@pytest.mark.parametrize(
+    ("advantage", "fault"),
+    [
+        (centred, ""),
+        (lambda r, c: r - r.mean(1, keepdim=True), "[shape] it is not 0 for samples that do not count"),
+        (lambda r, c: centred(r, c)[:, :1], "[shape] it returns [6, 1], not a tensor"),
+        (lambda r, c: centred(r, c) / r.std(1, keepdim=True), "[shape] it is not finite for rewards [0.5"),
+        (of_the_batch, "[prompts] a prompt alone has the advantages"),
+        (lambda r, c: c * (r - r.max(1, keepdim=True).values), "[prompts] rewards of samples that do not"),
+        (lambda r, c: centred(r, c) * torch.rand(()), "[again] a second call with the same rewards"),
+        (
+            lambda r, c: torch.where(c, r.sub_(r.mean(1, keepdim=True)), 0.0),
+            "[again] it changes its arguments",
+        ),
+    ],
+)
+def test_an_advantage(faults: Faults, advantage: Any, fault: str) -> None:
+    said = faults("advantage", None, lambda config: advantage)
+    assert fault in said and bool(fault) == bool(said)
+
+
+class Wrapped:
+    """The generator `local`; what is below it is not as it should be."""
+
+    temperature = 1.5
+
+    def __init__(self, config: Any, *, engine: Any, tokenizer: Any) -> None:
+        self.engine, self.calls = engine, 0
+        self.local = build(Local(temperature=self.temperature), engine=engine, tokenizer=tokenizer)
+
+    def update(self, version: int) -> None: ...
+
+    def sample(self, prompts: Any, seeds: Any, limits: Any, *, greedy: bool = False) -> Any:
+        self.calls += 1
+        made = self.local.sample(prompts, self.seeds(seeds), limits, greedy=greedy)
+        return [[self.changed(one) for one in row] for row in made]
+
+    def seeds(self, seeds: Any) -> Any:
+        return seeds
+
+    def changed(self, one: Completion) -> Completion:
+        return one
+
+
+class OwnSeeds(Wrapped):
+    def seeds(self, seeds: Any) -> Any:
+        return [[seed + self.calls for seed in row] for row in seeds]
+
+
+class OfThePlace(Wrapped):
+    def seeds(self, seeds: Any) -> Any:
+        return [[seed + 100 * place for seed in row] for place, row in enumerate(seeds)]
+
+
+class Tempered(Wrapped):
+    def changed(self, one: Completion) -> Completion:
+        return dataclasses.replace(one, logprobs=[value / 2 for value in one.logprobs])
+
+
+class Endlessly(Wrapped):
+    def sample(self, prompts: Any, seeds: Any, limits: Any, *, greedy: bool = False) -> Any:
+        return self.local.sample(prompts, seeds, [9] * len(limits), greedy=greedy)
+
+
+class Trains(Wrapped):
+    def sample(self, prompts: Any, seeds: Any, limits: Any, *, greedy: bool = False) -> Any:
+        with torch.no_grad():
+            self.engine.parts[0].output.weight.mul_(1.001)
+        return super().sample(prompts, seeds, limits, greedy=greedy)
+
+
+@pytest.mark.parametrize(
+    ("generator", "fault"),
+    [
+        (Wrapped, ""),
+        (OwnSeeds, "[again] the same prompts and seeds give other tokens the second time"),
+        (OfThePlace, "[again] a prompt alone gives other tokens than among others"),
+        (Tempered, "[log-probabilities] its log-probabilities are "),
+        (Endlessly, "[completions] a completion has "),
+        (Trains, "[training] after sampling, training is not what it was: "),
+    ],
+)
+def test_a_generator(faults: Faults, generator: Any, fault: str) -> None:
+    said = faults("generator", None, generator)
+    assert fault in said and bool(fault) == bool(said)
 
 
 # -------------------------------------------------------------------------------------------------- loggers

@@ -91,6 +91,8 @@ def configs(tmp_path: Path) -> dict[str, dict[str, Any]]:
         "dataset/preference": {"path": str(tmp_path / "pairs.jsonl")},
         "task/prompts": {"path": lines},
         "reward/regex": {"pattern": "a"},
+        "reward/json_schema": {"schema": {"type": "object"}},
+        "reward/length": {"free": 1, "limit": 4},
     }
 
 

@@ -25,7 +25,7 @@ from titancli.distributed.process_group import groups_wait_as_the_default_one
 from titancli.engine.experts import ExpertLoad, begins_unbalanced, hold_biases
 from titancli.engine.first_weights import FirstWeights, awaited_checkpoint, first_weights
 from titancli.engine.inputs import loss_of
-from titancli.engine.optimizer_state import keep_peaks
+from titancli.engine.optimizer_state import keep_peaks, remember
 from titancli.engine.pipelined import PipelinedModel
 from titancli.engine.recheck import refuse_on_device
 from titancli.engine.runners import Runner, WholeModel
@@ -209,6 +209,7 @@ def trainer_of(
     trained = [named for part in parts for named in part.named_parameters() if named[1].requires_grad]
     optimizer = optimizer_of(recipe, trained, model_names)
     keep_peaks(optimizer, with_defaults(OptimizerConfigDefaults, recipe.optimizer).lr)
+    remember(optimizer)
     guarded = recipe.stability.skip_nonfinite or recipe.stability.sigma > 0
     return optimizer, Guard(recipe.stability, device) if guarded else None
 

@@ -3,9 +3,11 @@ the learning rates of a step."""
 
 from __future__ import annotations
 
+import logging
 import math
 import numbers
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +21,17 @@ if TYPE_CHECKING:
     from titancli.engine.skip_step import Guard
 
 
+logger = logging.getLogger(__name__)
+
+RATES = ("params", "lr", "initial_lr", "peak_lr")
+"""Of a parameter group: what the recipe and its schedule give anew at each start."""
+SWITCHES = ("grad_scale", "found_inf")
+"""What a step sets and takes back, as torch's fused optimizers heed it."""
+
+_began: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[str, Any]] = weakref.WeakKeyDictionary()
+"""What an optimizer kept outside of its state when it was built."""
+
+
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> dict[str, Tensor]:
@@ -28,6 +41,7 @@ def optimizer_tensors(
         TitanError: the state holds something else, which a checkpoint would lose.
     """
     initialise_state(optimizer)
+    _warn_of_what_is_lost(optimizer)
     found = {
         f"optimizer.{name}.{key}": value
         for name, parameter in named_parameters
@@ -56,7 +70,7 @@ def initialise_state(optimizer: torch.optim.Optimizer) -> None:
     if not lacking:
         return
     gradients = [parameter.grad for parameter in parameters]
-    rates = [group["lr"] for group in optimizer.param_groups]
+    groups = [dict(group) for group in optimizer.param_groups]
     try:
         optimizer.zero_grad(set_to_none=True)
         for parameter in lacking:
@@ -69,14 +83,66 @@ def initialise_state(optimizer: torch.optim.Optimizer) -> None:
             optimizer.state.pop(parameter, None)
         raise
     finally:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            group.update(before)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
     for parameter in lacking:
         state = optimizer.state.get(parameter, {})
         if isinstance(state.get("step"), Tensor):
             state["step"].zero_()
+
+
+def outside_of_state(optimizer: torch.optim.Optimizer, of_tensor: Callable[[Tensor], Any]) -> dict[str, Any]:
+    """Return what an optimizer keeps on itself and in its groups, by where: no checkpoint holds it.
+
+    Args:
+        of_tensor: what stands for a tensor; numbers and texts are themselves, containers lists of what is in
+            them, and what is none of these is left out.
+    """
+
+    def told(value: Any, depth: int) -> Any:
+        if isinstance(value, Tensor):
+            return of_tensor(value)
+        if isinstance(value, torch.optim.Optimizer):
+            own = {} if value.state is optimizer.state else {"state": told(value.state, depth + 1)}
+            return {**outside_of_state(value, of_tensor), **own}
+        if isinstance(value, (Mapping, list, tuple, set, frozenset)) and depth < 4:
+            return [told(one, depth + 1) for one in (value.values() if isinstance(value, Mapping) else value)]
+        return value if isinstance(value, (numbers.Number, str)) else None
+
+    known = vars(torch.optim.SGD([torch.zeros(1)])).keys() | set(SWITCHES)
+    found = {name: told(value, 0) for name, value in vars(optimizer).items() if name not in known}
+    for number, group in enumerate(optimizer.param_groups):
+        for name in group.keys() - set(RATES):
+            found[f"param_groups[{number}][{name!r}]"] = told(group[name], 0)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def remember(optimizer: torch.optim.Optimizer) -> None:
+    """Note what a new optimizer keeps outside of its state: what of it changes is warned of, once."""
+    _began[optimizer] = outside_of_state(optimizer, _mark)
+
+
+def _mark(tensor: Tensor) -> tuple[int, int]:
+    """Another one for another tensor, and after a change in place."""
+    return id(tensor), tensor._version
+
+
+def _warn_of_what_is_lost(optimizer: torch.optim.Optimizer) -> None:
+    if (began := _began.get(optimizer)) is None:
+        return
+    now = outside_of_state(optimizer, _mark)
+    changed = sorted(name for name, value in now.items() if name not in began or began[name] != value)
+    if changed:
+        del _began[optimizer]
+        logger.warning(
+            "the optimizer %s keeps %s on itself, which has changed since it was built and is in no "
+            "checkpoint: a resumed run begins without it. What a step depends on belongs in "
+            "optimizer.state[parameter], in tensors",
+            type(optimizer).__name__,
+            ", ".join(changed),
+        )
 
 
 class Counters(NamedTuple):

@@ -91,14 +91,14 @@ class Scorer:
             try:
                 alarm.start(self._seconds)
                 try:
-                    rewards[name] = _number(reward(prompt, completion))
+                    rewards[name] = number_of(reward(prompt, completion))
                 finally:
                     alarm.stop()
             except _TooLong:
                 alarm.stop()  # it may have rung within the line above
                 late[name] += 1
                 failed[name] = f"took longer than {self._seconds:g} s"
-            except _NoNumber as error:
+            except NoNumber as error:
                 failed[name] = str(error)
             except (Exception, SystemExit) as error:
                 failed[name] = f"{type(error).__name__}: {error}".removesuffix(": ") + _place(error)
@@ -115,16 +115,21 @@ class Scorer:
             )
 
 
-class _NoNumber(ValueError):
+class NoNumber(ValueError):
     """What a reward returned is none."""
 
 
-def _number(value: Any) -> float:
+def number_of(value: Any) -> float:
+    """Return what a reward returned as a number.
+
+    Raises:
+        NoNumber: it is none, or not finite.
+    """
     if isinstance(value, (str, bytes)) or value is None:
-        raise _NoNumber(f"it returned {value!r}, which is not a number")
+        raise NoNumber(f"it returned {value!r}, which is not a number")
     number = float(value)
     if not math.isfinite(number):
-        raise _NoNumber(f"it returned {number}")
+        raise NoNumber(f"it returned {number}")
     return number
 
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titancli.checkpoint.hf.likeness import reader_of
 from titancli.errors import PluginError, TitanError
@@ -18,9 +18,6 @@ from titancli.registry import current
 from titancli.registry.component import component_info, load_target
 from titancli.registry.fields import nested_fields, required_fields, summary
 from titancli.registry.plugins import PluginStatus, own_traceback
-
-if TYPE_CHECKING:
-    from titancli.testing.behaviour import Example
 
 HEAVY = ("torch", "transformers", "datasets", "numpy", "rich", "pydantic")
 """What a plugin's module must not import."""
@@ -42,7 +39,7 @@ def check_plugin(
     name: str,
     *,
     configs: Mapping[str, Mapping[str, Any]] | None = None,
-    examples: Mapping[str, Callable[[int], Example]] | None = None,
+    examples: Mapping[str, Callable[[int], Any]] | None = None,
     skip: Mapping[str, Collection[str]] | None = None,
     seq_len: int = 16,
     file: str | Path | None = None,
@@ -61,7 +58,8 @@ def check_plugin(
             in a slot a table whose `type` is a full name. What needs values and has none here is not built.
             A model is tried on a CPU: give it small sizes.
         examples: what a model or a loss is tried on that takes something else than tokens, as a function of
-            the number of rows: `{"model/lab": lambda rows: Example(batch, loss=...)}`.
+            the number of rows: `{"model/lab": lambda rows: Example(batch, loss=...)}`; for a reward, pairs
+            of a Prompt and a Completion that it can rate.
         seq_len: how long the rows are that datasets are tried with.
         skip: names of checks that a component does without, `{"loss/lab": ["accumulation"]}`.
         file: a plugin in a single file.
@@ -87,7 +85,7 @@ class Trial:
     """What components are tried with, by `kind/name`."""
 
     configs: dict[str, Mapping[str, Any]]
-    examples: dict[str, Callable[[int], Example]]
+    examples: dict[str, Callable[[int], Any]]
     skip: dict[str, Collection[str]]
     seq_len: int
     folder: Path

@@ -30,6 +30,10 @@ ROOMS = {
     "loss": "losses",
     "optimizer": "optimizers",
     "logger": "loggers",
+    "task": "rollouts",
+    "reward": "rollouts",
+    "advantage": "rollouts",
+    "generator": "rollouts",
 }
 """The file that a kind's checks are in."""
 
@@ -55,8 +59,8 @@ class Subject:
     target: Callable[..., Any]
     folder: Path
     """An empty one."""
-    example: Callable[[int], Example] | None = None
-    """Makes an example of so many rows, always the same one."""
+    example: Callable[[int], Any] | None = None
+    """Makes an `Example` of so many rows, always the same one; for a reward, prompts and completions."""
     seq_len: int = 16
     """How long a dataset's rows are."""
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
+from titancli.engine import Engine
+from titancli.engine.optimizer_state import outside_of_state
 from titancli.testing.behaviour import Check, Subject, first_difference
-from titancli.testing.behaviour.engines import batch_of, engine_of, step, weights
+from titancli.testing.behaviour.engines import batch_of, engine_of, step, weights, whole
 from titancli.testing.behaviour.ranks import Job, later
 
 
@@ -48,10 +51,21 @@ def resume(subject: Subject) -> Iterator[str]:
                 f"a step after a resume is different: {found}. The whole state must be tensors in "
                 f"optimizer.state[parameter]"
             )
+        trained, loaded = (_outside(one) for one in (engine, fresh))
+        if lost := sorted(name for name, value in trained.items() if loaded.get(name) != value):
+            yield (
+                f"after a resume {', '.join(lost)} of the optimizer is not what it was: a checkpoint holds "
+                f"tensors in optimizer.state[parameter] only"
+            )
     finally:
         engine.close()
         if fresh is not None:
             fresh.close()
+
+
+def _outside(engine: Engine) -> dict[str, Any]:
+    optimizer = engine.optimizer
+    return {} if optimizer is None else outside_of_state(optimizer, lambda tensor: whole(tensor).tolist())
 
 
 def two_ranks(subject: Subject) -> Iterator[str]:

@@ -1,0 +1,347 @@
+"""Slots of loops that learn from samples: tasks, rewards, advantages and generators."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titancli.data import ByteTokenizer
+from titancli.protocols import TaskDefaults
+from titancli.registry.component import build
+from titancli.registry.defaults import with_defaults
+from titancli.registry.plugins import own_traceback
+from titancli.rl.packing import Sample, pack
+from titancli.rl.prompts import PromptSource
+from titancli.rl.samples import Completion, Prompt
+from titancli.rl.scoring import NoNumber, number_of
+from titancli.testing.behaviour import Check, Subject, first_difference
+from titancli.testing.behaviour.engines import engine_of, gradients, small_model, step, weights
+
+LENGTH = 16
+SEED = 7
+NUMBERS = (3, 0, 7, 1, 2, 5, 4, 6)
+"""Prompts are asked for in this order, and in the order of numbers."""
+LOG_PROBABILITIES = 0.05
+"""How far those of a generator may be from the engine's, in nats: it may compute in bfloat16."""
+
+# ------------------------------------------------------------------------------------------------- tasks
+
+
+def prompts(subject: Subject) -> Iterator[str]:
+    """Each number has a prompt with tokens; a count is that of different ones."""
+    task = subject.target(subject.config, seed=SEED)
+    source = PromptSource(task, build(ByteTokenizer()), longest=1 << 20)
+    source.take(len(NUMBERS))  # raises what is no prompt
+    count = with_defaults(TaskDefaults, task).count
+    if count is not None and (type(count) is not int or count < 1):
+        yield f"count is {count!r}, but must be the number of prompts, or None"
+    elif count is not None and count <= 100:
+        epochs = [sorted(repr(task.prompt(n)) for n in range(first, first + count)) for first in (0, count)]
+        if epochs[0] != epochs[1]:
+            yield f"count is {count}, but prompts {count} to {2 * count - 1} are not those from 0 on again"
+
+
+def task_again(subject: Subject) -> Iterator[str]:
+    """A number has the same prompt always: asked again, in another order, of a second instance."""
+    one, other = (subject.target(subject.config, seed=SEED) for _ in range(2))
+    first = {number: copy.deepcopy(one.prompt(number)) for number in NUMBERS}
+    for number in sorted(NUMBERS):
+        if one.prompt(number) != first[number]:
+            yield f"prompt {number} is another one when it is asked for again: it must follow from the number"
+            return
+        if other.prompt(number) != first[number]:
+            yield (
+                f"prompt {number} differs in a second instance, as another rank or a resume has: it must "
+                f"follow from the seed and the number"
+            )
+            return
+
+
+def identity(subject: Subject) -> Iterator[str]:
+    """It is plain JSON, the same in a second instance, and another one where the prompts are."""
+    tasks = [subject.target(subject.config, seed=seed) for seed in (SEED, SEED, SEED + 1)]
+    before = copy.deepcopy(dict(tasks[0].identity))
+    made = [[task.prompt(number) for number in range(8)] for task in tasks]
+    if json.loads(json.dumps(before)) != before:
+        yield f"its identity {before} is not plain JSON: a checkpoint would have another one"
+    if dict(tasks[0].identity) != before or dict(tasks[1].identity) != before:
+        yield "its identity changes, or differs in a second instance: a resume would be refused"
+    if made[0] != made[2] and dict(tasks[2].identity) == before:
+        yield "another seed gives other prompts, but the same identity: a resume would not notice"
+
+
+# ----------------------------------------------------------------------------------------------- rewards
+
+
+def rated_pairs(subject: Subject) -> list[tuple[Prompt, Completion]]:
+    """Return the author's prompts and completions, or some with an answer that is right or wrong."""
+    if subject.example is not None:
+        return list(subject.example(4))
+    told = [("6*2=", "12"), ("2+2=", "4"), ("Say a.", "a")]
+    texts = ["12", " 4 ", "a", "", "The answer is 12.", "#### 4", '```json\n{"a": 1}\n```', "é🙂 " * 9]
+    return [
+        (
+            Prompt(prompt, answer, row={"prompt": prompt, "answer": answer, "parts": [1, 2]}),
+            Completion(text, list(text.encode()), [-1.0] * len(text.encode()), "eos"),
+        )
+        for prompt, answer in told
+        for text in texts
+    ]
+
+
+def _rated(reward: Any, pairs: Sequence[tuple[Prompt, Completion]]) -> list[float | str]:
+    """What it gives for each pair, or how it fails."""
+    found: list[float | str] = []
+    for prompt, completion in pairs:
+        try:
+            found.append(number_of(reward(prompt, completion)))
+        except NoNumber:
+            raise
+        except Exception as error:
+            found.append(own_traceback(error))
+    return found
+
+
+def numbers(subject: Subject) -> Iterator[str]:
+    """It gives finite numbers, and does not fail every time."""
+    try:
+        found = _rated(subject.target(subject.config), rated_pairs(subject))
+    except NoNumber as error:
+        yield str(error)
+        return
+    failed = [one for one in found if isinstance(one, str)]
+    if len(failed) == len(found):
+        yield (
+            f"it fails for every completion; pass some that it can rate as examples="
+            f'{{"{subject.label}": lambda rows: [(Prompt(...), Completion(...)), ...]}}: {failed[:1]}'
+        )
+
+
+def reward_again(subject: Subject) -> Iterator[str]:
+    """The same completion has the same reward: asked again, in another order, of a second instance."""
+    pairs = rated_pairs(subject)
+    reward = subject.target(subject.config)
+    first = _rated(reward, pairs)
+    for what, found in (
+        ("asked again in another order", _rated(reward, pairs[::-1])[::-1]),
+        ("of a second instance, as another rank has", _rated(subject.target(subject.config), pairs)),
+    ):
+        for (prompt, completion), one, other in zip(pairs, first, found, strict=True):
+            if one != other and not (isinstance(one, str) and isinstance(other, str)):
+                yield f"{completion.text!r} after {prompt.text!r} has the reward {one}, and {other} {what}"
+                break
+
+
+def reward_inputs(subject: Subject) -> Iterator[str]:
+    """It changes neither the prompt nor the completion."""
+    pairs = rated_pairs(subject)
+    before = copy.deepcopy(pairs)
+    _rated(subject.target(subject.config), pairs)
+    if pairs != before:
+        yield "it changes the prompt or the completion, which others read: work on copies"
+
+
+# -------------------------------------------------------------------------------------------- advantages
+
+
+def groups() -> list[tuple[Tensor, Tensor]]:
+    """Return rewards [G, N] float64 and which of them count, for several numbers of samples."""
+    drawn = torch.Generator().manual_seed(SEED)
+    found = []
+    for samples in (2, 5):
+        rewards = torch.rand(6, samples, dtype=torch.float64, generator=drawn)
+        rewards[1] = 0.5  # all alike
+        counted = torch.ones(6, samples, dtype=torch.bool)
+        counted[2, 0] = False
+        counted[3, 1:] = False
+        counted[4] = False
+        found.append((rewards, counted))
+    return found
+
+
+def _advantages(subject: Subject, rewards: Tensor, counted: Tensor) -> Tensor:
+    return subject.target(subject.config)(rewards.clone(), counted.clone())
+
+
+def shape(subject: Subject) -> Iterator[str]:
+    """One finite number for each sample, 0 for those that do not count."""
+    for rewards, counted in groups():
+        found = _advantages(subject, rewards, counted)
+        wanted = list(rewards.shape)
+        if not isinstance(found, Tensor) or list(found.shape) != wanted:
+            what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            yield f"it returns {what}, not a tensor [prompts, samples], which is {wanted}"
+            return
+        if not found.isfinite().all():
+            row = int((~found.isfinite()).nonzero()[0, 0])
+            yield f"it is not finite for rewards {rewards[row].tolist()}, counted {counted[row].tolist()}"
+        elif found[~counted].any():
+            yield "it is not 0 for samples that do not count"
+
+
+def alone(subject: Subject) -> Iterator[str]:
+    """A prompt's advantages depend on its own samples that count: each rank has other prompts."""
+    for rewards, counted in groups():
+        whole = _advantages(subject, rewards, counted)
+        for row in range(len(rewards)):
+            own = _advantages(subject, rewards[row : row + 1], counted[row : row + 1])
+            if not torch.allclose(own[0], whole[row], rtol=1e-9, atol=1e-12, equal_nan=True):
+                yield (
+                    f"a prompt alone has the advantages {own[0].tolist()}, and {whole[row].tolist()} among "
+                    f"others: ranks have different prompts, so each must be rated by itself"
+                )
+                return
+        other = torch.where(counted, rewards, rewards + 9.0)
+        if not torch.equal(_advantages(subject, other, counted)[counted], whole[counted]):
+            yield "rewards of samples that do not count change the advantages of those that do"
+            return
+
+
+def advantage_again(subject: Subject) -> Iterator[str]:
+    """The same rewards have the same advantages, from a second instance too, and are left alone."""
+    advantage = subject.target(subject.config)
+    for rewards, counted in groups():
+        given = rewards.clone(), counted.clone()
+        first = advantage(*given).clone()
+        if not torch.equal(given[0], rewards) or not torch.equal(given[1], counted):
+            yield "it changes its arguments in place: work on copies"
+            return
+        if not torch.equal(advantage(*given), first):
+            yield "a second call with the same rewards returns different advantages: a resume would differ"
+            return
+
+
+# -------------------------------------------------------------------------------------------- generators
+
+ASKED = [list(b"two plus two"), list(b"?"), list(b"hello")]
+SEEDS = [[1, 2], [3, 1], [5, 6]]
+LIMITS = [4, 3, 1]
+VOCABULARY = 272
+
+
+class Trial:
+    """A generator on an engine of its own."""
+
+    def __init__(self, subject: Subject) -> None:
+        import dataclasses
+
+        self.engine = engine_of(dataclasses.replace(small_model(), vocab_size=VOCABULARY))
+        self.tokenizer = build(ByteTokenizer())
+        self.generator = subject.target(subject.config, engine=self.engine, tokenizer=self.tokenizer)
+        self.generator.update(self.engine.version)
+
+    def __enter__(self) -> Trial:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.engine.close()
+
+    def sample(self, picked: Sequence[int] = (0, 1, 2), **how: Any) -> list[list[Completion]]:
+        """What it gives for some of the prompts."""
+        asked = [[every[i] for i in picked] for every in (ASKED, SEEDS, LIMITS)]
+        return self.generator.sample(*copy.deepcopy(asked), **how)
+
+    def distance(self, made: Sequence[Sequence[Completion]]) -> float:
+        """How far its log-probabilities are from the engine's at most, in nats."""
+        samples = [
+            Sample(prompt, one.tokens, one.logprobs, 1.0)
+            for prompt, row in zip(ASKED, made, strict=True)
+            for one in row
+        ]
+        batch = pack([[sample] for sample in samples], LENGTH, len(samples))
+        away = (batch["old_logprobs"] - self.engine.forward(batch))[batch["targets"] >= 0]
+        return float(away.abs().max()) if len(away) else 0.0
+
+
+def completions(subject: Subject) -> Iterator[str]:
+    """For each prompt a completion for each seed, within its limit, with a log-probability for each token."""
+    with Trial(subject) as trial:
+        given = copy.deepcopy([ASKED, SEEDS, LIMITS])
+        made = trial.generator.sample(*given)
+        if given != [ASKED, SEEDS, LIMITS]:
+            yield "it changes its arguments in place: work on copies"
+        if [len(row) for row in made] != [len(seeds) for seeds in SEEDS]:
+            yield f"it returns {[len(row) for row in made]} completions for prompts with {[2, 2, 2]} seeds"
+            return
+        for limit, row in zip(LIMITS, made, strict=True):
+            for one in row:
+                if not isinstance(one, Completion):
+                    yield f"it returns a {type(one).__name__}, not a titancli.rl.samples.Completion"
+                    return
+                if len(one.tokens) > limit:
+                    yield f"a completion has {len(one.tokens)} tokens, more than its limit of {limit}"
+                if wrong := [i for i in one.tokens if type(i) is not int or not 0 <= i < VOCABULARY]:
+                    yield f"a completion has the token {wrong[0]!r}, which is no id of the model"
+                if len(one.logprobs) != len(one.tokens):
+                    yield f"it returns {len(one.logprobs)} log-probabilities for {len(one.tokens)} tokens"
+                    return
+                if one.finish not in ("eos", "stop", "length") or not isinstance(one.text, str):
+                    yield f"a completion ends by {one.finish!r} with the text {one.text!r}"
+
+
+def generator_again(subject: Subject) -> Iterator[str]:
+    """A seed gives the same tokens again, for a prompt among others and alone; greedy ones need no seed."""
+    with Trial(subject) as trial:
+        found = [[one.tokens for one in row] for row in trial.sample()]
+        if [[one.tokens for one in row] for row in trial.sample()] != found:
+            yield "the same prompts and seeds give other tokens the second time: a resume would differ"
+            return
+        for i in range(len(ASKED)):
+            if [[one.tokens for one in row] for row in trial.sample([i])] != [found[i]]:
+                yield (
+                    "a prompt alone gives other tokens than among others: what is drawn must depend on the "
+                    "seed, the prompt and the weights only"
+                )
+                break
+        for row in trial.sample(greedy=True):
+            if row[0].tokens != row[1].tokens:
+                yield "with greedy=True two seeds give different tokens"
+                break
+
+
+def log_probabilities(subject: Subject) -> Iterator[str]:
+    """They are those of the model itself, and after a step those of its new weights."""
+    with Trial(subject) as trial:
+        for when in ("", " after a step and update(version): it must take over the new weights"):
+            for greedy in (False, True):
+                if (away := trial.distance(trial.sample(greedy=greedy))) > LOG_PROBABILITIES:
+                    yield (
+                        f"its log-probabilities are {away:.2g} nats from the model's own, which know no "
+                        f"temperature, top-k or top-p{when}"
+                    )
+                    return
+            batch = pack([[Sample(ASKED[0], list(b"fo"), [-1.0, -1.0], 1.0)]], LENGTH, 1)
+            step(trial.engine, batch, lr=0.3)
+            trial.generator.update(trial.engine.version)
+
+
+def training(subject: Subject) -> Iterator[str]:
+    """Sampling changes neither weights nor the gradients of the next step."""
+    batch = pack([[Sample(ASKED[0], list(b"four"), [-1.0] * 4, 1.0)]], LENGTH, 1)
+    with Trial(subject) as trial:
+        before = {**weights(trial.engine), **_gradients(trial, batch)}
+        trial.sample()
+        if found := first_difference(before, {**weights(trial.engine), **_gradients(trial, batch)}, 0.0):
+            yield f"after sampling, training is not what it was: {found}"
+
+
+def _gradients(trial: Trial, batch: Any) -> dict[str, Tensor]:
+    return {f"the gradient of {name}": value for name, value in gradients(trial.engine, batch).items()}
+
+
+CHECKS: dict[str, dict[str, Check]] = {
+    "task": {"prompts": prompts, "again": task_again, "identity": identity},
+    "reward": {"numbers": numbers, "again": reward_again, "inputs": reward_inputs},
+    "advantage": {"shape": shape, "prompts": alone, "again": advantage_again},
+    "generator": {
+        "completions": completions,
+        "again": generator_again,
+        "log-probabilities": log_probabilities,
+        "training": training,
+    },
+}
