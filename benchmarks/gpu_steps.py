@@ -163,9 +163,13 @@ def worker(case: Case) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.manual_seed(0)
+    from titancli.observe.profiler import is_out_of_memory
+
     try:
         numbers = measure(case, device)
-    except torch.OutOfMemoryError as error:
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
         print(str(error).splitlines()[0], file=sys.stderr)
         sys.exit(OUT_OF_MEMORY)
     finally:

@@ -37,11 +37,13 @@ each process: a run that is cut off keeps what it had, and the same command goes
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import importlib.metadata
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -63,20 +65,26 @@ PLANNED_RATE = 0.4 * 989e12
 Result = dict[str, Any]
 
 
-def run_case(case: Case, paths: dict[str, str]) -> Result:
-    """The numbers of a case; `{"failed": why}` where there are none."""
+def run_case(case: Case, paths: dict[str, str], lock: int) -> Result:
+    """The numbers of a case; `{"failed": why}` where there are none. Its process holds the lock as well."""
     command = [sys.executable, __file__, "--case", json.dumps(asdict(case))]
     # One segment can then grow into another's space: less is lost to fragments when memory is nearly full.
     setting = "expandable_segments:True"
     environment = {"PYTORCH_ALLOC_CONF": setting, "PYTORCH_CUDA_ALLOC_CONF": setting, **os.environ}
     if path := paths.get(TORCHTITAN.get(case.variant, ("",))[0]):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, check=False, pass_fds=[lock]
+    )
     if done.returncode == 0:
         return {**asdict(case), **json.loads(done.stdout.splitlines()[-1])}
     if done.returncode == OUT_OF_MEMORY and case.rows > 1:
-        return run_case(replace(case, rows=case.rows // 2), paths)
-    why = "out of memory" if done.returncode == OUT_OF_MEMORY else f"failed: {done.stderr.strip()[-2000:]}"
+        return run_case(replace(case, rows=case.rows // 2), paths, lock)
+    why = "out of memory"
+    if done.returncode < 0:  # the kernel kills what takes too much of the host's memory
+        why = f"failed: killed by {signal.Signals(-done.returncode).name}"
+    elif done.returncode != OUT_OF_MEMORY:
+        why = f"failed: {done.stderr.strip()[-2000:]}"
     return {**asdict(case), "failed": why}
 
 
@@ -192,11 +200,14 @@ def kept(path: Path, about: dict[str, Any], cases: list[Case]) -> list[Result]:
     """What an earlier run left; of these cases only what was asked for, and has not failed."""
     if not path.exists():
         return []
-    found = json.loads(path.read_text())
-    if found["environment"] != about:
-        raise SystemExit(
-            f"{path} is of another machine or code: {found['environment']}; choose another --out"
-        )
+    try:
+        found = json.loads(path.read_text())
+        there = found["environment"]
+        [(key_of(result), result["rows"], result["asked_rows"]) for result in found["results"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"{path} is damaged ({error!r}): move it away, or choose another --out") from None
+    if there != about:
+        raise SystemExit(f"{path} is of another machine or code: {there}; choose another --out")
     asked = {key_of(asdict(case)): asdict(case) for case in cases}
 
     def stays(result: Result) -> bool:
@@ -209,6 +220,19 @@ def kept(path: Path, about: dict[str, Any], cases: list[Case]) -> list[Result]:
 
 def key_of(result: Result) -> tuple[str, str, int]:
     return result["model"], result["variant"], result["repeat"]
+
+
+def locked(folder: Path) -> int:
+    """A lock on the folder that ends with this process and the one that it measures with: two would slow
+    each other, and each would write its results over the other's."""
+    lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise SystemExit(
+            f"{folder} is in use: another run measures there, or what one that was killed had started"
+        ) from None
+    return lock
 
 
 def write(path: Path, text: str) -> None:
@@ -266,6 +290,7 @@ def main() -> None:
         show_plan(cases)
         return
     arguments.out.mkdir(parents=True, exist_ok=True)
+    lock = locked(arguments.out)
     path = arguments.out / "results.json"
     results = kept(path, about, cases)
     have = {key_of(result) for result in results}
@@ -275,7 +300,7 @@ def main() -> None:
     for case in cases:
         if key_of(asdict(case)) in have:
             continue
-        results.append({**run_case(case, arguments.torchtitan), "asked_rows": case.rows})
+        results.append({**run_case(case, arguments.torchtitan, lock), "asked_rows": case.rows})
         print(row(results[-1:]), flush=True)
         write(path, json.dumps({"environment": about, "results": results}, indent=1) + "\n")
         text, pictures = report(results)

@@ -232,21 +232,23 @@ def _core(part: Attention, work: Workload) -> Iterator[Operation]:
     pieces = how == "allgather"
     window = part.window if part.window is not None and part.window < length else None
     blocks = window is not None and not pieces and (not work.device.is_gpu or c == FP32)
-    twice = (
-        2 - window / length if blocks and window is not None else 1.0
-    )  # blocks of queries, with two of keys
+    # Of keys each block of queries has two.
+    twice = 2 - window / length if blocks and window is not None else 1.0
     key, q = work.rows * kv_heads * c * twice, work.rows * length * heads * part.head_dim * c
     k, narrow = key * keys * part.head_dim, key / twice * keys * part.value_dim
     v, out = key * keys * part.value_dim, work.rows * length * heads * part.value_dim * c
+    copied: list[str] = []
     if filled or blocks:
         if filled:
             v, out = key * keys * part.head_dim, q
         # Values that came with keys are views of one tensor, which stays for the keys' sake.
         saves = {names[2]: narrow} if names[2] == "all v" else {}
         before, after = narrow, v
-        if blocks:  # the first block's are views of all
+        if blocks and window is not None:  # the first block's are views of all
             saves |= {names[0]: q, names[1]: k / twice, names[2]: narrow}
-            before, after = narrow + q + k / twice, v + q + k
+            viewed = length % window == 0 and (work.rows == 1 or length == 2 * window)  # the others too
+            copied = [] if viewed else names[:1]
+            before, after = narrow + q + k / twice, v + q * (not viewed) + k
         yield Operation(
             saves=saves,
             done=after,
@@ -255,7 +257,8 @@ def _core(part: Attention, work: Workload) -> Iterator[Operation]:
             moved=2 * after,
             backward_moved=2 * before,
         )
-        names = [f"filled {name}" if blocks or name == names[2] else name for name in names]
+        copied += names[1:] if blocks else names[2:]
+        names = [f"filled {name}" if name in copied else name for name in names]
     flops = 2.0 * (q + out) / c * work.seen(part)
     yield _softmax(dict(zip(names, (q, k, v), strict=True)), out, work.rows * length * heads * FP32, flops)
     if how == "ulysses":
