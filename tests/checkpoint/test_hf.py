@@ -239,6 +239,32 @@ def test_a_hostile_index_is_refused(tmp_path: Path, index: Any):
         read_hf(tmp_path, FORM)
 
 
+def test_weights_that_are_there_twice_are_refused(tmp_path: Path):
+    """transformers, vLLM and an index's words disagree on which of them count."""
+    out = tmp_path / "out"
+    export_hf(weights(), FORM, {}, out, max_shard=64)
+    first, *_, last = sorted(out.glob("*.safetensors"))
+    assert read_hf(out, FORM).names()
+    save_file({}, out / "model.safetensors")
+    with pytest.raises(EnvironmentProblem, match=r"twice: model\.safetensors, and those"):
+        read_hf(out, FORM)
+    (out / "model.safetensors").unlink()
+    key = next(iter(load_file(last)))
+    save_file({**load_file(first), key: torch.ones(1)}, first)
+    with pytest.raises(EnvironmentProblem, match=f"{key} is in {first.name} and in {last.name}"):
+        read_hf(out, FORM)
+
+
+def test_a_folder_whose_index_is_missing_or_whose_file_is_a_pointer_says_so(tmp_path: Path):
+    save_file({"y": torch.zeros(1)}, tmp_path / "model-00001-of-00001.safetensors")
+    with pytest.raises(EnvironmentProblem, match="contains no weights") as caught:
+        read_hf(tmp_path, FORM)
+    assert "index.json, which names its other files, is missing" in str(caught.value.hint)
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(EnvironmentProblem, match=r"model\.safetensors is a pointer of Git LFS"):
+        read_hf(tmp_path, FORM)
+
+
 def test_a_truncated_file_is_named(tmp_path: Path):
     export_hf(weights(), FORM, {}, tmp_path / "out")
     path = tmp_path / "out" / "model.safetensors"

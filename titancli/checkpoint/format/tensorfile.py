@@ -162,7 +162,13 @@ def read_header(path: Path) -> dict[str, Entry]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
+            start = file.read(8)
+            length = int.from_bytes(start, "little")
+            if start == b"version ":
+                raise EnvironmentProblem(
+                    f"{path} is a pointer of Git LFS, not the file itself",
+                    hint="run git lfs pull in that folder, or download it with titan download",
+                )
             if size < 8 or length > min(HEADER_LIMIT, size - 8):
                 raise EnvironmentProblem(f"{path} is not a complete safetensors file: its header is cut off")
             table = json.loads(file.read(length))

@@ -313,15 +313,25 @@ class HFReader:
         library = library_of(self.form)
         if (self.folder / library.index).is_file():
             names = self._indexed(self.folder / library.index)
+            if library.weights not in names and (self.folder / library.weights).is_file():
+                raise EnvironmentProblem(
+                    f"{self.folder} holds weights twice: {library.weights}, and those that {library.index} "
+                    f"names",
+                    hint="remove the ones that are not meant; transformers reads the first",
+                )
         elif (self.folder / library.weights).is_file():
             names = [library.weights]
         else:
             raise self._no_weights()
-        found = {
-            key: Stored(self.folder / name, entry)
-            for name in names
-            for key, entry in self._files.header(name).items()
-        }
+        found: dict[str, Stored] = {}
+        for name in names:
+            for key, entry in self._files.header(name).items():
+                if key in found:
+                    raise EnvironmentProblem(
+                        f"{self.folder}: {key} is in {found[key].path.name} and in {name}",
+                        hint="remove one of the two, or download the folder again",
+                    )
+                found[key] = Stored(self.folder / name, entry)
         how = quantization_of(self._config())
         places: dict[str, Place] = {**found} if how is None else as_bf16(found, how)
         known_as = with_defaults(HFFormDefaults, self.form).known_as
@@ -366,9 +376,12 @@ class HFReader:
                 hint="if you trust them, save them as safetensors: load the folder with transformers "
                 "and call save_pretrained(NEW_FOLDER)",
             )
+        parts = any(self.folder.glob(f"{library.stem}-*-of-*.safetensors"))
         return EnvironmentProblem(
             f"{self.folder} contains no weights: neither {library.weights} nor {library.index}",
-            hint="give a Hugging Face model folder with *.safetensors files",
+            hint=f"{library.index}, which names its other files, is missing: download it again"
+            if parts
+            else "give a Hugging Face model folder with *.safetensors files",
         )
 
 
