@@ -162,8 +162,11 @@ def _locked(path: Path, kind: int, what: str) -> IO[str]:
         )
     if kind == fcntl.LOCK_EX:
         file.truncate(0)
-    file.write(f"process {os.getpid()} on host {socket.gethostname()}\n")
-    file.flush()
+    try:
+        os.write(file.fileno(), f"process {os.getpid()} on host {socket.gethostname()}\n".encode())
+    except OSError as error:
+        file.close()
+        raise EnvironmentProblem(f"cannot write {path}: {error.strerror}", hint="free some space") from error
     return file
 
 
@@ -229,9 +232,9 @@ class Claim:
 
         Raises:
             TakenOver: another attempt has been recorded there since.
-            EnvironmentProblem: it cannot be read.
+            EnvironmentProblem: it cannot be read, or is gone.
         """
-        newest = (self._folder.record().get("attempts") or [{}])[-1]
+        newest = self._folder.attempts()[-1]
         if newest.get("token", self.token) != self.token:
             raise TakenOver(
                 f"another attempt has begun in {self._folder.path}, on {newest.get('host')} at "
@@ -270,6 +273,12 @@ class RunFolder:
         """
         if run_dir is not None:
             path = run_dir.absolute()
+            try:
+                str(path).encode()
+            except UnicodeEncodeError as error:
+                raise EnvironmentProblem(
+                    f"{str(path)!a} is not valid UTF-8", hint="use another --run-dir"
+                ) from error
             if path.exists() and not path.is_dir():
                 raise EnvironmentProblem(f"{path} is a file", hint="use another --run-dir")
             if path.is_dir() and not _is_bare(path):
@@ -312,11 +321,12 @@ class RunFolder:
             self.path.mkdir(exist_ok=not fresh)
             self.logs.mkdir(exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
-        except FileExistsError:
-            raise
         except OSError as error:
+            if fresh and isinstance(error, FileExistsError) and self.path.exists():
+                raise
+            where = f" ({error.filename})" if error.filename != str(self.path) else ""
             raise EnvironmentProblem(
-                f"cannot create the run folder {self.path}: {error.strerror}",
+                f"cannot create the run folder {self.path}: {error.strerror}{where}",
                 hint="use another --run-dir, or set TITAN_RUNS to a writable folder",
             ) from error
 
@@ -391,11 +401,7 @@ class RunFolder:
 
     def ranks_at_work(self) -> bool:
         """Whether ranks hold the folder, of whatever command."""
-        try:
-            self._lock("ranks.lock", fcntl.LOCK_EX).close()
-        except EnvironmentProblem:
-            return True
-        return False
+        return _is_locked(self.path / "ranks.lock", fcntl.LOCK_EX) is True
 
     def _lock(self, name: str, kind: int) -> IO[str]:
         """An open file that is locked, and says by whom."""
@@ -425,7 +431,7 @@ class RunFolder:
         """
         try:
             return json.loads(self.record_file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return {}
         except (OSError, ValueError) as error:
             raise EnvironmentProblem(f"cannot read {self.record_file}: {error}") from error
@@ -433,11 +439,28 @@ class RunFolder:
     def write_record(self, record: Mapping[str, Any]) -> None:
         write_atomically(self.record_file, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
 
+    def attempts(self) -> list[dict[str, Any]]:
+        """Return the entries of a run that has begun, the newest last.
+
+        Raises:
+            EnvironmentProblem: `run.json` cannot be read, or is gone.
+        """
+        if not (attempts := self.record().get("attempts")):
+            raise EnvironmentProblem(
+                f"{self.record_file} is gone: the run folder was moved or deleted while the run used it",
+                hint="if it was moved, stop this command and resume the run in its new place",
+            )
+        return attempts
+
     def update_attempt(self, **values: Any) -> None:
-        """Add to the newest entry of `attempts`."""
-        record = self.record()
-        record["attempts"][-1].update(values)
-        self.write_record(record)
+        """Add to the newest entry of `attempts`.
+
+        Raises:
+            EnvironmentProblem: `run.json` cannot be read or written, or is gone.
+        """
+        attempts = self.attempts()
+        attempts[-1].update(values)
+        self.write_record({**self.record(), "attempts": attempts})
 
     def outcome(self) -> dict[str, Any] | None:
         """Return how the newest attempt ended; None while it runs, and if it was killed."""

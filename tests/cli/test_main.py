@@ -16,6 +16,7 @@ from tests.cli.conftest import Titan
 from titancli import __version__
 from titancli.cli import common, failures, group
 from titancli.cli.common import Common, split_common
+from titancli.cli.output import short_path
 from titancli.errors import EnvironmentProblem, PluginError, RecipeError, TitanError, UsageError
 
 PLUGIN = """
@@ -169,8 +170,10 @@ def test_a_closed_pipe_ends_quietly() -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
-@pytest.mark.parametrize(("redirect", "code"), [(">/dev/full", 5), (">&-", 0)])
-def test_a_stdout_that_takes_nothing_is_told_without_a_traceback(redirect: str, code: int) -> None:
+@pytest.mark.parametrize(
+    ("redirect", "code"), [(">/dev/full", 5), ("--json >/dev/full", 5), (">&-", 0), ("2>&-", 0)]
+)
+def test_a_stream_that_takes_nothing_is_told_without_a_traceback(redirect: str, code: int) -> None:
     command = f"{shlex.quote(sys.executable)} -m titancli list-components {redirect}"
     done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True)
     told = "error: No space left on device\n use --traceback to see where\n" if code else ""
@@ -178,11 +181,29 @@ def test_a_stdout_that_takes_nothing_is_told_without_a_traceback(redirect: str, 
 
 
 def test_a_terminal_without_unicode_gets_escapes() -> None:
-    script = "from titancli.cli.output import prepare_stdout; prepare_stdout(); print('\\u2026')"
+    script = "from titancli.cli.output import prepare_streams; prepare_streams(); print('\\u2026')"
     done = subprocess.run(
         [sys.executable, "-c", script], env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True
     )
     assert (done.returncode, done.stdout.strip()) == (0, b"\\u2026")
+
+
+def test_the_numbers_of_closed_streams_are_taken(tmp_path: Path) -> None:
+    """A file that is opened later would have what libraries print in it."""
+    script = (
+        "from titancli.cli.output import prepare_streams; prepare_streams(); import os, sys; print('x')\n"
+    )
+    script += "print('y', file=sys.stderr); print(open(os.devnull).fileno() > 2)"
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(script)} 2>&- <&-"
+    assert subprocess.run(["sh", "-c", command], capture_output=True, text=True).stdout == "x\nTrue\n"
+
+
+def test_a_path_in_an_advice_is_neither_an_option_nor_an_override(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = [short_path(tmp_path / name) for name in ("a", "-a", "lr=1/step-2", "runs/lr=1")]
+    assert shown == ["a", "./-a", "./lr=1/step-2", "runs/lr=1"]
 
 
 def test_an_override_is_an_argument_with_an_equals_sign() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from titancli.errors import EnvironmentProblem
 from titancli.observe.events import EventLog, EventLogger, LogHandler, Tail, read_events
 
 
@@ -32,6 +33,12 @@ def test_a_restart_appends_and_repairs_a_line_that_was_cut_off(tmp_path: Path) -
         file.write('{"event": "st')
     EventLog(path).write("run_end")
     assert [event["event"] for event in read_events(path)] == ["run_start", "run_end"]
+
+
+def test_a_log_that_cannot_be_opened_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").mkdir()
+    with pytest.raises(EnvironmentProblem, match=r"cannot write .*events\.jsonl: Is a directory"):
+        EventLog(tmp_path / "events.jsonl")
 
 
 def test_listeners_get_each_event_as_it_is_written(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
@@ -97,6 +98,39 @@ def test_ranks_that_outlive_their_command_still_hold_the_folder(here: Path) -> N
         folder.hold()
     for rank in ranks:
         rank.release()
+    folder.hold().release()
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_that_names_it(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TITAN_RUNS", "link")
+    (here / "link").symlink_to("nowhere")
+    with pytest.raises(EnvironmentProblem, match=rf"{here}/link/llama-.*: File exists \({here}/link\)"):
+        RunFolder.create("llama")  # it was tried over and over
+    with pytest.raises(EnvironmentProblem, match=f"cannot create the run folder {here}/link: File exists"):
+        RunFolder(here / "link").make()
+    with pytest.raises(EnvironmentProblem, match=r"/b\\udcff' is not valid UTF-8"):
+        RunFolder.create("llama", here / "b\udcff")
+    (here / "run").mkdir()
+    (here / "run/logs").write_text("")
+    with pytest.raises(EnvironmentProblem, match=rf"{here}/run: File exists \({here}/run/logs\)"):
+        RunFolder(here / "run").make()
+
+
+def test_a_lock_that_cannot_be_written_is_an_error_that_names_it(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder.create("llama", here / "run")
+
+    def full(*given: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(EnvironmentProblem, match=r"cannot write .*run\.lock: No space left on device"):
+            folder.hold()
+        assert not folder.ranks_at_work()
     folder.hold().release()
 
 

@@ -82,9 +82,27 @@ def test_an_attempt_that_another_one_follows_saves_nothing_more_and_ends(
     assert "run_end" not in events
 
 
+MOVES = TAKES_OVER.replace("takes_over", "moves").replace(
+    "another_attempt(RunFolder(self.folder))", 'self.folder.rename(self.folder.with_name("moved"))'
+)
+
+
+def test_a_run_whose_folder_is_moved_saves_nothing_elsewhere_and_says_so(
+    train: Train, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "moves.py").write_text(MOVES)
+    monkeypatch.delitem(__import__("sys").modules, "moves", raising=False)
+    done = train("tiny.toml", "--run-dir", "r", "-p", "./moves.py", 'loggers=[{type="moves"}]')
+    assert done.code == 5 and "Traceback" not in done.err, done.err
+    assert f"step 4 was not saved, training continues: {here}/r/run.json is gone: the run folder" in done.err
+    assert not (here / "r/checkpoints").exists()
+    assert [path.name for path in (here / "moved/checkpoints").iterdir()] == ["step-2"]
+
+
 def test_a_claim_holds_until_another_attempt_is_recorded(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    Claim(folder, "mine").check()  # nothing says otherwise
+    with pytest.raises(EnvironmentProblem, match=r"run\.json is gone: the run folder was moved or deleted"):
+        Claim(folder, "mine").check()
     folder.write_record({"attempts": [{"token": "mine"}]})
     Claim(folder, "mine").check()
     another_attempt(folder)

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from titancli.cli.common import Common, split_common
 from titancli.cli.failures import report
-from titancli.cli.output import be_quiet, prepare_stdout
+from titancli.cli.output import be_quiet, prepare_streams
 
 VERBOSE = "titan -v"
 """The name of the handler that writes the log to stderr."""
@@ -23,7 +23,7 @@ VERBOSE = "titan -v"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `titan` with these arguments (default: the process's) and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    prepare_stdout()
+    prepare_streams()
     try:
         code = _run(arguments)
         sys.stdout.flush()

@@ -46,9 +46,11 @@ def report(error: Exception | KeyboardInterrupt, *, traceback: bool = False, as_
     if traceback and not isinstance(error, click.ClickException):
         tracebacks.print_exception(error)
     code = print_error(error, traceback=traceback)
-    if as_json:
-        print_json("error", {"exit_code": int(code), "problems": _problems(error, code)}, one_line=True)
-    if isinstance(error, OSError):  # it may be stdout that is full
+    try:
+        if as_json:
+            print_json("error", {"exit_code": int(code), "problems": _problems(error, code)}, one_line=True)
+        sys.stdout.flush()
+    except (OSError, ValueError):  # it is full, or closed
         drop(sys.stdout)
     return code
 

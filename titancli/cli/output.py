@@ -17,10 +17,16 @@ from titancli.signals import say
 _quiet = False
 
 
-def prepare_stdout() -> None:
-    """Make stdout take whatever is printed, even if it is closed or cannot encode a character."""
-    if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process lives
+def prepare_streams() -> None:
+    """Make the standard streams take whatever is printed, even if they are closed (`2>&-`) or cannot encode a
+    character."""
+    closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
+    number = 0
+    while closed and number <= 2:  # else the next file gets the number, and what libraries print with it
+        number = os.open(os.devnull, os.O_RDWR)
+        os.set_inheritable(number, number <= 2)
+    for name in closed:
+        setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115 - for good
     if hasattr(sys.stdout, "reconfigure"):  # a terminal of another encoding gets \\u escapes, not an error
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -78,8 +84,10 @@ def mark(state: str) -> str:
 
 
 def short_path(path: Path) -> str:
-    """Return a path relative to where the command runs, if it lies below."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+    """Return a path relative to where the command runs, if it lies below; as a command takes it, that is
+    neither an option nor an override."""
+    short = str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+    return f"./{short}" if short.startswith("-") or "=" in short.partition("/")[0] else short
 
 
 def printable(text: str) -> str:

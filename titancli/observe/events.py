@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from titancli.errors import EnvironmentProblem
 from titancli.runs import timestamp
 
 EVENTS_FORMAT = 1
@@ -56,14 +57,20 @@ class EventLog:
     """Appends events to a file and hands each one to the listeners; any thread may write.
 
     A file that cannot be written (a full disk) is reported once and does not end the run.
+
+    Raises:
+        EnvironmentProblem: it cannot be opened.
     """
 
     def __init__(self, path: Path, listeners: tuple[Listener, ...] = ()) -> None:
         self._listeners = listeners
         self._mutex = threading.RLock()
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+        try:
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+            self._partial = _ends_in_a_partial_line(path)
+        except OSError as error:
+            raise EnvironmentProblem(f"cannot write {path}: {error.strerror}") from error
         self._healthy = True
-        self._partial = _ends_in_a_partial_line(path)
 
     def write(self, event: str, **fields: Any) -> None:
         record = plain({"version": EVENTS_FORMAT, "event": event, "time": timestamp(), **fields})
