@@ -226,7 +226,7 @@ class _Step:
             tally.look(f"forward, block {number}", activations=block.forward)
             tally.add("activations", block.kept)
             for g in self.groups(number):
-                self._freed(g)
+                self._freed(g, number)
         if head:
             if back:
                 flat = self._gather(back, flat, activations=work.stream)
@@ -263,8 +263,8 @@ class _Step:
         tally.add("communication", -flat)
         return padded
 
-    def _freed(self, g: Group) -> None:
-        if reshards(self.work, g.ranks):
+    def _freed(self, g: Group, block: int | None = None) -> None:
+        if self._reshards(g, block):
             copy = self.work.casts if self.work.alone else self.work.compute
             self.tally.add("communication", -g.whole * copy)
 
@@ -275,19 +275,20 @@ class _Step:
         coming = [g for number in order for g in self.groups(number)]
         coming += [front] if front and not work.shape.tied else []
         ahead = self._prefetch(coming[0]) if order else 0.0
-        waiting = 0.0
+        waiting = tied = 0.0
         if head:
             for kind, size in head.kept.items():
                 tally.add(kind, -size)
             tally.look("loss, backward", **head.backward)
             if back:
                 waiting = self._reduce(back, waiting, activations=work.stream, dw=head.gradients)
-            else:  # tied: the embedding's gradient is added to it
-                tally.add("gradients", head.gradients)
+            else:  # tied: the embedding's gradient is added to it, by a rank alone after both are cast
+                tied = head.gradients * (work.stored / work.compute if work.alone and work.casts else 1.0)
+                tally.add("gradients", tied)
         for number in order:
             block, parts = self.block(number), self.groups(number)
             for g in parts:
-                self._arrive(g, ahead)
+                self._arrive(g, ahead, number)
                 del coming[0]
                 ahead = self._prefetch(coming[0]) if coming else 0.0
             tally.add("activations", -block.kept)
@@ -307,10 +308,16 @@ class _Step:
             dw = front.whole * work.compute
             tally.look("embedding, backward", gradients=dw, activations=embedding_peak(work, backward=True))
             tally.add("activations", -work.shape.mtp_layers * work.stream)
-            if work.shape.tied and head:
-                tally.add("gradients", -head.gradients)
+            if not work.alone:
+                tally.add("gradients", -tied)
             waiting = self._reduce(front, waiting, dw=dw)
+            if work.alone:
+                tally.add("gradients", -tied)
         tally.add("communication", -waiting)
+
+    def _reshards(self, g: Group, block: int | None) -> bool:
+        recompute = None if block is None else self.work.recomputed(self._places[block])
+        return reshards(self.work, g.ranks, recompute)
 
     def _prefetch(self, g: Group) -> float:
         if not reshards(self.work, g.ranks) or g.ranks == 1:
@@ -318,9 +325,9 @@ class _Step:
         self.tally.add("communication", g.padded * self.work.compute)
         return g.padded * self.work.compute
 
-    def _arrive(self, g: Group, flat: float) -> None:
+    def _arrive(self, g: Group, flat: float, block: int | None = None) -> None:
         """A group that was freed after forward is there again."""
-        if reshards(self.work, g.ranks):
+        if self._reshards(g, block):
             copy = self.work.casts if self.work.alone else self.work.compute
             self.tally.add("communication", g.whole * copy)
             self.tally.look("gather in backward", activations=self.work.stream)

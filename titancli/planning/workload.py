@@ -361,11 +361,11 @@ def _group(name: str, parameters: Iterable[Parameter], work: Workload) -> Group:
     return reduce(Group.joined, each)
 
 
-def reshards(work: Workload, ranks: int) -> bool:
+def reshards(work: Workload, ranks: int, recompute: str | None = None) -> bool:
     """Whether gathered parameters are freed after forward: see `titancli.parallel.fsdp`. A rank alone keeps
-    what it has cast where nothing is run again."""
+    what it has cast for a block of which nothing is run again: `recompute`, of the block."""
     if work.alone:
-        return work.recompute != "none" and work.degrees.pp == 1
+        return (recompute or work.recompute) != "none" and work.degrees.pp == 1
     if work.reshard == "default":
         return ranks > 1 and work.degrees.pp == 1
     return work.reshard == "always"
