@@ -69,7 +69,14 @@ def test_what_cannot_be_continued_is_told(prompts: list[list[int]], row: Row, wo
 
 @pytest.mark.parametrize(
     "settings",
-    [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}],
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_k": 0},
+        {"top_k": 1.5},
+        {"top_p": 0.0},
+        {"top_p": 2},
+    ],
 )
 def test_a_way_to_sample_that_is_none_is_told(settings: dict[str, float]) -> None:
     with pytest.raises(TitanError, match=f"sampling: {next(iter(settings))} is"):

@@ -210,7 +210,7 @@ def test_rewards_that_always_fail_end_the_run_with_an_error(
     )
     assert done.code == 1
     assert words in done.err and "Traceback" not in done.err
-    told = "every reward failed, so the step was skipped"
+    told = "every reward failed, so no sample has an advantage"
     assert done.err.count(told) == (0 if "exact_match" in rewards else steps_done)
     assert Path("r", "checkpoints", f"step-{steps_done}", "manifest.json").is_file()
 

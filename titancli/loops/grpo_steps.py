@@ -257,7 +257,7 @@ class Failures:
         self._last = step
         self._in_a_row = 0 if worked else self._in_a_row + 1
         if not worked:
-            logger.warning("step %d: every reward failed, so the step was skipped", step)
+            logger.warning("step %d: every reward failed, so no sample has an advantage", step)
 
     @property
     def too_many(self) -> bool:

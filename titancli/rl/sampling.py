@@ -39,7 +39,12 @@ class Sampling:
                 0 <= self.temperature < math.inf,
                 "0 (the most probable) or more",
             ),
-            ("top_k", self.top_k, self.top_k is None or self.top_k >= 1, "1 or more, or None for all tokens"),
+            (
+                "top_k",
+                self.top_k,
+                self.top_k is None or (type(self.top_k) is int and self.top_k >= 1),
+                "an integer of 1 or more, or None for all tokens",
+            ),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
         ):
             if not fits:
