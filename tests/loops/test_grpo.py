@@ -6,18 +6,22 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from tests.ranks import Ranks
 from tests.run.conftest import Finished, here, train, train_on
 from titancli.cli import main
 from titancli.errors import RecipeError
 from titancli.loops import Grpo
-from titancli.loops.grpo_steps import check_fits
+from titancli.loops.grpo_steps import Failures, check_fits
 from titancli.observe.digests import read_digests
 from titancli.observe.events import read_events
 from titancli.rl import Digit, ExactMatch
+from titancli.rl.scoring import Scorer
 from titancli.testing import run_cli
 
 __all__ = ["here", "train", "train_on"]
@@ -172,6 +176,28 @@ def test_a_reward_that_fails_ends_no_run(train: Callable[..., Finished], tiny: P
     assert colored == (policy == "zero")  # else all that count are worth the same
     done = run_cli("rollouts", "r", "--step", "9")
     assert done.code == 2 and "the nearest is 2" in done.stderr
+
+
+def failures_of_the_last_rank() -> tuple[dict[str, str], str]:
+    """What a rank knows after two steps in which a reward failed on the last rank alone."""
+    world = dist.get_world_size()
+    mesh = SimpleNamespace(degrees=SimpleNamespace(dp=world), dp_group=dist.group.WORLD)
+    scorer = Scorer([ExactMatch()], 1.0)
+    failures = Failures(scorer, 10, SimpleNamespace(mesh=mesh))  # type: ignore[arg-type]
+    if dist.get_rank() == world - 1:
+        scorer.tell("exact_match", "no answer")
+    for step in (1, 2):
+        rollouts = SimpleNamespace(worked={"exact_match": 0}, failing={"exact_match"})
+        failures.count(rollouts, step)  # type: ignore[arg-type]
+    return scorer.first_failures, str(failures.verdict("finished"))
+
+
+@pytest.mark.ranks
+def test_how_a_reward_failed_on_another_rank_is_known_on_every_rank(ranks: Ranks) -> None:
+    """Rank 0 alone writes the output and the event log."""
+    for first, verdict in ranks(2, failures_of_the_last_rank):
+        assert first == {"exact_match": "no answer"}
+        assert "the reward exact_match failed each time\n  exact_match: no answer" in verdict
 
 
 ALWAYS_BAD = FAULTY.replace("number = len(asked) % 6", "number = 1").replace("Raises, hangs", "Fails")

@@ -69,7 +69,7 @@ def grpo(
         TitanError: all is saved, and rewards failed every time, or in too many samplings in a row.
     """
     recorder, clock = Recorder(run.folder) if run.folder else None, Stopwatch()
-    failures = Failures(scorer, config.max_failed)
+    failures = Failures(scorer, config.max_failed, engine)
     while run.goes_on(engine.step) and not failures.too_many:
         step = engine.step
         clock.start()

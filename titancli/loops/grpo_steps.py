@@ -150,6 +150,8 @@ class Rollouts:
         self.advantages = torch.zeros_like(self.rewards)
         self.worked: dict[str, int] = {}
         """By reward, how often it gave a number, over all ranks; `metrics` counts."""
+        self.failing: set[str] = set()
+        """Rewards that failed on some rank; `metrics` counts."""
 
     def rate(self, advantage: Advantage) -> None:
         """Take the advantages of the rewards.
@@ -204,6 +206,7 @@ class Rollouts:
             sums |= {f"reward/{name}": float(sum(found)), f"count {name}": float(len(found))}
         sums = _summed(sums, engine)
         self.worked = {name: round(sums[f"count {name}"]) for name in names}
+        self.failing = {name for name in names if sums[f"count {name}"] < sums["made"]}
         return _averages(sums, names)
 
     def save(self, recorder: Recorder, step: int, engine: Engine) -> None:
@@ -244,14 +247,22 @@ def _counts(score: Score, config: Grpo) -> bool:
 class Failures:
     """Ends a run whose rewards say nothing. The same on every rank."""
 
-    def __init__(self, scorer: Scorer, most: int) -> None:
-        self._scorer, self._most = scorer, most
+    def __init__(self, scorer: Scorer, most: int, engine: Engine) -> None:
+        self._scorer, self._most, self._mesh = scorer, most, engine.mesh
+        self._shared: set[str] = set()
         self._in_a_row = 0
         self._last = 0
         self._never = set(scorer.names)
 
     def count(self, rollouts: Rollouts, step: int) -> None:
-        """Take note of what led to a step, and report it where every reward of it failed."""
+        """Take note of what led to a step, and report what failed for the first time, on whatever rank, and
+        where every reward of it failed. Collective."""
+        if rollouts.failing - self._shared and self._mesh.degrees.dp > 1:
+            everyones: list[Any] = [None] * self._mesh.degrees.dp
+            dist.all_gather_object(everyones, dict(self._scorer.first_failures), self._mesh.dp_group)
+            for name, why in (item for own in everyones for item in own.items()):
+                self._scorer.tell(name, why)
+        self._shared |= rollouts.failing
         worked = {name for name, times in rollouts.worked.items() if times}
         self._never -= worked
         self._last = step

@@ -103,11 +103,12 @@ class Scorer:
             except (Exception, SystemExit) as error:
                 failed[name] = f"{type(error).__name__}: {error}".removesuffix(": ") + _place(error)
             if name in failed:
-                self._tell(name, failed[name])
+                self.tell(name, failed[name])
         total = sum(weight * rewards.get(name, 0.0) for name, weight, _ in self._rewards)
         return Score(rewards, failed, total)
 
-    def _tell(self, name: str, why: str) -> None:
+    def tell(self, name: str, why: str) -> None:
+        """Report how a reward failed first, here or on another rank."""
         if name not in self.first_failures:
             self.first_failures[name] = why
             logger.warning(
