@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titancli.models.blocks import flex
 from titancli.models.blocks.attention import attend
 from titancli.models.blocks.flex import BLOCK, document_block_mask
 from titancli.models.blocks.masks import document_mask, document_masks
@@ -151,6 +154,22 @@ def test_attention_in_blocks_is_that_under_a_dense_mask(reach, kind, monkeypatch
     ids = documents(2, length)
     found = attention(document_block_mask(ids, reach), length, kind, "cpu")
     compare(found, attention(document_mask(ids, reach), length, kind, "cpu"), 1e-5)
+
+
+@pytest.mark.parametrize("sinks", [None, torch.zeros(2)], ids=["plain", "sinks"])
+def test_heads_are_filled_up_to_the_width_that_a_gpus_kernel_takes(sinks, monkeypatch):
+    """torch refuses narrower ones when it compiles for a GPU."""
+    asked = []
+
+    def kernel(q, k, v, return_aux=None, **options):
+        asked.extend(x.shape[-1] for x in (q, k, v))
+        return v if return_aux is None else (v, SimpleNamespace(lse=v[..., 0]))
+
+    monkeypatch.setattr(flex, "flex_attention", kernel)
+    mask = document_block_mask(documents(1, 40), WHOLE)
+    q, v = torch.ones(1, 40, 2, 12), torch.ones(1, 40, 2, 8)
+    out = flex.attend_in_blocks(q, q, v, mask, scale=SCALE, grouped=False, sinks=sinks)
+    assert asked == [16, 16, 16] and out.shape == v.shape
 
 
 def test_a_cpu_has_dense_masks():

@@ -13,11 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.functional import pad
 
 from titancli.models.blocks.reach import Piece, Reach, first_seen
 
 BLOCK = 128
 """Queries, and keys, of a block."""
+LEAST = 16
+"""Width of heads that torch's kernels for GPUs take, at least."""
 
 # On a GPU only compiled code has kernels; inside of a compiled block this is part of its graph.
 _compiled: Any = torch.compile(flex_attention)
@@ -89,9 +92,15 @@ def attend_in_blocks(
     options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": grouped}
     if cap is not None:
         options["score_mod"] = lambda score, *_: torch.tanh(score / cap) * cap
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    width = v.shape[-1]
+    q, k, v = (_filled(x.transpose(1, 2)) for x in (q, k, v))
     if sinks is None:
-        return run(q, k, v, **options).transpose(1, 2)
+        return run(q, k, v, **options).transpose(1, 2)[..., :width]
     out, aux = run(q, k, v, return_aux=AuxRequest(lse=True), **options)
     share = torch.sigmoid(aux.lse - sinks.float()[:, None])
-    return (out * share[..., None].to(out.dtype)).transpose(1, 2)
+    return (out * share[..., None].to(out.dtype)).transpose(1, 2)[..., :width]
+
+
+def _filled(x: Tensor) -> Tensor:
+    """The same numbers with zeros after them, as far as a kernel needs: they change no product."""
+    return pad(x, (0, LEAST - x.shape[-1])) if x.shape[-1] < LEAST else x
