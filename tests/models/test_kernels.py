@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from titancli.models.blocks import kernels
 from titancli.models.blocks.attention import Attention, attend
 from titancli.models.blocks.latent import LatentAttention
+from titancli.models.blocks.reach import Reach
 
 
 def test_cudnn_leads_from_hopper_on_and_flash_before() -> None:
@@ -55,6 +57,23 @@ def test_a_gpu_is_given_the_order_once_and_the_choice_is_logged(
     assert torch._C._get_sdp_priority_order() == before
     said = [record.getMessage() for record in caplog.records if record.name == kernels.logger.name]
     assert said == ["attention runs on flash attention"] * 2
+
+
+def test_layers_with_sinks_or_windows_are_named_by_the_kernel_that_they_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernels, "first_usable", lambda backends, params: SDPBackend.CUDNN_ATTENTION)
+    given: Any = (torch.bfloat16, 16, kernels.order((9, 0)))
+    gpu: Any = SimpleNamespace(type="cuda")
+    empty = torch.empty
+    made = [Attention(16, 2, 1, 8, **how) for how in ({}, {"sinks": True}, {"reach": Reach(window=4)})]
+    wide = Attention(16, 2, 1, 8, reach=Reach(window=16))  # limits nothing of such rows
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda shape, device, **rest: empty(shape, **rest))
+        found = [kernels.runs_on(layer, gpu, *given) for layer in (*made, wide)]
+        in_fp32 = kernels.runs_on(made[1], gpu, torch.float32, *given[1:])
+    assert found == ["cuDNN", "flash attention", "flash attention", "cuDNN"]
+    assert in_fp32 == "flex attention"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch.backends.cuda import (
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titancli.models.blocks.attention import Attention
+from titancli.models.blocks.attention import Asked, Attention, kernel_of
 from titancli.models.blocks.latent import LatentAttention
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,8 @@ NAMES = {
     SDPBackend.EFFICIENT_ATTENTION: "memory-efficient attention",
     SDPBackend.MATH: "plain matrix products",
 }
+OWN: dict[str, str] = {"flash": NAMES[SDPBackend.FLASH_ATTENTION], "flex": "flex attention"}
+"""Of what titan calls itself, by `kernel_of`."""
 
 # Kept for the life of the process: closed, or collected, it would put torch's own order back.
 _preference: AbstractContextManager[Any] | None = None
@@ -57,14 +59,34 @@ def prefer_fast_kernels(model: nn.Module, device: torch.device, dtype: torch.dty
     for module in model.modules():
         if isinstance(module, LatentAttention):
             module.fills = not takes_narrow_values(module, device, dtype, seq_len, backends)
-    attention = next((module for module in model.modules() if isinstance(module, Attention)), None)
-    if attention is None:  # a plugin's own: what shapes it will have is not known
-        return
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    if layers:  # else a plugin's own: what shapes it will have is not known
+        names = dict.fromkeys(runs_on(layer, device, dtype, seq_len, backends) for layer in layers)
+        logger.info("attention runs on %s", ", ".join(names))
+
+
+def runs_on(
+    attention: Attention, device: torch.device, dtype: torch.dtype, seq_len: int, backends: list[SDPBackend]
+) -> str:
+    """Return the name of what computes a layer's attention over rows of one document."""
+    limited = attention.reach.limits(seq_len)
+    asked = Asked(
+        device=device.type,
+        dtype=dtype,
+        head_dim=attention.head_dim,
+        value_dim=attention.value_dim,
+        window=limited and attention.reach.window is not None,
+        chunk=limited and attention.reach.chunk is not None,
+        sinks=attention.sinks is not None,
+    )
+    kernel = kernel_of(asked)
+    if kernel in OWN:
+        return OWN[kernel]
     heads, kv_heads = (w.shape[0] // attention.head_dim for w in (attention.wq.weight, attention.wk.weight))
     shapes = [(1, count, seq_len, attention.head_dim) for count in (heads, kv_heads, kv_heads)]
     q, k, v = (torch.empty(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes)
     params = SDPAParams(q, k, v, None, 0.0, True, heads != kv_heads)
-    logger.info("attention runs on %s", NAMES[first_usable(backends, params)])
+    return NAMES[first_usable(backends, params)]
 
 
 def takes_narrow_values(
