@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.checkpoint.tensors import RUN
 from tests.converters.test_lora_experts import OWN, TRANSPOSED
+from tests.models.families import DEEPSEEK
 from tests.models.hf_configs import CONFIGS, LLAMA
 from tests.ranks.layouts import GPT_OSS, IROPE
 from tests.rows import rows
@@ -21,7 +22,7 @@ from titancli.checkpoint import CheckpointReader, export_hf, read_hf, save_check
 from titancli.checkpoint import base as merging
 from titancli.checkpoint.base import base_of
 from titancli.checkpoint.hf import peft
-from titancli.checkpoint.hf.peft_names import placed
+from titancli.checkpoint.hf.peft_names import beside_experts, placed
 from titancli.checkpoint.hf.which import hf_form
 from titancli.cli import main
 from titancli.converters.lora import adapters_of
@@ -218,3 +219,14 @@ def test_peft_is_compared_over_a_base_that_is_a_checkpoint_too(tmp_path: Path, c
     code, out = convert("peft", "--verify")
     assert code == 0 and "verified: yes" in out, out
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, "peft"])
+
+
+def test_adapters_that_peft_takes_for_those_of_experts_are_known() -> None:
+    """Of dense and shared feed-forwards; of attention and of the experts themselves it does not."""
+    names = ("attention.wo.weight", "moe.experts.w1", "moe.shared_experts.w2.weight")
+    weights = ["layers.0.feed_forward.w1.weight", *(f"layers.2.{name}" for name in names)]
+    found = [one for several in placed(DEEPSEEK.variant("V3"), weights).values() for one in several]
+    assert beside_experts(found) == [
+        "model.layers.0.mlp.gate_proj",
+        "model.layers.2.mlp.shared_experts.down_proj",
+    ]

@@ -30,11 +30,12 @@ from titancli.checkpoint.hf.compare import (
     verify_tokens,
 )
 from titancli.checkpoint.hf.folder import cast_of, export_hf
-from titancli.checkpoint.hf.peft_names import Adapter, config_of, placed
+from titancli.checkpoint.hf.peft_names import Adapter, beside_experts, config_of, placed
 from titancli.checkpoint.hf.which import Say, find_checkpoint, hf_form, recipe_of
 from titancli.checkpoint.load import CheckpointReader
 from titancli.converters.lora import adapters_of, weights_of
 from titancli.errors import EnvironmentProblem, UsageError
+from titancli.registry.defaults import ModelConfigDefaults, with_defaults
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -74,6 +75,11 @@ def to_peft(
     say(f"exporting {folder}")
     jobs = [_job(reader, weight, several, dtype) for weight, several in adapters.items()]
     everyone = [one for several in adapters.values() for one in several]
+    if with_defaults(ModelConfigDefaults, model).n_experts and (beside := beside_experts(everyone)):
+        say(
+            f"warning: in many models peft takes adapters of {beside[0]} and others beside experts for "
+            f"adapters of the experts, and loads them wrongly: check with --verify, or merge with --to hf"
+        )
     config = json.dumps(adapter_config(told, base, everyone), indent=2) + "\n"
     needed = sum(entry.nbytes for job in jobs for entry in job.entries) + len(config)
     with new_folder(dst, needed, say=say) as new:

@@ -141,6 +141,15 @@ def _nested(found: dict[str, list[Adapter]]) -> dict[str, list[Adapter]]:
     }
 
 
+def beside_experts(adapters: Iterable[Adapter]) -> list[str]:
+    """Return the modules of dense and shared feed-forwards, which peft 0.21 tells from stacked experts by the
+    ends of their names alone (`_convert_peft_config_moe`)."""
+    ends = (".gate_proj", ".up_proj", ".down_proj")
+    return [
+        one.name for one in adapters if not one.stacked and one.expert is None and one.name.endswith(ends)
+    ]
+
+
 def config_of(adapters: Sequence[Adapter]) -> dict[str, list[str]]:
     """Return what adapter_config.json says of where adapters are."""
     stacks = sorted(one.name for one in adapters if one.stacked)
