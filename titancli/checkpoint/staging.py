@@ -51,8 +51,9 @@ class Staging:
             raise
         for index, value in values.items():
             buffers[index].copy_(value, non_blocking=self._pinned and value.is_cuda)
-        if self._pinned and any(value.is_cuda for value in values.values()):
-            torch.cuda.current_stream().synchronize()
+        if self._pinned:
+            for device in {value.device for value in values.values() if value.is_cuda}:
+                torch.cuda.current_stream(device).synchronize()
 
         def staged(item: WriteItem) -> Tensor:
             return buffers[item.index]

@@ -305,11 +305,12 @@ def join(device: torch.device | str | None, timeout_seconds: int) -> torch.devic
     global _made_here, _excepthook
     _check_device(device)
     if dist.is_initialized():
-        return torch.device(device) if device is not None else _present_device()
+        return _made_current(torch.device(device)) if device is not None else _present_device()
     place = Place.from_environment()
     chosen = torch.device(device) if device is not None else choose_device(place.local_rank)
     if chosen.type == "cuda" and chosen.index is None:
         chosen = choose_device(place.local_rank)
+    _made_current(chosen)
     _excepthook = sys.excepthook
     try:
         init_process_group(
@@ -369,6 +370,19 @@ def leave(engine: Any = None) -> None:
 def made_here() -> bool:
     """Whether the process group is one that `join` made."""
     return _made_here
+
+
+def _made_current(device: torch.device) -> torch.device:
+    """The same GPU, now the current one: events, streams and collectives that name none are of that, and
+    would wait for another GPU than the one that computes."""
+    import torch
+
+    if device.type != "cuda":
+        return device
+    if device.index is None:
+        return _present_device()
+    torch.cuda.set_device(device)
+    return device
 
 
 def _present_device() -> torch.device:

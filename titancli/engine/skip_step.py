@@ -245,7 +245,7 @@ class Copy:
             self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._numbers.copy_(numbers, non_blocking=True)
             self._done = torch.cuda.Event()
-            self._done.record()
+            self._done.record(torch.cuda.current_stream(numbers.device))
         else:
             self._numbers = numbers.detach()
 
