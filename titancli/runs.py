@@ -427,14 +427,25 @@ class RunFolder:
         """Return the contents of `run.json`; empty if there is none.
 
         Raises:
-            EnvironmentProblem: it is not JSON.
+            EnvironmentProblem: it is not JSON, of another format, or has no list of attempts.
         """
         try:
-            return json.loads(self.record_file.read_text(encoding="utf-8"))
+            record = json.loads(self.record_file.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except (OSError, ValueError) as error:
             raise EnvironmentProblem(f"cannot read {self.record_file}: {error}") from error
+        form = record.get("format", RECORD_FORMAT) if isinstance(record, dict) else None
+        if form != RECORD_FORMAT:
+            raise EnvironmentProblem(
+                f"{self.record_file} has format {form!r}, but this version of titan reads format "
+                f"{RECORD_FORMAT}",
+                hint="use the version of titan that wrote it, or restore the file",
+            )
+        attempts = record.get("attempts", [])
+        if not isinstance(attempts, list) or not all(isinstance(attempt, dict) for attempt in attempts):
+            raise EnvironmentProblem(f"{self.record_file} has no list of attempts", hint="restore the file")
+        return record
 
     def write_record(self, record: Mapping[str, Any]) -> None:
         write_atomically(self.record_file, json.dumps(record, indent=2, ensure_ascii=False) + "\n")

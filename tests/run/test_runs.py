@@ -155,6 +155,24 @@ def test_the_record_is_updated_in_its_newest_attempt(here: Path) -> None:
     assert folder.record()["attempts"][0] == {"outcome": {"why": "stopped"}}
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[]", "has format None"),
+        ('{"format": 2, "attempts": []}', "has format 2, but this version of titan reads format 1"),
+        ('{"format": 1, "attempts": 3}', "has no list of attempts"),
+        ('{"attempts": [3]}', "has no list of attempts"),
+    ],
+)
+def test_a_record_that_titan_has_not_written_is_an_error_that_names_it(
+    here: Path, text: str, words: str
+) -> None:
+    folder = RunFolder.create("llama", here / "run")
+    folder.record_file.write_text(text)
+    with pytest.raises(EnvironmentProblem, match=rf"run\.json {words}"):
+        folder.record()
+
+
 def test_a_write_that_fails_leaves_the_old_file_and_no_litter(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
