@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from titancli.run.drift import Change, changes
-from titancli.run.reproduction import Reproduction
+
+if TYPE_CHECKING:
+    from titancli.run.reproduction import Reproduction  # it reads digests, with NumPy
 
 Effect = Literal["results", "rounding", "none"]
 """What a difference may change: results; the order of additions, and so the last bits; nothing."""
