@@ -113,6 +113,8 @@ def test_what_was_set_aside_is_reported_and_does_not_count(titan: Titan, run: Pa
     assert [line.split()[0] for line in others] == ["good:", "good:"]
     assert "set aside; " in titan("checkpoint", "list", "run").out
     assert titan("checkpoint", "verify", f"run/checkpoints/{aside.name}").code == 5
+    stored = titan("checkpoint", "verify", f"file://{run}")
+    assert stored.code == 0 and "set aside: " in stored.out, stored.err
     document = json.loads(titan("checkpoint", "verify", "run", "--json").out)
     assert document["ok"] and [one["set_aside"] for one in document["checkpoints"]] == [True, False, False]
 

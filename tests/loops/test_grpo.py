@@ -17,7 +17,8 @@ from tests.run.conftest import Finished, here, train, train_on
 from titancli.cli import main
 from titancli.errors import RecipeError
 from titancli.loops import Grpo
-from titancli.loops.grpo_steps import Failures, check_fits
+from titancli.loops.grpo_failures import Failures
+from titancli.loops.grpo_steps import check_fits
 from titancli.observe.digests import read_digests
 from titancli.observe.events import read_events
 from titancli.rl import Digit, ExactMatch

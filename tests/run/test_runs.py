@@ -8,10 +8,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from titancli.errors import EnvironmentProblem
+from titancli.run.record import new_attempt
 from titancli.runs import RunFolder, write_atomically
 
 
@@ -171,6 +174,19 @@ def test_a_record_that_titan_has_not_written_is_an_error_that_names_it(
     folder.record_file.write_text(text)
     with pytest.raises(EnvironmentProblem, match=rf"run\.json {words}"):
         folder.record()
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_a_new_run_has_nothing_that_changed_since_it_was_last_started(here: Path, new: bool) -> None:
+    """Its name may have been taken between the plan and the start: the record there is another run's."""
+    folder = RunFolder.create("llama", here / "run")
+    folder.write_record({"attempts": [{"versions": {"torch": "2.0"}}]})
+    loaded = SimpleNamespace(data={}, path=here / "a.toml", origins={})
+    plan: Any = SimpleNamespace(folder=folder, loaded=loaded, new=new, drift=[], checkpoint=None, step=None)
+    plan.allow_drift = plan.from_scratch = False
+    request: Any = SimpleNamespace(plugin_files=[], recorded=dict)
+    changed = new_attempt(plan, request)["code_drift"]
+    assert new is not any(line.startswith("version of torch: 2.0 -> ") for line in changed)
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_litter(

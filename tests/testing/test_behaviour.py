@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -401,6 +402,13 @@ class Numbered:
         return Prompt(f"{self.seed} {number}", str(number))
 
 
+class Arrays(Numbered):
+    """Rows with what does not compare, and with what is unlike itself."""
+
+    def prompt(self, number: int) -> Prompt:
+        return Prompt(str(number), row={"tests": np.arange(3) + self.seed, "score": float("nan")})
+
+
 class InTurn(Numbered):
     def prompt(self, number: int) -> Prompt:
         self.asked += 1
@@ -437,6 +445,7 @@ class Texts(Numbered):
     ("task", "fault"),
     [
         (Numbered, ""),
+        (Arrays, ""),
         (InTurn, "[again] prompt 0 is another one when it is asked for again"),
         (FromElsewhere, "[again] prompt 0 differs in a second instance"),
         (OneIdentity, "[identity] another seed gives other prompts, but the same identity"),
@@ -495,6 +504,12 @@ def centred(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     return torch.where(counted, rewards - mean, 0.0)
 
 
+def centred_in_fp32(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """Its last bits depend on how many prompts there are."""
+    noise = 1e-7 * len(rewards)
+    return centred(rewards.float(), counted) * (1 + noise)
+
+
 def of_the_batch(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     return centred(rewards, counted) / rewards[counted].std()
 
@@ -503,6 +518,7 @@ def of_the_batch(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     ("advantage", "fault"),
     [
         (centred, ""),
+        (centred_in_fp32, ""),
         (lambda r, c: r - r.mean(1, keepdim=True), "[shape] it is not 0 for samples that do not count"),
         (lambda r, c: centred(r, c)[:, :1], "[shape] it returns [6, 1], not a tensor"),
         (lambda r, c: centred(r, c) / r.std(1, keepdim=True), "[shape] it is not finite for rewards [0.5"),

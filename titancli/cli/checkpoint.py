@@ -81,8 +81,10 @@ def verify(paths: tuple[Path, ...], as_json: bool) -> int:
     """
     from titancli.checkpoint.inspect import folders, look_at
 
+    named = [path.absolute() for path in paths]
+
     def bad(one: Found) -> bool:
-        return bool(one.faults) and not (one.set_aside and one.path not in map(Path.absolute, paths))
+        return bool(one.faults) and not (one.set_aside and one.path not in named)
 
     chosen = [folder for path in paths for folder in folders(path)]
     if not chosen:

@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from titancli.errors import EnvironmentProblem, TitanError, UsageError
+from titancli.errors import EnvironmentProblem, RankFailure, TitanError, UsageError
 from titancli.process import Place
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ def all_gather(value: T) -> list[T]:
 
 def on_rank_zero(function: Callable[[], T], group: Any = None) -> T:
     """Call on rank 0 and return its result on every rank; a TitanError there is raised on every rank, any
-    other error on rank 0, with a TitanError that names it on the others. They wait as long as the group's
+    other error on rank 0, with a RankFailure that names it on the others. They wait as long as the group's
     collectives may take (None: the default group)."""
     import torch
     import torch.distributed as dist
@@ -251,7 +251,7 @@ def on_rank_zero(function: Callable[[], T], group: Any = None) -> T:
         except TitanError as error:
             result[1] = error
         except Exception as error:
-            own, result[1] = error, TitanError(f"rank 0 failed: {type(error).__name__}: {error}")
+            own, result[1] = error, RankFailure(f"rank 0 failed: {type(error).__name__}: {error}")
     dist.broadcast_object_list(result, src=0, group=group, device=torch.device("cpu"))
     if own is not None:
         raise own

@@ -9,15 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from titancli.loops.grpo_steps import (
-    Evaluation,
-    Failures,
-    Learner,
-    Rollouts,
-    Stopwatch,
-    check_fits,
-    sample,
-)
+from titancli.loops.grpo_failures import Failures
+from titancli.loops.grpo_steps import Evaluation, Learner, Rollouts, Stopwatch, check_fits, sample
 from titancli.observe.phases import phase
 from titancli.registry.component import build as build_component
 from titancli.rl.rollouts import Recorder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from titancli.rl.rollouts import Recorder
     from titancli.rl.samples import Prompt
     from titancli.rl.scoring import Score, Scorer
-
-logger = logging.getLogger(__name__)
 
 ROUNDING = 1e-9
 """Sums of weighted rewards that differ by less are equal."""
@@ -242,57 +239,6 @@ class Rollouts:
 def _counts(score: Score, config: Grpo) -> bool:
     """Whether the policy for failed rewards leaves a completion in."""
     return config.failed_reward == "zero" or not score.failed
-
-
-class Failures:
-    """Ends a run whose rewards say nothing. The same on every rank."""
-
-    def __init__(self, scorer: Scorer, most: int, engine: Engine) -> None:
-        self._scorer, self._most, self._mesh = scorer, most, engine.mesh
-        self._shared: set[str] = set()
-        self._in_a_row = 0
-        self._last = 0
-        self._never = set(scorer.names)
-
-    def count(self, rollouts: Rollouts, step: int) -> None:
-        """Take note of what led to a step, and report what failed for the first time, on whatever rank, and
-        where every reward of it failed. Collective."""
-        if rollouts.failing - self._shared and self._mesh.degrees.dp > 1:
-            everyones: list[Any] = [None] * self._mesh.degrees.dp
-            dist.all_gather_object(everyones, dict(self._scorer.first_failures), self._mesh.dp_group)
-            for name, why in (item for own in everyones for item in own.items()):
-                self._scorer.tell(name, why)
-        self._shared |= rollouts.failing
-        worked = {name for name, times in rollouts.worked.items() if times}
-        self._never -= worked
-        self._last = step
-        self._in_a_row = 0 if worked else self._in_a_row + 1
-        if not worked:
-            logger.warning("step %d: every reward failed, so no sample has an advantage", step)
-
-    @property
-    def too_many(self) -> bool:
-        return self._in_a_row >= self._most
-
-    def verdict(self, why: str) -> TitanError | None:
-        """Why the run has failed, if so; a reward that never gave a number is no reward.
-
-        Args:
-            why: how the run ended, see `Run`. One that is stopped may go on, and is not judged.
-        """
-        hint = "fix the reward and resume with --resume; `titan rollouts RUN` shows each failure"
-        if self.too_many:
-            found = f"every reward failed in {self._in_a_row} samplings in a row, up to step {self._last}"
-            return TitanError(found + self._first(self._scorer.names), hint=hint)
-        if why in ("finished", "data_ended") and self._last and self._never:
-            names = sorted(self._never)
-            them = f"reward {names[0]}" if len(names) == 1 else f"rewards {', '.join(names)}"
-            return TitanError(f"the {them} failed each time" + self._first(names), hint=hint)
-        return None
-
-    def _first(self, names: Sequence[str]) -> str:
-        first = self._scorer.first_failures
-        return "".join(f"\n  {name}: {first[name]}" for name in names if name in first)
 
 
 def _all_alike(row: Tensor) -> bool:

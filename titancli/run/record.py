@@ -37,7 +37,8 @@ def new_attempt(plan: Plan, request: LaunchRequest) -> dict[str, Any]:
     see `titancli.runs.Claim`.
     """
     made_by = provenance(request.plugin_files)
-    before = plan.folder.record().get("attempts") or [made_by]
+    # The folder that a new run was planned with may be another's by now.
+    before = [made_by] if plan.new else plan.folder.record().get("attempts") or [made_by]
     return {
         "started": timestamp(),
         "token": secrets.token_hex(8),

@@ -52,7 +52,7 @@ def resume(subject: Subject) -> Iterator[str]:
                 f"optimizer.state[parameter]"
             )
         trained, loaded = (_outside(one) for one in (engine, fresh))
-        if lost := sorted(name for name, value in trained.items() if loaded.get(name) != value):
+        if lost := sorted(name for name in trained if repr(loaded.get(name)) != repr(trained[name])):
             yield (
                 f"after a resume {', '.join(lost)} of the optimizer is not what it was: a checkpoint holds "
                 f"tensors in optimizer.state[parameter] only"

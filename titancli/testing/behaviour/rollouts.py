@@ -46,15 +46,23 @@ def prompts(subject: Subject) -> Iterator[str]:
             yield f"count is {count}, but prompts {count} to {2 * count - 1} are not those from 0 on again"
 
 
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two are equal, or look so: a row may hold an array, which does not compare, or a NaN."""
+    try:
+        return one == other or repr(one) == repr(other)
+    except (ValueError, RuntimeError):  # NumPy's, torch's
+        return repr(one) == repr(other)
+
+
 def task_again(subject: Subject) -> Iterator[str]:
     """A number has the same prompt always: asked again, in another order, of a second instance."""
     one, other = (subject.target(subject.config, seed=SEED) for _ in range(2))
     first = {number: copy.deepcopy(one.prompt(number)) for number in NUMBERS}
     for number in sorted(NUMBERS):
-        if one.prompt(number) != first[number]:
+        if not _alike(one.prompt(number), first[number]):
             yield f"prompt {number} is another one when it is asked for again: it must follow from the number"
             return
-        if other.prompt(number) != first[number]:
+        if not _alike(other.prompt(number), first[number]):
             yield (
                 f"prompt {number} differs in a second instance, as another rank or a resume has: it must "
                 f"follow from the seed and the number"
@@ -71,7 +79,7 @@ def identity(subject: Subject) -> Iterator[str]:
         yield f"its identity {before} is not plain JSON: a checkpoint would have another one"
     if dict(tasks[0].identity) != before or dict(tasks[1].identity) != before:
         yield "its identity changes, or differs in a second instance: a resume would be refused"
-    if made[0] != made[2] and dict(tasks[2].identity) == before:
+    if not _alike(made[0], made[2]) and dict(tasks[2].identity) == before:
         yield "another seed gives other prompts, but the same identity: a resume would not notice"
 
 
@@ -142,7 +150,7 @@ def reward_inputs(subject: Subject) -> Iterator[str]:
     pairs = rated_pairs(subject)
     before = copy.deepcopy(pairs)
     _rated(subject.target(subject.config), pairs)
-    if pairs != before:
+    if not _alike(pairs, before):
         yield "it changes the prompt or the completion, which others read: work on copies"
 
 
@@ -190,7 +198,7 @@ def alone(subject: Subject) -> Iterator[str]:
         whole = _advantages(subject, rewards, counted)
         for row in range(len(rewards)):
             own = _advantages(subject, rewards[row : row + 1], counted[row : row + 1])
-            if not torch.allclose(own[0], whole[row], rtol=1e-9, atol=1e-12, equal_nan=True):
+            if not torch.allclose(own[0], whole[row], rtol=1e-4, atol=1e-6, equal_nan=True):  # fp32 will do
                 yield (
                     f"a prompt alone has the advantages {own[0].tolist()}, and {whole[row].tolist()} among "
                     f"others: ranks have different prompts, so each must be rated by itself"
@@ -231,9 +239,13 @@ class Trial:
         import dataclasses
 
         self.engine = engine_of(dataclasses.replace(small_model(), vocab_size=VOCABULARY))
-        self.tokenizer = build(ByteTokenizer())
-        self.generator = subject.target(subject.config, engine=self.engine, tokenizer=self.tokenizer)
-        self.generator.update(self.engine.version)
+        try:
+            tokenizer = build(ByteTokenizer())
+            self.generator = subject.target(subject.config, engine=self.engine, tokenizer=tokenizer)
+            self.generator.update(self.engine.version)
+        except BaseException:
+            self.engine.close()
+            raise
 
     def __enter__(self) -> Trial:
         return self
