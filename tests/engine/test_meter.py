@@ -12,6 +12,7 @@ from tests.rows import rows
 from titancli.engine.meter import Meter
 from titancli.models import Llama3
 from titancli.models.blocks.decoder import build
+from titancli.models.blocks.delta_rule import gated_delta_rule
 from titancli.parallel.activation_checkpoint import apply_activation_checkpoint
 from titancli.recipe.schema import ActivationCheckpoint
 
@@ -53,6 +54,24 @@ def test_a_number_read_from_a_fake_tensor_is_one():
         assert values[1].tolist() == [1, 1, 1]
     with Meter():
         assert torch.tensor(7).item() == 7
+
+
+def test_counts_what_an_operator_takes_inside_each_time():
+    with FakeTensorMode(), Meter() as meter:
+        q, k, v = torch.empty(1, 128, 2, 16), torch.empty(1, 128, 2, 16), torch.empty(1, 128, 2, 1, 16)
+        rates = torch.zeros(1, 128, 2, 1)
+        given = (q, k, v, rates, rates, None, None)
+        before = meter.now
+        gated_delta_rule._init_fn(*given)  # operation by operation
+        inside = meter.peak - before
+        assert meter.now == before and inside > 10 * v.nbytes
+        for there in range(3):
+            held = [torch.empty(KIB * 1024) for _ in range(there)]
+            meter.peak = meter.now
+            out, state = gated_delta_rule(*given)
+            assert meter.peak == before + there * 2**20 + inside
+            assert meter.now == before + there * 2**20 + out.nbytes + state.nbytes
+            del held, out, state
 
 
 @pytest.mark.parametrize("mode", rows(["none", "full", "selective"], slow=("none", "full")))

@@ -203,6 +203,22 @@ def test_a_family_with_sinks_and_windows_and_with_clamped_experts(case: str) -> 
     assert computed.parameters == real.parameters
 
 
+DELTA: dict[str, tuple[int, tuple[str, ...]]] = {
+    "tp 2": (2, (FULL, "mesh.tp=2")),
+    "cp 2": (2, (FULL, BF16, "mesh.cp=2")),
+    "one head after the other": (1, (FULL, BF16, "training.seq_len=512", "training.local_batch_size=64")),
+}
+
+
+@pytest.mark.parametrize("case", rows(DELTA, slow=("tp 2",)))
+def test_a_family_whose_operator_takes_most_inside(case: str) -> None:
+    world, overrides = DELTA[case]
+    found = load_recipe("qwen3_next_debug", ["model.n_layers=1", *overrides]).recipe
+    computed, (real, *_) = planned(found, world).worst, dry_run(found, world).ranks
+    assert computed.total == pytest.approx(real.peak_bytes, rel=0.05)
+    assert computed.parameters == real.parameters
+
+
 BOUND = 0.08
 """What docs/plan.md promises for every family, whatever is recomputed, in every dtype."""
 FAMILIES = (

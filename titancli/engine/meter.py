@@ -12,7 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
+from titancli.models.blocks.delta_rule import gated_delta_rule, gated_delta_rule_backward
+
 Storage = torch.UntypedStorage
+BODIES = {op._opoverload: op._init_fn for op in (gated_delta_rule, gated_delta_rule_backward)}
+"""Operators that take much more inside than they return, which no mode sees; and what they do."""
 
 
 class Meter(TorchDispatchMode):
@@ -29,6 +33,7 @@ class Meter(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._watched: dict[int, weakref.ref[Storage]] = {}
         self._resize: Callable[..., Any] | None = None
+        self._inside: dict[Any, int] = {}
 
     def __enter__(self) -> Meter:
         # FSDP2 frees gathered parameters, and takes memory for them again, by resizing: no operation is seen.
@@ -51,11 +56,26 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return _one(args[0].dtype)
+        if func in BODIES:
+            self.peak = max(self.peak, self.now + self._taken_inside(func, args))
         out = func(*args, **(kwargs or {}))
         for value in tree_iter(out):
             for tensor in plain_tensors(value):
                 self._watch(tensor.untyped_storage())
         return out
+
+    def _taken_inside(self, func: Any, args: tuple[Any, ...]) -> int:
+        """The most that an operator takes, its results included: followed once for arguments of a kind."""
+        key = (func, *((x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in args))
+        if key not in self._inside:
+            now, peak, self.peak = self.now, self.peak, self.now
+            super().__enter__()
+            try:
+                BODIES[func](*args)
+            finally:
+                super().__exit__(None, None, None)
+            self._inside[key], self.peak = self.peak - now, max(self.peak, peak)
+        return self._inside[key]
 
     def _watch(self, storage: Storage) -> None:
         key = id(storage)

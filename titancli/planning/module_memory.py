@@ -65,7 +65,8 @@ def block_memory(block: Block, work: Workload, recompute: str) -> BlockMemory:
     def forward(part: str | None, stay: set[str], there: set[str]) -> float:
         """The most as a part (None: all) runs forward: these are there, or are made and stay."""
         return max(
-            total(name for name in stay if name in there or first_use.get(name, 0) <= number) + one.alive
+            total(name for name in stay if name in there or first_use.get(name, 0) <= number)
+            + (one.alive if one.result in there else one.alive + one.inside)
             for number, one in enumerate(operations)
             if part in (None, one.part)
         )

@@ -56,6 +56,8 @@ class Operation:
     """What its part is given, which stays with what the part keeps; of a part's first operation."""
     alive: float = 0.0
     """Results that are there in forward beside what is saved, where these are many."""
+    inside: float = 0.0
+    """That forward takes while it runs, save where its result has been kept."""
 
 
 def linear(

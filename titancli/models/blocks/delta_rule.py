@@ -60,11 +60,18 @@ def gated_delta_rule(
     out, last = v.new_empty(v.shape), v.new_empty(_state_shape(k, v), dtype=wide)
     for heads in _slices(k, v, chunk, 1):
         mine = [x[:, :, heads] for x in (q, k, v, log_decay, beta)]
-        row = _Row.of(mine, begins, chunk)
-        states = row.states(None if state is None else state[:, heads])
-        out[:, :, heads] = _tokens(row.read(states[..., :-1, :, :]), q.shape[1]).to(v.dtype)
-        last[:, heads] = states[..., -1, :, :]
+        first = None if state is None else state[:, heads]
+        out[:, :, heads], last[:, heads] = _read(mine, begins, first, chunk)
     return out, last
+
+
+def _read(
+    given: Sequence[Tensor], begins: Tensor | None, first: Tensor | None, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """`gated_delta_rule` of some key heads. All else that it makes is gone before those of the next."""
+    row = _Row.of(given, begins, chunk)
+    states = row.states(first)
+    return _tokens(row.read(states[..., :-1, :, :]), given[0].shape[1]), states[..., -1, :, :]
 
 
 @torch.library.custom_op("titancli::gated_delta_rule_backward", mutates_args=())
@@ -81,27 +88,40 @@ def gated_delta_rule_backward(
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v, log_decay, beta, and of the state before the first token."""
-    wide, length = torch.promote_types(v.dtype, torch.float32), q.shape[1]
+    wide = torch.promote_types(v.dtype, torch.float32)
     inputs = (q, k, v, log_decay, beta)
     made = [x.new_empty(x.shape) for x in inputs]
     first = v.new_empty(_state_shape(k, v), dtype=wide)
     for heads in _slices(k, v, chunk, 2):
         mine = [x[:, :, heads] for x in inputs]
-        row = _Row.of(mine, begins, chunk)
-        states = row.states(None if state is None else state[:, heads])
-        after = None if grad_state is None else grad_state[:, heads]
-        *found, first[:, heads] = row.gradients(_chunks(grad[:, :, heads], wide, row.size), after, states)
-        found = [_tokens(x, length) for x in found]
-        found[0] = _normed_backward(found[0].squeeze(3), mine[0], q.shape[-1] ** -0.5)
-        found[1] = _normed_backward(found[1].squeeze(3), mine[1], 1.0)
-        for whole, part in zip(made, found, strict=True):
-            whole[:, :, heads] = part.to(whole.dtype)
+        before, after = (None if x is None else x[:, heads] for x in (state, grad_state))
+        found, first[:, heads] = _gradients(mine, begins, before, grad[:, :, heads], after, chunk)
+        for whole in made:
+            whole[:, :, heads] = found.pop(0)  # and so it is gone before the next heads
     return (*made, first)  # type: ignore[return-value]
+
+
+def _gradients(
+    given: Sequence[Tensor],
+    begins: Tensor | None,
+    state: Tensor | None,
+    grad: Tensor,
+    grad_state: Tensor | None,
+    chunk: int,
+) -> tuple[list[Tensor], Tensor]:
+    """`gated_delta_rule_backward` of some key heads."""
+    row, (q, k, *_) = _Row.of(given, begins, chunk), given
+    states = row.states(state)
+    *found, first = row.gradients(_chunks(grad, row.q.dtype, row.size), grad_state, states)
+    found = [_tokens(x, q.shape[1]) for x in found]
+    found[0] = _normed_backward(found[0].squeeze(3), q, q.shape[-1] ** -0.5)
+    found[1] = _normed_backward(found[1].squeeze(3), k, 1.0)
+    return found, first
 
 
 def _slices(k: Tensor, v: Tensor, chunk: int, passes: int) -> list[slice]:
     """Key heads that are computed together, so that what lies between takes no more than `WORKING` bytes, or
-    what one of them takes."""
+    what one of them takes: `titancli.planning.delta` computes it too."""
     wide = torch.promote_types(v.dtype, torch.float32).itemsize
     width, size = k.shape[-1] + v.shape[-1], max(1, min(chunk, k.shape[1]))
     of_token = 6 * width + 6 * size + 2 * k.shape[-1] * width / size
