@@ -166,6 +166,7 @@ def test_what_an_optimizer_keeps_on_itself_is_warned_of_once(caplog: pytest.LogC
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
     optimizer.means, optimizer.cache, optimizer.inner = {}, [torch.ones(2)], torch.optim.Adam([weight])  # type: ignore[attr-defined]
+    optimizer.best = float("nan")  # type: ignore[attr-defined]
     optimizer_state.remember(optimizer)
     optimizer.param_groups[0]["lr"] = 0.2
     optimizer_tensors(optimizer, [("w", weight)])

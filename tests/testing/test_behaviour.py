@@ -579,6 +579,17 @@ class Endlessly(Wrapped):
         return self.local.sample(prompts, seeds, [9] * len(limits), greedy=greedy)
 
 
+class Stale(Wrapped):
+    """Has what it sampled from the weights before."""
+
+    def sample(self, prompts: Any, seeds: Any, limits: Any, *, greedy: bool = False) -> Any:
+        self.kept = getattr(self, "kept", {})
+        asked = repr((prompts, seeds, greedy))
+        if asked not in self.kept:
+            self.kept[asked] = super().sample(prompts, seeds, limits, greedy=greedy)
+        return self.kept[asked]
+
+
 class Trains(Wrapped):
     def sample(self, prompts: Any, seeds: Any, limits: Any, *, greedy: bool = False) -> Any:
         with torch.no_grad():
@@ -593,6 +604,7 @@ class Trains(Wrapped):
         (OwnSeeds, "[again] the same prompts and seeds give other tokens the second time"),
         (OfThePlace, "[again] a prompt alone gives other tokens than among others"),
         (Tempered, "[log-probabilities] its log-probabilities are "),
+        (Stale, "or top-p after a step and update(version): it must take over the new weights"),
         (Endlessly, "[completions] a completion has "),
         (Trains, "[training] after sampling, training is not what it was: "),
     ],

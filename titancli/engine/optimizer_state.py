@@ -133,7 +133,7 @@ def _warn_of_what_is_lost(optimizer: torch.optim.Optimizer) -> None:
     if (began := _began.get(optimizer)) is None:
         return
     now = outside_of_state(optimizer, _mark)
-    changed = sorted(name for name, value in now.items() if name not in began or began[name] != value)
+    changed = sorted(name for name, value in now.items() if repr(began.get(name)) != repr(value))  # NaN too
     if changed:
         del _began[optimizer]
         logger.warning(
