@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -179,6 +180,31 @@ def test_what_an_optimizer_keeps_on_itself_is_warned_of_once(caplog: pytest.LogC
         optimizer_tensors(optimizer, [("w", weight)])
     [said] = caplog.messages
     assert "the optimizer SGD keeps cache, inner, means, param_groups[0]['k'] on itself" in said
+
+
+def test_what_a_checkpoint_has_and_what_torch_notes_is_not_warned_of(caplog: pytest.LogCaptureFixture):
+    """Nor is it an error that an optimizer knows the one that it is in, or has tensors without a version."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer: Any = torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=True)
+    optimizer.named, optimizer.moments = {"w": weight}, []
+    optimizer.inner = torch.optim.Adam([weight])
+    optimizer.inner.outer = optimizer
+    with torch.inference_mode():
+        optimizer.fixed = torch.ones(2)
+    optimizer_state.remember(optimizer)
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    optimizer.moments.append(optimizer.state[weight]["momentum_buffer"])
+    optimizer_tensors(optimizer, [("w", weight)])
+    assert not caplog.messages
+
+
+def test_a_tensor_at_the_address_of_the_one_before_is_another(monkeypatch: pytest.MonkeyPatch):
+    before = optimizer_state._mark(torch.ones(1))
+    now = torch.ones(1)
+    monkeypatch.setattr(optimizer_state, "id", lambda tensor: 0, raising=False)
+    assert optimizer_state._mark(now) != before
+    assert optimizer_state._mark(now) == optimizer_state._mark(now)
 
 
 def test_a_group_is_left_alone_where_the_state_is_made():

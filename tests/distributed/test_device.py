@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from titancli.distributed import process_group
+from titancli.errors import EnvironmentProblem
 
 
 @pytest.mark.parametrize("is_initialized", [True, False])
@@ -34,3 +35,6 @@ def test_the_gpu_of_an_engine_is_made_the_current_one(
     assert met == ([] if is_initialized else [(1, 1)])
     found = process_group.join("cuda", 1)  # the one that is current, or this rank's
     assert found == torch.device("cuda", 1 if is_initialized else 0) and current == [found.index]
+    with pytest.raises(EnvironmentProblem, match="cannot use cuda:2: 2 GPUs are visible"):
+        process_group.join("cuda:2", 1)
+    assert current == [found.index]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from titancli.engine.optimizer_state import outside_of_state
 from titancli.errors import TitanError
 from titancli.optimizers import AdamW, adamw
 from titancli.optimizers.adamw import MixedAdamW, build
@@ -81,9 +82,11 @@ def test_the_compiled_step_equals_ours_and_is_not_compiled_again(monkeypatch, st
     assert not eager._in_one_kernel([p for _, p in theirs])  # not on a CPU
     compiled = MixedAdamW([p for _, p in ours], **settings, fused=True)
     monkeypatch.setattr(compiled, "_in_one_kernel", lambda tensors: True)
+    began = outside_of_state(compiled, id)
     for a, b in zip(train(compiled, ours), train(eager, theirs), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
     assert len(graphs) == 2  # one for each size; none for another step, or for another skipped one
+    assert outside_of_state(compiled, id) == began  # else a run would warn of it when it saves
     compiled.grad_scale, compiled.found_inf = torch.tensor(2.0), torch.tensor(1.0)
     train(compiled, ours)
     assert len(graphs) == 2

@@ -342,6 +342,12 @@ def _check_device(device: torch.device | str | None) -> None:
         raise UsageError(f"an engine cannot use the device {device!r}", hint='"cpu" or "cuda"')
     if kind == "cuda" and not torch.cuda.is_available():
         raise EnvironmentProblem("torch finds no GPU", hint='use device="cpu", or omit it')
+    count = torch.cuda.device_count()
+    if kind == "cuda" and (torch.device(device).index or 0) >= count:
+        raise EnvironmentProblem(
+            f"an engine cannot use {device}: {count} GPU{' is' if count == 1 else 's are'} visible",
+            hint="GPUs are numbered from cuda:0; CUDA_VISIBLE_DEVICES says which are visible",
+        )
 
 
 def enlist(engine: Any) -> None:

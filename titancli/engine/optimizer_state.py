@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdRef
 
 from titancli.errors import EnvironmentProblem, TitanError
 
@@ -27,6 +28,10 @@ RATES = ("params", "lr", "initial_lr", "peak_lr")
 """Of a parameter group: what the recipe and its schedule give anew at each start."""
 SWITCHES = ("grad_scale", "found_inf")
 """What a step sets and takes back, as torch's fused optimizers heed it."""
+NOTES = ("_need_device_dtype_check_for_fused", "_opt_called", "_warned_capturable_if_run_uncaptured")
+"""What torch's own optimizers and schedulers note on an optimizer, on which no step depends."""
+DEPTH = 4
+"""Of containers and optimizers within each other, how many are looked into."""
 
 _began: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[str, Any]] = weakref.WeakKeyDictionary()
 """What an optimizer kept outside of its state when it was built."""
@@ -93,29 +98,44 @@ def initialise_state(optimizer: torch.optim.Optimizer) -> None:
             state["step"].zero_()
 
 
-def outside_of_state(optimizer: torch.optim.Optimizer, of_tensor: Callable[[Tensor], Any]) -> dict[str, Any]:
+def outside_of_state(
+    optimizer: torch.optim.Optimizer, of_tensor: Callable[[Tensor], Any], depth: int = 0
+) -> dict[str, Any]:
     """Return what an optimizer keeps on itself and in its groups, by where: no checkpoint holds it.
 
     Args:
         of_tensor: what stands for a tensor; numbers and texts are themselves, containers lists of what is in
-            them, and what is none of these is left out.
+            them, and what is none of these is left out, as are parameters and what is in the state.
+        depth: in how many others the optimizer is.
     """
+    saved = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for state in optimizer.state.values():
+        saved |= {id(value) for value in state.values()} if isinstance(state, Mapping) else set()
 
-    def told(value: Any, depth: int) -> Any:
+    def of_unsaved(tensor: Tensor) -> Any:
+        return None if id(tensor) in saved else of_tensor(tensor)
+
+    def found_in(value: Any, depth: int) -> Any:
         if isinstance(value, Tensor):
-            return of_tensor(value)
+            return of_unsaved(value)
+        if isinstance(value, (numbers.Number, str)):
+            return value
+        if depth >= DEPTH:
+            return None
         if isinstance(value, torch.optim.Optimizer):
-            own = {} if value.state is optimizer.state else {"state": told(value.state, depth + 1)}
-            return {**outside_of_state(value, of_tensor), **own}
-        if isinstance(value, (Mapping, list, tuple, set, frozenset)) and depth < 4:
-            return [told(one, depth + 1) for one in (value.values() if isinstance(value, Mapping) else value)]
-        return value if isinstance(value, (numbers.Number, str)) else None
+            own = {} if value.state is optimizer.state else {"state": found_in(value.state, depth + 1)}
+            return {**outside_of_state(value, of_unsaved, depth + 1), **own}
+        if isinstance(value, Mapping):
+            value = value.values()
+        elif not isinstance(value, (list, tuple, set, frozenset)):
+            return None
+        return [inner for one in value if (inner := found_in(one, depth + 1)) is not None] or None
 
-    known = vars(torch.optim.SGD([torch.zeros(1)])).keys() | set(SWITCHES)
-    found = {name: told(value, 0) for name, value in vars(optimizer).items() if name not in known}
+    known = vars(torch.optim.SGD([torch.zeros(1)])).keys() | {*SWITCHES, *NOTES}
+    found = {name: found_in(value, depth) for name, value in vars(optimizer).items() if name not in known}
     for number, group in enumerate(optimizer.param_groups):
         for name in group.keys() - set(RATES):
-            found[f"param_groups[{number}][{name!r}]"] = told(group[name], 0)
+            found[f"param_groups[{number}][{name!r}]"] = found_in(group[name], depth)
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -124,9 +144,9 @@ def remember(optimizer: torch.optim.Optimizer) -> None:
     _began[optimizer] = outside_of_state(optimizer, _mark)
 
 
-def _mark(tensor: Tensor) -> tuple[int, int]:
-    """Another one for another tensor, and after a change in place."""
-    return id(tensor), tensor._version
+def _mark(tensor: Tensor) -> tuple[WeakIdRef, int]:
+    """Another one for another tensor, also where that has taken its address, and after a change in place."""
+    return WeakIdRef(tensor), 0 if tensor.is_inference() else tensor._version
 
 
 def _warn_of_what_is_lost(optimizer: torch.optim.Optimizer) -> None:

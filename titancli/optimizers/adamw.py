@@ -105,7 +105,8 @@ class MixedAdamW(torch.optim.Optimizer):
             for number, parameter in enumerate(every)
         }
         self._places = {parameter: place_of(parameter) for parameter in every}
-        self._places_on_device: dict[nn.Parameter, tuple[Any, ...]] = {}
+        # Once for each. Kept by a function: of what the optimizer keeps itself, a run warns when it saves.
+        self._place_on_device = cache(partial(_place_on_device, self._salts, self._places))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -170,16 +171,6 @@ class MixedAdamW(torch.optim.Optimizer):
         for tensor, changed in zip(tensors, flat, strict=True):
             if not tensor.is_contiguous() and tensor is not tensors[1]:  # then what was changed is a copy
                 tensor.copy_(changed.view(tensor.shape))
-
-    def _place_on_device(self, parameter: nn.Parameter) -> tuple[Any, ...]:
-        """Salt, offset and steps as scalars on the device, filled there: to copy them would wait."""
-        if parameter not in self._places_on_device:
-            offset, steps = self._places[parameter]
-            numbers = (self._salts[parameter], offset, *(steps or ()))
-            device = _local(parameter).device
-            scalars = tuple(torch.full((), n, dtype=torch.int32, device=device) for n in numbers)
-            self._places_on_device[parameter] = (*scalars[:2], scalars[2:] or None)
-        return self._places_on_device[parameter]
 
     def _in_one_kernel(self, tensors: Sequence[Tensor]) -> bool:
         return self._fused and all(tensor.is_cuda and tensor.is_contiguous() for tensor in tensors)
@@ -247,6 +238,19 @@ def _compiled_update() -> Callable[..., None]:
     # A graph for each size: kernels for any size know of no alignment, and are several times as slow.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SIZES)
     return torch.compile(_update_, dynamic=False, fullgraph=True)
+
+
+def _place_on_device(
+    salts: Mapping[nn.Parameter, int], places: Mapping[nn.Parameter, Any], parameter: nn.Parameter
+) -> tuple[Any, ...]:
+    """Salt, offset and steps as scalars on the device, filled there: to copy them would wait."""
+    offset, steps = places[parameter]
+    device = _local(parameter).device
+    salt, first, *rest = (
+        torch.full((), number, dtype=torch.int32, device=device)
+        for number in (salts[parameter], offset, *(steps or ()))
+    )
+    return salt, first, tuple(rest) or None
 
 
 def _on(like: Tensor, scalar: Tensor | None) -> Tensor | None:

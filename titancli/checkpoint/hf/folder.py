@@ -317,7 +317,7 @@ class HFReader:
                 raise EnvironmentProblem(
                     f"{self.folder} holds weights twice: {library.weights}, and those that {library.index} "
                     f"names",
-                    hint="remove the ones that are not meant; transformers reads the first",
+                    hint=f"remove the files that you do not want; transformers reads {library.weights}",
                 )
         elif (self.folder / library.weights).is_file():
             names = [library.weights]
