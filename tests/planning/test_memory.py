@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.planning.measure import measured, planned, recipe
 from tests.rows import rows
 from titancli.engine.dry_run import dry_run
+from titancli.planning.module_memory import block_memory
 from titancli.recipe import load_recipe
 
 BF16 = "training.mixed_precision_param=bfloat16"
@@ -217,6 +219,14 @@ def test_a_family_whose_operator_takes_most_inside(case: str) -> None:
     computed, (real, *_) = planned(found, world).worst, dry_run(found, world).ranks
     assert computed.total == pytest.approx(real.peak_bytes, rel=0.05)
     assert computed.parameters == real.parameters
+
+
+def test_norms_by_one_plus_weight_keep_what_they_read_in_fp32_on_a_gpu_too() -> None:
+    work = planned(load_recipe("qwen3_next_debug", [BF16]).recipe, 1, "H100").work
+    plain = replace(work, shape=replace(work.shape, zero_centred=False))
+    block, *_ = work.shape.blocks  # of gated DeltaNet, whose own norm is plain
+    more = block_memory(block, work, "none").kept - block_memory(block, plain, "none").kept
+    assert more == 2 * work.tokens * work.shape.dim * (4 - 2)
 
 
 BOUND = 0.08

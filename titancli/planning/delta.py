@@ -25,15 +25,17 @@ def delta_operations(part: DeltaNet, work: Workload, x: str) -> Iterator[Operati
     yield linear("steps", x, tokens, work.shape.dim, 2 * heads, c)
     saves = {"wide steps": 2 * rates, "kept": 2 * rates}
     yield Operation("rates", 2 * rates, saves=saves, done=2 * rates, gradients=2 * rates, moved=8 * rates)
-    before = "mixed, gate"
+    before, there = "mixed, gate", mixed
+    if c < FP32:  # one tensor, which stays for the part that is convolved; else the gate is kept as it is
+        there += values * c
     if work.degrees.cp > 1:
         yield exchange("whole rows", mixed, "cp")
         yield exchange("whole rates", 2 * rates, "cp")
-        before = "whole rows"
+        before, there = "whole rows", mixed
     yield Operation(
         "convolved",
         mixed,
-        saves={before: mixed, "after zeros": mixed},
+        saves={before: there, "after zeros": mixed},
         done=mixed,
         gradients=mixed,
         beside=2 * mixed + 3 * mixed * FP32 / c,
@@ -74,7 +76,7 @@ def delta_operations(part: DeltaNet, work: Workload, x: str) -> Iterator[Operati
     yield Operation("last state", last, keeps=("last state",))
     if work.degrees.cp > 1:
         yield exchange("own read", out, "cp")
-    yield norm("read", "normed read", tokens * heads, part.value_dim, work)
+    yield norm("read", "normed read", tokens * heads, part.value_dim, work, plain=True)
     yield from gated("normed read", values, work, swish=True)
 
 

@@ -114,9 +114,12 @@ def norm(
     *,
     residual: bool = False,
     weight: bool = True,
+    plain: bool = False,
 ) -> Operation:
-    """RMSNorm. On a CPU torch has no kernel for it but does it step by step, in fp32, and keeps more.
+    """RMSNorm. On a CPU torch has no kernel for it but does it step by step, in fp32, and keeps more. One by
+    1 + weight is in fp32 everywhere: `titancli.models.blocks.norm`.
 
+    `plain`: it is by its weight also where the model's others are not.
     `residual`: the stream that passes the norm by has a gradient already, and both are added.
     """
     own, full, rstd = tokens * width * work.compute, tokens * width * FP32, tokens * FP32
@@ -125,6 +128,8 @@ def norm(
         cast = work.compute < FP32
         saves = {f"fp32 {x}" if cast else x: full} | ({f"hat {x}": full} if weight else {})
         beside = 4 * full - own if cast else 3 * full
+    elif work.engine == "gpu" and work.compute < FP32 and work.shape.zero_centred and not plain:
+        saves, beside = {f"fp32 {x}": full}, 2 * full
     gradients = 0.0 if residual else own
     one = Operation(
         result,
