@@ -186,6 +186,7 @@ def _steps_unread(optimizer: str) -> list[float]:
     engine = engine_of({}, Wrong(calls=[3]), optimizer)
     assert engine.guard is not None
     engine.guard.too_many()  # as a run does, which reads what the device is done with
+    engine.guard._reads = False  # as on a GPU
     for number in range(4):
         engine.forward_backward(my_batches(engine, number))
         with no_reading():
@@ -229,6 +230,28 @@ def test_a_spike_is_what_numpy_says_it_is() -> None:
     assert found == expected
     assert 5 < sum(found) < 40
     assert guard.skipped == sum(found)
+
+
+def test_a_guard_on_a_cpu_holds_the_same_bits_as_one_that_reads_nothing() -> None:
+    """Spikes, numbers that are not finite, a new level, and steps whose loss keeps to none."""
+    section = Stability(window=6, sigma=3.0)
+    guards = [Guard(section, CPU), Guard(section, CPU)]
+    guards[1]._reads = False
+    norms = np.random.default_rng(2).lognormal(0.0, 0.3, 60)
+    norms[30:] *= 20
+    norms[[9, 20]], norms[[3, 25, 44]] = 9.0, np.nan
+    verdicts = []
+    for number, norm in enumerate(norms):
+        given = (number, torch.tensor(norm).float(), torch.tensor(1.0))
+        first, second = (guard.judge(*given, steady=number % 7 != 0) for guard in guards)
+        verdicts.append(bool(first))
+        assert (first.dtype, first.shape, bool(first)) == (second.dtype, second.shape, bool(second))
+        for name in ("_values", "_applied", "_above", "_above_count", "_record"):
+            one, other = (getattr(guard, name) for guard in guards)
+            assert one.dtype == other.dtype and torch.equal(one, other), (number, name)
+        assert guards[0].skipped == guards[1].skipped
+    assert 6 < sum(verdicts) < 20 and guards[0].too_many() == guards[1].too_many()
+    assert guards[0]._record[9] == 1
 
 
 def test_numbers_that_hardly_vary_do_not_make_a_spike_of_anything() -> None:

@@ -14,6 +14,7 @@ from tests.engine import cases
 from tests.engine.cases import Layout
 from tests.parallel.dropout_cases import Dropping
 from titancli.engine import Engine
+from titancli.engine.rng import Stream, derive
 
 pytestmark = pytest.mark.ranks
 
@@ -55,6 +56,18 @@ VERBS = ["forward", "evaluate", "forward_backward", "optim_step", "a loss that r
 def test_a_verb_leaves_the_generators_of_the_process_alone(ranks: Any, verb: str) -> None:
     ((after, without),) = ranks(1, process_draws, verb)
     assert after == without
+
+
+def test_a_stream_draws_what_generators_of_its_seed_draw_and_goes_on_where_it_was_left() -> None:
+    seed = derive(3, "a step")
+    python, numpy = random.Random(seed), np.random.RandomState(seed % 2**32)
+    cpu = torch.Generator().manual_seed(seed)
+    stream = Stream(torch.device("cpu"), 3, "a step")
+    for _ in range(3):
+        expected = (python.gauss(0, 1), numpy.randn(), torch.randn(3, generator=cpu).tolist())
+        for one in (stream.copy(), stream):
+            with one.drawn():
+                assert (random.gauss(0, 1), np.random.randn(), torch.randn(3).tolist()) == expected
 
 
 def sampled_until_good() -> int:

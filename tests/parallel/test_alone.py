@@ -28,7 +28,7 @@ from titancli.engine.dry_run import local as here
 from titancli.engine.weights import weights_changed
 from titancli.models.blocks.decoder import Decoder as Model
 from titancli.parallel import decoder
-from titancli.parallel.alone import summed_in_float32, summed_over_ranks
+from titancli.parallel.alone import summed_in_float32, summed_over_ranks, whole_on_ranks
 from titancli.recipe.schema import Recipe
 from titancli.registry import current
 from titancli.registry.component import build
@@ -169,7 +169,8 @@ def summed() -> list[list[float]]:
     model.weight = torch.nn.Parameter(DTensor.from_local(model.weight.detach(), mesh, [Replicate()]))
     found = []
     for raises in (False, True, False):
-        with pytest.raises(KeyError) if raises else nullcontext(), summed_over_ranks([model]):
+        whole = whole_on_ranks([model])
+        with pytest.raises(KeyError) if raises else nullcontext(), summed_over_ranks(whole):
             for _ in range(2):
                 (local(model.weight) * (rank + 1)).sum().backward()
             if raises:

@@ -6,7 +6,6 @@ device: what is wrong there is replaced by something harmless, and the step's nu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -53,7 +52,10 @@ def readable(batch: Batch) -> bool:
 
 def fault(batch: Batch, limits: Limits, who: str = "the batch contains") -> Fault | None:
     """The first number that may not be there, of a batch that is readable; `who` begins the sentence."""
-    for name, outside in _outside(batch, limits):
+    for name in _bounded(batch):
+        if _is_inside(batch[name], limits.top(name)):
+            continue
+        outside = _outside(name, batch[name], limits)
         if bool(outside.any()):
             place = outside.nonzero()[0].tolist()
             return _fault(who, name, int(batch[name][tuple(place)]), place, limits.top(name))
@@ -73,7 +75,8 @@ def harmless(batch: Batch, limits: Limits) -> tuple[Batch, Tensor]:
     Nothing is read to the host: what says so is a bool tensor on the device.
     """
     tensors, found = dict(batch), []
-    for name, outside in _outside(batch, limits):
+    for name in _bounded(batch):
+        outside = _outside(name, batch[name], limits)
         tensors[name] = batch[name].masked_fill(outside, 0)
         found.append(outside.any())
     if "document_ids" in batch:
@@ -85,14 +88,23 @@ def _given(batch: Batch) -> list[str]:
     return [name for name in INTEGERS if name in batch]
 
 
-def _outside(batch: Batch, limits: Limits) -> Iterator[tuple[str, Tensor]]:
-    """Where ids and positions are none, bool, by name."""
-    for name in _given(batch):
-        if name == "document_ids":  # any integers
-            continue
-        values, top = batch[name], limits.top(name)
-        outside = values < 0 if top is None else (values < 0) | (values >= top)
-        yield name, outside & (values != IGNORE) if name == "targets" else outside
+def _bounded(batch: Batch) -> list[str]:
+    return [name for name in _given(batch) if name != "document_ids"]  # which are any integers
+
+
+def _is_inside(values: Tensor, top: int | None) -> bool:
+    """Whether one pass over the values is enough to see that all of them are ids or positions."""
+    if values.dtype != torch.int64 or not values.numel():
+        return False
+    low, high = values.aminmax()
+    return int(low) >= 0 and (top is None or int(high) < top)
+
+
+def _outside(name: str, values: Tensor, limits: Limits) -> Tensor:
+    """Where ids and positions are none, bool."""
+    top = limits.top(name)
+    outside = values < 0 if top is None else (values < 0) | (values >= top)
+    return outside & (values != IGNORE) if name == "targets" else outside
 
 
 def _split(document_ids: Tensor) -> Tensor:

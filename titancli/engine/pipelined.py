@@ -26,7 +26,7 @@ from titancli.errors import TitanError
 from titancli.layout.stages import StageError, check_microbatches
 from titancli.losses.result import LossResult
 from titancli.observe.phases import phase
-from titancli.parallel.alone import held, summed_over_ranks
+from titancli.parallel.alone import held, summed_over_ranks, whole_on_ranks
 
 if TYPE_CHECKING:
     from titancli.distributed.local import RowCut
@@ -133,7 +133,7 @@ class PipelinedModel:
         with ExitStack() as stack:
             stack.enter_context(self._load.of_call())
             stack.enter_context(phase("forward_backward"))
-            stack.enter_context(summed_over_ranks(parts))
+            stack.enter_context(summed_over_ranks(whole_on_ranks(parts)))
             for part in parts:
                 stack.enter_context(held(part))
             if self._load:

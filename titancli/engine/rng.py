@@ -33,14 +33,10 @@ class Stream:
 
     def __init__(self, device: torch.device, *parts: object) -> None:
         """`parts` are what `derive` makes the seed of."""
-        value = derive(*parts)
+        self._seed = derive(*parts)
         self._device = None if device.type == "cpu" else device
-        self._state = _State(
-            random.Random(value).getstate(),
-            np.random.RandomState(value % 2**32).get_state(),
-            torch.Generator().manual_seed(value).get_state(),
-            None if self._device is None else torch.Generator(self._device).manual_seed(value).get_state(),
-        )
+        self._state: _State | None = None
+        """Where it was left; None: nothing was drawn yet."""
 
     def copy(self) -> Stream:
         """Return one that draws the same from now on."""
@@ -50,12 +46,24 @@ class Stream:
     def drawn(self) -> Iterator[None]:
         """Draw from this; afterwards, and where something raises, the process's generators are as before."""
         own = _State.now(self._device)
-        self._state.take_effect(self._device)
+        if self._state is None:
+            _seed_all(self._seed, self._device)
+        else:
+            self._state.take_effect(self._device)
         try:
             yield
         finally:
             self._state = _State.now(self._device)
             own.take_effect(self._device)
+
+
+def _seed_all(seed: int, device: torch.device | None) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    if device is not None:
+        state = torch.Generator(device).manual_seed(seed).get_state()
+        torch.get_device_module(device).set_rng_state(state, device)
 
 
 class _State(NamedTuple):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from titancli.engine.inputs import checked
 from titancli.observe.pace import pace
 from titancli.observe.phases import phase
-from titancli.parallel.alone import summed_in_float32, summed_over_ranks
+from titancli.parallel.alone import summed_in_float32, summed_over_ranks, whole_on_ranks
 from titancli.parallel.fsdp import reduce_after
 
 if TYPE_CHECKING:
@@ -54,6 +55,11 @@ class WholeModel:
     ) -> None:
         self._model, self._load, self._accumulate, self._row_cut = model, load, accumulate, row_cut
 
+    @cached_property
+    def _whole(self) -> list[Any]:
+        # At the first step: a model's parameters get their memory after this was made, and stay from then on.
+        return whole_on_ranks([self._model])
+
     def forward(self, batch: Batch, loss: Any) -> Any:
         return self._model(**inputs_of(self._model, batch, self._row_cut), batch=batch, loss=loss)
 
@@ -64,7 +70,7 @@ class WholeModel:
         unsharded = self._accumulate == "unsharded" and len(batches) > 1
         with (
             self._load.of_call(),
-            summed_over_ranks([self._model]),
+            summed_over_ranks(self._whole),
             summed_in_float32(self._model) if unsharded else nullcontext(lambda: None) as add_gradients,
         ):
             if self._load and len(batches) > 1:
@@ -106,6 +112,8 @@ def marked(sums: dict[str, Tensor], poison: Tensor | None) -> dict[str, Tensor]:
 
 def summed(sums: dict[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, Tensor]:
     """Sum scalars over ranks by name; names and their order are the same on every rank. Collective."""
+    if dist.get_world_size(group) == 1:
+        return dict(sums)
     total = torch.stack(list(sums.values()))
     dist.all_reduce(total, group=group)
     return dict(zip(sums, total.unbind(), strict=True))
@@ -113,6 +121,8 @@ def summed(sums: dict[str, Tensor], group: dist.ProcessGroup | None) -> dict[str
 
 def largest(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return the largest of the ranks' scalars; NaN if one of them is. Collective."""
+    if dist.get_world_size(group) == 1:
+        return value
     # A maximum over NaN is whatever comes first.
     both = torch.stack((value.isnan().float(), value.nan_to_num(-torch.inf, torch.inf, -torch.inf)))
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 from threading import Lock
 from typing import Any, Literal, TypedDict
 
@@ -181,12 +183,12 @@ class Watched:
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self._named = _named(parts)
-        self._places: list[tuple[dict[str, Any], list[tuple[str, Any]]]] = []
-        """The modules' own dictionaries, and what was in them: compared by identity, at each verb."""
-        for part in parts:
-            for module in part.modules():
-                for dictionary in (module._parameters, module._modules):
-                    self._places.append((dictionary, list(dictionary.items())))
+        modules = [module for part in parts for module in part.modules()]
+        self._places: list[dict[str, Any]] = [d for m in modules for d in (m._parameters, m._modules)]
+        """The modules' own dictionaries; and what was in them, compared by identity at each verb."""
+        self._sizes = [*map(len, self._places)]
+        self._keys = [*chain.from_iterable(self._places)]
+        self._values = [*chain.from_iterable(map(dict.values, self._places))]
 
     def check(self, verb: str, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None) -> None:
         """
@@ -194,7 +196,7 @@ class Watched:
             TitanError: parameters were replaced, added or taken away; or one requires a gradient, but the
                 optimizer does not have it.
         """
-        if not all(_same(dictionary, items) for dictionary, items in self._places):
+        if not self._same():
             self._compare(verb, _named(parts))
         if optimizer is None:
             return
@@ -207,6 +209,14 @@ class Watched:
                 hint="parameters can be frozen after an engine was built, but not unfrozen: build the "
                 "engine with them",
             )
+
+    def _same(self) -> bool:
+        """Whether nothing has changed. (No loop of Python's own: there are hundreds of dictionaries.)"""
+        return (
+            [*map(len, self._places)] == self._sizes
+            and [*chain.from_iterable(self._places)] == self._keys
+            and all(map(is_, chain.from_iterable(map(dict.values, self._places)), self._values))
+        )
 
     def _compare(self, verb: str, now: dict[str, nn.Parameter]) -> None:
         changed = [name for name, p in now.items() if self._named.get(name) is not p]
@@ -225,10 +235,6 @@ class Watched:
 
 def _named(parts: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
     return {name: parameter for part in parts for name, parameter in part.named_parameters()}
-
-
-def _same(dictionary: dict[str, Any], items: list[tuple[str, Any]]) -> bool:
-    return len(dictionary) == len(items) and all(dictionary.get(key) is value for key, value in items)
 
 
 def _listed(names: list[str]) -> str:

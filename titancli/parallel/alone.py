@@ -75,20 +75,25 @@ def summed_in_float32(model: nn.Module) -> Iterator[Callable[[], None]]:
         p.grad = made if gradient is None else gradient if made is None else gradient + made
 
 
-@contextmanager
-def summed_over_ranks(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Sum over ranks the gradients of what tensor parallelism keeps whole on each, where FSDP2 does not,
-    once, when all backwards inside are done, in float32 and in one exchange. Collective.
-
-    If one of them raises, these gradients are those of before.
-    """
-    parameters = [
+def whole_on_ranks(models: Iterable[nn.Module]) -> list[Any]:
+    """Return the parameters that tensor parallelism keeps whole on each rank and FSDP2 does not hold."""
+    return [
         p
         for model in models
         if not isinstance(model, FSDPModule)
         for p in model.parameters()
-        if p.requires_grad and isinstance(p, DTensor) and p.placements == (Replicate(),)
+        if isinstance(p, DTensor) and p.placements == (Replicate(),)
     ]
+
+
+@contextmanager
+def summed_over_ranks(parameters: Iterable[Any]) -> Iterator[None]:
+    """Sum the gradients of `whole_on_ranks` over ranks once, when all backwards inside are done, in float32
+    and in one exchange. Collective.
+
+    If one of them raises, these gradients are those of before.
+    """
+    parameters = [p for p in parameters if p.requires_grad]
     before = [p.grad for p in parameters]
     for p in parameters:
         p.grad = None

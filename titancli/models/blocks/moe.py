@@ -275,4 +275,11 @@ class Rearrange(torch.autograd.Function):
 
 def moe_layers(model: nn.Module) -> dict[str, MoE]:
     """A model's mixture-of-experts layers by name."""
+    modules = [model]
+    for module in modules:  # asked for at each step: where there are none, a walk without names is quicker
+        if isinstance(module, MoE):
+            break
+        modules += [child for child in module._modules.values() if child is not None]
+    else:
+        return {}
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
