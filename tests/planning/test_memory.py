@@ -10,6 +10,7 @@ import pytest
 from tests.planning.measure import measured, planned, recipe
 from tests.rows import rows
 from titancli.engine.dry_run import dry_run
+from titancli.planning.estimate import as_data
 from titancli.planning.module_memory import block_memory
 from titancli.recipe import load_recipe
 
@@ -227,6 +228,17 @@ def test_norms_by_one_plus_weight_keep_what_they_read_in_fp32_on_a_gpu_too() -> 
     block, *_ = work.shape.blocks  # of gated DeltaNet, whose own norm is plain
     more = block_memory(block, work, "none").kept - block_memory(block, plain, "none").kept
     assert more == 2 * work.tokens * work.shape.dim * (4 - 2)
+
+
+def test_scores_that_a_gpu_makes_in_fp32_are_named_as_not_counted() -> None:
+    def notes(device: str, *overrides: str) -> list[str]:
+        found = load_recipe("qwen3_next_debug", overrides).recipe
+        estimated = planned(found, 1, device)
+        told = as_data(found, estimated.work.degrees, estimated.work.device, estimated)
+        return [note for note in told["notes"] if "scores" in note]
+
+    assert len(notes("H100")) == 1
+    assert notes("H100", BF16) == notes("cpu") == notes("H100", "model.n_kv_heads=4") == []
 
 
 BOUND = 0.08

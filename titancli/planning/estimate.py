@@ -7,9 +7,10 @@ from functools import cached_property
 from typing import Any
 
 from titancli.layout.degrees import Degrees
-from titancli.models.shape import Decoder
+from titancli.models.shape import Attention, Decoder
 from titancli.observe.peaks import Device
 from titancli.planning.memory import RankMemory, rank_memory
+from titancli.planning.operations import FP32
 from titancli.planning.pipeline import bubble
 from titancli.planning.speed import Flow, Speed, flows, speed
 from titancli.planning.workload import Workload, assumed, workload
@@ -99,6 +100,7 @@ def as_data(recipe: Recipe, degrees: Degrees, device: Device, found: Estimate | 
     work = found.work
     flops = work.shape.flops_per_token(work.seq_len)
     return told | {
+        "notes": [*assumed(recipe, described=True), *_uncounted(work)],
         "parameters": {"model": work.shape.size, "rank": round(found.worst.parameters)},
         "memory": _memory(found),
         "copies": _copies(recipe, work),
@@ -111,6 +113,18 @@ def as_data(recipe: Recipe, degrees: Degrees, device: Device, found: Estimate | 
         "pipeline": _pipeline(work),
         "speed": None if found.speed is None else asdict(found.speed),
     }
+
+
+def _uncounted(work: Workload) -> list[str]:
+    """What memory the sums leave out; a sentence each."""
+    layers = [block.attention for block in work.shape.blocks]
+    shared = any(isinstance(one, Attention) and one.kv_heads < one.heads for one in layers)
+    if work.device.is_gpu and work.compute == FP32 and shared:
+        return [
+            "in float32, heads that share keys and values have no fused attention kernel on a GPU; "
+            "the scores, sequence length times sequence length for each head, are not counted"
+        ]
+    return []
 
 
 def _memory(found: Estimate) -> dict[str, Any]:
