@@ -127,6 +127,7 @@ def test_biases_of_weights_can_be_kept_as_they_are(tmp_path: Path, caplog: pytes
             for name, layer in moe_layers(engine.model).items():
                 assert biases[name].any() and torch.equal(layer.expert_bias, biases[name])
     assert "load_balance_coeff" not in caplog.text
+    assert caplog.text.count("biases of the experts stay as they are") == 2
 
 
 def test_the_load_of_the_busiest_expert_is_reported_for_each_layer() -> None:

@@ -22,7 +22,7 @@ from titancli.data.values import Limits
 from titancli.distributed.local import RowCut
 from titancli.distributed.mesh import Mesh
 from titancli.distributed.process_group import groups_wait_as_the_default_one
-from titancli.engine.experts import ExpertLoad, begins_unbalanced, hold_biases
+from titancli.engine.experts import ExpertLoad, begins_unbalanced, hold_biases, report_frozen
 from titancli.engine.first_weights import FirstWeights, awaited_checkpoint, first_weights
 from titancli.engine.inputs import loss_of
 from titancli.engine.optimizer_state import keep_peaks, remember
@@ -100,6 +100,7 @@ def build_engine(
     unbalanced = holds_biases = False
     if not frozen:
         optimizer, guard = trainer_of(recipe, parts, names, device)
+        report_frozen(recipe)
         if fill is None and begins_unbalanced(hf_form, recipe, start_from(recipe)):
             # Of a checkpoint that is still to be loaded, `Engine.load` says it.
             unbalanced, holds_biases = True, awaited is None and hold_biases(parts, device, False)

@@ -102,6 +102,17 @@ def begins_unbalanced(hf_form: Any, recipe: Recipe, start: StartFrom) -> bool:
     return balanced and lost and start.kind != "nothing"
 
 
+def report_frozen(recipe: Recipe) -> None:
+    """Say that training leaves the biases of the weights alone, where the recipe balances otherwise."""
+    moe = getattr(recipe.model, "moe", None)
+    frozen = getattr(moe, "freeze_expert_bias", False) and getattr(moe, "load_balance_coeff", None)
+    if frozen and dist.get_rank() == 0:
+        logger.warning(
+            "the balancing biases of the experts stay as they are in the weights "
+            "(model.moe.freeze_expert_bias; set it to false to balance further)"
+        )
+
+
 def hold_biases(parts: Iterable[Any], device: torch.device, held_before: bool) -> bool:
     """Let biases that are zero stay so: moved, they would send tokens elsewhere than the export does, whose
     folder has no place for them. Where some are not, the weights have been balanced before, and go on to be.
