@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import sys
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -40,7 +43,8 @@ def test_a_report_that_cannot_be_written_is_no_traceback(
     def fails(options: Any) -> None:
         raise ChildFailedError("rank", {1: ProcessFailure(0, 7, -9, "N/A")})
 
-    for name in ("_count_only_nodes_that_fit", "_ask_no_other_clock", "_record_no_steps", "die_with_parent"):
+    changes = ("_count_only_nodes_that_fit", "_ask_no_other_clock", "_record_no_steps")
+    for name in (*changes, "_wait_for_no_other_program", "die_with_parent"):
         monkeypatch.setattr(agent, name, lambda: None)
     monkeypatch.setattr(api, "LocalElasticAgent", api.LocalElasticAgent)  # put back at the end
     monkeypatch.setattr(agent, "heeded", list)
@@ -48,6 +52,28 @@ def test_a_report_that_cannot_be_written_is_no_traceback(
     assert agent.main([str(tmp_path / "no/report.json"), "--standalone", "script.py"]) == 1
     said = capsys.readouterr().err
     assert "report.json: No such file or directory; ranks that failed: [{'rank': 1, 'exit_code': -9" in said
+
+
+def test_a_program_at_the_endpoint_that_never_answers_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend as torchs
+
+    monkeypatch.setattr(torchs, "_create_tcp_store", torchs._create_tcp_store)  # put back at the end
+    agent._wait_for_no_other_program()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        endpoint = f"localhost:{other.getsockname()[1]}"
+        child = os.fork()  # torch cannot be interrupted there
+        if child == 0:
+            try:
+                sys.stderr = (tmp_path / "said").open("w")
+                torchs._create_tcp_store(RendezvousParameters("c10d", endpoint, "one", 1, 2, read_timeout=1))
+            finally:
+                os._exit(0)
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert ended == agent.EXIT_LOST
+    assert (tmp_path / "said").read_text() == f"what listens at {endpoint} is no rendezvous\n"
 
 
 def test_a_node_is_lost_when_it_has_given_no_sign_for_long_whatever_its_clock(

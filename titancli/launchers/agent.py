@@ -1,10 +1,11 @@
 """torchrun, as a run needs it: `python -m titancli.launchers.agent REPORT TORCHRUN-ARGUMENTS…`.
 
-The same as `python -m torch.distributed.run`, but for five things. A signal is handed on to the ranks and
+The same as `python -m torch.distributed.run`, but for six things. A signal is handed on to the ranks and
 the agent keeps waiting for them, without a time limit, since they are saving; torchrun would kill them.
 (Ranks that are too young to heed it die; those started in their place find it in their environment.) A second
-SIGINT kills them. How the ranks ended is written to REPORT as JSON, not to the terminal. And an end of the
-rendezvous, which is no failure of a rank, has an exit code of its own. Clocks of nodes are not compared.
+SIGINT kills them. How the ranks ended is written to REPORT as JSON, not to the terminal. An end of the
+rendezvous, which is no failure of a rank, has an exit code of its own. Clocks of nodes are not compared. A
+program at the endpoint that is no rendezvous is not waited for.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
@@ -58,6 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     _count_only_nodes_that_fit()
     _ask_no_other_clock()
     _record_no_steps()
+    _wait_for_no_other_program()
     # torchrun's own handlers are kept for the one signal that means: kill them all.
     options = parse_args(["--signals-to-handle", "SIGQUIT", *rest])
     try:
@@ -169,6 +172,30 @@ def _record_no_steps() -> None:
         "construct_and_record_rdzv_event": lambda *facts, **more: None,
     }
     vars(dynamic_rendezvous).update(replaced)
+
+
+def _wait_for_no_other_program() -> None:
+    """torch asks whoever listens at the endpoint for its store, and waits for an answer for ever, where it
+    hears no signal either."""
+    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
+
+    create = c10d_rendezvous_backend._create_tcp_store
+
+    def in_time(parameters: Any) -> Any:
+        def give_up() -> None:
+            print(f"what listens at {parameters.endpoint} is no rendezvous", file=sys.stderr, flush=True)
+            os._exit(EXIT_LOST)
+
+        # To serve the store, and to reach one that others serve, may each take this long.
+        timer = threading.Timer(3 * parameters.get_as_int("read_timeout", 60), give_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            return create(parameters)
+        finally:
+            timer.cancel()
+
+    vars(c10d_rendezvous_backend)["_create_tcp_store"] = in_time
 
 
 def children(parent: int) -> list[int]:
