@@ -149,11 +149,20 @@ def _mark(tensor: Tensor) -> tuple[WeakIdRef, int]:
     return WeakIdRef(tensor), 0 if tensor.is_inference() else tensor._version
 
 
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two findings of `outside_of_state` are the same; NaN is like NaN."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_alike(one[name], other[name]) for name in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return bool(one == other) or (one != one and other != other)
+
+
 def _warn_of_what_is_lost(optimizer: torch.optim.Optimizer) -> None:
     if (began := _began.get(optimizer)) is None:
         return
     now = outside_of_state(optimizer, _mark)
-    changed = sorted(name for name, value in now.items() if repr(began.get(name)) != repr(value))  # NaN too
+    changed = sorted(name for name, value in now.items() if not _alike(began.get(name), value))
     if changed:
         del _began[optimizer]
         logger.warning(
