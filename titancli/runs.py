@@ -234,7 +234,7 @@ class Claim:
             TakenOver: another attempt has been recorded there since.
             EnvironmentProblem: it cannot be read, or is gone.
         """
-        newest = self._folder.attempts()[-1]
+        newest = self._folder.begun()["attempts"][-1]
         if newest.get("token", self.token) != self.token:
             raise TakenOver(
                 f"another attempt has begun in {self._folder.path}, on {newest.get('host')} at "
@@ -450,18 +450,19 @@ class RunFolder:
     def write_record(self, record: Mapping[str, Any]) -> None:
         write_atomically(self.record_file, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
 
-    def attempts(self) -> list[dict[str, Any]]:
-        """Return the entries of a run that has begun, the newest last.
+    def begun(self) -> dict[str, Any]:
+        """Return the contents of `run.json` of a run that has begun; the last attempt is the newest.
 
         Raises:
-            EnvironmentProblem: `run.json` cannot be read, or is gone.
+            EnvironmentProblem: it cannot be read, or is gone.
         """
-        if not (attempts := self.record().get("attempts")):
+        record = self.record()
+        if not record.get("attempts"):
             raise EnvironmentProblem(
                 f"{self.record_file} is gone: the run folder was moved or deleted while the run used it",
                 hint="if it was moved, stop this command and resume the run in its new place",
             )
-        return attempts
+        return record
 
     def update_attempt(self, **values: Any) -> None:
         """Add to the newest entry of `attempts`.
@@ -469,9 +470,9 @@ class RunFolder:
         Raises:
             EnvironmentProblem: `run.json` cannot be read or written, or is gone.
         """
-        attempts = self.attempts()
-        attempts[-1].update(values)
-        self.write_record({**self.record(), "attempts": attempts})
+        record = self.begun()
+        record["attempts"][-1].update(values)
+        self.write_record(record)
 
     def outcome(self) -> dict[str, Any] | None:
         """Return how the newest attempt ended; None while it runs, and if it was killed."""

@@ -11,6 +11,7 @@ import xxhash
 
 from titancli.checkpoint.exclude import Exclusion
 from titancli.checkpoint.format.manifest import adapters_of, read_manifest
+from titancli.checkpoint.remote.store import TIMEOUT
 from titancli.data.hub import Hosted
 from titancli.errors import EnvironmentProblem
 from titancli.fingerprint import cache_folder
@@ -32,7 +33,7 @@ class StartFrom:
     exclude: tuple[str, ...] = ()
     """What is left out of a checkpoint, by `checkpoint.exclude_from_loading`."""
 
-    timeout_seconds: float = field(default=0, compare=False)
+    timeout_seconds: float = field(default=TIMEOUT, compare=False)
     """What `checkpoint.remote_timeout_seconds` says, for a URL."""
 
     @property

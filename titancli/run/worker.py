@@ -369,7 +369,7 @@ class Rank:
 
     def _own_record(self) -> dict[str, Any]:
         """What run.json says, as long as its newest attempt is this one."""
-        record = {**self.folder.record(), "attempts": self.folder.attempts()}
+        record = self.folder.begun()
         Claim.of(self.folder, record).check()
         return record
 
