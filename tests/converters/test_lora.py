@@ -173,6 +173,18 @@ def test_targets_that_are_none_are_refused(targets: list[str], said: str) -> Non
     assert said in caught.value.message
 
 
+def test_a_layer_with_a_forward_of_its_own_gets_no_adapter() -> None:
+    with torch.device("meta"):
+        model = build(recipe(Layout()).model, seq_len=16)
+    layer = model.layers["0"].attention.wq
+    layer.forward = lambda x, run=layer.forward: run(x) * 2  # as a converter before this one may do
+    with pytest.raises(RecipeError, match=r"layers\.0\.attention\.wq \(Linear, with a forward of its own\)"):
+        Adapters(LoRA(targets=["wq"])).convert(model)
+    Adapters(LoRA()).convert(model)
+    assert type(layer) is torch.nn.Linear
+    assert isinstance(model.layers["1"].attention.wq, AdaptedLinear)
+
+
 def test_targets_are_names_ends_and_patterns() -> None:
     with torch.device("meta"):
         model = build(recipe(Layout()).model, seq_len=16)

@@ -161,6 +161,15 @@ def test_experts_are_adapted_where_a_target_names_them(targets: Any, wanted: lis
     assert sorted(name[:-7] for name in found) == sorted(wanted)
 
 
+def test_experts_that_a_converter_has_given_another_computation_get_none() -> None:
+    with torch.device("meta"):
+        model = build(OWN, seq_len=16)
+    experts = model.layers["0"].moe.experts
+    experts.compute = experts.compute
+    with pytest.raises(RecipeError, match="experts whose compute a converter has replaced cannot have"):
+        Adapters(LoRA(targets=["experts.*"])).convert(model)
+
+
 def test_what_grouped_products_cannot_have_is_refused_by_name() -> None:
     with torch.device("meta"):
         model = build(OWN, seq_len=16)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,12 @@ import torch.distributed as dist
 
 from tests.engine.cases import Layout, my_batches, recipe, whole
 from tests.ranks.layouts import EIGHT
-from titancli import Engine, TitanError
+from titancli import Engine, TitanError, component
+from titancli.converters import LoRA
 from titancli.engine.dry_run import local
 from titancli.models.blocks.decoder import Decoder
+from titancli.parallel.wrapped import is_wrapped
+from titancli.registry import current
 from titancli.rl.decode import Row, decode
 from titancli.rl.sampling import Sampling
 
@@ -133,3 +138,83 @@ def test_layouts_that_cannot_be_sampled_from_are_named(ranks: Any) -> None:
             name = list(mesh)[-1]
             assert f"a model under mesh.{name} = 2 cannot be sampled from" in message
             assert f"set mesh.{name} = 1" in message
+
+
+@component("converter", "tilted", target="tests.engine.test_sampling:TiltedConverter")
+class Tilted:
+    """Puts a forward of its own on each block, and on a part of it."""
+
+
+class TiltedConverter:
+    def __init__(self, config: Tilted, **runtime: Any) -> None:
+        pass
+
+    def convert(self, model: Any) -> None:
+        for block in model.layers.values():
+            of_block, of_part = block.forward, block.feed_forward.forward
+            block.forward = lambda x, *given, run=of_block, **more: run(x, *given, **more) * 1.5
+            block.feed_forward.forward = lambda x, run=of_part: run(x) - x
+
+    def after_step(self, model: Any) -> None:
+        pass
+
+    def plain(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+def of_blocks(model: Any) -> list[Any]:
+    return [(vars(block).get("forward"), is_wrapped(block)) for block in model.layers.values()]
+
+
+def sampled_and_trained(layout: Layout, base: Path) -> tuple[float, bool, bool]:
+    """How far the logits that are sampled from are from those of training, and whether all that stood on
+    blocks is back, also after something raised."""
+    whole_recipe = recipe(layout)
+    if any(isinstance(converter, LoRA) for converter in layout.converters):
+        with Engine.build(replace(whole_recipe, converters=[])) as engine:
+            engine.save(base)
+        whole_recipe = replace(whole_recipe, weights=base)
+    engine = Engine.build(whole_recipe)
+    engine.forward_backward(my_batches(engine))
+    engine.optim_step()
+    before = of_blocks(engine.model)
+    tokens = my_batches(engine)[0]["tokens"]
+    trained = engine.forward({"tokens": tokens}, return_logits=True)
+    with engine.sampling() as model:
+        cache = model.new_cache(tokens.shape[1], None)
+        calls = [tokens[:, :5], *tokens[:, 5:].split(1, dim=1)]
+        found = torch.cat([model(call, cache=cache) for call in calls], 1)
+        plainly = not any(wrapped for _, wrapped in of_blocks(model))
+    back = of_blocks(engine.model) == before
+    with pytest.raises(RuntimeError, match="fails"), engine.sampling():
+        raise RuntimeError("a generator fails")
+    expected = trained[:, 4:]
+    away = float((found - expected).norm() / expected.norm())
+    return away, plainly, back and of_blocks(engine.model) == before
+
+
+FORWARDS = {
+    "plain": Layout(converters=[Tilted()]),
+    "checkpointed and compiled": Layout(
+        activation_checkpoint={"mode": "selective"}, compile="eager", converters=[Tilted()]
+    ),
+    "two ranks": Layout({"dp_shard": 2}, activation_checkpoint={"mode": "full"}, converters=[Tilted()]),
+    "bfloat16": Layout(dtype="bfloat16", converters=[Tilted()]),
+    "lora": Layout(converters=[LoRA(rank=4), Tilted()], activation_checkpoint={"mode": "full"}),
+    "float8": Layout(converters=["float8_linear", Tilted()], activation_checkpoint={"mode": "full"}),
+}
+"""float8 with a scale for each row of its operands: with one for all of them what is computed depends on what
+is computed together."""
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_what_a_converter_put_on_a_block_is_sampled_from(ranks: Any, tmp_path: Path, name: str) -> None:
+    layout = FORWARDS[name]
+    if "float8_linear" in layout.converters:
+        float8 = current().find("converter", "float8_linear")(recipe="rowwise", skip=["output"])
+        layout = replace(layout, converters=[float8, *layout.converters[1:]])
+    for away, plainly, back in ranks(
+        layout.mesh.get("dp_shard", 1), sampled_and_trained, layout, tmp_path / "base"
+    ):
+        assert away < {"bfloat16": 2e-2, "float8": 2e-2}.get(name, 1e-5)
+        assert plainly and back

@@ -252,7 +252,7 @@ def _chosen(model: Any, targets: list[str] | None) -> list[str]:
         return [
             f"{name}.weight"
             for name, layer in linears.items()
-            if type(layer) is nn.Linear and styles[name] in STYLES and layer in inside
+            if _is_plain(layer) and styles[name] in STYLES and layer in inside
         ]
     stacks = stacks_of(model)
     found: dict[str, None] = {}
@@ -270,8 +270,10 @@ def _chosen(model: Any, targets: list[str] | None) -> list[str]:
             if name in stacks:
                 found[name] = None
                 continue
-            if type(linears[name]) is not nn.Linear or styles[name] not in STYLES:
+            if not _is_plain(linears[name]) or styles[name] not in STYLES:
                 what = type(linears[name]).__name__
+                if "forward" in vars(linears[name]):
+                    what += ", with a forward of its own"
                 style = f", {styles[name]!r} in the tensor_plan" if styles[name] not in STYLES else ""
                 raise RecipeError(
                     f"lora: {name} ({what}{style}) cannot have an adapter",
@@ -279,6 +281,11 @@ def _chosen(model: Any, targets: list[str] | None) -> list[str]:
                 )
             found[f"{name}.weight"] = None
     return list(found)
+
+
+def _is_plain(layer: nn.Linear) -> bool:
+    """Whether it computes as torch's class does: a forward on the instance would never come to an adapter."""
+    return type(layer) is nn.Linear and "forward" not in vars(layer)
 
 
 def _style(name: str, plan: Mapping[str, str]) -> str | None:

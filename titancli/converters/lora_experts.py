@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titancli.errors import TitanError
+from titancli.errors import RecipeError, TitanError
 from titancli.models.blocks.grouped import grouped_linear
 from titancli.models.blocks.moe import Experts
 
@@ -32,6 +32,11 @@ class AdaptedExperts(Experts):
     @staticmethod
     def adapt(layer: Any, stack: str, rank: int, scale: float) -> None:
         """Put adapters beside a stack, in place; its values are frozen already."""
+        if replaced := sorted({"forward", "compute"} & vars(layer).keys()):
+            raise RecipeError(
+                f"lora: experts whose {replaced[0]} a converter has replaced cannot have an adapter",
+                hint="put lora before that converter",
+            )
         if not isinstance(layer, AdaptedExperts):
             kind: Any = type(layer)
             layer.__class__ = _adapted(kind)

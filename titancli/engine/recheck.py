@@ -23,6 +23,7 @@ from titancli.distributed import process_group
 from titancli.engine.ranks import RankGroup, name_ranks
 from titancli.errors import RecipeError, TitanError
 from titancli.observe.metrics import collector
+from titancli.parallel.wrapped import is_wrapped
 from titancli.protocols import ModelDefaults
 from titancli.registry.defaults import with_defaults
 
@@ -99,7 +100,7 @@ class Recheck:
             # Hooks of a module whose forward is compiled, or that has FSDP2's, are outside of compiled code;
             # elsewhere they would be compiled too.
             own = not self._compiled and next(module.parameters(recurse=False), None) is not None
-            outside = isinstance(module, FSDPModule) or "forward" in vars(module)
+            outside = isinstance(module, FSDPModule) or is_wrapped(module)
             if path and not own and not outside:
                 continue
             sent = (not path and number > 0, not path and number < last)

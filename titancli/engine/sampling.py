@@ -12,7 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from titancli.errors import TitanError
 from titancli.parallel.aborted import forget_iteration
 from titancli.parallel.alone import held
-from titancli.protocols import ModelDefaults, ModuleDefaults
+from titancli.parallel.wrapped import as_written
+from titancli.protocols import ModelDefaults
 from titancli.registry.defaults import with_defaults
 
 if TYPE_CHECKING:
@@ -61,8 +62,9 @@ def not_training(parts: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Have all parameters whole on every rank, and forwards run as they are written: without FSDP2's hooks,
-    compiled code and activation checkpointing. All of it is put back. Collective at its beginning."""
+    """Have all parameters whole on every rank, and forwards run without FSDP2's hooks, compiled code and
+    activation checkpointing; what converters have made of the model stays. All of it is put back.
+    Collective at its beginning."""
     with ExitStack() as stack:
         stack.callback(forget_iteration, model)  # frees what is gathered, also where gathering raises
         for module in model.modules():
@@ -91,17 +93,3 @@ def _without_fsdp_hooks(module: nn.Module) -> Iterator[None]:
         for registry, hooks in zip(registries, kept, strict=True):
             registry.clear()
             registry.update(hooks)
-
-
-@contextmanager
-def as_written(block: Any) -> Iterator[None]:
-    """Without what stands on the instance before its class's methods: compiled code, checkpointing."""
-    methods = [(block, "forward"), *with_defaults(ModuleDefaults, block).parts()]
-    replaced = [(m, name, vars(m)[name]) for m, name in methods if name in vars(m)]
-    try:
-        for module, name, _ in replaced:
-            vars(module).pop(name, None)
-        yield
-    finally:
-        for module, name, method in replaced:
-            setattr(module, name, method)

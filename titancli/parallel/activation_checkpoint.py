@@ -19,6 +19,7 @@ from titancli.models.blocks.delta_rule import gated_delta_rule
 from titancli.models.blocks.flash import attention_forward
 from titancli.models.blocks.grouped import grouped_linear
 from titancli.parallel.ring import ring_forward
+from titancli.parallel.wrapped import wrap
 from titancli.protocols import ModuleDefaults
 from titancli.recipe.schema import ActivationCheckpoint
 from titancli.registry.defaults import with_defaults
@@ -68,7 +69,7 @@ def apply_activation_checkpoint(layers: nn.ModuleDict, section: ActivationCheckp
         if number % every == 0:
             # By op, torch counts every one, and fails where FSDP2 gathers experts within what is run again.
             for module, name in parts(block) if context else [(block, "forward")]:
-                setattr(module, name, _recomputing(getattr(module, name), context))
+                wrap(module, name, _recomputing(getattr(module, name), context))
 
 
 def parts(block: nn.Module) -> list[tuple[nn.Module, str]]:

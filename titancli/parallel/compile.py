@@ -15,6 +15,7 @@ from torch import nn
 from titancli.errors import RecipeError
 from titancli.parallel.activation_checkpoint import parts
 from titancli.parallel.budget import in_our_words, within_budget
+from titancli.parallel.wrapped import wrap
 from titancli.recipe.schema import ActivationCheckpoint, Compile
 
 RECOMPILES = 64
@@ -49,7 +50,7 @@ def compile_model(
                 # The forward, not the module: FSDP2's hooks stay outside of the compiled code, which blocks
                 # of one shape share.
                 compiled: Any = torch.compile(getattr(module, name), backend=backend, fullgraph=True)
-                setattr(module, name, in_our_words(compiled) if backend is not section.backend else compiled)
+                wrap(module, name, in_our_words(compiled) if backend is not section.backend else compiled)
     output: Any = model.output  # a pipeline stage may have none
     if section.loss(on_gpu=device.type == "cuda") and output is not None:
         output.loss_backend = section.backend

@@ -26,6 +26,7 @@ from torch.nn.functional import embedding, linear, rms_norm
 from titancli.distributed.collectives import Group, gather, reduce_scatter
 from titancli.distributed.local import SEQUENCE, local
 from titancli.errors import TitanError
+from titancli.parallel.wrapped import wrap
 from titancli.protocols import ModuleDefaults
 from titancli.registry.defaults import with_defaults
 
@@ -44,7 +45,7 @@ def on_local_parameters(block: nn.Module, mesh: DeviceMesh) -> None:
     For compiled forwards: under activation checkpointing torch would save a DTensor's mesh among a graph's
     tensors, and fail. The forward must not be run again in backward outside of the compiled code.
     """
-    block.forward = partial(_with_local_parameters, block, mesh, block.forward)
+    wrap(block, "forward", partial(_with_local_parameters, block, mesh, block.forward))
 
 
 def _with_local_parameters(

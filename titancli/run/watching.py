@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titancli.engine.sampling import as_written
 from titancli.errors import UsageError
+from titancli.parallel.wrapped import as_written
 
 if TYPE_CHECKING:
     from titancli.engine import Engine

@@ -112,6 +112,8 @@ class Float8:
 
     def _unfit(self, linear: nn.Linear, split: str | None) -> str | None:
         """Why a layer cannot be converted; None if it can."""
+        if "forward" in vars(linear):
+            return "it has its own forward"
         if type(linear) is not nn.Linear:
             already = isinstance(linear, Float8Linear)
             own = f"its class {type(linear).__name__} has its own forward"

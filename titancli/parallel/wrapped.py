@@ -1,0 +1,53 @@
+"""What titan puts around a module's methods (activation checkpointing, compiled code, local parameters): it
+can be told from what a converter or a plugin has put there, and be taken off for a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from titancli.protocols import ModuleDefaults
+from titancli.registry.defaults import with_defaults
+
+_WRAPPED = "_titan_wrapped"
+"""Of a module: by method, what stood on the instance before titan's first wrapper (None: nothing, the method
+is the class's), and titan's last one."""
+
+
+def wrap(module: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Put a wrapper of titan's, which calls what is there by now, in the place of a module's method."""
+    wrapped = vars(module).setdefault(_WRAPPED, {})
+    here = vars(module).get(name)
+    before, last = wrapped.get(name, (here, here))
+    if here is not last:  # someone else's is around titan's, and stays
+        before = here
+    wrapped[name] = before, wrapper
+    setattr(module, name, wrapper)
+
+
+def is_wrapped(module: Any, name: str = "forward") -> bool:
+    """Return whether the outermost of what stands in the place of a method is a wrapper of titan's."""
+    wrapped = vars(module).get(_WRAPPED, {})
+    return name in wrapped and vars(module).get(name) is wrapped[name][1]
+
+
+@contextmanager
+def as_written(block: Any) -> Iterator[None]:
+    """Take titan's wrappers off a block's methods, and put them back. What a converter or a plugin has put
+    there is a part of the model, and stays."""
+    methods = [(block, "forward"), *with_defaults(ModuleDefaults, block).parts()]
+    replaced = [
+        (m, name, *vars(m)[_WRAPPED][name]) for m, name in dict.fromkeys(methods) if is_wrapped(m, name)
+    ]
+    try:
+        for module, name, before, _ in replaced:
+            if before is None:
+                vars(module).pop(name)
+            else:
+                vars(module)[name] = before
+        yield
+    finally:
+        for module, name, _, wrapper in replaced:
+            vars(module)[name] = wrapper
