@@ -85,7 +85,7 @@ def submit(titan: Titan, *arguments: str):
 def test_dry_run_prints_the_script_and_makes_nothing(titan: Titan, tmp_path: Path) -> None:
     done = submit(
         titan, "--dry-run", "--run-dir", "r", "launcher.partition=main", "launcher.time=1-00",
-        "launcher.gpus_per_node=8", "launcher.sbatch.exclusive=true", "launcher.sbatch.requeue-x=false",
+        "launcher.gpus_per_node=8", "launcher.sbatch.exclusive=true", "launcher.sbatch.contiguous=false",
         'launcher.sbatch.comment=a "b"', "launcher.sbatch.dependency=afterok:7",
     )  # fmt: skip
     assert done.code == 0, done.err
@@ -95,7 +95,7 @@ def test_dry_run_prints_the_script_and_makes_nothing(titan: Titan, tmp_path: Pat
         "time=1-00", "gpus-per-node=8", "exclusive", 'comment="a \\"b\\""', "dependency=singleton,afterok:7",
         f"output={tmp_path}/r/logs/slurm-%j.log",
     }  # fmt: skip
-    assert not any("requeue-x" in line for line in lines)
+    assert not any("contiguous" in line for line in lines)
     assert list(tmp_path.iterdir()) == []
     done = submit(titan, "--dry-run", "--run-dir", "r", "tokenizer.type=hf", "tokenizer.path=nowhere")
     assert f"missing: tokenizer.path: {tmp_path}/nowhere does not exist" in done.err
@@ -223,6 +223,9 @@ def test_without_slurm_it_says_so(titan: Titan, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("PATH", str(tmp_path))
     done = submit(titan)
     assert done.code == 5 and "sbatch is not on PATH" in done.err and "--dry-run" in done.err
+    done = submit(titan, "training.global_batch_size=8")  # what is wrong with the run itself comes first
+    assert done.code == 3 and "global_batch_size" in done.err and "sbatch" not in done.err
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     assert submit(titan, "--dry-run").code == 0
 
 
@@ -289,6 +292,43 @@ def test_wrong_settings_are_said_before_anything_is_submitted(titan: Titan, slur
     assert submit(titan, "launcher=local").code == 2
     assert submit(titan, "--from-scratch").code == 2
     assert slurm.calls("sbatch") == []
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("export='ALL,BASH_ENV=/tmp/x'", "--sbatch export=…"),
+        ("export-file='/tmp/x'", "a recipe cannot set --export-file"),
+        ("container='/tmp/x'", "a recipe cannot set --container"),
+        ("container-image='evil/image'", "a recipe cannot set --container-image"),
+        ("task-prolog='/tmp/x'", "a recipe cannot set --task-prolog"),
+        ("get-user-env=true", "a recipe cannot set --get-user-env"),
+        ("bcast='/tmp/x'", "a recipe cannot set --bcast"),
+        ("input='/etc/passwd'", "a recipe cannot set --input"),
+        ("bb='/tmp/x'", "a recipe cannot set --bb"),
+        ("x11=true", "a recipe cannot set --x11"),
+        ("constrain='h100'", "did you mean 'constraint'?"),
+        ("nodelist='/etc/passwd'", "would be read as the name of a file"),
+        ("exclude='./hosts'", "would be read as the name of a file"),
+        ("mail-user='-a/etc/passwd'", "neither a user nor an address"),
+    ],
+)
+def test_a_recipe_chooses_no_program_environment_or_file_for_the_job(
+    titan: Titan, tmp_path: Path, option: str, words: str
+) -> None:
+    done = titan("validate", "llama3_debug", "launcher=slurm", f"launcher.sbatch.{option}")
+    assert done.code == 3 and words in done.err, done
+
+
+def test_a_person_gives_any_option_on_the_command_line(titan: Titan, tmp_path: Path) -> None:
+    words = ("--sbatch", "export=ALL,A=b c", "--sbatch", "dependency=afterok:7", "--sbatch", "x11")
+    done = submit(titan, "--dry-run", "launcher.sbatch.dependency=afterok:6", *words)
+    assert done.code == 0, done.err
+    for line in ('--export="ALL,A=b c"', "--dependency=singleton,afterok:7", "--x11"):
+        assert f"#SBATCH {line}\n" in done.out
+    for wrong in ("nodes=3", "wrap=x", "time=5", "--export=x", "export=", "export=a\nb", "a\nb=1"):
+        done = submit(titan, "--dry-run", "--sbatch", wrong)
+        assert done.code == 2 and "--sbatch" in done.err, wrong
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,13 @@ def command() -> None:
     metavar="N|MIN:MAX",
     help="Number of nodes. MIN:MAX: as many as Slurm gives; the run continues while MIN are left.",
 )
+@click.option(
+    "--sbatch",
+    "options",
+    multiple=True,
+    metavar="OPTION[=VALUE]",
+    help="Set any option of sbatch, without the dashes; may be repeated.",
+)
 @click.option("--detach", is_flag=True, help="Do not follow the job.")
 @click.option("--dry-run", is_flag=True, help="Print the script of the job, then exit.")
 @JSON
@@ -60,6 +67,7 @@ def slurm(
     unset: tuple[str, ...],
     variables: tuple[str, ...],
     nproc: int | str | None,
+    options: tuple[str, ...],
     detach: bool,
     dry_run: bool,
     as_json: bool,
@@ -75,8 +83,7 @@ def slurm(
     recipe, overrides = one_recipe(arguments, "launch slurm")
     check_flags(run_dir, resume, None, allow_drift, from_scratch, nnodes=1)
     env = environment_of(variables)
-    if not dry_run:
-        jobs.require("sbatch")
+    sbatch = _options_of(options)
     files = list(common.plugin_files)
     overrides = ["launcher=slurm", *overrides]
     again = "titan launch slurm --nodes N"
@@ -105,6 +112,7 @@ def slurm(
             plugins=[*map(str, files), *(f"no:{name}" for name in common.blocked)],
             env=env,
             flags=[*(["--allow-drift"] * allow_drift), *(["--from-scratch"] * from_scratch)],
+            sbatch=sbatch,
         )
         if dry_run:
             for line in plan.missing:
@@ -116,6 +124,25 @@ def slurm(
     elif dry_run and not plan.finished:
         print(found["script"], end="")
     return code
+
+
+def _options_of(given: tuple[str, ...]) -> dict[str, str | bool]:
+    """What `--sbatch OPTION[=VALUE]` says.
+
+    Raises:
+        UsageError: an option that titan sets itself, or that sbatch does not have in this form.
+    """
+    from titancli.launchers import wrong_option
+
+    found: dict[str, str | bool] = {}
+    for text in given:
+        option, equals, value = text.partition("=")
+        if wrong := wrong_option(option):
+            raise UsageError(f"--sbatch {option}: {wrong}")
+        if equals and (not value or not value.isprintable()):
+            raise UsageError(f"--sbatch {option}: {value!r} is empty, or is more than one line")
+        found[option] = value if equals else True
+    return found
 
 
 def _submit(plan: Plan, found: dict[str, Any], *, detach: bool, as_json: bool) -> int:

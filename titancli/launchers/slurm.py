@@ -141,6 +141,7 @@ def script(
     plugins: Sequence[str],
     env: Mapping[str, str],
     flags: Sequence[str] = (),
+    sbatch: Mapping[str, str | bool] | None = None,
 ) -> str:
     """Return the text of a job's script.
 
@@ -151,6 +152,7 @@ def script(
         plugins: what stands after `-p`.
         env: what `titan train --env` is given.
         flags: further flags of `titan train`.
+        sbatch: options of sbatch which win over the recipe's.
 
     Raises:
         EnvironmentProblem: Slurm would misread the name of the run folder.
@@ -169,7 +171,7 @@ def script(
     flags += ["--nnodes", str(most) if least is None else f"{least}:{most}"] if most > 1 else []
     train = [sys.executable, "-m", "titancli", "train", str(files.recipe), "--run-dir", str(files.run)]
     return SCRIPT.format(
-        directives="\n".join(f"#SBATCH {line}" for line in directives(config, files, name, nodes)),
+        directives="\n".join(f"#SBATCH {line}" for line in directives(config, files, name, nodes, sbatch)),
         codes=shlex.quote(str(files.path / "exit")),
         options=" ".join(["--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=0", *["--no-kill"] * survives]),
         output=shlex.quote(str(files.logs / "slurm-%j-node-%n.log")),
@@ -178,7 +180,13 @@ def script(
     )
 
 
-def directives(config: Slurm, files: SlurmFiles, name: str, nodes: tuple[int | None, int]) -> list[str]:
+def directives(
+    config: Slurm,
+    files: SlurmFiles,
+    name: str,
+    nodes: tuple[int | None, int],
+    sbatch: Mapping[str, str | bool] | None = None,
+) -> list[str]:
     """Return the options of sbatch, each as it stands after `#SBATCH`."""
     least, most = nodes[0], nodes[1] + config.spare_nodes
     options: dict[str, str | int | bool] = {
@@ -195,9 +203,10 @@ def directives(config: Slurm, files: SlurmFiles, name: str, nodes: tuple[int | N
             options[option] = value
     if least is not None or config.spare_nodes:
         options["no-kill"] = True  # or Slurm would end the job as soon as one of its nodes fails
-    options |= config.sbatch
+    given = {**config.sbatch, **(sbatch or {})}
+    options |= given
     # Of two jobs of a run the second waits for the first, whoever submitted it and however.
-    options["dependency"] = ",".join(["singleton", *filter(None, [str(config.sbatch.get("dependency", ""))])])
+    options["dependency"] = ",".join(["singleton", *filter(None, [str(given.get("dependency", ""))])])
     return [
         f"--{option}" if value is True else f"--{option}={_quoted(str(value))}"
         for option, value in options.items()

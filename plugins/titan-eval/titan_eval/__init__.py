@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt, MinLen
 
@@ -18,7 +19,8 @@ class LmEval:
     trains: ClassVar[bool] = False
 
     tasks: Annotated[list[Annotated[str, MinLen(1)]], MinLen(1)]
-    """Names of tasks or groups, or YAML files."""
+    """Names of tasks or groups, or YAML files. A file that runs code is refused, unless the person who starts
+    the run says `titan lm-eval --trust-code`, or sets TITAN_EVAL_TRUST_CODE=1."""
     include_path: list[Path] = field(default_factory=list)
     """Folders with the YAML files of further tasks."""
     num_fewshot: Annotated[int, Ge(0)] | None = None
@@ -31,6 +33,15 @@ class LmEval:
     """Begin each text with the tokenizer's BOS; None: as the tokenizer's files say."""
     checkpoint: Path | None = None
     """Checkpoint to evaluate; None: the weights that the recipe starts from."""
+
+    def check(self, recipe: Any) -> Iterator[tuple[str, str]]:
+        """Yield what files of tasks would run."""
+        from titan_eval.trust import TRUST, code_of, trusted
+
+        if not trusted():
+            for key, found in code_of(self.tasks, self.include_path):
+                allow = f"if you trust it: titan lm-eval --trust-code, or {TRUST}=1 in the shell"
+                yield key, f"a recipe names tasks as data: {found}; {allow}"
 
 
 @hookimpl

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
+from titan_eval.trust import TRUST
 from titancli.cli.common import Common, split_overrides
 from titancli.cli.output import note, print_json, short_path
 from titancli.cli.train import NumberOrAuto
@@ -42,6 +44,7 @@ RESULTS = "lm_eval.json"
 )
 @click.option("--step", type=click.IntRange(0), metavar="N", help="Of a run: the checkpoint of step N.")
 @click.option("--nproc", type=NumberOrAuto(), help="Processes on this machine.  [default: one for each GPU]")
+@click.option("--trust-code", is_flag=True, help="Run the Python code that files of tasks name.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.pass_obj
 def command(
@@ -54,6 +57,7 @@ def command(
     batch_size: int,
     step: int | None,
     nproc: int | str | None,
+    trust_code: bool,
     as_json: bool,
 ) -> int:
     """Evaluate a trained model on tasks of lm-evaluation-harness, on any layout.
@@ -71,6 +75,8 @@ def command(
             f"lm-eval takes one run, checkpoint or folder, not {' and '.join(sources) or 'none'}",
             hint="titan lm-eval SRC --tasks TASK,... [KEY=VALUE]...",
         )
+    if trust_code:
+        os.environ[TRUST] = "1"  # the ranks have it from here
     source = find_source(Path(sources[0]), step, note)
     loop: dict[str, Any] = {"type": "titan-eval/lm_eval", "tasks": _named(tasks), "batch_size": batch_size}
     loop |= {"include_path": [str(path.absolute()) for path in include_path]}

@@ -9,10 +9,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from jinja2 import BaseLoader, StrictUndefined
+from jinja2.sandbox import SandboxedEnvironment
+from lm_eval import utils
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
 from titan_eval.lm import TitanLM
+from titan_eval.trust import code_of, trusted
 from titancli.errors import EnvironmentProblem, TitanError
 
 if TYPE_CHECKING:
@@ -52,10 +56,15 @@ def load_tasks(config: LmEval) -> Any:
     """Return the tasks as `lm_eval.evaluator.evaluate` takes them.
 
     The harness's own are looked through, which takes seconds, only if a task is no file and in no folder.
+    Templates are rendered in Jinja's sandbox: else they could call any function of Python.
 
     Raises:
-        EnvironmentProblem: there is no such task, or its data cannot be read.
+        EnvironmentProblem: there is no such task, its data cannot be read, or its file would run code.
     """
+    if not trusted():
+        for _, found in code_of(config.tasks, config.include_path):  # it may have changed since the check
+            raise EnvironmentProblem(found)
+        _render_in_sandbox()
     paths = [str(path) for path in config.include_path]
     known = all(name.endswith((".yaml", ".yml")) for name in config.tasks) or bool(paths)
     try:
@@ -75,6 +84,15 @@ def load_tasks(config: LmEval) -> Any:
             task.set_config(key="num_fewshot", value=config.num_fewshot or 0)
         task.set_fewshot_seed(seed=SEED)
     return tasks
+
+
+def _render_in_sandbox() -> None:
+    given = utils.env
+    if not isinstance(given, SandboxedEnvironment):
+        utils.env = SandboxedEnvironment(
+            loader=BaseLoader(), undefined=StrictUndefined, keep_trailing_newline=given.keep_trailing_newline
+        )
+        utils.env.filters |= given.filters
 
 
 def _is_there(name: str, manager: TaskManager) -> bool:

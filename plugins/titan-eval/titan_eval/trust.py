@@ -1,0 +1,148 @@
+"""Which files of tasks would run code: they are data, unless the person who starts the run says otherwise.
+
+A task's YAML names Python functions (`!function`), metrics that the library `evaluate` fetches and imports,
+and readers of data. Files of the harness itself are installed code. Torch-free.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+TRUST = "TITAN_EVAL_TRUST_CODE"
+"""The environment variable by which a person allows it; `[env]` of a recipe cannot set it."""
+_METRICS = (
+    "acc acc_all acc_bytes acc_mutual_info acc_norm bits_per_byte bleu brier_score bypass byte_perplexity "
+    "chrf chrf++ exact_match f1 likelihood mcc perplexity ter word_perplexity"
+)
+METRICS = _METRICS.split()
+"""The harness's own; any other name is that of a script which `evaluate` imports."""
+READERS = ("json", "csv", "parquet", "text", "arrow")
+"""Readers of the library `datasets` that only read."""
+_DATA = "null bool int float str binary timestamp seq map set omap pairs merge value"
+DATA = frozenset(f"tag:yaml.org,2002:{name}" for name in _DATA.split())
+"""Tags of YAML that are data."""
+
+
+def trusted() -> bool:
+    """Return whether the person who started the run allows the files of tasks to run code."""
+    return os.environ.get(TRUST) == "1"
+
+
+def code_of(tasks: list[str], folders: list[Path]) -> Iterator[tuple[str, str]]:
+    """Yield what would run code: the key of the loop that names the file, and where it stands and what it is.
+
+    Args:
+        tasks: names, and YAML files.
+        folders: those whose files are tasks, too.
+    """
+    seen: set[Path] = set()
+    for i, name in enumerate(tasks):
+        if (file := Path(name).expanduser()).is_file():
+            yield from ((f"tasks.{i}", found) for found in _in_file(file.resolve(), seen))
+    for i, folder in enumerate(folders):
+        for file in sorted(folder.glob("**/*.yaml")):
+            yield from ((f"include_path.{i}", found) for found in _in_file(file.resolve(), seen))
+
+
+def _in_file(file: Path, seen: set[Path]) -> Iterator[str]:
+    """What would run code in a file, and in those that it includes."""
+    import yaml
+
+    if file in seen or file.is_relative_to(_harness()):
+        return
+    seen.add(file)
+    # The reader of the harness: another one might see other things in the same bytes.
+    loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+    try:
+        root = yaml.compose(file.read_bytes(), Loader=loader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        yield f"{file} cannot be read: {' '.join(str(error).split())}"
+        return
+    included: list[str] = []
+    for line, why in _in_node(root, included, set()):
+        yield f"{file}:{line}: {why}"
+    for name in included:
+        yield from _in_file((file.parent / name).resolve(), seen)
+
+
+def _in_node(root: Any, included: list[str], seen: set[int]) -> Iterator[tuple[int, str]]:
+    """Lines of a document and what would run code there; names of files that it includes are added."""
+    waiting = [] if root is None else [root]
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:  # an alias, perhaps of what it stands in
+            continue
+        seen.add(id(node))
+        line = node.start_mark.line + 1
+        if node.tag not in DATA:
+            tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+            yield line, f"{tag} {node.value if isinstance(node.value, str) else ''}".strip() + " is code"
+        for key, value in _members(node):
+            if key == "include":
+                included += [each.value for each in [value, *_elements(value)] if isinstance(each.value, str)]
+            elif (why := _refused(key, value)) is not None:
+                yield value.start_mark.line + 1, why
+            elif key == "metric_list":
+                yield from _metrics(value, set())
+            waiting.append(value)
+        waiting += _elements(node)
+
+
+def _refused(key: str, value: Any) -> str | None:
+    """Why a key of a task has a value that would run code, or read another file as a task."""
+    text = value.value
+    if not isinstance(text, str):
+        return None
+    if key == "dataset_path" and text not in READERS and _is_reader(text):
+        return f"dataset_path: {text} is a reader of data that may load code; use {', '.join(READERS)}"
+    if key == "use_prompt" and not text.startswith("qa-basic:"):
+        return f"use_prompt: {text} is not a prompt of the harness"
+    return None
+
+
+def _metrics(node: Any, seen: set[int]) -> Iterator[tuple[int, str]]:
+    """The metrics of a list that are not the harness's own."""
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    for key, value in _members(node):
+        line, text = value.start_mark.line + 1, value.value
+        if key == "metric" and text not in METRICS:
+            yield line, f"metric: {text} is a script that the library evaluate would fetch and import"
+        elif key == "hf_evaluate" and str(text).lower() not in ("false", "no", "off"):
+            yield line, "hf_evaluate: the library evaluate would fetch and import a script"
+        yield from _metrics(value, seen)
+    for element in _elements(node):
+        yield from _metrics(element, seen)
+
+
+def _members(node: Any) -> list[tuple[Any, Any]]:
+    """Keys and values of a mapping; none of anything else."""
+    pairs = node.value if node.id == "mapping" else []
+    return [(key.value, value) for key, value in pairs]
+
+
+def _elements(node: Any) -> list[Any]:
+    return list(node.value) if node.id == "sequence" else []
+
+
+def _is_reader(name: str) -> bool:
+    """Whether `datasets` takes a name for one of its readers, found without importing it."""
+    spec = find_spec("datasets")
+    folders = spec.submodule_search_locations if spec else None
+    return bool(re.fullmatch(r"\w+", name)) and any(
+        (Path(folder) / "packaged_modules" / name).is_dir() for folder in folders or ()
+    )
+
+
+def _harness() -> Path:
+    """The folder of the harness."""
+    spec = find_spec("lm_eval")
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError("lm_eval is not installed: pip install lm_eval")
+    return Path(spec.submodule_search_locations[0]).resolve()
