@@ -267,7 +267,7 @@ def test_what_has_no_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem, match="no text: all documents are empty"):
         run([tmp_path / "a.jsonl"], tmp_path / "out")
     (tmp_path / "a.bin").write_text("x")
-    with pytest.raises(EnvironmentProblem, match=r"a\.bin is not text, JSON Lines"):
+    with pytest.raises(EnvironmentProblem, match=r"a\.bin is binary data, not text, JSON Lines"):
         run([tmp_path / "a.bin"], tmp_path / "out")
     pq.write_table(pa.table({"n": [1]}), tmp_path / "a.parquet")
     with pytest.raises(RecipeError, match="has no column 'text'"):

@@ -75,7 +75,7 @@ def configs(tmp_path: Path) -> dict[str, dict[str, Any]]:
     raw.write_bytes(b"".join(row["text"].encode() for row in rows))
     pq.write_table(pa.table({"text": [row["text"] for row in rows]}), table)
     return {
-        "dataset/text_files": {"paths": [lines]},
+        "dataset/text_files": {"paths": [lines], "format": "text"},
         "dataset/jsonl": {"paths": [lines]},
         "dataset/parquet": {"paths": [str(table)]},
         "dataset/token_shards": {"paths": [str(raw)], "format": "raw", "dtype": "uint8"},

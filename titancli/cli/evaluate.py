@@ -21,7 +21,7 @@ from titancli.errors import UsageError
     type=click.Path(path_type=Path),
     metavar="FILE",
     multiple=True,
-    help="Text to evaluate: a file, folder or glob, *.jsonl with a key `text`; may be repeated.  "
+    help="Text to evaluate: a file, folder or glob, JSON Lines with a key `text`; may be repeated.  "
     "[default: [validation] of the run]",
 )
 @click.option("--step", type=click.IntRange(0), metavar="N", help="Of a run: the checkpoint of step N.")

@@ -34,6 +34,11 @@ NOTE_SECONDS = 30.0
 @click.option("--tokenizer", metavar="DIR", help="`byte`, a folder with tokenizer.json, or hf://OWNER/NAME.")
 @click.option("--recipe", type=RecipeOrOverride(), metavar="RECIPE", help="Take the tokenizer of a recipe.")
 @click.option("--text", default="text", show_default=True, metavar="KEY", help="Key or column of the text.")
+@click.option(
+    "--format",
+    type=click.Choice(["text", "jsonl", "parquet"]),
+    help="Read all files as this.  [default: as their content says]",
+)
 @click.option("--name", metavar="NAME", help="Configuration of a dataset on the Hub.")
 @click.option("--revision", metavar="REV", help="Commit, tag or branch of a dataset on the Hub.")
 @click.option("--split", default="train", show_default=True, help="Split of a Hugging Face dataset.")
@@ -61,9 +66,10 @@ def command(
 ) -> int:
     """Tokenize the documents of SOURCEs into token shards in the folder OUT, for the dataset token_shards.
 
-    A SOURCE is a file, a folder or a glob: Parquet and JSON Lines (.jsonl, .jsonl.gz, .jsonl.zst; each row is
-    a document), or text (each file is one). It may also be a Hugging Face dataset: hf://datasets/OWNER/NAME,
-    or a folder of save_to_disk.
+    A SOURCE is a file, a folder or a glob: Parquet and JSON Lines (compressed by gzip or zstd too; each row
+    is a document), or text (each file is one). Which of them a file is follows from its content; .txt and .md
+    are always text, and what is none of them is refused. It may also be a Hugging Face dataset:
+    hf://datasets/OWNER/NAME, or a folder of save_to_disk.
 
     If the command is interrupted, run it again: it continues, and the result is the same. It does not depend
     on the number of workers either. `titan data verify OUT` checks the shards.
@@ -139,6 +145,7 @@ def _translated(words: str) -> str:
     words = words.removeprefix("dataset: ").replace("set dataset.strict = false", "leave out --strict")
     words = words.replace("the paths of the dataset", "the sources").replace(" (dataset.max_bytes)", "")
     words = re.sub(r"(?<![\w/.-])dataset\.paths?\b", "SOURCE", words)  # not in a path
+    words = words.replace('dataset.format = "text"', "--format text")
     return re.sub(r"(?<![\w/.-])dataset\.(text|name|revision|split)\b( =)?", r"--\1", words)
 
 

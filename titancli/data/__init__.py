@@ -53,6 +53,9 @@ class TextFiles:
 
     paths: Annotated[list[Path], MinLen(1)]
     """Files, folders (all non-hidden files in them) and globs (`"corpus/**/*.md"`)."""
+    format: Literal["auto", "text"] = "auto"
+    """`"auto"`: refuse files whose content is not text (JSON Lines, a list in JSON, CSV, Parquet, compressed
+    or binary data), unless their suffix says text (`.txt`, `.md`). `"text"`: take them as they are."""
     shuffle: bool = True
     """Shuffle documents by (training.seed, epoch); false: keep the order in which they are listed."""
     repeat: bool = True

@@ -1,4 +1,4 @@
-"""Files that may be compressed (`.gz`, `.zst`), read as if they were not. Torch-free."""
+"""Files that may be compressed (gzip, Zstandard), read as if they were not. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,6 +12,25 @@ from titancli.errors import EnvironmentProblem
 
 SUFFIXES = (".gz", ".zst")
 BLOCK = 1 << 17
+_SKIPPABLE = {bytes((0x50 + number, 0x2A, 0x4D, 0x18)) for number in range(16)}
+"""Frames that zstd may begin with."""
+
+
+def compression_of(head: bytes) -> str | None:
+    """Return what the beginning of a file is compressed by, one of `SUFFIXES`."""
+    if head.startswith(b"\x1f\x8b"):
+        return ".gz"
+    return ".zst" if head.startswith(b"\x28\xb5\x2f\xfd") or head[:4] in _SKIPPABLE else None
+
+
+def is_compressed(path: str) -> bool:
+    """Return whether a file is compressed: by its content, or its suffix, where it is damaged.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        return compression_of(file.read(4)) is not None or path.endswith(SUFFIXES)
 
 
 def open_plain(path: str) -> BinaryIO:
@@ -21,11 +40,12 @@ def open_plain(path: str) -> BinaryIO:
         OSError: it cannot be read; reading raises one too where it is damaged or truncated.
         EnvironmentProblem: the package that reads it is not installed.
     """
-    if path.endswith(".gz"):
-        return cast(BinaryIO, io.BufferedReader(_Gzip(path), BLOCK))
-    if path.endswith(".zst"):
-        return cast(BinaryIO, io.BufferedReader(_Zstd(path), BLOCK))
-    return open(path, "rb")
+    file = open(path, "rb")  # noqa: SIM115 - it is returned
+    kind = compression_of(file.peek(4)) or next((end for end in SUFFIXES if path.endswith(end)), None)
+    if kind is None:
+        return file
+    file.close()
+    return cast(BinaryIO, io.BufferedReader(_Gzip(path) if kind == ".gz" else _Zstd(path), BLOCK))
 
 
 class _Gzip(gzip.GzipFile):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from titancli.data import PythonStdlib, TextFiles
+from titancli.data.formats import require_text
 from titancli.data.source import ByNumber, Piece, Size
 from titancli.data.text import text_dataset
 from titancli.errors import EnvironmentProblem
@@ -250,7 +251,10 @@ def _base(pattern: str) -> str:
 
 def build_text_files(config: TextFiles, *, seed: int, **runtime: Any) -> Dataset:
     """`[dataset] type = "text_files"`; a file that two entries name is read once."""
-    return _packed("dataset text_files", files_of(config.paths), config, seed, runtime)
+    files = files_of(config.paths)
+    if config.format == "auto":
+        require_text([file.path for file in files])
+    return _packed("dataset text_files", files, config, seed, runtime)
 
 
 def build_python_stdlib(config: PythonStdlib, *, seed: int, **runtime: Any) -> Dataset:

@@ -14,8 +14,9 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from titancli.data import JsonLines
-from titancli.data.compressed import SUFFIXES, open_plain
+from titancli.data.compressed import is_compressed, open_plain
 from titancli.data.files import PIECE_BYTES, TextFile, corpus_identity, files_of, unreadable
+from titancli.data.formats import require_rows
 from titancli.data.row_index import row_starts
 from titancli.data.source import Piece, document_order
 from titancli.data.text import text_dataset
@@ -66,7 +67,7 @@ class LineReader:
         if self._starts:
             return
         for file in self._files:
-            if file.path.endswith(SUFFIXES):
+            if _is_compressed(file):
                 raise EnvironmentProblem(
                     f"{file.path} is compressed, so its rows cannot be shuffled or indexed",
                     hint="set dataset.shuffle = false, decompress it, or tokenize it: `titan tokenize`",
@@ -288,6 +289,13 @@ def _text(data: bytes | None, config: JsonLines) -> str:
     return text
 
 
+def _is_compressed(file: TextFile) -> bool:
+    try:
+        return is_compressed(file.path)
+    except OSError as error:
+        unreadable(file.path, error)
+
+
 def _rows(file: TextFile, byte: int, line: int, limit: int) -> Iterator[Row]:
     """The rows of a file from one on; of a row beyond `limit` bytes no more than that is held."""
     try:
@@ -315,5 +323,7 @@ def _skip_line(stream: BinaryIO) -> int:
 
 def build(config: JsonLines, *, seed: int, **runtime: Any) -> Dataset:
     """`[dataset] type = "jsonl"`; a file that two entries name is read once."""
-    source = JsonLinesSource(config, files_of(config.paths), seed)
+    files = files_of(config.paths)
+    require_rows([file.path for file in files])
+    source = JsonLinesSource(config, files, seed)
     return text_dataset(source, config, seed=seed, **runtime)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import json
 import logging
 import re
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from titancli.checkpoint.format.manifest import LOCK, is_checkpoint, newest_good, read_manifest
+from titancli.data.files import find_files
+from titancli.data.formats import formats_of
 from titancli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, EnvironmentProblem, UsageError
 from titancli.launch import LaunchRequest
 from titancli.launchers.devices import visible_gpus
@@ -169,13 +172,19 @@ def _datasets(files: Sequence[Path], *, document_mask: bool) -> dict[str, Any]:
     """A dataset for each file, under its name."""
     found: dict[str, Any] = {}
     for file in files:
-        kind = "jsonl" if file.suffix == ".jsonl" else "text_files"
+        there = file.exists() or glob.has_magic(str(file))  # what is missing the check of inputs names
+        paths = [one.path for one in find_files(file)] if there else []
+        kinds = sorted(set(formats_of(paths, text_anyhow=False))) or ["text"]
+        if len(kinds) > 1:
+            raise UsageError(
+                f"{file} has files of several formats: {', '.join(kinds)}", hint="name each by itself"
+            )
         stem = re.sub(r"[^\w.-]+", "-", file.stem, flags=re.ASCII).strip("-.") or "data"
         name, number = stem, 1
         while name in found:
             name, number = f"{stem}-{number + 1}", number + 1
         settings = {"paths": [str(file)], "shuffle": False, "document_mask": document_mask}
-        found[name] = {"type": kind, **settings}
+        found[name] = {"type": "text_files" if kinds == ["text"] else kinds[0], **settings}
     return found
 
 

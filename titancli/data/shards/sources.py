@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titancli.data import HFDataset, JsonLines, Parquet
-from titancli.data.compressed import SUFFIXES
 from titancli.data.files import FileSource, TextFile, find_files
+from titancli.data.formats import formats_of
 from titancli.data.hf_datasets import IndexedSource, load
 from titancli.data.jsonl import JsonLinesSource
 from titancli.data.parquet import ParquetSource
 from titancli.data.source import Piece, Source
-from titancli.errors import EnvironmentProblem, UsageError
+from titancli.errors import UsageError
 
 HUB = "hf://datasets/"
 SAVED = ("state.json", "dataset_dict.json")
@@ -29,6 +29,8 @@ class Options(NamedTuple):
 
     text: str = "text"
     """Key or column of a document's text."""
+    format: str | None = None
+    """What files are read as (see `titancli.data.formats.READ`); None: what their content says."""
     strict: bool = False
     """A bad row is an error."""
     name: str | None = None
@@ -58,7 +60,7 @@ def open_inputs(names: Sequence[str], options: Options) -> list[Input]:
         TitanError: one does not exist, or cannot be read.
     """
     inputs: list[Input] = []
-    for kind, entries in groupby(_entries(names), key=lambda entry: entry[0]):
+    for kind, entries in groupby(_entries(names, options.format), key=lambda entry: entry[0]):
         found = [entry for _, entry in entries]
         inputs += (
             [_dataset(str(name), options) for name in found]
@@ -69,6 +71,8 @@ def open_inputs(names: Sequence[str], options: Options) -> list[Input]:
         for key, default in Options._field_defaults.items():
             if key in ("name", "revision", "split") and getattr(options, key) != default:
                 raise UsageError(f"--{key} is for Hugging Face datasets, and no source is one: remove it")
+    if options.format and all(isinstance(one.source, IndexedSource) for one in inputs):
+        raise UsageError("--format is for files, and no source is one: remove it")
     return inputs
 
 
@@ -89,31 +93,16 @@ def share(inputs: Sequence[Input], at: dict[str, Any]) -> float:
     return (before + here.weight * min(1.0, here.progress(at["mark"]))) / total
 
 
-def _entries(names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def _entries(names: Sequence[str], chosen: str | None) -> Iterator[tuple[str, Any]]:
     seen: set[str] = set()
     for name in names:
         if name.startswith(HUB) or any(os.path.exists(os.path.join(name, file)) for file in SAVED):
             yield "hf", name
             continue
-        for file in find_files(Path(name)):
-            if file.path not in seen:
-                seen.add(file.path)
-                yield _kind(file.path), file
-
-
-def _kind(path: str) -> str:
-    plain, suffix = os.path.splitext(path)
-    end = os.path.splitext(plain)[1] if suffix in SUFFIXES else suffix
-    if end in (".jsonl", ".ndjson"):
-        return "jsonl"
-    if suffix == ".parquet":
-        return "parquet"
-    if suffix in (*SUFFIXES, ".bin", ".arrow"):
-        raise EnvironmentProblem(
-            f"{path} is not text, JSON Lines (.jsonl, .jsonl.gz, .jsonl.zst) or Parquet",
-            hint="name only files of these kinds, as in 'corpus/**/*.jsonl'",
-        )
-    return "text"
+        files = [file for file in find_files(Path(name)) if file.path not in seen]
+        seen.update(file.path for file in files)
+        kinds = [chosen] * len(files) if chosen else formats_of([file.path for file in files])
+        yield from zip(kinds, files, strict=True)
 
 
 def _files(kind: str, files: list[TextFile], options: Options) -> Input:

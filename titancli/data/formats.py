@@ -1,0 +1,180 @@
+"""What a file holds, told by its content: asked by all that reads documents from disk. Torch-free.
+
+For a new format: a row of `READ`, how it is told from others here, and its source in
+`titancli.data.shards.sources`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Iterable, Sequence
+from typing import BinaryIO, NamedTuple
+
+from titancli.data.compressed import SUFFIXES, compression_of, open_plain
+from titancli.errors import EnvironmentProblem
+
+logger = logging.getLogger(__name__)
+
+READ = {"text": "text", "jsonl": "JSON Lines", "parquet": "Parquet"}
+"""What documents are read from: as users write it, and in words."""
+ROWS = (".jsonl", ".ndjson")
+TEXT = (".txt", ".text", ".md", ".rst")
+"""Suffixes that say that a file is one text, whatever it looks like."""
+TABLES = (".csv", ".tsv")
+BINARY = (".bin", ".idx", ".npy", ".npz", ".pt")
+MAGIC = {
+    b"PAR1": "compressed Parquet",
+    b"ARROW1": "an Arrow file",
+    b"%PDF-": "a PDF",
+    b"PK\x03\x04": "a ZIP archive",
+    b"BZh": "compressed by bzip2",
+    b"\xfd7zXZ\0": "compressed by xz",
+}
+HEAD_BYTES = 64 << 10
+ROW_BYTES = 8 << 20
+"""So far the end of a first row is looked for."""
+LOOKED_AT = 16
+"""Rows, of which most must be objects."""
+_OBJECT = re.compile(rb'\s*\{\s*"')
+_LIST = re.compile(rb'\s*\[\s*\{\s*"')
+_BOM = b"\xef\xbb\xbf"
+
+
+ANYHOW = '; to take files for text, whatever they hold: dataset.format = "text"'
+
+
+class _Other(NamedTuple):
+    """What a file is that is not read, and what to do."""
+
+    what: str
+    hint: str
+
+
+class Format(NamedTuple):
+    name: str
+    """Of `READ`."""
+    by_suffix: bool = False
+    """It is text because its suffix says so; its rows are objects of JSON."""
+
+
+def format_of(path: str, *, text_anyhow: bool = True) -> Format:
+    """Return what a file is read as.
+
+    Args:
+        text_anyhow: whether the user can ask for text, whatever there is.
+
+    Raises:
+        EnvironmentProblem: documents are not read from what it holds, it cannot be read, or the package that
+            decompresses it is not installed.
+    """
+    try:
+        found = _format(path)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"cannot read the file {path}: {error.strerror or error}",
+            hint="make it readable, or remove it from the paths of the dataset",
+        ) from error
+    if isinstance(found, Format):
+        return found
+    raise EnvironmentProblem(
+        f"{path} is {found.what}, not text, JSON Lines (.jsonl, .jsonl.gz, .jsonl.zst) or Parquet",
+        hint=found.hint + (ANYHOW if text_anyhow else ""),
+    )
+
+
+def formats_of(paths: Iterable[str], *, text_anyhow: bool = True) -> list[str]:
+    """Return the names of the formats of files; warn of those that are text by their suffix alone."""
+    names, odd = [], []
+    for path in paths:
+        found = format_of(path, text_anyhow=text_anyhow)
+        names.append(found.name)
+        odd += [path] if found.by_suffix else []
+    if odd and text_anyhow:
+        more = f" (and {len(odd) - 1:,} more)" if len(odd) > 1 else ""
+        logger.warning("%s%s looks like JSON Lines: its suffix says that it is one text", odd[0], more)
+    return names
+
+
+def require_text(paths: Sequence[str]) -> None:
+    """
+    Raises:
+        EnvironmentProblem: a file holds something else.
+    """
+    for path, found in zip(paths, formats_of(paths), strict=True):
+        if found != "text":
+            raise EnvironmentProblem(
+                f"{path} holds {READ[found]}, and would be taken for one text",
+                hint=f'use dataset.type = "{found}" for it{ANYHOW}',
+            )
+
+
+def require_rows(paths: Sequence[str]) -> None:
+    """
+    Raises:
+        EnvironmentProblem: a file holds something that has no rows of JSON, and is no text either.
+    """
+    for path, found in zip(paths, formats_of(paths, text_anyhow=False), strict=True):
+        if found == "parquet":
+            raise EnvironmentProblem(f"{path} holds Parquet", hint='use dataset.type = "parquet" for it')
+
+
+def _format(path: str) -> Format | _Other:
+    plain, suffix = os.path.splitext(path.lower())
+    with open(path, "rb") as file:
+        head = file.read(HEAD_BYTES)
+    if not head:
+        return Format("jsonl" if suffix in ROWS else "text")
+    compressed = suffix in SUFFIXES or compression_of(head) is not None
+    if compressed:
+        suffix = os.path.splitext(plain)[1] if suffix in SUFFIXES else suffix
+    with open_plain(path) as plainly:
+        head = _head(plainly)
+    says_text = suffix in TEXT and not compressed
+    if b"\0" in head or not says_text:
+        if (head.startswith(b"PAR1") or suffix == ".parquet") and not compressed:
+            return Format("parquet")
+        what = next((what for magic, what in MAGIC.items() if head.startswith(magic)), None)
+        if what is not None or suffix in BINARY or b"\0" in head:
+            return _Other(what or "binary data", "leave it out, as in 'corpus/**/*.jsonl'")
+    rows = _are_objects(head)
+    if says_text:
+        return Format("text", by_suffix=rows)
+    if rows or (suffix in ROWS and not _LIST.match(head)):
+        return Format("jsonl")
+    if suffix in (".json", *ROWS) or (not suffix and (_OBJECT.match(head) or _LIST.match(head))):
+        return _Other(
+            "JSON that is not one object a line", "write JSON Lines: `jq -c '.[]'` does so of a list"
+        )
+    if suffix in TABLES:
+        return _Other("a table of separated values", "convert it to Parquet or JSON Lines")
+    if compressed:
+        return _Other("compressed, and what is inside is not JSON Lines", "decompress it")
+    return Format("text")
+
+
+def _head(file: BinaryIO) -> bytes:
+    """The beginning of a file: whole rows, if the first one ends within 8 MiB."""
+    head = file.read(HEAD_BYTES)
+    if _OBJECT.match(head.removeprefix(_BOM)) and b"\n" not in head:
+        head += file.read(ROW_BYTES - len(head))
+    if file.read(1):  # what is cut is no row
+        head = head[: head.rfind(b"\n") + 1] or head
+    return head.removeprefix(_BOM)
+
+
+def _are_objects(head: bytes) -> bool:
+    rows = [row for row in head.split(b"\n") if row.strip()][:LOOKED_AT]
+    objects = sum(bool(_OBJECT.match(row)) and _is_object(row) for row in rows)
+    return 2 * objects > len(rows)
+
+
+def _is_object(row: bytes) -> bool:
+    if len(row) >= ROW_BYTES:
+        return True  # as far as one can see
+    try:
+        return isinstance(json.loads(row), dict)
+    except (ValueError, RecursionError):
+        return False
