@@ -101,5 +101,6 @@ def rank_options(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "--lock", dest="lock_file", type=Path, help="resolved recipe of a run folder that is still to be made"
     )
     parser.add_argument("--checkpoint", type=Path, help="checkpoint folder to continue from")
+    parser.add_argument("--store", type=Path, help="folder in which ranks that are all on one machine meet")
     parser.add_argument("-p", dest="plugin_files", type=Path, action="append", default=[], help="plugin file")
     return vars(parser.parse_args(arguments))

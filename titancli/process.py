@@ -11,14 +11,16 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from titancli.errors import EnvironmentProblem
 from titancli.runs import timestamp
 from titancli.signals import drop, say
 
@@ -53,6 +55,48 @@ def quiet() -> None:
         os.environ.setdefault(name, value)
     for category in (UserWarning, FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category, module=r"(torch|transformers|datasets)\b")
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables of this process, and so of all that it starts, whatever launcher does."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@contextmanager
+def own_folder() -> Iterator[Path]:
+    """A folder on this machine's own disk, for as long as the command runs; only its user can read it.
+
+    Raises:
+        EnvironmentProblem: none can be made.
+    """
+    try:
+        made = tempfile.TemporaryDirectory(prefix="titan-")
+    except OSError as error:
+        raise no_room(Path(tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")), error) from error
+    with made as own:
+        yield Path(own)
+
+
+def no_room(folder: Path, error: OSError) -> EnvironmentProblem:
+    """Return what the user is told where such a folder cannot be written."""
+    hint = "free some space there, or set TMPDIR to a folder on another disk"
+    return EnvironmentProblem(f"cannot write {folder}: {error.strerror}", hint=hint)
+
+
+def loopback_only() -> dict[str, str]:
+    """Return the variables that keep gloo and NCCL from listening to other machines, where all ranks are on
+    one; an interface that was chosen stays."""
+    present = {name for _, name in socket.if_nameindex()}
+    name = next((name for name in ("lo", "lo0") if name in present), None)
+    wanted = {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+    return {variable: value for variable, value in wanted.items() if not os.environ.get(variable)}
 
 
 @contextmanager

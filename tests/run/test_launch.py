@@ -121,14 +121,18 @@ def test_a_rank_reads_what_is_written_for_it(tmp_path: Path, prepared: bool) -> 
     lock = {} if prepared else {"lock_file": tmp_path / "own/recipe.lock.toml"}
     made = request(folder, checkpoint=folder / "checkpoints/step-3", plugin_files=files, **lock)
     assert made.prepared == prepared
-    assert rank_options(made.rank_arguments()) == {
+    expected = {
         "run_dir": folder,
         "lock_file": None if prepared else made.lock_file,
         "checkpoint": made.checkpoint,
         "plugin_files": files,
     }
-    bare = {"run_dir": folder, "lock_file": None, "checkpoint": None, "plugin_files": []}
+    assert rank_options(made.rank_arguments()) == {**expected, "store": None}
+    bare = {"run_dir": folder, "lock_file": None, "checkpoint": None, "store": None, "plugin_files": []}
     assert rank_options(request(folder).rank_arguments()) == bare == rank_options([str(folder)])
+    words = torchrun_command(Local(), made, store=tmp_path / "one place")
+    theirs = words[words.index("titancli.run.worker") + 1 :]
+    assert rank_options(theirs) == {**expected, "store": tmp_path / "one place"}
 
 
 def test_a_rank_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:

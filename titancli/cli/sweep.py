@@ -68,10 +68,10 @@ def command(
     command again continues: finished runs are skipped, interrupted ones resume, failed ones are tried again.
     With --jobs, GPUs are divided among the runs.
     """
+    from titancli.process import environment
     from titancli.recipe import load_recipe
     from titancli.run import sweep
     from titancli.run.jobs import Jobs, shares
-    from titancli.run.start import environment
 
     recipes, overrides = split_overrides(arguments)
     if len(recipes) != 1:

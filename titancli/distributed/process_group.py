@@ -77,19 +77,27 @@ _store: tuple[Any, Any] | None = None
 
 
 def init_process_group(
-    device: torch.device, *, rank: int, world: int, restart: int = 0, timeout_seconds: int
+    device: torch.device,
+    *,
+    rank: int,
+    world: int,
+    restart: int = 0,
+    folder: Path | None = None,
+    timeout_seconds: int,
 ) -> None:
     """Make the default process group: NCCL for GPU tensors and gloo for CPU tensors, or gloo alone.
 
-    One rank needs no address. Several take it from the environment that torchrun sets. A process may make
-    one group after another; all ranks make as many.
+    One rank needs no address. Several meet in `folder`, which nobody but their user can read, and which
+    torch unpickles from as it does from a TCP store, that anybody on the network can write to; without one,
+    at the address in the environment that torchrun sets. A process may make one group after another; all
+    ranks make as many.
     """
     import torch.distributed as dist
 
     timeout = timedelta(seconds=timeout_seconds)
     store: dist.Store = dist.HashStore()
     if world > 1:
-        shared = _meeting_place(rank, world, timeout)
+        shared = _meeting_place(rank, world, timeout, folder and folder / f"start-{restart}")
         # The store outlives every group, and where it is torchrun's own it outlives a restart: without a
         # prefix of their own ranks would call those that are gone. Where it is rank 0's, each start has a new
         # one, and a node that has taken the place of another does not know how often the others were started.
@@ -101,16 +109,19 @@ def init_process_group(
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
-def _meeting_place(rank: int, world: int, timeout: timedelta) -> Any:
-    """The store that all ranks share. It is kept: where rank 0 serves it, a second one at the same address
-    would race with the end of the first."""
+def _meeting_place(rank: int, world: int, timeout: timedelta, file: Path | None) -> Any:
+    """The store that all ranks share: `file`, or at torchrun's address. It is kept: where rank 0 serves it, a
+    second one at the same address would race with the end of the first."""
     import torch.distributed as dist
 
     global _store
-    address = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), rank, world)
+    address = (file, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), rank, world)
     if _store is None or _store[0] != address:
         _store = None
-        _store = (address, next(dist.rendezvous("env://", rank, world, timeout=timeout))[0])
+        if file is None:
+            _store = (address, next(dist.rendezvous("env://", rank, world, timeout=timeout))[0])
+        else:
+            _store = (address, dist.FileStore(str(file), world))
     _store[1].set_timeout(timeout)
     return _store[1]
 

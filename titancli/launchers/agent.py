@@ -1,11 +1,12 @@
 """torchrun, as a run needs it: `python -m titancli.launchers.agent REPORT TORCHRUN-ARGUMENTS…`.
 
-The same as `python -m torch.distributed.run`, but for six things. A signal is handed on to the ranks and
+The same as `python -m torch.distributed.run`, but for seven things. A signal is handed on to the ranks and
 the agent keeps waiting for them, without a time limit, since they are saving; torchrun would kill them.
 (Ranks that are too young to heed it die; those started in their place find it in their environment.) A second
 SIGINT kills them. How the ranks ended is written to REPORT as JSON, not to the terminal. An end of the
 rendezvous, which is no failure of a rank, has an exit code of its own. Clocks of nodes are not compared. A
-program at the endpoint that is no rendezvous is not waited for.
+program at the endpoint that is no rendezvous is not waited for. A node that is alone opens no port: torch's
+`--standalone` serves two stores to whoever reaches the machine, and unpickles what lies in them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from titancli.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
 from titancli.process import die_with_parent
 from titancli.signals import ASKED_TO_STOP, EXIT_NODES_JOIN, NODES_JOIN, heeded
 
+ONE_NODE = "titan_one_node"
+"""The rendezvous, among those that torchrun knows, of a node that waits for no others."""
 EXIT_LOST = 6
 """The rendezvous is gone: the node that served it, or the way there; or no others came."""
 
@@ -61,6 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     _ask_no_other_clock()
     _record_no_steps()
     _wait_for_no_other_program()
+    _rendezvous_of_one()
     # torchrun's own handlers are kept for the one signal that means: kill them all.
     options = parse_args(["--signals-to-handle", "SIGQUIT", *rest])
     try:
@@ -118,6 +122,8 @@ def _agent_class() -> Any:
 
 def _node_is_lost(worker_group: Any) -> bool:
     """Whether a node whose ranks belong to those that run here has left the rendezvous, or is silent."""
+    if worker_group.spec.rdzv_handler.get_backend() == ONE_NODE:
+        return False
     state = worker_group.spec.rdzv_handler._state_holder.state
     return bool(state.complete and len(state.participants) < worker_group.group_world_size)
 
@@ -196,6 +202,46 @@ def _wait_for_no_other_program() -> None:
             timer.cancel()
 
     vars(c10d_rendezvous_backend)["_create_tcp_store"] = in_time
+
+
+def _rendezvous_of_one() -> None:
+    """Let torchrun start the ranks of one node without a store that others reach: what its agent writes, it
+    alone reads, and the ranks meet in a folder."""
+    from torch.distributed import HashStore
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousHandler,
+        RendezvousInfo,
+        RendezvousStoreInfo,
+        rendezvous_handler_registry,
+    )
+
+    class OneNode(RendezvousHandler):
+        def __init__(self, parameters: Any) -> None:
+            self._run, self._closed = parameters.run_id, False
+
+        def get_backend(self) -> str:
+            return ONE_NODE
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("localhost", 0))
+
+        def is_closed(self) -> bool:
+            return self._closed
+
+        def set_closed(self) -> None:
+            self._closed = True
+
+        def num_nodes_waiting(self) -> int:
+            return 0
+
+        def get_run_id(self) -> str:
+            return str(self._run)
+
+        def shutdown(self) -> bool:
+            self.set_closed()
+            return True
+
+    rendezvous_handler_registry.register(ONE_NODE, OneNode)
 
 
 def children(parent: int) -> list[int]:

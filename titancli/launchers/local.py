@@ -41,7 +41,7 @@ from titancli.observe import failures
 from titancli.observe.console import Console, JsonLines
 from titancli.observe.events import EventLog, Listener, Tail
 from titancli.observe.panel import Panel, watcher_for
-from titancli.process import copy_into, rank_log
+from titancli.process import copy_into, own_folder, rank_log
 from titancli.runs import ChangedMeanwhile, Claim, RunFolder, TakenOver, timestamp
 from titancli.signals import say
 
@@ -146,7 +146,9 @@ def _under_torchrun(config: Local, request: LaunchRequest) -> int:
     ):
         drawing = Drawing(tail, watcher)
         if request.nnodes == 1:
-            code = run_agent(torchrun_command(config, request), request, log, drawing, signals)
+            with own_folder() as store:
+                command = torchrun_command(config, request, store=store)
+                code = run_agent(command, request, log, drawing, signals)
         else:
             code = take_part(config, request, log, drawing, signals)
         drawing.close()

@@ -18,7 +18,7 @@ from titancli.errors import EXIT_STOPPED
 from titancli.launch import LaunchRequest
 from titancli.launchers import Local
 from titancli.launchers.address import reachable, variables
-from titancli.launchers.agent import EXIT_LOST, children, signal_group
+from titancli.launchers.agent import EXIT_LOST, ONE_NODE, children, signal_group
 from titancli.launchers.devices import allocator_settings
 from titancli.launchers.meeting import Meeting
 from titancli.observe import failures
@@ -36,10 +36,13 @@ LOOK_SECONDS = 10.0
 """How often a node looks whether ranks run on it. torchrun itself takes seconds to start."""
 
 
-def torchrun_command(config: Local, request: LaunchRequest, meeting: Meeting | None = None) -> list[str]:
-    """The command that starts this node's ranks; on several nodes at the place where they meet."""
+def torchrun_command(
+    config: Local, request: LaunchRequest, meeting: Meeting | None = None, store: Path | None = None
+) -> list[str]:
+    """The command that starts this node's ranks. They meet in a folder, `store`, that this user alone can
+    read; on several nodes at the place of `meeting`, or at `--rdzv`."""
     if request.nnodes == 1:
-        rendezvous = ["--standalone"]
+        rendezvous = [f"--rdzv-backend={ONE_NODE}", "--rdzv-id=titan"]
     else:
         name = hashlib.sha256(str(request.run_folder).encode()).hexdigest()[:12]
         beat = max(1, config.node_timeout_seconds // 6)
@@ -62,6 +65,7 @@ def torchrun_command(config: Local, request: LaunchRequest, meeting: Meeting | N
         *(sys.executable, "-m", "titancli.launchers.agent", str(ends_file(request))),
         *(f"--nnodes={request.nodes}", f"--nproc-per-node={request.nproc}", *rendezvous),
         *(f"--max-restarts={config.max_restarts}", "-m", "titancli.run.worker", *request.rank_arguments()),
+        *(() if store is None else ("--store", str(store))),
     ]
 
 

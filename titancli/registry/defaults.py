@@ -156,6 +156,9 @@ class LoopConfigDefaults:
 
     trains: ClassVar[bool] = True
     """Whether it trains; if not, it gets a frozen engine and no data, and nothing is saved."""
+    joins_other_runs: ClassVar[bool] = False
+    """Whether its ranks exchange tensors with those of other runs, perhaps on other machines: else the ranks
+    of a run on one machine listen on its loopback interface alone."""
     checkpoint: Path | None = None
     """Of a loop that does not train: the checkpoint that is loaded for it; None: none."""
     eval_task: Any = None

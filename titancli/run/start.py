@@ -7,17 +7,14 @@ puts its files into a folder of its own, and rank 0 makes the run folder of its 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from titancli.errors import EnvironmentProblem
 from titancli.launch import LaunchRequest
 from titancli.launchers import Local
 from titancli.launchers.devices import visible_gpus
+from titancli.process import environment, no_room, own_folder
 from titancli.provenance import keep_sources
 from titancli.registry.component import component_info, load_target
 from titancli.run.fit import check_devices, check_world, check_worlds
@@ -90,14 +87,14 @@ def _launch(plan: Plan, request: LaunchRequest, announce: Callable[[RunFolder], 
         if plan.seen is not None and plan.seen[0] != history(plan.folder)[0]:
             raise ChangedMeanwhile(plan.folder)
         announce(plan.folder)
-        with _own_folder() as own:
+        with own_folder() as own:
             lock_file = own / LOCK_NAME
             attempt = new_attempt(plan, request)
             try:
                 lock_file.write_text(plan.lock_text, encoding="utf-8")
                 (own / RECORD_NAME).write_text(json.dumps(new_record(plan, attempt)), encoding="utf-8")
             except OSError as error:
-                raise _no_room(own, error) from error
+                raise no_room(own, error) from error
             keep_sources(own, attempt)
             with environment({ATTEMPT: ""}):  # not that of a run which this command is started in
                 return launch(launcher, **replace(request, lock_file=lock_file).keywords())
@@ -116,34 +113,6 @@ def _launch(plan: Plan, request: LaunchRequest, announce: Callable[[RunFolder], 
             return launch(launcher, **ready.keywords())
     finally:
         hold.release()
-
-
-@contextmanager
-def _own_folder() -> Iterator[Path]:
-    """A folder on this node's own disk, for as long as the command runs."""
-    try:
-        made = tempfile.TemporaryDirectory(prefix="titan-")
-    except OSError as error:
-        raise _no_room(Path(tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")), error) from error
-    with made as own:
-        yield Path(own)
-
-
-def _no_room(folder: Path, error: OSError) -> EnvironmentProblem:
-    hint = "free some space there, or set TMPDIR to a folder on another disk"
-    return EnvironmentProblem(f"cannot write {folder}: {error.strerror}", hint=hint)
-
-
-@contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables of this process, and so of all that it starts, whatever launcher does."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def make_folder(plan: Plan) -> RunFolder:

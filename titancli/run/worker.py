@@ -36,8 +36,10 @@ from titancli.process import (
     Place,
     determinism,
     die_with_parent,
+    environment,
     leave_process_group,
     log_into,
+    loopback_only,
     quiet,
     rank_log,
     tell_where_stopped,
@@ -72,6 +74,7 @@ def main(
     *,
     lock_file: Path | None = None,
     checkpoint: Path | None = None,
+    store: Path | None = None,
     plugin_files: Sequence[Path] = (),
     place: Place | None = None,
     stop: Stop | None = None,
@@ -80,7 +83,8 @@ def main(
     """Run one rank to its end and return the outcome (see `Rank.train`).
 
     Without `lock_file` the run folder is ready and held by the caller. With it rank 0 makes the folder, from
-    that file and the `run.json` beside it. `listeners` are handed rank 0's events.
+    that file and the `run.json` beside it. `store` is a folder in which the ranks of one machine meet.
+    `listeners` are handed rank 0's events.
 
     Raises:
         Exception: whatever went wrong, after `logs/rank-N.error.json` was written.
@@ -89,7 +93,7 @@ def main(
 
     quiet()
     with ExitStack() as stack:
-        rank = Rank(RunFolder(run_dir.absolute()), place or Place(), stack, plugin_files)
+        rank = Rank(RunFolder(run_dir.absolute()), place or Place(), stack, plugin_files, store)
         if stop is None:
             stop = stack.enter_context(Stop().listening(leave=rank.record_leaving))
         try:
@@ -130,10 +134,15 @@ class Rank:
     """One rank's way from a lock file to an outcome. What it opens is closed by the stack."""
 
     def __init__(
-        self, folder: RunFolder, place: Place, stack: ExitStack, plugin_files: Sequence[Path] = ()
+        self,
+        folder: RunFolder,
+        place: Place,
+        stack: ExitStack,
+        plugin_files: Sequence[Path] = (),
+        store: Path | None = None,
     ) -> None:
         self.folder, self.place, self._plugin_files = folder, place, plugin_files
-        self._stack = stack
+        self._stack, self._store = stack, store
         self.restart = place.restart
         """How often the ranks of this attempt have been started anew."""
         self.several_nodes = self._plan_is_stale = False
@@ -350,6 +359,9 @@ class Rank:
         """Take a device, meet the other ranks, and make sure that all are there for the same run."""
         from titancli.distributed import process_group
 
+        on_one_machine = self._store is not None or self.place.world == 1
+        if on_one_machine and not with_defaults(LoopConfigDefaults, recipe.loop).joins_other_runs:
+            self._stack.enter_context(environment(loopback_only()))
         device = process_group.choose_device(self.place.local_rank)
         process_group.start_flight_recorder(self.folder.logs, recipe.comm.trace_buf_size)
         process_group.init_process_group(
@@ -357,6 +369,7 @@ class Rank:
             rank=self.place.rank,
             world=self.place.world,
             restart=self.place.restart,
+            folder=self._store,
             timeout_seconds=recipe.comm.init_timeout_seconds,
         )
         self._stack.push(leave_process_group)

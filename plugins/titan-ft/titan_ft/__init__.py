@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge, Gt
 
@@ -19,6 +19,8 @@ class FaultTolerant:
 
     A replica that fails costs the others one step; one that comes back takes over their state.
     """
+
+    joins_other_runs: ClassVar[bool] = True
 
     lighthouse: str
     """Address of torchft's lighthouse, which knows who is there: http://HOST:PORT."""
