@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +62,18 @@ def test_length_costs_more_and_more() -> None:
 def test_what_is_no_schema_is_refused_by_name() -> None:
     with pytest.raises(RecipeError, match="invalid JSON Schema"):
         build(JsonSchema(schema={"type": "nothing"}))
+
+
+def test_a_schema_fetches_no_other_document(tmp_path: Path) -> None:
+    other = tmp_path / "any.json"
+    other.write_text("true")
+    [(key, why)] = JsonSchema(schema={"items": [{"$ref": other.as_uri()}]}).check(None)  # type: ignore[arg-type]
+    assert key == "schema" and "refers to another document, which would be fetched" in why
+    local = {"$defs": {"n": {"type": "integer"}}, "items": {"$ref": "#/$defs/n"}}
+    assert list(JsonSchema(schema=local).check(None)) == []  # type: ignore[arg-type]
+    assert build(JsonSchema(schema=local))(Prompt("?"), said("[1]")) == 1
+    with pytest.raises(Exception, match="Unresolvable"):
+        build(JsonSchema(schema={"$ref": other.as_uri()}))(Prompt("?"), said("1"))
 
 
 def scorer(*rewards: Any, seconds: float = 0.2) -> Scorer:

@@ -167,7 +167,20 @@ class JsonSchema:
     weight: float = 1.0
     """Factor of this reward."""
     schema: dict[str, Any]
-    """A JSON Schema, as a table."""
+    """A JSON Schema, as a table. It refers to no other document."""
+
+    def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        waiting: list[Any] = [self.schema]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, dict):
+                for key in ("$ref", "$dynamicRef", "$recursiveRef"):
+                    if isinstance(to := value.get(key), str) and not to.startswith("#"):
+                        why = f"{key} = {to!r} refers to another document, which would be fetched"
+                        yield "schema", f'{why}: put it under "$defs", and refer to "#/$defs/NAME"'
+                waiting += value.values()
+            elif isinstance(value, list):
+                waiting += value
 
 
 @component("reward", "length", target="titancli.rl.rewards:Length")

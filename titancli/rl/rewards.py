@@ -72,6 +72,7 @@ class JsonSchema:
     def __init__(self, config: rl.JsonSchema) -> None:
         try:
             from jsonschema.validators import validator_for
+            from jsonschema_specifications import REGISTRY
         except ImportError as error:
             raise RecipeError(
                 "the reward json_schema needs the package jsonschema, which is not installed",
@@ -82,7 +83,9 @@ class JsonSchema:
             kind.check_schema(config.schema)
         except Exception as error:
             raise RecipeError(f"loop.rewards: invalid JSON Schema: {error}") from error
-        self._validator = kind(config.schema)
+        self._validator = kind(
+            config.schema, registry=REGISTRY
+        )  # the default one fetches what is referred to
 
     def __call__(self, prompt: Prompt, completion: Completion) -> float:
         fenced = FENCED.match(completion.text)
