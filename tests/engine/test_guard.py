@@ -112,16 +112,16 @@ def test_a_skipped_step_leaves_no_trace(ranks: Any) -> None:
     assert ranks(1, _as_if_it_had_not_been, Wrong(calls=[3])) == [True]
 
 
-def _applied_when_nobody_asks(loss: Wrong) -> tuple[bool, bool]:
+def _applied_when_nobody_asks(loss: Wrong) -> tuple[float, bool]:
     engine = engine_of({}, loss, stability=Stability(skip_nonfinite=False, sigma=0.0))
     metrics = step(engine, 0)
     weights = torch.cat([local(p.detach()).reshape(-1) for _, p in engine.named_parameters()])
-    return "skipped_steps" in metrics, bool(weights.isnan().any())
+    return metrics["skipped_steps"], bool(weights.isnan().any())
 
 
 @pytest.mark.ranks
-def test_without_a_guard_wrong_numbers_are_applied(ranks: Any) -> None:
-    assert ranks(1, _applied_when_nobody_asks, Wrong(calls=[1])) == [(False, True)]
+def test_with_all_checks_off_wrong_numbers_are_applied(ranks: Any) -> None:
+    assert ranks(1, _applied_when_nobody_asks, Wrong(calls=[1])) == [(0, True)]
 
 
 def _a_script_that_only_skips(mesh: dict[str, int]) -> list[Any]:
@@ -242,7 +242,8 @@ def test_a_guard_on_a_cpu_holds_the_same_bits_as_one_that_reads_nothing() -> Non
     norms[[9, 20]], norms[[3, 25, 44]] = 9.0, np.nan
     verdicts = []
     for number, norm in enumerate(norms):
-        given = (number, torch.tensor(norm).float(), torch.tensor(1.0))
+        weight = torch.tensor(0.0 if number in (12, 33) else 1.0)
+        given = (number, torch.tensor(norm).float(), torch.tensor(1.0), weight)
         first, second = (guard.judge(*given, steady=number % 7 != 0) for guard in guards)
         verdicts.append(bool(first))
         assert (first.dtype, first.shape, bool(first)) == (second.dtype, second.shape, bool(second))
@@ -301,6 +302,25 @@ def test_each_skipped_step_is_told_with_its_reason(caplog: pytest.LogCaptureFixt
     assert "checkpoints/step-5 holds the weights of step 2" in str(error.hint)
     judge(guard, 6, 1.0)
     assert not guard.too_many()
+
+
+@pytest.mark.parametrize("section", [Stability(), Stability(skip_nonfinite=False, sigma=0.0)])
+@pytest.mark.parametrize("weight", [0.0, -2.0])
+def test_a_step_that_nothing_can_be_divided_by_is_always_skipped(
+    section: Stability, weight: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    guard = Guard(dataclasses.replace(section, max_skips=2), CPU)
+    zero, one = torch.tensor(0.0), torch.tensor(1.0)
+    with caplog.at_level(logging.WARNING):
+        assert not guard.judge(1, one, one, one) and not guard.too_many()
+        assert guard.judge(2, zero, zero, torch.tensor(weight)) and not guard.too_many()
+    why = "the weight of its loss is not above 0, as where no token is a target"
+    assert caplog.messages == [f"step 2 was skipped: {why}"]
+    assert guard.state()["norms"] == [1.0]
+    assert guard.judge(3, zero, zero, torch.tensor(weight)) and guard.too_many()
+    assert guard.verdict(None).message == f"2 steps in a row were skipped, up to step 3: {why}"
+    judge(guard, 4, float("nan"))
+    assert "not finite" in guard.verdict(None).message or not section.skip_nonfinite
 
 
 def noisy(level: float, count: int, seed: int = 0) -> list[float]:

@@ -30,7 +30,8 @@ def engine_of(layout: Layout, every: int) -> Engine:
 
 
 def _trained(layout: Layout, every: int, steps: int = 3) -> Any:
-    """Weights, optimizer state, metrics and what was reported of a few steps; one of two calls among them."""
+    """Weights, optimizer state, metrics and what was reported of a few steps; one of two calls among them,
+    where routers have no losses."""
     torch._dynamo.reset()
     torch.manual_seed(1)
     random.seed(1)
@@ -38,7 +39,7 @@ def _trained(layout: Layout, every: int, steps: int = 3) -> Any:
     told: list[Any] = []
     collector.drain()
     for number in range(steps):
-        for _ in range(2 if number == 1 else 1):
+        for _ in range(2 if number == 1 and not engine.runner.router_losses else 1):
             metrics = engine.forward_backward(my_batches(engine, number))
         layers = [layer for part in engine.parts for layer in moe_layers(part).values()]
         told.append([layer.token_counts().tolist() for layer in layers])

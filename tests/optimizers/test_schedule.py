@@ -62,3 +62,8 @@ def test_a_resume_with_more_steps_follows_the_longer_schedule():
     assert [lr_factor(section, step, 3) for step in range(3)] == pytest.approx([1 / 3, 2 / 3, 1])
     assert lr_factor(section, 3, 20) == pytest.approx(0.4)
     assert lr_factor(section, 9, 20) == lr_factor(section, 10, 20) == 1.0
+
+
+@pytest.mark.parametrize("fields", [{"decay_ratio": 0.0}, {"decay_ratio": 0.0, "min_lr_factor": 0.2}])
+def test_without_decay_the_rate_stays_at_its_peak_also_after_the_schedule(fields):
+    assert factors(steps=8, warmup_steps=2, total_steps=4, **fields) == [0.5, *[1.0] * 7]

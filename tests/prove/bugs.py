@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from titancli.engine import Engine, grad_clip, pipelined
 from titancli.engine import engine as engine_module
-from titancli.engine.experts import ExpertLoad
+from titancli.engine.experts import RouterLosses
 from titancli.models.blocks.cache import KVCache
 from titancli.models.blocks.decoder import Decoder
 from titancli.models.blocks.feed_forward import FeedForward
@@ -312,7 +312,7 @@ def experts_balanced_by_local_tokens() -> Iterator[None]:
 @bug
 def auxiliary_loss_of_each_micro_batch() -> Iterator[None]:
     """The load-balancing loss takes the shares of a micro-batch for those of all tokens."""
-    with wrapped(ExpertLoad, "_share", lambda original, self, counts: None):
+    with wrapped(RouterLosses, "_share", lambda original, self, weights: None):
         yield
 
 

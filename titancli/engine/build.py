@@ -22,7 +22,13 @@ from titancli.data.values import Limits
 from titancli.distributed.local import RowCut
 from titancli.distributed.mesh import Mesh
 from titancli.distributed.process_group import groups_wait_as_the_default_one
-from titancli.engine.experts import ExpertLoad, begins_unbalanced, hold_biases, report_frozen
+from titancli.engine.experts import (
+    RouterLosses,
+    begins_unbalanced,
+    hold_biases,
+    report_frozen,
+    router_losses,
+)
 from titancli.engine.first_weights import FirstWeights, awaited_checkpoint, first_weights
 from titancli.engine.inputs import loss_of
 from titancli.engine.optimizer_state import keep_peaks, remember
@@ -201,8 +207,8 @@ def parallelized(
 
 def trainer_of(
     recipe: Recipe, parts: list[Any], model_names: list[str], device: torch.device
-) -> tuple[torch.optim.Optimizer, Guard | None]:
-    """Build the optimizer of this rank's parts, and the guard that skips steps, if there is one.
+) -> tuple[torch.optim.Optimizer, Guard]:
+    """Build the optimizer of this rank's parts, and the guard that skips steps.
 
     Args:
         model_names: as for `optimizer_of`.
@@ -211,8 +217,7 @@ def trainer_of(
     optimizer = optimizer_of(recipe, trained, model_names)
     keep_peaks(optimizer, with_defaults(OptimizerConfigDefaults, recipe.optimizer).lr)
     remember(optimizer)
-    guarded = recipe.stability.skip_nonfinite or recipe.stability.sigma > 0
-    return optimizer, Guard(recipe.stability, device) if guarded else None
+    return optimizer, Guard(recipe.stability, device)
 
 
 def optimizer_of(
@@ -274,9 +279,9 @@ def runner_of(
         RecipeError: a pipeline must know the width of the model, and its config has no `dim`.
     """
     row_cut = row_cut_of(parts[0], mesh.degrees)
-    load = ExpertLoad(parts, mesh.token_groups)
+    own = RouterLosses(parts, mesh.token_groups, router_losses(recipe.model))
     if placement is None:
-        return WholeModel(parts[0], load, accumulate=recipe.training.accumulate, row_cut=row_cut)
+        return WholeModel(parts[0], own, accumulate=recipe.training.accumulate, row_cut=row_cut)
     width = with_defaults(ModelConfigDefaults, recipe.model).dim
     if width is None:
         raise RecipeError(
@@ -287,7 +292,7 @@ def runner_of(
         placement,
         recipe.pipeline,
         mesh,
-        load,
+        own,
         width=width,
         dtype=precision(recipe.training).param,
         device=device,

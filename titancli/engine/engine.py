@@ -485,7 +485,9 @@ class Engine:
         reduction.
 
         It may be called any number of times before `optim_step`, which divides once by the total weight; so
-        the distribution over calls, ranks and micro-batches does not change the step. Random numbers of a
+        the distribution over calls, ranks and micro-batches does not change the step. (A model whose routers
+        have losses, `model.moe.aux_loss_coeff` or `z_loss_coeff`, takes one call a step: they are means over
+        all of its tokens, which must be known before the first gradient.) Random numbers of a
         step follow from the seed, the step and the data-parallel rank; the generators of the process are not
         changed.
 
@@ -500,7 +502,8 @@ class Engine:
 
         Raises:
             TitanError: the engine is frozen or closed; the batch lacks something; the loss returned
-                something other than a LossResult, or one without gradient. Errors of the loss are passed on;
+                something other than a LossResult, or one without gradient; or it is the second call of a step
+                and the model's routers have losses. Errors of the loss are passed on;
                 the gradients of the step so far are then discarded.
         """
         with self._verb("forward_backward") as call:
@@ -509,6 +512,12 @@ class Engine:
                 if not torch.is_grad_enabled():
                     raise TitanError(
                         "forward_backward under torch.no_grad()", hint="call it outside that block"
+                    )
+                if self._accumulated is not None:
+                    self.runner.router_losses.refuse(
+                        "forward_backward for the second time in a step",
+                        hint="pass all micro-batches of the step to one call: "
+                        "engine.forward_backward([first, second])",
                     )
                 loss, own, poison = self._taken(call, batches, loss)
                 placed = [batch.to(self.device) for batch in own]
@@ -555,16 +564,16 @@ class Engine:
         """Divide the gradients by the total weight of the loss, clip them, step, and advance the
         schedule.
 
-        If the guard rejects the numbers of the step, weights and optimizer state stay unchanged; everything
-        else continues as after any other step.
+        If the guard rejects the numbers of the step, or no token of it was a target (the weight is not above
+        0), weights and optimizer state stay unchanged; everything else continues as after any other step.
 
         Args:
             lr: the learning rate of this step, instead of the recipe's peak times its schedule (None).
                 Parameter groups with another peak (AdamW beside Muon) keep their ratio to it.
 
         Returns:
-            `grad_norm` (before clipping), `lr`, `version` (see `Status`) and, with a guard, `skipped_steps`
-                of the run so far.
+            `grad_norm` (before clipping), `lr`, `version` (see `Status`) and `skipped_steps` of the run so
+                far.
 
         Raises:
             TitanError: there are no gradients since the last step, the engine is frozen or closed, or the
@@ -605,11 +614,12 @@ class Engine:
         wrong = None
         gradients = None if self.digests is None else self.digests.of_gradients(self.step + 1)
         with phase("clip"):
-            given = (parameters, accumulated.weight, self.settings.max_norm, self.mesh.pp_group)
-            norm, scale = norm_and_scale(*given)
+            max_norm, stages = self.settings.max_norm, self.mesh.pp_group
+            norm, scale = norm_and_scale(parameters, accumulated.weight, max_norm, stages)
             if self.guard is not None:
                 average = quotient(accumulated.loss, accumulated.weight)
-                wrong = self.guard.judge(self.step + 1, norm, average, steady=accumulated.steady)
+                given = (self.step + 1, norm, average, accumulated.weight)
+                wrong = self.guard.judge(*given, steady=accumulated.steady)
         with phase("optimizer"), accumulated.stream.drawn():
             step_with(optimizer, scale, wrong)
             move_biases(self.parts, self.mesh.token_groups, wrong)

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titancli.engine.inputs import Logits, LogProbs
+from titancli.engine.inputs import checked
+from titancli.errors import TitanError
 from titancli.models.blocks.moe import moe_layers
+from titancli.models.sections import MoE
 from titancli.observe.metrics import report
 from titancli.parallel.alone import as_stored
 from titancli.parallel.fsdp import reshard
@@ -27,61 +29,90 @@ if TYPE_CHECKING:
 TINY = torch.finfo(torch.float32).tiny
 
 
-class ExpertLoad:
-    """The layers of this rank that have the loss; falsy where none has."""
+class RouterLosses:
+    """What the losses of routers, balancing and z, need to know of a whole call: how its tokens fall to
+    experts, and what makes means over them of sums that are divided by the loss's weight. Falsy where the
+    model has no such losses."""
 
-    def __init__(self, parts: Sequence[Any], groups: Sequence[dist.ProcessGroup | None]) -> None:
+    def __init__(
+        self, parts: Sequence[Any], groups: Sequence[dist.ProcessGroup | None], names: Sequence[str]
+    ) -> None:
         """
         Args:
-            groups: over all of which together every token is counted once.
+            groups: over all of which together every token is counted once; over the first of which the
+                weights of losses add up.
+            names: of the coefficients that the model has anywhere, `router_losses` of its config: a stage of
+                a pipeline without experts keeps step with the others.
         """
+        self.names = names
         self._parts, self._groups = parts, groups
-        layers = (layer for part in parts for layer in moe_layers(part).values())
-        self._layers = [layer for layer in layers if layer.config.aux_loss_coeff]
+        self._layers = [layer for part in parts for layer in moe_layers(part).values()] if names else []
 
     def __bool__(self) -> bool:
-        return bool(self._layers)
+        return bool(self.names)
+
+    def refuse(self, what: str, hint: str) -> None:
+        """Refuse what these losses, being means over all tokens of a step, cannot take part in.
+
+        Raises:
+            TitanError: there are such losses.
+        """
+        if self.names:
+            raise TitanError(
+                f"{what}: {' and '.join(f'model.moe.{name}' for name in self.names)} multiplies a mean over "
+                f"all tokens of a step, which must be in one call of forward_backward",
+                hint=hint,
+            )
 
     @contextmanager
     def of_call(self) -> Iterator[None]:
-        """Forget the shares at the end, so that no other call takes them for its own."""
+        """Forget the numbers at the end, so that no other call takes them for its own."""
         try:
             yield
         finally:
             for layer in self._layers:
-                layer.load = None
+                layer.load = layer.per_token = None
 
     def count_beforehand(
         self, batches: Sequence[Batch], loss: Any, forward: Callable[[Batch, Any], Any]
     ) -> None:
-        """Count the tokens of all batches in a forward of their own. Collective."""
-        unscored = Logits() if loss.output == "model" else LogProbs()
-        with torch.no_grad(), self.counted():
-            for batch in batches:
-                forward(batch, unscored)
+        """Count the tokens of all batches, and what they weigh, in a forward of their own. Collective."""
+        with torch.no_grad(), self.counted() as weights:
+            weights += [checked(forward(batch, loss), loss).weight for batch in batches]
         for part in self._parts:
             reshard(part)
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count the tokens of the forwards inside, and have the layers know their shares. Collective."""
+    def counted(self) -> Iterator[list[Tensor]]:
+        """Count the tokens of the forwards inside, which add to the list the weights of their losses, and
+        have the layers know what comes of both. Collective."""
+        weights: list[Tensor] = []
         for layer in self._layers:
             layer.counting = torch.zeros(layer.config.num_experts, dtype=torch.int64, device=layer.device)
         try:
-            yield
-            self._share([layer.counting for layer in self._layers])
+            yield weights
+            if self._layers:
+                self._share(weights)
         finally:
             for layer in self._layers:
                 layer.counting = None
 
-    def _share(self, counts: list[Any]) -> None:
-        if not counts:
-            return
-        total = torch.cat(counts)
+    def _share(self, weights: list[Tensor]) -> None:
+        counts: list[Any] = [layer.counting for layer in self._layers]
+        total, weight = torch.cat(counts), torch.stack([weight.float() for weight in weights]).sum()
         for group in self._groups:
             dist.all_reduce(total, group=group)
+        dist.all_reduce(weight, group=self._groups[0])
         for layer, count in zip(self._layers, total.split([len(count) for count in counts]), strict=True):
             layer.load = layer.share_of(count)
+            layer.per_token = weight * (layer.config.top_k / count.sum().clamp(min=1))
+
+
+def router_losses(model: Any) -> list[str]:
+    """Return which losses of routers a model's config has, by the names of their coefficients."""
+    sections = [value for value in vars(model).values() if isinstance(value, MoE)]
+    names = ("aux_loss_coeff", "z_loss_coeff")
+    return [name for name in names if any(getattr(section, name) for section in sections)]
 
 
 # -------------------------------------------------------------------------------------------------- balancing
@@ -145,7 +176,7 @@ def move_biases(
     """Let the model move what moves without gradients, by the tokens that all ranks' experts had. Collective.
 
     Args:
-        groups: as for `ExpertLoad`.
+        groups: as for `RouterLosses`.
         wrong: 1.0 where the step is not applied; None: it is.
     """
     models = [with_defaults(ModelDefaults, part) for part in parts]

@@ -66,8 +66,11 @@ def norm_and_scale(
     stages: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the norm of the gradients over `weight`, and what gradients are to be divided by: the weight,
-    and more where the norm exceeds `max_norm` (0: never). fp32 scalars; nothing is read to the host."""
-    weight = weight.clamp(min=torch.finfo(torch.float32).tiny)
+    and more where the norm exceeds `max_norm` (0: never). fp32 scalars; nothing is read to the host.
+
+    By a weight that is not above zero nothing can be divided, and the guard skips the step.
+    """
+    weight = torch.where(weight <= 0, 1.0, weight)
     norm = total_norm(parameters, weight.device, stages) / weight
     if max_norm > 0:
         weight = weight / (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -31,7 +31,7 @@ from titancli.parallel.alone import held, summed_over_ranks, whole_on_ranks
 if TYPE_CHECKING:
     from titancli.distributed.local import RowCut
     from titancli.distributed.mesh import Mesh
-    from titancli.engine.experts import ExpertLoad
+    from titancli.engine.experts import RouterLosses
     from titancli.parallel.pipeline import Placement
     from titancli.recipe.schema import Pipeline
 
@@ -87,7 +87,7 @@ class PipelinedModel:
         placement: Placement,
         section: Pipeline,
         mesh: Mesh,
-        load: ExpertLoad,
+        router_losses: RouterLosses,
         *,
         width: int,
         dtype: torch.dtype,
@@ -103,7 +103,7 @@ class PipelinedModel:
         self.placement, self.device, self.dtype = placement, device, dtype
         self.group: Any = mesh.pp_group
         self._parts = dict(zip(placement.mine, parts, strict=True))
-        self._load, self._section, self._width = load, section, width
+        self.router_losses, self._section, self._width = router_losses, section, width
         self._row_cut = row_cut
         self._cut = mesh.degrees.cp * mesh.degrees.tp
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
@@ -131,13 +131,13 @@ class PipelinedModel:
         tensors = dict(whole)
         parts = self._parts.values()
         with ExitStack() as stack:
-            stack.enter_context(self._load.of_call())
+            stack.enter_context(self.router_losses.of_call())
             stack.enter_context(phase("forward_backward"))
             stack.enter_context(summed_over_ranks(whole_on_ranks(parts)))
             for part in parts:
                 stack.enter_context(held(part))
-            if self._load:
-                self._load.count_beforehand(batches, loss, self.forward)
+            if self.router_losses:
+                self.router_losses.count_beforehand(batches, loss, self.forward)
             self.exchanging = True  # and so it stays where something raises
             try:
                 # The target is not looked at: the stage has made the loss.

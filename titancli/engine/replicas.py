@@ -49,6 +49,10 @@ def reduce_gradients(engine: Engine, add: Callable[[Sequence[Tensor]], None]) ->
             accumulated = engine._accumulated
             if accumulated is None:
                 raise TitanError("reduce_gradients without gradients", hint="call forward_backward first")
+            engine.runner.router_losses.refuse(
+                "reduce_gradients over engines that have counted their own tokens alone",
+                hint="set it to 0 and balance with model.moe.load_balance_coeff, or train on one engine",
+            )
         with engine._aborted("reduce_gradients", forget=True), call.shared(), torch.no_grad():
             trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             for parameter in trained:

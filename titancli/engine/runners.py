@@ -6,7 +6,7 @@ And the numbers of all data-parallel ranks as one: on the device, and nothing is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,7 +23,7 @@ from titancli.parallel.fsdp import reduce_after
 if TYPE_CHECKING:
     from titancli.data.batch import Batch
     from titancli.distributed.local import RowCut
-    from titancli.engine.experts import ExpertLoad
+    from titancli.engine.experts import RouterLosses
     from titancli.losses.result import LossResult
 
 Sums = dict[str, Tensor]
@@ -35,6 +35,7 @@ class Runner(Protocol):
 
     exchanging: bool
     """Whether messages may be under way that only another rank can take: not between two calls."""
+    router_losses: RouterLosses
 
     def forward(self, batch: Batch, loss: Any) -> Any:
         """Return the loss of the batch, on every rank that has a part of it; the caller has disabled
@@ -51,9 +52,10 @@ class WholeModel:
     exchanging = False
 
     def __init__(
-        self, model: Any, load: ExpertLoad, *, accumulate: str, row_cut: RowCut | None = None
+        self, model: Any, router_losses: RouterLosses, *, accumulate: str, row_cut: RowCut | None = None
     ) -> None:
-        self._model, self._load, self._accumulate, self._row_cut = model, load, accumulate, row_cut
+        self.router_losses = router_losses
+        self._model, self._accumulate, self._row_cut = model, accumulate, row_cut
 
     @cached_property
     def _whole(self) -> list[Any]:
@@ -65,21 +67,24 @@ class WholeModel:
 
     def forward_backward(self, batches: Sequence[Batch], loss: Any) -> Sums:
         sums: Sums = {}
+        own, alone = self.router_losses, len(batches) == 1
         device = next(iter(batches[0].values())).device
         pace.begin(device)
-        unsharded = self._accumulate == "unsharded" and len(batches) > 1
+        unsharded = self._accumulate == "unsharded" and not alone
         with (
-            self._load.of_call(),
+            own.of_call(),
             summed_over_ranks(self._whole),
             summed_in_float32(self._model) if unsharded else nullcontext(lambda: None) as add_gradients,
         ):
-            if self._load and len(batches) > 1:
-                self._load.count_beforehand(batches, loss, self.forward)
+            if own and not alone:
+                own.count_beforehand(batches, loss, self.forward)
             for number, batch in enumerate(batches, start=1):
                 last = number == len(batches)
                 reduce_after(self._model, last=last, each=self._accumulate == "sharded")
-                with phase("forward"), self._load.counted() if len(batches) == 1 else nullcontext():
+                counting: AbstractContextManager[list[Tensor]] = own.counted() if alone else nullcontext([])
+                with phase("forward"), counting as weights:
                     result = checked(self.forward(batch, loss), loss)
+                    weights.append(result.weight)
                 if number == 1:
                     pace.mark(device)
                 with phase("backward"):

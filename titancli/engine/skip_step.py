@@ -1,8 +1,9 @@
 """Skipped steps: which steps are not applied, decided on the device.
 
-A step is judged by two numbers that all ranks share, its gradient norm and its loss. It is skipped where one
-of them is not finite, or lies above what the last steps lead to expect: their mean plus `sigma` standard
-deviations. (That it helps to leave out the data of a spike is the experience of PaLM, arXiv 2204.02311.)
+A step is judged by two numbers that all ranks share, its gradient norm and its loss. It is skipped where both
+are to be divided by nothing, since no rank had a target; where one of them is not finite; or where one lies
+above what the last steps lead to expect: their mean plus `sigma` standard deviations. (That it helps to leave
+out the data of a spike is the experience of PaLM, arXiv 2204.02311.)
 Skipped steps leave the weights as they are; so where several in a row agree on a number, it is no spike but a
 new level, and to skip on would be to stand still for ever: from then on steps are judged by it.
 Nothing is read to the host for it: what the host reports, it hears of later.
@@ -47,10 +48,11 @@ class Guard:
         self._above = torch.zeros(2, LEVEL, device=device)
         """The same of the last steps in a row that were above their limits."""
         self._above_count = torch.zeros_like(self._applied)
-        self._record = torch.zeros(15, dtype=torch.float64, device=device)
+        self._record = torch.zeros(16, dtype=torch.float64, device=device)
         """Skipped steps in all and in a row; of the last one its number, which of the two numbers were not
         finite, both numbers, and what they should have stayed below. How many new levels there were; of the
-        last one the step's number, both means before and both since."""
+        last one the step's number, both means before and both since. And whether the last skipped step had no
+        weight."""
         self._copies: deque[Copy] = deque(maxlen=16)
         self._lag = LAG if device.type == "cuda" else 0
         self._reads = type(self._values) is Tensor and device.type == "cpu"
@@ -61,30 +63,34 @@ class Guard:
         """Skipped steps and new levels that the user has heard of."""
 
     @torch.no_grad()
-    def judge(self, step: int, norm: Tensor, loss: Tensor, *, steady: bool = True) -> Tensor:
+    def judge(
+        self, step: int, norm: Tensor, loss: Tensor, weight: Tensor | None = None, *, steady: bool = True
+    ) -> Tensor:
         """Return 1.0 if a step must be skipped, else 0.0: an fp32 scalar, the same on every rank. Collective.
 
         Args:
+            weight: what loss and gradients are to be divided by; None: it is above zero.
             steady: whether the loss is one that keeps to a level; another is judged by what is not finite
                 alone, and is not remembered.
         """
         mine = torch.stack((loss, norm)).float()
+        empty = torch.zeros_like(mine[:1]) if weight is None else (weight <= 0).float().reshape(1)
         # What is not finite is replaced before ranks compare: a maximum over NaN is whatever comes first.
-        shared = torch.cat(((~mine.isfinite()).float(), mine.nan_to_num(0.0, 0.0, 0.0)))
+        shared = torch.cat(((~mine.isfinite()).float(), mine.nan_to_num(0.0, 0.0, 0.0), empty))
         if dist.get_world_size() > 1:
             # The same bits on every rank, or replicas whose sums differ in the last one would part for ever.
             dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-        broken, numbers = shared[:2] > 0, shared[2:]
+        broken, numbers, is_empty = shared[:2] > 0, shared[2:4], shared[4] > 0
         limits = self._limits() if steady else torch.full_like(numbers, torch.inf)
         is_broken, above = broken.any(), (numbers > limits).any()
-        if self._reads and not (is_broken | above):
+        if self._reads and not (is_broken | above | is_empty):
             self._go_on(numbers if steady else None)
             return numbers.new_zeros(())
-        is_level = self._is_level(numbers, limits, above & ~is_broken)
-        wrong = above & ~is_level
+        is_level = self._is_level(numbers, limits, above & ~is_broken & ~is_empty)
+        wrong = (above & ~is_level) | is_empty
         if self._section.skip_nonfinite:
             wrong = wrong | is_broken
-        self._count(step, wrong, broken, numbers, limits)
+        self._count(step, wrong, broken, numbers, limits, is_empty)
         self._count_level(step, is_level)
         if steady:
             self._remember(numbers, is_level, keep=~(wrong | is_broken))
@@ -149,10 +155,13 @@ class Guard:
         self._applied = torch.where(is_level, known, self._applied)
         self._above_count = torch.where(is_level, 0, self._above_count)
 
-    def _count(self, step: int, wrong: Tensor, broken: Tensor, numbers: Tensor, limits: Tensor) -> None:
+    def _count(
+        self, step: int, wrong: Tensor, broken: Tensor, numbers: Tensor, limits: Tensor, is_empty: Tensor
+    ) -> None:
         total, in_a_row = self._record[0], self._record[1]
         head = torch.stack((total + 1, in_a_row + 1, torch.full_like(total, step)))
-        skipped = torch.cat((head, broken.double(), numbers.double(), limits.double(), self._record[9:]))
+        found = (broken.double(), numbers.double(), limits.double(), self._record[9:15])
+        skipped = torch.cat((head, *found, is_empty.double().reshape(1)))
         applied = self._record.clone()
         applied[1].zero_()
         self._record = torch.where(wrong, skipped, applied)
@@ -161,7 +170,7 @@ class Guard:
         count = self._record[9]
         head = torch.stack((count + 1, torch.full_like(count, step)))
         means = torch.cat((self._values.mean(dim=1), self._above.mean(dim=1))).double()
-        found = torch.cat((self._record[:9], head, means))
+        found = torch.cat((self._record[:9], head, means, self._record[15:]))
         self._record = torch.where(is_level, found, self._record)
 
     # -------------------------------------------------------------------------------------- on the host
@@ -281,6 +290,8 @@ class Copy:
 
 def reason(record: list[float]) -> str:
     """Describe what was wrong with the last skipped step."""
+    if record[15]:
+        return "the weight of its loss is not above 0, as where no token is a target"
     broken, numbers, limits = record[3:5], record[5:7], record[7:9]
     infinite = [name for name, is_broken in zip(NAMES, broken, strict=True) if is_broken]
     told = (

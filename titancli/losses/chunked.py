@@ -67,8 +67,9 @@ def linear_token_loss(
     if not torch.is_grad_enabled():
         # An autograd Function is told that they want gradients all the same, and this one would make them.
         hidden, weight = hidden.detach(), weight.detach()
+    token_weights = token_weights.float().masked_fill(targets < 0, 0.0)  # before NaN is multiplied by 0
     total, log_probs = _TokenLoss.apply(
-        hidden.flatten(0, -2), weight, targets.flatten(), token_weights.flatten().float(), group, backend, cap
+        hidden.flatten(0, -2), weight, targets.flatten(), token_weights.flatten(), group, backend, cap
     )
     return total, log_probs.view(targets.shape)
 

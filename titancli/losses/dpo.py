@@ -48,9 +48,11 @@ class DPO:
         Args:
             out: [B, S] fp32 log-probabilities, 0 where there is no target.
         """
-        gained = self.config.beta * (out.sum(1) - batch["reference_row_logprobs"])
-        chosen, rejected = gained[0::2], gained[1::2]
         pairs = (batch["targets"] != IGNORE).any(1).view(-1, 2).all(1)
+        # Before anything is computed with what stands at no pair: NaN would come back from it in backward.
+        counted = pairs.repeat_interleave(2)
+        gained = self.config.beta * torch.where(counted, out.sum(1) - batch["reference_row_logprobs"], 0.0)
+        chosen, rejected = gained[0::2], gained[1::2]
         margin = chosen - rejected
         smoothing = self.config.label_smoothing
         each = -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)

@@ -198,15 +198,18 @@ class MoE:
     GLM-4.5), because fine-tuning with transformers keeps it, too."""
 
     z_loss_coeff: Annotated[float, Ge(0)] = 0.0
-    """Weight of the router z-loss (arXiv 2202.08906): in each layer, the squared log-sum-exp of every token's
-    logits is added to the sum of the loss, and thus divided by its weight (target tokens). It affects the
-    gradients but not the reported loss."""
+    """Weight of the router z-loss (arXiv 2202.08906): for each layer, the mean over all tokens of a step, not
+    only the targets, of the squared log-sum-exp of the router's logits; added to the loss, whatever that is
+    an average over. It affects the gradients but not the reported loss. All micro-batches of a step must be
+    passed to one call of forward_backward; if there are several, an additional forward pass counts first what
+    they weigh."""
 
     aux_loss_coeff: Annotated[float, Ge(0)] = 0.0
-    """Weight of the load-balancing loss (arXiv 2101.03961): in each layer, for every token, num_experts times
-    the sum over experts of the router's probability times the expert's share of all tokens. Shares are taken
-    over the whole batch of a step on all ranks (arXiv 2501.11873); with several micro-batches, an additional
-    forward pass counts them first. Added and divided like the z-loss, and not reported either."""
+    """Weight of the load-balancing loss (arXiv 2101.03961): for each layer, num_experts times the sum over
+    experts of the router's mean probability times the expert's share of the tokens. Means and shares are
+    taken over all tokens of a step on all ranks (arXiv 2501.11873), and are thus the same on every layout;
+    transformers takes them over the tokens of all layers together. Added, counted and limited like the
+    z-loss, and not reported either."""
 
     # Fields that change how it is trained, not what it computes.
     without_effect: ClassVar[tuple[str, ...]] = (

@@ -21,9 +21,9 @@ def lr_factor(section: LRScheduler, step: int, training_steps: int) -> float:
     total, warmup, decay = section.phases(training_steps)
     if step < warmup:
         return (step + 1) / warmup
-    if step < total - decay:
+    if step < total - decay or not decay:
         return 1.0
-    progress = min(1.0, (step - (total - decay)) / decay) if decay else 1.0
+    progress = min(1.0, (step - (total - decay)) / decay)
     if section.decay_type == "linear":
         left = 1.0 - progress
     elif section.decay_type == "sqrt":

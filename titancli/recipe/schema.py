@@ -118,7 +118,7 @@ class LRScheduler:
     warmup_steps: Annotated[int, Ge(0)] = 200
     """Linear warm-up steps; capped at the length of the schedule."""
     total_steps: Annotated[int, Gt(0)] | None = None
-    """Length of the schedule in steps; None: training.steps."""
+    """Length of the schedule in steps, after which the rate stays as it is; None: training.steps."""
     decay_ratio: Annotated[float, Ge(0), Le(1)] | None = None
     """Fraction of the steps used for decay, starting after warm-up at the earliest; None: all steps after
     warm-up."""
@@ -193,7 +193,8 @@ class Stability:
     """Skip bad steps, and find devices that compute wrong numbers."""
 
     skip_nonfinite: bool = True
-    """Skip a step whose loss or gradient norm is NaN or infinite."""
+    """Skip a step whose loss or gradient norm is NaN or infinite. (A step whose loss has no weight, as where
+    no token is a target, is always skipped.)"""
     sigma: Annotated[float, Ge(0)] = 6.0
     """Skip a step whose loss or gradient norm is this many standard deviations above the mean of the last
     `window` applied steps; the standard deviation counts as at least a tenth of the mean. Five consecutive

@@ -291,6 +291,7 @@ def test_recipes_are_the_same_but_for_the_replica(tmp_path: Path) -> None:
         ("loop.replica=2", "numbered from 0 to 1"),
         ("loop.min_replicas=3", "never more than 2"),
         ('loop.lighthouse="node0:1"', "is not an address"),
+        ("model.moe.aux_loss_coeff=0.1", "model.moe.aux_loss_coeff multiplies a mean over all tokens"),
     ],
 )
 def test_wrong_settings_are_said_at_once(
@@ -300,7 +301,8 @@ def test_wrong_settings_are_said_at_once(
 
     loop = ["loop.type=ft", 'loop.lighthouse="http://node0:1"', "loop.replicas=2"]
     replica = [] if "replica=" in override else ["loop.replica=0"]
-    assert main(["validate", "llama3_debug", *loop, *replica, override]) == 3
+    recipe = "qwen3_moe_debug" if "moe" in override else "llama3_debug"
+    assert main(["validate", recipe, *loop, *replica, override]) == 3
     assert words in capsys.readouterr().err
 
 

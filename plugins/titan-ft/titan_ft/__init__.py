@@ -44,6 +44,14 @@ class FaultTolerant:
             yield "min_replicas", f"there are never more than {self.replicas} replicas"
         if recipe.dataset is None:
             yield "", "ft trains on a dataset"
+        moe = getattr(recipe.model, "moe", None)
+        for name in ("aux_loss_coeff", "z_loss_coeff"):
+            if getattr(moe, name, 0.0):
+                why = "multiplies a mean over all tokens of a step, of which a replica knows its own alone"
+                yield (
+                    "",
+                    f"model.moe.{name} {why}: set it to 0 (model.moe.load_balance_coeff balances as well)",
+                )
 
 
 @hookimpl

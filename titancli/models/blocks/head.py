@@ -94,6 +94,8 @@ class Output(nn.Linear):
                 batch = _with_entropy(batch, entropy(logits, batch["targets"]))
             return loss(logits, batch)
         weights = with_defaults(LossDefaults, loss).token_weights(batch)
+        if weights is not None:  # what stands where there is no target may be NaN, also times 0
+            weights = weights.masked_fill(batch["targets"] < 0, 0.0)
         if weights is None or wants_entropy:
             return self._from_log_probs(hidden, weight, batch, loss, weights, wants_entropy)
         # The loss says what its parts weigh; its sum is known with its gradient already.
@@ -160,7 +162,6 @@ class Output(nn.Linear):
         result = loss(log_probs, batch)
         if weights is None:
             return result
-        weights = weights.masked_fill(batch["targets"] < 0, 0.0)
         return result._replace(sum=-(log_probs * weights).sum())
 
     def _logits(self, hidden: Tensor, weight: Tensor) -> Tensor:

@@ -129,6 +129,9 @@ class MoE(nn.Module):
         self._counts: Tensor | None = None
         self.load: Tensor | None = None
         """[E], `share_of` all tokens of the call that is under way; None: those of this forward are all."""
+        self.per_token: Tensor | None = None
+        """What a sum over tokens is multiplied by, so that where the loss is divided by its own weight it
+        becomes a mean over all tokens of the call; None: it stays a sum."""
         self.counting: Tensor | None = None
         """[E] int64: what each forward adds its tokens to, where somebody counts."""
 
@@ -138,9 +141,9 @@ class MoE(nn.Module):
         routes = self.router(tokens, self.expert_bias)
         if self.counting is not None:
             self.counting += routes.counts
-        if routes.probabilities is not None:
-            scores = _Evened.apply(routes.scores, routes.probabilities, routes.counts, self)
-            routes = routes._replace(scores=scores)
+        if routes.probabilities is not None or routes.logits is not None:
+            given = (routes.scores, routes.probabilities, routes.logits, routes.counts)
+            routes = routes._replace(scores=_RouterLosses.apply(*given, self))
         self._count(routes)
         out = self._routed(tokens, routes).view_as(x)
         if self.shared_experts is None:
@@ -200,6 +203,10 @@ class MoE(nn.Module):
         """The share of tokens that visit each expert: [E] fp32, which add up to top_k."""
         return counts.float() * (self.config.top_k / counts.sum().clamp(min=1))
 
+    def mean_of(self, gradient: Tensor) -> Tensor:
+        """The gradient of a sum over tokens as that of their mean, where it is known what makes one of it."""
+        return gradient if self.per_token is None else gradient * self.per_token
+
     def forget_counts(self) -> None:
         """Begin to count anew."""
         self._counts = None
@@ -228,27 +235,43 @@ class MoE(nn.Module):
         return self
 
 
-class _Evened(torch.autograd.Function):
-    """Scores as they are, which in backward give the gradient of the load-balancing loss to the
-    probabilities: coeff · E · Σ f_e p_e of all tokens, f_e being the share of tokens that visit an expert.
+class _RouterLosses(torch.autograd.Function):
+    """Scores as they are, which in backward give two losses their gradients: the load-balancing loss, by the
+    probabilities, coeff · E · Σ f_e p_e over all tokens, f_e being the share of them that visit an expert;
+    and the z-loss, by the logits, coeff · Σ logsumexp².
 
-    A sum over tokens, as every loss here is. The shares are looked up in backward, when they are known.
-    Source: Switch Transformer (arXiv 2101.03961, equation 4).
+    Sums over tokens, as every loss here is: it does not matter which ranks and micro-batches the tokens are
+    on, nor whether forward runs again. The shares, and what makes means of the sums, are looked up in
+    backward, when they are known.
+    Source: Switch Transformer (arXiv 2101.03961, equation 4); ST-MoE (arXiv 2202.08906, equation 5).
     """
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, probabilities: Tensor, counts: Tensor, layer: MoE) -> Tensor:
-        ctx.save_for_backward(counts)
-        ctx.layer, ctx.shape = layer, probabilities.shape
+    def forward(
+        ctx: Any,
+        scores: Tensor,
+        probabilities: Tensor | None,
+        logits: Tensor | None,
+        counts: Tensor,
+        layer: MoE,
+    ) -> Tensor:
+        ctx.save_for_backward(logits, counts)
+        ctx.layer, ctx.shape = layer, None if probabilities is None else probabilities.shape
         return scores.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        (counts,) = ctx.saved_tensors
-        config, load = ctx.layer.config, ctx.layer.load
-        if load is None:
-            load = ctx.layer.share_of(counts)
-        return grad, (config.aux_loss_coeff * config.num_experts * load).expand(ctx.shape), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, counts = ctx.saved_tensors
+        layer, config = ctx.layer, ctx.layer.config
+        for_probabilities, for_logits = None, None
+        if ctx.shape is not None:
+            load = layer.share_of(counts) if layer.load is None else layer.load
+            for_probabilities = layer.mean_of(config.aux_loss_coeff * config.num_experts * load)
+            for_probabilities = for_probabilities.expand(ctx.shape)
+        if logits is not None:
+            slope = layer.mean_of(2 * config.z_loss_coeff * logits.logsumexp(-1, keepdim=True))
+            for_logits = slope * logits.softmax(-1)
+        return grad, for_probabilities, for_logits, None, None
 
 
 class Rearrange(torch.autograd.Function):

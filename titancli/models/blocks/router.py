@@ -25,6 +25,8 @@ class Routes(NamedTuple):
     """[E] int64: how many of them each expert gets."""
     probabilities: Tensor | None = None
     """[N, E] fp32, rows that add up to 1: what the load-balancing loss is a function of; None without."""
+    logits: Tensor | None = None
+    """[N, E] fp32: what the z-loss is a function of; None without."""
 
 
 class Router(nn.Module):
@@ -40,8 +42,6 @@ class Router(nn.Module):
         """Routes of tokens [N, dim]; `expert_bias` [E] has a say in the choice, none in the scores."""
         config = self.config
         logits = self.gate(x).float()
-        if config.z_loss_coeff:
-            logits = _ZLoss.apply(logits, config.z_loss_coeff)
         scores = logits.softmax(-1) if config.score_func == "softmax" else logits.sigmoid()
         experts = self._choose(scores.detach(), expert_bias)
         chosen = scores.gather(1, experts)
@@ -51,7 +51,8 @@ class Router(nn.Module):
         # Not bincount: that has no shape before it has run.
         counts = flat.new_zeros(config.num_experts).scatter_add(0, flat, torch.ones_like(flat))
         shares = scores / scores.sum(-1, keepdim=True).clamp(min=1e-20) if config.aux_loss_coeff else None
-        return Routes(experts, chosen * config.route_scale, counts, shares)
+        kept = logits if config.z_loss_coeff else None
+        return Routes(experts, chosen * config.route_scale, counts, shares, kept)
 
     def _choose(self, scores: Tensor, expert_bias: Tensor | None) -> Tensor:
         config = self.config
@@ -105,25 +106,6 @@ class _Product(torch.autograd.Function):
             (grad.t() @ x.to(wide)).to(weight.dtype) if for_weight else None,
             grad.sum(0).to(ctx.bias_dtype) if for_bias else None,
         )
-
-
-class _ZLoss(torch.autograd.Function):
-    """Logits as they are, which in backward get the gradient of coeff · Σ logsumexp² of all tokens as well.
-
-    A sum, as every loss here is: it does not matter which ranks and micro-batches the tokens are on, nor
-    whether forward runs again.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, coeff: float) -> Tensor:
-        ctx.save_for_backward(logits)
-        ctx.coeff = coeff
-        return logits.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (logits,) = ctx.saved_tensors
-        return grad + 2 * ctx.coeff * logits.logsumexp(-1, keepdim=True) * logits.softmax(-1), None
 
 
 def _at_least_fp32(x: Tensor) -> torch.dtype:
