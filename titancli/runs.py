@@ -330,8 +330,9 @@ class RunFolder:
                 hint="use another --run-dir, or set TITAN_RUNS to a writable folder",
             ) from error
 
-    def set_checkpoints_aside(self) -> Path:
-        """Rename `checkpoints` to `checkpoints.1`, or the next free number, and create an empty one.
+    def set_checkpoints_aside(self) -> Path | None:
+        """Rename `checkpoints` to `checkpoints.1`, or the next free number, and create an empty one; an empty
+        one, which may be where a disk is mounted, stays.
 
         Raises:
             EnvironmentProblem: the folder cannot be written.
@@ -340,6 +341,8 @@ class RunFolder:
         while (aside := self.path / f"checkpoints.{number}").exists():
             number += 1
         try:
+            if not any(self.checkpoints.iterdir()):
+                return None
             self.checkpoints.rename(aside)
             self.checkpoints.mkdir()
         except OSError as error:

@@ -132,6 +132,90 @@ def test_from_scratch_sets_them_aside_and_starts_at_step_0(train: Train, run: Pa
     )
 
 
+def purge(run: Path) -> None:
+    for path in (run / "checkpoints").iterdir():
+        shutil.rmtree(path)
+
+
+def unmount(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+
+
+def kill(run: Path) -> None:
+    """No outcome, so that only the event log knows."""
+    purge(run)
+    RunFolder(run).update_attempt(outcome=None)
+
+
+def lose_events(run: Path) -> None:
+    purge(run)
+    (run / "events.jsonl").unlink()
+
+
+def leave_a_draft(run: Path) -> None:
+    purge(run)
+    (run / "checkpoints/.step-4.tmp-0-0").mkdir()
+
+
+@pytest.mark.parametrize("harm", [purge, unmount, kill, lose_events, leave_a_draft])
+def test_checkpoints_that_are_gone_are_no_reason_to_start_at_step_0(
+    train: Train, run: Path, harm: Callable[[Path], None]
+) -> None:
+    harm(run)
+    before = (run / "run.json").read_bytes()
+    for line in (AGAIN, ("r", "--resume"), (*AGAIN, "--dry-run")):
+        done = train(*line)
+        assert done.code == 5, done.err
+        what = "does not exist" if harm == unmount else "holds no checkpoint"
+        assert f"has saved step 4, as its record says, but {run}/checkpoints {what}" in done.err
+        assert "not mounted" in done.err and "--from-scratch" in done.err
+    assert (run / "run.json").read_bytes() == before
+
+
+def test_a_run_whose_checkpoints_are_gone_starts_over_when_that_is_wanted(train: Train, run: Path) -> None:
+    purge(run)
+    done = train(*AGAIN, "--from-scratch", "checkpoint.enable=false")
+    assert done.code == 0, done.err
+    assert "nothing is left of step 4" in done.err
+    assert not (run / "checkpoints.1").exists()  # nothing was there to be set aside
+    done = train(*AGAIN)  # what was saved before the new start counts no more, and nothing was saved since
+    assert done.code == 0, done.err
+    purge(run)
+    assert "has saved step 5" in train(*AGAIN).err
+
+
+def test_the_store_is_asked_before_a_start_is_refused(train: Train, run: Path) -> None:
+    store = f"checkpoint.remote=file://{run.parent}/store"
+    shutil.rmtree(run.parent / "store", ignore_errors=True)
+    purge(run)
+    done = train(*AGAIN, store)
+    assert done.code == 5, done.err
+    assert f"file://{run.parent}/store/r holds none either" in done.err
+    assert train(*AGAIN, store, "--from-scratch").code == 0
+    purge(run)
+    done = train(*AGAIN, store, "training.steps=6")
+    assert done.code == 0, done.err
+    assert "from step-5" in done.err
+
+
+def test_ranks_do_not_start_over_where_the_checkpoints_are_gone(run: Path) -> None:
+    purge(run)
+    for restart in (0, 1):
+        with pytest.raises(EnvironmentProblem, match="has saved step 4"):
+            worker.main(run, place=Place(restart=restart))
+
+
+def test_ranks_that_start_anew_take_what_is_gone_from_the_store(train: Train, run: Path) -> None:
+    section = Checkpoint(remote=f"file://{run.parent}/store")
+    shutil.rmtree(run.parent / "store", ignore_errors=True)
+    shutil.copytree(run / "checkpoints", run.parent / "store/r")
+    purge(run)
+    RunFolder(run).update_attempt(serial=0)
+    with ExitStack() as stack:
+        again = Rank(RunFolder(run), Place(restart=1), stack)
+        assert again._continue_from(None, section) == run / "checkpoints/step-4"
+
+
 def test_an_error_of_the_disk_that_passes_is_not_told(
     train: Train, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +264,8 @@ def test_checkpoints_that_appear_after_a_start_at_step_0_are_neither_replaced_no
         return really(folder) if (run / "logs/stale").exists() else []
 
     monkeypatch.setattr(manifest, "_step_folders", stale)
+    RunFolder(run).update_attempt(outcome=None)
+    (run / "events.jsonl").unlink()  # nor did its view of the record
     from titancli.loops.run import Run
 
     step_done = Run.step_done

@@ -66,7 +66,7 @@ class Plan:
     allow_drift: bool = False
     """Data that are not those of the checkpoint are begun anew."""
     from_scratch: bool = False
-    """There are checkpoints, none can be used, and they are to be set aside."""
+    """There are checkpoints, or were, none can be used, and what is left is to be set aside."""
     step: int | None = None
     """Of the checkpoint that was asked for; no other takes its place."""
     missing: list[str] = field(default_factory=list)
@@ -275,6 +275,8 @@ def _choose_checkpoint(
     if notes and not (request.from_scratch and section.remote is None):
         remote.refuse_unusable(folder.path, notes, section)
     in_memory = recipe.checkpoint.peer_interval and read_record(folder.checkpoints) is not None
+    if not request.from_scratch and not in_memory:
+        remote.refuse_lost(folder, section)
     if required and not request.from_scratch and not in_memory:
         raise EnvironmentProblem(
             f"{folder.path} has no checkpoint to resume from",
@@ -282,6 +284,8 @@ def _choose_checkpoint(
         )
     if notes:
         return None, [*notes, "the run starts at step 0; these checkpoints are set aside"], True
+    if request.from_scratch and (step := remote.recorded_step(folder)) is not None:
+        return None, [f"the run starts at step 0: nothing is left of step {step}, which it has saved"], True
     if in_memory:
         return None, ["no checkpoint on the disk yet: it continues from memory, or starts at step 0"], False
     return None, ["the run has no checkpoint yet: it starts at step 0"], False

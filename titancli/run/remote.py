@@ -1,4 +1,4 @@
-"""A run whose checkpoints lie in a store too (`checkpoint.remote`): how they come here. Torch-free."""
+"""Where a run goes on from: its checkpoints here, or in its store (`checkpoint.remote`). Torch-free."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from titancli.checkpoint.format.manifest import (
     steps,
 )
 from titancli.errors import EnvironmentProblem
+from titancli.observe.events import backwards
 from titancli.runs import STEP_NAME, RunFolder
 
 if TYPE_CHECKING:
@@ -169,3 +170,51 @@ def refuse_unusable(run: Path, notes: Iterable[str], section: Checkpoint) -> Non
     if section.remote is None:
         hint = "repair one of them, or set them all aside and start at step 0: --from-scratch"
     raise none_usable(run, notes, hint=hint)
+
+
+def recorded_step(folder: RunFolder) -> int | None:
+    """Return a step that run.json or the event log says was saved; None: nothing was, or all of it was set
+    aside since (`--from-scratch`).
+
+    Raises:
+        EnvironmentProblem: run.json cannot be read.
+    """
+    attempts = folder.record().get("attempts") or []
+    first = max((number for number, one in enumerate(attempts, 1) if one.get("from_scratch")), default=1)
+    saved = None
+    for event in backwards(folder.events):
+        if event["event"] == "checkpoint" and saved is None:
+            saved = event["step"]
+        elif event["event"] == "run_start":
+            number = event.get("attempt")
+            if isinstance(number, int) and number < first:
+                break
+            if saved is not None:
+                return int(saved)
+    for attempt in reversed(attempts[first - 1 :]):
+        outcome = attempt.get("outcome")
+        ended = outcome.get("checkpoint") if isinstance(outcome, dict) else None
+        for place in (Path(str(ended)), Path(str(attempt.get("checkpoint")))):
+            if place.parent.name == folder.checkpoints.name and (named := STEP_NAME.match(place.name)):
+                return int(named[1])
+    return None
+
+
+def refuse_lost(folder: RunFolder, section: Checkpoint) -> None:
+    """Where a run has saved and has no checkpoint, it must not start over in silence.
+
+    Raises:
+        EnvironmentProblem: it has saved.
+    """
+    if (step := recorded_step(folder)) is None:
+        return
+    there = "holds no checkpoint" if folder.checkpoints.is_dir() else "does not exist"
+    if section.remote is not None:
+        from titancli.checkpoint.remote.transfer import run_place
+
+        there += f", and {run_place(section, folder.path)} holds none either"
+    raise EnvironmentProblem(
+        f"{folder.path} has saved step {step}, as its record says, but {folder.checkpoints} {there}",
+        hint="is its disk not mounted, or was it purged? Bring the checkpoints back, or start at step 0 with "
+        "--from-scratch",
+    )

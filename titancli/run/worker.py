@@ -197,7 +197,7 @@ class Rank:
         self._copies = saving.open_copies(recipe, self.folder, record, self._stack)
         newest = record["attempts"][-1].get("step") is None
         copy = self._copies.newest(wanted=newest) if self._copies else None
-        start = Start(loaded, lock_text, record, copy or checkpoint, device)
+        start = Start(loaded, lock_text, record, self._not_lost(copy or checkpoint, section), device)
         damaged: dict[Path, str] = {}
         try:
             while (outcome := self._train_unless_damaged(start, loggers, stop, damaged)) is None:
@@ -206,7 +206,7 @@ class Rank:
                 )
                 if other is not None:
                     logger.warning("the run continues from %s", other.name)
-                start = replace(start, checkpoint=other)
+                start = replace(start, checkpoint=self._not_lost(other, section))
         except Exception as error:
             if is_out_of_memory(error):
                 try:
@@ -404,8 +404,8 @@ class Rank:
         attempt = self._own_record()["attempts"][-1]
         if not (self.restart or self._plan_is_stale or damaged):
             if attempt.get("from_scratch"):
-                aside = self.folder.set_checkpoints_aside()
-                logger.warning("the earlier checkpoints are in %s", aside)
+                if (aside := self.folder.set_checkpoints_aside()) is not None:
+                    logger.warning("the earlier checkpoints are in %s", aside)
             return checkpoint
         asked_for = self.folder.checkpoints / f"step-{attempt.get('step')}"
         if asked_for in damaged:
@@ -426,7 +426,8 @@ class Rank:
         anew = not damaged or not damaged.keys() <= self._asked_store
         here = found or checkpoint
         best = here is not None and none_newer(self.folder.checkpoints, here, how["newer_than"])
-        if section.remote is not None and skipped and anew and not best:
+        gone = here is None and remote.recorded_step(self.folder) is not None
+        if section.remote is not None and (skipped or gone) and anew and not best:
             self._asked_store |= damaged.keys()
             found = remote.newest(self.folder, section, say=logger.warning, **how)
             remote.lower_serial(self.folder)
@@ -438,6 +439,18 @@ class Rank:
             if line not in known:
                 logger.warning(line)
         return found or checkpoint
+
+    def _not_lost(self, checkpoint: Path | None, section: Checkpoint) -> Path | None:
+        """Return what the run goes on from. Collective.
+
+        Raises:
+            EnvironmentProblem: nothing, though it has saved.
+        """
+        from titancli.distributed import process_group
+
+        if checkpoint is None:  # the ranks agree
+            process_group.on_rank_zero(lambda: remote.refuse_lost(self.folder, section))
+        return checkpoint
 
     def _loggers(self, recipe: Recipe, listeners: tuple[Listener, ...]) -> list[Any]:
         """Built before the engine, so that a package that is missing is said at once."""
