@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from titancli.errors import EXIT_ENVIRONMENT, EnvironmentProblem, TitanError
+from titancli.seal import Seal
 
 LOCK_NAME = "recipe.lock.toml"
 RECORD_NAME = "run.json"
@@ -44,6 +45,9 @@ REPLAY_REQUEST = "replay.json"
 """What `titan replay` asks of the ranks that it starts, in a folder of its own; beside it their answer."""
 REPLAY_RESULT = "replay.result.json"
 RECORD_FORMAT = 1
+LOCK_SEAL = Seal("\n# xxh3_64 of what follows: ", "\n")
+RECORD_SEAL = Seal('{\n  "xxh3_64": "', '",\n')
+"""Files without one are taken as they are: of an earlier version of titan, or made by hand."""
 ATTEMPT = "TITAN_ATTEMPT"
 """The environment variable with the token of the attempt, for its ranks."""
 
@@ -81,6 +85,33 @@ def write_atomically(path: Path, text: str) -> None:
         raise EnvironmentProblem(
             f"cannot write {path}: {error.strerror}", hint="free some space, or use another --run-dir"
         ) from error
+
+
+def changed_lock(path: Path, data: bytes) -> EnvironmentProblem | None:
+    """Return what is wrong with a resolved recipe that is not as titan has written it; None: it is."""
+    if LOCK_SEAL.holds(data.replace(b"\r\n", b"\n")) is not False:
+        return None
+    return EnvironmentProblem(
+        f"{path} is damaged, or was edited: its checksum does not match",
+        hint="give changes as KEY=VALUE on the command line, and restore the file (each checkpoint of a run "
+        "has a copy); to edit it as a recipe, copy it to a file of another name",
+    )
+
+
+def read_lock(path: Path) -> str:
+    """Return the text of a resolved recipe.
+
+    Raises:
+        EnvironmentProblem: it cannot be read, or is not as titan has written it.
+    """
+    try:
+        data = path.read_bytes()
+        text = data.decode()
+    except (OSError, ValueError) as error:
+        raise EnvironmentProblem(f"cannot read {path}: {error}") from error
+    if (changed := changed_lock(path, data)) is not None:
+        raise changed
+    return text
 
 
 _LEFT = {"logs", "checkpoints", "rendezvous", "run.lock", "ranks.lock", "slurm"}
@@ -430,14 +461,20 @@ class RunFolder:
         """Return the contents of `run.json`; empty if there is none.
 
         Raises:
-            EnvironmentProblem: it is not JSON, of another format, or has no list of attempts.
+            EnvironmentProblem: it is damaged, not JSON, of another format, or has no list of attempts.
         """
         try:
-            record = json.loads(self.record_file.read_text(encoding="utf-8"))
+            data = self.record_file.read_bytes()
+            record = json.loads(data)
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except (OSError, ValueError) as error:
             raise EnvironmentProblem(f"cannot read {self.record_file}: {error}") from error
+        if RECORD_SEAL.holds(data) is False:
+            raise EnvironmentProblem(
+                f"{self.record_file} is damaged, or was edited: its checksum does not match",
+                hint="restore the file; if it is right as it is, delete its line xxh3_64",
+            )
         form = record.get("format", RECORD_FORMAT) if isinstance(record, dict) else None
         if form != RECORD_FORMAT:
             raise EnvironmentProblem(
@@ -448,10 +485,12 @@ class RunFolder:
         attempts = record.get("attempts", [])
         if not isinstance(attempts, list) or not all(isinstance(attempt, dict) for attempt in attempts):
             raise EnvironmentProblem(f"{self.record_file} has no list of attempts", hint="restore the file")
+        record.pop("xxh3_64", None)
         return record
 
     def write_record(self, record: Mapping[str, Any]) -> None:
-        write_atomically(self.record_file, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+        text = json.dumps(record, indent=2, ensure_ascii=False)
+        write_atomically(self.record_file, RECORD_SEAL.put(text.removeprefix("{\n") + "\n"))
 
     def begun(self) -> dict[str, Any]:
         """Return the contents of `run.json` of a run that has begun; the last attempt is the newest.

@@ -32,7 +32,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     fill(writer(tmp_path), 1, 2, 3)
     fill(writer(tmp_path, 2), 4, loss=float("nan"), skipped=1)
     found = read_digests(tmp_path)
-    assert list(found) == [1, 2, 3, 4] and RECORD.itemsize == 40
+    assert list(found) == [1, 2, 3, 4] and RECORD.itemsize == 44
     assert (found[2].loss, found[2].grad_norm, found[2].rows, found[2].skipped) == (2, 0.5, 2**64 - 2, False)
     assert found[2].ranks == {0: ((2, 2**32 - 1), (7, 8))} and found[4].skipped
     assert differences(found[4], found[4]) == []  # NaN is the same as NaN
@@ -115,7 +115,7 @@ def test_a_folder_that_cannot_be_written_ends_nothing(
     assert len(caplog.records) == 1 and "the run continues without it" in caplog.text
 
 
-@pytest.mark.parametrize("line", [b'{"format": 2}\n', b"[]\n", b"text\n"])
+@pytest.mark.parametrize("line", [b'{"format": 1}\n', b"[]\n", b"text\n"])
 def test_a_file_of_another_version_is_refused(tmp_path: Path, line: bytes) -> None:
     fill(writer(tmp_path), 1)
     path_of(tmp_path, 1, 0, 0).write_bytes(line + bytes(40))

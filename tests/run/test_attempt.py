@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import threading
 import time
@@ -34,10 +33,11 @@ def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
 
 
 def planned(folder: Path, token: str, *before: dict[str, Any], **values: Any) -> Path:
-    """What a node's command has planned, in a file of its own."""
+    """What a node's command has planned, in a folder of its own."""
     entry = {"token": token, "serial": 0, "from_scratch": False, "step": None, **values}
-    own = folder / f"{token}.json"
-    own.write_text(json.dumps({**PLANNED, "attempts": [*before, entry]}))
+    own = folder / token
+    own.mkdir()
+    RunFolder(own).write_record({**PLANNED, "attempts": [*before, entry]})
     return own
 
 
@@ -57,7 +57,7 @@ def test_ranks_begin_an_attempt_and_continue_it_each_time_with_another_token(
     assert take(folder, own, stack) == (1, False)
     [newest] = folder.record()["attempts"]
     assert newest["outcome"] is None and newest["token"] == os.environ[ATTEMPT] != "a"
-    assert json.loads(own.read_text()) == folder.record()  # what the node's command goes by
+    assert RunFolder(own).record() == folder.record()  # what the node's command goes by
     with pytest.raises(TakenOver):
         first.check()  # of a node that was cut off and comes back
     stack.close()
@@ -66,19 +66,19 @@ def test_ranks_begin_an_attempt_and_continue_it_each_time_with_another_token(
 
 def test_the_sources_of_the_node_of_rank_0_are_kept(tmp_path: Path, stack: ExitStack) -> None:
     folder, own = RunFolder(tmp_path / "r"), planned(tmp_path, "a")
-    (tmp_path / "sources").mkdir()
-    (tmp_path / "sources/012-uncommitted.patch").write_text("diff")
+    (own / "sources").mkdir()
+    (own / "sources/012-uncommitted.patch").write_text("diff")
     take(folder, own, stack)
     assert (folder.path / "sources/012-uncommitted.patch").read_text() == "diff"
     stack.close()
-    (tmp_path / "sources/012-uncommitted.patch").unlink()
+    (own / "sources/012-uncommitted.patch").unlink()
     take(folder, own, stack)
     assert len(list((folder.path / "sources").iterdir())) == 1
 
 
 def test_sources_that_cannot_be_kept_end_the_start_with_a_reason(tmp_path: Path, stack: ExitStack) -> None:
     folder, own = RunFolder(tmp_path / "r"), planned(tmp_path, "a")
-    (tmp_path / "sources").mkdir()
+    (own / "sources").mkdir()
     folder.path.mkdir()
     (folder.path / "sources").write_text("a file")
     with pytest.raises(EnvironmentProblem, match=r"cannot write .*sources"):

@@ -10,17 +10,22 @@ from __future__ import annotations
 import json
 import logging
 import os
+import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from titancli.errors import EnvironmentProblem
+from titancli.seal import Seal
 
-FORMAT = 1
+FORMAT = 2
 FOLDER = "digests"
+SEAL = Seal('{"xxh3_64":"', '",')
+"""How the header begins."""
 RECORD = np.dtype(
     [
         ("skipped", "<u4"),
@@ -30,11 +35,12 @@ RECORD = np.dtype(
         ("gradients", "<u4", 2),
         ("weights", "<u4", 2),
         ("step", "<u4"),
+        ("crc32", "<u4"),
     ]
 )
-"""40 bytes, the step last: a record of which only a part was written has none. `rows` is of this rank's rows,
-whatever their order; `gradients` (before clipping) and `weights` (after the step) are of what lies on this
-rank, each two sums over its tensors: see `named`."""
+"""44 bytes, their checksum last: a record of which only a part was written has none. `rows` is of this
+rank's rows, whatever their order; `gradients` (before clipping) and `weights` (after the step) are of what
+lies on this rank, each two sums over its tensors: see `named`."""
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +97,7 @@ class DigestWriter:
             if self._file < 0:
                 self._open(step - 1)
             place = self._begin + (step - self._start - 1) * RECORD.itemsize
+            record["crc32"] = _crc32(record.tobytes())
             if os.pwrite(self._file, record.tobytes(), place) < RECORD.itemsize:
                 raise OSError("the disk is full")
         except OSError as error:
@@ -100,7 +107,7 @@ class DigestWriter:
 
     def _open(self, start: int) -> None:
         head = Header(**self._header, start=start)
-        line = json.dumps(asdict(head), separators=(",", ":")).encode() + b"\n"
+        line = SEAL.put(json.dumps(asdict(head), separators=(",", ":")).removeprefix("{")).encode() + b"\n"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
@@ -293,18 +300,38 @@ def _read(path: Path) -> tuple[Header, np.ndarray] | None:
     except OSError as error:
         raise EnvironmentProblem(f"cannot read {path}: {error.strerror}") from error
     line, newline, rest = data.partition(b"\n")
-    if not newline:
-        return None
     try:
+        if not newline:
+            with suppress(ValueError):
+                if json.JSONDecoder().raw_decode(data.decode("latin-1"))[1] == len(data):
+                    return None
+                raise EnvironmentProblem(f"{path} is damaged: its first line has no end", hint="delete it")
+            return None
         head = json.loads(line)
-        if head.get("format") != FORMAT or set(head) != {one.name for one in fields(Header)}:
+        if head.get("format") != FORMAT:
             raise ValueError(f"format {head.get('format')!r}")
-    except (ValueError, AttributeError) as error:
+        if not SEAL.holds(line):
+            raise ValueError("its first line is damaged")
+        del head["xxh3_64"]
+        header = Header(**head)
+    except (ValueError, AttributeError, TypeError) as error:
         raise EnvironmentProblem(
             f"{path} has no digests that this version of titan reads ({error})",
             hint="use the version of titan that wrote it, or delete the file",
         ) from error
-    header = Header(**head)
     records = np.frombuffer(rest, RECORD, count=len(rest) // RECORD.itemsize)
+    size = RECORD.itemsize
+    sums = np.array([_crc32(rest[at : at + size]) for at in range(0, len(records) * size, size)], "<u4")
+    written = records["crc32"] != 0
+    if (wrong := np.flatnonzero(written & (records["crc32"] != sums))).size:
+        raise EnvironmentProblem(
+            f"{path} is damaged: the checksum of step {header.start + 1 + int(wrong[0])} does not match",
+            hint="restore the file, or delete it",
+        )
     expected = header.start + 1 + np.arange(len(records))
-    return header, records[records["step"] == expected]
+    return header, records[written & (records["step"] == expected)]
+
+
+def _crc32(record: bytes) -> int:
+    """Of all but the checksum itself; 0 stands for none."""
+    return zlib.crc32(record[:-4]) or 1

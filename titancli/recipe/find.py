@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 from titancli.errors import Problem, RecipeError
 from titancli.recipe.problems import nearest
+from titancli.runs import LOCK_NAME
 
 if TYPE_CHECKING:
     from titancli.recipe.toml import Node
     from titancli.registry.lookup import Registry
 
-LOCK_NAME = "recipe.lock.toml"
-"""The resolved recipe in a run folder."""
 LOCK_HEADER = "# A resolved recipe, written by titan"
 """How such a file begins."""
 NAMED = re.compile(r"(?P<plugin>[A-Za-z0-9][A-Za-z0-9_.-]*):(?P<name>[A-Za-z0-9][A-Za-z0-9_.-]*)\Z")

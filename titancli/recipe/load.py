@@ -24,6 +24,7 @@ from titancli.recipe.schema import Recipe
 from titancli.recipe.toml import DEFAULT, KeyPath, Node, Origin, Source, dotted, from_python, leaves
 from titancli.registry.component import is_config
 from titancli.registry.defaults import ModelConfigDefaults, with_defaults
+from titancli.runs import LOCK_SEAL
 from titancli.version import __version__
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def lock_text(loaded: Loaded) -> str:
     import tomli_w
 
     header = f"{LOCK_HEADER} {__version__}. Run it again with: titan train THIS_FILE"
-    return f"{header}\n{tomli_w.dumps(loaded.data)}"
+    return f"{header}{LOCK_SEAL.put(tomli_w.dumps(loaded.data))}"
 
 
 def resolved_data(recipe: Any, root: Node, registry: Registry) -> dict[str, Any]:

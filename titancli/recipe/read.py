@@ -12,6 +12,7 @@ import tomli
 from titancli.errors import Location, Problem, RecipeError
 from titancli.recipe.problems import Problems
 from titancli.recipe.toml import KeyPath, Node, Origin, Positions, Source, scan
+from titancli.runs import LOCK_NAME, changed_lock
 
 FORMAT = 1
 """The recipe format that this titan reads."""
@@ -31,6 +32,9 @@ def read_file(path: Path, problems: Problems, named_at: Location | None = None) 
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         problems.add("unreadable", f"cannot read {shown}: {reason}", named_at)
+        return None
+    if path.name == LOCK_NAME and (changed := changed_lock(path, raw)) is not None:
+        problems.add("changed-lock", changed.message, named_at, changed.hint)
         return None
     try:
         text = raw.decode("utf-8-sig")

@@ -6,7 +6,6 @@ was lost; so the ranks say which attempt each of them is in, and rank 0 looks in
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
@@ -19,7 +18,7 @@ from typing import Any
 from titancli.checkpoint.format.manifest import last_serial
 from titancli.errors import EnvironmentProblem
 from titancli.provenance import SOURCES
-from titancli.runs import ATTEMPT, ChangedMeanwhile, RunFolder, TakenOver, write_atomically
+from titancli.runs import ATTEMPT, ChangedMeanwhile, RunFolder, TakenOver
 
 PATIENCE = 10.0
 """Seconds that ranks which were started anew wait for the lock of those before them."""
@@ -33,8 +32,9 @@ def take_part(
     """Begin an attempt, or continue the newest one. Collective.
 
     Args:
-        own: what this node's command has planned to write to `run.json`, and from here on what the run has
-            there: ranks that are started anew know from it which attempt is theirs, and so does the command.
+        own: the folder whose `run.json` has what this node's command has planned, and from here on what the
+            run has there: ranks that are started anew know from it which attempt is theirs, and so does the
+            command.
         stack: releases the run folder, which rank 0 holds.
 
     Returns:
@@ -48,15 +48,13 @@ def take_part(
     """
     from titancli.distributed.process_group import all_gather, on_rank_zero
 
-    planned = json.loads(own.read_text(encoding="utf-8"))
+    planned = RunFolder(own).record()
     tokens = set(all_gather(planned["attempts"][-1]["token"]))
-    record, stale = on_rank_zero(
-        lambda: _begin_or_continue(folder, planned, tokens, lock_text, stack, own.parent)
-    )
+    record, stale = on_rank_zero(lambda: _begin_or_continue(folder, planned, tokens, lock_text, stack, own))
     attempt = record["attempts"][-1]
     os.environ[ATTEMPT] = attempt["token"]
     if first_of_node:
-        write_atomically(own, json.dumps(record))
+        RunFolder(own).write_record(record)
     return attempt.get("restarts", 0), stale
 
 

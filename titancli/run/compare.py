@@ -11,7 +11,7 @@ from titancli.errors import RecipeError
 from titancli.provenance import file_hash, versions
 from titancli.registry import plugin_files
 from titancli.run.drift import Change, changes
-from titancli.runs import RunFolder
+from titancli.runs import RunFolder, read_lock
 
 if TYPE_CHECKING:
     from titancli.observe.summary import Summary
@@ -72,7 +72,7 @@ def _locked(folder: RunFolder) -> dict[str, Any]:
     import tomli
 
     try:
-        return tomli.loads(folder.recipe_lock.read_text(encoding="utf-8"))
+        return tomli.loads(read_lock(folder.recipe_lock))
     except ValueError as error:
         raise RecipeError(f"{folder.recipe_lock} is not TOML: {error}") from error
 

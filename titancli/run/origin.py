@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from titancli.checkpoint.format.manifest import LOCK, faults, read_manifest
 from titancli.errors import EnvironmentProblem
-from titancli.runs import STEP_NAME, RunFolder
+from titancli.runs import STEP_NAME, RunFolder, read_lock
 
 
 class Origin(NamedTuple):
@@ -47,7 +47,7 @@ def origin_of(folder: RunFolder, number: int | None) -> Origin:
     begun = attempts[before[-1] - 1] if before else {}
     start = STEP_NAME.match(Path(begun.get("checkpoint") or "").name)
     return Origin(
-        recipe=lock.read_text(encoding="utf-8"),
+        recipe=read_lock(lock),
         first=int(start[1]) if start else 0,
         serial=begun.get("serial") or 0,
         launch={name: attempts[number - 1].get(name) for name in ("nproc", "nnodes")},

@@ -26,7 +26,7 @@ from titancli.observe.events import plain
 from titancli.observe.summary import Summary, summarize
 from titancli.provenance import PATCH_NAME, file_hash, kept_source
 from titancli.recipe.find import find_recipe
-from titancli.runs import LOCK_NAME, RunFolder, write_atomically
+from titancli.runs import LOCK_NAME, RunFolder, read_lock, write_atomically
 
 FORMAT = 1
 LIMIT = 1 << 28
@@ -151,7 +151,7 @@ def collect(path: Path) -> Reproduction:
     return Reproduction(
         name=run.recipe or path.name,
         run=_about(run, folder),
-        recipe=_lock_text(folder),
+        recipe=read_lock(folder.recipe_lock),
         made_by=made_by,
         launch={name: newest.get(name) for name in ("nproc", "nnodes")},
         earlier=_earlier(run.attempts, steps),
@@ -181,13 +181,6 @@ def _about(run: Summary, folder: RunFolder) -> dict[str, Any]:
         "run_id": _run_id(folder),
         **{name: getattr(run, name) for name in names},
     }
-
-
-def _lock_text(folder: RunFolder) -> str:
-    try:
-        return folder.recipe_lock.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise EnvironmentProblem(f"cannot read {folder.recipe_lock}: {error}") from error
 
 
 def _made_by(attempt: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ puts its files into a folder of its own, and rank 0 makes the run folder of its 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -20,7 +19,7 @@ from titancli.registry.component import component_info, load_target
 from titancli.run.fit import check_devices, check_world, check_worlds
 from titancli.run.prepare import Plan, history
 from titancli.run.record import new_attempt, new_record
-from titancli.runs import ATTEMPT, LOCK_NAME, RECORD_NAME, ChangedMeanwhile, RunFolder
+from titancli.runs import ATTEMPT, LOCK_NAME, ChangedMeanwhile, RunFolder
 
 
 def count_processes(plan: Plan, wanted: int | str | None, *, may_exceed: bool = False) -> int:
@@ -92,9 +91,9 @@ def _launch(plan: Plan, request: LaunchRequest, announce: Callable[[RunFolder], 
             attempt = new_attempt(plan, request)
             try:
                 lock_file.write_text(plan.lock_text, encoding="utf-8")
-                (own / RECORD_NAME).write_text(json.dumps(new_record(plan, attempt)), encoding="utf-8")
             except OSError as error:
                 raise no_room(own, error) from error
+            RunFolder(own).write_record(new_record(plan, attempt))
             keep_sources(own, attempt)
             with environment({ATTEMPT: ""}):  # not that of a run which this command is started in
                 return launch(launcher, **replace(request, lock_file=lock_file).keywords())

@@ -50,7 +50,7 @@ from titancli.registry.component import build
 from titancli.registry.defaults import LoopConfigDefaults, with_defaults
 from titancli.run import remote
 from titancli.run.attempt import take_part
-from titancli.runs import RECORD_NAME, REPLAY_REQUEST, Claim, RunFolder, timestamp
+from titancli.runs import REPLAY_REQUEST, Claim, RunFolder, timestamp
 from titancli.signals import ASKED_TO_STOP, EXIT_NODES_JOIN, NODES_JOIN, Stop
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class Rank:
         if lock_file is not None:
             code = ", ".join(f"{name} {digest[:12]}" for name, digest in code_hashes().items())
             process_group.require_same("code of titan or its plugins", code, socket.gethostname())
-            own, first = lock_file.with_name(RECORD_NAME), self.place.local_rank == 0
+            own, first = lock_file.parent, self.place.local_rank == 0
             taken = take_part(self.folder, own, lock_text, self._stack, first_of_node=first)
             self.restart, self._plan_is_stale = taken
         require_shared(self.folder.logs, socket.gethostname(), first_of_node=self.place.local_rank == 0)
@@ -403,9 +403,8 @@ class Rank:
         """
         attempt = self._own_record()["attempts"][-1]
         if not (self.restart or self._plan_is_stale or damaged):
-            if attempt.get("from_scratch"):
-                if (aside := self.folder.set_checkpoints_aside()) is not None:
-                    logger.warning("the earlier checkpoints are in %s", aside)
+            if attempt.get("from_scratch") and (aside := self.folder.set_checkpoints_aside()) is not None:
+                logger.warning("the earlier checkpoints are in %s", aside)
             return checkpoint
         asked_for = self.folder.checkpoints / f"step-{attempt.get('step')}"
         if asked_for in damaged:

@@ -24,6 +24,7 @@ from titancli.checkpoint.format.files import file_size, patiently, read_file
 from titancli.checkpoint.format.hashed import Digest, file_digest
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.runs import STEP_NAME
+from titancli.seal import Seal
 
 MANIFEST = "manifest.json"
 LOCK = "recipe.lock.toml"
@@ -54,7 +55,8 @@ class DamagedCheckpoint(EnvironmentProblem):
         return DamagedCheckpoint, (self.folder, self.why, self.file)
 
 
-_FIRST_LINE = re.compile(rb'\{"xxh3_64": "([0-9a-f]{16})",\n')
+SEAL = Seal('{"xxh3_64": "', '",\n')
+"""Its first line."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
 
@@ -93,8 +95,8 @@ def manifest_bytes(manifest: Manifest) -> bytes:
         ]
     except (TypeError, ValueError) as error:
         raise TitanError(f"the state of step {manifest.step} is not plain JSON: {error}") from error
-    rest = (",\n".join(rows) + "}\n").encode()
-    return b'{"xxh3_64": "%s",\n%s' % (xxhash.xxh3_64(rest).hexdigest().encode(), rest)
+    rest = ",\n".join(rows) + "}\n"
+    return SEAL.put(rest).encode()
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -127,8 +129,7 @@ def read_manifest(folder: Path) -> Manifest:
         ) from error
     except OSError as error:
         raise EnvironmentProblem(f"{path} cannot be read: {error.strerror}") from error
-    first = _FIRST_LINE.match(text)
-    if not first or xxhash.xxh3_64(text[first.end() :]).hexdigest().encode() != first[1]:
+    if not SEAL.holds(text):
         raise EnvironmentProblem(f"{path} is damaged: its checksum does not match")
     try:
         data = json.loads(text)
