@@ -272,7 +272,7 @@ def test_digests_of_another_version_are_not_read_and_this_is_said(finished: Path
     copied = tmp_path / "r"
     shutil.copytree(finished / "r", copied)
     for path in copied.glob("digests/*/rank-*.bin"):
-        path.write_bytes(path.read_bytes().replace(b'"format":1', b'"format":9'))
+        path.write_bytes(path.read_bytes().replace(b'"format":2', b'"format":9'))
     found = found_in(finished / "r", copied)
     assert (found.result, found.with_digests) == ("equal", [])
     assert any("has no digests that this version of titan reads" in line for line in found.unknown)

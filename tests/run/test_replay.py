@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from tests.ranks import Ranks
 from tests.run.conftest import Finished, furnish, in_this_process, on_pool, train_here
 from titancli.engine import Engine
-from titancli.observe.digests import RECORD, path_of, read_digests
+from titancli.observe.digests import RECORD, checksum_of, path_of, read_digests
 from titancli.recipe import load_recipe
 from titancli.registry.component import build
 from titancli.run.data import open_dataset
@@ -161,9 +161,14 @@ def test_a_step_that_parts_is_named_with_what_differs(
     data[place + RECORD.fields["weights"][1]] ^= 1
     file.write_bytes(data)
     done = titan("replay", tmp_path / "r", "--step", 6)
+    assert done.code == 0 and "rank-0.bin is damaged: the checksum of step 4 does not match" in done.err
+    record = bytes(data[place : place + RECORD.itemsize])
+    data[place : place + RECORD.itemsize] = record[:-4] + checksum_of(record).to_bytes(4, "little")
+    file.write_bytes(data)
+    done = titan("replay", tmp_path / "r", "--step", 6)
     assert done.code == 1 and "step 6: parts from the record at step 4: weights (several tensors)" in done.out
     assert titan("replay", tmp_path / "r", "--step", 3).code == 0  # from the beginning
-    file.write_bytes(b'{"format":2}\n' + data)
+    file.write_bytes(b'{"format":1}\n' + data)
     done = titan("replay", tmp_path / "r", "--step", 7)
     assert done.code == 0 and "step 7: loss and gradient norm as logged" in done.out
     assert "event log can be compared" in done.err and "no digests that this version of titan" in done.err

@@ -115,7 +115,7 @@ def test_two_ranks_go_on_bitwise_without_the_checkpoint_that_they_began_with(
     assert bits(here / "r/checkpoints/step-4") == bits(here / "whole/checkpoints/step-4")
     # A run that has saved nothing begins with them.
     shutil.rmtree(here / "r/checkpoints")
-    done = train_on(2, *line, "--run-dir", "r", "--resume")
+    done = train_on(2, *line, "--run-dir", "r", "--resume", "--from-scratch")
     assert done.code == 5 and f"weights: {base} does not exist\n" in done.err
 
 

@@ -87,6 +87,8 @@ def test_the_line_of_a_job_script_starts_and_then_continues(train: Train, here: 
     assert "from step-4" in done.err
     for checkpoint in (here / "job/checkpoints").iterdir():
         shutil.rmtree(checkpoint)
+    for record in ("run.json", "events.jsonl"):  # of a run that has saved they would say so
+        (here / "job" / record).unlink()
     done = train(*line)  # a run that died before its first checkpoint must not stop the job
     assert done.code == 0, done.err
     assert "starts at step 0" in done.err

@@ -12,7 +12,8 @@ from titancli.cli.common import split_overrides
 from titancli.cli.completion import RecipeOrOverride
 from titancli.cli.output import note, print_json, printable
 from titancli.errors import UsageError
-from titancli.recipe import Loaded, load_recipe, lock_text
+from titancli.recipe import Loaded, load_recipe
+from titancli.recipe.load import resolved_text
 from titancli.recipe.toml import dotted
 
 COMMENT_COLUMN = 40
@@ -52,7 +53,7 @@ def command(
     elif origin:
         print("\n".join(with_origins(loaded)))
     else:
-        print(lock_text(loaded).rstrip())
+        print(resolved_text(loaded).rstrip())
     return None
 
 

@@ -97,7 +97,7 @@ class DigestWriter:
             if self._file < 0:
                 self._open(step - 1)
             place = self._begin + (step - self._start - 1) * RECORD.itemsize
-            record["crc32"] = _crc32(record.tobytes())
+            record["crc32"] = checksum_of(record.tobytes())
             if os.pwrite(self._file, record.tobytes(), place) < RECORD.itemsize:
                 raise OSError("the disk is full")
         except OSError as error:
@@ -321,7 +321,7 @@ def _read(path: Path) -> tuple[Header, np.ndarray] | None:
         ) from error
     records = np.frombuffer(rest, RECORD, count=len(rest) // RECORD.itemsize)
     size = RECORD.itemsize
-    sums = np.array([_crc32(rest[at : at + size]) for at in range(0, len(records) * size, size)], "<u4")
+    sums = np.array([checksum_of(rest[at : at + size]) for at in range(0, len(records) * size, size)], "<u4")
     written = records["crc32"] != 0
     if (wrong := np.flatnonzero(written & (records["crc32"] != sums))).size:
         raise EnvironmentProblem(
@@ -332,6 +332,6 @@ def _read(path: Path) -> tuple[Header, np.ndarray] | None:
     return header, records[written & (records["step"] == expected)]
 
 
-def _crc32(record: bytes) -> int:
+def checksum_of(record: bytes) -> int:
     """Of all but the checksum itself; 0 stands for none."""
     return zlib.crc32(record[:-4]) or 1

@@ -155,11 +155,21 @@ def _origins(data: dict[str, Any], root: Node) -> dict[str, Origin]:
 
 
 def lock_text(loaded: Loaded) -> str:
-    """A recipe's resolved data as TOML 1.0. Loading it gives the same data."""
+    """A recipe's resolved data as TOML 1.0, with a checksum. Loading it gives the same data."""
     import tomli_w
 
-    header = f"{LOCK_HEADER} {__version__}. Run it again with: titan train THIS_FILE"
-    return f"{header}{LOCK_SEAL.put(tomli_w.dumps(loaded.data))}"
+    return f"{_header()}{LOCK_SEAL.put(tomli_w.dumps(loaded.data))}"
+
+
+def resolved_text(loaded: Loaded) -> str:
+    """The same without the checksum, as a recipe to be edited."""
+    import tomli_w
+
+    return f"{_header()}\n{tomli_w.dumps(loaded.data)}"
+
+
+def _header() -> str:
+    return f"{LOCK_HEADER} {__version__}. Run it again with: titan train THIS_FILE"
 
 
 def resolved_data(recipe: Any, root: Node, registry: Registry) -> dict[str, Any]:
