@@ -96,7 +96,7 @@ class OddSteps:
     """In which way."""
 
 
-def optimizer_of(config: OddSteps, *, named_parameters: Any, model_names: Any) -> Any:
+def optimizer_of(config: OddSteps, *, named_parameters: Any, roles: Any) -> Any:
     return torch.optim.LBFGS([p for _, p in named_parameters]) if config.how == "closure" else None
 
 

@@ -157,7 +157,7 @@ def titan_components():
     return [AdamW]
 
 
-def build(config, *, named_parameters, model_names):
+def build(config, *, named_parameters, roles):
     return None
 '''
 

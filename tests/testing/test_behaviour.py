@@ -353,7 +353,7 @@ class KitOptimizer:
     """Rate."""
 
 
-def built_optimizer(config: KitOptimizer, *, named_parameters: list[Any], model_names: Any) -> Any:
+def built_optimizer(config: KitOptimizer, *, named_parameters: list[Any], roles: Any) -> Any:
     parameters = [parameter for _, parameter in named_parameters]
     if config.kind == "few":
         return torch.optim.SGD(parameters[1:], lr=config.lr)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,10 +42,11 @@ from titancli.errors import PluginError, Problem, RecipeError, TitanError
 from titancli.layout.degrees import Degrees
 from titancli.models.blocks.kernels import prefer_fast_kernels
 from titancli.models.blocks.moe import moe_layers
+from titancli.models.roles import roles_of
 from titancli.optimizers.nothing import Nothing
 from titancli.optimizers.schedule import lr_factor
 from titancli.parallel.pipeline import Placement, split
-from titancli.protocols import ConverterDefaults, ModelDefaults
+from titancli.protocols import ConverterDefaults, ModelDefaults, Role
 from titancli.recipe.check import component_checks
 from titancli.recipe.layout import check_layout, on
 from titancli.recipe.schema import Recipe, Training
@@ -91,7 +92,8 @@ def build_engine(
     model = on_meta(recipe)
     flops, count = model.flops_per_token(training.seq_len), sum(p.numel() for p in model.parameters())
     converters = converted(model, recipe, degrees)
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    known = roles_of(model)
+    roles = {name: known[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
     parts, placement = parallelized(model, recipe, mesh, device)
     runner = runner_of(recipe, parts, placement, mesh, device)
     loss = loss_of(build(recipe.loss))
@@ -105,7 +107,7 @@ def build_engine(
     optimizer = guard = None
     unbalanced = holds_biases = False
     if not frozen:
-        optimizer, guard = trainer_of(recipe, parts, names, device)
+        optimizer, guard = trainer_of(recipe, parts, roles, device)
         report_frozen(recipe)
         if fill is None and begins_unbalanced(hf_form, recipe, start_from(recipe)):
             # Of a checkpoint that is still to be loaded, `Engine.load` says it.
@@ -206,40 +208,40 @@ def parallelized(
 
 
 def trainer_of(
-    recipe: Recipe, parts: list[Any], model_names: list[str], device: torch.device
+    recipe: Recipe, parts: list[Any], roles: Mapping[str, Role], device: torch.device
 ) -> tuple[torch.optim.Optimizer, Guard]:
     """Build the optimizer of this rank's parts, and the guard that skips steps.
 
     Args:
-        model_names: as for `optimizer_of`.
+        roles: as for `optimizer_of`.
     """
     trained = [named for part in parts for named in part.named_parameters() if named[1].requires_grad]
-    optimizer = optimizer_of(recipe, trained, model_names)
+    optimizer = optimizer_of(recipe, trained, roles)
     keep_peaks(optimizer, with_defaults(OptimizerConfigDefaults, recipe.optimizer).lr)
     remember(optimizer)
     return optimizer, Guard(recipe.stability, device)
 
 
 def optimizer_of(
-    recipe: Recipe, trained: list[tuple[str, nn.Parameter]], model_names: list[str]
+    recipe: Recipe, trained: list[tuple[str, nn.Parameter]], roles: Mapping[str, Role]
 ) -> torch.optim.Optimizer:
     """Build the recipe's optimizer for what this rank trains, which may be nothing under a pipeline.
 
     Args:
-        model_names: of everything in the whole model that is trained.
+        roles: of everything in the whole model that is trained.
 
     Raises:
         RecipeError: the whole model has nothing to train.
         PluginError: what was built is no optimizer, or one that must compute the loss again.
     """
-    if not model_names:
+    if not roles:
         raise RecipeError(
             "no parameter of the model requires a gradient, so there is nothing to train",
             hint="build a frozen engine, or add a converter with trainable parameters, such as lora",
         )
     if not trained:
         return Nothing(with_defaults(OptimizerConfigDefaults, recipe.optimizer).lr or 0.0)
-    made: Any = build(recipe.optimizer, named_parameters=trained, model_names=model_names)
+    made: Any = build(recipe.optimizer, named_parameters=trained, roles=roles)
     name = component_info(recipe.optimizer).name
     if not hasattr(made, "param_groups"):
         raise PluginError(f"the optimizer {name} built a {type(made).__name__}, not a torch.optim.Optimizer")

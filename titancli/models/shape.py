@@ -22,6 +22,8 @@ class Parameter:
     """Within its block or, above the blocks, within the model."""
     shape: tuple[int, ...]
     style: Style
+    role: Literal["", "router"] = ""
+    """In an optimizer's eyes, where that does not follow from the module; "": it does."""
 
     @property
     def size(self) -> int:
@@ -201,6 +203,12 @@ class Decoder:
         }
         return {p.name: p.style for p in (self.embedding, self.norm, self.output)} | kinds
 
+    @property
+    def roles(self) -> dict[str, Any]:
+        """What parameters are in an optimizer's eyes, by a pattern of names; see `titancli.models.roles`."""
+        blocks = dict.fromkeys(self.blocks)
+        return {f"layers.*.{p.name}": p.role for block in blocks for p in block.parameters if p.role}
+
     def parameters(self) -> Iterator[Parameter]:
         """All of them by their names in the model; a tied one once, as the embedding's."""
         yield self.embedding
@@ -363,9 +371,9 @@ def mixture(
     shared experts are one of so many times the width, `joined` ones have w1 and w3 as one matrix. Tensor
     parallelism cuts the shared alone: to the others each rank brings its own part of the row."""
     experts, hidden, shared = routing.num_experts, routing.hidden_dim, routing.num_shared_experts
-    parameters = [Parameter(f"{name}.router.gate.weight", (experts, dim), "replicate")]
+    parameters = [Parameter(f"{name}.router.gate.weight", (experts, dim), "replicate", "router")]
     if routing.gate_bias:
-        parameters.append(Parameter(f"{name}.router.gate.bias", (experts,), "replicate"))
+        parameters.append(Parameter(f"{name}.router.gate.bias", (experts,), "replicate", "router"))
     into = {"w13": 2 * hidden} if joined else {"w1": hidden, "w3": hidden}
     parameters.append(Parameter(f"{name}.experts.w2", (experts, dim, hidden), "expert"))
     for matrix, rows in into.items():
@@ -373,7 +381,7 @@ def mixture(
     if shared:
         parameters += swiglu(dim, shared * hidden, f"{name}.shared_experts").parameters
     if shared_gate:
-        parameters.append(Parameter(f"{name}.shared_gate.weight", (1, dim), "replicate"))
+        parameters.append(Parameter(f"{name}.shared_gate.weight", (1, dim), "replicate", "router"))
     return Experts(
         experts,
         routing.top_k,

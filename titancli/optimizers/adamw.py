@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from titancli.errors import RecipeError
 from titancli.optimizers import AdamW
 from titancli.optimizers.rounding import indices, place_of, random_halves, salt_of, scattered, store
+from titancli.protocols import Role
 
 CHUNK, PIECES = 2**18, 256
 """Numbers that a CPU updates at a time, so that what lies between stays in its cache; more where there would
@@ -27,7 +28,7 @@ def build(
     config: AdamW,
     *,
     named_parameters: list[tuple[str, nn.Parameter]],
-    model_names: Sequence[str] | None = None,
+    roles: Mapping[str, Role] | None = None,
 ) -> torch.optim.Optimizer:
     """An optimizer with one group that decays and, where `no_decay` names some, one that does not.
 
@@ -37,7 +38,7 @@ def build(
     """
     if not (math.isfinite(config.lr) and config.lr >= 0):
         raise RecipeError(f"optimizer.lr is {config.lr}, but a learning rate must be finite and at least 0")
-    model_names = [name for name, _ in named_parameters] if model_names is None else model_names
+    model_names = [name for name, _ in named_parameters] if roles is None else list(roles)
     for pattern in config.no_decay:
         if not any(fnmatchcase(name, pattern) for name in model_names):
             raise RecipeError(

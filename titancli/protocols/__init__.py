@@ -17,7 +17,15 @@ from titancli.protocols.data import (
     TokenizerDefaults,
 )
 from titancli.protocols.hf import HFBuilder, HFBuilderDefaults, HFForm, HFFormDefaults
-from titancli.protocols.model import Cache, Model, ModelBuilder, ModelConfig, ModelDefaults, ModuleDefaults
+from titancli.protocols.model import (
+    Cache,
+    Model,
+    ModelBuilder,
+    ModelConfig,
+    ModelDefaults,
+    ModuleDefaults,
+    Role,
+)
 from titancli.protocols.rl import (
     Advantage,
     AdvantageBuilder,
@@ -73,6 +81,7 @@ __all__ = [
     "Precision",
     "Reward",
     "RewardBuilder",
+    "Role",
     "Task",
     "TaskBuilder",
     "TaskDefaults",

@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from titancli.distributed.local import RowCut
     from titancli.models.shape import Decoder
 
+Role = Literal["matrix", "embedding", "output", "router", "modulation", "other"]
+"""What a parameter is: `matrix` takes hidden states to hidden states, as each of a stack of experts does;
+`embedding` is what enters, `output` what leaves; `router` scores experts; `modulation` makes scales and
+shifts out of a condition; `other` is everything else (norms, biases, convolutions, …)."""
+
 
 class Model(Protocol):
     """An `nn.Module` that declares how it can be split; the `decoder` plan applies it.
@@ -74,6 +79,10 @@ class ModelDefaults:
     """The config that the model was built from."""
     mesh_faults: Mapping[str, str] = {}
     """By degree of [mesh], why the model cannot be sharded by it; a run with such a degree is refused."""
+    roles: Mapping[str, Role] = {}
+    """Maps patterns of parameter names (fnmatch) to roles, where these do not follow from the modules: for
+    what is a linear layer and yet no matrix of hidden states, as a router, or the reverse. See
+    `titancli.models.roles.roles_of`."""
     new_cache: Callable[..., Cache] | None = None
     """For a model that can generate: `new_cache(length, padding=None)`, for rows of at most `length`
     tokens, where the first `padding` ([B] int64) tokens of each row do not count. `forward(tokens,

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from titancli.data.batch import Batch
     from titancli.losses.result import LossResult
+    from titancli.protocols.model import Role
 
 
 class Loss(Protocol):
@@ -71,8 +72,9 @@ class OptimizerConfig(Protocol):
 
 class OptimizerBuilder(Protocol):
     def __call__(
-        self, config: Any, *, named_parameters: list[tuple[str, nn.Parameter]], model_names: Sequence[str]
+        self, config: Any, *, named_parameters: list[tuple[str, nn.Parameter]], roles: Mapping[str, Role]
     ) -> torch.optim.Optimizer:
         """Build the optimizer; `named_parameters` are those of this rank (with a pipeline, of its
-        stages), `model_names` the names of all parameters, to check patterns against."""
+        stages). `roles` says what each parameter is that is trained in the whole model, whatever this
+        rank has of it; its keys are the names to check patterns against."""
         ...

@@ -107,7 +107,7 @@ def _runtime(kind: str, config: Any, folder: Path, seq_len: int) -> dict[str, An
         from torch import nn
 
         named = list(nn.Linear(4, 3).named_parameters())
-        return {"named_parameters": named, "model_names": [name for name, _ in named]}
+        return {"named_parameters": named, "roles": {"weight": "matrix", "bias": "other"}}
     if kind == "task":
         return {"seed": 0}
     return {"run_folder": folder, "is_main": True} if kind == "logger" else {}

@@ -15,6 +15,7 @@ from titan_flux import Flux
 from titan_flux.model import build
 from titancli import Batch, TitanError
 from titancli.losses import CrossEntropy
+from titancli.models.roles import roles_of
 from titancli.registry.component import build as build_component
 
 PUBLISHED = {"flux-dev": 11_901_408_320, "flux-schnell": 11_891_178_560}
@@ -112,3 +113,15 @@ def test_data_of_another_width_is_refused_in_words(name: str, width: int) -> Non
     given[name] = given[name][..., :-1]
     with pytest.raises(TitanError, match=f"takes {name} of width {width}, .* returns {width - 1}"):
         build(flux_cases.TINY, seq_len=0)(**given)
+
+
+def test_what_enters_leaves_and_modulates_is_no_matrix_of_hidden_states() -> None:
+    with torch.device("meta"):
+        model = build(flux_cases.TINY, seq_len=16)
+    roles = roles_of(model)
+    matrices = {name.split(".", 2)[2] for name, role in roles.items() if role == "matrix"}
+    streams = {f"{s}.{m}.weight" for s in ("image", "text") for m in ("qkv", "proj", "mlp_in", "mlp_out")}
+    assert matrices == streams | {"inner.weight", "outer.weight"}
+    assert {role for name, role in roles.items() if name.startswith("embedding.")} == {"embedding"}
+    assert roles["layers.0.text.modulation.weight"] == roles["layers.3.modulation.weight"] == "modulation"
+    assert roles["output.linear.weight"] == "output"

@@ -100,6 +100,7 @@ class FluxModel(nn.Module):
     sequence_dim: ClassVar = {"latents": 1, "places": 1, "text": 1}
     token_inputs: ClassVar = ("text", "latents")
     tensor_plan: ClassVar[dict[str, Any]] = {}
+    roles: ClassVar[dict[str, Any]] = {"embedding.*": "embedding", "*.modulation.*": "modulation"}
     experts: ClassVar[dict[str, nn.Module]] = {}
 
     def __init__(self, config: Flux) -> None:

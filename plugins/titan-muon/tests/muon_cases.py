@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.engine import cases
-from titan_muon import EXCLUDED, Muon, sharded
+from titan_muon import Muon, sharded
 from titan_muon.sharded import ShardedMuon
 from titancli import Engine, load_recipe
 from titancli.optimizers import AdamW
@@ -125,7 +125,8 @@ def steps_of_an_engine(layout: cases.Layout) -> dict[str, tuple[torch.Tensor, to
     that get the same gradients."""
     optimizer = Muon(lr=0.05, fallback=AdamW(lr=1e-2, eps=1e-4))
     engine = Engine.build(replace(cases.recipe(layout), optimizer=optimizer))
-    ours = {n: p for n, p in engine.named_parameters() if p.ndim > 1 and n not in EXCLUDED}
+    apart = ("tok_embeddings.weight", "output.weight")
+    ours = {n: p for n, p in engine.named_parameters() if p.ndim > 1 and n not in apart and "gate" not in n}
     theirs = {name: nn.Parameter(cases.whole(parameter)) for name, parameter in ours.items()}
     reference = ShardedMuon(theirs.values(), lr=0.05) if theirs else None
 
@@ -145,6 +146,28 @@ def steps_of_an_engine(layout: cases.Layout) -> dict[str, tuple[torch.Tensor, to
         engine.forward_backward(cases.my_batches(engine, step))
         engine.optim_step()
     return {name: (cases.whole(ours[name]), theirs[name].detach()) for name in ours}
+
+
+def orthogonalised(model: Any) -> list[str]:
+    """Names of the parameters of a model that Muon updates itself."""
+    from titancli.engine.build import on_meta, optimizer_of
+    from titancli.models.roles import roles_of
+
+    recipe = replace(cases.recipe(cases.Layout(config=model)), optimizer=Muon())
+    built = on_meta(recipe)
+    names = {parameter: name for name, parameter in built.named_parameters()}
+    optimizer: Any = optimizer_of(recipe, list(built.named_parameters()), roles_of(built))
+    return [names[parameter] for parameter in optimizer.parts[0].param_groups[0]["params"]]
+
+
+def routers(layout: cases.Layout) -> dict[str, torch.Tensor]:
+    """The routers of a model after three steps with Muon."""
+    recipe = replace(cases.recipe(layout), optimizer=Muon(lr=0.02, fallback=AdamW(lr=1e-2, eps=1e-4)))
+    engine = Engine.build(recipe)
+    for step in range(3):
+        engine.forward_backward(cases.my_batches(engine, step))
+        engine.optim_step()
+    return {n: p for n, p in cases.wholes(engine.named_parameters()).items() if "router" in n}
 
 
 __all__ = ["Muon", "stepped", "steps_of_an_engine", "trained"]

@@ -13,8 +13,6 @@ from titancli import Component, Slot, component, hookimpl
 if TYPE_CHECKING:
     from titancli import Recipe
 
-EXCLUDED = ("tok_embeddings.weight", "output.weight", "*bias")
-
 
 @component("optimizer", "muon", target="titan_muon.optimizer:build")
 class Muon:
@@ -35,10 +33,16 @@ class Muon:
     """Number of Newton-Schulz iterations."""
     adjust_lr: Literal["original", "match_rms_adamw"] = "original"
     """Scale updates by the square root of max(1, rows / columns), or to the size of AdamW's updates."""
-    exclude: list[str] = field(default_factory=lambda: list(EXCLUDED))
-    """Name patterns of matrices that the other optimizer updates, because their rows are not directions."""
+    roles: list[Literal["matrix", "embedding", "output", "router", "modulation", "other"]] = field(
+        default_factory=lambda: ["matrix"]
+    )
+    """Which matrices it updates, by the role that the model declares for each; all others, by default routers
+    of experts too, are the fallback's. (A softmax ignores one direction of a router's rows: the gradient
+    there is rounding, which orthogonalization makes as large as the rest.)"""
+    exclude: list[str] = field(default_factory=list)
+    """Name patterns of further matrices that the fallback updates."""
     fallback: Annotated[Component, Slot("optimizer")] | None = None
-    """The optimizer for vectors and excluded matrices; None: adamw with its defaults."""
+    """The optimizer for all other parameters; None: adamw with its defaults."""
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if isinstance(self.fallback, Muon):

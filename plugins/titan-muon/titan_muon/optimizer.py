@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 
-from titan_muon import EXCLUDED, Muon
+from titan_muon import Muon
 from titan_muon.sharded import ShardedMuon
 from titancli import TitanError
 from titancli.optimizers import AdamW
+from titancli.protocols import Role
 from titancli.registry.component import build as build_component
 
 
@@ -20,33 +21,32 @@ def build(
     config: Muon,
     *,
     named_parameters: list[tuple[str, nn.Parameter]],
-    model_names: Sequence[str] | None = None,
+    roles: Mapping[str, Role],
 ) -> torch.optim.Optimizer:
     """Muon for the matrices, and the fallback for the rest where there is any.
 
     Raises:
         TitanError: a pattern of `exclude` matches nothing, or no matrix is left for Muon.
     """
-    model_names = [name for name, _ in named_parameters] if model_names is None else model_names
     for pattern in config.exclude:
-        if pattern in EXCLUDED:  # by default; and a model with tied weights has no output.weight
-            continue
-        if not any(fnmatchcase(name, pattern) for name in model_names):
+        if not any(fnmatchcase(name, pattern) for name in roles):
             raise TitanError(
                 f"optimizer.exclude: {pattern!r} matches no parameter",
-                hint=f"parameters have names such as {model_names[0]!r}; an empty list excludes nothing",
+                hint=f"parameters have names such as {next(iter(roles))!r}",
             )
     matrices: list[tuple[str, nn.Parameter]] = []
     others: list[tuple[str, nn.Parameter]] = []
     for name, parameter in named_parameters:
-        excluded = any(fnmatchcase(name, pattern) for pattern in config.exclude)
-        (matrices if parameter.ndim in (2, 3) and not excluded else others).append((name, parameter))
+        is_ours = roles[name] in config.roles and parameter.ndim in (2, 3)
+        is_ours = is_ours and not any(fnmatchcase(name, pattern) for pattern in config.exclude)
+        (matrices if is_ours else others).append((name, parameter))
     fallback = AdamW() if config.fallback is None else config.fallback
     if not matrices:
-        if len(named_parameters) < len(model_names):  # other pipeline stages have some
-            return build_component(fallback, named_parameters=others, model_names=model_names)
+        if len(named_parameters) < len(roles):  # other pipeline stages have some
+            return build_component(fallback, named_parameters=others, roles=roles)
         raise TitanError(
-            "the model has no matrices for muon", hint="shorten optimizer.exclude, or use optimizer=adamw"
+            f"the model has no matrices for muon (optimizer.roles: {', '.join(config.roles) or 'none'})",
+            hint="shorten optimizer.exclude, or use optimizer=adamw",
         )
     muon = ShardedMuon(
         [parameter for _, parameter in matrices],
@@ -59,7 +59,7 @@ def build(
     )
     if not others:
         return muon
-    rest = build_component(fallback, named_parameters=others, model_names=model_names)
+    rest = build_component(fallback, named_parameters=others, roles=roles)
     return Together([muon, rest])
 
 

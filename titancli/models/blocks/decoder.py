@@ -110,6 +110,7 @@ class Decoder(nn.Module):
         self.config = config
         self.shape = config.shape()
         self.tensor_plan = self.shape.tensor_plan
+        self.roles = self.shape.roles
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): self.block(part) for i, part in enumerate(self.shape.blocks)})
         self.norm = self._norm(config.dim, eps=config.norm_eps)

@@ -25,6 +25,7 @@ from titancli.models.hf_causal_lm import HFCausalLM
 from titancli.models.hf_causal_lm.attention import Rows
 from titancli.models.hf_causal_lm.cache import Cache
 from titancli.models.hf_causal_lm.parts import run_base, take_apart
+from titancli.models.hf_causal_lm.roles import declared_roles
 from titancli.models.hf_causal_lm.rope import GrowingRope
 from titancli.models.hf_causal_lm.stages import AFTER, BEFORE, Border, Passed, stage_of
 from titancli.models.hf_causal_lm.tensor_plan import Sharded, plan_fault, prepare, sharded, tensor_plan
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from titancli.distributed.collectives import Group
     from titancli.distributed.local import RowCut
     from titancli.losses.result import LossResult
-    from titancli.protocols import Loss
+    from titancli.protocols import Loss, Role
 
 
 JOINS = (
@@ -314,6 +315,11 @@ class TransformersModel(nn.Module):
         parts = self._parts
         experts = set(parts.experts.values())
         return tensor_plan(self, self.base, self.output, experts, self.sharded)
+
+    @property
+    def roles(self) -> dict[str, Role]:
+        """Of routers, and of GPT-2's layers, which are linear and no nn.Linear."""
+        return dict(declared_roles(self, self.whole))
 
     def flops_per_token(self, seq_len: int) -> float:
         """6 per matrix weight that a token meets, and 12 · layers · width of attention · seq_len.
