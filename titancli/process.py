@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from titancli.errors import EnvironmentProblem
+from titancli.errors import EXIT_STOPPED, EnvironmentProblem
 from titancli.runs import timestamp
 from titancli.signals import drop, say
 
@@ -260,12 +260,72 @@ def tell_where_stopped() -> None:
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
 
 
+PARENT = "TITAN_PARENT"
+"""The environment variable that tells a process which one started it, until it has read it."""
+LOOK_SECONDS = 0.5
+"""Between two looks whether the parent is there."""
+_parent: int | None = None
+"""The process that this one does not outlive."""
+
+
+def as_child() -> dict[str, str]:
+    """Return what a process that calls `die_with_parent` needs in its environment."""
+    return {PARENT: str(os.getpid())}
+
+
 def die_with_parent() -> None:
-    """Get SIGTERM when the parent process dies, so that nothing is orphaned; Linux only."""
+    """Get SIGTERM when the parent process dies, so that nothing is orphaned; end at once if it is gone, which
+    it may be before this process could ask for the signal. Linux only."""
+    global _parent
+    given = os.environ.pop(PARENT, None)
     if sys.platform != "linux":
         return
+    _parent = os.getppid() if given is None else int(given)
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+    if _is_orphaned(_parent):
+        os._exit(EXIT_STOPPED)
+
+
+@contextmanager
+def leaving_if_orphaned() -> Iterator[None]:
+    """End this process without a word if its parent dies meanwhile: those that it waits for leave too, and
+    the signal is heeded only once they have come."""
+    done = threading.Event()
+
+    def look(parent: int) -> None:
+        while not done.wait(LOOK_SECONDS):
+            if _is_orphaned(parent):
+                os._exit(EXIT_STOPPED)
+
+    if _parent is not None:
+        threading.Thread(target=look, args=(_parent,), daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def _is_orphaned(parent: int) -> bool:
+    """Whether a process is no ancestor of this one any more: there may be a shell script between them."""
+    process = os.getpid()
+    while process not in (0, parent):
+        try:
+            process = parent_of(process)
+        except OSError:  # it has ended meanwhile, and what it started has another parent by now
+            return os.getppid() != parent
+    return process != parent
+
+
+def parent_of(process: int) -> int:
+    """Return the process id of a process's parent; a zombie's is 0.
+
+    Raises:
+        OSError: it is gone.
+    """
+    # pid (command) state parent …; the command may hold spaces and brackets
+    state, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
+    return 0 if state == "Z" else int(parent)
 
 
 def leave_process_group(error_type: Any, error: Any, trace: Any) -> None:

@@ -18,12 +18,13 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from titancli.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
-from titancli.process import die_with_parent
+from titancli.process import as_child, die_with_parent, parent_of
 from titancli.signals import ASKED_TO_STOP, EXIT_NODES_JOIN, NODES_JOIN, heeded
 
 ONE_NODE = "titan_one_node"
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     for number in heeded():
         signal.signal(number, handle)
     die_with_parent()
+    os.environ |= as_child()  # of the ranks
 
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -250,13 +252,9 @@ def children(parent: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():
             continue
-        try:
-            # pid (command) state parent …; the command may hold spaces and brackets
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended meanwhile
-            continue
-        if int(fields[1]) == parent and fields[0] != "Z":
-            found.append(int(entry.name))
+        with suppress(OSError):  # it has ended meanwhile
+            if parent_of(int(entry.name)) == parent:
+                found.append(int(entry.name))
     return found
 
 

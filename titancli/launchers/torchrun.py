@@ -25,6 +25,7 @@ from titancli.observe import failures
 from titancli.observe.console import Console, JsonLines
 from titancli.observe.events import Tail
 from titancli.observe.panel import Panel
+from titancli.process import as_child
 from titancli.provenance import code_hashes, file_hash, package_versions
 from titancli.runs import RunFolder, timestamp
 from titancli.signals import STOPPING, heeded, say
@@ -152,7 +153,7 @@ def run_agent(
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
-        env=_environment(request.nproc, request.nnodes),
+        env=_environment(request.nproc, request.nnodes) | as_child(),
         start_new_session=True,  # Ctrl-C at the terminal reaches the ranks through us, once
     )
     try:

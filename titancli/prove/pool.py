@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-from titancli.process import loopback_only
+from titancli.process import as_child, loopback_only
 
 SECONDS = 180.0
 """How long the ranks may take for one case."""
@@ -115,7 +115,7 @@ class Pool:
             ours, theirs = Pipe()
             words = [str(theirs.fileno()), str(rank)]
             words += [f"-p{file}" for file in self.files] + [f"-pno:{name}" for name in self.blocked]
-            environment = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", **loopback_only()}
+            environment = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", **loopback_only(), **as_child()}
             if self.device == "cpu":
                 environment["CUDA_VISIBLE_DEVICES"] = ""
             with open(self.folder / f"rank-{rank}.log", "ab") as log:

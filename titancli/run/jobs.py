@@ -13,6 +13,7 @@ from typing import Any
 
 from titancli.errors import EXIT_OK, EnvironmentProblem
 from titancli.launchers.devices import visible_gpu_names
+from titancli.process import as_child
 from titancli.run.sweep import Job
 from titancli.signals import heeded, say
 
@@ -99,7 +100,7 @@ class Jobs:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "PYTHONSAFEPATH": "1", **share},
+                env={**os.environ, "PYTHONSAFEPATH": "1", **share, **as_child()},
                 start_new_session=True,  # Ctrl-C at the terminal reaches it through us, once
             )
         self._running[process] = job, share

@@ -38,6 +38,7 @@ from titancli.process import (
     die_with_parent,
     environment,
     leave_process_group,
+    leaving_if_orphaned,
     log_into,
     loopback_only,
     quiet,
@@ -364,14 +365,15 @@ class Rank:
             self._stack.enter_context(environment(loopback_only()))
         device = process_group.choose_device(self.place.local_rank)
         process_group.start_flight_recorder(self.folder.logs, recipe.comm.trace_buf_size)
-        process_group.init_process_group(
-            device,
-            rank=self.place.rank,
-            world=self.place.world,
-            restart=self.place.restart,
-            folder=self._store,
-            timeout_seconds=recipe.comm.init_timeout_seconds,
-        )
+        with leaving_if_orphaned():
+            process_group.init_process_group(
+                device,
+                rank=self.place.rank,
+                world=self.place.world,
+                restart=self.place.restart,
+                folder=self._store,
+                timeout_seconds=recipe.comm.init_timeout_seconds,
+            )
         self._stack.push(leave_process_group)
         process_group.require_same("resolved recipes", digest, socket.gethostname())
         installed = ", ".join(f"{name} {version}" for name, version in package_versions().items())
