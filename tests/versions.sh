@@ -7,13 +7,13 @@
 #
 # Each pair has an environment of its own in .venvs/ (of CUDA wheels, 5 GB each; a PIP_EXTRA_INDEX_URL may name an
 # index of smaller ones), made once, and a log beside it. Ends with a table, and with 1 where one has failed.
-# An older torch takes about 10 minutes of CPU, another Python about 5.
+# Another torch takes about 10 minutes of CPU, another Python about 5.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE
 
 pinned=$(sed -n 's/^torch==//p' constraints.txt)
-read -ra torches <<<"${TORCHES:-2.11.0 2.12.0 $pinned}"
+read -ra torches <<<"${TORCHES:-2.11.0 2.12.0 $pinned 2.14.1 2.15.0}"
 read -ra pythons <<<"${PYTHONS:-python3 python3.11 python3.12 python3.13 python3.14}"
 # What either may change: the commands, runs, and what is compiled.
 common="tests/cli tests/losses tests/optimizers tests/engine/test_library.py tests/run/test_train.py \

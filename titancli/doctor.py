@@ -22,7 +22,7 @@ from titancli.launchers.devices import visible_gpus
 from titancli.provenance import versions
 from titancli.registry import current
 from titancli.runs import runs_root
-from titancli.torch_version import LACKS, lacks, torch_version
+from titancli.torch_version import LACKS, NEWEST, OLDEST, lacks, older_than, torch_version, untested
 
 State = Literal["ok", "warning", "error"]
 ENOUGH_DISK = 10 << 30
@@ -100,12 +100,25 @@ def _torch_and_gpus() -> Iterator[Finding]:
         return
     build = f"CUDA {torch['cuda']}" if torch["cuda"] else "CPU only"
     nccl = f", NCCL {torch['nccl']}" if torch["nccl"] else ""
+    if older_than(OLDEST):
+        hint = f"pip install 'torch>={OLDEST}'"
+        yield Finding(
+            "torch",
+            "error",
+            f"{torch['version']} is too old: titan runs on {OLDEST} to {NEWEST}",
+            hint,
+            ExitCode.ENVIRONMENT,
+        )
+        return
     yield Finding(
         "torch",
         "ok",
         f"{torch['version']} ({build}{nccl}), backends {', '.join(torch['backends']) or 'none'}, "
         f"{torch['threads']} CPU threads",
     )
+    if newer := untested():
+        hint = f"if something fails, try torch {NEWEST}, and report it"
+        yield Finding("torch untested", "warning", newer, hint)
     for lack in filter(lacks, LACKS):
         hint = f"install torch {lack.since} or newer"
         yield Finding("torch lacks", "warning", f"{lack.what}: {lack.why} in {torch_version()}", hint)

@@ -1,4 +1,4 @@
-"""What the torch that is installed cannot do, of the versions that titan takes. Torch-free."""
+"""Which versions of torch titan runs on, and what the older of them cannot do. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING
 
+from titancli.errors import EnvironmentProblem
+
 if TYPE_CHECKING:
     from packaging.version import Version
+
+OLDEST, NEWEST = "2.11", "2.15"
+"""The first version that titan runs on, and the last that its tests have been run on: `tests/versions.sh`."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +44,37 @@ def torch_version() -> Version | None:
         return None
 
 
-def lacks(lack: Lack) -> bool:
-    """Whether the installed torch is too old; False where none is installed."""
+def older_than(version: str) -> bool:
+    """Return whether the installed torch is older; False where none is installed."""
     from packaging.version import Version
 
-    version = torch_version()
-    return version is not None and version.release < Version(lack.since).release
+    installed = torch_version()
+    return installed is not None and installed.release < Version(version).release
+
+
+def lacks(lack: Lack) -> bool:
+    """Return whether the installed torch is too old for something; False where none is installed."""
+    return older_than(lack.since)
+
+
+def untested() -> str | None:
+    """Return what to say of a torch newer than those that the tests have been run on; None for any other."""
+    from packaging.version import Version
+
+    installed = torch_version()
+    if installed is None or installed.release[:2] <= Version(NEWEST).release:
+        return None
+    return f"torch {installed} is newer than {NEWEST}, the last version that titan has been tested with"
+
+
+def check_torch() -> None:
+    """Refuse a torch that titan does not run on.
+
+    Raises:
+        EnvironmentProblem: the installed torch is older than `OLDEST`.
+    """
+    if older_than(OLDEST):
+        raise EnvironmentProblem(
+            f"torch {torch_version()} is too old: titan runs on {OLDEST} to {NEWEST}",
+            hint=f"pip install 'torch>={OLDEST}'",
+        )

@@ -43,10 +43,14 @@ def test_a_machine_that_is_well(titan: Titan, monkeypatch: pytest.MonkeyPatch) -
     assert "plugin titan: " in done.out
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cu130", "2.13.0"])
-def test_what_the_torch_lacks_is_told(titan: Titan, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def install_torch(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     of = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: version if name == "torch" else of(name))
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cu130", "2.13.0"])
+def test_what_the_torch_lacks_is_told(titan: Titan, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    install_torch(monkeypatch, version)
     code, found = findings(titan)
     assert code == 0
     if version == "2.13.0":
@@ -55,6 +59,32 @@ def test_what_the_torch_lacks_is_told(titan: Titan, monkeypatch: pytest.MonkeyPa
     assert found["torch lacks"]["state"] == "warning" and version in found["torch lacks"]["found"]
     assert "ZBVZeroBubble" in found["torch lacks"]["found"]
     assert found["torch lacks"]["hint"] == "install torch 2.13 or newer"
+
+
+@pytest.mark.parametrize("version", ["2.10.2+cu128", "1.13.1"])
+def test_a_torch_that_is_too_old_is_refused(
+    titan: Titan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str
+) -> None:
+    install_torch(monkeypatch, version)
+    code, found = findings(titan)
+    assert code == 5 and found["torch"]["state"] == "error"
+    assert found["torch"]["hint"] == "pip install 'torch>=2.11'"
+    done = titan("train", "llama3_debug", "--run-dir", str(tmp_path / "run"))
+    assert done.code == 5 and f"torch {version} is too old: titan runs on 2.11 to " in done.err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("version", ["2.15.3+cu132", "2.16.0.dev20261120", "3.0.0"])
+def test_a_torch_that_is_newer_than_tested_is_named(
+    titan: Titan, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    install_torch(monkeypatch, version)
+    code, found = findings(titan)
+    done = titan("train", "llama3_debug", "--dry-run")
+    assert code == done.code == 0
+    newer = not version.startswith("2.15")
+    assert ("torch untested" in found) == newer
+    assert (f"note: torch {version} is newer than 2.15" in done.err) == newer
 
 
 def test_another_titan_on_the_path_is_named(

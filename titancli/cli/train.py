@@ -15,6 +15,7 @@ from titancli.cli.completion import RecipeOrOverride
 from titancli.cli.output import note, print_json, short_path
 from titancli.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
 from titancli.registry.component import component_info
+from titancli.torch_version import untested
 
 if TYPE_CHECKING:
     from titancli.launch import LaunchRequest
@@ -165,6 +166,8 @@ def command(
         )
         for line in remarks(plan.loaded.recipe):
             note(f"note: {line}")
+        if newer := untested():
+            note(f"note: {newer}")
         return _show(plan, request) if dry_run else _train(plan, request, nproc, env)
 
     try:

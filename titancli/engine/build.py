@@ -53,6 +53,7 @@ from titancli.recipe.schema import Recipe, Training
 from titancli.recipe.toml import dotted
 from titancli.registry.component import build, component_info, load_target
 from titancli.registry.defaults import ModelConfigDefaults, OptimizerConfigDefaults, with_defaults
+from titancli.torch_version import check_torch
 
 E = TypeVar("E")
 
@@ -83,6 +84,7 @@ def build_engine(
         checkpoint: as for `Engine.build`.
         fill: takes the place of `first_weights`: a dry run gives the parts no memory.
     """
+    check_torch()
     training = recipe.training
     degrees = recipe.degrees(dist.get_world_size())
     refuse_unfit(recipe, degrees)

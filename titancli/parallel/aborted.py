@@ -17,6 +17,9 @@ def forget_iteration(model: nn.Module) -> None:
     accumulators. Nothing is exchanged with other ranks, whose collectives must have been as many.
     """
     states = _states(model)
+    groups = [group for state in states for group in _groups(state)]
+    # torch 2.15 resets the sharded gradients, too.
+    sharded = [(p.sharded_param, p.sharded_param.grad) for group in groups for p in group.fsdp_params]
     for state in states:
         # None: no forward has begun yet; False: its root's turn.
         if state._is_root:
@@ -24,10 +27,11 @@ def forget_iteration(model: nn.Module) -> None:
                 state._modules[0].reset_iter_state()
             else:
                 _reset(state)
-    for state in states:
-        for group in _groups(state):
-            _shard_again(group)
-            _drop_gradients(group)
+    for group in groups:
+        _shard_again(group)
+        _drop_gradients(group)
+    for parameter, gradient in sharded:
+        parameter.grad = gradient
 
 
 def _states(model: nn.Module) -> list[Any]:
@@ -60,7 +64,10 @@ def _shard_again(group: Any) -> None:
 
 def _drop_gradients(group: Any) -> None:
     for parameter in group.fsdp_params:
-        parameter.unsharded_accumulated_grad = None
+        if "unsharded_accumulated_grad" in vars(
+            parameter
+        ):  # since torch 2.15 `grad` of the unsharded parameter
+            parameter.unsharded_accumulated_grad = None
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.grad = None
         if parameter.grad_offload_event is not None:

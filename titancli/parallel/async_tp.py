@@ -7,8 +7,9 @@ al., "Overlap Communication with Dependent Computation" (ASPLOS 2023).
 
 from __future__ import annotations
 
-from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
+
+from titancli.torch_version import older_than
 
 
 def enable(mesh: DeviceMesh) -> None:
@@ -16,4 +17,7 @@ def enable(mesh: DeviceMesh) -> None:
     from torch._inductor import config
 
     config._micro_pipeline_tp = True
-    enable_symm_mem_for_group(mesh.get_group().group_name)
+    if older_than("2.15"):  # which asks the allocator instead
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        enable_symm_mem_for_group(mesh.get_group().group_name)

@@ -20,6 +20,7 @@ from titancli.run.fit import check_devices, check_world, check_worlds
 from titancli.run.prepare import Plan, history
 from titancli.run.record import new_attempt, new_record
 from titancli.runs import ATTEMPT, LOCK_NAME, ChangedMeanwhile, RunFolder
+from titancli.torch_version import check_torch
 
 
 def count_processes(plan: Plan, wanted: int | str | None, *, may_exceed: bool = False) -> int:
@@ -67,6 +68,7 @@ def start(plan: Plan, request: LaunchRequest, *, announce: Callable[[RunFolder],
         TitanError: the recipe does not fit the processes, the folder is in use or cannot be written, or the
             run failed for a reason that a user can put right.
     """
+    check_torch()
     check_devices(plan.loaded, visible_gpus())
     check_worlds(plan.loaded, request.nproc, request.min_nodes, request.nnodes)
     with environment(request.env):
