@@ -18,7 +18,7 @@ from tests.nodes import Cluster, unavailable
 from tests.ranks import Ranks
 from tests.warm import Warm
 
-pytest_plugins = ["tests.summary"]
+pytest_plugins = ["tests.summary", "tests.s3"]
 WARM, POOL = Warm(), Ranks()
 
 # On a busy machine an example takes as long as it takes.

@@ -19,8 +19,11 @@ from fsspec.registry import _registry as registry
 from tests.checkpoint.tensors import RUN, same, save, some_tensors, zeros
 from titancli.checkpoint import load_checkpoint, newest_good, read_manifest
 from titancli.checkpoint.format.manifest import faults, steps
-from titancli.checkpoint.remote.store import RemotePath, Unreachable, at
-from titancli.checkpoint.remote.transfer import mark_name, newest_of_both, probe, upload
+from titancli.checkpoint.remote import marks
+from titancli.checkpoint.remote.marks import mark_name
+from titancli.checkpoint.remote.requests import Unreachable
+from titancli.checkpoint.remote.store import RemotePath, at
+from titancli.checkpoint.remote.transfer import newest_of_both, probe, upload
 from titancli.checkpoint.remote.uploads import Uploads
 from titancli.errors import EnvironmentProblem, TitanError
 
@@ -77,12 +80,12 @@ def test_an_upload_that_is_cut_off_anywhere_is_no_checkpoint(
     for name in ("put", "write_bytes"):
         original = getattr(RemotePath, name)
 
-        def broken(self: RemotePath, *given: Any, original: Any = original) -> None:
+        def broken(self: RemotePath, *given: Any, original: Any = original, **more: Any) -> None:
             nonlocal writes
             if writes == after:
                 raise Unreachable("the line is dead")
             writes += 1
-            original(self, *given)
+            original(self, *given, **more)
 
         monkeypatch.setattr(RemotePath, name, broken)
     assert len(list((tmp_path / "step-4").iterdir())) == 5
@@ -100,8 +103,8 @@ def test_an_upload_that_is_cut_off_anywhere_is_no_checkpoint(
 
 
 def test_a_damaged_checkpoint_does_not_replace_what_the_store_has(tmp_path: Path, url: str) -> None:
-    for folder in (tmp_path / "first", tmp_path / "again"):
-        _saved(folder, 4)
+    for seed, folder in enumerate((tmp_path / "first", tmp_path / "again")):
+        save(folder / "step-4", seed=seed)
     upload(tmp_path / "first/step-4", at(url) / "step-4")
     there = _objects(f"{url}/step-4")
     file = tmp_path / "again/step-4/rank-00000.safetensors"
@@ -187,14 +190,22 @@ def test_uploads_follow_the_folder_and_keep_as_many_of_this_run(tmp_path: Path, 
     assert _objects(f"{url}/step-6") == {p.name: p.read_bytes() for p in (folder / "step-6").iterdir()}
 
 
-def test_what_an_upload_that_was_cut_off_left_is_deleted_with_the_next(tmp_path: Path, url: str) -> None:
-    _put(url, "step-2/rank-00000.safetensors", b"half")
-    _put(url, mark_name("step-2", RUN), b"")
-    _put(url, "notes/step-2.txt", b"a user's own")
-    _saved(tmp_path, 4)
+def test_what_an_upload_that_was_cut_off_left_is_deleted_with_the_next(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing else: what merely looks like half a checkpoint may be a whole one."""
+    _saved(tmp_path, 2, 4)
+    mark = mark_name("step-2", RUN)
+    own = {"notes/step-2.txt": b"a user's own", "step-1/rank-00000.safetensors": b"half of whose?"}
+    for name, data in own.items():
+        _put(url, name, data)
+    with monkeypatch.context() as patch, pytest.raises(Unreachable):
+        patch.setattr("titancli.checkpoint.remote.transfer.manifest_bytes", _no)
+        upload(tmp_path / "step-2", at(url) / "step-2")
+    assert mark in _objects(url) and "step-2/metadata.json" in _objects(url)
+    shutil.rmtree(tmp_path / "step-2")
     _uploads(tmp_path, url, keep=0).finish()
-    assert {name for name in _objects(url) if "rank-" not in name} >= {"notes/step-2.txt"}
-    assert not [name for name in _objects(url) if "step-2" in name and name != "notes/step-2.txt"]
+    assert {name for name in _objects(url) if not name.startswith("step-4")} == set(own)
     assert [path.name for path in steps(at(url))] == ["step-4"]
 
 
@@ -206,8 +217,10 @@ def test_what_another_run_is_uploading_is_neither_deleted_nor_overwritten(
     _saved(tmp_path / "here", 2, 4)
     told: list[str] = []
 
-    def put(self: RemotePath, source: Path, original: Any = RemotePath.put) -> None:
-        original(self, source)
+    monkeypatch.setattr(marks, "RENEWED", 0.05)
+
+    def put(self: RemotePath, source: Path, *given: Any, original: Any = RemotePath.put, **more: Any) -> None:
+        original(self, source, *given, **more)
         if "other" in source.parts and not told:
             with pytest.raises(TitanError, match="step-2 is being uploaded by another run") as caught:
                 upload(tmp_path / "here/step-2", at(url) / "step-2")
@@ -222,13 +235,38 @@ def test_what_another_run_is_uploading_is_neither_deleted_nor_overwritten(
     assert not [name for name in _objects(url) if "upload" in name]
 
 
-def test_what_to_do_about_the_upload_of_another_run_is_said(tmp_path: Path, url: str) -> None:
-    """Which may have been killed in the middle of it, weeks ago."""
+@pytest.mark.parametrize("body", [b"", b"0123456789abcdef\n"])
+def test_the_mark_of_an_upload_that_is_gone_blocks_nobody(
+    tmp_path: Path,
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    body: bytes,
+) -> None:
+    """Of a run of the same name that was killed in the middle of its first upload."""
+    monkeypatch.setattr(marks, "GONE", 0.2)
     _saved(tmp_path / "here", 2)
-    _put(url, mark_name("step-2", "run-2"), b"")
-    said = r"is being uploaded by another run \(.* delete \.step-2\.tmp-\*-upload\)"
-    with pytest.raises(TitanError, match=said):
+    _put(url, mark_name("step-2", "run-2"), body)
+    _put(url, "step-2/rank-00007.safetensors", b"half")
+    with caplog.at_level(logging.WARNING, "titancli"):
         _uploads(tmp_path / "here", url, keep=0).finish()
+    assert "left behind by another run" in caplog.text
+    assert _objects(url).keys() == {f"step-2/{path.name}" for path in (tmp_path / "here/step-2").iterdir()}
+
+
+def test_who_was_taken_for_gone_writes_no_manifest(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _saved(tmp_path, 2)
+
+    def taken(self: RemotePath, *given: Any, original: Any = RemotePath.put, **more: Any) -> None:
+        original(self, *given, **more)
+        (self.parent.parent / mark_name("step-2", RUN)).unlink()
+
+    monkeypatch.setattr(RemotePath, "put", taken)
+    with pytest.raises(TitanError, match="is gone, or another's: another process"):
+        upload(tmp_path / "step-2", at(url) / "step-2")
+    assert not steps(at(url))
 
 
 def test_a_run_that_went_back_keeps_what_it_does_now(tmp_path: Path, url: str) -> None:
@@ -259,7 +297,7 @@ def test_what_fails_is_told_at_once_and_tried_again_with_the_next(
     uploads.finish()
 
 
-def _no(self: RemotePath, *given: Any) -> None:
+def _no(self: object, *given: Any, **more: Any) -> None:
     raise Unreachable("no such day")
 
 
@@ -269,10 +307,10 @@ def test_a_slow_store_does_not_hold_up_who_saves(
     going, go = threading.Event(), threading.Event()
     put = RemotePath.put
 
-    def slow(self: RemotePath, *given: Any) -> None:
+    def slow(self: RemotePath, *given: Any, **more: Any) -> None:
         going.set()
         assert go.wait(60)
-        put(self, *given)
+        put(self, *given, **more)
 
     monkeypatch.setattr(RemotePath, "put", slow)
     uploads = _uploads(tmp_path, url, keep=1)
@@ -323,7 +361,6 @@ def test_an_upload_is_waited_for_while_it_moves_and_no_longer(
 @pytest.mark.parametrize(
     ("method", "doing"),
     [
-        ("isdir", "looking for it"),
         ("ls", "listing it"),
         ("info", "looking at it"),
         ("cat_file", "reading it"),
@@ -341,7 +378,6 @@ def test_a_store_that_hangs_is_left_after_the_limit(
     with monkeypatch.context() as patch:
         patch.setattr(f"fsspec.implementations.memory.MemoryFileSystem.{method}", lambda *a, **k: go.wait(60))
         calls: dict[str, Callable[[], object]] = {
-            "isdir": lambda: (place / "x").is_dir(),
             "ls": lambda: list(place.iterdir()),
             "info": lambda: (place / "x").stat(),
             "cat_file": lambda: (place / "x").read_bytes(),
@@ -376,6 +412,7 @@ def test_a_store_that_does_not_answer_is_not_taken_for_an_empty_one(
     def dead(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("endpoint")
 
+    monkeypatch.setattr("titancli.checkpoint.remote.store.BRIEFLY", 0.0)
     monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.cat_file", dead)
     with pytest.raises(Unreachable, match=r"step-2/manifest.json cannot be reached: RuntimeError: endpoint"):
         _take(url, tmp_path / "there")

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import urllib.request
+import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.run.conftest import Finished, losses, trained
+from tests.run.conftest import Command, Finished, losses, trained
+from tests.stores import ODD
 from titancli.checkpoint.format.manifest import (
     MANIFEST,
     faults,
@@ -20,7 +24,8 @@ from titancli.checkpoint.format.manifest import (
     read_manifest,
     steps,
 )
-from titancli.checkpoint.remote.store import RemotePath, Unreachable, at
+from titancli.checkpoint.remote.requests import Unreachable
+from titancli.checkpoint.remote.store import RemotePath, at
 from titancli.checkpoint.remote.transfer import upload
 from titancli.cli import main
 from titancli.recipe.schema import Checkpoint
@@ -33,32 +38,6 @@ Train = Callable[..., Finished]
 def _tensors(checkpoint: Path) -> dict[str, str]:
     """Checksums of the data files: equal ones hold the same bits."""
     return {n: d.xxh3_64 for n, d in read_manifest(checkpoint).files.items() if n.endswith(".safetensors")}
-
-
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A bucket of an S3 server in this process, on a free port."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    reset = urllib.request.Request(f"http://{host}:{port}/moto-api/reset", method="POST")
-    urllib.request.urlopen(reset).close()  # buckets outlive a server
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("AWS_PROFILE", raising=False)
-    import fsspec
-
-    fsspec.filesystem("s3", skip_instance_cache=True).mkdir("bucket")
-    yield "s3://bucket/checkpoints"
-    server.stop()
 
 
 def test_a_run_whose_folder_is_lost_goes_on_bitwise_from_s3(train: Train, here: Path, s3: str) -> None:
@@ -194,12 +173,12 @@ def test_a_store_that_fails_on_the_way_is_told_and_costs_no_step(
     puts = 0
     put = RemotePath.put
 
-    def fails_once(self: RemotePath, *given: object) -> None:
+    def fails_once(self: RemotePath, *given: Any, **more: Any) -> None:
         nonlocal puts
         puts += 1
         if puts == 1:
             raise Unreachable("the line is dead")
-        put(self, *given)
+        put(self, *given, **more)
 
     monkeypatch.setattr(RemotePath, "put", fails_once)
     remote = [f"checkpoint.remote=file://{here}/store", "checkpoint.keep_latest_k=0"]
@@ -207,6 +186,42 @@ def test_a_store_that_fails_on_the_way_is_told_and_costs_no_step(
     assert done.code == 0, done.err
     assert "the next save tries again: the line is dead" in done.err
     assert sorted(path.name for path in steps(here / "store/r")) == ["step-2", "step-4", "step-6"]
+
+
+STORES = Path(__file__).parents[1] / "stores.py"
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("when", "ranks"), [("at the end", 1), ("in the middle", 2)])
+def test_a_signal_ends_a_run_whose_store_hangs(
+    command: Callable[..., Command], here: Path, when: str, ranks: int
+) -> None:
+    """In time; what was not uploaded is said, and uploaded by the next start."""
+    steps_in_all = 2 if when == "at the end" else 100_000
+    line = ["-p", str(STORES), "--nproc", str(ranks), f"training.steps={steps_in_all}"]
+    remote = [f"checkpoint.remote=odd://{here}/store", "checkpoint.remote_exit_seconds=1"]
+    env = {**os.environ, ODD: "put_file:hang"}
+    hanging = command("tiny.toml", "--run-dir", "r", *line, *remote, env=env)
+    if when == "at the end":
+        hanging.until_said("waiting for the upload of step-2", 60)
+    else:
+        hanging.until_step(here / "r/events.jsonl", 3)
+    began = time.monotonic()
+    hanging.process.send_signal(signal.SIGTERM)
+    done = hanging.wait(30)
+    assert done.code == 75, done.err
+    assert time.monotonic() - began < 30
+    assert f"not known to be in odd://{here}/store/r: step-2" in done.err
+    assert not steps(here / "store/r")
+    outcome = json.loads((here / "r/run.json").read_text())["attempts"][-1]["outcome"]
+    assert (outcome["why"], outcome["signal"]) == ("stopped", "SIGTERM")
+
+    stopped_at = outcome["step"]
+    again = command("r", "--resume", "-p", str(STORES), f"training.steps={stopped_at}").wait()
+    assert again.code == 0, again.err
+    assert f"finished: step {stopped_at} of {stopped_at}" in again.err
+    assert {path.name for path in steps(here / "store/r")} == _left(here) >= {f"step-{stopped_at}"}
+    assert all(_is_good(path) for path in steps(here / "store/r"))
 
 
 # ------------------------------------------------------------- damaged here, and the store has it intact

@@ -207,25 +207,17 @@ class Checkpointer:
             finally:
                 ended.set()
 
-    def finish_uploads(self, *, must: bool) -> None:
-        """Wait until the newest checkpoints are where `checkpoint.remote` says.
+    def finish_uploads(self) -> bool:
+        """Wait until the newest checkpoints are where `checkpoint.remote` says, and return True; on rank 0
+        False, where a signal has come and the store does not take them in time.
 
         Raises:
-            TitanError: they cannot be put there, and `must`.
+            TitanError: they cannot be put there.
         """
-        if self._section.remote is None:
-            return
-
-        def finish() -> None:
-            try:
-                if self._uploads is not None:
-                    self._uploads.finish()
-            except TitanError as error:
-                if must:
-                    raise
-                logger.warning("%s", error.message)
-
-        self.on_main(finish)
+        there: list[bool] = []
+        if self._section.remote is not None:
+            self.on_main(lambda: there.append(self._uploads is None or self._uploads.finish()))
+        return all(there)
 
     def _meet(self) -> None:
         if self._group is None and several_ranks(None):

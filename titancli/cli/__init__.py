@@ -15,6 +15,7 @@ from itertools import pairwise
 from titancli.cli.common import Common, split_common
 from titancli.cli.failures import report
 from titancli.cli.output import be_quiet, prepare_streams
+from titancli.process import leave
 
 VERBOSE = "titan -v"
 """The name of the handler that writes the log to stderr."""
@@ -22,6 +23,11 @@ VERBOSE = "titan -v"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `titan` with these arguments (default: the process's) and return its exit code."""
+    code = _main(argv)
+    return leave(code) if argv is None else code
+
+
+def _main(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     prepare_streams()
     try:

@@ -269,6 +269,9 @@ def _show(plan: Plan, request: LaunchRequest) -> int:
 
 
 def _say_finished(plan: Plan) -> int:
+    from titancli.run.remote import upload_rest
+
+    upload_rest(plan.folder, plan.loaded.recipe.checkpoint)
     run, steps = shlex.quote(short_path(plan.folder.path)), plan.loaded.recipe.training.steps
     note(f"{run} is finished: step {plan.start_step} of {steps}")
     note(f"to continue: titan train {run} --resume training.steps={max(2 * steps, plan.start_step + 1)}")

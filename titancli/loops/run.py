@@ -120,6 +120,10 @@ class Run:
         """Return whether this rank got a signal."""
         return self.stop.requested is not None
 
+    def stopped_by(self, signal: str | None) -> None:
+        """Let the run have ended because of a signal."""
+        self.signal, self.why = signal, "interrupted" if signal == "SIGINT" else "stopped"
+
     def is_to_stop(self) -> bool:
         """Return whether a signal, or what went wrong, ends the run before the next step; `why` says which.
         Collective."""
@@ -130,7 +134,7 @@ class Run:
             self.why = "skipped"
             return True
         if self.signal is not None:
-            self.why = "interrupted" if self.signal == "SIGINT" else "stopped"
+            self.stopped_by(self.signal)
             self._stopped_at = time.monotonic()
             return True
         return False

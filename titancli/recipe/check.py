@@ -149,6 +149,9 @@ def _checkpoint(recipe: Recipe) -> Iterator[Finding]:
                 yield ("checkpoint", name), "nothing is saved when checkpoint.enable is false", None
     if section.remote is not None and (wrong := _remote(section.remote)):
         yield ("checkpoint", "remote"), *wrong
+    if section.remote_read_back and section.remote is None:
+        message = "nothing is uploaded, so remote_read_back has no effect"
+        yield ("checkpoint", "remote_read_back"), message, "set checkpoint.remote, or remove it"
     if section.export_dtype != "float32" and not any(getattr(section, name) for name in exports):
         message = "nothing is exported, so export_dtype has no effect"
         yield ("checkpoint", "export_dtype"), message, "set last_save_in_hf = true, for example"

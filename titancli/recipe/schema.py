@@ -154,6 +154,12 @@ class Checkpoint:
     remote_timeout_seconds: Annotated[int, Gt(0)] = 1800
     """Seconds without progress after which a request to the store counts as failed. Not every kind of store
     reports progress within a file: then it is the limit for the transfer of one file."""
+    remote_exit_seconds: Annotated[int, Ge(0)] = 60
+    """Seconds that a run which has got a signal waits for its uploads; the next start of the run uploads the
+    rest."""
+    remote_read_back: bool = False
+    """Read each object back after its upload and compare the bytes. The checksums that S3 and Google Cloud
+    Storage have of their objects are compared in any case."""
     peer_interval: Annotated[int, Ge(0)] = 0
     """Steps between copies of the state in memory: each node keeps that of its own ranks and of another
     node's, from which a run continues in seconds, also after the loss of a node. 0: none."""

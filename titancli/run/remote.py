@@ -22,6 +22,7 @@ from titancli.runs import STEP_NAME, RunFolder
 
 if TYPE_CHECKING:
     from titancli.checkpoint.format.manifest import Verify
+    from titancli.checkpoint.remote.uploads import Uploads
     from titancli.recipe.schema import Checkpoint
 
 Say = Callable[[str], None]
@@ -156,6 +157,41 @@ def see_to(folder: RunFolder, section: Checkpoint, *, new: bool) -> None:
             hint="resume that run with --resume, or give this run another name: --run-dir DIR",
         )
     probe(place)
+
+
+def uploads_of(
+    folder: RunFolder, section: Checkpoint, run_id: str, leaving: Callable[[], bool] = lambda: False
+) -> Uploads:
+    """Make what keeps a run's checkpoints in its store; see `Uploads` for `leaving`."""
+    from titancli.checkpoint.remote.requests import LONG
+    from titancli.checkpoint.remote.transfer import run_place
+    from titancli.checkpoint.remote.uploads import Uploads
+
+    return Uploads(
+        folder.checkpoints,
+        run_place(section, folder.path, patience=LONG),
+        run_id,
+        section.keep_latest_k,
+        read_back=section.remote_read_back,
+        leaving=leaving,
+        exit_seconds=section.remote_exit_seconds,
+    )
+
+
+def upload_rest(folder: RunFolder, section: Checkpoint) -> None:
+    """Upload what a run that has come to its end has left here, if anything.
+
+    Raises:
+        EnvironmentProblem: the run folder is in use.
+        TitanError: the store does not take it.
+    """
+    if section.remote is None or not section.enable:
+        return
+    hold = folder.hold()
+    try:
+        uploads_of(folder, section, folder.record()["run_id"]).finish()
+    finally:
+        hold.release()
 
 
 def refuse_unusable(run: Path, notes: Iterable[str], section: Checkpoint) -> None:

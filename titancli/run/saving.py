@@ -17,6 +17,7 @@ from titancli.checkpoint import Checkpointer
 from titancli.errors import TitanError
 from titancli.registry.defaults import LoopConfigDefaults, with_defaults
 from titancli.runs import Claim, RunFolder
+from titancli.signals import NODES_JOIN
 
 if TYPE_CHECKING:
     from titancli.checkpoint.peers.copies import Copies
@@ -29,16 +30,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def open_uploads(recipe: Recipe, folder: RunFolder, run_id: str) -> Uploads | None:
-    """Start what copies checkpoints to the recipe's object store; None without one, and except on rank 0."""
+def open_uploads(recipe: Recipe, folder: RunFolder, run_id: str, run: Run) -> Uploads | None:
+    """Start what copies checkpoints to the recipe's object store, with what earlier attempts have left here;
+    None without one, and except on rank 0."""
     section = recipe.checkpoint
     if section.remote is None or dist.get_rank() != 0:
         return None
-    from titancli.checkpoint.remote.transfer import run_place
-    from titancli.checkpoint.remote.uploads import Uploads
+    from titancli.run.remote import uploads_of
 
-    place = run_place(section, folder.path)
-    return Uploads(folder.checkpoints, place, run_id, section.keep_latest_k)
+    def leaving() -> bool:
+        return run.signal is not None or run.stop.requested not in (None, NODES_JOIN.name)
+
+    uploads = uploads_of(folder, section, run_id, leaving)
+    uploads.wake()
+    return uploads
 
 
 def open_copies(recipe: Recipe, folder: RunFolder, record: dict[str, Any], stack: ExitStack) -> Copies | None:
@@ -129,7 +134,8 @@ def leave_behind(recipe: Recipe, engine: Engine, run: Run, folder: RunFolder) ->
     ended = run.why in ("finished", "data_ended")
     if ended and engine.step:
         export(recipe.checkpoint, engine, run.checkpoints, folder.path)
-    run.checkpoints.finish_uploads(must=ended)
+    if not run.checkpoints.finish_uploads() and ended:
+        run.stopped_by(run.stop.requested)  # so that the exit code says: to be resumed
 
 
 def export(section: Checkpoint, engine: Engine, checkpointer: Checkpointer, run_folder: Path) -> None:

@@ -37,6 +37,7 @@ from titancli.process import (
     determinism,
     die_with_parent,
     environment,
+    leave,
     leave_process_group,
     leaving_if_orphaned,
     log_into,
@@ -285,7 +286,7 @@ class Rank:
         if start.checkpoint is not None and not copied:
             run.saved_step = engine.step
         run.validation = open_validation(recipe, tokenizer, engine, observers)
-        uploads = saving.open_uploads(recipe, self.folder, start.run_id) if loop.trains else None
+        uploads = saving.open_uploads(recipe, self.folder, start.run_id, run) if loop.trains else None
         if recipe.checkpoint.enable and loop.trains:
             run.checkpoints = saving.open_checkpoints(
                 recipe,
@@ -610,4 +611,4 @@ def run_rank(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_rank())
+    sys.exit(leave(run_rank()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import secrets
 import shutil
@@ -122,6 +123,8 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         text = read_file(path, LIMIT)
+        if not isinstance(path, os.PathLike) and not SEAL.holds(text):
+            text = read_file(path, LIMIT)  # of a store: bits may have been lost on the way
     except (FileNotFoundError, NotADirectoryError) as error:
         raise EnvironmentProblem(
             f"{folder} is not a titan checkpoint: it has no {MANIFEST}",
@@ -129,6 +132,16 @@ def read_manifest(folder: Path) -> Manifest:
         ) from error
     except OSError as error:
         raise EnvironmentProblem(f"{path} cannot be read: {error.strerror}") from error
+    return parse_manifest(text, path)
+
+
+def parse_manifest(text: bytes, path: Path) -> Manifest:
+    """Check what was read of a manifest, `path`.
+
+    Raises:
+        EnvironmentProblem: as for `read_manifest`.
+    """
+    folder = path.parent
     if not SEAL.holds(text):
         raise EnvironmentProblem(f"{path} is damaged: its checksum does not match")
     try:

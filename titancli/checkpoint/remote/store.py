@@ -6,9 +6,10 @@ fsspec knows the stores; it is imported when a URL is used.
 from __future__ import annotations
 
 import errno
+import hashlib
 import itertools
 import os
-import threading
+from base64 import b64decode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,10 +17,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import xxhash
 
-from titancli.checkpoint.format.disk import FULL
 from titancli.checkpoint.format.hashed import Digest
-from titancli.checkpoint.format.manifest import MANIFEST
-from titancli.errors import EXIT_ENVIRONMENT, EnvironmentProblem, TitanError
+from titancli.checkpoint.remote.requests import ABSENT, BRIEFLY, Line
+from titancli.errors import EnvironmentProblem, TitanError
 
 T = TypeVar("T")
 
@@ -28,31 +28,20 @@ TIMEOUT = 1800.0
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
 """Which of titan's extras brings a protocol's package."""
 _BLOCK = 1 << 24
-
-
-class Unreachable(TitanError):
-    """A store did not do what it was asked to. It says nothing about what lies there, so this is no
-    `EnvironmentProblem`, which a checkpoint that cannot be read is."""
-
-    exit_code = EXIT_ENVIRONMENT
+_PART = 50 << 20
+"""Bytes of a part in which s3fs uploads large files. Of an object in other parts nobody knows the ETag."""
+ATTEMPTS = 3
+"""How often a file is sent, or fetched, whose bytes do not arrive as they are."""
 
 
 class _Size(NamedTuple):
     st_size: int
 
 
-class _Line(NamedTuple):
-    """What all places of one store share."""
-
-    limit: float
-    """Seconds without progress after which a request has failed."""
-    stuck: list[threading.Thread]
-    """Requests that change something, and that nobody waits for any longer: one of them may go on later, so
-    nothing is to be changed before it ends."""
-
-
-def at(url: str, timeout_seconds: float = TIMEOUT) -> Path:
+def at(url: str, timeout_seconds: float = TIMEOUT, patience: float | None = None) -> Path:
     """The place that a URL names, with what `checkpoint.remote_timeout_seconds` says.
+
+    `patience`: seconds for which failing requests are repeated; None: `requests.BRIEFLY`.
 
     What looks at checkpoints takes a path and asks it for little: its name, its entries, their sizes and
     bytes. This answers all of that, and is a Path for a type checker's sake alone.
@@ -77,7 +66,7 @@ def at(url: str, timeout_seconds: float = TIMEOUT) -> Path:
         raise EnvironmentProblem(
             f"{url} is not the URL of a store: {error}", hint="such as s3://…"
         ) from error
-    line = _Line(timeout_seconds, [])
+    line = Line(timeout_seconds, BRIEFLY if patience is None else patience)
     return cast(Path, RemotePath(store, key.rstrip("/"), url.rstrip("/"), line))
 
 
@@ -88,9 +77,7 @@ class RemotePath:
         Unreachable: the store refuses, or does not answer.
     """
 
-    def __init__(
-        self, store: Any, key: str, url: str, line: _Line, row: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, store: Any, key: str, url: str, line: Line, row: dict[str, Any] | None = None) -> None:
         self._store, self._key, self._url, self._line, self._row = store, key, url, line, row
 
     @property
@@ -111,14 +98,21 @@ class RemotePath:
         return self
 
     def is_dir(self) -> bool:
-        if self._row:
-            return bool(self._row["type"] == "directory")
-        return self._ask("looking for it", lambda: self._store.isdir(self._key))
+        return self._kind() == "directory"
 
     def is_file(self) -> bool:
-        if self._row:
-            return bool(self._row["type"] == "file")
-        return self._ask("looking for it", lambda: self._store.isfile(self._key))
+        return self._kind() == "file"
+
+    def _kind(self) -> str | None:
+        """Return what lies here; None: the store says that nothing does. (fsspec's own `isfile` takes every
+        error for a no.)"""
+        with suppress(*ABSENT):
+            return str(self._facts()["type"])
+        return None
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what the store tells of an object. A listing says it too, perhaps of some time ago."""
+        return self._row or self._ask("looking at it", lambda: self._store.info(self._key))
 
     def iterdir(self) -> Iterator[RemotePath]:
         """What lies below, one request for all, sizes included."""
@@ -132,8 +126,7 @@ class RemotePath:
                 yield RemotePath(self._store, f"{self._key}/{name}", f"{self._url}/{name}", self._line, row)
 
     def stat(self) -> _Size:
-        row = self._row or self._ask("looking at it", lambda: self._store.info(self._key))
-        return _Size(row["size"])
+        return _Size(self._facts()["size"])
 
     def read_bytes(self) -> bytes:
         return self._ask("reading it", lambda: self._store.cat_file(self._key))
@@ -163,32 +156,62 @@ class RemotePath:
 
         self._ask("downloading it", lambda: self._store.get_file(self._key, str(target)), moved)
 
-    def put(self, source: Path) -> None:
-        """Copy a file into this object."""
+    def put(self, source: Path, digest: Digest, *, read_back: bool = False) -> None:
+        """Copy a file into this object, and see to it that what arrived is what was sent.
+
+        By the checksum that the store has made of it, where it has one; with `read_back` by its bytes.
+
+        Raises:
+            TitanError: other bytes arrive each time.
+        """
         from fsspec.callbacks import Callback
 
         count = itertools.count()  # of what the store says on the way, if it does
         told = Callback(hooks={"moves": lambda *said, **more: next(count)})
-        self._ask(
-            "uploading it",
-            lambda: self._store.put_file(str(source), self._key, callback=told),
-            lambda: repr(count),
-            changes=True,
-        )
+        for _ in range(ATTEMPTS):
+            self._ask(
+                "uploading it",
+                lambda: self._store.put_file(str(source), self._key, callback=told),
+                lambda: repr(count),
+                changes=True,
+            )
+            if self._has(source, digest, read_back):
+                return
+        raise TitanError(f"{self} does not contain what was uploaded, {ATTEMPTS} times")
+
+    def _has(self, source: Path, digest: Digest, read_back: bool) -> bool:
+        """Return whether the object's bytes are the file's, as far as the store tells."""
+        try:
+            facts = self._facts()
+            if facts["size"] != digest.size:
+                return False
+            known = _md5_in(facts) if self._line.knows_md5 else None
+            if known is not None and known != _md5_of(source, parts="-" in known):
+                if self.digest() != digest:
+                    return False
+                self._line.knows_md5 = False  # encrypted by the store, or in parts of another size
+                return True
+            return not read_back or self.digest() == digest
+        except ABSENT:
+            return False
 
     def write_bytes(self, data: bytes) -> None:
-        self._ask("writing it", lambda: self._store.pipe_file(self._key, data), changes=True)
+        """Write a small object, and read it back.
+
+        Raises:
+            TitanError: other bytes arrive each time.
+        """
+        for _ in range(ATTEMPTS):
+            self._ask("writing it", lambda: self._store.pipe_file(self._key, data), changes=True)
+            with suppress(*ABSENT):
+                if self.read_bytes() == data:
+                    return
+        raise TitanError(f"{self} does not contain what was written, {ATTEMPTS} times")
 
     def unlink(self) -> None:
-        """Delete an object."""
-        self._ask("deleting it", lambda: self._store.rm_file(self._key), changes=True)
-
-    def delete(self) -> None:
-        """Delete a checkpoint, if there is one, its manifest first."""
-        with suppress(FileNotFoundError):
-            (self / MANIFEST).unlink()
-        with suppress(FileNotFoundError):
-            self._ask("deleting it", lambda: self._store.rm(self._key, recursive=True), changes=True)
+        """Delete an object, if it is there: who asks again does not know what came of it before."""
+        with suppress(*ABSENT):
+            self._ask("deleting it", lambda: self._store.rm_file(self._key), changes=True)
 
     def _ask(
         self,
@@ -198,60 +221,45 @@ class RemotePath:
         *,
         changes: bool = False,
     ) -> T:
-        """Return what a request to the store returns, which is made in a thread: one that hangs is left.
+        """See `Line.ask`."""
+        return self._line.ask(self, doing, request, moved, changes=changes)
 
-        Args:
-            moved: returns something else whenever the request has got further.
-            changes: the request changes what the store has.
 
-        Raises:
-            Unreachable: the store has its own classes of errors; or it has not answered within the limit.
-            OSError: what was asked for is not there, or the disk is full: that is left to who asks.
-        """
-        line = self._line
-        if changes and any(thread.is_alive() for thread in line.stuck):
-            raise self._unreachable(f"{doing} has not begun: the store has still not answered before")
-        answer: list[T] = []
-        failures: list[BaseException] = []
+def _md5_in(facts: dict[str, Any]) -> str | None:
+    """Return the MD5 checksum that a store tells of an object, in hexadecimal digits, as far as is known; of
+    one that was uploaded in parts S3 tells one over theirs, and their number."""
+    if etag := str(facts.get("ETag") or "").strip('"'):
+        return etag
+    if in_base64 := facts.get("md5Hash"):  # Google Cloud Storage
+        return b64decode(in_base64).hex()
+    return None
 
-        def work() -> None:
-            try:
-                answer.append(request())
-            except BaseException as error:
-                failures.append(error)
 
-        thread = threading.Thread(target=work, name="titan-store", daemon=True)
-        thread.start()
-        while thread.is_alive():
-            before = moved()
-            thread.join(line.limit)
-            if thread.is_alive() and moved() == before:
-                if changes:
-                    line.stuck.append(thread)
-                raise self._unreachable(
-                    f"{doing} has made no progress for {line.limit:g} seconds (the limit is "
-                    "checkpoint.remote_timeout_seconds)"
-                )
-        if not failures:
-            return answer[0]
-        error = failures[0]
-        known = isinstance(error, (TitanError, FileNotFoundError, NotADirectoryError))
-        if known or not isinstance(error, Exception) or (isinstance(error, OSError) and error.errno in FULL):
-            raise error
-        raise self._unreachable(f"{type(error).__name__}: {error}") from error
-
-    def _unreachable(self, why: str) -> Unreachable:
-        return Unreachable(
-            f"{self} cannot be reached: {why}",
-            hint="check the network, the endpoint and the credentials in the environment (AWS_PROFILE, …)",
-        )
+def _md5_of(path: Path, *, parts: bool) -> str:
+    """Return the MD5 checksum of a file, or what S3 tells of one that was uploaded in parts."""
+    whole, sums = hashlib.md5(usedforsecurity=False), []
+    with open(path, "rb") as file:
+        while block := file.read(_PART):
+            if parts:
+                sums.append(hashlib.md5(block, usedforsecurity=False).digest())
+            else:
+                whole.update(block)
+    if not parts:
+        return whole.hexdigest()
+    return f"{hashlib.md5(b''.join(sums), usedforsecurity=False).hexdigest()}-{len(sums)}"
 
 
 class RemoteFile:
     """An object that is open for reading, under the limit of its store."""
 
     def __init__(self, place: RemotePath, file: Any) -> None:
-        self._place, self._file = place, file
+        self._place, self._file, self._position = place, file, 0
 
     def read(self, size: int) -> bytes:
-        return self._place._ask("reading it", lambda: self._file.read(size))
+        def read() -> bytes:
+            self._file.seek(self._position)  # an attempt that failed may have moved it
+            return cast(bytes, self._file.read(size))
+
+        data = self._place._ask("reading it", read)
+        self._position += len(data)
+        return data

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
 from titancli.checkpoint.format.disk import need, refusal, size_text, sync_folder, write_file
+from titancli.checkpoint.format.hashed import Digest, file_digest
 from titancli.checkpoint.format.manifest import (
     MANIFEST,
     Manifest,
@@ -29,18 +29,20 @@ from titancli.checkpoint.format.manifest import (
     read_manifest,
     remove,
 )
-from titancli.checkpoint.remote.store import RemotePath, Unreachable, at
+from titancli.checkpoint.remote.marks import left_behind, marked
+from titancli.checkpoint.remote.requests import ABSENT
+from titancli.checkpoint.remote.store import ATTEMPTS, RemotePath, at
 from titancli.errors import EnvironmentProblem, TitanError
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Checkpoint
 
-_MARK = re.compile(r"\.(step-\d{1,18})\.tmp-[0-9a-f]{8}-upload\Z")
 
-
-def run_place(section: Checkpoint, run_folder: Path) -> Path:
-    """Where a run's checkpoints lie under `checkpoint.remote`: by the name of its folder."""
-    return at(f"{(section.remote or '').rstrip('/')}/{run_folder.name}", section.remote_timeout_seconds)
+def run_place(section: Checkpoint, run_folder: Path, *, patience: float | None = None) -> Path:
+    """Where a run's checkpoints lie under `checkpoint.remote`: by the name of its folder. `patience`: see
+    `at`."""
+    url = f"{(section.remote or '').rstrip('/')}/{run_folder.name}"
+    return at(url, section.remote_timeout_seconds, patience)
 
 
 def probe(place: Path) -> None:
@@ -54,7 +56,7 @@ def probe(place: Path) -> None:
     try:
         remote.write_bytes(b"titan was here")
         remote.unlink()
-    except (Unreachable, OSError) as error:
+    except (TitanError, OSError) as error:
         why = getattr(error, "message", None) or f"{place} cannot be written: {error}"
         raise EnvironmentProblem(f"no checkpoint can be uploaded: {why}", hint=hint) from error
 
@@ -62,50 +64,77 @@ def probe(place: Path) -> None:
 # ------------------------------------------------------------------------------------------- both ways
 
 
-def upload(folder: Path, place: Path) -> None:
-    """Put a checkpoint where `place` is, its manifest last.
+def upload(folder: Path, place: Path, *, read_back: bool = False) -> None:
+    """Put a checkpoint where `place` is, its manifest last, unless it lies there already.
 
-    A small object beside it says meanwhile whose it is, see `of_others`.
+    A small object beside it says meanwhile whose it is, see `titancli.checkpoint.remote.marks`. `read_back`:
+    each object's bytes are compared, also where the store has no checksum of them.
 
     Raises:
-        TitanError: another run's checkpoint lies there, or is on its way; there is one to be replaced, but
-            the folder is damaged; or what arrived is not what was sent.
+        TitanError: another run's checkpoint lies there, or is on its way; the folder is damaged; or what
+            arrived is not what was sent.
         Unreachable: the store refuses, or does not answer.
         OSError: the local files cannot be read.
     """
     remote = cast(RemotePath, place)
     manifest = read_manifest(folder)
     with suppress(EnvironmentProblem):  # half of one is nobody's
-        if (owner := read_manifest(place).run_id) != manifest.run_id:
-            raise TitanError(f"{place} was written by another run ({owner}) and is not overwritten")
-        if found := faults(folder, manifest):  # it may be the last good copy that would be deleted
-            raise TitanError(f"{folder} is damaged ({found[0]}): {place} stays as it was")
-    mark = remote.parent / mark_name(place.name, manifest.run_id)
-    mark.write_bytes(manifest.run_id.encode())
-    if place.name in of_others(remote.parent, manifest.run_id):
+        there = read_manifest(place)
+        if there.run_id != manifest.run_id:
+            raise TitanError(f"{place} was written by another run ({there.run_id}) and is not overwritten")
+        if there == manifest and not faults(place, manifest, verify="size"):
+            return  # a listing of some time ago did not have it
+    if found := faults(folder, manifest):  # what it would replace may be the last good copy
+        raise TitanError(f"{folder} is damaged ({found[0]}): {place} stays as it was")
+    with marked(remote, manifest) as mark:
+        _clear(remote)
+        for name, digest in manifest.files.items():
+            mark.check()
+            (remote / name).put(folder / name, digest, read_back=read_back)
+        mark.check()
+        (remote / MANIFEST).write_bytes(manifest_bytes(manifest))
+
+
+def _clear(place: RemotePath) -> None:
+    """Delete what lies where a checkpoint is to be, its manifest first."""
+    (place / MANIFEST).unlink()
+    try:
+        there = [path for path in place.iterdir() if path.is_file()]
+    except ABSENT:
+        return
+    for path in there:
+        path.unlink()
+
+
+def discard(place: Path, manifest: Manifest) -> None:
+    """Delete a run's own checkpoint from a store: what its manifest names, the manifest first.
+
+    Raises:
+        TitanError: another run is uploading it.
+        Unreachable: the store refuses, or does not answer; the next `sweep` goes on.
+    """
+    with marked(cast(RemotePath, place), manifest):
+        _delete(cast(RemotePath, place), manifest)
+
+
+def _delete(place: RemotePath, manifest: Manifest) -> None:
+    for name in (MANIFEST, *manifest.files):
+        (place / name).unlink()
+
+
+def sweep(parent: Path, run_id: str) -> None:
+    """Delete what uploads, and deletions, of this run that were cut off have left. A mark says what that is:
+    whatever else looks like half a checkpoint is left alone.
+
+    Raises:
+        Unreachable: the store refuses, or does not answer.
+    """
+    for mark, manifest in left_behind(cast(RemotePath, parent), run_id):
+        if manifest is not None:
+            place = cast(RemotePath, parent) / f"step-{manifest.step}"
+            if not (place / MANIFEST).is_file():
+                _delete(place, manifest)
         mark.unlink()
-        raise TitanError(
-            f"{place} is being uploaded by another run",
-            hint=f"give this run another name (--run-dir); if none does, delete .{place.name}.tmp-*-upload",
-        )
-    remote.delete()
-    for name in manifest.files:
-        (remote / name).put(folder / name)
-    there = {path.name: path.stat().st_size for path in remote.iterdir()}
-    if there != {name: digest.size for name, digest in manifest.files.items()}:
-        raise TitanError(f"{place} does not contain what was uploaded: {there}")
-    (remote / MANIFEST).write_bytes(manifest_bytes(manifest))
-    mark.unlink()
-
-
-def mark_name(name: str, run_id: str) -> str:
-    return f"{hidden_prefix(name, run_id)}upload"
-
-
-def of_others(place: RemotePath, run_id: str) -> set[str]:
-    """Return the names of the checkpoints that other runs are uploading to a run's place."""
-    marks = [match for path in place.iterdir() if (match := _MARK.match(path.name))]
-    return {mark[1] for mark in marks if mark[0] != mark_name(mark[1], run_id)}
 
 
 def fetch(place: Path, manifest: Manifest, parent: Path) -> list[str]:
@@ -128,14 +157,15 @@ def fetch(place: Path, manifest: Manifest, parent: Path) -> list[str]:
         parent.mkdir(parents=True, exist_ok=True)
         need(parent, needed)
         hidden.mkdir()
-        for name in manifest.files:
+        for name, digest in manifest.files.items():
             try:
-                cast(RemotePath, place / name).get(hidden / name)
+                if not _get(cast(RemotePath, place / name), hidden / name, digest):
+                    return [f"{name} is damaged: its checksum does not match"]
             except FileNotFoundError:  # deleted since it was looked at
                 return [f"{name} is missing"]
             _sync(hidden / name)
         write_file(hidden / MANIFEST, manifest_bytes(manifest))
-        if found := faults(hidden, manifest):
+        if found := faults(hidden, manifest, verify="size"):
             return found
         sync_folder(hidden)
         older = _is_older(final, manifest)
@@ -153,6 +183,15 @@ def fetch(place: Path, manifest: Manifest, parent: Path) -> list[str]:
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
     return []
+
+
+def _get(remote: RemotePath, target: Path, digest: Digest) -> bool:
+    """Copy an object into a file; whether its bytes are the right ones, at the latest at the last attempt."""
+    for _ in range(ATTEMPTS):
+        remote.get(target)
+        if file_digest(target) == digest:
+            return True
+    return False
 
 
 def _is_older(folder: Path, manifest: Manifest) -> bool:

@@ -1,0 +1,150 @@
+"""Objects that say who is changing what in a store, and what is half there if nobody ends it. Torch-free.
+
+Beside `step-N`, while it is uploaded or deleted, lies `.step-N.tmp-RUN-upload`: a line that is another one
+every few seconds, and the manifest of what is changed. Who does not renew it any longer is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import cast
+
+from titancli.checkpoint.format.manifest import (
+    MANIFEST,
+    Manifest,
+    hidden_prefix,
+    manifest_bytes,
+    parse_manifest,
+)
+from titancli.checkpoint.remote.requests import ABSENT
+from titancli.checkpoint.remote.store import RemotePath
+from titancli.errors import EnvironmentProblem, TitanError
+
+logger = logging.getLogger(__name__)
+
+RENEWED = 10.0
+"""Seconds between two renewals of a mark."""
+GONE = 60.0
+"""Seconds after which one that was not renewed is of somebody who is gone."""
+
+_NAME = re.compile(r"\.(step-\d{1,18})\.tmp-[0-9a-f]{8}-upload\Z")
+
+
+def mark_name(name: str, run_id: str) -> str:
+    return f"{hidden_prefix(name, run_id)}upload"
+
+
+class Mark:
+    """A mark of one's own, which a thread renews."""
+
+    def __init__(self, path: RemotePath, manifest: Manifest) -> None:
+        self._path, self._manifest, self._token = path, manifest_bytes(manifest), secrets.token_hex(8)
+        self._ended = threading.Event()
+        self._write()
+        self._thread = threading.Thread(target=self._renew, name="titan-mark", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """See to it that nobody has taken this mark for one that was left behind, a later attempt of the run
+        for one.
+
+        Raises:
+            TitanError: somebody has.
+        """
+        if not self._is_own():
+            raise TitanError(f"{self._path} is gone, or another's: another process changes what lies there")
+
+    def remove(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._path.unlink()
+
+    def leave(self) -> None:
+        """Renew it no longer: what it stands for was not done."""
+        self._ended.set()
+
+    def _is_own(self) -> bool:
+        with suppress(*ABSENT):
+            return self._path.read_bytes().startswith(self._token.encode())
+        return False
+
+    def _write(self) -> None:
+        self._path.write_bytes(f"{self._token} {secrets.token_hex(8)}\n".encode() + self._manifest)
+
+    def _renew(self) -> None:
+        while not self._ended.wait(RENEWED):
+            try:
+                if not self._is_own():
+                    return  # `check` says so
+                self._write()
+            except (TitanError, OSError) as error:  # the store fails: who uploads will hear of it, too
+                logger.debug("%s was not renewed: %s", self._path, error)
+
+
+@contextmanager
+def marked(place: RemotePath, manifest: Manifest) -> Iterator[Mark]:
+    """Mark that `place` is being changed, for as long as it is. Where that fails, the mark stays and says
+    what may be half there.
+
+    Raises:
+        TitanError: another run is changing it.
+    """
+    mark = Mark(place.parent / mark_name(place.name, manifest.run_id), manifest)
+    try:
+        if place.name in of_others(place.parent, manifest.run_id, place.name):
+            mark.remove()
+            raise TitanError(
+                f"{place} is being uploaded by another run", hint="give this run another name (--run-dir)"
+            )
+        yield mark
+    finally:
+        mark.leave()
+    mark.remove()
+
+
+def of_others(parent: RemotePath, run_id: str, name: str) -> set[str]:
+    """Return the names, of `name` alone, of the checkpoints that other runs are changing at this moment. The
+    mark of one that is gone is deleted, after it has been watched for as long as `GONE`."""
+    found = set()
+    for path in list(parent.iterdir()):
+        match = _NAME.match(path.name)
+        if match and match[1] == name and path.name != mark_name(name, run_id):
+            if _is_renewed(parent / path.name):
+                found.add(match[1])
+            else:
+                logger.warning("%s was left behind by another run, and is deleted", path)
+                path.unlink()
+    return found
+
+
+def _is_renewed(path: RemotePath) -> bool:
+    try:
+        first, until = path.read_bytes(), time.monotonic() + GONE
+        while time.monotonic() < until:
+            time.sleep(min(RENEWED, GONE) / 4)
+            if path.read_bytes() != first:
+                return True
+    except ABSENT:  # it has just ended
+        pass
+    return False
+
+
+def left_behind(parent: RemotePath, run_id: str) -> Iterator[tuple[RemotePath, Manifest | None]]:
+    """The marks that earlier attempts of a run have left, and what each says is half there."""
+    for path in list(parent.iterdir()):
+        match = _NAME.match(path.name)
+        if match and path.name == mark_name(match[1], run_id):
+            try:
+                text = (parent / path.name).read_bytes().partition(b"\n")[2]
+                yield path, parse_manifest(text, cast(Path, parent / match[1] / MANIFEST))
+            except ABSENT:
+                continue
+            except EnvironmentProblem:
+                yield path, None
