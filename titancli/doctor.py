@@ -21,6 +21,7 @@ from titancli.errors import ExitCode
 from titancli.launchers.devices import visible_gpus
 from titancli.provenance import versions
 from titancli.registry import current
+from titancli.registry.kinds import BUILTIN
 from titancli.runs import runs_root
 from titancli.torch_version import LACKS, NEWEST, OLDEST, lacks, older_than, torch_version, untested
 
@@ -194,6 +195,9 @@ def _plugins() -> Iterator[Finding]:
         elif plugin.torch:
             hint = "its module imports torch, which slows down every command; report this to its author"
             yield Finding(name, "warning", loaded, hint)
+        elif plugin.clashes and plugin.name != BUILTIN:
+            hint = f"a recipe that means one of them must write its full name, e.g. {plugin.name}/…"
+            yield Finding(name, "warning", f"{loaded}; others have its {', '.join(plugin.clashes)} too", hint)
         else:
             yield Finding(name, "ok", loaded if plugin.state == "ok" else plugin.error or plugin.state)
 

@@ -87,7 +87,7 @@ class PluginName(click.ParamType):
 def _recipe(incomplete: str) -> list[CompletionItem]:
     """Names of recipes, and files: the shell completes paths itself."""
     from titancli.registry import current
-    from titancli.registry.plugins import BUILTIN
+    from titancli.registry.kinds import BUILTIN
 
     folders = current().recipe_folders()
     names = [

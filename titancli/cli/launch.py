@@ -85,7 +85,7 @@ def slurm(
     env = environment_of(variables)
     sbatch = _options_of(options)
     files = list(common.plugin_files)
-    overrides = ["launcher=slurm", *overrides]
+    overrides = ["launcher=titan/slurm", *overrides]
     again = "titan launch slurm --nodes N"
     plan = make_plan(
         Request(

@@ -59,7 +59,8 @@ def _document(plugin: PluginStatus) -> dict[str, Any]:
 
 def _row(plugin: PluginStatus) -> tuple[str, ...]:
     count = f"{len(plugin.components)} component{'' if len(plugin.components) == 1 else 's'}"
-    remark = "; ".join(["imports torch"] * plugin.torch + _proofs(plugin))
+    clashes = [f"{', '.join(plugin.clashes)}: another plugin has this name"] if plugin.clashes else []
+    remark = "; ".join(["imports torch"] * plugin.torch + clashes + _proofs(plugin))
     if plugin.error:
         remark = plugin.error.splitlines()[-1]
     return plugin.name, plugin.version or "-", plugin.state, _milliseconds(plugin), count, remark
@@ -71,6 +72,11 @@ def _show(plugin: PluginStatus) -> None:
     print(f"  from        {source.strip()}")
     print(f"  load        {_milliseconds(plugin)}{', imports torch' if plugin.torch else ''}")
     print(f"  components  {', '.join(plugin.components) or 'none'}")
+    if plugin.clashes:
+        print(
+            f"  full names  {', '.join(plugin.clashes)}: another plugin has this name, so a recipe must write"
+        )
+        print(f"              {plugin.name}/NAME, or that of the other one")
     for badge in badges(plugin.name):
         print(f"  proof       {badge['component']}: {_told(badge)}")
     if plugin.error:

@@ -10,7 +10,7 @@ import click
 from titancli.cli.group import note_broken
 from titancli.cli.output import print_json, table
 from titancli.registry import current
-from titancli.registry.plugins import BUILTIN
+from titancli.registry.kinds import BUILTIN
 
 
 @click.command("list-recipes", short_help="List the bundled recipes and those of plugins.")

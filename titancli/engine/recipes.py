@@ -220,7 +220,7 @@ def _remark(recipe: Recipe) -> None:
 
 
 def _default(kind: str) -> Any:
-    return current().find(kind, str(KINDS[kind].default))()
+    return current().find(kind, str(KINDS[kind].full_default))()
 
 
 def _check_kind(name: str, value: Any, kind: str) -> None:

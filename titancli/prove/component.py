@@ -10,8 +10,7 @@ from titancli.recipe import Loaded, load_recipe
 from titancli.registry import current
 from titancli.registry.component import component_info, configs
 from titancli.registry.defaults import ConfigDefaults, ModelConfigDefaults, with_defaults
-from titancli.registry.kinds import KINDS
-from titancli.registry.plugins import BUILTIN
+from titancli.registry.kinds import BUILTIN, KINDS
 
 COMPUTES = {
     "model": "model",

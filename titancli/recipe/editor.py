@@ -139,7 +139,7 @@ def _slot_schema(kind: str, registry: Registry) -> tuple[dict[str, Any], dict[st
         ready += [] if required else called
         tables.append({"$ref": f"#/$defs/{_definition(name, cls)}"})
         whole: dict[str, Any] = {"type": "object", "properties": {"type": {"enum": called}}}
-        if KINDS[kind].default not in called:
+        if KINDS[kind].full_default not in called:
             whole["required"] = ["type"]
         if required and with_defaults(ConfigDefaults, cls).flavors:
             whole["anyOf"] = [{"required": ["flavor"]}, {"required": required}]
@@ -235,7 +235,7 @@ def _value(type_: Type, data: Any, registry: Registry, key: str) -> Iterator[tup
 def _slot(kind: str, data: Any, registry: Registry, key: str) -> Iterator[tuple[str, list[str]]]:
     names = registry.names(kind)
     yield key, _shortest(names)
-    name = data.get("type") if isinstance(data, dict) else KINDS[kind].default
+    name = data.get("type") if isinstance(data, dict) else KINDS[kind].full_default
     try:
         cls = registry.find(kind, name) if isinstance(name, str) else None
     except PluginError:

@@ -20,15 +20,15 @@ name = $name
 weights = $folder        # the weights, and in its config.json the model
 $model
 [tokenizer]
-type = "hf"
+type = "titan/hf"
 path = $folder
 
 [dataset]
-type = "text_files"
+type = "titan/text_files"
 paths = ["text/*.txt"]                      # your text: files, folders, patterns
 
 [optimizer]
-type = "adamw"
+type = "titan/adamw"
 lr = 1e-5
 
 [lr_scheduler]
@@ -69,7 +69,7 @@ def finetune_text(folder: Path, name: str, registry: Registry) -> str:
     dtype = text.get("dtype") or text.get("torch_dtype")
     model = ""
     if not _read_by_titan(config["model_type"], registry):
-        model = f'\n[model]\ntype = "hf_causal_lm"\nconfig = {json.dumps(str(folder))}\n'
+        model = f'\n[model]\ntype = "titan/hf_causal_lm"\nconfig = {json.dumps(str(folder))}\n'
     return TEXT.substitute(
         name=json.dumps(name),
         folder=json.dumps(str(folder), ensure_ascii=False),

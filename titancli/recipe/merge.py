@@ -100,7 +100,7 @@ def _type(table: dict[str, Node], path: KeyPath) -> object:
     if "type" in table:
         return table["type"].value
     kind = KINDS.get(str(path[0])) if len(path) == 1 else None
-    return kind.default if kind else None
+    return kind.full_default if kind else None
 
 
 def _same_type(old: object, new: object) -> bool:

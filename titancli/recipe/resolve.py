@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titancli.errors import PluginError, RecipeError
-from titancli.recipe.find import LOCK_HEADER, beside
+from titancli.recipe.find import LOCK_HEADER, beside, bundled_folder
 from titancli.recipe.merge import without
 from titancli.recipe.problems import Problems, nearest
 from titancli.recipe.read import taken_as_text
@@ -20,7 +20,7 @@ from titancli.recipe.schema import Recipe, recipe_slots
 from titancli.recipe.toml import DEFAULT, KeyPath, Node, Origin, dotted, from_python
 from titancli.registry.defaults import ConfigDefaults, with_defaults
 from titancli.registry.fields import Type, fields_of
-from titancli.registry.kinds import KINDS
+from titancli.registry.kinds import BUILTIN, KINDS
 
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
@@ -54,7 +54,7 @@ def resolve(root: Node, registry: Registry, problems: Problems, unset: Collectio
     resolver = _Resolver(registry, problems, unset)
     tables = dict(root.value)
     for name, slot in recipe_slots().items():
-        default = KINDS[slot.kind].default if name == slot.kind else None
+        default = KINDS[slot.kind].full_default if name == slot.kind else None
         if default is None:
             continue
         table = tables.get(name, Node({}, DEFAULT))
@@ -151,10 +151,21 @@ class _Resolver:
             self.problems.add("wrong-type", message, given.origin.location())
             return None
         try:
-            return self.registry.find(kind, given.value)
+            first = () if "/" in given.value else self._owners(given.origin)
+            return self.registry.find(kind, given.value, first=first)
         except PluginError as error:
             self._not_found(kind, given, error)
             return None
+
+    def _owners(self, origin: Origin) -> list[str]:
+        """The plugins that a bundled recipe's bare names are looked up in first: its own, and titan."""
+        if origin.kind != "file" or origin.source is None:
+            return []
+        folder = Path(origin.source.path).resolve().parent
+        if folder == bundled_folder().resolve():
+            return [BUILTIN]
+        owners = [name for name, at in self.registry.recipe_folders() if at.resolve() == folder]
+        return [*owners, BUILTIN] if owners else []
 
     def _not_found(self, kind: str, given: Node, error: PluginError) -> None:
         """Report a component that is not there; a broken plugin that may be to blame stops everything."""

@@ -15,8 +15,9 @@ from typing import Any
 
 from titancli.errors import EnvironmentProblem, UsageError, nearest_name
 from titancli.provenance import entry_points
+from titancli.registry.kinds import BUILTIN
 from titancli.registry.lookup import Registry
-from titancli.registry.plugins import BUILTIN, GROUP, LEFT_OUT, Plugin
+from titancli.registry.plugins import GROUP, LEFT_OUT, Plugin
 from titancli.version import __version__
 
 ALLOW_LIST = "TITAN_PLUGINS"

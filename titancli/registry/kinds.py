@@ -10,6 +10,9 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
+BUILTIN = "titan"
+"""The plugin that titan itself is."""
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -18,7 +21,12 @@ class Kind:
     name: str
     summary: str
     default: str | None = None
-    """The type a recipe gets that names none."""
+    """The type a recipe gets that names none: titan's own of this name, whoever else has one."""
+
+    @property
+    def full_default(self) -> str | None:
+        """The same with titan's name, so that no plugin can be meant."""
+        return self.default and f"{BUILTIN}/{self.default}"
 
 
 KINDS: dict[str, Kind] = {

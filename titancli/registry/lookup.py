@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from titancli.errors import PluginError, nearest_name
 from titancli.registry.command import Command
 from titancli.registry.component import component_info, configs, is_config
-from titancli.registry.kinds import KINDS
-from titancli.registry.plugins import BUILTIN, LEFT_OUT, Plugin, PluginStatus
+from titancli.registry.kinds import BUILTIN, KINDS
+from titancli.registry.plugins import LEFT_OUT, Plugin, PluginStatus
 from titancli.registry.targets import missing
 
 if TYPE_CHECKING:
@@ -39,8 +40,11 @@ class Registry:
 
     # -------------------------------------------------------------------------------------- components
 
-    def find(self, kind: str, name: str) -> type:
+    def find(self, kind: str, name: str, *, first: Sequence[str] = ()) -> type:
         """Return the config class of a component by its bare name, or by its full name `plugin/name`.
+
+        Args:
+            first: plugins whose components a bare name means where others have the same name.
 
         Raises:
             PluginError: there is none, more than one plugin offers it, or the plugin that it names, or that
@@ -49,6 +53,9 @@ class Registry:
         owner, _, bare = name.rpartition("/")
         if owner:
             return self._find_in(self._named(owner, name), kind, bare)
+        for plugin in filter(None, map(self._plugins.get, first)):
+            if (kind, bare) in plugin.components:
+                return plugin.components[kind, bare]
         found = {p.name: p.components[kind, bare] for p in self._loaded() if (kind, bare) in p.components}
         if len(found) > 1:
             full = " or ".join(f"'{plugin}/{bare}'" for plugin in found)
@@ -97,7 +104,9 @@ class Registry:
     @property
     def plugins(self) -> list[PluginStatus]:
         """Every plugin's state; loads all of them."""
-        return [plugin.status() for plugin in self._plugins.values()]
+        counts = Counter(key for plugin in self._loaded() for key in plugin.components)
+        clashes = {key for key, count in counts.items() if count > 1}
+        return [plugin.status(clashes) for plugin in self._plugins.values()]
 
     def check_targets(self) -> None:
         """Look for the code that components name; what lacks some is broken from here on."""

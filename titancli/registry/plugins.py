@@ -12,7 +12,7 @@ import importlib
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,6 @@ from titancli.registry.component import ComponentInfo, component_info
 from titancli.registry.targets import missing
 
 GROUP = "titancli"
-BUILTIN = "titan"
 
 State = Literal["ok", "broken", "blocked", "unlisted", "missing"]
 LEFT_OUT = ("blocked", "unlisted", "missing")
@@ -47,6 +46,8 @@ class PluginStatus:
     """Whether it imported torch, which its module must not."""
     components: tuple[str, ...]
     """`kind/name`, in the order that the plugin gives them."""
+    clashes: tuple[str, ...]
+    """`kind/name` of those that another plugin offers too: a recipe has to write their full names."""
     error: str | None
     """Why it is not ok; for an exception its traceback, from the plugin's own first line on."""
 
@@ -149,7 +150,8 @@ class Plugin:
             if isinstance(command, Command) and (why := missing(command.target)):
                 self.fail(f"command {command.name}: {why}")
 
-    def status(self) -> PluginStatus:
+    def status(self, others: Collection[tuple[str, str]] = ()) -> PluginStatus:
+        """Return what there is to know of it; `others`: kinds and names that other plugins offer."""
         offered = tuple(f"{kind}/{name}" for kind, name in self.components)
         return PluginStatus(
             self.name,
@@ -160,6 +162,7 @@ class Plugin:
             self._seconds,
             self._torch,
             offered,
+            tuple(f"{kind}/{name}" for kind, name in self.components if (kind, name) in others),
             self.error,
         )
 

@@ -104,7 +104,7 @@ def _recipe_of_hf(folder: Path) -> dict[str, Any]:
     length = min(LONGEST, longest) if isinstance(longest, int) and longest > 0 else LONGEST
     dtype = "bfloat16" if visible_gpus() else "float32"
     training = {"steps": 1, "seq_len": length, "local_batch_size": 1, "mixed_precision_param": dtype}
-    tokenizer = {"type": "hf", "path": str(folder)}
+    tokenizer = {"type": "titan/hf", "path": str(folder)}
     return {"recipe": 1, "weights": str(folder), "tokenizer": tokenizer, "training": training}
 
 
@@ -184,7 +184,7 @@ def _datasets(files: Sequence[Path], *, document_mask: bool) -> dict[str, Any]:
         while name in found:
             name, number = f"{stem}-{number + 1}", number + 1
         settings = {"paths": [str(file)], "shuffle": False, "document_mask": document_mask}
-        found[name] = {"type": "text_files" if kinds == ["text"] else kinds[0], **settings}
+        found[name] = {"type": f"titan/{'text_files' if kinds == ['text'] else kinds[0]}", **settings}
     return found
 
 

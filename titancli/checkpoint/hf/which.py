@@ -17,6 +17,7 @@ from titancli.errors import EnvironmentProblem, PluginError, TitanError, UsageEr
 from titancli.models.blocks.state import named_state
 from titancli.protocols import HFForm
 from titancli.registry.component import build, component_info, load_target
+from titancli.registry.kinds import BUILTIN
 
 Say = Callable[[str], None]
 
@@ -90,6 +91,7 @@ def _by_type(components: Iterable[tuple[str, type]], model_type: str) -> type:
             willing += [] if reads else [name]
             if model_type in reads:
                 found[name] = cls
+    found = {name: cls for name, cls in found.items() if name.startswith(f"{BUILTIN}/")} or found
     if len(found) == 1:
         return next(iter(found.values()))
     if found:
