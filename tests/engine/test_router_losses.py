@@ -86,24 +86,29 @@ def gradients(layout: Layout, losses: tuple[str, ...] = tuple(LOSSES)) -> dict[s
     return found
 
 
-def by_definition() -> dict[str, Tensor]:
-    """The gradient of the routers' own losses: transformers' function on the logits of each layer, and
-    ST-MoE's equation 5, both means over all tokens."""
+def own_losses(model: Any, found: list[Tensor]) -> list[Any]:
+    """Hooks by which the model's next forward adds to `found` the losses of its routers: transformers'
+    function on the logits of each layer, and ST-MoE's equation 5, both means over all tokens."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+    def add(gate: Any, given: Any, logits: Tensor) -> None:
+        balancing = load_balancing_loss_func((logits,), EIGHT.moe.num_experts, EIGHT.moe.top_k)
+        z_loss = logits.logsumexp(-1).square().mean()
+        found.append(COEFFICIENTS["aux_loss_coeff"] * balancing + COEFFICIENTS["z_loss_coeff"] * z_loss)
+
+    gates = [layer.router.gate for layer in moe_layers(model).values()]
+    return [gate.register_forward_hook(add) for gate in gates]
+
+
+def by_definition() -> dict[str, Tensor]:
+    """The gradient of the routers' own losses."""
     with Engine.build(recipe(Layout(config=EIGHT))) as engine:
-        logits: list[Tensor] = []
-        for layer in moe_layers(engine.model).values():
-            layer.router.gate.register_forward_hook(lambda _, given, out: logits.append(out))
+        found: list[Tensor] = []
+        own_losses(engine.model, found)
         engine.model(whole_batch()["tokens"])
-        own = sum(
-            COEFFICIENTS["aux_loss_coeff"] * load_balancing_loss_func((one,), 8, 3)
-            + COEFFICIENTS["z_loss_coeff"] * one.logsumexp(-1).square().mean()
-            for one in logits
-        )
         parameters = dict(engine.named_parameters())
-        found = torch.autograd.grad(own, list(parameters.values()), allow_unused=True)
-        pairs = zip(parameters, found, strict=True)
+        gradients = torch.autograd.grad(sum(found), list(parameters.values()), allow_unused=True)
+        pairs = zip(parameters, gradients, strict=True)
         return {name: gradient.clone() for name, gradient in pairs if gradient is not None}
 
 

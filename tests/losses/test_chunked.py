@@ -135,7 +135,7 @@ def test_gradients_equal_finite_differences():
             )
 
 
-@pytest.mark.parametrize("weights", [torch.zeros(13), torch.ones(13)])
+@pytest.mark.parametrize("weights", [torch.zeros(13), torch.ones(13), torch.full((13,), torch.nan)])
 def test_rows_without_a_target_give_no_gradient(weights):
     hidden, weight, targets = problem()
     targets[:] = -100
