@@ -26,10 +26,10 @@ NOT_KEPT = "checksums cannot be kept in %s (%s): files are read again at each st
 
 
 class Contents(str):
-    """A digest of every byte of a large corpus."""
+    """A digest of every byte of data that were told from others by less before."""
 
     ends: str
-    """What stood for it before large corpora were read whole; checkpoints may hold it."""
+    """What stood for it then; checkpoints may hold it."""
 
 
 def fingerprint(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -173,13 +175,15 @@ def test_errors(texts: Path, tmp_path: Path) -> None:
         with pytest.raises(EnvironmentProblem, match=r"[ab]\.jsonl, line \d+: it is not JSON"):
             next(iter(make(replace(indexed, strict=True))))
     dataset = make(indexed, rows=64)
+    before = (tmp_path / "a.jsonl").stat().st_mtime_ns
     (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text().replace("\\u00e9", "abcdef"))
+    os.utime(tmp_path / "a.jsonl", ns=(before, before))  # as on a disk with a slow clock
     with pytest.raises(EnvironmentProblem, match="is no longer as long as when it was measured"):
         list(zip(range(99), dataset, strict=False))
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n' * 3)
     with pytest.raises(EnvironmentProblem, match="all documents are empty"):
         next(iter(make(JsonLines(paths=[tmp_path / "empty.jsonl"], length_index=True))))
-    (tmp_path / "a.jsonl.gz").write_bytes(b"\x1f\x8b")
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n'))
     with pytest.raises(EnvironmentProblem, match="cannot be shuffled or indexed"):
         make(JsonLines(paths=[tmp_path / "a.jsonl.gz"], length_index=True, shuffle=False))
     (tmp_path / "long.txt").write_text("x" * ((1 << 20) + 1))

@@ -158,7 +158,7 @@ def test_other_rows_or_another_key_are_refused_on_resume(corpus: Path) -> None:
 def test_a_file_that_shrinks_while_it_is_read_is_told(corpus: Path) -> None:
     dataset = make(JsonLines(paths=[corpus]), seq_len=1, rows=1)
     (corpus / "a.jsonl").write_bytes(row(TEXTS[0]))
-    with pytest.raises(EnvironmentProblem, match=r"a\.jsonl has become shorter .* line \d+"):
+    with pytest.raises(EnvironmentProblem, match=r"a\.jsonl has changed since the run began"):
         list(zip(range(10_000), dataset, strict=False))
 
 

@@ -150,7 +150,9 @@ def test_resuming_reads_nothing_that_lies_before(corpus: Path, monkeypatch: pyte
     resumed = make(config, rows=1)
     read = []
     pieces = files._pieces
-    monkeypatch.setattr(files, "_pieces", lambda path, *at: read.append(Path(path).name) or pieces(path, *at))
+    monkeypatch.setattr(
+        files, "_pieces", lambda file, *at: read.append(Path(file.path).name) or pieces(file, *at)
+    )
     resumed.load_state_dict(dataset.state_dict())
     assert same(next(iter(resumed)), next(batches))
     assert read == ["code.md", "greek.txt"], "the position's document and what a group takes along"

@@ -206,7 +206,7 @@ def test_truncated_shards_are_named_before_and_during_a_run(
     dataset = make(config(tmp_path, shuffle=shuffle))
     size = (out / "00001.bin").stat().st_size
     os.truncate(out / "00001.bin", size // 2)
-    with pytest.raises(EnvironmentProblem, match=rf"00001\.bin ends at byte {size // 2:,}, in the middle"):
+    with pytest.raises(EnvironmentProblem, match=rf"00001\.bin has changed since .* now {size // 2:,} bytes"):
         for _, _batch in zip(range(100), dataset, strict=False):
             pass
     with pytest.raises(EnvironmentProblem, match=rf"00001\.bin is truncated at byte {size // 2}: "):

@@ -13,10 +13,17 @@ import numpy as np
 from titancli.data import Chat, HFDataset, Preference
 from titancli.data.chat_template import ChatRefused
 from titancli.data.files import TextFile, corpus_identity, find_files
-from titancli.data.hf_datasets import GROUP, at_revision, load, refuse_hub_keys
+from titancli.data.hf_datasets import (
+    GROUP,
+    MappedFiles,
+    at_revision,
+    contents_of,
+    load,
+    refuse_hub_keys,
+)
 from titancli.data.jsonl import BadRow, BadRows, LineReader, Row, check_characters, parse
 from titancli.data.source import ByNumber
-from titancli.errors import EnvironmentProblem
+from titancli.errors import EnvironmentProblem, TitanError
 from titancli.observe.metrics import collector
 
 BUNDLED = "titan:"
@@ -88,17 +95,20 @@ class HFRows(ByNumber):
 
     def __init__(self, label: str, config: Chat | Preference, dataset: Any, seed: int) -> None:
         self.label, self._dataset, self._seed, self._shuffle = label, dataset, seed, config.shuffle
-        self._path, self.count = config.path, len(dataset)
+        self._path, self.count, self._mapped = config.path, len(dataset), MappedFiles(dataset)
         self.identity: dict[str, Any] = {
             "rows": len(dataset),
-            "contents": dataset._fingerprint,
+            "contents": contents_of(config.path, dataset),
             "order": f"shuffled by seed {seed}" if config.shuffle else "as listed",
             **at_revision(config),
         }
 
     def row(self, row: int) -> tuple[str, dict[str, Any] | BadRow]:
         try:
-            found = self._dataset[row]
+            with self._mapped.unchanged():
+                found = self._dataset[row]
+        except TitanError:
+            raise
         except Exception as error:  # whatever the file system or Arrow says
             _unreadable(self.label, error)
         return f"{self._path}, row {row}", {name: value for name, value in found.items() if value is not None}
@@ -110,7 +120,10 @@ class HFRows(ByNumber):
         for first in range(mark["document"] if mark else 0, len(order), GROUP):
             numbers = order[first : first + GROUP].tolist()
             try:
-                columns = self._dataset[numbers]
+                with self._mapped.unchanged():
+                    columns = self._dataset[numbers]
+            except TitanError:
+                raise
             except Exception as error:  # whatever the file system or Arrow says
                 _unreadable(self.label, error)
             for i, number in enumerate(numbers):

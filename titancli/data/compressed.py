@@ -81,6 +81,9 @@ class _Zstd(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
+    def fileno(self) -> int:
+        return self._file.fileno()
+
     def tell(self) -> int:
         return self._at
 

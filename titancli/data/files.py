@@ -19,6 +19,7 @@ from titancli.data import PythonStdlib, TextFiles
 from titancli.data.formats import require_text
 from titancli.data.source import ByNumber, Piece, Size
 from titancli.data.text import text_dataset
+from titancli.data.unchanged import Stamp, require_unchanged
 from titancli.errors import EnvironmentProblem
 from titancli.fingerprint import corpus_fingerprint
 from titancli.protocols import Dataset
@@ -34,6 +35,12 @@ class TextFile(NamedTuple):
     name: str
     """Relative to what the recipe names, so that a corpus may be moved as a whole."""
     size: int
+    modified: int
+    """When it was last written, in nanoseconds: as it was when its contents were identified."""
+
+    @property
+    def stamp(self) -> Stamp:
+        return Stamp(self.size, self.modified)
 
 
 class FileSource(ByNumber):
@@ -69,24 +76,26 @@ class FileSource(ByNumber):
 
     def texts(self, rows: Sequence[int]) -> list[str | None]:
         """Return the documents of rows."""
-        return [next(_pieces(self._files[row].path, row, 0)).text for row in rows]
+        return [next(_pieces(self._files[row], row, 0)).text for row in rows]
 
     def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[Piece]:
         """The epoch's pieces; a mark is a document's place in the order, and a byte in its file."""
         order = self.order(epoch)
         first, byte = (mark["document"], mark["byte"]) if mark else (0, 0)
         for document in range(first, len(order)):
-            yield from _pieces(self._files[order[document]].path, document, byte)
+            yield from _pieces(self._files[order[document]], document, byte)
             byte = 0
 
 
-def _pieces(path: str, document: int, start: int) -> Iterator[Piece]:
+def _pieces(known: TextFile, document: int, start: int) -> Iterator[Piece]:
+    path = known.path
     try:
         with open(path, "rb") as file:
             ends = False
             while not ends:
                 file.seek(start)
                 data = file.read(PIECE_BYTES + 1)
+                require_unchanged(path, known.stamp, file.fileno())
                 ends = len(data) <= PIECE_BYTES
                 if not ends:
                     data = data[: _cut(data)]
@@ -126,8 +135,9 @@ def corpus_identity(
             f"{label} contains no text: every file is empty, for example {files[0].path}",
             hint="choose files with text",
         )
+    named = [(file.path, file.name, file.size) for file in files]
     try:
-        contents = corpus_fingerprint(files, _utf8) if text else corpus_fingerprint(files)
+        contents = corpus_fingerprint(named, _utf8) if text else corpus_fingerprint(named)
     except OSError as error:
         unreadable(error.filename, error)
     return {
@@ -198,7 +208,7 @@ def _regular(path: str, name: str) -> list[TextFile]:
         status = os.stat(path)
     except OSError as error:
         unreadable(path, error)
-    return [TextFile(path, name, status.st_size)] if stat.S_ISREG(status.st_mode) else []
+    return [TextFile(path, name, status.st_size, status.st_mtime_ns)] if stat.S_ISREG(status.st_mode) else []
 
 
 def find_files(path: Path) -> list[TextFile]:

@@ -13,18 +13,23 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from titancli.data import HFDataset, hub_keys
 from titancli.data.source import ByNumber, Piece, Size
 from titancli.data.text import text_dataset
+from titancli.data.unchanged import Stamp, require_unchanged
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
+from titancli.fingerprint import Contents, corpus_fingerprint
 from titancli.protocols import Dataset
 
 GROUP = 64
 """Documents fetched by index at once, or between two states of a stream."""
 
+ASKED = 32
+"""Files that are asked at once whether they have changed."""
 READERS = {
     ".json": "json",
     ".jsonl": "json",
@@ -52,10 +57,11 @@ class IndexedSource(ByNumber):
         self.identity: dict[str, Any] = {
             "rows": len(dataset),
             "column": config.text,
-            "contents": dataset._fingerprint,
+            "contents": contents_of(config.path, dataset),
             "order": f"shuffled by seed {seed}" if config.shuffle else "as listed",
             **at_revision(config),
         }
+        self._mapped = MappedFiles(dataset)
         self._dataset = dataset.select_columns([config.text])
         self.size = Size(len(dataset), "documents")
         self.count = len(dataset)
@@ -63,7 +69,10 @@ class IndexedSource(ByNumber):
     def texts(self, rows: Sequence[int]) -> list[str | None]:
         """Return the documents of rows."""
         try:
-            found = self._dataset[list(rows)][self._column]
+            with self._mapped.unchanged():
+                found = self._dataset[list(rows)][self._column]
+        except TitanError:
+            raise
         except Exception as error:  # whatever the file system or Arrow says
             _failed(self.label, "cannot be read", error)
         return [_text(self.label, self._column, text) for text in found]
@@ -74,6 +83,60 @@ class IndexedSource(ByNumber):
         for first in range(mark["document"] if mark else 0, len(order), GROUP):
             for i, text in enumerate(self.texts(order[first : first + GROUP].tolist())):
                 yield Piece(text or "", True, True, {"document": first + i})
+
+
+def contents_of(path: str, dataset: Any) -> str:
+    """Return what tells the rows of a dataset from others.
+
+    The library's own fingerprint of a folder of `save_to_disk` is a text in the folder: its bytes count too.
+
+    Raises:
+        EnvironmentProblem: a file cannot be read.
+    """
+    own: str = dataset._fingerprint
+    folder = os.path.join(os.path.realpath(path), "") if os.path.isabs(path) else None
+    files = [os.path.realpath(file["filename"]) for file in dataset.cache_files]
+    if folder is None or not files or not all(file.startswith(folder) for file in files):
+        return own
+    try:
+        found = corpus_fingerprint([(file, os.path.basename(file), os.stat(file).st_size) for file in files])
+    except OSError as error:
+        _failed(f"dataset {path}", "cannot be read", error)
+    contents = Contents(f"{own} {found}")
+    contents.ends = own
+    return contents
+
+
+class MappedFiles:
+    """The files that a dataset maps into memory: what is written to them is in its rows at once.
+
+    One that is removed or replaced stays as it was for who has mapped it.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._paths = [file["filename"] for file in dataset.cache_files]
+        self._stamps = {path: Stamp.of(path) for path in self._paths}
+        self._next = 0
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Hold the files against what they were, around reading rows: up to 32 of them, in turn.
+
+        To read what was cut off ends the process, which is why it is asked before, too.
+
+        Raises:
+            EnvironmentProblem: one has changed.
+        """
+        self._require()
+        yield
+        self._require()
+        self._next = (self._next + ASKED) % max(1, len(self._paths))
+
+    def _require(self) -> None:
+        last = min(len(self._paths), self._next + ASKED)
+        for path in self._paths[self._next : last]:
+            with suppress(FileNotFoundError):
+                require_unchanged(path, self._stamps[path])
 
 
 class StreamedSource:

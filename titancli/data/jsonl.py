@@ -20,6 +20,7 @@ from titancli.data.formats import require_rows
 from titancli.data.row_index import row_starts
 from titancli.data.source import Piece, document_order
 from titancli.data.text import text_dataset
+from titancli.data.unchanged import require_unchanged
 from titancli.errors import EnvironmentProblem
 from titancli.observe.metrics import report
 from titancli.protocols import Dataset
@@ -103,17 +104,11 @@ class LineReader:
         """Return the row of a number, and its file.
 
         Raises:
-            EnvironmentProblem: the file cannot be read, or has become shorter.
+            EnvironmentProblem: the file cannot be read, or has changed.
         """
         number, index = self._where(row)
         file, start = self._files[number], int(self._starts[number][index])
-        found = next(_rows(file, start, index + 1, self._max_bytes), None)
-        if found is None:
-            raise EnvironmentProblem(
-                f"{file.path} has become shorter since the run started: line {index + 1} no longer exists",
-                hint="do not change data while a run reads them; start a new run",
-            )
-        return file, found
+        return file, next(_rows(file, start, index + 1, self._max_bytes, compressed=False))
 
     def read(self, epoch: int, mark: dict[str, Any] | None) -> Iterator[tuple[TextFile, Row, dict[str, Any]]]:
         """The epoch's rows, and the mark of each: a place in the order, or in a file."""
@@ -123,7 +118,7 @@ class LineReader:
         at = mark or {"file": 0, "byte": 0, "line": 1}
         for number in range(at["file"], len(self._files)):
             file = self._files[number]
-            for row in _rows(file, at["byte"], at["line"], self._max_bytes):
+            for row in _rows(file, at["byte"], at["line"], self._max_bytes, compressed=_is_compressed(file)):
                 yield file, row, {"file": number, "byte": row.byte, "line": row.line}
             at = {"byte": 0, "line": 1}
 
@@ -296,17 +291,19 @@ def _is_compressed(file: TextFile) -> bool:
         unreadable(file.path, error)
 
 
-def _rows(file: TextFile, byte: int, line: int, limit: int) -> Iterator[Row]:
+def _rows(file: TextFile, byte: int, line: int, limit: int, *, compressed: bool) -> Iterator[Row]:
     """The rows of a file from one on; of a row beyond `limit` bytes no more than that is held."""
     try:
-        with open_plain(file.path) as stream:
+        with open_plain(file.path) if compressed else open(file.path, "rb") as stream:
             stream.seek(byte)
             while data := stream.readline(limit + 2):
                 whole = data.endswith(b"\n") or len(data) < limit + 2
                 length = len(data) if whole else len(data) + _skip_line(stream)
+                require_unchanged(file.path, file.stamp, stream.fileno())
                 content = data.rstrip(b"\r\n")
                 yield Row(byte, line, content if whole and len(content) <= limit else None)
                 byte, line = byte + length, line + 1
+            require_unchanged(file.path, file.stamp, stream.fileno())  # its end may be one of now
     except OSError as error:
         unreadable(file.path, error)
 

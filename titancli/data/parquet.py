@@ -5,6 +5,7 @@ Shuffling permutes the row groups, and the rows in each: a single row cannot be 
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ from titancli.data import Parquet
 from titancli.data.files import TextFile, corpus_identity, files_of
 from titancli.data.source import ByNumber, Piece, Size, document_order
 from titancli.data.text import text_dataset
+from titancli.data.unchanged import require_unchanged
 from titancli.errors import EnvironmentProblem, RecipeError
 from titancli.protocols import Dataset
 
@@ -115,6 +117,7 @@ class ParquetSource(ByNumber):
         try:
             with pq.ParquetFile(file.path) as opened:
                 schema, metadata = opened.schema_arrow, opened.metadata
+            require_unchanged(file.path, file.stamp)
         except (OSError, UnicodeEncodeError, pa.ArrowException) as error:
             _unreadable(file, error)
         if self._column not in schema.names:
@@ -136,7 +139,10 @@ class ParquetSource(ByNumber):
         try:
             with pq.ParquetFile(file.path) as opened:
                 table = opened.read_row_group(group - int(self._firsts[number]), columns=[self._column])
+            require_unchanged(file.path, file.stamp)
         except (OSError, UnicodeEncodeError, pa.ArrowException) as error:
+            if os.path.exists(file.path):  # a footer of before in a file of now is an error too
+                require_unchanged(file.path, file.stamp)
             _unreadable(file, error)
         return table.column(0)
 

@@ -10,6 +10,7 @@ import numpy as np
 import xxhash
 
 from titancli.data.files import TextFile, unreadable
+from titancli.data.unchanged import require_unchanged
 from titancli.fingerprint import cache_folder, cache_name, ends_of, lock_if_possible
 
 logger = logging.getLogger(__name__)
@@ -28,20 +29,26 @@ def row_starts(file: TextFile) -> np.ndarray:
         EnvironmentProblem: the file cannot be read.
     """
     try:
-        if os.stat(file.path).st_size < KEPT_BYTES:
-            return _found(file.path)
-        entry = cache_folder() / "rows" / f"{cache_name(file.path)}.npy"
-        try:
-            entry.parent.mkdir(parents=True, exist_ok=True)
-            lock = open(entry.with_suffix(".lock"), "a")  # noqa: SIM115 - closed below
-        except OSError as error:
-            logger.warning("an index cannot be kept in %s (%s): files are read at each start", entry, error)
-            return _found(file.path)
-        with lock:
-            lock_if_possible(lock)
-            return _kept(entry, file.path)
+        starts = _row_starts(file)
+        require_unchanged(file.path, file.stamp)
+        return starts
     except OSError as error:
         unreadable(file.path, error)
+
+
+def _row_starts(file: TextFile) -> np.ndarray:
+    if os.stat(file.path).st_size < KEPT_BYTES:
+        return _found(file.path)
+    entry = cache_folder() / "rows" / f"{cache_name(file.path)}.npy"
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(entry.with_suffix(".lock"), "a")  # noqa: SIM115 - closed below
+    except OSError as error:
+        logger.warning("an index cannot be kept in %s (%s): files are read at each start", entry, error)
+        return _found(file.path)
+    with lock:
+        lock_if_possible(lock)
+        return _kept(entry, file.path)
 
 
 def _kept(entry: Path, path: str) -> np.ndarray:

@@ -11,7 +11,6 @@ instead of `index.json`.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import xxhash
 
+from titancli.data.unchanged import Stamp
 from titancli.errors import EnvironmentProblem
 from titancli.fingerprint import CHUNK_BYTES, SUM_DIGITS, chunk_sums, file_sums
 
@@ -144,19 +144,22 @@ def read_index(folder: Path) -> Index:
         ) from error
 
 
-def faults(index: Index, *, whole: bool = False) -> Iterator[str]:
+def faults(index: Index, *, whole: bool = False, stamps: dict[str, Stamp] | None = None) -> Iterator[str]:
     """Yield what is wrong with the files of an index, each with its path and byte.
 
     Sizes are always compared. Contents are where a file was written again or copied, by checksums that are
-    kept (`chunk_sums`); or, with `whole`, of all files, from what is on the disk now.
+    kept (`chunk_sums`); or, with `whole`, of all files, from what is on the disk now. `stamps` is filled with
+    what the files were before that.
     """
     for shard in index.shards:
         for (path, size), sums, modified in zip(index.files(shard), shard.sums, shard.modified, strict=True):
             try:
-                status = os.stat(path)
-                if status.st_size != size:
-                    yield wrong_size(path, size, status.st_size)
-                elif whole or status.st_mtime_ns != modified:
+                now = Stamp.of(str(path))
+                if stamps is not None:
+                    stamps[str(path)] = now
+                if now.size != size:
+                    yield wrong_size(path, size, now.size)
+                elif whole or now.modified != modified:
                     found = file_sums(str(path)) if whole else chunk_sums(str(path))
                     if found != sums:
                         byte = _first_difference(sums, found)
@@ -179,14 +182,16 @@ def _first_difference(sums: str, found: str) -> int:
     return same // SUM_DIGITS * CHUNK_BYTES
 
 
-def require_sound(index: Index) -> None:
-    """Check the files of an index as `faults` does.
+def require_sound(index: Index) -> dict[str, Stamp]:
+    """Check the files of an index as `faults` does; return what they are now, by their paths.
 
     Raises:
         EnvironmentProblem: one is not what the index says.
     """
-    if fault := next(faults(index), None):
+    stamps: dict[str, Stamp] = {}
+    if fault := next(faults(index, stamps=stamps), None):
         raise EnvironmentProblem(
             f"token shards: {fault}",
             hint=f"restore the file, or tokenize again; `titan data verify {index.folder}` checks all files",
         )
+    return stamps

@@ -26,7 +26,7 @@ from titancli.data.permutation import permuted
 from titancli.data.shards import Index, read_index, require_sound
 from titancli.data.shards.foreign import MegatronDocuments, open_foreign, paths_of
 from titancli.data.shards.packed import Documents, ShardPackedDataset
-from titancli.data.shards.reader import DocumentEnds, TokenFiles, parts_of
+from titancli.data.shards.reader import DocumentEnds, OpenFiles, TokenFiles, parts_of
 from titancli.data.shards.remote import RemoteFiles
 from titancli.data.shards.streams import DocumentStream, ListedStream
 from titancli.data.source import Size, Source
@@ -224,13 +224,13 @@ def _open(config: TokenShards, tokenizer: Tokenizer, order: str) -> Tokens:
             indexes.append(read_index(path) if url is None else opened.index(url.rstrip("/")))
             _require_tokenizer(indexes[-1], tokenizer)
             if url is None:
-                require_sound(indexes[-1])
+                opened.known |= require_sound(indexes[-1])
         files = TokenFiles(parts_of(indexes), indexes[0].dtype, tokenizer.vocab_size, opened)
         documents = DocumentEnds(indexes, opened)
         contents = {"contents": ", ".join(index.digest for index in indexes)}
     else:
         foreign = open_foreign(config, LABEL)
-        files = TokenFiles(foreign.parts, foreign.dtype, tokenizer.vocab_size)
+        files = TokenFiles(foreign.parts, foreign.dtype, tokenizer.vocab_size, OpenFiles(foreign.known))
         files.check_ends()
         documents, contents = foreign.documents, foreign.identity
         if config.document_mask and isinstance(documents, MegatronDocuments):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -14,6 +14,7 @@ from titancli.data import TokenShards
 from titancli.data.files import TextFile, corpus_identity, files_of
 from titancli.data.shards import DTYPES
 from titancli.data.shards.reader import OpenFiles, Part, TokenFiles
+from titancli.data.unchanged import Stamp
 from titancli.errors import EnvironmentProblem
 from titancli.recipe.find import url_of
 
@@ -35,6 +36,8 @@ class Foreign(NamedTuple):
     documents: MegatronDocuments | None
     """Where documents are; None: the files do not say."""
     identity: dict[str, Any]
+    known: dict[str, Stamp]
+    """What all files are."""
 
 
 def open_foreign(config: TokenShards, label: str) -> Foreign:
@@ -65,9 +68,9 @@ def open_foreign(config: TokenShards, label: str) -> Foreign:
     beside = [_beside(file) for file in files] if indexes else []
     identity = corpus_identity(label, [*files, *beside], shuffle=False, seed=0, text=False)
     facts = {"contents": identity["contents"], "format": config.format}
-    return Foreign(
-        [part for part, _ in found], kinds.pop(), MegatronDocuments(indexes) if indexes else None, facts
-    )
+    known = {file.path: file.stamp for file in [*files, *beside]}
+    documents = MegatronDocuments(indexes, known) if indexes else None
+    return Foreign([part for part, _ in found], kinds.pop(), documents, facts, known)
 
 
 def _refuse(path: str, byte: int, what: str, config_format: str) -> NoReturn:
@@ -115,7 +118,7 @@ class _Megatron(NamedTuple):
 def _beside(file: TextFile) -> TextFile:
     path = f"{os.path.splitext(file.path)[0]}.idx"
     try:
-        return TextFile(path, f"{os.path.splitext(file.name)[0]}.idx", os.stat(path).st_size)
+        return TextFile(path, f"{os.path.splitext(file.name)[0]}.idx", *Stamp.of(path))
     except OSError as error:
         raise EnvironmentProblem(
             f"{file.path} has no index: cannot read {path}: {error.strerror}",
@@ -154,11 +157,11 @@ def _megatron(file: TextFile) -> _Megatron:
 class MegatronDocuments:
     """Where the sequences of Megatron-LM's files begin and end."""
 
-    def __init__(self, indexes: Sequence[_Megatron]) -> None:
+    def __init__(self, indexes: Sequence[_Megatron], known: Mapping[str, Stamp]) -> None:
         self._indexes = indexes
         self._firsts = np.cumsum([0, *(index.documents for index in indexes)])
         self._tokens = np.cumsum([0, *(index.part.tokens for index in indexes)])
-        self._files = OpenFiles()
+        self._files = OpenFiles(known)
 
     @property
     def documents(self) -> int:

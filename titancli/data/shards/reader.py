@@ -9,12 +9,14 @@ from __future__ import annotations
 import io
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from titancli.data.shards import END_BYTES, Index
+from titancli.data.unchanged import Stamp, require_unchanged
 from titancli.errors import EnvironmentProblem
 
 OPEN_FILES = 64
@@ -34,8 +36,10 @@ class Part(NamedTuple):
 class OpenFiles:
     """Files that are open for reading: the last ones that were used."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Mapping[str, Stamp] = MappingProxyType({})) -> None:
+        """`known`: what files were when they were identified; others may change."""
         self._open: OrderedDict[str, io.FileIO] = OrderedDict()
+        self.known = dict(known)
 
     def read(self, path: str, buffer: Any, byte: int) -> None:
         """Fill a buffer from a byte of a file on.
@@ -55,10 +59,19 @@ class OpenFiles:
                         hint="restore the file, or tokenize the data again",
                     )
                 view, byte = view[count:], byte + count
+            self.require_unchanged(path, descriptor)
         except OSError as error:
             raise EnvironmentProblem(
                 f"cannot read {path} at byte {byte:,}: {error.strerror or error}", hint="make it readable"
             ) from error
+
+    def require_unchanged(self, path: str, descriptor: int) -> None:
+        """
+        Raises:
+            EnvironmentProblem: an open file is no longer what it was.
+        """
+        if (then := self.known.get(path)) is not None:
+            require_unchanged(path, then, descriptor)
 
     def ready(self, path: str, byte: int, size: int) -> None:
         """See to it that so many bytes are in the file; here they are."""
@@ -144,6 +157,7 @@ class TokenFiles:
                 try:
                     descriptor = self._files.descriptor(part.path)
                     fits = os.preadv(descriptor, [view[at:end]], part.first_byte + first * width) == end - at
+                    self._files.require_unchanged(part.path, descriptor)
                 except OSError:
                     fits = False
             if not fits:
