@@ -14,11 +14,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import programs
 from tests.nodes import Cluster, unavailable
 from tests.ranks import Ranks
 from tests.warm import Warm
 
 pytest_plugins = ["tests.summary", "tests.s3"]
+programs.restrict()
 WARM, POOL = Warm(), Ranks()
 
 # On a busy machine an example takes as long as it takes.
@@ -47,11 +49,23 @@ def pytest_sessionfinish() -> None:
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     # A process that has been forked may not use CUDA where its parent has.
     WARM.cold = any(item.get_closest_marker(name) for name in ("cold", "gpu"))
-    yield
+    with programs.visible(programs.needed(item)):
+        yield
     heed_ctrl_c()  # `titan train` in this process ignores it once all is saved
     if nextitem is None or nextitem.path != item.path:
         POOL.close()  # torch 2.11 and 2.12 leave threads behind for each group, which forks are rid of
         freeze()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.needs("ip", install="apt install iproute2"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if reason := programs.missing(programs.needed(item)):
+        pytest.skip(reason)
 
 
 @pytest.hookimpl(hookwrapper=True)

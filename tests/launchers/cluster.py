@@ -13,7 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "unshare")
+import pytest
+
+_PROGRAMS = "slurmctld slurmd munged sbatch srun squeue sacct scancel scontrol sinfo sacctmgr"
+NEEDS = pytest.mark.needs(*_PROGRAMS.split(), install="apt install slurmctld slurmd slurm-client munge")
+NEEDS_ROOT = pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root may make nodes with host names of their own"
+)
 CONF = """
 ClusterName=titan
 SlurmctldHost=localhost
@@ -40,14 +46,6 @@ SlurmdParameters=config_overrides
 NodeName={names} NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports}] CPUs=4 RealMemory=4000
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-
-
-def missing() -> str | None:
-    """Why there can be no Slurm here."""
-    if os.geteuid() != 0:
-        return "needs root, for nodes with host names of their own"
-    absent = [name for name in PROGRAMS if shutil.which(name) is None]
-    return f"needs {', '.join(absent)}: apt install slurmctld slurmd slurm-client munge" if absent else None
 
 
 @contextmanager

@@ -19,7 +19,8 @@ pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
     pytest.mark.timeout(900),  # nothing here is forked from a process that has torch: Slurm starts it
-    pytest.mark.skipif(cluster.missing() is not None, reason=f"a real Slurm {cluster.missing()}"),
+    cluster.NEEDS,
+    cluster.NEEDS_ROOT,
 ]
 RUN = 'odd \'dir "x" $y #ü/run 1'
 
