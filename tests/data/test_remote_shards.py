@@ -20,7 +20,7 @@ import fsspec
 import pytest
 
 from tests.data.helpers import global_rows, make, rows_of
-from titancli.data import ByteTokenizer, TokenShards
+from titancli.data import ByteTokenizer, TokenShards, shards
 from titancli.data.shards import eviction, reader, remote
 from titancli.data.shards.sources import Options, open_inputs
 from titancli.data.shards.tokenize import Job, tokenize
@@ -190,6 +190,77 @@ def test_what_is_wrong_is_named_before_the_first_step_where_it_can_be(
     (cache / "shards").write_text("a file")
     with pytest.raises(EnvironmentProblem, match="cannot be read: "):
         make(config)
+
+
+NAMES = {
+    "absolute": "/tmp/elsewhere/model",
+    "above": "../../elsewhere",
+    "above, in the middle": "a/../../../b",
+    "a folder": "sub/00000",
+    "backslashes": "..\\..\\b",
+    "a drive": "C:00000",
+    "NUL": "000\0",
+    "a line": "0\n1",
+    "nothing": "",
+    "dot": ".",
+    "hidden": ".ssh",
+    "an option": "-rf",
+    "very long": "a" * 201,
+    "an escape": "\x1b[2J",
+    "a number": 7,
+    "a list": ["00000"],
+}
+FAULTS: dict[str, tuple[str, Any]] = {
+    "tokens": ("tokens", -5),
+    "many tokens": ("tokens", 10**30),
+    "half a token": ("tokens", 10.5),
+    "truth": ("documents", True),
+    "an id": ("max_id", "3"),
+    "sums of less": ("sums", ["", ""]),
+    "sums": ("sums", ["zz" * 8, "0" * 16]),
+    "one sum": ("sums", ["0" * 16]),
+    "a time": ("modified", ["now", 3]),
+}
+
+
+@pytest.mark.parametrize("case", [*NAMES, *FAULTS, "twice", "twice in another case", "deep", "large"])
+def test_an_index_names_no_file_outside_of_its_folder(
+    store: Any, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    index = json.loads(store.cat("/bucket/out/index.json"))
+    if case in NAMES:
+        index["shards"][1]["name"] = NAMES[case]
+    elif case in FAULTS:
+        index["shards"][1].update([FAULTS[case]])
+    elif case.startswith("twice"):
+        index["shards"][0]["name"], index["shards"][1]["name"] = "a", "A" if "case" in case else "a"
+    text = "[" * 100_000 if case == "deep" else json.dumps(index)
+    if case == "large":
+        for module in (shards, remote):
+            monkeypatch.setattr(module, "INDEX_BYTES", 10)
+    store.pipe("/bucket/out/index.json", text.encode())
+    (tmp_path / "index.json").write_text(text)
+    for path in (URL, tmp_path):
+        with pytest.raises(
+            EnvironmentProblem, match=r"index\.json (cannot be read: |has more than 10 bytes)"
+        ) as told:
+            make(TokenShards(paths=[path]))
+        assert "\x1b" not in told.value.message and "\0" not in told.value.message
+    found = {path for path in tmp_path.rglob("*") if path.is_file() and "out" not in path.parts}
+    assert {path.name for path in found} <= {"index.json", "corpus.jsonl"}, "nothing was written elsewhere"
+
+
+def test_a_link_in_the_cache_is_not_followed(store: Any, cache: Path, tmp_path: Path) -> None:
+    dataset = make(TokenShards(paths=[URL]))
+    (tmp_path / "model.bin").write_bytes(b"weights")
+    [folder] = (cache / "shards").iterdir()
+    for number in range(10):
+        (folder / f"{number:05}.bin").symlink_to(tmp_path / "model.bin")
+    with pytest.raises(
+        EnvironmentProblem, match=r"cannot be kept in .*\.bin: Too many levels of symbolic links"
+    ):
+        next(iter(dataset))
+    assert (tmp_path / "model.bin").read_bytes() == b"weights"
 
 
 def _kept(cache: Path) -> int:

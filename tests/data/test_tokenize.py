@@ -132,7 +132,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small groups, a position after each of them, and small chunks."""
     monkeypatch.setattr(job, "COMMIT_SECONDS", 0.0)
     monkeypatch.setattr(job, "GROUP_PIECES", 3)
-    for module in (fingerprint, sys.modules[ShardWriter.__module__]):
+    for module in (fingerprint, sys.modules[ShardWriter.__module__], sys.modules[read_index.__module__]):
         monkeypatch.setattr(module, "CHUNK_BYTES", 128)
 
 
@@ -302,7 +302,7 @@ def damage(out: Path, kind: str) -> str:
         return r"00001\.bin cannot be read: No such file"
     if kind == "dtype":
         (out / INDEX).write_text((out / INDEX).read_text().replace("uint16", "uint32"))
-        return r"00000\.bin is truncated at byte \d+: index\.json says"
+        return r"index\.json cannot be read: the checksums of 00000\.bin are not those of \d"
     (out / "00001.idx").write_bytes((out / "00000.idx").read_bytes()[: (out / "00001.idx").stat().st_size])
     return r"00001\.idx(: the data from byte 0| is truncated)"
 
@@ -319,7 +319,8 @@ def test_damage_is_named_with_file_and_byte(
     said = damage(tmp_path / "out", kind)
     with pytest.raises(EnvironmentProblem, match=said):
         require_sound(read_index(tmp_path / "out"))
-    assert list(faults(read_index(tmp_path / "out"), whole=True))
+    if kind != "dtype":
+        assert list(faults(read_index(tmp_path / "out"), whole=True))
 
 
 def test_ends_that_are_none_are_named_where_they_are_read(lines: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ instead of `index.json`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +32,13 @@ DTYPES = {"uint8": 1, "uint16": 2, "uint32": 4, "int32": 4, "int64": 8}
 """Types of tokens, little-endian, and their bytes."""
 END_BYTES = 8
 """Of an entry of an `.idx` file."""
+INDEX_BYTES = 1 << 28
+"""An index of more is not read: that of 10 terabytes has a few million."""
+MOST = 1 << 53
+"""No count in an index is as large."""
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}\Z")
+"""Names of shards: files of the folder, whose names every file system takes."""
+_SUMS = re.compile(rf"([0-9a-f]{{{SUM_DIGITS}}})*\Z")
 
 
 @dataclass(frozen=True)
@@ -129,6 +137,8 @@ def read_index(folder: Path) -> Index:
             hint="write them with `titan tokenize SOURCE... OUT`, or set `format` for files of other tools",
         )
     try:
+        if path.stat().st_size > INDEX_BYTES:
+            raise ValueError(f"it has more than {INDEX_BYTES:,} bytes")
         found = json.loads(path.read_text(encoding="utf-8"))
         if (found.pop("format"), found.pop("version")) != (FORMAT, VERSION) or found["dtype"] not in DTYPES:
             raise ValueError(f"it is not {FORMAT} of version {VERSION} with a known dtype")
@@ -136,12 +146,50 @@ def read_index(folder: Path) -> Index:
             Shard(**{**shard, "sums": tuple(shard["sums"]), "modified": tuple(shard["modified"])})
             for shard in found.pop("shards")
         ]
-        return Index(folder, shards=shards, **found)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        index = Index(folder, shards=shards, **found)
+        _check(index)
+        return index
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise EnvironmentProblem(
             f"{path} cannot be read: {reason}", hint="restore the file, or tokenize the data again"
         ) from error
+
+
+def _check(index: Index) -> None:
+    """Whoever wrote an index decides which files are read and, in the cache, written: they lie in its folder.
+
+    Raises:
+        ValueError: it says what no index says.
+    """
+    if not isinstance(index.tokenizer, str) or not isinstance(index.sources, list) or not index.shards:
+        raise ValueError("it lacks its tokenizer, sources or shards")
+    for field in ("vocab_size", "eos_id", "skipped"):
+        _check_count(field, getattr(index, field))
+    seen: set[str] = set()
+    for shard in index.shards:
+        name = shard.name
+        if not isinstance(name, str) or not _NAME.match(name):
+            raise ValueError(f"{str(name)[:80]!r} is no name of a shard: it could be a file elsewhere")
+        if name.casefold() in seen:
+            raise ValueError(f"two shards have the name {name!r}")
+        seen.add(name.casefold())
+        for field in ("tokens", "documents", "max_id"):
+            _check_count(f"{field} of shard {name}", getattr(shard, field))
+        if not all(isinstance(time, int) for time in shard.modified):
+            raise ValueError(f"the times of shard {name} are not numbers")
+        for sums, (path, size) in zip(shard.sums, index.files(shard), strict=True):
+            if not isinstance(sums, str) or not _SUMS.match(sums):
+                raise ValueError(f"the checksums of {path.name} are none")
+            if len(sums) != SUM_DIGITS * -(-size // CHUNK_BYTES):
+                raise ValueError(f"the checksums of {path.name} are not those of {size:,} bytes")
+    if max(index.tokens, index.documents) >= MOST:
+        raise ValueError("its counts are larger than any data")
+
+
+def _check_count(what: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < MOST:
+        raise ValueError(f"{what} is {str(value)[:80]!r}, not a count")
 
 
 def faults(index: Index, *, whole: bool = False, stamps: dict[str, Stamp] | None = None) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import IO, Any, NoReturn
 
 import xxhash
 
-from titancli.data.shards import INDEX, Index, eviction, read_index, wrong_size
+from titancli.data.shards import INDEX, INDEX_BYTES, Index, eviction, read_index, wrong_size
 from titancli.data.shards.reader import OpenFiles
 from titancli.errors import EnvironmentProblem
 from titancli.fingerprint import cache_folder
@@ -59,6 +59,11 @@ class RemoteFiles(OpenFiles):
         """
         store, key = _store(url)
         try:
+            if (store.info(f"{key}/{INDEX}").get("size") or 0) > INDEX_BYTES:
+                raise EnvironmentProblem(
+                    f"{url}/{INDEX} has more than {INDEX_BYTES:,} bytes: it is no index",
+                    hint="name a folder that `titan tokenize` wrote",
+                )
             text = store.cat_file(f"{key}/{INDEX}")
             folder = cache_folder() / "shards" / xxhash.xxh3_128_hexdigest(url.encode() + b"\0" + text)
             if not (folder / INDEX).is_file():
@@ -136,7 +141,7 @@ class RemoteFiles(OpenFiles):
             with suppress(FileNotFoundError):
                 return self.descriptor(path)
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(path, "ab"):
+            with open(path, "ab", opener=_no_link):
                 return self.descriptor(path)
         except OSError as error:
             _not_kept(found.url, path, error)
@@ -148,9 +153,12 @@ class RemoteFiles(OpenFiles):
             return
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(path, "ab"), open(sums, "ab"):
+            with open(path, "ab", opener=_no_link), open(sums, "ab", opener=_no_link):
                 pass  # there they are
-            with open(path, "r+b", buffering=0) as file, open(sums, "r+b", buffering=0) as marks:
+            with (
+                open(path, "r+b", buffering=0, opener=_no_link) as file,
+                open(sums, "r+b", buffering=0, opener=_no_link) as marks,
+            ):
                 try:  # until it is closed
                     fcntl.lockf(marks, fcntl.LOCK_EX, SUM_BYTES, block * SUM_BYTES)
                 except OSError as error:
@@ -181,6 +189,11 @@ def _not_kept(url: str, path: str, error: OSError) -> NoReturn:
         f"{url} cannot be kept in {path}: {error.strerror or error}",
         hint="make room there, or choose another folder with TITAN_CACHE",
     ) from error
+
+
+def _no_link(path: str, flags: int) -> int:
+    """Open a file of the cache, not what a link in its place leads to."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _is_at(descriptor: int, path: str) -> bool:
