@@ -159,6 +159,41 @@ def test_a_dataset_on_disk(tmp_path: Path) -> None:
         assert global_rows(replace(plain, length_index=True), 70, dp_size=2, rows=2) == wanted
 
 
+EMPTY = [
+    ["", "abc" * 5, "", "x" * 9, ""],
+    ["", "", "a" * 31],
+    ["a" * 15, "", "", "b" * 7, ""],
+    ["", *["a" * 7, ""] * 20, "", ""],
+]
+
+
+@pytest.mark.parametrize("repeat", [True, False])
+@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+@pytest.mark.parametrize("texts", EMPTY)
+def test_empty_documents_leave_no_trace_in_positions(
+    tmp_path: Path, texts: list[str], packing: Any, repeat: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("titancli.data.shards.streams.BLOCK", 2)
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number:02}.txt").write_text(text)
+    plain = TextFiles(
+        paths=[tmp_path / "*.txt"], shuffle=False, repeat=repeat, packing=packing, document_mask=True
+    )
+    indexed = replace(plain, length_index=True)
+    for batches in range(1, 8):
+        wanted = global_rows(plain, batches, dp_size=1, rows=6, seq_len=8)
+        for dp_size in (1, 2, 3, 6):
+            found = global_rows(indexed, batches, dp_size=dp_size, rows=6 // dp_size, seq_len=8)
+            assert found == wanted, dp_size
+    for seed in range(5 if repeat else 0):
+        shuffled = replace(indexed, shuffle=True)
+        states = [
+            global_rows(shuffled, 6, dp_size=ranks, rows=6 // ranks, seq_len=8, seed=seed)
+            for ranks in (1, 2, 3)
+        ]
+        assert states[0] == states[1] == states[2]
+
+
 @pytest.mark.slow  # what workers need is `skip`, above; that they give its rows is in test_workers.py
 def test_workers_tokenize(texts: Path) -> None:
     config = JsonLines(paths=[texts], length_index=True)

@@ -344,6 +344,11 @@ def test_documents_and_files_that_are_empty_change_nothing(tmp_path: Path, shuff
     rows, _ = global_rows(found, 2 * len(TOKENS), dp_size=1, rows=1, seq_len=1)
     assert Counter(token for row, _ in rows for token in row) + Counter([256]) >= Counter(TOKENS)
     assert len(rows) == len(TOKENS) - 1
+    for batches in range(0 if shuffle == "documents" else 40, 40):
+        states = [
+            global_rows(variant(found, repeat=True), batches, dp_size=d, rows=6 // d) for d in (1, 2, 3)
+        ]
+        assert states[0] == states[1] == states[2]
     whole, _ = global_rows(variant(found, repeat=True), 200, dp_size=1, rows=2)
     parts, state = global_rows(variant(found, repeat=True), 37, dp_size=2, rows=2)
     parts += global_rows(variant(found, repeat=True), 50, dp_size=1, rows=4, state=state)[0]

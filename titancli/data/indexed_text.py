@@ -191,8 +191,10 @@ class TextStream(DocumentStream):
         epoch, _, offset = super().position
         if self._place < self._tokens.documents:
             return Position(epoch, self._tokens.source.mark(epoch, self._place), offset)
-        last = self._tokens.documents - 1  # the end of the data is that of their last document
-        [size] = np.diff(self._tokens.bounds(self._tokens.order(epoch, np.array([last]))))[:, 0].tolist()
+        last, size = self._tokens.documents, 0  # the end of the data is that of their last token
+        while not size:
+            last -= 1
+            [size] = np.diff(self._tokens.bounds(self._tokens.order(epoch, np.array([last]))))[:, 0].tolist()
         return Position(epoch, self._tokens.source.mark(epoch, last), size)
 
     def _begins(self, tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:

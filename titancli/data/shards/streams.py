@@ -98,12 +98,27 @@ class DocumentStream:
         self._walk(len(tokens), (tokens, starts))
         if len(tokens) > count:
             self._back()
+        self._settle()
         return tokens, self._begins(tokens, starts)
 
     def skip(self, count: int) -> int:
         skipped = self.available(count)
         self._walk(skipped, None)
+        self._settle()
         return skipped
+
+    def _settle(self) -> None:
+        """Go over documents without tokens: a position is the next token's, however it was reached."""
+        count = self._documents.documents
+        while self._offset == 0 and self._place < count:
+            _, lengths, within = self._bounds(self._epoch, self._place)
+            there = np.flatnonzero(lengths[within:])
+            if len(there):
+                self._place += int(there[0])
+                return
+            self._place += len(lengths) - within
+            if self._place == count and self._repeat:
+                self._epoch, self._place = self._epoch + 1, 0
 
     def _begins(self, tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
         return begins(tokens, self._eos_id)
