@@ -230,12 +230,19 @@ def test_shards_of_another_index_are_found_before_the_first_step(
 # --------------------------------------------------------------------------------------------- other tools
 
 
-def write_megatron(path: Path, documents: list[list[int]], dtype: str = "<u2", code: int = 8) -> None:
+def write_megatron(
+    path: Path,
+    documents: list[list[int]],
+    dtype: str = "<u2",
+    code: int = 8,
+    firsts: list[int] | None = None,
+) -> None:
+    """`firsts`: the first sequence of each document, and the end of all; None: each sequence is one."""
     path.with_suffix(".bin").write_bytes(b"".join(np.array(d, dtype).tobytes() for d in documents))
     lengths = np.array([len(d) for d in documents], "<i4")
     pointers = ((np.cumsum(lengths) - lengths) * np.dtype(dtype).itemsize).astype("<i8")
-    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(documents), len(documents) + 1)
-    index = np.arange(len(documents) + 1, dtype="<i8")
+    index = np.array(range(len(documents) + 1) if firsts is None else firsts, "<i8")
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(documents), len(index))
     path.with_suffix(".idx").write_bytes(header + lengths.tobytes() + pointers.tobytes() + index.tobytes())
 
 
@@ -362,9 +369,58 @@ def test_a_pointer_out_of_its_file_is_named(tmp_path: Path) -> None:
         at = 34 + 4 * len(DOCUMENTS) + 8 * 3
         index[at : at + 8] = struct.pack("<q", wrong)
         (tmp_path / "m.idx").write_bytes(index)
-        dataset = make(TokenShards(paths=[tmp_path / "m.bin"], format="megatron", shuffle="documents"))
-        with pytest.raises(EnvironmentProblem, match=rf"m\.idx .* leads out of .*m\.bin \(byte {at}\)"):
-            next(iter(dataset))
+        with pytest.raises(EnvironmentProblem, match=rf"m\.idx .* the one before it ends \(byte {at}\)"):
+            make(TokenShards(paths=[tmp_path / "m.bin"], format="megatron", shuffle="documents"))
+
+
+def sentences(folder: Path) -> dict[str, TokenShards]:
+    """The same documents, whole, and as `preprocess_data.py --split-sentences --append-eod` writes them."""
+    parts, firsts = [], [0]
+    for document in DOCUMENTS:
+        parts += [document[at : at + 5] for at in range(0, len(document), 5)]
+        firsts.append(len(parts))
+    cut = firsts[30]
+    (folder / "whole").mkdir()
+    (folder / "split").mkdir()
+    write_megatron(folder / "whole/m0", DOCUMENTS[:30])
+    write_megatron(folder / "whole/m1", DOCUMENTS[30:])
+    write_megatron(folder / "split/m0", parts[:cut], firsts=firsts[:31])
+    write_megatron(folder / "split/m1", parts[cut:], firsts=[first - cut for first in firsts[30:]])
+    return {
+        name: TokenShards(paths=[folder / name], format="megatron", document_mask=True)
+        for name in ("whole", "split")
+    }
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"shuffle": "documents"}, {"shuffle": "documents", "packing": "best_fit"}]
+)
+def test_sentences_of_a_document_stay_together(tmp_path: Path, fields: dict[str, Any]) -> None:
+    both = sentences(tmp_path)
+    whole, split = (global_rows(variant(both[name], **fields), 60, dp_size=2, rows=2) for name in both)
+    assert split[0] == whole[0]
+    assert split[1]["data"]["documents"] == len(DOCUMENTS) and "documents" not in whole[1]["data"]
+    old = {**split[1], "data": {k: v for k, v in split[1]["data"].items() if k != "documents"}}
+    with pytest.raises(EnvironmentProblem, match=f"documents was None and is {len(DOCUMENTS)}"):
+        make(variant(both["split"], **fields)).load_state_dict(old)
+
+
+@pytest.mark.parametrize(
+    ("firsts", "said"),
+    [
+        ([], "its documents end with sequence|its table of documents|truncated"),
+        ([0], "its documents end with sequence 0 of 60"),
+        ([0, 30], "its documents end with sequence 30 of 60"),
+        ([0, 30, 90], "its documents end with sequence 90 of 60"),
+        ([10, 60], "its table of documents is not in order"),
+        ([0, 40, 20, 60], "its table of documents is not in order"),
+        ([0, -5, 60], "its table of documents is not in order"),
+    ],
+)
+def test_a_table_of_documents_that_is_none_is_named(tmp_path: Path, firsts: list[int], said: str) -> None:
+    write_megatron(tmp_path / "m", DOCUMENTS, firsts=firsts)
+    with pytest.raises(EnvironmentProblem, match=rf"m\.idx is not a file of .*{said}"):
+        make(TokenShards(paths=[tmp_path / "m.bin"], format="megatron"))
 
 
 def test_a_folder_that_is_named_twice_is_read_once(folder: Path) -> None:

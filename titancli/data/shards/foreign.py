@@ -6,7 +6,7 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -68,6 +68,8 @@ def open_foreign(config: TokenShards, label: str) -> Foreign:
     beside = [_beside(file) for file in files] if indexes else []
     identity = corpus_identity(label, [*files, *beside], shuffle=False, seed=0, text=False)
     facts = {"contents": identity["contents"], "format": config.format}
+    if any(index.documents != index.sequences for index in indexes):
+        facts["documents"] = sum(index.documents for index in indexes)  # before, a sequence was taken for one
     known = {file.path: file.stamp for file in [*files, *beside]}
     documents = MegatronDocuments(indexes, known) if indexes else None
     return Foreign([part for part, _ in found], kinds.pop(), documents, facts, known)
@@ -112,7 +114,19 @@ class _Megatron(NamedTuple):
     dtype: str
     index_path: str
     """The path of the `.idx` file."""
+    sequences: int
     documents: int
+    """Each of one sequence or, preprocessed with `--split-sentences`, of several."""
+
+    @property
+    def pointers(self) -> int:
+        """The byte that the table of where sequences begin is at; before it are their lengths."""
+        return MEGATRON_HEADER.size + 4 * self.sequences
+
+    @property
+    def table(self) -> int:
+        """That of the table of the first sequence of each document, and the end of all."""
+        return self.pointers + 8 * self.sequences
 
 
 def _beside(file: TextFile) -> TextFile:
@@ -141,21 +155,61 @@ def _megatron(file: TextFile) -> _Megatron:
         size = MEGATRON_HEADER.size + 12 * sequences + 8 * documents
         if index.size < size:
             _refuse(index.path, index.size, f"{sequences:,} sequences need {size:,} bytes", "megatron")
-        tokens = 0
-        for first in range(0, sequences, 1 << 20):
-            lengths = np.frombuffer(opened.read(4 * min(1 << 20, sequences - first)), "<i4")
-            if len(lengths) and lengths.min() < 0:
-                _refuse(index.path, MEGATRON_HEADER.size + 4 * first, "a length is negative", "megatron")
-            tokens += int(lengths.sum(dtype=np.int64))
-    dtype = MEGATRON_DTYPES[code]
+        dtype = MEGATRON_DTYPES[code]
+        found = _Megatron(Part(file.path, 0), dtype, index.path, sequences, max(0, documents - 1))
+        tokens = _check_sequences(opened, found)
+        _check_documents(opened, found)
     if tokens * DTYPES[dtype] != file.size:
         what = f"its index is of {tokens:,} tokens of {dtype}, {tokens * DTYPES[dtype]:,} bytes"
         _refuse(file.path, file.size, what, "megatron")
-    return _Megatron(Part(file.path, tokens), dtype, index.path, sequences)
+    return found._replace(part=Part(file.path, tokens))
+
+
+def _check_sequences(opened: BinaryIO, index: _Megatron) -> int:
+    """Return the tokens of all sequences, of which each begins where the one before it ends."""
+    tokens, width = 0, DTYPES[index.dtype]
+    for first in range(0, index.sequences, 1 << 20):
+        count = min(1 << 20, index.sequences - first)
+        lengths = _table(opened, MEGATRON_HEADER.size + 4 * first, count, "<i4")
+        if lengths.min() < 0:
+            _refuse(index.index_path, MEGATRON_HEADER.size + 4 * first, "a length is negative", "megatron")
+        ends = tokens + np.cumsum(lengths, dtype=np.int64)
+        pointers = _table(opened, index.pointers + 8 * first, count, "<i8")
+        wrong = np.flatnonzero(pointers != (ends - lengths) * width)
+        if len(wrong):
+            at = index.pointers + 8 * (first + int(wrong[0]))
+            _refuse(
+                index.index_path, at, "a sequence does not begin where the one before it ends", "megatron"
+            )
+        tokens = int(ends[-1])
+    return tokens
+
+
+def _check_documents(opened: BinaryIO, index: _Megatron) -> None:
+    """See to it that documents are made of all sequences, in their order."""
+    last, count = 0, index.documents + 1
+    for first in range(0, count, 1 << 20):
+        table = _table(opened, index.table + 8 * first, min(1 << 20, count - first), "<i8")
+        wrong = np.flatnonzero(np.diff(table, prepend=last if first else 0) < 0)
+        if len(wrong) or (first == 0 and table[0] != 0):
+            at = index.table + 8 * (first + (int(wrong[0]) if len(wrong) else 0))
+            _refuse(index.index_path, at, "its table of documents is not in order", "megatron")
+        last = int(table[-1])
+    if last != index.sequences:
+        what = f"its documents end with sequence {last:,} of {index.sequences:,}"
+        _refuse(index.index_path, index.table + 8 * index.documents, what, "megatron")
+
+
+def _table(opened: BinaryIO, byte: int, count: int, dtype: str) -> np.ndarray:
+    opened.seek(byte)
+    data = opened.read(count * np.dtype(dtype).itemsize)
+    if len(data) < count * np.dtype(dtype).itemsize:
+        _refuse(opened.name, byte + len(data), "it is truncated", "megatron")
+    return np.frombuffer(data, dtype)
 
 
 class MegatronDocuments:
-    """Where the sequences of Megatron-LM's files begin and end."""
+    """Where the documents of Megatron-LM's files begin and end."""
 
     def __init__(self, indexes: Sequence[_Megatron], known: Mapping[str, Stamp]) -> None:
         self._indexes = indexes
@@ -168,22 +222,26 @@ class MegatronDocuments:
         return int(self._firsts[-1])
 
     def bounds(self, documents: np.ndarray) -> np.ndarray:
-        """Return the first token of each of some sequences, and the one behind its last, int64 [n, 2]."""
+        """Return the first token of each of some documents, and the one behind its last, int64 [n, 2]."""
         found = [self._bounds(document) for document in documents.tolist()]
         return np.array(found, np.int64).reshape(-1, 2)
 
     def _bounds(self, document: int) -> tuple[int, int]:
         number = int(np.searchsorted(self._firsts, document, side="right")) - 1
         index, at = self._indexes[number], document - int(self._firsts[number])
-        length, byte = np.zeros(1, "<i4"), np.zeros(1, "<i8")
-        self._files.read(index.index_path, length, MEGATRON_HEADER.size + 4 * at)
-        self._files.read(index.index_path, byte, MEGATRON_HEADER.size + 4 * index.documents + 8 * at)
-        start, size = int(byte[0]) // DTYPES[index.dtype], int(length[0])
-        if not 0 <= start <= start + size <= index.part.tokens:
-            at = MEGATRON_HEADER.size + 4 * index.documents + 8 * at
-            _refuse(index.index_path, at, f"a pointer leads out of {index.part.path}", "megatron")
-        start += int(self._tokens[number])
-        return start, start + size
+        sequences = np.zeros(2, "<i8")
+        self._files.read(index.index_path, sequences, index.table + 8 * at)
+        start, end = (self._start(index, sequence) for sequence in sequences.tolist())
+        before = int(self._tokens[number])
+        return before + start, before + end
+
+    def _start(self, index: _Megatron, sequence: int) -> int:
+        """The first token of a sequence, in its file; of the one behind the last, their number."""
+        if sequence == index.sequences:
+            return index.part.tokens
+        byte = np.zeros(1, "<i8")
+        self._files.read(index.index_path, byte, index.pointers + 8 * sequence)
+        return int(byte[0]) // DTYPES[index.dtype]
 
     def require_end_markers(self, tokens: TokenFiles, eos_id: int) -> None:
         """Look at some documents of each file.
