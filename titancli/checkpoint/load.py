@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from titancli.checkpoint.exclude import NOTHING, Exclusion
 from titancli.checkpoint.format.columns import Columns, shared_by_columns
+from titancli.checkpoint.format.files import look_again, waiting_for_late_files
 from titancli.checkpoint.format.hashed import Digest
 from titancli.checkpoint.format.layout import FILE_NAME, Box, Chunk
 from titancli.checkpoint.format.manifest import (
@@ -38,6 +39,7 @@ from titancli.checkpoint.format.storage import several_ranks
 from titancli.checkpoint.format.tensors import TORCH_DTYPE, TensorFiles
 from titancli.checkpoint.peers.sources import Range, Sources, sources_of
 from titancli.checkpoint.save import raise_failure
+from titancli.distributed import shared_folder
 from titancli.distributed.process_group import patient_group
 from titancli.errors import EnvironmentProblem, TitanError
 
@@ -94,7 +96,8 @@ def load_checkpoint(
     data = {name: digest for name, digest in manifest.files.items() if FILE_NAME.match(name)}
     if sources_of(folder) is not None:
         verify = "full"  # what was not sent reads as zeros
-    _fill(folder, metadata, tensors, data if verify == "full" else None, group, alike)
+    with waiting_for_late_files(_patience(group)):
+        _fill(folder, metadata, tensors, data if verify == "full" else None, group, alike)
     return manifest.state
 
 
@@ -270,17 +273,24 @@ def _open_together(
 ) -> tuple[Manifest, Metadata]:
     """Open a checkpoint on all ranks, or raise the first rank's error on all of them.
 
-    A node's view of a shared disk may be stale: what the ranks read must be one and the same.
+    A node's view of a shared disk may be stale: what the ranks read must be one and the same, and what the
+    first one sees the others wait for.
     """
     opened: tuple[Manifest, Metadata] | None = None
-    first = not several_ranks(group) or dist.get_rank(group) == 0
     failure: TitanError | None = None
-    try:
-        opened = open_checkpoint(folder, verify=verify, data=False, files=first)
-    except TitanError as error:
-        failure = error
-    except Exception as error:  # the other ranks wait below, and must hear of it
-        failure = TitanError(f"checkpoint {folder} cannot be opened: {type(error).__name__}: {error}")
+    first = not several_ranks(group) or dist.get_rank(group) == 0
+    if first:
+        opened, failure = _try_to_open(folder, verify, files=True, late=_patience(group))
+    if several_ranks(group):
+        seen: list[Any] = [opened and _identity(opened[0])]
+        dist.broadcast_object_list(
+            seen, src=0 if group is None else dist.get_global_rank(group, 0), group=group
+        )
+        if not first:
+            with waiting_for_late_files(_patience(group) if seen[0] is not None else 0.0):
+                opened, failure = _try_to_open(folder, verify, files=False)
+                while seen[0] != (opened and _identity(opened[0])) and look_again():
+                    opened, failure = _try_to_open(folder, verify, files=False)
     everywhere: list[Any] = [(failure, opened and _identity(opened[0]), socket.gethostname())]
     if several_ranks(group):
         mine, everywhere = everywhere[0], [None] * dist.get_world_size(group)
@@ -306,28 +316,49 @@ def _open_together(
     return opened
 
 
+def _patience(group: dist.ProcessGroup | None) -> float:
+    """Return how long files are waited for that other nodes may have written."""
+    return shared_folder.PATIENCE if several_ranks(group) else 0.0
+
+
+def _try_to_open(
+    folder: Path, verify: Verify, *, files: bool, late: float = 0.0
+) -> tuple[tuple[Manifest, Metadata] | None, TitanError | None]:
+    """Return what `open_checkpoint` returns, or what it raises: other ranks wait, and must hear of it."""
+    try:
+        return open_checkpoint(folder, verify=verify, data=False, files=files, late=late), None
+    except TitanError as error:
+        return None, error
+    except Exception as error:
+        return None, TitanError(f"checkpoint {folder} cannot be opened: {type(error).__name__}: {error}")
+
+
 def _identity(manifest: Manifest) -> str:
     """Return what is the same for copies of a checkpoint alone: its step, state and files, the layout too."""
     return xxhash.xxh3_64(manifest_bytes(replace(manifest, created=""))).hexdigest()
 
 
 def open_checkpoint(
-    folder: Path, *, verify: Verify = "full", data: bool = True, files: bool = True
+    folder: Path, *, verify: Verify = "full", data: bool = True, files: bool = True, late: float = 0.0
 ) -> tuple[Manifest, Metadata]:
     """Read a checkpoint's manifest and layout, and check its files.
 
     `data` false: the checksums of the data files, and of where pieces lie, are left to who reads them.
-    `files` false: somebody else looks at names and sizes.
+    `files` false: somebody else looks at names and sizes. `late`: seconds for which files are waited for that
+    the manifest names.
 
     Raises:
         EnvironmentProblem: it is no checkpoint, or damaged; names the file.
     """
     manifest = read_manifest(folder)
     chosen = {name for name in manifest.files if data or not (FILE_NAME.match(name) or PART_NAME.match(name))}
-    if files and (found := faults(folder, manifest, verify=verify, only=chosen)):
-        raise DamagedCheckpoint(folder, "; ".join(found))
     try:
-        return manifest, open_metadata(folder, manifest.files)
+        with waiting_for_late_files(late):
+            if files and (found := faults(folder, manifest, verify=verify, only=chosen)):
+                raise DamagedCheckpoint(folder, "; ".join(found))
+            return manifest, open_metadata(folder, manifest.files)
+    except DamagedCheckpoint:
+        raise
     except EnvironmentProblem as error:
         raise DamagedCheckpoint(folder, error.message) from error
 

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor
 
 from titancli.checkpoint.format.disk import need, refusal, sync_folder, write_file
+from titancli.checkpoint.format.files import waiting_for_late_files
 from titancli.checkpoint.format.hashed import Digest
 from titancli.checkpoint.format.manifest import (
     LOCK,
@@ -42,6 +43,7 @@ from titancli.checkpoint.format.metadata import METADATA, Group, index_bytes
 from titancli.checkpoint.format.plan import SavePlan
 from titancli.checkpoint.format.storage import Pieces, pieces_of, several_ranks, write_pieces
 from titancli.checkpoint.hf.kept import PREFIX
+from titancli.distributed import shared_folder
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.runs import Claim
 from titancli.version import __version__
@@ -167,8 +169,11 @@ class Draft:
             manifest = self.manifest(files, 1 + last_serial(self.folder.parent))
             write_file(self.hidden / MANIFEST, manifest_bytes(manifest))
             sync_folder(self.hidden)
-            # On a shared disk another rank's file may not be what it wrote; and older ones go after this.
-            if found := faults(self.hidden, manifest, verify="size"):
+            # On a shared disk another rank's file may come late, or not be what it wrote; and older ones go
+            # after this.
+            with waiting_for_late_files(shared_folder.PATIENCE if self.ranks > 1 else 0.0):
+                found = faults(self.hidden, manifest, verify="size")
+            if found:
                 raise EnvironmentProblem(f"{self.folder} differs from what was written: {'; '.join(found)}")
             self._check_claim()
             self._rename(self.hidden)

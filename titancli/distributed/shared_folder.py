@@ -12,11 +12,12 @@ from pathlib import Path
 from titancli.distributed.process_group import all_gather, on_rank_zero
 from titancli.errors import EnvironmentProblem
 
-PATIENCE = 10.0
-"""Seconds that a network disk may take to show a file that was written elsewhere."""
+PATIENCE = 30.0
+"""Seconds that a network disk may take to show a file that was written elsewhere: at the start, when a
+checkpoint is completed, and when it is loaded. NFS keeps what it knows of a folder for as long."""
 
 
-def require_shared(folder: Path, host: str, *, first_of_node: bool, patience: float = PATIENCE) -> None:
+def require_shared(folder: Path, host: str, *, first_of_node: bool, patience: float | None = None) -> None:
     """Make sure that what one node writes to a folder is seen on the others. Collective over all ranks.
 
     The first rank of each node writes a file there; rank 0 reads all of them, the others rank 0's. Under one
@@ -43,7 +44,8 @@ def require_shared(folder: Path, host: str, *, first_of_node: bool, patience: fl
                 hint="use a --run-dir on storage that all nodes share",
             )
         others = [writers[0]] if rank != writers[0][0] else writers[1:]
-        unseen = _unseen(folder, token, others, patience) if first_of_node else []
+        limit = PATIENCE if patience is None else patience
+        unseen = _unseen(folder, token, others, limit) if first_of_node else []
         found = all_gather(unseen)
     finally:
         with suppress(OSError):  # the error itself matters more

@@ -23,8 +23,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from titancli.checkpoint.format.files import waiting_for_late_files
 from titancli.checkpoint.format.manifest import DamagedCheckpoint, names_and_sizes, newest_good, none_newer
 from titancli.checkpoint.start_from import start_from
+from titancli.distributed import shared_folder
 from titancli.errors import EXIT_FAILED, EXIT_OK, TitanError
 from titancli.launch import rank_options
 from titancli.observe import failures
@@ -424,7 +426,8 @@ class Rank:
             "damaged": damaged,
         }
         checkpoint = None if checkpoint in damaged else checkpoint
-        found = newest_good(self.folder.checkpoints, **how)
+        with waiting_for_late_files(shared_folder.PATIENCE if self.place.world > 1 else 0.0):
+            found = newest_good(self.folder.checkpoints, **how)
         anew = not damaged or not damaged.keys() <= self._asked_store
         here = found or checkpoint
         best = here is not None and none_newer(self.folder.checkpoints, here, how["newer_than"])

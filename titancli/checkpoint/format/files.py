@@ -6,7 +6,8 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -22,20 +23,50 @@ PAUSES = (0.1, 0.5, 2.0)
 """Seconds before each further attempt."""
 
 
+LOOK = 0.1
+"""Seconds between two looks for a file that is waited for."""
+
+_waits: list[float] = []
+"""Until when files are waited for. Not for each thread: a file is read by several."""
+
+
+@contextmanager
+def waiting_for_late_files(seconds: float) -> Iterator[None]:
+    """Let what is read inside, and is known to have been written by another node, be waited for until so many
+    seconds from now have passed: a network disk may show it late."""
+    until = time.monotonic() + seconds
+    _waits.append(until)
+    try:
+        yield
+    finally:
+        _waits.remove(until)
+
+
+def look_again() -> bool:
+    """Return, after a pause, whether something that is not there is still waited for."""
+    if time.monotonic() >= max(_waits, default=0.0):
+        return False
+    time.sleep(LOOK)
+    return True
+
+
 def patiently(read: Callable[[], T]) -> T:
     """Return what `read` returns, calling it again after an error that may pass.
 
     Raises:
         OSError: of another kind, or one that has not passed.
     """
-    for pause in PAUSES:
+    pauses = iter(PAUSES)
+    while True:
         try:
             return read()
+        except FileNotFoundError:
+            if not look_again():
+                raise
         except OSError as error:
-            if error.errno not in PASSING:
+            if error.errno not in PASSING or (pause := next(pauses, None)) is None:
                 raise
             time.sleep(pause)
-    return read()
 
 
 def open_file(path: Path) -> int:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import xxhash
 
-from titancli.checkpoint.format.files import file_size, patiently, read_file
+from titancli.checkpoint.format.files import file_size, look_again, patiently, read_file
 from titancli.checkpoint.format.hashed import Digest, file_digest
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.runs import STEP_NAME
@@ -192,7 +192,9 @@ def faults(
     `only` limits the checksums to these files, so that ranks can share the reading.
     """
     try:
-        present = patiently(lambda: {path.name: file_size(path) for path in folder.iterdir()})
+        present = _sizes(folder)
+        while any((present.get(n, 0) or 0) < d.size for n, d in manifest.files.items()) and look_again():
+            present = _sizes(folder)
     except OSError as error:
         return [f"{folder} cannot be read: {error.strerror}"]
     found = [f"{name} is not a regular file" for name in manifest.files if present.get(name, 0) is None]
@@ -213,6 +215,10 @@ def faults(
         elif verify == "full" and name in chosen and (wrong := _damage(folder / name, digest)):
             found.append(wrong)
     return found
+
+
+def _sizes(folder: Path) -> dict[str, int | None]:
+    return patiently(lambda: {path.name: file_size(path) for path in folder.iterdir()})
 
 
 def _damage(path: Path, digest: Digest) -> str | None:
