@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import IO, BinaryIO
 
@@ -57,7 +58,61 @@ def fingerprint(
 
 
 def _blocks(file: BinaryIO) -> Iterator[bytes]:
-    return iter(lambda: file.read(BLOCK_BYTES), b"")
+    check = full_check()
+    while block := file.read(BLOCK_BYTES):
+        if check is not None:
+            check.count(file.name, len(block))
+        yield block
+
+
+class FullCheck:
+    """While it is entered, every byte is read again, whatever sizes and times of change say."""
+
+    def __init__(self, report: Callable[[int], None] = lambda read: None) -> None:
+        """`report` is given the bytes that were read so far."""
+        self.files: set[str] = set()
+        self.bytes = self.compared = 0
+        """Bytes that were read, and files that were held against checksums of before."""
+        self.faults: list[str] = []
+        self._report = report
+
+    def __enter__(self) -> FullCheck:
+        self._token = _FULL.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _FULL.reset(self._token)
+
+    def count(self, path: str, size: int) -> None:
+        self.files.add(path)
+        self.bytes += size
+        self._report(self.bytes)
+
+    def compare(self, path: str, before: str, sums: str) -> None:
+        """Hold the sums of a file that seems unchanged against those of before."""
+        self.compared += 1
+        if before != sums:
+            byte = first_difference(before, sums)
+            self.faults.append(
+                f"{path}: from byte {byte:,} on it is not what it was when it was read last, though its size "
+                "and its time of change are the same"
+            )
+
+
+_FULL: ContextVar[FullCheck | None] = ContextVar("full_check", default=None)
+
+
+def full_check() -> FullCheck | None:
+    """Return the check that is under way, if there is one."""
+    return _FULL.get()
+
+
+def first_difference(sums: str, found: str) -> int:
+    """Return the first byte of the first chunk whose sum differs."""
+    same = 0
+    while same < len(sums) and sums[same : same + SUM_DIGITS] == found[same : same + SUM_DIGITS]:
+        same += SUM_DIGITS
+    return same // SUM_DIGITS * CHUNK_BYTES
 
 
 def ends_of(file: BinaryIO, size: int) -> Iterator[bytes]:
@@ -107,9 +162,13 @@ def chunk_sums(path: str) -> str:
         status = os.stat(path)
         now = [status.st_size, status.st_mtime_ns]
         kept = _kept(file)
-        if kept is not None and kept[0] == now:
-            return kept[1]
+        known = kept[1] if kept is not None and kept[0] == now else None
+        check = full_check()
+        if known is not None and check is None:
+            return known
         sums = file_sums(path)
+        if known is not None and check is not None:
+            check.compare(path, known, sums)
         try:
             file.truncate(0)
             os.write(file.fileno(), json.dumps([now, sums, os.path.realpath(path)]).encode())

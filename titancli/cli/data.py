@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from titancli.cli.output import print_json, printable, table
+from titancli.cli.output import note, print_json, printable, table
 from titancli.errors import EXIT_ENVIRONMENT, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 FOLDER = click.Path(path_type=Path)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 BAR = 40
+NOTE_SECONDS = 30.0
+"""Between two lines of progress."""
 
 
 @click.group("data", short_help="Show and verify token shards.")
@@ -67,14 +70,25 @@ def show(out: Path, document: int | None, tokenizer: str | None, recipe: str | N
     )
 
 
-@command.command("verify", short_help="Verify every checksum of token shards.")
-@click.argument("out", type=FOLDER)
+@command.command("verify", short_help="Read every byte of token shards, or of the data of a run or recipe.")
+@click.argument("target", metavar="OUT|RUN|RECIPE")
 @JSON
-def verify(out: Path, as_json: bool) -> int:
-    """Read every shard in OUT and compare sizes and checksums with its index.
+def verify(target: str, as_json: bool) -> int:
+    """Read every byte of data, whatever sizes and times of change say, and compare it with what is known.
 
-    The exit code is 5 if anything is damaged.
+    OUT is a folder of token shards: sizes and checksums are compared with its index.
+
+    RUN is the folder of a run, RECIPE a recipe: all files of its datasets are read. Token shards are compared
+    with their index; files of corpora above 256 MiB with the checksums that were kept when they were read
+    last; and the data of a run with its run.json, where the date of the check and the result are recorded.
+
+    The exit code is 5 if anything is damaged or has changed.
     """
+    from titancli.runs import RunFolder
+
+    out = Path(target)
+    if RunFolder.is_run(out) or not out.is_dir():
+        return _verify_data(target, as_json)
     from titancli.data.shards import faults, read_index
 
     index = read_index(out)
@@ -89,6 +103,51 @@ def verify(out: Path, as_json: bool) -> int:
         count = len(index.shards)
         print(f"good: {out} ({index.tokens:,} tokens in {count} shard{'s' if count > 1 else ''})")
     return EXIT_ENVIRONMENT if found else EXIT_OK
+
+
+def _verify_data(target: str, as_json: bool) -> int:
+    from titancli.recipe import load_recipe
+    from titancli.run.verification import verify_data
+    from titancli.runs import RunFolder, timestamp
+
+    folder = RunFolder.open(target) if RunFolder.is_run(Path(target)) else None
+    recipe = load_recipe(target if folder is None else str(folder.recipe_lock)).recipe
+    attempts = [] if folder is None else folder.record().get("attempts", [])
+    recorded = next((one["data"] for one in reversed(attempts) if one.get("data")), None)
+    said = time.monotonic()
+
+    def report(read: int) -> None:
+        nonlocal said
+        if time.monotonic() - said >= NOTE_SECONDS:
+            said = time.monotonic()
+            note(f"{read / 1e9:,.1f} GB read")
+
+    found = verify_data(recipe, recorded, report)
+    facts = found.facts()
+    if attempts and folder is not None:
+        if folder.in_use():
+            note(f"{folder.path} is in use, so that the date is not recorded in its run.json")
+        else:
+            hold = folder.hold()
+            try:
+                folder.update_attempt(data_verified={"time": timestamp(), **facts})
+            finally:
+                hold.release()
+    if as_json:
+        print_json("data-verification", {"target": target, **facts})
+        return EXIT_ENVIRONMENT if found.faults else EXIT_OK
+    for fault in found.faults:
+        print(f"bad:  {fault}")
+    for name in found.not_read:
+        print(f"not checked: {name} has no files that are read here")
+    against = ["the record of the run"] if found.of_run else []
+    against += [f"kept checksums of {found.compared:,} of them"] if found.compared else []
+    words = f"{found.files:,} files, {found.bytes:,} bytes read"
+    print(
+        f"{'bad: ' if found.faults else 'good:'} {target} ({words}; compared with "
+        f"{' and '.join(against) or 'nothing but the indexes of token shards: it is the first time'})"
+    )
+    return EXIT_ENVIRONMENT if found.faults else EXIT_OK
 
 
 def _print_document(index: Index, number: int, folder: str | None, recipe: str | None, as_json: bool) -> None:

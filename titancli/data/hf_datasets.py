@@ -22,7 +22,7 @@ from titancli.data.source import ByNumber, Piece, Size
 from titancli.data.text import text_dataset
 from titancli.data.unchanged import Stamp, require_unchanged
 from titancli.errors import EnvironmentProblem, RecipeError, TitanError
-from titancli.fingerprint import Contents, corpus_fingerprint
+from titancli.fingerprint import Contents, chunk_sums, corpus_fingerprint, full_check
 from titancli.protocols import Dataset
 
 GROUP = 64
@@ -96,9 +96,11 @@ def contents_of(path: str, dataset: Any) -> str:
     own: str = dataset._fingerprint
     folder = os.path.join(os.path.realpath(path), "") if os.path.isabs(path) else None
     files = [os.path.realpath(file["filename"]) for file in dataset.cache_files]
-    if folder is None or not files or not all(file.startswith(folder) for file in files):
-        return own
     try:
+        if folder is None or not files or not all(file.startswith(folder) for file in files):
+            for file in files if full_check() else ():
+                chunk_sums(file)
+            return own
         found = corpus_fingerprint([(file, os.path.basename(file), os.stat(file).st_size) for file in files])
     except OSError as error:
         _failed(f"dataset {path}", "cannot be read", error)

@@ -154,12 +154,18 @@ def read_identity(recipe: Recipe) -> dict[str, Any] | None:
     Raises:
         TitanError: they cannot be read.
     """
-    tokenizer = None if recipe.tokenizer is None else build(recipe.tokenizer)
     if recipe.dataset is None:
+        tokenizer = None if recipe.tokenizer is None else build(recipe.tokenizer)
         task = build(recipe.loop.task, seed=recipe.training.seed)
         return identity_of(PromptSource(task, tokenizer, longest=recipe.training.seq_len).state)
+    return read_dataset(recipe, recipe.dataset)
+
+
+def read_dataset(recipe: Recipe, config: Any) -> dict[str, Any] | None:
+    """The same of one dataset of the recipe."""
+    tokenizer = None if recipe.tokenizer is None else build(recipe.tokenizer)
     dataset = build(
-        recipe.dataset,
+        config,
         tokenizer=tokenizer,
         seq_len=recipe.training.seq_len,
         rows=recipe.training.local_batch_size,

@@ -21,7 +21,14 @@ import xxhash
 
 from titancli.data.unchanged import Stamp
 from titancli.errors import EnvironmentProblem
-from titancli.fingerprint import CHUNK_BYTES, SUM_DIGITS, chunk_sums, file_sums
+from titancli.fingerprint import (
+    CHUNK_BYTES,
+    SUM_DIGITS,
+    chunk_sums,
+    file_sums,
+    first_difference,
+    full_check,
+)
 
 INDEX = "index.json"
 PROGRESS = "progress.json"
@@ -210,7 +217,7 @@ def faults(index: Index, *, whole: bool = False, stamps: dict[str, Stamp] | None
                 elif whole or now.modified != modified:
                     found = file_sums(str(path)) if whole else chunk_sums(str(path))
                     if found != sums:
-                        byte = _first_difference(sums, found)
+                        byte = first_difference(sums, found)
                         yield f"{path}: the data from byte {byte:,} on are not those of {INDEX}"
             except OSError as error:
                 yield f"{path} cannot be read: {error.strerror or error}"
@@ -223,13 +230,6 @@ def wrong_size(path: Path | str, size: int, found: int) -> str:
     return f"{path} has {found:,} bytes, but {INDEX} says {size:,}: it ends at byte {size:,}"
 
 
-def _first_difference(sums: str, found: str) -> int:
-    same = 0
-    while sums[same : same + SUM_DIGITS] == found[same : same + SUM_DIGITS]:
-        same += SUM_DIGITS
-    return same // SUM_DIGITS * CHUNK_BYTES
-
-
 def require_sound(index: Index) -> dict[str, Stamp]:
     """Check the files of an index as `faults` does; return what they are now, by their paths.
 
@@ -237,7 +237,7 @@ def require_sound(index: Index) -> dict[str, Stamp]:
         EnvironmentProblem: one is not what the index says.
     """
     stamps: dict[str, Stamp] = {}
-    if fault := next(faults(index, stamps=stamps), None):
+    if fault := next(faults(index, whole=full_check() is not None, stamps=stamps), None):
         raise EnvironmentProblem(
             f"token shards: {fault}",
             hint=f"restore the file, or tokenize again; `titan data verify {index.folder}` checks all files",
