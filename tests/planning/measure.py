@@ -13,7 +13,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titancli.data.batch import Batch
-from titancli.distributed.mesh import forget_meshes
+from titancli.distributed.private import forget_meshes
 from titancli.engine.build import build_engine
 from titancli.engine.dry_run import local
 from titancli.engine.engine import Engine

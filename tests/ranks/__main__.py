@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import packed
-from titancli.distributed.mesh import forget_meshes
+from titancli.distributed.private import forget_meshes
 
 
 def serve(connection: Connection[Any, Any], rank: int) -> None:

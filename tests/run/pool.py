@@ -45,7 +45,7 @@ def run_rank(folder: Path, checkpoint: Path | None, files: list[Path], port: int
     import torch.distributed as dist
 
     from titancli import registry
-    from titancli.distributed.mesh import forget_meshes
+    from titancli.distributed.private import forget_meshes
     from titancli.errors import TitanError
     from titancli.run.worker import Place, main
     from titancli.runs import ATTEMPT

@@ -17,7 +17,6 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.utils import _DistWrapper
 
 from titancli.checkpoint.exclude import NOTHING, Exclusion
 from titancli.checkpoint.format.columns import Columns, shared_by_columns
@@ -40,6 +39,7 @@ from titancli.checkpoint.format.tensors import TORCH_DTYPE, TensorFiles
 from titancli.checkpoint.peers.sources import Range, Sources, sources_of
 from titancli.checkpoint.save import raise_failure
 from titancli.distributed import shared_folder
+from titancli.distributed.private import RanksTogether
 from titancli.distributed.process_group import patient_group
 from titancli.errors import EnvironmentProblem, TitanError
 
@@ -115,7 +115,7 @@ def _fill(
     it, and send each other the columns; replicas read a part each, and when all ranks have found what they
     read to be good, give it to each other.
     """
-    ranks = _DistWrapper(group, several_ranks(group), 0)
+    ranks = RanksTogether(group, several_ranks(group), 0)
     all_ranks = ranks.use_dist and ranks.get_world_size() == dist.get_world_size()
     shared = shared_among_replicas(tensors, alike) if all_ranks else {}
     mine = {name: tensor for name, tensor in tensors.items() if name not in shared or shared[name].mine}
@@ -181,7 +181,7 @@ def _kept(failures: list[Exception]) -> Iterator[None]:
 
 def _fill_from(
     sources: Sources,
-    ranks: _DistWrapper,
+    ranks: RanksTogether,
     folder: Path,
     parts: Callable[[], list[str]],
     ranges: Callable[[], Iterable[Range]],
@@ -207,7 +207,7 @@ def _fill_from(
                 raise
 
 
-def _together(ranks: _DistWrapper, folder: Path, function: Callable[[], T]) -> T:
+def _together(ranks: RanksTogether, folder: Path, function: Callable[[], T]) -> T:
     """Return what a function returns on this rank; what is wrong on any rank is raised on all of them."""
     mine: list[T] = []
     try:
@@ -231,7 +231,7 @@ def everywhere(doing: str, function: Callable[[], T]) -> list[T]:
     """
     group = patient_group()
     try:
-        return _DistWrapper(group, several_ranks(group), 0).all_gather("read", function)
+        return RanksTogether(group, several_ranks(group), 0).all_gather("read", function)
     except CheckpointException as error:
         raise_failure(error, doing)
 

@@ -18,7 +18,6 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor
 
 from titancli.checkpoint.format.disk import need, refusal, sync_folder, write_file
@@ -44,6 +43,7 @@ from titancli.checkpoint.format.plan import SavePlan
 from titancli.checkpoint.format.storage import Pieces, pieces_of, several_ranks, write_pieces
 from titancli.checkpoint.hf.kept import PREFIX
 from titancli.distributed import shared_folder
+from titancli.distributed.private import RanksTogether
 from titancli.errors import EnvironmentProblem, TitanError
 from titancli.runs import Claim
 from titancli.version import __version__
@@ -255,7 +255,7 @@ def run_save(
 ) -> None:
     """The collective part of a save; see `save_checkpoint`. `plan` is that of the save before, if any."""
     together = several_ranks(group)
-    ranks = _DistWrapper(group, together, 0)
+    ranks = RanksTogether(group, together, 0)
     draft.ranks, plan = ranks.get_world_size(), plan or SavePlan()
     try:
         items = plan.agree(pieces.items, ranks)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
 from titancli.layout.degrees import Degrees
 
@@ -108,20 +107,3 @@ class Mesh:
 
     def _group(self, name: str) -> dist.ProcessGroup | None:
         return None if self._data is None else self._data.get_group(name)
-
-
-def forget_meshes() -> None:
-    """Let DTensor forget the meshes of a process group that is gone, in a process that makes another.
-
-    It remembers results by mesh, and meshes of the same ranks are equal, whatever their groups are: a result
-    would come back with groups that are no more, or are those of another dimension now. And meshes that are
-    kept keep their groups, each with threads that wake up over and over.
-    """
-    _redistribute.clear_redistribute_planner_cache()
-    _redistribute._gen_transform_infos.cache_clear()
-    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
-    for name in ("_clear_sharding_prop_cache", "_clear_python_sharding_prop_cache"):  # torch 2.13, 2.11
-        if hasattr(debug, name):
-            getattr(debug, name)()
-            return
-    raise RuntimeError("this version of torch cannot clear DTensor's cache")

@@ -61,10 +61,9 @@ def dump_flight_recorder(logs: Path, rank: int) -> Path | None:
 
     NCCL's watchdog writes its own when a collective times out; gloo has none that would.
     """
-    from torch._C import _distributed_c10d
+    from titancli.distributed.private import flight_record
 
-    dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
-    trace = dump() if dump is not None else b""
+    trace = flight_record()
     if b'"entries"' not in trace:
         return None
     path = logs / f"flight-recorder-rank-{rank}.json"
@@ -145,10 +144,10 @@ def tighten_timeouts(seconds: int) -> None:
 
 def set_timeouts(seconds: float) -> None:
     """The same, of what is started from now on; nothing is waited for."""
-    from torch.distributed import distributed_c10d
+    from titancli.distributed.private import groups, set_timeout
 
-    for group in set(distributed_c10d._world.pg_map) - set(_patient):
-        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    for group in set(groups()) - set(_patient):
+        set_timeout(group, timedelta(seconds=seconds))
     _limit_waits_of_pipelines()
 
 
@@ -187,38 +186,37 @@ def patient_group() -> Any:
 
 def present_timeout() -> timedelta | None:
     """Return the timeout of collectives in the default group (on the CPU if it has those); None: none."""
-    import torch
     import torch.distributed as dist
 
-    world: Any = dist.group.WORLD
-    device = min(world._device_types, key=lambda device: device.type != "cpu")
-    options = world._get_backend(torch.device(device.type)).options  # none: a dry run's, which never waits
-    return options._timeout if options else None
+    from titancli.distributed.private import timeout_of
+
+    return timeout_of(dist.group.WORLD)
 
 
 @contextmanager
 def groups_wait_as_the_default_one() -> Iterator[None]:
     """Let the groups that are made inside have the default group's time limit: torch gives gloo's half an
     hour."""
-    from torch.distributed import distributed_c10d
+    from titancli.distributed.private import groups, set_timeout
 
-    before, limit = set(distributed_c10d._world.pg_map), present_timeout()
+    before, limit = set(groups()), present_timeout()
     yield
     if limit is None:
         return
-    for group in set(distributed_c10d._world.pg_map) - before:
-        distributed_c10d._set_pg_timeout(limit, group)
+    for group in set(groups()) - before:
+        set_timeout(group, limit)
     _limit_waits_of_pipelines()
 
 
 def _limit_waits_of_pipelines() -> None:
-    """gloo's sends and receives keep the time limit that their group was made with, so torch's pipelines are
-    told the present one where they wait for them. (NCCL's watchdog knows the group's.)"""
+    """gloo's sends and receives keep the time limit that their group was made with, so torch's pipelines wait
+    for them by the present one. (NCCL's watchdog knows the group's.)"""
     import torch
 
-    schedules: Any = sys.modules.get("torch.distributed.pipelining.schedules")
-    if schedules is not None and not torch.cuda.is_available():
-        schedules._wait_batch_p2p = _wait  # torch 2.11 has it under no name: its waits keep the old limit
+    from titancli.distributed.private import wait_in_pipelines_by
+
+    if not torch.cuda.is_available():
+        wait_in_pipelines_by(_wait)
 
 
 def _wait(works: list[Any]) -> None:
@@ -371,7 +369,7 @@ def leave(engine: Any = None) -> None:
     """Record that the engine, if one was built, no longer uses the process group."""
     import torch.distributed as dist
 
-    from titancli.distributed.mesh import forget_meshes
+    from titancli.distributed.private import forget_meshes
 
     global _made_here
     if engine is not None:

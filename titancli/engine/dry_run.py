@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titancli.data.batch import Batch
-from titancli.distributed.mesh import forget_meshes
+from titancli.distributed.private import forget_meshes
 from titancli.engine import meter
 from titancli.engine.build import build_engine
 from titancli.engine.engine import Engine

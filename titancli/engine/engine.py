@@ -20,6 +20,7 @@ from titancli.checkpoint.hf.likeness import refuse_other_model
 from titancli.checkpoint.load import on_every_rank
 from titancli.checkpoint.start_from import start_from
 from titancli.distributed import process_group
+from titancli.distributed.private import forget_iteration
 from titancli.engine import recipes
 from titancli.engine.agreement import Call
 from titancli.engine.build import build_engine
@@ -72,7 +73,6 @@ from titancli.engine.weights import (
 )
 from titancli.errors import TitanError
 from titancli.observe.phases import phase
-from titancli.parallel.aborted import forget_iteration
 from titancli.parallel.fsdp import reshard
 from titancli.process import determinism
 from titancli.protocols import LossDefaults, ModelDefaults

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from titancli.distributed import process_group
+from titancli.distributed.private import collectives_begun, default_store, groups
 from titancli.errors import RankFailure, TitanError
 from titancli.observe.failures import is_communication
 
@@ -198,9 +199,7 @@ class RankGroup:
         return f"failure-{self._failures}-of-rank-{rank}"
 
     def _store(self) -> Any:
-        from torch.distributed import distributed_c10d
-
-        return dist.PrefixStore("titan", distributed_c10d._get_default_store())
+        return dist.PrefixStore("titan", default_store())
 
 
 _present: RankGroup | None = None
@@ -228,10 +227,7 @@ def _is_echo(error: BaseException | None) -> bool:
 
 
 def _places() -> dict[str, int]:
-    from torch.distributed import distributed_c10d
-
-    groups: list[Any] = list(distributed_c10d._world.pg_map)
-    return {group.group_name: group._get_sequence_number_for_group() for group in groups}
+    return {group.group_name: collectives_begun(group) for group in groups()}
 
 
 def _same_places(reports: Iterable[Report]) -> bool:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from titancli.distributed.private import forget_iteration
 from titancli.errors import TitanError
-from titancli.parallel.aborted import forget_iteration
 from titancli.parallel.alone import held
 from titancli.parallel.wrapped import as_written
 from titancli.protocols import ModelDefaults

@@ -42,11 +42,12 @@ def place_of(parameter: Tensor) -> Place:
     if not isinstance(parameter, DTensor):
         return Place(0, None)
     from torch._subclasses.fake_tensor import unset_fake_temporarily
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    from titancli.distributed.private import offsets_of
 
     whole = parameter.shape
     with unset_fake_temporarily():  # in a dry run too it reads numbers
-        _, starts = compute_local_shape_and_global_offset(whole, parameter.device_mesh, parameter.placements)
+        starts = offsets_of(parameter)
     # Dimensions that are whole are one with the dimension before them.
     cut: list[tuple[int, int, int]] = []
     for size, part, start in zip(whole, parameter.to_local().shape, starts, strict=True):

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titancli.data.batch import IGNORE, Batch
+from titancli.distributed.private import offsets_of
 from titancli.engine import Engine
 from titancli.errors import TitanError
 from titancli.protocols import LossDefaults, ModelDefaults
@@ -340,8 +340,8 @@ def part(tensor: Tensor) -> Part:
     if any(placement.is_partial() for placement in tensor.placements):
         raise TitanError("a gradient is a sum that was never reduced over the ranks (a Partial DTensor)")
     local = tensor.to_local().detach().float().cpu().clone()
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    place = tuple(slice(start, start + length) for start, length in zip(offsets, local.shape, strict=True))
+    starts = offsets_of(tensor)
+    place = tuple(slice(start, start + length) for start, length in zip(starts, local.shape, strict=True))
     return tuple(tensor.shape), place, local.numpy()
 
 

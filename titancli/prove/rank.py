@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from titancli import registry
-from titancli.distributed.mesh import forget_meshes
+from titancli.distributed.private import forget_meshes
 from titancli.engine.build import on_meta
 from titancli.errors import RankFailure, TitanError
 from titancli.process import die_with_parent, quiet

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 from titancli.checkpoint.format import replicas
 from titancli.checkpoint.format.layout import Box
 from titancli.checkpoint.format.metadata import Metadata
-from titancli.checkpoint.format.reader import Part, boxes_of
+from titancli.checkpoint.format.reader import Part
+from titancli.distributed.private import boxes_of
 
 _BLOCK = 1 << 23
 """Bytes of a rank's rows that are sent at a time."""

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 import xxhash
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
-from torch.distributed.checkpoint.utils import _DistWrapper
 
 from titancli.checkpoint.format.layout import tile
 from titancli.checkpoint.format.metadata import Cell, Group
 from titancli.checkpoint.format.tensorfile import ITEM_SIZE
 from titancli.checkpoint.format.tensors import dtype_name
+from titancli.distributed.private import RanksTogether
 from titancli.errors import TitanError
 
 SHARED = 1 << 24
@@ -62,7 +62,7 @@ class SavePlan:
         """Of what this rank has told; None: nothing was agreed on."""
         self._everyones: list[str | None] = []
 
-    def agree(self, items: Sequence[WriteItem], ranks: _DistWrapper) -> list[WriteItem]:
+    def agree(self, items: Sequence[WriteItem], ranks: RanksTogether) -> list[WriteItem]:
         """Return those of this rank's items that it writes; collective.
 
         Raises:
@@ -141,7 +141,7 @@ def _box(item: WriteItem) -> Box:
     return Box(dtype, tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes))
 
 
-def _everyones_names(everyones: list[Told] | None, names: Names, ranks: _DistWrapper) -> Names:
+def _everyones_names(everyones: list[Told] | None, names: Names, ranks: RanksTogether) -> Names:
     """The names behind all checksums, each sent by the first rank that has it: most ranks have the same."""
     if not ranks.use_dist:
         return names

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.tensor import DTensor
 
 from titancli.checkpoint.format.files import read_into
@@ -22,6 +21,7 @@ from titancli.checkpoint.format.layout import Box, Chunk, TensorLayout, common
 from titancli.checkpoint.format.manifest import DamagedCheckpoint
 from titancli.checkpoint.format.tensorfile import ITEM_SIZE, Entry
 from titancli.checkpoint.format.tensors import TORCH_DTYPE, TensorFiles
+from titancli.distributed.private import boxes_of
 from titancli.errors import TitanError
 
 _BLOCK = 1 << 23
@@ -38,11 +38,6 @@ class Part(NamedTuple):
     box: Box
     memory: Tensor
     """Of the box's sizes; on any device, of any dtype."""
-
-
-def boxes_of(tensor: Tensor) -> list[Box]:
-    """What a rank holds of a tensor."""
-    return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in _create_chunk_list(tensor)]
 
 
 def parts_of(tensors: Mapping[str, Tensor]) -> list[Part]:

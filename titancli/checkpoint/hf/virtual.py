@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from titancli.checkpoint.format.reader import boxes_of
+from titancli.distributed.private import boxes_of
 from titancli.errors import TitanError
 
 Region = tuple[range, ...]

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.checkpoint.utils import _DistWrapper
 
 from titancli.checkpoint.format.plan import SavePlan
 from titancli.checkpoint.format.storage import several_ranks
 from titancli.checkpoint.peers.memory import Memory
 from titancli.checkpoint.save import raise_failure
+from titancli.distributed.private import RanksTogether
 
 _BLOCK = 1 << 28
 """Bytes of one message."""
@@ -60,7 +60,7 @@ class Team:
 
     def __init__(self, memory: Memory, nodes: Nodes, group: dist.ProcessGroup | None) -> None:
         self.memory, self.nodes, self.group = memory, nodes, group
-        self.wrapper = _DistWrapper(group, several_ranks(group), 0)
+        self.wrapper = RanksTogether(group, several_ranks(group), 0)
         self.rank = self.wrapper.get_rank()
         self.is_first = nodes.is_first(self.rank)
         """Whether this rank does what is done once on each node."""

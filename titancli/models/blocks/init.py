@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from titancli.distributed.private import offsets_of
 
 _AT_A_TIME = 1 << 18
 """Values that are computed together; that takes about 8 MiB, which a CPU mostly has in its cache."""
@@ -88,7 +89,7 @@ def _draw(parameter: Tensor, generator: torch.Generator, values: Callable[[Tenso
     shape = parameter.shape
     place: Sequence[int] = [0] * parameter.ndim
     if isinstance(parameter, DTensor):
-        _, place = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
+        place = offsets_of(parameter)
     steps = [_GAMMA * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     first = _mixed(seed + _GAMMA) + sum(at * step for at, step in zip(place, steps, strict=True))
     for box, counters in _boxes(_local(parameter), first, steps):

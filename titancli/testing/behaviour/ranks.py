@@ -156,7 +156,7 @@ def main(folder: Path) -> None:
     import torch.distributed as dist
 
     from titancli import registry
-    from titancli.distributed.mesh import forget_meshes
+    from titancli.distributed.private import forget_meshes
 
     torch.set_num_threads(1)
     told = json.loads((folder / "jobs.json").read_text())
