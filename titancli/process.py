@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from titancli.errors import EXIT_STOPPED, EnvironmentProblem
+from titancli.files import regular
 from titancli.runs import timestamp
 from titancli.signals import drop, say
 
@@ -245,7 +246,7 @@ class Tee:
 
 
 def _appending(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    return regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
 def _first_line(who: str) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 import xxhash
 
 from titancli.errors import EnvironmentProblem
+from titancli.files import regular
 
 LARGEST_SOURCE = 16 << 20
 """Bytes of a patch or plugin file that a run folder keeps at most."""
@@ -192,7 +193,8 @@ def keep_sources(run: Path, attempt: Mapping[str, Any]) -> None:
         try:
             path.parent.mkdir(exist_ok=True)
             part = path.with_name(f".{path.name}.{os.getpid()}")
-            part.write_bytes(data)
+            with open(part, "wb", opener=regular) as file:
+                file.write(data)
             os.replace(part, path)
         except OSError as error:
             raise EnvironmentProblem(

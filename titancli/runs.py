@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from titancli.errors import EXIT_ENVIRONMENT, EnvironmentProblem, TitanError
+from titancli.files import parse_json, read_bytes, regular
 from titancli.seal import Seal
 
 LOCK_NAME = "recipe.lock.toml"
@@ -87,6 +88,39 @@ def write_atomically(path: Path, text: str) -> None:
         ) from error
 
 
+_TYPES: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "record": {"run_id": str, "name": str, "created": str},
+    "attempt": {
+        **dict.fromkeys(("started", "ended", "token", "host", "platform", "device"), str),
+        **dict.fromkeys(("recipe", "checkpoint"), str),
+        **dict.fromkeys(("world", "serial", "step", "restarts"), int),
+        **dict.fromkeys(("mesh", "versions", "git", "outcome", "origins", "env"), dict),
+        **dict.fromkeys(("argv", "drift", "code_drift", "plugin_files"), list),
+    },
+    "outcome": {"why": str, "signal": str, "step": int, "checkpoint": str, "error": str, "metrics": dict},
+    "git": {"commit": str, "branch": str},
+    "plugin file": {"path": str, "sha256": str},
+}
+"""What run.json holds, by name; null stands for what is not known."""
+
+
+def _other_types(record: dict[str, Any]) -> str | None:
+    """What in a record is not of its type."""
+    found: list[tuple[str, Any]] = [("record", record)]
+    for attempt in record.get("attempts", []):
+        found.append(("attempt", attempt))
+        found += [(name, attempt[name]) for name in ("outcome", "git") if attempt.get(name) is not None]
+        files = attempt.get("plugin_files")
+        found += [("plugin file", file) for file in files or [] if isinstance(files, list)]
+    for kind, table in found:
+        if not isinstance(table, dict):
+            return kind
+        for name, expected in _TYPES[kind].items():
+            if table.get(name) is not None and not isinstance(table[name], expected):
+                return f"{name} ({kind})"
+    return None
+
+
 def changed_lock(path: Path, data: bytes) -> EnvironmentProblem | None:
     """Return what is wrong with a resolved recipe that is not as titan has written it; None: it is."""
     if LOCK_SEAL.holds(data.replace(b"\r\n", b"\n")) is not False:
@@ -105,7 +139,7 @@ def read_lock(path: Path) -> str:
         EnvironmentProblem: it cannot be read, or is not as titan has written it.
     """
     try:
-        data = path.read_bytes()
+        data = read_bytes(path)
         text = data.decode()
     except (OSError, ValueError) as error:
         raise EnvironmentProblem(f"cannot read {path}: {error}") from error
@@ -155,7 +189,7 @@ def _take_lock(file: IO[Any], kind: int) -> None:
 def _is_locked(path: Path, kind: int) -> bool | None:
     try:
         # NFS locks a file alone only for who may write it.
-        with open(path, "r+b" if os.access(path, os.W_OK) else "rb") as file:
+        with open(path, "r+b" if os.access(path, os.W_OK) else "rb", opener=regular) as file:
             try:
                 _take_lock(file, kind)
             except OSError as error:
@@ -167,6 +201,18 @@ def _is_locked(path: Path, kind: int) -> bool | None:
     return False
 
 
+IN_USE = "wait for that process or stop it, or start a new run in another folder"
+
+
+def _holder(path: Path) -> str:
+    """Who holds a lock file, as it says itself."""
+    try:
+        words = read_bytes(path, 1 << 20).decode("utf-8", "replace").strip().splitlines()
+    except OSError:
+        words = []
+    return words[-1] if words else "another process"
+
+
 def _locked(path: Path, kind: int, what: str) -> IO[str]:
     """An open file that is locked, and says by whom; `what` it stands for is named where it is taken.
 
@@ -174,20 +220,15 @@ def _locked(path: Path, kind: int, what: str) -> IO[str]:
         EnvironmentProblem: it is, or it cannot be written.
     """
     try:
-        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - held until the process ends
+        file = open(path, "a+", encoding="utf-8", opener=regular)  # noqa: SIM115 - held until the process ends
     except OSError as error:
         raise EnvironmentProblem(f"cannot write {path}: {error.strerror}") from error
     try:
         _take_lock(file, kind)
     except OSError as error:
         if error.errno in TAKEN:
-            file.seek(0)
-            holders = file.read().strip().splitlines() or ["another process"]
             file.close()
-            raise EnvironmentProblem(
-                f"{what} is in use by {holders[-1]}",
-                hint="wait for that process or stop it, or start a new run in another folder",
-            ) from error
+            raise EnvironmentProblem(f"{what} is in use by {_holder(path)}", hint=IN_USE) from error
         logger.warning(
             "%s cannot be locked (%s): another run could write to it at the same time", path, error
         )
@@ -423,6 +464,18 @@ class RunFolder:
         """
         return Hold(self._lock("ranks.lock", fcntl.LOCK_SH))
 
+    def refuse_in_use(self) -> None:
+        """Refuse a folder that a command or ranks hold, and change no file.
+
+        Raises:
+            EnvironmentProblem: they do; names host and process.
+        """
+        for name, kind in (("run.lock", fcntl.LOCK_SH), ("ranks.lock", fcntl.LOCK_EX)):
+            if _is_locked(self.path / name, kind):
+                raise EnvironmentProblem(
+                    f"the run folder {self.path} is in use by {_holder(self.path / name)}", hint=IN_USE
+                )
+
     def in_use(self) -> bool | None:
         """Return whether a command or ranks hold the folder; None where the locks cannot be asked.
 
@@ -464,8 +517,8 @@ class RunFolder:
             EnvironmentProblem: it is damaged, not JSON, of another format, or has no list of attempts.
         """
         try:
-            data = self.record_file.read_bytes()
-            record = json.loads(data)
+            data = read_bytes(self.record_file)
+            record = parse_json(data)
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except (OSError, ValueError) as error:
@@ -485,6 +538,8 @@ class RunFolder:
         attempts = record.get("attempts", [])
         if not isinstance(attempts, list) or not all(isinstance(attempt, dict) for attempt in attempts):
             raise EnvironmentProblem(f"{self.record_file} has no list of attempts", hint="restore the file")
+        if (wrong := _other_types(record)) is not None:
+            raise EnvironmentProblem(f"{self.record_file} has an invalid {wrong}", hint="restore the file")
         record.pop("xxh3_64", None)
         return record
 

@@ -162,7 +162,7 @@ def test_a_link_is_listed_once_and_what_is_no_run_not_at_all(
             '{"format": 1, "attempts": [{"outcome": {"metrics": {"loss": "high"}}}]}',
             "an invalid outcome",
         ),
-        ('{"format": 1, "created": 3}', "not a string"),
+        ('{"format": 1, "created": 3}', "an invalid created"),
         (None, "there is no run.json"),
     ],
 )

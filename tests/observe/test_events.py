@@ -109,7 +109,7 @@ def test_the_tail_goes_on_after_a_disk_that_failed_for_a_moment(
     tail = Tail(tmp_path / "events.jsonl")
     log.write("log", level="info", message="one")
 
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise OSError(errno.ESTALE, "Stale file handle")
 
     with monkeypatch.context() as patched:

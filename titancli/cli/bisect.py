@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from titancli.cli.common import Common
-from titancli.cli.output import note, print_json, printable
+from titancli.cli.output import note, out, print_json
 from titancli.cli.reproduce import print_differences, quiet_stdout
 from titancli.errors import EXIT_FAILED, EXIT_OK, UsageError
+from titancli.terminal import printable
 
 if TYPE_CHECKING:
     from titancli.run.bisect import Bisection, Compared, Side
@@ -68,12 +69,12 @@ def command(common: Common, one: str, other: str, again: bool, as_json: bool) ->
         print_json("bisection", _document(sides, found, repeated))
     else:
         for line in _lines(sides, found):
-            print(printable(line))
+            out(printable(line))
         for line in _lines_of(repeated, found):
-            print(printable(line))
+            out(printable(line))
         print_differences([one for one in found.differences if one not in found.because])
         for line in found.unknown:
-            print(printable(line))
+            out(printable(line))
         if found.result == "parts" and not again and found.with_digests and found.step in found.with_digests:
             note(f"to compute step {found.step} once more: titan bisect {one} {other} --repeat")
     return EXIT_OK if found.result in ("equal", "within_envelope") else EXIT_FAILED

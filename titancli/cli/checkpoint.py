@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from titancli.cli.output import note, print_json, table
+from titancli.cli.output import note, out, print_json, table
 from titancli.cli.places import FolderOrURL
 from titancli.errors import EXIT_ENVIRONMENT, EXIT_OK, EnvironmentProblem
+from titancli.terminal import clean
 
 if TYPE_CHECKING:
     from titancli.checkpoint.format.layout import TensorLayout
@@ -93,7 +94,7 @@ def verify(paths: tuple[Path, ...], as_json: bool) -> int:
     for folder in chosen:
         found.append(look_at(folder, "full"))
         if not as_json:
-            print(_verdict(found[-1]), flush=True)
+            print(clean(_verdict(found[-1])), flush=True)
     ok = not any(map(bad, found))
     if as_json:
         print_json("verification", {"ok": ok, "checkpoints": [_document(one) for one in found]})
@@ -152,9 +153,9 @@ def _print_facts(found: Found, tensors: dict[str, TensorLayout]) -> None:
         "looks": "; ".join(found.faults)
         or "good (file sizes only; `titan checkpoint verify` also checks the checksums)",
     }
-    print(found.path)
+    out(str(found.path))
     for name, value in facts.items():
-        print(f"  {name:<11} {value}")
+        out(f"  {name:<11} {value}")
     print()
 
 

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titancli.cli.output import note, printable, short_path, table
+from titancli.cli.output import note, short_path, table
 from titancli.errors import UsageError, nearest_name
+from titancli.terminal import printable
 
 if TYPE_CHECKING:
     from titancli.observe.summary import Summary

@@ -10,11 +10,12 @@ import click
 
 from titancli.cli.common import split_overrides
 from titancli.cli.completion import RecipeOrOverride
-from titancli.cli.output import note, print_json, printable
+from titancli.cli.output import note, print_json
 from titancli.errors import UsageError
 from titancli.recipe import Loaded, load_recipe
 from titancli.recipe.load import resolved_text
 from titancli.recipe.toml import dotted
+from titancli.terminal import printable
 
 COMMENT_COLUMN = 40
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from titancli.cli.output import note, print_json, printable, table
+from titancli.cli.output import note, print_json, table
 from titancli.errors import EXIT_ENVIRONMENT, EXIT_OK, UsageError
+from titancli.terminal import printable
 
 if TYPE_CHECKING:
     from titancli.data.shards import Index

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from titancli.cli.common import Common, split_overrides
-from titancli.cli.output import note, print_json, short_path
+from titancli.cli.output import note, out, print_json, short_path
 from titancli.cli.train import NumberOrAuto
 from titancli.errors import UsageError
 
@@ -76,7 +76,7 @@ def command(
         return 0
     for row in rows:
         figures = [f"{key.replace('_', ' ')} {_figure(key, value)}" for key, value in row["metrics"].items()]
-        print(f"{row['name']}: {', '.join(figures)}")
+        out(f"{row['name']}: {', '.join(figures)}")
     return 0
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from titancli.cli.output import note, print_json, short_path
+from titancli.cli.output import note, out, print_json, short_path
 from titancli.errors import EnvironmentProblem
 from titancli.observe.console import JsonLines
 from titancli.observe.events import EVENTS_FORMAT, Tail, can_be_shown, format_of
@@ -37,7 +37,7 @@ def print_logs(run: Path, rank: int | None, count: int | None, *, as_json: bool)
         return
     for name, path in files.items():
         for line in _lines(path, count):
-            print(f"{name}: {line}" if rank is None else line)
+            out(f"{name}: {line}" if rank is None else line)
 
 
 def follow_logs(run: Path, rank: int | None, count: int | None) -> None:
@@ -86,7 +86,7 @@ def watch(run: Path, *, as_json: bool) -> None:
             f"this version of titan reads format {EVENTS_FORMAT}"
         )
     if not as_json:
-        print(f"{short_path(run)}: {ended}")
+        out(f"{short_path(run)}: {ended}")
 
 
 def _until_ended(run: Path) -> Iterator[Summary]:
@@ -131,4 +131,4 @@ def _lines(path: Path, count: int | None) -> Iterator[str]:
 
 def _print(name: str, lines: Iterator[str], *, prefix: bool) -> None:
     for line in lines:
-        print(f"{name}: {line}" if prefix else line)
+        out(f"{name}: {line}" if prefix else line)

@@ -12,10 +12,11 @@ import click
 
 from titancli.cli.common import Common
 from titancli.cli.completion import RunName
-from titancli.cli.output import note, print_json, short_path
+from titancli.cli.output import note, out, print_json, short_path
 from titancli.cli.train import Nodes, check_flags, environment_of, one_recipe, start_options
 from titancli.errors import EXIT_INTERRUPTED, EXIT_OK, EnvironmentProblem, UsageError
 from titancli.runs import RunFolder
+from titancli.terminal import clean
 
 if TYPE_CHECKING:
     from titancli.launchers.slurm import JobState, SlurmFiles
@@ -224,8 +225,8 @@ def status(run: Path, as_json: bool) -> None:
         found = {"state": summary.state, "step": summary.step, "steps": summary.steps} if summary else None
         print_json("job", {"job": about, "run": found})
         return
-    print(_job_line(job, state))
-    print(f"run {short_path(files.run)}: {state_line(summary) if summary else 'not started yet'}")
+    out(_job_line(job, state))
+    out(f"run {short_path(files.run)}: {state_line(summary) if summary else 'not started yet'}")
 
 
 @command.command("logs", short_help="Print the logs of a run's job.")
@@ -256,7 +257,7 @@ def logs(run: Path, follow: bool, node: int, as_json: bool) -> int:
         return EXIT_OK
     for lines in texts.values():
         for line in lines:
-            print(line)
+            out(line)
     return EXIT_OK
 
 
@@ -323,7 +324,7 @@ def _follow(
                     said = line
             for reader in readers:
                 for text in reader.poll():
-                    print(text, file=stream, flush=True)
+                    print(clean(text), file=stream, flush=True)
             if over:
                 break
             time.sleep(POLL_SECONDS)
@@ -335,7 +336,7 @@ def _follow(
         return state, EXIT_INTERRUPTED
     for reader in readers:
         for text in reader.rest():
-            print(text, file=stream)
+            print(clean(text), file=stream)
     code = EXIT_OK if state is None else state.exit_code
     if code:
         note(f"logs of all nodes: {short_path(files.logs)}/slurm-{job}-node-*.log")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from titancli.signals import say
+from titancli.terminal import clean, printable
 
 _quiet = False
 
@@ -42,6 +43,7 @@ def table(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, styles: Mapping[str, str] | None = None
 ) -> None:
     """Print rows in columns; the header only for people. `styles`: rich's, by the text of a cell."""
+    header, *rows = [[printable(cell) for cell in row] for row in (header, *rows)]
     if sys.stdout.isatty():
         _draw(header, rows, styles or {})
         return
@@ -71,9 +73,9 @@ def print_json(schema: str, document: dict[str, Any], *, one_line: bool = False)
 def error_line(message: str, *, hint: str | None = None) -> None:
     """Say on stderr what went wrong, and what to do."""
     mark = "\x1b[1;31merror\x1b[0m" if colored(sys.stderr) else "error"
-    say(f"{mark}: {message}")
+    say(f"{mark}: {clean(message)}")
     if hint:
-        say(f" {hint}")
+        say(f" {clean(hint)}")
 
 
 def mark(state: str) -> str:
@@ -90,9 +92,9 @@ def short_path(path: Path) -> str:
     return f"./{short}" if short.startswith("-") or "=" in short.partition("/")[0] else short
 
 
-def printable(text: str) -> str:
-    """Return a text without what a terminal would obey."""
-    return "".join(char if char.isprintable() else "?" for char in text)
+def out(text: str = "") -> None:
+    """Print to stdout what comes from files of others: without what a terminal would obey."""
+    print(clean(text))
 
 
 def be_quiet(quiet: bool) -> None:
@@ -104,4 +106,4 @@ def be_quiet(quiet: bool) -> None:
 def note(message: str) -> None:
     """Say something on stderr that `-q` leaves out."""
     if not _quiet:
-        say(message)
+        say(clean(message))

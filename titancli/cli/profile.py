@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from titancli.cli.completion import RunName
-from titancli.cli.output import note, print_json, short_path
+from titancli.cli.output import note, out, print_json, short_path
 from titancli.errors import EnvironmentProblem, TitanError
 
 OTHERS = 30.0
@@ -60,7 +60,7 @@ def command(run: Path, steps: int, memory: bool, as_json: bool) -> None:
         print_json("profile", {**known, "traces": traces, "snapshots": snapshots})
         return
     for file in [*traces, *snapshots]:
-        print(short_path(Path(file)))
+        out(short_path(Path(file)))
     note("open traces in https://ui.perfetto.dev or chrome://tracing")
     if snapshots:
         note("open memory snapshots in https://docs.pytorch.org/memory_viz")

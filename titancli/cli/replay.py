@@ -11,9 +11,10 @@ import click
 
 from titancli.cli.common import Common, split_overrides
 from titancli.cli.completion import RecipeOrOverride
-from titancli.cli.output import note, print_json, printable, table
+from titancli.cli.output import note, out, print_json, table
 from titancli.cli.train import NumberOrAuto
 from titancli.errors import EXIT_FAILED, EXIT_OK, UsageError
+from titancli.terminal import printable
 
 SHOWN = 10
 """Rows and documents that are shown; --json has all."""
@@ -112,7 +113,7 @@ def command(
 
 def _show(found: dict[str, Any], layers: Sequence[str]) -> None:
     for line in _summary(found):
-        print(line)
+        out(line)
     ordered = sorted(found["rows"], key=_weight, reverse=True)
     columns = ("row", "loss", "gradient norm", "targets", "rank", "position", "text")
     _table("rows, the highest first", columns, [_row(row) for row in ordered[:SHOWN]])
@@ -135,7 +136,7 @@ def _show(found: dict[str, Any], layers: Sequence[str]) -> None:
 
 
 def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    print(f"\n{title}:")
+    out(f"\n{title}:")
     table(header, rows if sys.stdout.isatty() else [header, *rows])  # which draws the header for people
 
 

@@ -16,9 +16,10 @@ import click
 
 from titancli.cli.common import Common, split_overrides
 from titancli.cli.completion import RecipeOrOverride
-from titancli.cli.output import note, print_json, printable, short_path
+from titancli.cli.output import note, out, print_json, short_path
 from titancli.cli.train import NumberOrAuto
 from titancli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
+from titancli.terminal import printable
 
 if TYPE_CHECKING:
     from titancli.run.differences import Difference
@@ -146,10 +147,10 @@ def _check(
         print_json("reproduction", _document(run, None, None, found, lacking, problems))
         return code
     for problem in problems:
-        print(f"cannot be reproduced here: {printable(problem)}")
+        out(f"cannot be reproduced here: {printable(problem)}")
     print_differences(found)
     for line in lacking:
-        print(line)
+        out(line)
     if code == EXIT_OK:
         print("nothing that matters differs")
     return code
@@ -229,10 +230,10 @@ def _tell(
         )
         return code
     for line in _lines(run, again, verdict):
-        print(line)
+        out(line)
     print_differences([one for one in verdict.differences if one not in verdict.because])
     for line in verdict.unknown:
-        print(line)
+        out(line)
     return code
 
 
@@ -290,7 +291,7 @@ def print_differences(found: Sequence[Difference]) -> None:
     for effect in ("results", "rounding", "none"):
         for one in found:
             if one.effect == effect:
-                print(f"differs ({EFFECTS[effect]}): {printable(str(one))}")
+                out(f"differs ({EFFECTS[effect]}): {printable(str(one))}")
 
 
 def _document(

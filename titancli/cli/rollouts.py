@@ -11,6 +11,7 @@ import click
 
 from titancli.cli.output import colored, note, print_json
 from titancli.errors import UsageError
+from titancli.terminal import printable
 
 GREEN, RED, DIM, BOLD = 32, 31, 2, 1
 
@@ -59,7 +60,7 @@ def command(run: Path, step: int | None, prompts: int | None, samples: int | Non
 
 
 def _show(row: dict[str, Any], count: int) -> None:
-    answer = "" if row["answer"] is None else f"  (answer: {row['answer']})"
+    answer = "" if row["answer"] is None else printable(f"  (answer: {row['answer']})")
     print(_in(BOLD, f"{_line(row['prompt'])}{answer}"))
     samples = sorted(row["samples"], key=lambda sample: -sample["advantage"])
     kept = (
@@ -76,7 +77,8 @@ def _show(row: dict[str, Any], count: int) -> None:
         tail += [f"{name}: {why}" for name, why in sample["failed"].items()]
         tail += [] if sample["counted"] else ["not counted"]
         told = f"  [{'; '.join(tail)}]" if tail else ""
-        print(f"  {_in(color, numbers)}  {sample['finish']:<6}  {_line(sample['text'])}{told}")
+        finish, text = printable(sample["finish"]), _line(sample["text"])
+        print(f"  {_in(color, numbers)}  {finish:<6}  {text}{printable(told)}")
     if left := len(samples) - len(kept):
         print(_in(DIM, f"  … {left} more in between"))
     print()

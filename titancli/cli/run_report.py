@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import click
 
 from titancli.cli.completion import RunName
-from titancli.cli.output import colored, print_json, printable, short_path, table
+from titancli.cli.output import colored, print_json, short_path, table
 from titancli.errors import EnvironmentProblem, UsageError
 from titancli.runs import RunFolder, write_atomically
+from titancli.terminal import printable
 
 if TYPE_CHECKING:
     from titancli.reporting.view import Run
@@ -96,7 +97,7 @@ def _print(runs: Sequence[Run], by: str) -> None:
     for number, run in enumerate(runs):
         summary = run.summary
         step = "no step" if summary.step is None else f"step {summary.step}/{summary.steps}"
-        name = _colored(run.name, number if len(runs) > 1 else None)
+        name = _colored(printable(run.name), number if len(runs) > 1 else None)
         error = f": {printable(summary.error)}" if summary.error else ""
         print(f"{name}  {summary.state.replace('_', ' ')}, {step}{error}")
     for name in view.metrics_of(runs):
@@ -104,7 +105,7 @@ def _print(runs: Sequence[Run], by: str) -> None:
             continue
         curves = [view.curve(run, number, name, by, 2 * columns) for number, run in enumerate(runs)]
         if lines := text.chart(curves, width=columns, height=9 if name == "loss" else 6):
-            print(f"\n{view.title(name)} by {by}")
+            print(f"\n{printable(view.title(name))} by {by}")
             for line in lines:
                 print("".join(_colored(piece, run) for piece, run in line).rstrip())
     tables = [dict(run.history.times.ordered()) for run in runs]

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from titancli.cli.completion import RunName
-from titancli.cli.output import note, print_json, printable, short_path, table
+from titancli.cli.output import note, out, print_json, short_path, table
 from titancli.errors import EnvironmentProblem, UsageError
 from titancli.runs import LOCK_NAME, RunFolder, runs_root
 from titancli.signals import say
+from titancli.terminal import printable
 
 if TYPE_CHECKING:
     from titancli.observe.summary import Summary
@@ -216,7 +217,7 @@ def _refuse_in_use(run: Summary) -> None:
             f"{run.path} may still be running: {'; '.join(run.problems)}",
             hint=f"run this command on {run.host}",
         )
-    RunFolder(run.path).hold().release()
+    RunFolder(run.path).refuse_in_use()
 
 
 def _confirmed(runs: list[Summary]) -> bool:
@@ -226,7 +227,7 @@ def _confirmed(runs: list[Summary]) -> bool:
         saved = f"{len(run.checkpoints)} checkpoint{'' if len(run.checkpoints) == 1 else 's'}"
         step = "no step" if run.step is None else f"step {run.step}"
         about = ", ".join((_words(run.state), step, saved, size_text(_size(run.path))))
-        say(f"  {short_path(run.path)}: {about}")
+        say(printable(f"  {short_path(run.path)}: {about}"))
     if not sys.stdin.isatty():
         raise UsageError("nobody can be asked here whether to remove them", hint="add --yes")
     return click.confirm(f"Remove {len(runs)} run{'' if len(runs) == 1 else 's'}?", err=True)
@@ -323,10 +324,10 @@ def _print_facts(run: Summary, logs: list[str]) -> None:
         "logs": ", ".join(f"logs/{name}" for name in logs),
         "note": "; ".join(run.problems),
     }
-    print(run.path)
+    out(str(run.path))
     for name, fact in facts.items():
         if fact:
-            print(f"  {name:<9} {printable(fact)}")
+            out(f"  {name:<9} {printable(fact)}")
 
 
 def _attempt_row(number: int, attempt: dict[str, Any]) -> tuple[str, ...]:

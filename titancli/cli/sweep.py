@@ -15,10 +15,11 @@ import click
 
 from titancli.cli.common import Common, split_overrides
 from titancli.cli.completion import RecipeOrOverride
-from titancli.cli.output import note, print_json, printable, short_path, table
+from titancli.cli.output import note, print_json, short_path, table
 from titancli.cli.train import NumberOrAuto
 from titancli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
 from titancli.runs import RunFolder, runs_root, write_atomically
+from titancli.terminal import printable
 
 if TYPE_CHECKING:
     from titancli.run.sweep import Job

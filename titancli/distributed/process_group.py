@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from titancli.errors import EnvironmentProblem, RankFailure, TitanError, UsageError
+from titancli.files import regular
 from titancli.process import Place
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ def dump_flight_recorder(logs: Path, rank: int) -> Path | None:
     if b'"entries"' not in trace:
         return None
     path = logs / f"flight-recorder-rank-{rank}.json"
-    path.write_bytes(trace)
+    with open(path, "wb", opener=regular) as file:
+        file.write(trace)
     return path
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from titancli.distributed.process_group import all_gather, on_rank_zero
 from titancli.errors import EnvironmentProblem
+from titancli.files import regular
 
 PATIENCE = 30.0
 """Seconds that a network disk may take to show a file that was written elsewhere: at the start, when a
@@ -63,7 +64,7 @@ def require_shared(folder: Path, host: str, *, first_of_node: bool, patience: fl
 def _write(path: Path, text: str) -> str | None:
     """Write a file to the disk; the reason where that fails."""
     try:
-        with open(path, "w", encoding="utf-8") as file:
+        with open(path, "w", encoding="utf-8", opener=regular) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

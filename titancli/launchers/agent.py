@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from titancli.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
+from titancli.files import regular
 from titancli.process import as_child, die_with_parent, parent_of
 from titancli.signals import ASKED_TO_STOP, EXIT_NODES_JOIN, NODES_JOIN, heeded
 
@@ -77,7 +78,8 @@ def main(arguments: Sequence[str]) -> int:
             for rank, failure in error.failures.items()
         ]
         try:
-            report.write_text(json.dumps(ends))
+            with open(report, "w", encoding="utf-8", opener=regular) as file:
+                file.write(json.dumps(ends))
         except OSError as failure:
             print(f"cannot write {report}: {failure.strerror}; ranks that failed: {ends}", file=sys.stderr)
         return EXIT_FAILED

@@ -24,6 +24,7 @@ from titancli.errors import (
     EXIT_STOPPED,
     TitanError,
 )
+from titancli.files import regular
 from titancli.launch import LaunchRequest
 from titancli.launchers import Local
 from titancli.launchers.agent import EXIT_LOST
@@ -44,6 +45,7 @@ from titancli.observe.panel import Panel, watcher_for
 from titancli.process import copy_into, own_folder, rank_log
 from titancli.runs import ChangedMeanwhile, Claim, RunFolder, TakenOver, timestamp
 from titancli.signals import say
+from titancli.terminal import printable
 
 PATIENCE = 60.0
 """Seconds for which a node waits for what another one writes of the end: a network disk may show it late."""
@@ -141,7 +143,7 @@ def _under_torchrun(config: Local, request: LaunchRequest) -> int:
     before, tail = failures.there(folder.logs), Tail(folder.events)
     with (
         _watcher(request) as watcher,
-        open(launcher_log(request), "a", encoding="utf-8") as log,
+        open(launcher_log(request), "a", encoding="utf-8", opener=regular) as log,
         Signals() as signals,
     ):
         drawing = Drawing(tail, watcher)
@@ -253,7 +255,7 @@ def _say_failure(failure: failures.Failure | None, request: LaunchRequest, silen
     logs = request.folder.logs
     if failure is None:
         log = launcher_log(request)
-        last = "".join(f"  {line}\n" for line in _last_lines(log))
+        last = printable("".join(f"  {line}\n" for line in _last_lines(log)), "\n\t")
         say(f"error: the ranks could not be started\n{last}log: {log}")
         return EXIT_FAILED
     say(f"error: {failures.block(failure, rank_log(logs, failure.rank), silent)}")

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from titancli.errors import EXIT_FAILED, EXIT_OK, EnvironmentProblem
+from titancli.files import read_json
 from titancli.launchers import FIELDS, Slurm
 from titancli.runs import RunFolder, hold_file, timestamp, write_atomically
 
@@ -95,7 +96,7 @@ class SlurmFiles:
             EnvironmentProblem: the file is damaged, or of a newer version.
         """
         try:
-            found = json.loads(self.jobs_file.read_text(encoding="utf-8"))
+            found = read_json(self.jobs_file)
             if found["format"] != FORMAT:
                 raise ValueError(f"format {found['format']} is that of another version of titan")
             return [{name: job[name] for name in ("id", "submitted", "nodes")} for job in found["jobs"]]

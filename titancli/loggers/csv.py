@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from titancli.errors import EnvironmentProblem
+from titancli.files import regular
 from titancli.loggers import CSV
 from titancli.runs import timestamp
 
@@ -55,8 +56,8 @@ class CsvLogger:
         temporary = self._path.with_name(f".{self._path.name}.new")
         try:
             with (
-                open(self._path, "a+", newline="", encoding="utf-8", errors="replace") as old,
-                open(temporary, "w", newline="", encoding="utf-8") as new,
+                open(self._path, "a+", newline="", encoding="utf-8", errors="replace", opener=regular) as old,
+                open(temporary, "w", newline="", encoding="utf-8", opener=regular) as new,
             ):
                 old.seek(0)
                 rows = csv.reader(old)
@@ -78,7 +79,7 @@ class CsvLogger:
         line = io.StringIO()
         csv.writer(line, lineterminator="\n").writerow(row)
         data = line.getvalue().encode()
-        with open(self._path, "ab", buffering=0) as file:
+        with open(self._path, "ab", buffering=0, opener=regular) as file:
             self._end = end = file.tell()
             try:
                 if file.write(data) != len(data):

@@ -22,6 +22,7 @@ from titancli.migrate.parts import PARTS
 from titancli.recipe.problems import Problems
 from titancli.recipe.read import read_file
 from titancli.recipe.schema import Recipe
+from titancli.terminal import printable
 
 if TYPE_CHECKING:
     from titancli.registry.lookup import Registry
@@ -146,5 +147,5 @@ def _account(found: Translation, path: str) -> Iterable[str]:
 def _shown(remark: Remark) -> str:
     value = remark.value
     text = value if isinstance(value, str) and not value.isprintable() else json.dumps(value, default=str)
-    text = "".join(char if char.isprintable() else "?" for char in text)
+    text = printable(text)
     return f"{remark.name} = {text if len(text) <= 60 else text[:59] + '…'}"

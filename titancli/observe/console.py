@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from titancli.process import OutputLog
+from titancli.terminal import clean
 
 UNKNOWN = "—"
 
@@ -27,6 +28,7 @@ class Console:
         self._status = ""
 
     def __call__(self, event: dict[str, Any]) -> None:
+        event = clean(event)
         kind = event["event"]
         if self._quiet and (kind != "log" or event["level"] in ("debug", "info")):
             return
@@ -79,7 +81,7 @@ class JsonLines:
         self._stream = stream
 
     def __call__(self, event: dict[str, Any]) -> None:
-        self._stream.write(json.dumps(event, ensure_ascii=False) + "\n")
+        self._stream.write(json.dumps(event) + "\n")
         self._stream.flush()
 
     def close(self) -> None:

@@ -20,10 +20,13 @@ from typing import Any
 import numpy as np
 
 from titancli.errors import EnvironmentProblem
+from titancli.files import parse_json, read_bytes, regular
 from titancli.seal import Seal
 
 FORMAT = 2
 FOLDER = "digests"
+LARGEST = 1 << 32
+"""Bytes of a file: a hundred million steps."""
 SEAL = Seal('{"xxh3_64":"', '",')
 """How the header begins."""
 RECORD = np.dtype(
@@ -109,7 +112,7 @@ class DigestWriter:
         head = Header(**self._header, start=start)
         line = SEAL.put(json.dumps(asdict(head), separators=(",", ":")).removeprefix("{")).encode() + b"\n"
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        file = regular(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             if os.write(file, line) < len(line):
                 raise OSError("the disk is full")
@@ -296,7 +299,7 @@ def _pair(numbers: np.ndarray) -> tuple[int, int]:
 def _read(path: Path) -> tuple[Header, np.ndarray] | None:
     """The header and the whole records of a file; None if a killed process has not even left the header."""
     try:
-        data = path.read_bytes()
+        data = read_bytes(path, LARGEST)
     except OSError as error:
         raise EnvironmentProblem(f"cannot read {path}: {error.strerror}") from error
     line, newline, rest = data.partition(b"\n")
@@ -307,7 +310,7 @@ def _read(path: Path) -> tuple[Header, np.ndarray] | None:
                     return None
                 raise EnvironmentProblem(f"{path} is damaged: its first line has no end", hint="delete it")
             return None
-        head = json.loads(line)
+        head = parse_json(line)
         if head.get("format") != FORMAT:
             raise ValueError(f"format {head.get('format')!r}")
         if not SEAL.holds(line):

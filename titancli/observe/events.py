@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from titancli.errors import EnvironmentProblem
+from titancli.files import parse_json, regular
 from titancli.runs import timestamp
 
 EVENTS_FORMAT = 1
@@ -48,6 +49,9 @@ NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 BLOCK = 64 * 1024
 """Bytes that are read at once from the end of a file."""
 
+LONGEST = 1 << 24
+"""Bytes of a line; what is longer, titan has not written."""
+
 Listener = Callable[[dict[str, Any]], None]
 
 logger = logging.getLogger(__name__)
@@ -66,7 +70,7 @@ class EventLog:
         self._listeners = listeners
         self._mutex = threading.RLock()
         try:
-            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+            self._file = open(path, "a", encoding="utf-8", opener=regular)  # noqa: SIM115 - closed by close()
             self._partial = _ends_in_a_partial_line(path)
         except OSError as error:
             raise EnvironmentProblem(f"cannot write {path}: {error.strerror}") from error
@@ -161,19 +165,34 @@ class Tail:
     def poll(self) -> Iterator[dict[str, Any]]:
         """Yield the events written since the last call; an incomplete line is left for the next call."""
         try:
-            with open(self._path, "rb") as file:
+            with open(self._path, "rb", opener=regular) as file:
                 file.seek(self._offset)
-                data = file.read()
+                while whole := (data := file.read(LONGEST)).rfind(b"\n") + 1:
+                    self._offset = file.seek(self._offset + whole)
+                    yield from parse(data[:whole])
         except OSError:  # it is not there yet, or a network disk fails for a moment
             return
-        whole = data.rfind(b"\n") + 1
-        self._offset += whole
-        yield from parse(data[:whole])
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Return all events of a file; incomplete lines, left by a process that was killed, are skipped."""
-    return list(parse(path.read_bytes())) if path.exists() else []
+    if not path.exists():
+        return []
+    try:
+        return list(in_order(path))
+    except OSError as error:
+        raise EnvironmentProblem(f"{path} cannot be read: {error.strerror}") from error
+
+
+def in_order(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the same, one by one.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with open(path, "rb", opener=regular) as file:
+        while (line := file.readline(LONGEST)) and (len(line) < LONGEST or line.endswith(b"\n")):
+            yield from parse(line)
 
 
 def backwards(path: Path) -> Iterator[dict[str, Any]]:
@@ -182,7 +201,7 @@ def backwards(path: Path) -> Iterator[dict[str, Any]]:
     A file that is not there, or cannot be read, has none.
     """
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             position, rest = file.seek(0, os.SEEK_END), b""
             while position > 0:
                 size = min(BLOCK, position)
@@ -194,6 +213,8 @@ def backwards(path: Path) -> Iterator[dict[str, Any]]:
                 rest = first
                 for line in reversed(lines):
                     yield from filter(can_be_shown, parse(line))
+                if len(rest) > LONGEST:
+                    return
     except OSError:
         return
 
@@ -220,15 +241,20 @@ def format_of(event: dict[str, Any]) -> str:
 
 def are_metrics(value: Any) -> bool:
     """Return whether a value is a table of numbers, as events have them."""
-    return isinstance(value, dict) and all(
-        one is None or isinstance(one, (int, float)) or one in NOT_FINITE for one in value.values()
-    )
+    return isinstance(value, dict) and all(one is None or _is_number(one) for one in value.values())
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return (isinstance(value, (int, float)) and float(value) is not None) or value in NOT_FINITE
+    except OverflowError:
+        return False
 
 
 def parse(data: bytes) -> Iterator[dict[str, Any]]:
     for line in data.splitlines():
         try:
-            event = json.loads(line)
+            event = parse_json(line)
         except ValueError:
             continue  # cut off when its writer was killed
         if isinstance(event, dict) and "event" in event:

@@ -17,7 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from titancli.errors import EXIT_FAILED, RankFailure, TitanError
+from titancli.files import read_json
 from titancli.runs import timestamp, write_atomically
+from titancli.terminal import printable
 
 PASSED_THROUGH = ("titancli/run/worker.py", "titancli/engine/status.py", "/torch/")
 
@@ -101,7 +103,7 @@ def read(logs: Path, *, before: Reports | None = None) -> list[Failure]:
     for path in logs.glob("rank-*.error.json"):
         try:
             identity = _identity(path)
-            failure = Failure(**json.loads(path.read_text(encoding="utf-8")))
+            failure = Failure(**read_json(path))
         except (OSError, ValueError, TypeError):
             continue  # half of one, from a disk that is full, or another version's
         if (before or {}).get(path.name) != identity:
@@ -162,7 +164,7 @@ def block(failure: Failure, log: Path | None, silent: list[int] | None = None) -
         lines += ["", failure.traceback.rstrip(), ""]
     if log is not None:
         lines.append(f"log: {log}")
-    return "\n".join(lines)
+    return printable("\n".join(lines), "\n\t")
 
 
 def _others(silent: list[int], log: Path | None) -> str:

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from titancli.observe.events import BLOCK
+from titancli.files import regular
+from titancli.observe.events import BLOCK, LONGEST
 
 RANK_LOG = re.compile(r"rank-(\d{1,9})\Z")
 
@@ -33,13 +34,15 @@ class Lines:
     def poll(self) -> Iterator[str]:
         """Yield the lines written since the last call; one that is not whole yet is left for the next."""
         try:
-            with open(self._path, "rb") as file:
+            with open(self._path, "rb", opener=regular) as file:
                 if file.seek(0, 2) < self._offset:  # somebody has made it shorter: it begins anew
                     self._offset, self._partial = 0, b""
                 file.seek(self._offset)
                 while data := file.read(BLOCK):
                     self._offset += len(data)
                     *whole, self._partial = (self._partial + data).split(b"\n")
+                    if len(self._partial) > LONGEST:  # no line: memory is not to grow with it
+                        whole, self._partial = [*whole, self._partial], b""
                     for line in whole:
                         yield line.decode("utf-8", "replace")
         except OSError:  # its rank has not been started yet, or a network disk fails for a moment
@@ -55,7 +58,7 @@ class Lines:
 def _last(path: Path, count: int) -> int:
     """The offset of the last `count` lines; only as much of the file is read as these take."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             position = end = file.seek(0, 2)
             if count == 0:
                 return end

@@ -35,6 +35,7 @@ from titancli.observe.console import (
 )
 from titancli.observe.summary import seconds_since
 from titancli.process import Tee
+from titancli.terminal import clean
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -84,6 +85,7 @@ class Panel:
         self._streams: dict[str, Above] = {}
 
     def __call__(self, event: dict[str, Any]) -> None:
+        event = clean(event)
         kind = event["event"]
         with self._mutex:
             if kind == "run_start":

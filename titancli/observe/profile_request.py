@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titancli.errors import EnvironmentProblem
+from titancli.files import read_json
 from titancli.runs import PROFILE_REQUEST, write_atomically
 
 ANSWER = "profile.json"
@@ -59,7 +60,7 @@ class Requests:
             return None
         self._looked = now
         try:
-            asked = json.loads(self._file.read_text(encoding="utf-8"))
+            asked = read_json(self._file)
             self._id = str(asked["id"])
             wish = Wish(min(max(1, int(asked["steps"])), MAX_STEPS), bool(asked.get("memory")))
         except FileNotFoundError:
@@ -125,7 +126,7 @@ def withdraw(folder: Path, name: str) -> None:
     """Take a request back, if the run has not taken it."""
     file = folder / PROFILE_REQUEST
     try:
-        if json.loads(file.read_text(encoding="utf-8"))["id"] == name:
+        if read_json(file)["id"] == name:
             file.unlink()
     except (OSError, ValueError, KeyError):
         return  # taken meanwhile
@@ -134,7 +135,7 @@ def withdraw(folder: Path, name: str) -> None:
 def answer_to(folder: Path, name: str) -> dict[str, Any] | None:
     """Return what the run has said of a request, if anything."""
     try:
-        found = json.loads((folder / ANSWER).read_text(encoding="utf-8"))
+        found = read_json(folder / ANSWER)
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) and found.get("id") == name else None

@@ -155,7 +155,7 @@ class _Last:
             if event["event"] == "validation":
                 last.metrics = numbers(event) | last.metrics
             kind, step = event["event"], event.get("step")
-            last.time = last.time or event["time"]
+            last.time = last.time or event.get("time")
             if kind in ("run_start", "run_end"):
                 last.why = last.why or (event["why"] if kind == "run_end" else "running")
             if last.step is None and kind != "log" and isinstance(step, int):
@@ -186,10 +186,8 @@ def _checked(record: dict[str, Any]) -> dict[str, Any]:
         )
     for attempt in record.get("attempts", []):
         outcome = attempt.get("outcome") or {}
-        if not isinstance(outcome, dict) or not are_metrics(outcome.get("metrics") or {}):
+        if not are_metrics(outcome.get("metrics") or {}):
             raise EnvironmentProblem("run.json has an invalid outcome")
-    if not all(isinstance(record.get(name, ""), str) for name in ("name", "created")):
-        raise EnvironmentProblem("run.json has a name or a date that is not a string")
     return record
 
 

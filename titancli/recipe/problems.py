@@ -118,7 +118,7 @@ def _as_text(problem: Problem, color: bool) -> str:
     lines = [f"{paint('1;31', f'error[{problem.code}]')}: {paint('1', _printable(problem.message))}"]
     at = problem.location
     if at is None:
-        return "\n".join([*lines, f" {problem.hint}"] if problem.hint else lines)
+        return "\n".join([*lines, f" {_printable(problem.hint)}"] if problem.hint else lines)
     source, column, length = _clip(at)
     gutter = " " * len(str(at.line))
     underlined = source[column - 1 : column - 1 + length]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from titancli.observe.console import numbers
-from titancli.observe.events import can_be_shown, parse
+from titancli.observe.events import can_be_shown, in_order
 from titancli.reporting.times import Interval, Times
 
 MESSAGES = 20
@@ -181,9 +181,7 @@ def read(
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        with open(path, "rb") as file:
-            for line in file:
-                yield from filter(can_be_shown, parse(line))
+        yield from filter(can_be_shown, in_order(path))
     except OSError:
         return
 

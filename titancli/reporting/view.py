@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from titancli.files import read_json
 from titancli.observe.events import are_metrics, plain
 from titancli.observe.summary import Summary
 from titancli.reporting.history import History, read
@@ -214,7 +214,7 @@ def evaluations(summary: Summary) -> list[dict[str, Any]]:
     found = []
     for path in sorted((summary.path / "evaluations").glob("step-*/*.json")):
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = read_json(path)
             step, metrics = data["step"], data["metrics"]
             if not (isinstance(step, int) and are_metrics(metrics)):
                 raise ValueError("it has no step or no metrics")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titancli.errors import EnvironmentProblem
+from titancli.files import parse_json, read_bytes
 from titancli.observe.events import plain
 from titancli.runs import write_atomically
 
@@ -57,7 +58,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     """
     try:
         # As bytes: at U+2028, which a model may write, a str would be split, and JSON has no line end there.
-        rows = [json.loads(line) for line in path.read_bytes().splitlines()]
+        rows = [parse_json(line) for line in read_bytes(path).splitlines()]
     except (OSError, ValueError) as error:
         raise EnvironmentProblem(f"{path} cannot be read as rollouts: {error}") from error
     if not all(isinstance(row, dict) and {"prompt", "answer", "samples"} <= row.keys() for row in rows):

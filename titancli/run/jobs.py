@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from titancli.errors import EXIT_OK, EnvironmentProblem
+from titancli.files import regular
 from titancli.launchers.devices import visible_gpu_names
 from titancli.process import as_child
 from titancli.run.sweep import Job
@@ -94,7 +95,7 @@ class Jobs:
 
     def _start(self, job: Job) -> None:
         share = self._free.popleft()
-        with open(job.log, "ab") as log:
+        with open(job.log, "ab", opener=regular) as log:
             process = subprocess.Popen(
                 self._command(job),
                 stdin=subprocess.DEVNULL,

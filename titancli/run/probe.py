@@ -27,6 +27,7 @@ from titancli.engine.grad_clip import norm_of, total_norm
 from titancli.engine.inputs import batches_of
 from titancli.engine.weights import weights_changed
 from titancli.errors import TitanError, UsageError
+from titancli.files import read_json
 from titancli.observe.events import plain
 from titancli.recipe import load_recipe
 from titancli.registry.component import build
@@ -114,7 +115,7 @@ class Probe:
     @classmethod
     def asked_for(cls, folder: Path) -> Probe:
         """Return the probe that the folder of a replay asks for."""
-        return cls(Asked(**json.loads((folder / REPLAY_REQUEST).read_text(encoding="utf-8"))))
+        return cls(Asked(**read_json(folder / REPLAY_REQUEST)))
 
     def attach(self, engine: Engine, tokenizer: Any, data: Any) -> None:
         """Begin to watch an engine of the probe's own kind, before its first step.

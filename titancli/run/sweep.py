@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import tomli
 
 from titancli.errors import EnvironmentProblem, RecipeError, UsageError
+from titancli.files import read_json
 from titancli.observe.summary import summarize
 from titancli.recipe import load_recipe, lock_text
 from titancli.recipe.toml import inline
@@ -297,7 +298,7 @@ def _record(folder: Path) -> dict[str, Any]:
     """
     path = folder / SWEEP_NAME
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path)
         if record["format"] != SWEEP_FORMAT:
             raise ValueError(f"format {record['format']!r}, this version of titan reads {SWEEP_FORMAT}")
         if not isinstance(record["first"], str) or not all(isinstance(key, str) for key in record["keys"]):

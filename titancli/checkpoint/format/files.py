@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from titancli.errors import EnvironmentProblem
+from titancli.files import NotRegular, regular
 
 T = TypeVar("T")
 
@@ -76,11 +77,10 @@ def open_file(path: Path) -> int:
         OSError: it cannot be opened.
         EnvironmentProblem: it is no regular file.
     """
-    descriptor = patiently(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise EnvironmentProblem(f"{path} is not a regular file")
-    return descriptor
+    try:
+        return patiently(lambda: regular(path, os.O_RDONLY))
+    except NotRegular as error:
+        raise EnvironmentProblem(f"{path} is not a regular file") from error
 
 
 def read_into(path: Path, start: int, memory: memoryview) -> None:

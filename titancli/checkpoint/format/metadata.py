@@ -277,13 +277,18 @@ class Metadata:
     def _read_part(self, rank: int) -> _Part:
         path = self._folder / part_name(rank)
         data = read_checked(path, PART_LIMIT, self._files)
-        limit = PART_LIMIT
+        limit, most = PART_LIMIT, None
         if self._pieces is not None:
-            # Checksums of zeros compress without end, so what they take is known from the data alone.
-            limit = min(limit, (1 << 20) + 32 * self._pieces + 256 * len(data))
+            # Checksums of zeros compress without end, so what they take is known from the data alone. Of the
+            # rest a byte holds 23 at most, and 1.3 values.
+            limit = min(limit, (1 << 20) + 32 * self._pieces + 64 * len(data))
+            most = (1 << 14) + 2 * self._pieces + 4 * len(data)
         try:
             unpack = zlib.decompressobj(31)
-            table = json.loads(unpack.decompress(data, limit))
+            text = unpack.decompress(data, limit)
+            if most is not None and sum(map(text.count, (b",", b"[", b"{"))) > most:
+                raise ValueError("it has more values than its data can have")  # each takes memory
+            table = json.loads(text)
             headers = {name: Digest(size, digest) for name, (size, digest) in table["headers"].items()}
             if (
                 table["format"] != FORMAT

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -18,6 +19,7 @@ from typing import Any
 
 from titancli.checkpoint.format.hashed import Digest, HashedWriter, Pieces, checksum
 from titancli.errors import EnvironmentProblem, TitanError
+from titancli.files import regular
 
 ITEM_SIZE = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8,
@@ -161,7 +163,8 @@ def read_header(path: Path) -> dict[str, Entry]:
     """
     try:
         size = path.stat().st_size
-        with path.open("rb") as file:
+        # A place in an object store opens itself.
+        with open(path, "rb", opener=regular) if isinstance(path, os.PathLike) else path.open("rb") as file:
             start = file.read(8)
             length = int.from_bytes(start, "little")
             if start == b"version ":

@@ -33,6 +33,7 @@ from titancli.checkpoint.remote.marks import left_behind, marked
 from titancli.checkpoint.remote.requests import ABSENT
 from titancli.checkpoint.remote.store import ATTEMPTS, RemotePath, at
 from titancli.errors import EnvironmentProblem, TitanError
+from titancli.files import regular
 
 if TYPE_CHECKING:
     from titancli.recipe.schema import Checkpoint
@@ -296,7 +297,7 @@ def _alone(folder: Path) -> Iterator[None]:
     """Commands of several machines that share a disk take a checkpoint once: the others wait for it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".taking", "a")  # noqa: SIM115
+        file = open(folder / ".taking", "a", opener=regular)  # noqa: SIM115
     except OSError as error:
         raise EnvironmentProblem(f"{folder} cannot be written: {error.strerror}") from error
     with file:

@@ -1,0 +1,79 @@
+"""Files in a folder that anybody may have written to: only regular ones are opened, no link is written
+through, and JSON is read with limits. Torch-free."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+LARGEST = 1 << 28
+"""Bytes of a file that is read at once."""
+
+
+class NotRegular(OSError):
+    """Something else than a regular file: a FIFO, on which who opens it waits, a device, or a link that would
+    be written through."""
+
+
+def regular(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a regular file and return its descriptor: an opener for `open`.
+
+    Raises:
+        NotRegular: it is none, or it is a link and is opened for writing.
+        OSError: it cannot be opened.
+    """
+    writes = flags & (os.O_WRONLY | os.O_RDWR)
+    try:
+        descriptor = os.open(
+            path, flags | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if writes else 0), 0o666
+        )
+    except OSError as error:
+        if error.errno == errno.ELOOP and os.path.islink(path):
+            raise NotRegular(
+                errno.ELOOP, "it is a link, and no link is written through", str(path)
+            ) from error
+        if error.errno == errno.ENXIO:  # a FIFO that nobody reads
+            raise NotRegular(errno.ENXIO, "it is not a regular file", str(path)) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise NotRegular(errno.EINVAL, "it is not a regular file", str(path))
+    return descriptor
+
+
+def read_bytes(path: Path, limit: int = LARGEST) -> bytes:
+    """Return a file's bytes.
+
+    Raises:
+        OSError: it cannot be read, or is larger.
+    """
+    with open(path, "rb", opener=regular) as file:
+        if (size := os.fstat(file.fileno()).st_size) > limit:
+            raise OSError(errno.EFBIG, f"it has {size} bytes, and no more than {limit} are read", str(path))
+        return file.read(limit)
+
+
+def parse_json(data: bytes | str) -> Any:
+    """Return what JSON says.
+
+    Raises:
+        ValueError: it is none, or nested too deeply.
+    """
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def read_json(path: Path, limit: int = LARGEST) -> Any:
+    """Return what a file says.
+
+    Raises:
+        OSError: it cannot be read, or is larger than `limit` bytes.
+        ValueError: it is not JSON.
+    """
+    return parse_json(read_bytes(path, limit))
