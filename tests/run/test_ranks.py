@@ -165,7 +165,7 @@ def test_ranks_that_cannot_be_started_show_what_torchrun_said(
     train: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = "print(*range(100), sep='\\n'); print('NumberGone: no such thing'); raise SystemExit(1)"
-    monkeypatch.setattr(local, "torchrun_command", lambda *_: [sys.executable, "-c", script])
+    monkeypatch.setattr(local, "torchrun_command", lambda *_, **__: [sys.executable, "-c", script])
     done = train("tiny.toml", "--nproc", "2", "--run-dir", "r")
     assert done.code == 1
     assert "error: the ranks could not be started\n  86\n" in done.err
